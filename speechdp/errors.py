@@ -1,0 +1,25 @@
+"""The errors speechdp raises on purpose.
+
+Every message is one line that names the file (or option), the rank where it matters, and the remedy:
+the command line prints it as it is and exits non-zero on every rank.
+"""
+
+
+class SpeechDPError(Exception):
+    """Base of all errors that are the user's to mend; never raised itself."""
+
+
+class ConfigError(SpeechDPError):
+    """An option, a corpus, a lexicon, a hostfile or a transcript that cannot be used."""
+
+
+class ShardError(SpeechDPError):
+    """An HDF5 shard or data directory that is damaged, truncated or of another layout version."""
+
+
+class CommunicationError(SpeechDPError):
+    """Ranks that disagree about the world, or an exchange between them that failed."""
+
+
+class RunError(SpeechDPError):
+    """A run that cannot go on or be continued: NaN in the loss, a full disk, a broken checkpoint."""
