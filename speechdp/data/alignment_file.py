@@ -1,0 +1,119 @@
+"""Keep a shard's targets of another alignment in a file beside it (docs/data-format.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from speechdp.data.atomic_file import atomic_path
+from speechdp.data.contiguous import ArrayPlace, RowReader
+from speechdp.data.shards import Shard, check_format
+from speechdp.errors import ShardError
+
+TARGETS_FORMAT = "speechdp-targets"
+TARGETS_VERSION = 1
+_AGAIN = "delete it and align again"
+
+
+def write_targets(path: Path, shard: Shard, targets: Sequence[npt.NDArray[np.int32]], alignment: str) -> None:
+    """Write new targets for every utterance of a shard, atomically.
+
+    Args:
+        path: the file to write.
+        shard: the shard the targets belong to.
+        targets: per utterance (T,) class indices, T as in the shard.
+        alignment: where they come from, e.g. "realigned-1".
+
+    Raises:
+        ShardError: the disk is full or cannot be written.
+    """
+    arrays = [np.ascontiguousarray(array, dtype="<i4") for array in targets]
+    lengths = np.diff(shard.offsets)
+    assert len(arrays) == shard.num_utterances, (len(arrays), shard.num_utterances)
+    assert all(array.shape == (length,) for array, length in zip(arrays, lengths, strict=True))
+    crc32 = np.array([zlib.crc32(array.data) for array in arrays], dtype="<u4")
+    try:
+        with atomic_path(path) as temporary, h5py.File(temporary, "w", libver=("v110", "v110")) as file:
+            file.attrs["format"] = TARGETS_FORMAT
+            file.attrs["version"] = TARGETS_VERSION
+            file.attrs["shard_index_sha256"] = shard.index_sha256
+            file.attrs["alignment"] = alignment
+            file.attrs["crc32_sha256"] = _sha256(crc32, shard.index_sha256, alignment)
+            file["crc32"] = crc32
+            file["targets"] = np.concatenate([np.empty(0, dtype="<i4"), *arrays])
+    except (OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ShardError(f"{path}: cannot be written ({reason}); free some space and run again") from error
+
+
+class TargetsFile:
+    """Targets of another alignment for one shard; `read` is safe from several threads.
+
+    Attributes:
+        path: the file.
+        alignment: where the targets come from, e.g. "realigned-1".
+    """
+
+    def __init__(self, path: Path, shard: Shard) -> None:
+        self.path = path
+        self._shard = shard
+        self._starts: list[int] = shard.offsets.tolist()
+        self.alignment, self._crc32, self._place = _read_head(path, shard)
+        self._reader = RowReader(path)
+
+    def read(self, utterance: int) -> npt.NDArray[np.int32]:
+        """Read an utterance's (T,) targets.  Raises ShardError if they are damaged."""
+        start = self._starts[utterance]
+        targets: npt.NDArray[np.int32] = self._reader.read(
+            self._place, start, self._starts[utterance + 1] - start
+        )
+        if zlib.crc32(targets.data) != self._crc32[utterance]:
+            name = self._shard.utterance_ids[utterance]
+            raise ShardError(f"{self.path}: targets of utterance {name} are damaged (checksum); {_AGAIN}")
+        return targets
+
+    def close(self) -> None:
+        """Close the file; a later read opens it again."""
+        self._reader.close()
+
+
+def open_targets(path: Path, shard: Shard) -> TargetsFile:
+    """Open the targets that were written for `shard`.
+
+    Raises:
+        ShardError: damaged, of another version, or written for another shard.
+    """
+    return TargetsFile(path, shard)
+
+
+def _read_head(path: Path, shard: Shard) -> tuple[str, npt.NDArray[np.uint32], ArrayPlace]:
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            attributes = dict(file.attrs)
+            check_format(path, attributes, TARGETS_FORMAT, TARGETS_VERSION)
+            crc32: npt.NDArray[Any] = file["crc32"][:]
+            place = ArrayPlace.of(file["targets"])
+    except (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise ShardError(f"{path}: missing, truncated or damaged ({reason}); {_AGAIN}") from error
+    if attributes.get("shard_index_sha256") != shard.index_sha256:
+        raise ShardError(f"{path}: belongs to another shard than {shard.path}; {_AGAIN}")
+    alignment = str(attributes.get("alignment"))
+    if attributes.get("crc32_sha256") != _sha256(crc32, shard.index_sha256, alignment):
+        raise ShardError(f"{path}: its index is damaged (checksum); {_AGAIN}")
+    if place.shape != (shard.num_frames,) or place.dtype != np.dtype(np.int32):
+        raise ShardError(f"{path}: targets have the wrong shape or type; {_AGAIN}")
+    return alignment, crc32, place
+
+
+def _sha256(crc32: npt.NDArray[np.uint32], shard_index_sha256: str, alignment: str) -> str:
+    digest = hashlib.sha256(crc32.tobytes())
+    digest.update(f"{shard_index_sha256} {alignment}".encode())
+    return digest.hexdigest()

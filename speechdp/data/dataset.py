@@ -1,0 +1,186 @@
+"""Open a data directory that `speechdp prepare` wrote."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from speechdp.data.atomic_file import write_text_atomically
+from speechdp.data.features import FeatureConfig
+from speechdp.data.shards import Shard, check_format
+from speechdp.errors import ShardError
+
+DATA_FORMAT = "speechdp-data"
+DATA_VERSION = 1
+MANIFEST_NAME = "data.json"
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One shard as data.json lists it."""
+
+    file: str
+    utterances: int
+    frames: int
+    index_sha256: str
+
+
+@dataclass(frozen=True)
+class SplitEntry:
+    """One split (train, dev or test) as data.json lists it."""
+
+    shards: tuple[ShardEntry, ...]
+    utterances: int
+    frames: int
+    speakers: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What data.json says of the whole directory."""
+
+    sampling_rate: int
+    features: FeatureConfig
+    num_classes: int
+    alignment: str
+    split: str
+    splits: dict[str, SplitEntry]
+
+    def to_json(self) -> str:
+        """Return the text of data.json."""
+        values = {
+            "format": DATA_FORMAT,
+            "version": DATA_VERSION,
+            "sampling_rate": self.sampling_rate,
+            "features": self.features.to_dict(),
+            "feature_dim": self.features.feature_dim,
+            "num_classes": self.num_classes,
+            "alignment": self.alignment,
+            "split": self.split,
+            "splits": {name: asdict(split) for name, split in self.splits.items()},
+        }
+        return json.dumps(values, indent=2) + "\n"
+
+    def write(self, directory: Path) -> None:
+        """Write data.json atomically.  Write it last: its presence says that the directory is complete."""
+        write_text_atomically(directory / MANIFEST_NAME, self.to_json())
+
+
+class Dataset:
+    """A prepared data directory.
+
+    Attributes:
+        path: the directory.
+        checksum: sha256 of data.json, which holds every shard's own: equal only for equal data.
+        sampling_rate: in Hz.
+        features: how the features were made.
+        feature_dim, num_classes: sizes of a frame and of the targets.
+        alignment: "flat" or "exact".
+        split: the rule that divided the corpus, e.g. "index:test=0-4,dev=5-9".
+        splits: what data.json says of each split.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, checksum: str) -> None:
+        self.path = path
+        self.checksum = checksum
+        self.sampling_rate = manifest.sampling_rate
+        self.features = manifest.features
+        self.feature_dim = manifest.features.feature_dim
+        self.num_classes = manifest.num_classes
+        self.alignment = manifest.alignment
+        self.split = manifest.split
+        self.splits = manifest.splits
+
+    @classmethod
+    def open(cls, path: Path | str) -> Dataset:
+        """Read a directory's data.json.
+
+        Raises:
+            ShardError: no such directory, not complete, of another version, or damaged.
+        """
+        path = Path(path)
+        file = path / MANIFEST_NAME
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise ShardError(
+                f"{file}: cannot be read ({error.strerror}); "
+                f"{path} is not a complete data directory, run speechdp prepare"
+            ) from error
+        return cls(path, _parse(file, content), hashlib.sha256(content).hexdigest())
+
+    @property
+    def split_names(self) -> tuple[str, ...]:
+        """The splits that hold utterances."""
+        return tuple(self.splits)
+
+    @property
+    def lexicon_path(self) -> Path:
+        """The lexicon the targets were made with."""
+        return self.path / "lexicon.txt"
+
+    @property
+    def classes_path(self) -> Path:
+        """The names of the classes, one a line."""
+        return self.path / "classes.txt"
+
+    def shard_paths(self, split: str) -> list[Path]:
+        """Return the shards of a split, in the order of data.json."""
+        return [self.path / shard.file for shard in self._split(split).shards]
+
+    def num_frames(self, split: str) -> int:
+        """Return the number of frames of a split."""
+        return self._split(split).frames
+
+    def num_utterances(self, split: str) -> int:
+        """Return the number of utterances of a split."""
+        return self._split(split).utterances
+
+    def open_shard(self, split: str, index: int) -> Shard:
+        """Open a shard and check that it is the one data.json names.  Raises ShardError."""
+        entry = self._split(split).shards[index]
+        shard = Shard(self.path / entry.file)
+        if shard.index_sha256 != entry.index_sha256:
+            raise ShardError(f"{shard.path}: is not the shard {MANIFEST_NAME} lists; prepare the data again")
+        return shard
+
+    def verify(self) -> None:
+        """Check every checksum of the directory.  Raises ShardError on the first damage."""
+        for name, split in self.splits.items():
+            for index in range(len(split.shards)):
+                with self.open_shard(name, index) as shard:
+                    shard.verify()
+
+    def _split(self, name: str) -> SplitEntry:
+        if name not in self.splits:
+            raise ShardError(f"{self.path}: has no split {name!r}, only {', '.join(self.splits)}")
+        return self.splits[name]
+
+
+def _parse(file: Path, content: bytes) -> Manifest:
+    try:
+        values: dict[str, Any] = json.loads(content)
+        check_format(file, values, DATA_FORMAT, DATA_VERSION)
+        splits = {name: _parse_split(split) for name, split in values["splits"].items()}
+        return Manifest(
+            sampling_rate=int(values["sampling_rate"]),
+            features=FeatureConfig.from_dict(values["features"]),
+            num_classes=int(values["num_classes"]),
+            alignment=str(values["alignment"]),
+            split=str(values["split"]),
+            splits=splits,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ShardError(f"{file}: damaged ({error}); prepare the data again") from error
+
+
+def _parse_split(values: dict[str, Any]) -> SplitEntry:
+    return SplitEntry(
+        shards=tuple(ShardEntry(**shard) for shard in values["shards"]),
+        utterances=int(values["utterances"]),
+        frames=int(values["frames"]),
+        speakers=int(values["speakers"]),
+    )

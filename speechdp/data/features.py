@@ -1,0 +1,179 @@
+"""Turn samples into log-mel or MFCC features, by Kaldi's definitions.
+
+Legend: S samples, T frames, D feature dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from speechdp.errors import ConfigError
+
+#: Kaldi's features are defined on 16-bit sample values.
+_INT16_SCALE = 32768.0
+#: Least standard deviation divided by: digital silence (all frames at the log floor) stays zero.
+_STD_FLOOR = 1e-2
+#: Kaldi's lowest mel edge, in Hz.
+_LOW_FREQ_HZ = 20.0
+
+
+@dataclass(frozen=True)
+class FeatureConfig:
+    """How features are made; stored in every shard."""
+
+    kind: Literal["log_mel", "mfcc"] = "log_mel"
+    """log_mel: logarithms of mel filter-bank energies; mfcc: their cosine transform."""
+    num_mel_bins: int = 40
+    """Number of mel filters."""
+    num_ceps: int = 13
+    """Number of cepstral coefficients (mfcc only)."""
+    frame_length_ms: float = 25.0
+    """Window length in milliseconds."""
+    frame_shift_ms: float = 10.0
+    """Time between frames in milliseconds."""
+    mean_normalise: bool = True
+    """Subtract each utterance's mean of each dimension."""
+    variance_normalise: bool = True
+    """Divide by each utterance's standard deviation of each dimension."""
+    dtype: Literal["float16", "float32"] = "float16"
+    """Number format in the shards; float16 halves the bytes read."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("log_mel", "mfcc"):
+            raise ConfigError(f"features {self.kind!r} are not known; choose log_mel or mfcc")
+        if self.dtype not in ("float16", "float32"):
+            raise ConfigError(f"dtype {self.dtype!r} is not known; choose float16 or float32")
+        if self.num_mel_bins < 3 or self.frame_length_ms <= 0 or self.frame_shift_ms <= 0:
+            raise ConfigError("num_mel_bins must be at least 3, frame length and shift above 0 ms")
+        if self.kind == "mfcc" and not 1 <= self.num_ceps <= self.num_mel_bins:
+            raise ConfigError(f"num_ceps {self.num_ceps} must lie in 1..num_mel_bins ({self.num_mel_bins})")
+
+    @property
+    def feature_dim(self) -> int:
+        """Number of values a frame (D)."""
+        return self.num_mel_bins if self.kind == "log_mel" else self.num_ceps
+
+    @property
+    def frame_shift_s(self) -> float:
+        """Time between frames in seconds."""
+        return self.frame_shift_ms / 1000.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as they stand in JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> FeatureConfig:
+        """Read what `to_dict` gave.  Raises ConfigError on fields this version does not know."""
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ConfigError(
+                f"feature settings of another version: {error}; prepare the data again"
+            ) from error
+
+
+def num_frames_of(num_samples: int, sampling_rate: int, config: FeatureConfig) -> int:
+    """Return the number of frames Kaldi makes with snip_edges false: samples / shift, rounded."""
+    shift = _shift_samples(sampling_rate, config)
+    return (num_samples + shift // 2) // shift
+
+
+def compute_features(
+    samples: npt.NDArray[np.float32], sampling_rate: int, config: FeatureConfig
+) -> npt.NDArray[np.float32]:
+    """Compute the features of one utterance.
+
+    Args:
+        samples: (S,) float32 in [-1, 1].
+        sampling_rate: in Hz.
+        config: kind, sizes and normalisation.
+
+    Returns:
+        (T, D) float32, normalised as `config` says; T = S / shift, rounded.  Dither is 0, so the same
+        samples always give the same features.
+
+    Raises:
+        ConfigError: no sample, NaN among the samples, or more mel bins than the sampling rate can fill.
+    """
+    if samples.ndim != 1 or samples.size == 0:
+        raise ConfigError(f"features need one channel of samples, not an array of shape {samples.shape}")
+    if not np.isfinite(samples).all():
+        raise ConfigError("samples hold NaN or infinity")
+    raw = kaldi_features(samples * _INT16_SCALE, sampling_rate, config)
+    return normalise(raw, config)
+
+
+def kaldi_features(
+    samples: npt.NDArray[np.float32], sampling_rate: int, config: FeatureConfig, *, snip_edges: bool = False
+) -> npt.NDArray[np.float32]:
+    """Compute Kaldi's features of (S,) samples in 16-bit scale, not normalised: (T, D) float32."""
+    import kaldi_native_fbank as knf
+
+    check_mel_bins(sampling_rate, config)
+    options = knf.FbankOptions() if config.kind == "log_mel" else knf.MfccOptions()
+    options.frame_opts.samp_freq = float(sampling_rate)
+    options.frame_opts.frame_length_ms = config.frame_length_ms
+    options.frame_opts.frame_shift_ms = config.frame_shift_ms
+    options.frame_opts.dither = 0.0
+    options.frame_opts.snip_edges = snip_edges
+    options.mel_opts.num_bins = config.num_mel_bins
+    options.mel_opts.low_freq = _LOW_FREQ_HZ
+    if config.kind == "log_mel":
+        computer = knf.OnlineFbank(options)
+    else:
+        options.num_ceps = config.num_ceps
+        computer = knf.OnlineMfcc(options)
+    computer.accept_waveform(float(sampling_rate), np.ascontiguousarray(samples, dtype=np.float32))
+    computer.input_finished()
+    frames = np.empty((computer.num_frames_ready, config.feature_dim), dtype=np.float32)  # (T, D)
+    for t in range(frames.shape[0]):
+        frames[t] = computer.get_frame(t)
+    return frames
+
+
+def normalise(features: npt.NDArray[np.float32], config: FeatureConfig) -> npt.NDArray[np.float32]:
+    """Normalise one utterance's (T, D) features per dimension as `config` says."""
+    if features.shape[0] == 0:
+        return features
+    if config.mean_normalise:
+        features = features - features.mean(axis=0, dtype=np.float64).astype(np.float32)
+    if config.variance_normalise:
+        std = features.std(axis=0, dtype=np.float64).astype(np.float32)
+        features = features / np.maximum(std, _STD_FLOOR)
+    return features
+
+
+def check_mel_bins(sampling_rate: int, config: FeatureConfig) -> None:
+    """Refuse more mel bins than the spectrum can fill.
+
+    Kaldi aborts the process if a filter covers no point of the spectrum, so the filters are laid out
+    here first, as Kaldi does: equally spaced on mel(f) = 1127 ln(1 + f / 700) from 20 Hz to half the rate.
+    """
+    window = int(sampling_rate * 0.001 * config.frame_length_ms)
+    if window < 2:
+        raise ConfigError(f"a window of {config.frame_length_ms} ms at {sampling_rate} Hz holds no samples")
+    num_fft = 1 << (window - 1).bit_length()
+    points = _mel(np.arange(num_fft // 2) * (sampling_rate / num_fft))
+    edges = np.linspace(
+        _mel(np.array(_LOW_FREQ_HZ)), _mel(np.array(sampling_rate / 2)), config.num_mel_bins + 2
+    )
+    inside = (points > edges[:-2, None]) & (points < edges[2:, None])  # (bins, points)
+    if not inside.any(axis=1).all():
+        raise ConfigError(
+            f"{config.num_mel_bins} mel bins are too many for {sampling_rate} Hz and a window of "
+            f"{config.frame_length_ms} ms; use fewer, e.g. 40"
+        )
+
+
+def _mel(frequency_hz: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
+    mel: npt.NDArray[np.float64] = 1127.0 * np.log1p(frequency_hz / 700.0)
+    return mel
+
+
+def _shift_samples(sampling_rate: int, config: FeatureConfig) -> int:
+    return int(sampling_rate * 0.001 * config.frame_shift_ms)
