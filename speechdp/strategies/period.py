@@ -1,0 +1,54 @@
+"""How often replicas are averaged: one word, *period*, in steps, frames or seconds."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from speechdp.errors import ConfigError
+
+_PATTERN = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>steps?|s|f|kf|mf|frames?)?", re.IGNORECASE)
+_FRAMES = {"f": 1, "frame": 1, "frames": 1, "kf": 1_000, "mf": 1_000_000}
+
+
+class PeriodUnit(Enum):
+    """What a period counts."""
+
+    STEPS = "steps"
+    FRAMES = "frames"
+    SECONDS = "seconds"
+
+
+@dataclass(frozen=True)
+class Period:
+    """An averaging period: `16` (steps), `600kf` (frames a rank, as Kaldi counts an iteration), `5s`."""
+
+    value: float
+    unit: PeriodUnit = PeriodUnit.STEPS
+
+    @staticmethod
+    def parse(text: str) -> Period:
+        """Read `16`, `16steps`, `400000f`, `600kf`, `1.2mf` or `5s`.
+
+        Raises:
+            ConfigError: anything else, or a period that is not positive.
+        """
+        match = _PATTERN.fullmatch(text.strip())
+        if match is None or float(match["number"]) <= 0:
+            raise ConfigError(f"period {text!r} is not a period; write 16 (steps), 600kf (frames) or 5s")
+        number, unit = float(match["number"]), (match["unit"] or "steps").lower()
+        if unit == "s":
+            return Period(number, PeriodUnit.SECONDS)
+        if unit in _FRAMES:
+            return Period(number * _FRAMES[unit], PeriodUnit.FRAMES)
+        if number != int(number):
+            raise ConfigError(f"period {text!r} is not a whole number of steps")
+        return Period(number, PeriodUnit.STEPS)
+
+    def __str__(self) -> str:
+        if self.unit is PeriodUnit.SECONDS:
+            return f"{self.value:g}s"
+        if self.unit is PeriodUnit.FRAMES:
+            return f"{self.value / 1000:g}kf" if self.value % 1000 == 0 else f"{self.value:.0f}f"
+        return str(int(self.value))

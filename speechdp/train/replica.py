@@ -1,0 +1,108 @@
+"""One rank's copy of the model: flat parameters, flat gradients, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from speechdp.comm.flat import FlatBuffer
+
+#: Extra scalars behind the parameters and the gradients: the frame count that weights the exchange.
+_NUM_EXTRA = 1
+
+
+class Replica:
+    """The model, its parameters and gradients as two flat vectors, and the optimizer over them.
+
+    The optimizer sees one parameter, the flat vector: an update is a handful of kernels whatever the
+    number of layers.  This equals the update tensor by tensor for every element-wise optimizer (SGD with
+    momentum, Adam, AdamW).  Gradients are SUMS over this rank's frames, never means: ranks with different
+    numbers of frames then combine exactly.
+
+    Attributes:
+        parameters: flat parameters; `parameters.extra[0]` is scratch space for a weight.
+        gradients: flat gradients; `gradients.extra[0]` is scratch space for a frame count.
+        frames: frames whose gradients have been accumulated since the last update.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        *,
+        max_gradient_norm: float = 0.0,
+    ) -> None:
+        self.model = model
+        self.model_parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = FlatBuffer([p.detach() for p in self.model_parameters], num_extra=_NUM_EXTRA)
+        self.gradients = self.parameters.like()
+        for parameter, value, gradient in zip(
+            self.model_parameters, self.parameters.views, self.gradients.views, strict=True
+        ):
+            parameter.data = value
+            parameter.grad = gradient
+        self.flat = nn.Parameter(self.parameters.values)
+        self.flat.grad = self.gradients.values
+        self.optimizer = make_optimizer([self.flat])
+        self._prime_optimizer()
+        self.max_gradient_norm = max_gradient_norm
+        self.frames = 0
+
+    def _prime_optimizer(self) -> None:
+        """Create the optimizer's state now, all zero, instead of at its first step.
+
+        A rank that has had no frames yet must be able to take part in an average of the momentum, and a
+        checkpoint holds the same tensors from the first step to the last.  Zero is where the first step
+        of SGD with momentum and of Adam starts from anyway.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"], learning_rate = 0.0, group["lr"]
+        self.optimizer.step()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.reset_optimizer()
+
+    def reset_optimizer(self) -> None:
+        """Set the optimizer's state (momentum, moments, step counts) to zero."""
+        for tensor in self.optimizer_tensors().values():
+            tensor.zero_()
+
+    def apply_gradients(self, frames: float | Tensor) -> None:
+        """Update the parameters with the mean gradient over `frames` and clear the gradients.
+
+        Args:
+            frames: frames the summed gradients stand for (of all ranks, if they were summed over ranks).
+                A tensor stays on its device, so that the host need not wait for it.  0 changes nothing
+                but clears the gradients (a tensor is taken to be positive).
+        """
+        if isinstance(frames, Tensor) or frames > 0:
+            self.gradients.values.div_(frames)
+            if self.max_gradient_norm > 0:
+                nn.utils.clip_grad_norm_([self.flat], self.max_gradient_norm)
+            self.optimizer.step()
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        """Zero the gradients in place (they are views; setting them to None would lose them)."""
+        self.gradients.whole.zero_()
+        self.frames = 0
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Use `learning_rate` from the next update on."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """Return the optimizer's state tensors by name (e.g. `momentum_buffer`), living ones, not copies."""
+        state = self.optimizer.state.get(self.flat, {})
+        # SGD without momentum keeps a None for its buffer.
+        return {name: value for name, value in sorted(state.items()) if isinstance(value, Tensor)}
+
+    def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Overwrite the optimizer's state with `tensors` (as `optimizer_tensors` gave them)."""
+        living = self.optimizer_tensors()
+        assert living.keys() == tensors.keys(), "a checkpoint of another optimizer"
+        for name, tensor in living.items():
+            tensor.copy_(tensors[name])
