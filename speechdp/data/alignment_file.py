@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from speechdp.data.atomic_file import atomic_path
 from speechdp.data.contiguous import ArrayPlace, RowReader
-from speechdp.data.shards import Shard, check_format
+from speechdp.data.shard_layout import check_format
+from speechdp.data.shards import Shard
 from speechdp.errors import ShardError
 
 TARGETS_FORMAT = "speechdp-targets"

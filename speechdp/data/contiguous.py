@@ -94,7 +94,7 @@ class RowReader:
             return self._fd
 
     def _read_chunked(self, place: ArrayPlace, start: int, num: int) -> npt.NDArray[Any]:
-            try:
+        try:
             with self._lock:
                 if self._file is None:
                     self._file = h5py.File(self._path, "r", locking=False)

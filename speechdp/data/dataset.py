@@ -10,7 +10,8 @@ from typing import Any
 
 from speechdp.data.atomic_file import write_text_atomically
 from speechdp.data.features import FeatureConfig
-from speechdp.data.shards import Shard, check_format
+from speechdp.data.shard_layout import check_format
+from speechdp.data.shards import Shard
 from speechdp.errors import ShardError
 
 DATA_FORMAT = "speechdp-data"

@@ -31,7 +31,7 @@ from speechdp.data.shard_layout import (
 )
 from speechdp.errors import ConfigError, ShardError
 
-__all__ = ["Shard", "ShardHeader", "ShardIndex", "ShardWriter", "Utterance", "check_format", "utterance_crc32"]
+__all__ = ["Shard", "ShardHeader", "ShardIndex", "ShardWriter", "Utterance"]
 
 _AGAIN = "prepare the data again or copy the file anew"
 _COPY_BYTES = 1 << 24
@@ -76,7 +76,7 @@ class ShardWriter:
         return self
 
     def add(self, utterance: Utterance) -> None:
-        """Append an utterance.  Raises ShardError if the disk is full, ConfigError on values no shard can hold."""
+        """Append an utterance.  Raises ShardError (disk) or ConfigError (values no shard can hold)."""
         features = np.ascontiguousarray(utterance.features, dtype=self._dtype)
         targets = np.ascontiguousarray(utterance.targets, dtype="<i4")
         self._check(utterance, features, targets)
@@ -128,7 +128,7 @@ class ShardWriter:
             raise _cannot_write(self.path, error) from error
 
     def _write_hdf5(self, path: Path, index: ShardIndex) -> None:
-            attributes = self.header.attributes()
+        attributes = self.header.attributes()
         self.index_sha256 = index.sha256(attributes)
         num_frames = int(index.offsets[-1])
         # v110: object headers carry checksums of their own, and every HDF5 since 2016 reads them.
