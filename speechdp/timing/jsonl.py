@@ -1,0 +1,98 @@
+"""JSON lines that survive a killed process: buffered appending, and reading that counts damaged lines."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+from speechdp.errors import RunError
+
+FLUSH_INTERVAL_NS = 1_000_000_000
+
+
+class LineFile:
+    """A JSONL file that is appended to and flushed about once a second."""
+
+    def __init__(self, path: Path) -> None:
+        """Args: path: file to append to; its folder is made.  Raises: RunError: it cannot be written."""
+        self._path = path
+        self._last_flush_ns = perf_counter_ns()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torn = path.exists() and _ends_torn(path)
+            self._file = path.open("a", encoding="utf-8")
+            if torn:  # keep the next record off the half line
+                self._file.write("\n")
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def write(self, line: str) -> None:
+        """Append one line."""
+        try:
+            self._file.write(line + "\n")
+            now = perf_counter_ns()
+            if now - self._last_flush_ns >= FLUSH_INTERVAL_NS:
+                self._file.flush()
+                self._last_flush_ns = now
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def close(self) -> None:
+        """Write what is buffered and close."""
+        try:
+            self._file.close()
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> RunError:
+        return RunError(
+            f"{self._path}: cannot write the timeline ({error.strerror}); "
+            "free space or permit writing there, then continue with --resume"
+        )
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What stands in a JSONL file.
+
+    Attributes:
+        records: the lines that hold a JSON object, in the file's order.
+        num_damaged: lines that do not (a process killed while writing leaves one).
+    """
+
+    records: list[dict[str, Any]]
+    num_damaged: int
+
+
+def read_lines(path: Path) -> Lines:
+    """Read a JSONL file, passing over damaged lines.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    records: list[dict[str, Any]] = []
+    num_damaged = 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            num_damaged += bool(line.strip())
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+        else:
+            num_damaged += 1
+    return Lines(records, num_damaged)
+
+
+def _ends_torn(path: Path) -> bool:
+    """Say whether the file ends inside a line, as a killed process leaves it."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"

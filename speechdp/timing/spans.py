@@ -1,0 +1,77 @@
+"""The context managers behind `Timeline.span`: each is made once and used for every step.
+
+They write to two lists that the timeline reads and empties at the end of a step: marks
+[span code, host ns, EXIT, host ns, ...] and, on a device, one event for each pair.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from time import perf_counter_ns
+
+from speechdp.timing.device_events import DeviceEvent, DeviceEvents
+
+#: Stands in the list of marks where a span ends.
+EXIT = -1
+
+
+class HostSpan:
+    """Times one span by the host clock."""
+
+    __slots__ = ("_code", "_push")
+
+    def __init__(self, code: int, marks: list[int]) -> None:
+        """Args: code: the span's; marks: where beginnings and ends go."""
+        self._push = marks.append
+        self._code = code
+
+    def __enter__(self) -> None:
+        push = self._push
+        push(self._code)
+        push(perf_counter_ns())
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        push = self._push
+        push(EXIT)
+        push(perf_counter_ns())
+
+
+class DeviceSpan:
+    """Times one span by device events and by the host clock."""
+
+    __slots__ = ("_code", "_push", "_push_event", "_record")
+
+    def __init__(self, code: int, marks: list[int], events: list[DeviceEvent], source: DeviceEvents) -> None:
+        """Args: code: the span's; marks, events: where beginnings and ends go; source: of the events."""
+        self._push = marks.append
+        self._push_event = events.append
+        self._record = source.record
+        self._code = code
+
+    def __enter__(self) -> None:
+        self._push_event(self._record())
+        self._push(self._code)
+        self._push(perf_counter_ns())
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._push_event(self._record())
+        self._push(EXIT)
+        self._push(perf_counter_ns())
+
+
+class OverlappedSpan:
+    """Times a span on another thread than the timeline's; made anew each time, as several may run at once."""
+
+    __slots__ = ("_code", "_sink", "_start_ns")
+
+    def __init__(self, code: int, sink: deque[tuple[int, int, int]]) -> None:
+        """Args: code: the span's; sink: receives (code, begin ns, end ns) when the span ends."""
+        self._sink = sink
+        self._code = code
+        self._start_ns = 0
+
+    def __enter__(self) -> None:
+        self._start_ns = perf_counter_ns()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._sink.append((self._code, self._start_ns, perf_counter_ns()))

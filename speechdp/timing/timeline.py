@@ -1,0 +1,280 @@
+"""Time every part of every training step on one rank and write it as one JSON line a step.
+
+A span costs two reads of the clock and four appends; everything else happens once a step, in `end_step`.
+The line format and the meaning of each span are in docs/timing.md.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from contextlib import AbstractContextManager
+from enum import Enum
+from pathlib import Path
+from time import perf_counter_ns
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from speechdp.timing.device_events import CudaEvents, DeviceEvents
+from speechdp.timing.jsonl import LineFile
+from speechdp.timing.spans import EXIT, DeviceSpan, HostSpan, OverlappedSpan
+from speechdp.timing.steps import PendingStep, ResolvedStep, StepTotals
+
+
+class Span(str, Enum):
+    """What a rank spends its time on.  The first six make up a step, the last two stand outside of steps."""
+
+    code: int
+
+    DATA_WAIT = "data_wait"
+    H2D = "h2d"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    COMM = "comm"
+    UPDATE = "update"
+    EVAL = "eval"
+    CHECKPOINT = "checkpoint"
+
+    def __init__(self, _value: str) -> None:
+        # A position in a list: hashing an Enum member runs Python code, which the hot path cannot afford.
+        self.code = len(self.__class__.__members__)
+
+
+STEP_SPANS = (Span.DATA_WAIT, Span.H2D, Span.FORWARD, Span.BACKWARD, Span.COMM, Span.UPDATE)
+SPAN_NAMES = tuple(span.value for span in Span)
+
+
+class Timeline:
+    """The record of one rank's time.
+
+    Spans belong to the thread that made the timeline.  A span opened inside another takes its time out of
+    the outer one (so the spans of a step never add up to more than the step).  A span that another thread
+    opens (a gradient hook on CUDA's autograd thread, a background exchange) is recorded apart, as
+    *overlapped*, by the host clock, and is no part of the step's shares.
+
+    On a CUDA device spans are measured between events on the current stream: what the device spent, or
+    stood idle, there.  Events are read when the device has passed them; nothing waits for the device
+    inside a step.  DATA_WAIT and COMM are measured by the host clock as well (how long the host blocked).
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        rank: int,
+        device: torch.device,
+        warmup_steps: int = 4,
+        resumed_time_s: float = 0.0,
+        device_events: DeviceEvents | None = None,
+    ) -> None:
+        """Open the record.
+
+        Args:
+            path: JSONL file to append to; None keeps the sums only.
+            rank: this rank.
+            device: where the model runs; decides between the host clock and CUDA events.
+            warmup_steps: steps of this process left out of `summary`.
+            resumed_time_s: training time of the run before this process, s.
+            device_events: source of device time stamps; None: CUDA's own, where `device` is one.
+
+        Raises:
+            RunError: the file cannot be opened.
+        """
+        if device_events is None and device.type == "cuda":
+            device_events = CudaEvents(device)
+        self.rank = rank
+        self._device_events = device_events
+        self._owner = threading.get_ident()
+        self._origin_ns = perf_counter_ns()
+        self._resumed_time_s = resumed_time_s
+        # Position and time of every begin and end of a span: [index, ns, index, ns, ...].
+        self._marks: list[int] = []
+        self._events: list[Any] = []
+        self._overlapped: deque[tuple[int, int, int]] = deque()
+        self._step_start_ns: int | None = None
+        self._boundary: Any = None
+        self._lead_ns = 0  # of event time before the step's first span
+        self._excluded_ns = 0  # of event time since the step's start
+        self._event_start_ns: int | None = None
+        self._trained_ns = 0
+        self._pending: deque[PendingStep] = deque()
+        self._totals = StepTotals(warmup_steps)
+        self._timers = self._make_timers()
+        self._file = None if path is None else LineFile(path)
+
+    def span(self, span: Span) -> AbstractContextManager[None]:
+        """Return the context manager that times `span`; one object a span, made once."""
+        if threading.get_ident() != self._owner:
+            return OverlappedSpan(span.code, self._overlapped)
+        return self._timers[span.code]
+
+    def event(self, span: Span) -> AbstractContextManager[None]:
+        """Return the context manager that times an evaluation or a checkpoint, which no step pays for."""
+        assert span in (Span.EVAL, Span.CHECKPOINT), span
+        return self._timers[span.code]
+
+    def end_step(self, step: int, epoch: int, frames: int) -> None:
+        """Close the step's record; the next step starts here.
+
+        Args:
+            step: number of the step in the run.
+            epoch: epoch it belongs to.
+            frames: frames of this rank's batch; 0 where it only joined the exchange.
+        """
+        now = perf_counter_ns()
+        marks = self._marks
+        start = self._step_start_ns
+        if start is None:
+            start = marks[1] if marks else now
+            self._boundary = self._events[0] if self._events else self._record_event()
+        events, boundary, end = self._events, self._boundary, self._record_event()
+        overlapped = [self._overlapped.popleft() for _ in range(len(self._overlapped))]
+        step_start = start + self._lead_ns
+        self._pending.append(
+            PendingStep(
+                step=step,
+                epoch=epoch,
+                frames=frames,
+                t=self._resumed_time_s + (step_start - self._origin_ns) / 1e9,
+                start_ns=step_start,
+                wall_ns=now - start - self._excluded_ns,
+                excluded_ns=self._excluded_ns,
+                marks=marks.copy(),
+                overlapped=overlapped,
+                events=events.copy(),
+                boundaries=(boundary, end),
+            )
+        )
+        self._trained_ns += now - start - self._excluded_ns
+        # The timers hold on to these two lists: empty them, never replace them.
+        marks.clear()
+        events.clear()
+        self._step_start_ns, self._boundary = now, end
+        self._lead_ns = self._excluded_ns = 0
+        self._resolve()
+
+    @property
+    def training_time_s(self) -> float:
+        """Training time of the run so far, s; evaluation and checkpoints left out."""
+        running = 0
+        if self._step_start_ns is not None:
+            until = perf_counter_ns() if self._event_start_ns is None else self._event_start_ns
+            running = until - self._step_start_ns - self._excluded_ns
+        return self._resumed_time_s + (self._trained_ns + running) / 1e9
+
+    def summary(self) -> dict[str, Any]:
+        """Return this rank's entry of timing.json.  Waits for the device."""
+        self._finish_pending()
+        return {"rank": self.rank, **self._totals.as_dict()}
+
+    def close(self) -> None:
+        """Wait for the device, write what is left and close the file.  Safe to call twice."""
+        self._finish_pending()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _make_timers(self) -> list[AbstractContextManager[None]]:
+        timers: list[AbstractContextManager[None]] = []
+        for span in STEP_SPANS:
+            if self._device_events is None:
+                timers.append(HostSpan(span.code, self._marks))
+            else:
+                timers.append(DeviceSpan(span.code, self._marks, self._events, self._device_events))
+        return timers + [_Event(self, span) for span in (Span.EVAL, Span.CHECKPOINT)]
+
+    def _record_event(self) -> Any:
+        return None if self._device_events is None else self._device_events.record()
+
+    def _finish_pending(self) -> None:
+        if self._device_events is not None:
+            self._device_events.synchronize()
+        self._resolve()
+
+    def _resolve(self) -> None:
+        """Turn steps whose device work is done into lines and sums, oldest first."""
+        while self._pending and self._pending[0].is_done():
+            pending = self._pending.popleft()
+            resolved = pending.resolve()
+            self._totals.add(resolved)
+            if self._file is not None:
+                self._file.write(_step_line(resolved))
+            if self._device_events is not None:
+                # The end boundary stays: the next step starts at it.  The first step's start boundary
+                # is its first span's event, which must not enter the pool twice.
+                first = pending.boundaries[0]
+                own_first = pending.events and pending.events[0] is first
+                self._device_events.recycle(pending.events if own_first else [first, *pending.events])
+
+    def _begin_event(self) -> tuple[int, int]:
+        """Note where the record stands; wait for the device, lest a step's work count as the event's."""
+        assert self._event_start_ns is None, "an evaluation or checkpoint inside another"
+        if self._device_events is not None:
+            self._device_events.synchronize()
+        self._event_start_ns = perf_counter_ns()
+        return self._event_start_ns, len(self._marks)
+
+    def _finish_event(self, span: Span, start_ns: int, num_marks: int) -> None:
+        if self._device_events is not None:
+            self._device_events.synchronize()
+        now = perf_counter_ns()
+        # Evaluation reads data and runs the model too: what it opened is no part of the step.
+        del self._marks[num_marks:]
+        if self._device_events is not None:
+            self._device_events.recycle(self._events[num_marks // 2 :])
+            del self._events[num_marks // 2 :]
+        self._event_start_ns = None
+        if self._step_start_ns is not None or num_marks:
+            self._excluded_ns += now - start_ns
+        if num_marks:  # inside a step: leave a gap in the span that is open
+            self._marks += (span.code, start_ns, EXIT, now)
+            if self._device_events is not None:
+                self._events += (self._device_events.record(), self._device_events.record())
+        else:
+            self._lead_ns = self._excluded_ns
+        wall_s = (now - start_ns) / 1e9
+        self._totals.add_event(span.value, wall_s)
+        if self._file is not None:
+            t = self._resumed_time_s + (start_ns - self._origin_ns) / 1e9
+            self._file.write(json.dumps({"event": span.value, "t": round(t, 6), "wall": round(wall_s, 6)}))
+
+
+class _Event:
+    """Times an evaluation or a checkpoint and takes it out of the step around it."""
+
+    def __init__(self, timeline: Timeline, span: Span) -> None:
+        self._timeline = timeline
+        self._span = span
+        self._begun = (0, 0)
+
+    def __enter__(self) -> None:
+        self._begun = self._timeline._begin_event()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timeline._finish_event(self._span, *self._begun)
+
+
+def _step_line(step: ResolvedStep) -> str:
+    """Return the JSON line of a step; times in s, rounded to the microsecond."""
+    record: dict[str, Any] = {
+        "step": step.step,
+        "epoch": step.epoch,
+        "t": round(step.t, 6),
+        "wall": round(step.wall_s, 6),
+        "frames": step.frames,
+        "spans": _rounded(step.spans),
+    }
+    if step.host:
+        record["host"] = _rounded(step.host)
+    if step.overlapped:
+        record["overlapped"] = _rounded(step.overlapped)
+    return json.dumps(record, separators=(",", ":"))
+
+
+def _rounded(pieces: list[tuple[int, float, float]]) -> list[tuple[str, float, float]]:
+    return [(SPAN_NAMES[i], round(start, 6), round(duration, 6)) for i, start, duration in pieces]
