@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from speechdp.data.atomic_file import write_text_atomically
 from speechdp.decode.lexicon import SILENCE, Lexicon
 from speechdp.errors import ConfigError
 
@@ -69,11 +69,8 @@ class StateInventory:
 
     def save(self, path: Path) -> None:
         """Write `classes.txt`, one line `<index> <phone>_<state>` a class, atomically."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(
-            "".join(f"{i} {n}\n" for i, n in enumerate(self.class_names())), encoding="utf-8"
-        )
-        temporary.replace(path)
+        lines = (f"{i} {name}\n" for i, name in enumerate(self.class_names()))
+        write_text_atomically(path, "".join(lines))
 
     @classmethod
     def load(cls, path: Path) -> StateInventory:

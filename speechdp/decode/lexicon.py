@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
 
+from speechdp.data.atomic_file import write_text_atomically
 from speechdp.errors import ConfigError
 
 SILENCE = "SIL"
@@ -98,9 +98,7 @@ class Lexicon:
             for word, variants in self.pronunciations.items()
             for variant in variants
         ]
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text("".join(lines), encoding="utf-8")
-        temporary.replace(path)
+        write_text_atomically(path, "".join(lines))
 
     def restrict(self, words: Iterable[str]) -> Lexicon:
         """Keep only `words`, sorted, so that the same corpus always gives the same lexicon.

@@ -1,0 +1,102 @@
+"""Search a decoding graph with kaldi-decoder: words, cost and the class of every frame."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import kaldi_decoder
+import kaldifst
+import numpy as np
+
+from speechdp.decode.graph import DecodingGraph
+from speechdp.decode.hmm import FloatArray, IntArray
+from speechdp.errors import RunError
+
+_UNLIMITED = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How wide to search.
+
+    Attributes:
+        beam: paths that cost this much more than the best are dropped (nats, after scaling).
+        max_active: at most this many paths are kept a frame.
+        acoustic_scale: factor on the acoustic log-likelihoods before they meet the graph's costs.
+        max_beam_doublings: how often a search that ends in no final state is repeated with twice the beam.
+    """
+
+    beam: float = 16.0
+    max_active: int = _UNLIMITED
+    acoustic_scale: float = 1.0
+    max_beam_doublings: int = 1
+
+
+@dataclass(frozen=True)
+class BestPath:
+    """The most probable path.
+
+    Attributes:
+        words: the word sequence.
+        cost: -log probability of the graph plus the scaled acoustics, nats.
+        classes: the class of each frame, (T,).
+    """
+
+    words: tuple[str, ...]
+    cost: float
+    classes: IntArray
+
+
+class Searcher:
+    """Finds best paths through one graph.
+
+    Attributes:
+        num_searched: utterances searched so far.
+        num_retried: those of them that needed a wider beam.
+        num_failed: those of them for which no path reached a final state with the widest beam either.
+    """
+
+    def __init__(self, graph: DecodingGraph, options: SearchOptions | None = None) -> None:
+        self._graph = graph
+        self._options = options or SearchOptions()
+        self.num_searched = self.num_retried = self.num_failed = 0
+
+    def search(self, log_likelihoods: FloatArray) -> BestPath | None:
+        """Find the best path that ends in a final state.
+
+        Args:
+            log_likelihoods: (T, C), nats; see `hmm.scaled_log_likelihoods`.
+
+        Returns:
+            The best path, or None if none survives the widest beam (counted in `num_failed`).
+
+        Raises:
+            RunError: a value is NaN or infinite.
+        """
+        if not np.isfinite(log_likelihoods).all():
+            raise RunError("the model gives NaN or infinity; decode an earlier checkpoint or train it again")
+        self.num_searched += 1
+        # DecodableCtc knows nothing of CTC: it returns matrix[t, label - 1], so labels are class + 1.
+        matrix = np.multiply(log_likelihoods, self._options.acoustic_scale, dtype=np.float32, order="C")
+        for doubling in range(self._options.max_beam_doublings + 1):
+            path = self._search(matrix, self._options.beam * 2.0**doubling)
+            if path is not None or len(matrix) == 0:
+                break
+            self.num_retried += doubling == 0 and self._options.max_beam_doublings > 0
+        self.num_failed += path is None
+        return path
+
+    def _search(self, matrix: FloatArray, beam: float) -> BestPath | None:
+        if len(matrix) == 0 or self._graph.fst.num_states == 0:
+            return None
+        options = kaldi_decoder.FasterDecoderOptions(beam=beam, max_active=self._options.max_active)
+        decoder = kaldi_decoder.FasterDecoder(self._graph.fst, options)
+        decoder.decode(kaldi_decoder.DecodableCtc(matrix))
+        # get_best_path would hand out a path that ends anywhere if none ends in a final state.
+        if not decoder.reached_final():
+            return None
+        found, lattice = decoder.get_best_path()
+        linear, labels, word_ids, weight = kaldifst.get_linear_symbol_sequence(lattice)
+        assert found and linear and len(labels) == len(matrix)
+        words = tuple(self._graph.words[i - 1] for i in word_ids)
+        return BestPath(words, weight.value1 + weight.value2, np.asarray(labels, dtype=np.int32) - 1)
