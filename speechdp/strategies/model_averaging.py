@@ -49,7 +49,7 @@ class ModelAveraging(Strategy):
     def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
         super().attach(replica, comm, timeline)
         self._window_frames = 0  # of this rank since the last average
-        self._last_step = 0
+        self._window_steps = 0
         self._last_frames = 0.0
         self._last_time_s = 0.0
         #: Steps between averages when the period is in seconds: 1 until a step has been timed.
@@ -57,20 +57,19 @@ class ModelAveraging(Strategy):
 
     def step(self, progress: Progress) -> None:
         self._window_frames += self.replica.frames
+        self._window_steps += 1
         with self.timeline.span(Span.UPDATE):
             self.replica.apply_gradients(self.replica.frames)
-        self._last_seen = progress
         if self._is_due(progress):
             self._average()
             self._start_window(progress)
 
     def _is_due(self, progress: Progress) -> bool:
-        steps = progress.step - self._last_step
         if self.period.unit is PeriodUnit.STEPS:
-            return steps >= self.period.value
+            return self._window_steps >= self.period.value
         if self.period.unit is PeriodUnit.FRAMES:
             return progress.frames_per_rank - self._last_frames >= self.period.value
-        return steps >= self._steps_a_period
+        return self._window_steps >= self._steps_a_period
 
     def _average(self) -> None:
         with self.timeline.span(Span.COMM):
@@ -87,6 +86,8 @@ class ModelAveraging(Strategy):
 
     def _average_tensor(self, whole: Tensor, weight: float, name: str, result: Tensor | None = None) -> None:
         """Average `whole[:-1]` over ranks by weight; `whole[-1]` carries the weight in the same exchange."""
+        if self.comm.size == 1:
+            return
         whole[-1] = 1.0
         whole.mul_(weight)
         self.comm.allreduce(whole, name=name)
@@ -102,27 +103,27 @@ class ModelAveraging(Strategy):
         if self.period.unit is PeriodUnit.SECONDS:
             # Ranks must agree on the step of the next average without a message at every step: rank 0
             # turns the seconds into steps at its own pace, once a period.
-            steps = progress.step - self._last_step
-            pace_s = (progress.time_s - self._last_time_s) / max(1, steps)
+            pace_s = (progress.time_s - self._last_time_s) / self._window_steps
             wanted = max(1, round(self.period.value / max(pace_s, 1e-9)))
             agreed = torch.tensor([wanted], dtype=torch.int64)
             with self.timeline.span(Span.COMM):
                 self._steps_a_period = int(self.comm.broadcast(agreed, name="steps_a_period").item())
-        self._window_frames = 0
-        self._last_step = progress.step
+        self._window_frames = self._window_steps = 0
         self._last_frames = progress.frames_per_rank
         self._last_time_s = progress.time_s
 
     def finish(self) -> None:
-        seen = getattr(self, "_last_seen", None)
-        if seen is not None and seen.step > self._last_step:
+        if self._window_steps > 0:
             self._average()
-            self._start_window(seen)
+            self._window_frames = self._window_steps = 0
         # Bitwise, whatever the back-end's order of summation.
         self.comm.broadcast(self.replica.parameters.whole, name="parameters")
 
     @contextlib.contextmanager
     def evaluation_parameters(self) -> Iterator[None]:
+        if self.comm.size == 1:
+            yield
+            return
         own = self.replica.parameters.values.clone()
         self._average_tensor(self.replica.parameters.whole, self._weight(), "parameters")
         try:
@@ -133,7 +134,7 @@ class ModelAveraging(Strategy):
     def state_dict(self) -> dict[str, Any]:
         return {
             "window_frames": self._window_frames,
-            "last_step": self._last_step,
+            "window_steps": self._window_steps,
             "last_frames": self._last_frames,
             "last_time_s": self._last_time_s,
             "steps_a_period": self._steps_a_period,

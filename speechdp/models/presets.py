@@ -1,0 +1,40 @@
+"""Named models, each with how it is usually fed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from speechdp.models.lstm_am import LstmConfig
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model and the batches it is trained on.
+
+    Attributes:
+        model: sizes of the model.
+        batch_size: segments a rank and step.
+        chunk_frames: frames a segment, 0 for whole utterances.
+        left_context: frames before a chunk that are input only.
+    """
+
+    model: LstmConfig
+    batch_size: int
+    chunk_frames: int = 0
+    left_context: int = 0
+
+
+PRESETS: dict[str, Preset] = {
+    # For small corpora and CPUs: seconds an epoch on the spoken digits.
+    "tiny": Preset(LstmConfig(layers=2, cells=128, bidirectional=True, dropout=0.2), batch_size=16),
+    # Rosciszewski & Kaliski, HPCS 2017: 4 x 800 LSTM; chunk width 20, left context 40 and 100 chunks a
+    # minibatch are the defaults of Kaldi's nnet3 RNN training script.
+    "kaldi-4x800": Preset(
+        LstmConfig(layers=4, cells=800, bidirectional=False), batch_size=100, chunk_frames=20, left_context=40
+    ),
+    # Zhang et al., ICASSP 2019 (arXiv 1904.04956), sizes as recalled: 43.15 M parameters at 260 inputs and
+    # 32,000 classes; unrolled over 21 frames.
+    "swb2000": Preset(
+        LstmConfig(layers=6, cells=512, bidirectional=True, bottleneck=256), batch_size=256, chunk_frames=21
+    ),
+}
