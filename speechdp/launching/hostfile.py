@@ -1,0 +1,134 @@
+"""Read hostfiles: which hosts, and how many ranks each may take."""
+
+from __future__ import annotations
+
+import re
+import socket
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from speechdp.errors import ConfigError
+
+#: Letters, digits, dots, dashes and underscores, beginning and ending with a letter or digit: nothing
+#: that ssh or mpirun could take for an option (`-oProxyCommand=...`) or for a second host.
+_HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,253}[A-Za-z0-9])?")
+_SLOTS = re.compile(r"slots=([1-9][0-9]{0,4})")
+_EXAMPLE = "node01 slots=2"
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of a job.
+
+    Attributes:
+        name: host name or IPv4 address; checked, so it cannot be taken for an option.
+        slots: number of ranks it takes.
+    """
+
+    name: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class Hostfile:
+    """Hosts in the order in which they are filled with ranks.
+
+    Attributes:
+        source: what error messages call it; the path of the file.
+        hosts: at least one host, each name once.
+    """
+
+    source: str
+    hosts: tuple[Host, ...]
+
+    @property
+    def num_slots(self) -> int:
+        """Number of ranks all hosts take together."""
+        return sum(host.slots for host in self.hosts)
+
+    def allocate(self, num_ranks: int) -> tuple[Host, ...]:
+        """Return the hosts that carry `num_ranks` ranks, filled in order; their `slots` are the ranks placed.
+
+        Raises:
+            ConfigError: fewer than one rank asked for, or more than there are slots.
+        """
+        if num_ranks < 1:
+            raise ConfigError(f"-np {num_ranks}: at least 1 rank is needed")
+        if num_ranks > self.num_slots:
+            raise ConfigError(
+                f"{self.source}: {num_ranks} ranks wanted, but the file has only {self.num_slots} slots; "
+                f"lower -np, raise slots= or add hosts"
+            )
+        left = num_ranks
+        placed: list[Host] = []
+        for host in self.hosts:
+            ranks = min(left, host.slots)
+            if ranks > 0:
+                placed.append(replace(host, slots=ranks))
+            left -= ranks
+        return tuple(placed)
+
+
+def read_hostfile(path: Path) -> Hostfile:
+    """Read lines of the form `host slots=N`; `#` begins a comment, blank lines are left out.
+
+    Raises:
+        ConfigError: unreadable, no hosts, a line without slots, a doubtful or repeated host name; the
+            message names file, line and remedy.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(
+            f"{path}: the hostfile cannot be read ({reason}); see hostfiles/ for examples"
+        ) from error
+    first_line: dict[str, int] = {}
+    hosts: list[Host] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = line.split("#", maxsplit=1)[0].split()
+        if not content:
+            continue
+        host = _parse_line(content, f"{path}:{number}")
+        previous = first_line.setdefault(host.name.lower(), number)
+        if previous != number:
+            raise ConfigError(
+                f"{path}:{number}: host {host.name!r} stands on line {previous} already; "
+                f"keep one line and add up its slots"
+            )
+        hosts.append(host)
+    if not hosts:
+        raise ConfigError(f"{path}: no hosts; write one line a host, e.g. `{_EXAMPLE}`")
+    return Hostfile(str(path), tuple(hosts))
+
+
+def local_hosts(num_ranks: int) -> Hostfile:
+    """Return this machine alone, with `num_ranks` slots: what is used without a hostfile."""
+    return Hostfile("localhost", (Host("localhost", max(num_ranks, 0)),))
+
+
+def is_this_machine(name: str) -> bool:
+    """Tell whether a host name of a hostfile means the machine this runs on."""
+    own = socket.gethostname()
+    return name.lower() in {"localhost", "127.0.0.1", own.lower(), own.split(".")[0].lower()}
+
+
+def _parse_line(content: list[str], where: str) -> Host:
+    """Turn the words of one line into a Host; `where` is file:line."""
+    name, *rest = content
+    if not _HOST_NAME.fullmatch(name):
+        raise ConfigError(
+            f"{where}: {name!r} is not a host name or IPv4 address (letters, digits, . - _); "
+            f"write e.g. `{_EXAMPLE}`"
+        )
+    if not rest:
+        # Open MPI would count the host's cores instead, which is seldom what is meant.
+        raise ConfigError(
+            f"{where}: host {name!r} has no slots; write `{name} slots=N`, N ranks on that host"
+        )
+    slots = _SLOTS.fullmatch(rest[0])
+    if slots is None or len(rest) > 1:
+        raise ConfigError(
+            f"{where}: {' '.join(rest)!r} is not understood; write `{name} slots=N` with N from 1 to 99999"
+        )
+    return Host(name, int(slots.group(1)))

