@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from speechdp.data.atomic_file import write_text_atomically
+from speechdp.atomic_file import write_text_atomically
 from speechdp.data.features import FeatureConfig
 from speechdp.data.shard_layout import check_format
 from speechdp.data.shards import Shard

@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.data.atomic_file import atomic_path
+from speechdp.atomic_file import atomic_path
 from speechdp.data.contiguous import ArrayPlace, RowReader
 from speechdp.data.features import FeatureConfig
 from speechdp.data.shard_layout import (
