@@ -1,0 +1,115 @@
+"""Ranks over Horovod: collectives by its background thread, over MPI or Gloo, whichever launcher came first.
+
+Horovod matches exchanges by name, so their order may differ between ranks.  Fusion is off by default
+(`comm/environment.py`): what is fused depends on what happened to be ready, and with it the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from speechdp.comm import environment
+from speechdp.comm.base import Communicator, ReduceOp, Work
+from speechdp.comm.staging import Staged, as_bytes
+from speechdp.errors import CommunicationError
+
+environment.prepare_horovod()
+
+import horovod.torch as hvd  # noqa: E402  reads the settings above
+from horovod.common.exceptions import HorovodInternalError  # noqa: E402
+
+T = TypeVar("T")
+
+_OPS = {ReduceOp.SUM: hvd.Sum, ReduceOp.MAX: hvd.Max, ReduceOp.MIN: hvd.Min}
+
+
+class _HorovodWork(Work):
+    def __init__(self, staged: Staged, name: str, op: ReduceOp) -> None:
+        self._staged, self._name = staged, name
+        self._done = False
+        self._handle: int = _checked(
+            f"allreduce of {name!r}",
+            lambda: hvd.allreduce_async_(staged.fetch(), name=name, op=_OPS[op]),
+        )
+
+    def wait(self) -> None:
+        if not self._done:
+            _checked(f"allreduce of {self._name!r}", lambda: hvd.synchronize(self._handle))
+            self._staged.store()
+            self._done = True
+
+
+class HorovodCommunicator(Communicator):
+    """All ranks that Horovod knows of.
+
+    Attributes:
+        controller: `mpi` or `gloo`; who brought the ranks together.
+    """
+
+    backend: ClassVar[str] = "horovod"
+    # bfloat16 is unknown to Horovod 0.28; float16 was measured right over MPI and Gloo.
+    reducible: ClassVar[frozenset[torch.dtype]] = Communicator.reducible | {torch.float16}
+
+    def __init__(self) -> None:
+        if environment.horovod_controller() != "gloo":
+            # mpi4py first: Horovod joins an MPI that is already there, and leaves it to mpi4py to end it.
+            # Abort and the comparison of the two worlds need mpi4py anyway.
+            import speechdp.comm.mpi  # noqa: F401
+        _checked("hvd.init", hvd.init)
+        self.rank = int(hvd.rank())
+        self.size = int(hvd.size())
+        self.local_rank = int(hvd.local_rank())
+        self.controller = "mpi" if hvd.mpi_enabled() else "gloo"
+        # Without NCCL in this build Horovod would refuse, or copy behind our back, what is on a GPU.
+        self._reads_cuda = bool(hvd.nccl_built())
+        self._closed = False
+
+    def barrier(self) -> None:
+        # `synchronize` polls with sleeps, so waiting here leaves the core to others.
+        _checked("barrier", hvd.barrier)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        # A rank that shuts down while others still exchange would fail their exchange.
+        self.barrier()
+        hvd.shutdown()
+
+    def abort(self, exit_code: int) -> NoReturn:
+        if self.controller == "mpi":
+            from speechdp.comm.mpi import abort_world
+
+            abort_world(exit_code)
+        # horovodrun ends the other ranks as soon as one has left with a failure.
+        environment.end_process(exit_code or 1)
+
+    def _allreduce_async(self, x: Tensor, name: str, op: ReduceOp) -> Work:
+        return _HorovodWork(Staged(x, direct=self._reads_cuda), name, op)
+
+    def _broadcast(self, x: Tensor, name: str, root: int) -> None:
+        staged = Staged(as_bytes(x), direct=self._reads_cuda)
+        _checked(f"broadcast of {name!r}", lambda: hvd.broadcast_(staged.fetch(), root, name=name))
+        staged.store()
+
+    def _allgather_bytes(self, data: bytes) -> list[bytes]:
+        part = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
+        sizes = self._allgather(torch.tensor([part.numel()]), "speechdp.object_sizes").tolist()
+        everything = self._allgather(part, "speechdp.objects")
+        return [piece.numpy().tobytes() for piece in torch.split(everything, sizes)]
+
+    def _allgather(self, x: Tensor, name: str) -> Tensor:
+        gathered: Tensor = _checked("allgather", lambda: hvd.allgather(x, name=name))
+        return gathered
+
+
+def _checked(what: str, call: Callable[[], T]) -> Any:
+    try:
+        return call()
+    except HorovodInternalError as error:
+        reason = " ".join(str(error).split())
+        raise CommunicationError(f"{what} failed in Horovod: {reason}") from error
