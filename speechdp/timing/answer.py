@@ -1,0 +1,214 @@
+"""Put the sweep's result into words: which run to choose, and what holds it back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from speechdp.timing import wording
+from speechdp.timing.derived import RunFigures
+
+#: A run keeps the accuracy if its final held-out log-probability is this close to the best, nats/frame.
+LOG_PROB_TOLERANCE = 0.02
+#: Shares of the step time below this hold nothing back.
+SMALL_SHARE = 0.03
+#: Runs that trained on numbers of frames further apart are not compared without a word of caution.
+FRAMES_TOLERANCE = 0.01
+
+RULE = (
+    "Rule: the fastest finished run whose final held-out log-probability is within "
+    f"{LOG_PROB_TOLERANCE} nats/frame of the best run's and whose 95 % interval of the word error rate "
+    "overlaps that of the run with the lowest one."
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result in words.
+
+    Attributes:
+        headline: one sentence that names the choice.
+        details: what speaks for it and what it was compared with.
+        limit: what holds the chosen run back, with figures; empty where nothing was timed.
+        cautions: what the reader must know before trusting the above.
+        chosen: the run named; None where no run allows a choice.
+    """
+
+    headline: str
+    details: tuple[str, ...]
+    limit: str
+    cautions: tuple[str, ...]
+    chosen: RunFigures | None
+
+
+def find_answer(rows: Sequence[RunFigures]) -> Answer:
+    """Apply RULE to the sweep's rows."""
+    labels = wording.run_labels([row.run for row in rows])
+    finished = [row for row in rows if row.run.status == "complete" and not row.run.is_baseline]
+    comparable = [row for row in finished if row.frames_per_s is not None and row.log_prob is not None]
+    cautions = _cautions(rows, comparable, labels)
+    if not comparable:
+        return _without_comparison(rows, finished, cautions)
+    best = max(comparable, key=lambda row: row.log_prob or 0.0)
+    chosen = max(_accurate_enough(comparable, best), key=_rate)
+    details = _comparison(comparable, chosen, best, labels)
+    return Answer(
+        _headline(chosen, comparable, labels), tuple(details), _limit(chosen, labels), cautions, chosen
+    )
+
+
+def _without_comparison(
+    rows: Sequence[RunFigures], finished: Sequence[RunFigures], cautions: tuple[str, ...]
+) -> Answer:
+    timed = [row for row in finished or rows if row.frames_per_s is not None]
+    if not timed:
+        return Answer("No run was timed, so there is nothing to choose from yet.", (), "", cautions, None)
+    labels = wording.run_labels([row.run for row in rows])
+    fastest = max(timed, key=_rate)
+    headline = (
+        f"{_capital(labels[fastest.run.name])} is the fastest with {_speed(fastest)}; how accurate the runs "
+        "are is not known, because no finished run has a held-out evaluation."
+    )
+    return Answer(headline, (), _limit(fastest, labels), cautions, None)
+
+
+def _accurate_enough(rows: Sequence[RunFigures], best: RunFigures) -> list[RunFigures]:
+    """Return the rows that satisfy both parts of RULE; if no row does, the best alone."""
+    assert best.log_prob is not None
+    rates = [row.word_errors for row in rows if row.word_errors is not None]
+    lowest = min(rates, key=lambda errors: errors.wer, default=None)
+    kept: list[RunFigures] = []
+    for row in rows:
+        close = row.log_prob is not None and row.log_prob >= best.log_prob - LOG_PROB_TOLERANCE
+        errors = row.word_errors
+        overlaps = lowest is None or (
+            errors is not None
+            and (errors.wer if errors.low is None else errors.low)
+            <= (lowest.wer if lowest.high is None else lowest.high)
+        )
+        if close and overlaps:
+            kept.append(row)
+    return kept or [best]
+
+
+def _headline(chosen: RunFigures, rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
+    label = _capital(labels[chosen.run.name])
+    if len(rows) == 1:
+        return f"{label}: {_speed(chosen)}, with {_accuracy(chosen)}."
+    return (
+        f"{label} is the fastest setting that keeps the accuracy: {_speed(chosen)}, with {_accuracy(chosen)}."
+    )
+
+
+def _comparison(
+    rows: Sequence[RunFigures], chosen: RunFigures, best: RunFigures, labels: dict[str, str]
+) -> list[str]:
+    sentences: list[str] = []
+    if len(rows) == 1:
+        return sentences
+    if best is chosen:
+        sentences.append("It has the best held-out log-probability, too.")
+    else:
+        sentences.append(
+            f"The best held-out log-probability is that of {labels[best.run.name]}: "
+            f"{_accuracy(best)}, at {wording.count(best.frames_per_s)} frames/s."
+        )
+    fastest = max(rows, key=_rate)
+    if fastest is not chosen:
+        assert fastest.log_prob is not None
+        assert best.log_prob is not None
+        sentences.append(
+            f"{_capital(labels[fastest.run.name])} is faster ({wording.count(fastest.frames_per_s)} frames/s) "
+            f"but not accurate enough: {best.log_prob - fastest.log_prob:.3f} nats/frame below the best"
+            + (f", WER {_wer(fastest)}." if fastest.word_errors else ".")
+        )
+    return sentences
+
+
+def _limit(row: RunFigures, labels: dict[str, str]) -> str:
+    """Say which loss is the largest, and how large the others are."""
+    lost = row.losses
+    if lost is None:
+        return ""
+    causes = [
+        (lost.exchange, "communication itself"),
+        (lost.waiting, "waiting for slower ranks" + _straggler(row)),
+        (lost.data_wait, "waiting for data"),
+    ]
+    if lost.slower_compute is not None and row.run.size != 1:
+        causes.append(
+            (lost.slower_compute, "computing slower than one rank does alone (shared cores or memory)")
+        )
+    causes.sort(key=lambda cause: -cause[0])
+    share, largest = causes[0]
+    rest = ", ".join(f"{name} {wording.percent(value)} %" for value, name in causes[1:])
+    if share < SMALL_SHARE:
+        return (
+            f"Nothing in particular holds {labels[row.run.name]} back: the largest loss is {largest}, "
+            f"{wording.percent(share, 1)} % of the step time."
+        )
+    return (
+        f"What holds {labels[row.run.name]} back most is {largest}: {wording.percent(share)} % of the "
+        f"step time. The other losses: {rest}."
+    )
+
+
+def _straggler(row: RunFigures) -> str:
+    if row.skew is None or row.skew.straggler is None:
+        return ""
+    host = f" on {row.skew.straggler_host}" if row.skew.straggler_host else ""
+    return f" (the slowest is rank {row.skew.straggler}{host})"
+
+
+def _cautions(
+    rows: Sequence[RunFigures], comparable: Sequence[RunFigures], labels: dict[str, str]
+) -> tuple[str, ...]:
+    notes: list[str] = []
+    for status in ("missing", "unfinished"):
+        names = [labels[row.run.name] for row in rows if row.run.status == status]
+        if names:
+            notes.append(f"Not compared, because {status}: {', '.join(names)}.")
+    trained = [row.frames_trained for row in comparable if row.frames_trained]
+    if trained and max(trained) > min(trained) * (1 + FRAMES_TOLERANCE):
+        notes.append(
+            f"The runs trained on different amounts of speech ({wording.count(min(trained))} to "
+            f"{wording.count(max(trained))} frames), so their accuracies are not strictly comparable."
+        )
+    without = [labels[row.run.name] for row in comparable if row.word_errors is None]
+    if without and len(without) == len(comparable):
+        notes.append("No run was decoded: the word error rate played no part in the choice.")
+    elif without:
+        notes.append(f"Not eligible, because not decoded: {', '.join(without)}.")
+    if comparable and all(row.speedup is None for row in comparable):
+        notes.append("There is no timed run of one rank, so speed-up and efficiency are not known.")
+    return tuple(notes)
+
+
+def _speed(row: RunFigures) -> str:
+    ranks = "" if row.run.size is None else f" on {row.run.size} rank{'s' if row.run.size != 1 else ''}"
+    text = f"{wording.count(row.frames_per_s)} frames/s{ranks}"
+    if row.speedup is not None and row.run.size != 1:
+        text += (
+            f" ({wording.times(row.speedup)} times one rank, efficiency {wording.percent(row.efficiency)} %)"
+        )
+    return text
+
+
+def _accuracy(row: RunFigures) -> str:
+    text = f"{wording.nats(row.log_prob)} nats/frame"
+    return f"{text} and WER {_wer(row)}" if row.word_errors else text
+
+
+def _wer(row: RunFigures) -> str:
+    assert row.word_errors is not None
+    rate, _, interval = wording.word_errors(row.word_errors).partition(" ")
+    return f"{rate} % {interval}".rstrip()
+
+
+def _rate(row: RunFigures) -> float:
+    return row.frames_per_s or 0.0
+
+
+def _capital(text: str) -> str:
+    """Upper-case the first letter of a label, but leave folder names as they are."""
+    return text[:1].upper() + text[1:] if " " in text else text

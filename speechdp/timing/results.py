@@ -1,0 +1,157 @@
+"""What a run left behind, as typed records: the files of a run directory after reading."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: Name of the run that a sweep makes for the throughput of one rank.
+ONE_RANK = "one-rank"
+
+
+@dataclass(frozen=True)
+class RankTiming:
+    """Sums of one rank over the steps after its warm-up; times in s."""
+
+    rank: int
+    host: str
+    steps: int
+    frames: int
+    wall_s: float
+    spans_s: dict[str, float]
+    eval_s: float = 0.0
+    checkpoint_s: float = 0.0
+
+    @property
+    def comm_s(self) -> float:
+        """Seconds in exchanges, waiting for other ranks included."""
+        return self.spans_s.get("comm", 0.0)
+
+    @property
+    def data_wait_s(self) -> float:
+        """Seconds without a batch to work on."""
+        return self.spans_s.get("data_wait", 0.0)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of this rank's own work: all spans but communication."""
+        return sum(seconds for name, seconds in self.spans_s.items() if name != "comm")
+
+    @property
+    def other_s(self) -> float:
+        """Seconds of the steps that no span covers."""
+        return max(self.wall_s - sum(self.spans_s.values()), 0.0)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Every rank's sums, in rank order.  `warmup_steps` of each rank are left out."""
+
+    warmup_steps: int
+    ranks: tuple[RankTiming, ...]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One line of metrics.jsonl; what it lacks is None.
+
+    Attributes:
+        frames: frames that all ranks together had trained on.
+        time_s: training time until then, s, without evaluations and checkpoints.
+        log_prob: mean held-out log-probability, nats per frame.
+        accuracy: held-out frame accuracy, 0 to 1.
+        train_loss: nats per frame.
+    """
+
+    step: int
+    epoch: float | None
+    frames: float | None
+    time_s: float | None
+    log_prob: float | None
+    accuracy: float | None
+    train_loss: float | None
+
+
+@dataclass(frozen=True)
+class WordErrors:
+    """The figures of wer.json; rates 0 to 1, `low` and `high` bound the 95 % interval."""
+
+    wer: float
+    low: float | None
+    high: float | None
+    words: int | None
+    insertions: int | None
+    deletions: int | None
+    substitutions: int | None
+    split: str
+    grammar: str
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run directory as it was found.
+
+    Attributes:
+        name: name of its folder.
+        settings: run.json; empty where it is missing or damaged.
+        problems: what is missing or damaged, one line each, naming the file.
+        completed: completed.json is there.
+        exists: the folder is there.
+    """
+
+    name: str
+    path: Path
+    settings: dict[str, Any]
+    evaluations: tuple[Evaluation, ...]
+    timing: Timing | None
+    word_errors: WordErrors | None
+    completed: bool
+    exists: bool
+    problems: tuple[str, ...]
+
+    @property
+    def status(self) -> str:
+        """Return `complete`, `unfinished` or `missing`."""
+        if not self.exists:
+            return "missing"
+        return "complete" if self.completed else "unfinished"
+
+    @property
+    def strategy(self) -> str:
+        """Name of the strategy without its options."""
+        return str(self.settings.get("strategy_name") or self.settings.get("strategy") or "")
+
+    @property
+    def period(self) -> str | None:
+        """Averaging period as it was given, e.g. `16` or `600kf`; None where the strategy has none."""
+        period = self.settings.get("period")
+        return None if period in (None, "") else str(period)
+
+    @property
+    def size(self) -> int | None:
+        """Number of ranks."""
+        size = self.settings.get("size")
+        if isinstance(size, int) and size > 0:
+            return size
+        return len(self.timing.ranks) if self.timing else None
+
+    @property
+    def is_baseline(self) -> bool:
+        """Say whether this is the sweep's run of one rank."""
+        return self.name == ONE_RANK
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The runs of a folder, in the sweep's order."""
+
+    path: Path
+    runs: tuple[RunResult, ...]
+
+    @property
+    def baseline(self) -> RunResult | None:
+        """The run that speed-ups are measured against: `one-rank`, else the first run of size 1."""
+        named = [run for run in self.runs if run.is_baseline]
+        single = [run for run in self.runs if run.size == 1]
+        return next((run for run in named + single if run.timing is not None), None)

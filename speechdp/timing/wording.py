@@ -1,0 +1,76 @@
+"""How numbers and runs are written in the table, the plots and the answer: one place, one style."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from speechdp.timing.results import RunResult, WordErrors
+
+#: Stands where a run recorded nothing.
+MISSING = "-"
+MINUS = "\u2212"
+
+
+def count(value: float | None) -> str:
+    """Write a rate or a count with thousands separated: `21,400`; three digits at least."""
+    if value is None:
+        return MISSING
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def times(value: float | None) -> str:
+    """Write a ratio: `1.72`."""
+    return MISSING if value is None else f"{value:.2f}"
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    """Write a share of 0 to 1 without its sign: `8.6`."""
+    return MISSING if value is None else f"{100 * value:.{digits}f}"
+
+
+def nats(value: float | None) -> str:
+    """Write a log-probability with a true minus sign."""
+    return MISSING if value is None else f"{value:.3f}".replace("-", MINUS)
+
+
+def seconds(value: float | None) -> str:
+    """Write a duration: `8.3 s`, `6 min 05 s`, `2 h 10 min`."""
+    if value is None:
+        return MISSING
+    if value < 100:
+        return f"{value:.1f} s"
+    whole = round(value)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def word_errors(value: WordErrors | None) -> str:
+    """Write a word error rate and its interval, in percent without the sign: `1.3 [0.3, 2.7]`."""
+    if value is None:
+        return MISSING
+    if value.low is None or value.high is None:
+        return percent(value.wer, 1)
+    return f"{percent(value.wer, 1)} [{percent(value.low, 1)}, {percent(value.high, 1)}]"
+
+
+def run_labels(runs: Sequence[RunResult]) -> dict[str, str]:
+    """Name the runs for people: `period 16`, `gradient averaging`, `one rank`.
+
+    Where several strategies have periods the strategy is said; where two runs would read alike, or a run
+    lost its settings, the folder's name stands instead.
+    """
+    with_period = {run.strategy for run in runs if run.period is not None}
+    labels: dict[str, str] = {}
+    for run in runs:
+        strategy = run.strategy.replace("_", " ")
+        if run.is_baseline:
+            labels[run.name] = "one rank"
+        elif run.period is not None:
+            prefix = "" if len(with_period) == 1 else f"{strategy}, "
+            labels[run.name] = f"{prefix}period {run.period}"
+        else:
+            labels[run.name] = strategy or run.name
+    uses = Counter(labels.values())
+    return {name: label if uses[label] == 1 else name for name, label in labels.items()}
