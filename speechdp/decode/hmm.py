@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from speechdp.data.atomic_file import write_text_atomically
+from speechdp.atomic_file import write_text_atomically
 from speechdp.decode.lexicon import SILENCE, Lexicon
 from speechdp.errors import ConfigError
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from importlib import resources
 from pathlib import Path
 
-from speechdp.data.atomic_file import write_text_atomically
+from speechdp.atomic_file import write_text_atomically
 from speechdp.errors import ConfigError
 
 SILENCE = "SIL"

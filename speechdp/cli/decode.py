@@ -1,0 +1,84 @@
+"""`speechdp decode`: recognise a split with a trained model and count the word errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import tyro
+
+if TYPE_CHECKING:
+    from speechdp.decode.recognise import DecodingOptions
+
+GrammarName = Literal["auto", "digit-loop", "word-loop", "word", "transcript-set"]
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """Decode a split with a trained model: speechdp decode RUN DATA [--split test]."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """Run directory that `speechdp train` wrote."""
+    data: tyro.conf.Positional[Path]
+    """Data directory that `speechdp prepare` wrote."""
+    split: str = "test"
+    """Split to decode."""
+    grammar: GrammarName = "auto"
+    """Which word sequences are allowed: any digits, any words, exactly one word, or one of the transcripts.
+    auto: digit-loop if all reference words are digits, else word-loop."""
+    beam: float = 16.0
+    """Search beam (nats): smaller is faster, larger misses less."""
+    max_active: int = 10_000
+    """At most this many paths are kept a frame."""
+    acoustic_scale: float = 1.0
+    """Factor on the acoustic log-likelihoods."""
+    prior_scale: float = 1.0
+    """How much of the class priors is divided out of the network's posteriors, 0 to 1."""
+    insertion_log_prob: float = 0.0
+    """Added to each word's log-probability in the loops; negative values give fewer words."""
+    silence_probability: float = 0.5
+    """Probability of a pause at a word boundary."""
+    backend: Literal["auto", "serial", "horovod", "mpi", "torch"] = "auto"
+    """Communicator when started over several ranks."""
+
+    def run(self) -> int:
+        """Decode and print the word error rate."""
+        import torch  # noqa: PLC0415 - keeps `speechdp --help` fast
+
+        from speechdp.comm import create_communicator  # noqa: PLC0415
+        from speechdp.data.dataset import Dataset  # noqa: PLC0415
+        from speechdp.decode.recognise import decode_split  # noqa: PLC0415
+        from speechdp.train.checkpoint import load_model  # noqa: PLC0415
+
+        options = self._decoding_options()
+        dataset = Dataset.open(self.data)
+        comm = create_communicator(self.backend)
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", comm.local_rank % torch.cuda.device_count())
+        trained = load_model(self.run_dir, device)
+        result = decode_split(trained, dataset, self.split, self.run_dir, options, comm)
+        if comm.rank == 0:
+            print(f"{result.wer.summary()}; {result.split}, {result.grammar.value}")
+            if result.retried:
+                print(
+                    f"{result.retried} utterance(s) needed a wider beam; {result.failed} have no hypothesis"
+                )
+            print(f"hypotheses: {result.hypotheses}")
+        comm.close()
+        return 0
+
+    def _decoding_options(self) -> DecodingOptions:
+        from speechdp.decode.graph import Grammar  # noqa: PLC0415
+        from speechdp.decode.recognise import DecodingOptions  # noqa: PLC0415
+
+        return DecodingOptions(
+            grammar=None if self.grammar == "auto" else Grammar(self.grammar),
+            beam=self.beam,
+            max_active=self.max_active,
+            acoustic_scale=self.acoustic_scale,
+            prior_scale=self.prior_scale,
+            insertion_log_prob=self.insertion_log_prob,
+            silence_probability=self.silence_probability,
+        )

@@ -1,0 +1,189 @@
+"""Forced alignment: which HMM state each frame belongs to, by the network's own posteriors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speechdp.data.alignment_file import TargetsFile, open_targets, write_targets
+from speechdp.data.shards import Shard
+from speechdp.decode.graph import LexiconTransducer, transcript, word_ids_of
+from speechdp.decode.hmm import FloatArray, IntArray, count_frames_and_runs
+from speechdp.decode.search import Searcher, SearchOptions
+
+#: `AcousticScorer.score`: features one by one in, (position, log-likelihoods (T, C)) out, in any order.
+Scorer = Callable[[Iterable[FloatArray]], Iterable[tuple[int, FloatArray]]]
+
+_MAX_CACHED_GRAPHS = 4096
+# A transcript's graph is small, so a beam that is practically exact costs little.
+_DEFAULT_SEARCH = SearchOptions(beam=200.0)
+
+
+class Aligner:
+    """Aligns utterances with their transcripts.
+
+    Attributes:
+        num_too_short: utterances so far with fewer frames than their shortest pronunciation has states.
+        num_failed: other utterances so far for which no path was found.
+    """
+
+    def __init__(self, transducer: LexiconTransducer, options: SearchOptions = _DEFAULT_SEARCH) -> None:
+        self._transducer = transducer
+        self._options = options
+        self._searchers: OrderedDict[tuple[str, ...], Searcher] = OrderedDict()
+        self.num_too_short = self.num_failed = 0
+
+    def align(self, words: Sequence[str], log_likelihoods: FloatArray) -> IntArray | None:
+        """Find the most probable state sequence of a transcript.
+
+        Args:
+            words: the transcript; silence before, between and after them is optional.
+            log_likelihoods: (T, C), nats.
+
+        Returns:
+            Classes, (T,), or None if the utterance is too short or no path was found (both are counted).
+
+        Raises:
+            ConfigError: a word is not in the lexicon.
+            RunError: a log-likelihood is NaN or infinite.
+        """
+        searcher = self._searcher(tuple(words))
+        if len(log_likelihoods) < self._transducer.min_frames(words):
+            self.num_too_short += 1
+            return None
+        path = searcher.search(log_likelihoods)
+        self.num_failed += path is None
+        return None if path is None else path.classes
+
+    def _searcher(self, words: tuple[str, ...]) -> Searcher:
+        if words not in self._searchers:
+            ids = word_ids_of(words, self._transducer.word_ids)
+            graph = self._transducer.compose(transcript(ids))
+            self._searchers[words] = Searcher(graph, self._options)
+            if len(self._searchers) > _MAX_CACHED_GRAPHS:
+                self._searchers.popitem(last=False)
+        self._searchers.move_to_end(words)
+        return self._searchers[words]
+
+
+@dataclass(frozen=True)
+class AlignmentJob:
+    """One shard to align.
+
+    Attributes:
+        shard: the shard.
+        previous: its present targets if they are not those in the shard, else None.
+        output: where the new targets go.
+    """
+
+    shard: Path
+    previous: Path | None
+    output: Path
+
+
+@dataclass
+class AlignmentReport:
+    """What a round of alignment did; `+` joins the reports of several ranks.
+
+    Attributes:
+        utterances: number of utterances seen.
+        too_short: those that kept their old targets because they have fewer frames than states.
+        failed: those that kept their old targets because no path was found.
+        frames: number of frames seen.
+        changed_frames: frames whose class changed.
+        frames_per_class, runs_per_class: counts of the new targets, (C,) each: for priors and self-loops.
+    """
+
+    frames_per_class: NDArray[np.int64]
+    runs_per_class: NDArray[np.int64]
+    utterances: int = 0
+    too_short: int = 0
+    failed: int = 0
+    frames: int = 0
+    changed_frames: int = 0
+
+    @classmethod
+    def empty(cls, num_classes: int) -> AlignmentReport:
+        """Start a report with nothing counted."""
+        return cls(np.zeros(num_classes, np.int64), np.zeros(num_classes, np.int64))
+
+    def add(self, old: IntArray, new: IntArray) -> None:
+        """Count one utterance's old and new targets, (T,) each."""
+        frames, runs = count_frames_and_runs(new, len(self.frames_per_class))
+        self.frames_per_class += frames
+        self.runs_per_class += runs
+        self.utterances += 1
+        self.frames += len(new)
+        self.changed_frames += int((old != new).sum())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain numbers and lists, for `Communicator.allgather_object`."""
+        return {name: np.asarray(value).tolist() for name, value in vars(self).items()}
+
+    @classmethod
+    def merge(cls, parts: Iterable[dict[str, Any]]) -> AlignmentReport:
+        """Sum what `to_dict` gave on each rank; at least one part."""
+        values = list(parts)
+        return cls(
+            frames_per_class=np.sum([part["frames_per_class"] for part in values], axis=0, dtype=np.int64),
+            runs_per_class=np.sum([part["runs_per_class"] for part in values], axis=0, dtype=np.int64),
+            utterances=sum(part["utterances"] for part in values),
+            too_short=sum(part["too_short"] for part in values),
+            failed=sum(part["failed"] for part in values),
+            frames=sum(part["frames"] for part in values),
+            changed_frames=sum(part["changed_frames"] for part in values),
+        )
+
+
+def align_shards(
+    jobs: Iterable[AlignmentJob], aligner: Aligner, scorer: Scorer, report: AlignmentReport, alignment: str
+) -> AlignmentReport:
+    """Align shards anew and write each one's targets beside it.
+
+    Not collective: every rank gives its own share of the shards and joins the reports afterwards.
+    An utterance that cannot be aligned keeps its old targets and is counted.
+
+    Args:
+        jobs: the shards.
+        aligner: finds the alignments.
+        scorer: gives the log-likelihoods, e.g. `AcousticScorer(...).score`.
+        report: where the counts are added; returned.
+        alignment: name of the new alignment, e.g. "realigned-1".
+
+    Raises:
+        ShardError: a shard or its previous targets are damaged, or the disk is full.
+        ConfigError: a word is not in the lexicon.
+    """
+    too_short, failed = aligner.num_too_short, aligner.num_failed
+    for job in jobs:
+        with ExitStack() as stack:
+            shard = stack.enter_context(Shard(job.shard))
+            previous = None
+            if job.previous is not None:
+                previous = stack.enter_context(closing(open_targets(job.previous, shard)))
+            old: list[IntArray] = []
+            new: dict[int, IntArray | None] = {}
+            for u, log_likelihoods in scorer(_features(shard, previous, old)):
+                new[u] = aligner.align(shard.texts[u].split(), log_likelihoods)
+            targets = [old[u] if found is None else found for u, found in sorted(new.items())]
+            for before, after in zip(old, targets, strict=True):
+                report.add(before, after)
+            write_targets(job.output, shard, targets, alignment)
+    report.too_short += aligner.num_too_short - too_short
+    report.failed += aligner.num_failed - failed
+    return report
+
+
+def _features(shard: Shard, previous: TargetsFile | None, old: list[IntArray]) -> Iterator[FloatArray]:
+    """Read a shard's features in order; append each utterance's present targets to `old` on the way."""
+    for u in range(shard.num_utterances):
+        features, targets = shard.read(u)
+        old.append(targets if previous is None else previous.read(u))
+        yield features.astype(np.float32)

@@ -1,0 +1,241 @@
+"""Recognise a split of a data directory with a trained model, over N ranks, and write what came out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from speechdp.atomic_file import write_text_atomically
+from speechdp.comm.base import Communicator
+from speechdp.data.dataset import Dataset
+from speechdp.data.shards import Shard
+from speechdp.decode.graph import Grammar, LexiconTransducer, build_graph, choose_grammar
+from speechdp.decode.hmm import FloatArray, StateInventory
+from speechdp.decode.lexicon import Lexicon
+from speechdp.decode.scoring import AcousticScorer
+from speechdp.decode.search import Searcher, SearchOptions
+from speechdp.decode.wer import WerResult, word_error_rate
+from speechdp.errors import ConfigError, RunError
+
+
+class TrainedModel(Protocol):
+    """What decoding needs of `speechdp.train.checkpoint.LoadedModel`."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """Map features (B, T, F) and lengths (B,) to logits (B, T, C)."""
+
+    @property
+    def class_log_prior(self) -> torch.Tensor:
+        """Log-priors, (C,), from `hmm.log_priors`."""
+
+    @property
+    def self_loop(self) -> torch.Tensor:
+        """Self-loop probabilities, (C,)."""
+
+
+@dataclass(frozen=True)
+class DecodingOptions:
+    """How to decode; recorded in wer.json.
+
+    Attributes:
+        grammar: which word sequences are allowed; None: digit-loop if all reference words are digits,
+            else word-loop.
+        beam: search beam, nats.
+        max_active: at most this many paths a frame.
+        acoustic_scale: factor on the acoustic log-likelihoods.
+        prior_scale: how much of the class priors is divided out of the posteriors.
+        insertion_log_prob: added to each word's log-probability in the loops; negative: fewer words.
+        silence_probability: of a pause at a word boundary.
+    """
+
+    grammar: Grammar | None = None
+    beam: float = 16.0
+    max_active: int = 10_000
+    acoustic_scale: float = 1.0
+    prior_scale: float = 1.0
+    insertion_log_prob: float = 0.0
+    silence_probability: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("beam", "max_active", "acoustic_scale"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be more than 0")
+        if not self.prior_scale >= 0:
+            raise ConfigError(f"--prior-scale {self.prior_scale}: must not be negative")
+        if not 0 <= self.silence_probability < 1:
+            raise ConfigError(f"--silence-probability {self.silence_probability}: must lie in [0, 1)")
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One recognised utterance; `found` is False where no path survived and `hyp` is empty for that."""
+
+    utterance_id: str
+    ref: str
+    hyp: str
+    found: bool = True
+
+
+@dataclass(frozen=True)
+class DecodingResult:
+    """A decoded split.
+
+    Attributes:
+        split: its name.
+        grammar: the grammar used.
+        wer: word errors.
+        retried: utterances that needed a wider beam.
+        failed: utterances without any hypothesis: counted as deletions.
+        hypotheses: the file of hypotheses.
+    """
+
+    split: str
+    grammar: Grammar
+    wer: WerResult
+    retried: int
+    failed: int
+    hypotheses: Path
+
+
+class Recogniser:
+    """Recognises utterances with one model and one grammar.
+
+    Args:
+        trained: the model with its priors and transitions.
+        lexicon: pronunciations, as the model was trained with.
+        inventory: classes, as the model was trained with.
+        options: how to decode.
+        transcripts: the corpus's word sequences: they choose the grammar where `options` does not, and
+            are the grammar transcript-set.
+
+    Raises:
+        ConfigError: model and lexicon differ in classes, or the grammar needs words that are missing.
+    """
+
+    def __init__(
+        self,
+        trained: TrainedModel,
+        lexicon: Lexicon,
+        inventory: StateInventory,
+        options: DecodingOptions,
+        transcripts: Sequence[Sequence[str]],
+    ) -> None:
+        self.grammar = options.grammar or choose_grammar(transcripts)
+        self_loop = trained.self_loop.detach().cpu().double().numpy()
+        transducer = LexiconTransducer(lexicon, inventory, self_loop, options.silence_probability)
+        graph = build_graph(transducer, self.grammar, transcripts, options.insertion_log_prob)
+        self.searcher = Searcher(
+            graph,
+            SearchOptions(options.beam, options.max_active, options.acoustic_scale),
+        )
+        log_prior = trained.class_log_prior.detach().cpu().numpy()
+        device = next(trained.model.parameters(), trained.class_log_prior).device
+        self._scorer = AcousticScorer(trained.model, log_prior, options.prior_scale, device)
+
+    def recognise(self, utterances: Iterable[FloatArray]) -> Iterator[tuple[int, tuple[str, ...] | None]]:
+        """Yield (position in `utterances`, words), in any order; None where no path survived.
+
+        Args:
+            utterances: features, (T, F) each.
+        """
+        for index, log_likelihoods in self._scorer.score(utterances):
+            path = self.searcher.search(log_likelihoods)
+            yield index, None if path is None else path.words
+
+
+def decode_split(
+    trained: TrainedModel,
+    dataset: Dataset,
+    split: str,
+    run_dir: Path,
+    options: DecodingOptions,
+    comm: Communicator,
+) -> DecodingResult:
+    """Decode a split and write RUN/hypotheses/<split>.txt (Kaldi `text`) and RUN/wer.json.  Collective.
+
+    Rank r decodes utterances r, r + size, ...; rank 0 writes.  The result is the same for any number of
+    ranks, and the same on every rank.
+
+    Args:
+        trained: the model.
+        dataset: the data directory; its lexicon and classes must be those of the training data.
+        split: name of the split.
+        run_dir: the run directory.
+        options: how to decode.
+        comm: the ranks to share the work.
+
+    Raises:
+        ConfigError: the model does not fit the data, or the split has no reference words.
+        ShardError: a shard is damaged.
+        RunError: the model gives NaN, or the results cannot be written.
+    """
+    with ExitStack() as stack:
+        num_shards = len(dataset.shard_paths(split))
+        shards = [stack.enter_context(dataset.open_shard(split, i)) for i in range(num_shards)]
+        transcripts = [text.split() for shard in shards for text in shard.texts]
+        if not any(transcripts):
+            raise ConfigError(f"{dataset.path}: split {split!r} has no reference words; there is no WER")
+        lexicon = Lexicon.load(dataset.lexicon_path)
+        inventory = StateInventory.load(dataset.classes_path)
+        recogniser = Recogniser(trained, lexicon, inventory, options, transcripts)
+        own = _recognise_own(recogniser, shards, range(comm.rank, len(transcripts), comm.size))
+    parts = comm.allgather_object(
+        {"hypotheses": [asdict(h) for h in own], "retried": recogniser.searcher.num_retried}
+    )
+    everything = (Hypothesis(**values) for part in parts for values in part["hypotheses"])
+    hypotheses = sorted(everything, key=lambda h: h.utterance_id)  # the order Kaldi's tools expect
+    wer = word_error_rate([h.ref for h in hypotheses], [h.hyp for h in hypotheses])
+    retried = sum(part["retried"] for part in parts)
+    failed = sum(not h.found for h in hypotheses)
+    path = run_dir / "hypotheses" / f"{split}.txt"
+    result = DecodingResult(split, recogniser.grammar, wer, retried, failed, path)
+    if comm.rank == 0:
+        _write(run_dir, result, hypotheses, options)
+    comm.barrier()  # nobody reports success before the files are there
+    return result
+
+
+def _recognise_own(
+    recogniser: Recogniser, shards: Sequence[Shard], utterances: Sequence[int]
+) -> list[Hypothesis]:
+    """Recognise some of a split's utterances, which are counted over all its shards."""
+    owners = [(shard, i) for shard in shards for i in range(shard.num_utterances)]
+    own = [owners[u] for u in utterances]
+    features = (shard.read(i)[0].astype(np.float32) for shard, i in own)
+    hypotheses = []
+    for position, words in recogniser.recognise(features):
+        shard, i = own[position]
+        ref = " ".join(shard.texts[i].split())
+        hyp = " ".join(words or ())
+        hypotheses.append(Hypothesis(shard.utterance_ids[i], ref, hyp, found=words is not None))
+    return hypotheses
+
+
+def _write(
+    run_dir: Path, result: DecodingResult, hypotheses: Sequence[Hypothesis], options: DecodingOptions
+) -> None:
+    settings = asdict(options) | {"grammar": result.grammar.value}
+    values = {
+        "split": result.split,
+        "grammar": result.grammar.value,
+        **asdict(result.wer),
+        "retried": result.retried,
+        "failed": result.failed,
+        "hypotheses": str(result.hypotheses.relative_to(run_dir)),
+        "options": settings,
+    }
+    lines = (f"{h.utterance_id} {h.hyp}".rstrip() + "\n" for h in hypotheses)
+    try:
+        result.hypotheses.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(result.hypotheses, "".join(lines))
+        write_text_atomically(run_dir / "wer.json", json.dumps(values, indent=2) + "\n")
+    except OSError as error:
+        raise RunError(f"{error.filename or run_dir}: cannot write the results ({error.strerror})") from error
