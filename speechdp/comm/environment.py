@@ -114,9 +114,9 @@ def torchrun_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def prefer_loopback() -> None:
-    """Let gloo talk over the loopback interface; for jobs whose ranks are all on one host."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def prefer_gloo_interface(name: str) -> None:
+    """Let gloo talk over network interface `name`, unless the user chose one."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def end_process(exit_code: int) -> NoReturn:

@@ -58,7 +58,7 @@ class HorovodCommunicator(Communicator):
         if environment.horovod_controller() != "gloo":
             # mpi4py first: Horovod joins an MPI that is already there, and leaves it to mpi4py to end it.
             # Abort and the comparison of the two worlds need mpi4py anyway.
-            import speechdp.comm.mpi  # noqa: F401
+            import speechdp.comm.mpi  # noqa: F401, PLC0415
         _checked("hvd.init", hvd.init)
         self.rank = int(hvd.rank())
         self.size = int(hvd.size())
@@ -82,7 +82,7 @@ class HorovodCommunicator(Communicator):
 
     def abort(self, exit_code: int) -> NoReturn:
         if self.controller == "mpi":
-            from speechdp.comm.mpi import abort_world
+            from speechdp.comm.mpi import abort_world  # noqa: PLC0415
 
             abort_world(exit_code)
         # horovodrun ends the other ranks as soon as one has left with a failure.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from speechdp.comm import environment
+from speechdp.comm import environment, network
 from speechdp.comm.base import Communicator, ReduceOp, Work
 from speechdp.comm.staging import as_bytes
 from speechdp.errors import CommunicationError
@@ -81,21 +81,18 @@ class TorchCommunicator(Communicator):
 
     def abort(self, exit_code: int) -> NoReturn:
         if self._over_mpi:
-            from speechdp.comm.mpi import abort_world
+            from speechdp.comm.mpi import abort_world  # noqa: PLC0415
 
             abort_world(exit_code)
         environment.end_process(exit_code or 1)
 
-    def _meet_over_mpi(self) -> dist.Store:
-        from speechdp.comm.mpi import MpiCommunicator  # initialises MPI
+    def _meet_over_mpi(self) -> Any:
+        from speechdp.comm.mpi import MpiCommunicator  # noqa: PLC0415  initialises MPI
 
         mpi = MpiCommunicator()
         self.rank, self.size, self.local_rank = mpi.rank, mpi.size, mpi.local_rank
-        one_host = len(set(mpi.allgather_object(environment.host_name()))) == 1
-        if one_host:
-            environment.prefer_loopback()
-        address = "127.0.0.1" if one_host else socket.gethostbyname(socket.gethostname())
-        store: dist.Store | None = None
+        address = self._choose_interface(mpi.allgather_object(environment.host_name()))
+        store: Any | None = None
         port = 0
         if self.rank == 0:
             store, port = _listen(address, self.size)
@@ -103,19 +100,37 @@ class TorchCommunicator(Communicator):
         if store is None:
             store = _checked(
                 f"reaching rank 0 at {address}:{port}",
-                lambda: dist.TCPStore(address, port, self.size, is_master=False, timeout=_TIMEOUT),
+                lambda: _store(address, port, self.size),
             )
         mpi.close()
         return store
 
-    def _meet_by_torchrun(self) -> dist.Store:
+    def _choose_interface(self, hosts: list[str]) -> str:
+        """Return this rank's address and let gloo use its interface: loopback while all are on one host."""
+        others = [host for host in hosts if host != hosts[self.rank]]
+        if not others:
+            environment.prefer_gloo_interface("lo")
+            return "127.0.0.1"
+        try:
+            address = network.address_towards(others[0])
+        except OSError as error:
+            raise CommunicationError(
+                f"rank {self.rank} on {hosts[self.rank]} cannot reach {others[0]} ({error.strerror}); give the "
+                "hosts names that resolve on every node, or choose --backend mpi"
+            ) from error
+        interface = network.interface_of(address)
+        if interface is not None:
+            environment.prefer_gloo_interface(interface)
+        return address
+
+    def _meet_by_torchrun(self) -> Any:
         launch = environment.announced()
         rendezvous = environment.torchrun_rendezvous()
         assert launch is not None and rendezvous is not None
         self.rank, self.size = launch.rank, launch.size
         self.local_rank = environment.torchrun_local_rank()
         # torchrun's agent already serves the store at this address.
-        return dist.TCPStore(*rendezvous, self.size, is_master=False, timeout=_TIMEOUT)
+        return _store(*rendezvous, self.size)
 
     def _allreduce_async(self, x: Tensor, name: str, op: ReduceOp) -> Work:
         call = f"allreduce of {name!r}"
@@ -138,21 +153,24 @@ class TorchCommunicator(Communicator):
         return [g[:n].cpu().numpy().tobytes() for g, n in zip(gathered, sizes, strict=True)]
 
 
-def _listen(address: str, size: int) -> tuple[dist.Store, int]:
+def _listen(address: str, size: int) -> tuple[Any, int]:
     """Open rank 0's store on a free port of one address, so that nothing listens on the others."""
     listener = socket.create_server((address, 0), backlog=2 * size)
     port = int(listener.getsockname()[1])
     # The store takes the socket over; a port merely looked up could be taken by somebody else meanwhile.
-    store = dist.TCPStore(
+    return _store(address, port, size, listen_fd=listener.detach()), port
+
+
+def _store(address: str, port: int, size: int, listen_fd: int | None = None) -> Any:
+    return dist.TCPStore(  # type: ignore[attr-defined]
         address,
         port,
         size,
-        is_master=True,
+        is_master=listen_fd is not None,
         timeout=_TIMEOUT,
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        master_listen_fd=listen_fd,
     )
-    return store, port
 
 
 def _checked(what: str, call: Callable[[], T]) -> Any:
