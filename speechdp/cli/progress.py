@@ -1,0 +1,67 @@
+"""Show how far a long command is: a live bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_LINE_EVERY_S = 10.0
+
+
+@contextmanager
+def progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function to call with a stage's name, the number done and the number in all."""
+    if console.is_terminal:
+        yield from _bars(console)
+    else:
+        yield _Lines(console)
+
+
+def _bars(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    from rich.progress import (  # noqa: PLC0415 - keeps `speechdp --help` fast
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TaskID,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=console) as bars:
+
+        def update(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield update
+
+
+class _Lines:
+    """Print a line a stage, and one every ten seconds while it lasts."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last = -_LINE_EVERY_S
+        self._stage = ""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if stage == self._stage and now - self._last < _LINE_EVERY_S:
+            return
+        self._stage, self._last = stage, now
+        self._console.print(f"{stage}: {done} of {total}", highlight=False)

@@ -1,0 +1,104 @@
+"""Hold what a corpus says of its utterances, before any audio is read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from speechdp.errors import ConfigError
+
+#: Speaker of audio that names none.
+UNKNOWN_SPEAKER = "unknown"
+
+
+@dataclass(frozen=True)
+class CorpusUtterance:
+    """One utterance: who said which words, and in which file.
+
+    Attributes:
+        index: the number of the take where the corpus counts them (FSDD), else None.
+    """
+
+    utterance_id: str
+    speaker: str
+    text: str
+    audio: Path
+    index: int | None = None
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words of the transcript."""
+        return tuple(self.text.split())
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Utterances of one source, sorted by id."""
+
+    source: Path
+    utterances: tuple[CorpusUtterance, ...]
+
+    @classmethod
+    def of(cls, source: Path, utterances: Iterable[CorpusUtterance]) -> Corpus:
+        """Sort the utterances and refuse what no later step could use.
+
+        Raises:
+            ConfigError: no utterance, two of one id, or an empty transcript; names it.
+        """
+        ordered = sorted(utterances, key=lambda utterance: utterance.utterance_id)
+        if not ordered:
+            raise ConfigError(f"{source}: holds no utterance; give a folder with audio and transcripts")
+        for first, second in itertools.pairwise(ordered):
+            if first.utterance_id == second.utterance_id:
+                raise ConfigError(
+                    f"{source}: {first.audio} and {second.audio} are both utterance {first.utterance_id}; "
+                    "rename one"
+                )
+        for utterance in ordered:
+            if not utterance.words:
+                raise ConfigError(
+                    f"{source}: utterance {utterance.utterance_id} ({utterance.audio}) has an empty "
+                    "transcript; write one or leave the utterance out"
+                )
+        return cls(source, tuple(ordered))
+
+    @property
+    def has_index(self) -> bool:
+        """Whether every utterance carries the number of its take."""
+        return all(utterance.index is not None for utterance in self.utterances)
+
+    @property
+    def speakers(self) -> tuple[str, ...]:
+        """All speakers, sorted."""
+        return tuple(sorted({utterance.speaker for utterance in self.utterances}))
+
+    @property
+    def words(self) -> frozenset[str]:
+        """All words of the transcripts."""
+        return frozenset(word for utterance in self.utterances for word in utterance.words)
+
+    def respelled(self, spelling: dict[str, str]) -> Corpus:
+        """Replace words of the transcripts, e.g. by the upper-case form a lexicon has."""
+        if not spelling:
+            return self
+        utterances = (
+            replace(u, text=" ".join(spelling.get(word, word) for word in u.words)) for u in self.utterances
+        )
+        return Corpus(self.source, tuple(utterances))
+
+
+def file_lines(path: Path) -> list[tuple[int, str]]:
+    """Return the non-empty lines of a UTF-8 text file with their numbers from 1.
+
+    Raises:
+        ConfigError: the file is missing or is not UTF-8.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 ({error.reason}); convert it, e.g. with iconv") from error
+    return [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1) if line.strip()]

@@ -1,0 +1,152 @@
+"""Turn lists of utterances into shards, one process a shard."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+
+from speechdp.data.audio import edge_silence, read_audio
+from speechdp.data.corpus import CorpusUtterance
+from speechdp.data.dataset import ShardEntry
+from speechdp.data.features import compute_features
+from speechdp.data.shards import ShardHeader, ShardWriter, Utterance
+from speechdp.decode.hmm import STATES_PER_PHONE, StateInventory, flat_alignment
+from speechdp.decode.lexicon import Lexicon
+from speechdp.errors import ConfigError, RunError
+
+#: Called with what is being done, how much of it is done, and how much there is.
+Progress = Callable[[str, int, int], None]
+
+_STAGE = "computing features"
+_FEWEST_FOR_PROCESSES = 64
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """One shard to write from audio, with flat-start targets."""
+
+    path: Path
+    header: ShardHeader
+    utterances: tuple[CorpusUtterance, ...]
+    lexicon: Lexicon
+    inventory: StateInventory
+
+
+@dataclass(frozen=True)
+class ShardResult:
+    """A shard written: its line of data.json, and how many utterances had fewer frames than states."""
+
+    entry: ShardEntry
+    num_too_short: int
+
+
+def run_jobs(jobs: Sequence[ShardJob], num_workers: int | None, progress: Progress) -> list[ShardResult]:
+    """Write all shards, in parallel where that pays.
+
+    Args:
+        jobs: what to write; results come in the same order.
+        num_workers: processes; None means as many as there are cores.
+        progress: told how many utterances are done.
+
+    Raises:
+        ConfigError, ShardError: from the first job that failed; the others are stopped.
+        RunError: a process was killed.
+    """
+    total = sum(len(job.utterances) for job in jobs)
+    num_workers = min(num_workers or os.cpu_count() or 1, len(jobs))
+    progress(_STAGE, 0, total)
+    if num_workers > 1 and total >= _FEWEST_FOR_PROCESSES:
+        return _run_in_processes(jobs, num_workers, progress)
+    done = 0
+    results = []
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        progress(_STAGE, done, total)
+
+    for job in jobs:
+        results.append(write_shard(job, advance))
+    return results
+
+
+def write_shard(job: ShardJob, advance: Callable[[], None]) -> ShardResult:
+    """Write one shard, utterance by utterance, calling `advance` after each."""
+    num_too_short = 0
+    with ShardWriter(job.path, job.header) as writer:
+        for utterance in job.utterances:
+            ready, too_short = _make_utterance(utterance, job)
+            writer.add(ready)
+            num_too_short += too_short
+            advance()
+    entry = ShardEntry(job.path.name, writer.num_utterances, writer.num_frames, writer.index_sha256)
+    return ShardResult(entry, num_too_short)
+
+
+def _make_utterance(utterance: CorpusUtterance, job: ShardJob) -> tuple[Utterance, bool]:
+    header = job.header
+    samples = read_audio(utterance.audio, header.sampling_rate)
+    features = compute_features(samples, header.sampling_rate, header.features)
+    num_frames = len(features)
+    if num_frames == 0:
+        raise ConfigError(f"{utterance.audio}: is shorter than one frame; leave it out of the corpus")
+    leading, trailing = edge_silence(samples, header.sampling_rate, header.features, num_frames)
+    phones = (phone for word in utterance.words for phone in job.lexicon.pronunciations[word][0])
+    num_states = STATES_PER_PHONE * sum(1 for _ in phones)
+    if num_frames - leading - trailing < num_states:
+        leading = trailing = 0  # the words need the room
+    targets = flat_alignment(utterance.words, num_frames, job.lexicon, job.inventory, leading, trailing)
+    ready = Utterance(utterance.utterance_id, utterance.speaker, utterance.text, features, targets)
+    return ready, num_frames < num_states
+
+
+def _run_in_processes(jobs: Sequence[ShardJob], num_workers: int, progress: Progress) -> list[ShardResult]:
+    # Spawned, not forked: the caller may have threads, and HDF5 does not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    counter: Synchronized[int] = context.Value("q", 0)
+    total = sum(len(job.utterances) for job in jobs)
+    with ProcessPoolExecutor(num_workers, context, _keep_counter, (counter,)) as pool:
+        futures = [pool.submit(_write_counted, job) for job in jobs]
+        try:
+            _watch(futures, lambda: progress(_STAGE, counter.value, total))
+            return [future.result() for future in futures]
+        except BrokenProcessPool as error:
+            raise RunError(
+                f"{jobs[0].path.parent}: a process computing features was killed (out of memory?); "
+                "run again with fewer --workers"
+            ) from error
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def _watch(futures: Sequence[Future[ShardResult]], report: Callable[[], None]) -> None:
+    pending = set(futures)
+    while pending:
+        done, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
+        report()
+        for future in done:
+            future.result()  # raises what the job raised
+
+
+# One a worker process: a shared counter can only be handed over when the process starts.
+_counters: list[Synchronized[int]] = []
+
+
+def _keep_counter(counter: Synchronized[int]) -> None:
+    _counters.append(counter)
+
+
+def _write_counted(job: ShardJob) -> ShardResult:
+    def advance() -> None:
+        with _counters[0].get_lock():
+            _counters[0].value += 1
+
+    return write_shard(job, advance)
