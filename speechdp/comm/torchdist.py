@@ -115,8 +115,8 @@ class TorchCommunicator(Communicator):
             address = network.address_towards(others[0])
         except OSError as error:
             raise CommunicationError(
-                f"rank {self.rank} on {hosts[self.rank]} cannot reach {others[0]} ({error.strerror}); give the "
-                "hosts names that resolve on every node, or choose --backend mpi"
+                f"rank {self.rank} on {hosts[self.rank]} cannot reach {others[0]} ({error.strerror}); give "
+                "the hosts names that every node resolves, or choose --backend mpi"
             ) from error
         interface = network.interface_of(address)
         if interface is not None:

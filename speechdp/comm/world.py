@@ -1,0 +1,137 @@
+"""Compare what the ranks, the launcher, MPI and Horovod believe about the world, before step 1.
+
+"Every rank says it is rank 0" is the commonest report about data-parallel training: N processes that each
+train alone, at full cost, without an error.  Different versions or data on one node come next.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from speechdp import __version__
+from speechdp.comm import environment
+from speechdp.comm.base import Communicator
+from speechdp.errors import CommunicationError
+
+_SAME_INSTALLATION = "install the same version on every node"
+_SAME_COMMAND = "start every rank with the same command line"
+_REMEDIES = {
+    "seed": _SAME_COMMAND,
+    "configuration": _SAME_COMMAND,
+    "data checksum": "let every rank read the same data directory, as `speechdp prepare` wrote it",
+}
+_LAUNCHER_REMEDIES = {
+    "srun": "start with `srun --mpi=pmix`",
+    "mpirun": "start with the mpirun of the MPI that mpi4py and Horovod use: {prefix}/bin/mpirun",
+    "PMI": "start with the mpirun of the MPI that mpi4py and Horovod use: {prefix}/bin/mpirun",
+    "horovodrun": "with `horovodrun`, choose --backend horovod",
+    "torchrun": "with `torchrun`, choose --backend torch",
+}
+
+
+def check_world(comm: Communicator, facts: Mapping[str, Any]) -> None:
+    """Refuse a world that is not one.  Collective.
+
+    Args:
+        comm: the communicator the run is going to use.
+        facts: what must be the same on every rank besides the versions: `seed`, `configuration` (a hash),
+            `data checksum`, ...; JSON-like values.
+
+    Raises:
+        CommunicationError: naming the first difference, the ranks and hosts, both values and the remedy.
+    """
+    # First what a rank can see by itself: with a wrong size the exchange below might never end.
+    _check_launcher(comm)
+    _check_mpi(comm)
+    _check_equal(comm, {**_versions(), **facts})
+    _check_sum(comm)
+
+
+def _check_launcher(comm: Communicator) -> None:
+    launch = environment.announced()
+    if launch is None or comm.backend == "threads" or (launch.rank, launch.size) == (comm.rank, comm.size):
+        return
+    if comm.size == 1:
+        remedy = _LAUNCHER_REMEDIES[launch.launcher].format(prefix=sys.prefix)
+        if comm.backend == "serial":
+            remedy = "choose --backend auto"
+        raise CommunicationError(
+            f"{launch.launcher} started {launch.size} processes, but each is alone in the {comm.backend} "
+            f"back-end's world and would train by itself; {remedy}"
+        )
+    raise CommunicationError(
+        f"{launch.launcher} calls this process rank {launch.rank} of {launch.size}, but the {comm.backend} "
+        f"back-end calls it rank {comm.rank} of {comm.size}; "
+        f"{_LAUNCHER_REMEDIES[launch.launcher].format(prefix=sys.prefix)}"
+    )
+
+
+def _check_mpi(comm: Communicator) -> None:
+    mpi = _mpi_world()
+    if mpi is None or comm.backend in {"serial", "threads"} or mpi == (comm.rank, comm.size):
+        return
+    raise CommunicationError(
+        f"MPI calls this process rank {mpi[0]} of {mpi[1]}, but the {comm.backend} back-end calls it rank "
+        f"{comm.rank} of {comm.size}; rebuild {comm.backend} against the MPI of mpi4py "
+        f"(launch/setup does), or choose --backend mpi"
+    )
+
+
+def _check_equal(comm: Communicator, facts: Mapping[str, Any]) -> None:
+    everyone = comm.allgather_object([environment.host_name(), dict(facts)])
+    first_host, first = everyone[0]
+    keys = dict.fromkeys(key for _, theirs in everyone for key in theirs)
+    for key in keys:
+        for rank, (host, theirs) in enumerate(everyone):
+            if theirs.get(key) == first.get(key):
+                continue
+            remedy = _SAME_INSTALLATION if key.endswith(" version") else _REMEDIES.get(key, _SAME_COMMAND)
+            raise CommunicationError(
+                f"ranks 0 ({first_host}) and {rank} ({host}) differ in the {key}: "
+                f"{first.get(key)} and {theirs.get(key)}; {remedy}"
+            )
+
+
+def _check_sum(comm: Communicator) -> None:
+    """Sum a small vector whose result every rank knows: a broken transport shows here, not in the loss."""
+    x = torch.tensor([comm.rank + 1.0, 1.0, -0.5])
+    comm.allreduce(x, name="speechdp.world")
+    n = comm.size
+    expected = [n * (n + 1) / 2, float(n), -0.5 * n]
+    if x.tolist() != expected:
+        raise CommunicationError(
+            f"the {comm.backend} back-end sums wrongly on rank {comm.rank} ({environment.host_name()}): "
+            f"{x.tolist()} instead of {expected}; choose another --backend"
+        )
+
+
+def _versions() -> dict[str, str]:
+    """Return what is installed here, keyed `... version`."""
+    versions = {
+        "speechdp version": __version__,
+        "Python version": platform.python_version(),
+        "torch version": str(torch.__version__),
+    }
+    for package in ("numpy", "horovod", "mpi4py"):
+        try:
+            versions[f"{package} version"] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[f"{package} version"] = "none"
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None:
+        versions["MPI library version"] = mpi.Get_library_version().split(",")[0].strip("\0 ")
+    return versions
+
+
+def _mpi_world() -> tuple[int, int] | None:
+    """Return MPI's idea of this rank and the size, None where MPI has not been initialised."""
+    mpi = sys.modules.get("mpi4py.MPI")  # never import it here: that would initialise MPI
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return None
+    return int(mpi.COMM_WORLD.Get_rank()), int(mpi.COMM_WORLD.Get_size())
