@@ -21,13 +21,6 @@ _FORWARDED = ("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PATH", "PYTHONPATH")
 _FORWARDED_FAMILIES = ("CUDA_", "HOROVOD_", "NCCL_", "GLOO_SOCKET_", "SPEECHDP_")
 _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,31}")
 
-#: Ring, because Open MPI's default moves a large buffer at half the speed over a slow link
-#: (64 MB, 4 nodes, 1 Gbit: 1590 ms against 830 ms); Horovod over MPI inherits it.
-_RING = {
-    "coll_tuned_use_dynamic_rules": "1",
-    "coll_tuned_allreduce_algorithm": "4",
-    "coll_libnbc_iallreduce_algorithm": "3",
-}
 #: Without these a cut cable is noticed after minutes; with them in 7 s.
 _KEEPALIVE = {
     "oob_tcp_keepalive_time": "5",
@@ -173,15 +166,15 @@ def own_program(python: Path) -> tuple[str, ...]:
 
 
 def _mpi_options(job: Job, mpi: OpenMpi) -> list[str]:
-    """Return the options of Open MPI that both launchers need."""
+    """Return the options of Open MPI that both launchers need.
+
+    The algorithm of allreduce and yielding while waiting are set by the ranks themselves
+    (comm/environment.py), so that they hold under srun too and the user's own settings come first.
+    """
     settings = {
         # ob1 over shared memory and TCP: what was tried; a half-configured InfiniBand is left alone.
         "pml": "ob1",
         "btl": "^openib",
-        # Ranks wait while they yield: with more threads than cores (Horovod has one of its own a rank)
-        # spinning makes an exchange four times slower.
-        "mpi_yield_when_idle": "1",
-        **_RING,
     }
     options: list[str] = []
     if mpi.prefix is not None:

