@@ -117,10 +117,11 @@ def _comparison(
     if fastest is not chosen:
         assert fastest.log_prob is not None
         assert best.log_prob is not None
+        behind = best.log_prob - fastest.log_prob
         sentences.append(
-            f"{_capital(labels[fastest.run.name])} is faster ({wording.count(fastest.frames_per_s)} frames/s) "
-            f"but not accurate enough: {best.log_prob - fastest.log_prob:.3f} nats/frame below the best"
-            + (f", WER {_wer(fastest)}." if fastest.word_errors else ".")
+            f"{_capital(labels[fastest.run.name])} is faster "
+            f"({wording.count(fastest.frames_per_s)} frames/s) but not accurate enough: {behind:.3f} "
+            "nats/frame below the best" + (f", WER {_wer(fastest)}." if fastest.word_errors else ".")
         )
     return sentences
 

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -87,7 +88,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         "speedup",
         "speed-up",
-        "×",
+        "times",
         "Frames/s over those of one rank.",
         lambda row: wording.times(row.speedup),
         lambda row: row.speedup,
@@ -164,8 +165,8 @@ def terminal_table(rows: Sequence[RunFigures], target: float | None) -> Table:
     caption = None
     if target is not None:
         caption = f"time to target: until {wording.nats(target)} nats/frame on held-out data"
-    table = Table(caption=caption, caption_justify="left", header_style="bold", pad_edge=False)
-    table.add_column("run", overflow="fold")
+    table = Table(caption=caption, caption_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("run", overflow="fold", min_width=12)
     for column in COLUMNS:
         title = column.title.replace("\u00ad", "")
         heading = f"{title}\n{column.unit}" if column.unit else title

@@ -1,0 +1,38 @@
+"""`speechdp report OUT`: which averaging period gives which throughput at which accuracy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Report:
+    """Print the table of a sweep or a run and write it as CSV, PNG and one self-contained HTML page."""
+
+    out: tyro.conf.Positional[Path]
+    """Folder of a sweep, of one run, or of several runs; the report goes to its sub-folder `report`."""
+
+    target: float | None = None
+    """Held-out log-probability in nats/frame for the time to target; default: the highest all reached."""
+
+    def run(self) -> None:
+        """Write the report and print its table, its answer and where it lies."""
+        from rich.console import Console  # noqa: PLC0415 (keeps `speechdp --help` fast)
+        from rich.text import Text  # noqa: PLC0415
+
+        from speechdp.timing.report import write_report  # noqa: PLC0415
+
+        report = write_report(self.out, self.target)
+        console = Console()
+        # A file or a log has no width; narrow columns would fold every number.
+        if not console.is_terminal:
+            console = Console(width=200)
+        console.print(report.table)
+        for sentence in report.answer:
+            console.print(Text(sentence))
+        for path in (report.html, report.csv, report.png):
+            if path is not None:
+                console.print(Text(str(path)), soft_wrap=True)

@@ -1,0 +1,164 @@
+"""Turn the plots into SVG for the page and one PNG to pass on."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from speechdp.timing import plots
+from speechdp.timing.bars import SPAN_TITLES, draw_shares, num_bars
+from speechdp.timing.canvas import Canvas, make_canvas
+from speechdp.timing.derived import RunFigures
+from speechdp.timing.theme import PAGE, PRINT, SPAN_COLOURS, with_variables
+
+#: Text stays text (searchable, in the page's font); names of runs are never read as formulas; element
+#: ids do not change from one report to the next.
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "speechdp",
+    "text.parse_math": False,
+    "font.family": ["DejaVu Sans"],
+    "font.size": 9.5,
+    "axes.titlesize": 10.5,
+    "figure.facecolor": "none",
+    "savefig.facecolor": "none",
+}
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One plot of the page: its file-safe name, what it shows, its size in inches, how it is drawn."""
+
+    name: str
+    description: str
+    size: tuple[float, float]
+    draw: Callable[[Axes, Sequence[RunFigures], Canvas], bool]
+
+
+def _draw_throughput(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> bool:
+    drawn = plots.draw_by_period(ax, rows, plots.THROUGHPUT, canvas)
+    if drawn:
+        plots.draw_one_rank(ax, rows, canvas)
+    return drawn
+
+
+def make_plots(rows: Sequence[RunFigures]) -> list[Plot]:
+    """Return the report's plots in their order on the page."""
+    small, medium = (4.4, 3.1), (5.4, 3.5)
+    return [
+        Plot("throughput", "Frames per second against the averaging period", small, _draw_throughput),
+        Plot(
+            "log-prob",
+            "Held-out log-probability against the averaging period",
+            small,
+            lambda ax, rows, canvas: plots.draw_by_period(ax, rows, plots.LOG_PROB, canvas),
+        ),
+        Plot(
+            "wer",
+            "Word error rate against the averaging period",
+            small,
+            lambda ax, rows, canvas: plots.draw_by_period(ax, rows, plots.WORD_ERRORS, canvas),
+        ),
+        Plot(
+            "learning-frames",
+            "Held-out log-probability over the frames trained on",
+            medium,
+            lambda ax, rows, canvas: plots.draw_learning(ax, rows, canvas, over_time=False),
+        ),
+        Plot(
+            "learning-time",
+            "Held-out log-probability over the training time",
+            medium,
+            lambda ax, rows, canvas: plots.draw_learning(ax, rows, canvas, over_time=True),
+        ),
+        Plot(
+            "time-shares",
+            "Shares of the step time of every rank of every run",
+            (9.6, 1.1 + 0.29 * max(num_bars(rows), 2) + 0.12 * len(rows)),
+            draw_shares,
+        ),
+    ]
+
+
+def render_svg(plot: Plot, rows: Sequence[RunFigures]) -> str | None:
+    """Return a plot as an SVG element for a page, or None where the runs have nothing to draw."""
+    canvas = make_canvas(rows, PAGE)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=plot.size, layout="constrained")
+        if not plot.draw(figure.add_subplot(), rows, canvas):
+            return None
+        buffer = io.StringIO()
+        # No metadata: it would be a block of links to the vocabularies that describe it.
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", metadata=nothing)
+    return _for_page(buffer.getvalue(), plot, canvas)
+
+
+def render_png(path: Path, rows: Sequence[RunFigures]) -> bool:
+    """Write all plots as one picture; return False, with nothing written, where there is nothing to draw."""
+    canvas = make_canvas(rows, PRINT)
+    by_name = {plot.name: plot for plot in make_plots(rows)}
+    mosaic: list[Any] = [
+        ["throughput"] * 2 + ["log-prob"] * 2 + ["wer"] * 2,
+        ["learning-frames"] * 3 + ["learning-time"] * 3,
+        ["time-shares"] * 6,
+    ]
+    last_height = by_name["time-shares"].size[1]
+    with mpl.rc_context({**STYLE, "savefig.facecolor": "white"}):
+        figure = Figure(figsize=(13.5, 7.4 + last_height), layout="constrained")
+        figure.get_layout_engine().set(h_pad=0.15, w_pad=0.15)  # type: ignore[union-attr, call-arg]
+        axes = figure.subplot_mosaic(mosaic, height_ratios=[3.4, 3.6, last_height])
+        drawn = False
+        for name, ax in axes.items():
+            if by_name[name].draw(ax, rows, canvas):
+                drawn = True
+            else:
+                ax.set_axis_off()
+        if drawn:
+            _add_span_legend(axes["time-shares"], canvas)
+            figure.savefig(path, format="png", dpi=120)
+    return drawn
+
+
+def span_legend() -> list[tuple[str, str]]:
+    """Return (title, colour) of each kind of time, in the order of the bars."""
+    return [(title, SPAN_COLOURS[name][0]) for name, title in SPAN_TITLES.items()]
+
+
+def _add_span_legend(ax: Axes, canvas: Canvas) -> None:
+    if not ax.axison:
+        return
+    handles = [mpl.patches.Patch(color=colour, label=title) for title, colour in span_legend()]
+    ax.legend(
+        handles=handles, ncols=len(handles), loc="lower right", bbox_to_anchor=(1, 1), frameon=False,
+        fontsize="small", labelcolor=canvas.theme.ink, handlelength=1, handleheight=1,
+    )  # fmt: skip
+
+
+def _for_page(svg: str, plot: Plot, canvas: Canvas) -> str:
+    """Fit matplotlib's file into a page: ids of its own, the page's font and colours, texts to point at."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    for gid, text in canvas.tips.items():
+        svg = svg.replace(f'<g id="{gid}">', f'<g id="{gid}"><title>{html.escape(text)}</title>', 1)
+    svg = re.sub(r'\bid="', f'id="{plot.name}-', svg)
+    svg = svg.replace("url(#", f"url(#{plot.name}-").replace('href="#', f'href="#{plot.name}-')
+    svg = re.sub(r"font: (\w+ )?([\d.]+)px [^;\"]*", _page_font, svg)
+    description = html.escape(plot.description)
+    opening = re.compile(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>')
+    svg = opening.sub(rf'<svg class="plot" role="img" aria-label="{description}" viewBox="\1">', svg, count=1)
+    return with_variables(svg)
+
+
+def _page_font(match: re.Match[str]) -> str:
+    weight = f"font-weight: {match[1].strip()}; " if match[1] else ""
+    return f"{weight}font-size: {match[2]}px"

@@ -1,0 +1,229 @@
+"""Draw what each averaging period gives and costs, and how the runs learnt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from speechdp.timing import wording
+from speechdp.timing.canvas import Canvas, style_axes
+from speechdp.timing.derived import RunFigures
+from speechdp.timing.results import Evaluation
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure to plot against the period: its value, interval and axis."""
+
+    title: str
+    axis: str
+    value: Callable[[RunFigures], float | None]
+    text: Callable[[RunFigures], str]
+    interval: Callable[[RunFigures], tuple[float, float] | None] = lambda row: None
+    from_zero: bool = True
+
+
+def _wer_interval(row: RunFigures) -> tuple[float, float] | None:
+    errors = row.word_errors
+    if errors is None or errors.low is None or errors.high is None:
+        return None
+    return 100 * errors.low, 100 * errors.high
+
+
+THROUGHPUT = Measure(
+    "Throughput", "frames/s", lambda row: row.frames_per_s, lambda row: wording.count(row.frames_per_s)
+)
+LOG_PROB = Measure(
+    "Held-out log-probability",
+    "nats/frame",
+    lambda row: row.log_prob,
+    lambda row: wording.nats(row.log_prob),
+    from_zero=False,
+)
+WORD_ERRORS = Measure(
+    "Word error rate, 95 % interval",
+    "%",
+    lambda row: None if row.word_errors is None else 100 * row.word_errors.wer,
+    lambda row: "" if row.word_errors is None else wording.percent(row.word_errors.wer, 1),
+    _wer_interval,
+)
+
+
+def draw_by_period(ax: Axes, rows: Sequence[RunFigures], measure: Measure, canvas: Canvas) -> bool:
+    """Plot a figure of each run at its period; runs without a period stand at the left.
+
+    Returns:
+        False, with nothing drawn, where no run has the figure.
+    """
+    placed = [(x, tick, row) for x, tick, row in _positions(rows, canvas) if measure.value(row) is not None]
+    if not placed:
+        return False
+    style_axes(ax, measure.title, measure.axis, canvas.theme)
+    joined = sorted((x, measure.value(row)) for x, _, row in placed if row.run.period is not None)
+    if len({row.run.strategy for _, _, row in placed if row.run.period is not None}) == 1:
+        ax.plot(*zip(*joined, strict=True), color=canvas.theme.grid, linewidth=2, zorder=1)
+    for x, _, row in placed:
+        _draw_point(ax, x, row, measure, canvas)
+    _limit_axes(ax, [x for x, _, _ in placed], measure)
+    ax.set_xticks([x for x, _, _ in placed], [tick for _, tick, _ in placed])
+    ax.set_xlabel("averaging period (steps)" if joined else "", color=canvas.theme.muted)
+    return True
+
+
+def draw_one_rank(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> None:
+    """Add the one-rank throughput and the ideal multiple of it as reference lines."""
+    baseline = next((row for row in rows if row.run.is_baseline and row.frames_per_s), None)
+    if baseline is None or baseline.frames_per_s is None:
+        return
+    sizes = {row.run.size for row in rows if not row.run.is_baseline and row.run.size}
+    lines = [(baseline.frames_per_s, "one rank")]
+    if len(sizes) == 1 and (size := sizes.pop()) > 1:
+        lines.append((size * baseline.frames_per_s, f"{size} × one rank"))  # noqa: RUF001
+    for value, label in lines:
+        line = ax.axhline(value, color=canvas.theme.baseline, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+        canvas.tip(line, f"{label}: {wording.count(value)} frames/s")
+        ax.annotate(
+            label, (1, value), xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points",
+            ha="right", va="bottom", color=canvas.theme.muted, fontsize="small",
+        )  # fmt: skip
+    ax.set_ylim(0, max(lines[-1][0] * 1.12, ax.get_ylim()[1]))
+
+
+def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_time: bool) -> bool:
+    """Plot held-out log-probability over frames or over training time, each curve named at its end.
+
+    Returns:
+        False, with nothing drawn, where no run has an evaluation.
+    """
+    curves = [(row, _curve(row.run.evaluations, over_time)) for row in rows]
+    curves = [(row, points) for row, points in curves if points]
+    if not curves:
+        return False
+    longest = max(points[-1][0] for _, points in curves)
+    scale, unit = _time_unit(longest) if over_time else _frames_unit(longest)
+    style_axes(ax, "Learning over time" if over_time else "Learning over frames", "nats/frame", canvas.theme)
+    for row, points in curves:
+        xs, ys = [x / scale for x, _, _ in points], [y for _, y, _ in points]
+        colour = canvas.colours[row.run.name]
+        (line,) = ax.plot(xs, ys, color=colour, linewidth=1.8, zorder=3)
+        canvas.tip(line, canvas.labels[row.run.name])
+        for x, y, evaluation in zip(xs, ys, (e for _, _, e in points), strict=True):
+            (dot,) = ax.plot([x], [y], "o", color=colour, markersize=3.6, zorder=4)
+            canvas.tip(dot, _evaluation_tip(canvas.labels[row.run.name], evaluation))
+    ax.set_xlabel(f"training time ({unit})" if over_time else f"frames trained on, all ranks ({unit})")
+    ax.xaxis.label.set_color(canvas.theme.muted)
+    ax.set_xlim(0, longest / scale * 1.02)
+    _focus_on_end(ax, [[y for _, y, _ in points] for _, points in curves])
+    _label_ends(ax, curves, scale, canvas)
+    return True
+
+
+def _positions(rows: Sequence[RunFigures], canvas: Canvas) -> list[tuple[float, str, RunFigures]]:
+    """Place the runs on the period axis: log2 of steps, or side by side where a period has a unit."""
+    rows = [row for row in rows if not row.run.is_baseline]
+    periods = [row.run.period for row in rows if row.run.period is not None]
+    in_steps = all(period.isdigit() and int(period) > 0 for period in periods)
+    without = [row for row in rows if row.run.period is None]
+    placed: list[tuple[float, str, RunFigures]] = []
+    first = math.log2(min((int(p) for p in periods), default=1)) if in_steps else 0.0
+    # Runs without a period keep their distance from the axis' numbers, which they are not among.
+    for i, row in enumerate(without):
+        label = canvas.labels[row.run.name].replace(" ", "\n", 1)
+        placed.append((first - 1.4 * (len(without) - i) - 0.4, label, row))
+    for i, row in enumerate(row for row in rows if row.run.period is not None):
+        period = row.run.period or ""
+        placed.append((math.log2(int(period)) if in_steps else float(i), period, row))
+    return placed
+
+
+def _draw_point(ax: Axes, x: float, row: RunFigures, measure: Measure, canvas: Canvas) -> None:
+    y = measure.value(row)
+    assert y is not None
+    colour = canvas.colours[row.run.name]
+    interval = measure.interval(row)
+    if interval is not None:
+        ax.plot([x, x], interval, color=colour, linewidth=2, alpha=0.45, solid_capstyle="round", zorder=2)
+    finished = row.run.status == "complete"
+    face = colour if finished else canvas.theme.surface
+    (dot,) = ax.plot([x], [y], "o", color=colour, markerfacecolor=face, markersize=7, zorder=3)
+    text = measure.text(row)
+    note = "" if finished else f" ({row.run.status})"
+    canvas.tip(dot, f"{canvas.labels[row.run.name]}{note}: {text} {measure.axis}")
+    # Beside an interval, above a lone point: neither may be struck through.
+    shift, ha, va = ((7, 0), "left", "center") if interval else ((0, 7), "center", "bottom")
+    ax.annotate(
+        text, (x, y), xytext=shift, textcoords="offset points", ha=ha, va=va, color=canvas.theme.ink,
+        fontsize="small", zorder=5,
+    )  # fmt: skip
+
+
+def _limit_axes(ax: Axes, xs: Sequence[float], measure: Measure) -> None:
+    ax.set_xlim(min(xs) - 0.8, max(xs) + 1.1)
+    low, high = ax.get_ylim()
+    if measure.from_zero:
+        ax.set_ylim(0, max(high * 1.08, 1e-9))
+    else:
+        ax.set_ylim(low - 0.08 * (high - low), high + 0.16 * (high - low))
+    ax.yaxis.set_major_locator(MaxNLocator(5))
+
+
+def _curve(evaluations: Sequence[Evaluation], over_time: bool) -> list[tuple[float, float, Evaluation]]:
+    points: list[tuple[float, float, Evaluation]] = []
+    for evaluation in evaluations:
+        x = evaluation.time_s if over_time else evaluation.frames
+        if x is not None and evaluation.log_prob is not None:
+            points.append((x, evaluation.log_prob, evaluation))
+    return points
+
+
+def _evaluation_tip(label: str, evaluation: Evaluation) -> str:
+    return (
+        f"{label}, step {evaluation.step}: {wording.nats(evaluation.log_prob)} nats/frame, "
+        f"frame accuracy {wording.percent(evaluation.accuracy, 1)} %, "
+        f"{wording.count(evaluation.frames)} frames, {wording.seconds(evaluation.time_s)}"
+    )
+
+
+def _frames_unit(longest: float) -> tuple[float, str]:
+    return (1e6, "million") if longest >= 1e6 else (1e3, "thousand")
+
+
+def _time_unit(longest: float) -> tuple[float, str]:
+    if longest >= 2 * 3600:
+        return 3600.0, "h"
+    return (60.0, "min") if longest >= 180 else (1.0, "s")
+
+
+def _focus_on_end(ax: Axes, curves: Sequence[Sequence[float]]) -> None:
+    """Cut off the steep beginning: it is alike in all runs and would press their ends together."""
+    values = [y for curve in curves for y in curve]
+    best, worst = max(values), min(values)
+    worst_end = min(curve[-1] for curve in curves)
+    shown = max(4 * (best - worst_end), 0.25 * (best - worst), 1e-3)
+    bottom = max(best - shown * 1.15, worst - 0.05 * shown)
+    ax.set_ylim(bottom, best + 0.08 * shown)
+    ax.yaxis.set_major_locator(MaxNLocator(5))
+
+
+def _label_ends(ax: Axes, curves: Sequence[tuple[RunFigures, Any]], scale: float, canvas: Canvas) -> None:
+    """Write each run's name at the end of its curve, pushed apart where they would overlap."""
+    low, high = ax.get_ylim()
+    gap = (high - low) * 0.068
+    ends = sorted(((points[-1][1], points[-1][0] / scale, row) for row, points in curves), key=lambda e: e[0])
+    heights: list[float] = []
+    for y, _, _ in ends:
+        heights.append(y if not heights else max(y, heights[-1] + gap))
+    surplus = max(heights[-1] - high, 0.0)
+    right = ax.get_xlim()[1]
+    for (y, x, row), height in zip(ends, heights, strict=True):
+        placed = max(height - surplus, low)
+        ax.annotate(
+            canvas.labels[row.run.name], (x, y), xytext=(right * 1.03, placed), textcoords="data",
+            color=canvas.colours[row.run.name], fontsize="small", va="center", annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": canvas.theme.grid, "linewidth": 0.8, "shrinkB": 3},
+        )  # fmt: skip

@@ -1,0 +1,148 @@
+"""Write the report of a sweep or a run: CSV, PNG and one self-contained page, from the runs' files alone."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from rich.table import Table
+
+from speechdp.errors import ConfigError, RunError
+from speechdp.timing import figures, theme, wording
+from speechdp.timing.answer import RULE, find_answer
+from speechdp.timing.canvas import make_canvas
+from speechdp.timing.derived import RunFigures, common_target, sweep_figures
+from speechdp.timing.results import Sweep
+from speechdp.timing.summary import read_sweep
+from speechdp.timing.tables import COLUMNS, csv_text, page_rows, terminal_table
+
+#: Settings shown for each run, in this order; run.json may hold more.
+SETTINGS = {
+    "strategy": "strategy",
+    "backend": "back-end",
+    "size": "ranks",
+    "hosts": "hosts",
+    "device": "device",
+    "preset": "model",
+    "num_parameters": "parameters",
+    "batch_size": "batch size",
+    "seed": "seed",
+    "data": "data",
+    "started": "started",
+    "command": "command",
+    "versions": "versions",
+}
+
+
+@dataclass(frozen=True)
+class ReportPaths:
+    """What `write_report` wrote, and its result for the terminal.
+
+    Attributes:
+        png: None where the runs recorded nothing to draw.
+        table: the report's table.
+        answer: the result in words, one sentence an item.
+    """
+
+    html: Path
+    csv: Path
+    png: Path | None
+    table: Table
+    answer: tuple[str, ...]
+
+
+def write_report(out_dir: Path, target: float | None = None) -> ReportPaths:
+    """Write OUT/report/report.{csv,png,html}.
+
+    Args:
+        out_dir: a sweep's folder, a folder of runs, or one run.
+        target: held-out log-probability for the time to target, nats/frame; None: the highest that
+            every run reached.
+
+    Raises:
+        ConfigError: there is no run in `out_dir`, or `target` is no log-probability.
+        RunError: the report cannot be written.
+    """
+    if target is not None and not target < 0:
+        raise ConfigError(f"--target {target:g}: a log-probability is below 0, e.g. --target=-0.45")
+    sweep = read_sweep(out_dir)
+    if target is None:
+        target = common_target(sweep.runs)
+    rows = sweep_figures(sweep, target)
+    folder = out_dir / "report"
+    html_path, csv_path, png_path = (folder / f"report.{kind}" for kind in ("html", "csv", "png"))
+    try:
+        folder.mkdir(exist_ok=True)
+        csv_path.write_text(csv_text(rows, target), encoding="utf-8")
+        png_written = figures.render_png(png_path, rows)
+        html_path.write_text(render_page(sweep, rows, target), encoding="utf-8")
+    except OSError as error:
+        raise RunError(
+            f"{folder}: cannot write the report ({error.strerror}); free space or permit writing there"
+        ) from error
+    answer = find_answer(rows)
+    sentences = tuple(s for s in (answer.headline, *answer.details, answer.limit, *answer.cautions) if s)
+    return ReportPaths(
+        html_path, csv_path, png_path if png_written else None, terminal_table(rows, target), sentences
+    )
+
+
+def render_page(sweep: Sweep, rows: Sequence[RunFigures], target: float | None) -> str:
+    """Return the page: one HTML document without a reference to anything outside of it."""
+    environment = Environment(
+        loader=PackageLoader("speechdp.timing", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    svgs = {plot.name: figures.render_svg(plot, rows) for plot in figures.make_plots(rows)}
+    colours = make_canvas(rows, theme.PAGE).colours
+    return environment.get_template("report.html.j2").render(
+        title=sweep.path.resolve().name,
+        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        answer=find_answer(rows),
+        rule=RULE,
+        target=None if target is None else wording.nats(target),
+        columns=COLUMNS,
+        rows=page_rows(rows),
+        labels=wording.run_labels([row.run for row in rows]),
+        colours={name: theme.with_variables(colour) for name, colour in colours.items()},
+        # Our own drawings, whose every text matplotlib or html.escape has escaped.
+        svgs={name: Markup(svg) for name, svg in svgs.items() if svg is not None},
+        span_legend=figures.span_legend(),
+        settings=[(row, _settings(row.run.settings)) for row in rows],
+        light_colours=theme.css_variables(dark=False),
+        dark_colours=theme.css_variables(dark=True),
+        warmup_steps=max((row.run.timing.warmup_steps for row in rows if row.run.timing), default=0),
+    )
+
+
+def _settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return a run's settings as (title, text), the known ones first."""
+    known = [(title, settings[key]) for key, title in SETTINGS.items() if key in settings]
+    hidden = {"format", "version", "strategy_name", "period", *SETTINGS}
+    more = [(key.replace("_", " "), value) for key, value in settings.items() if key not in hidden]
+    return [(title, _setting_text(title, value)) for title, value in known + more]
+
+
+def _setting_text(title: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        words = [item if isinstance(item, str) else json.dumps(item) for item in value]
+        if title == "command":
+            return shlex.join(words)
+        return ", ".join(f"{word} ({words.count(word)})" for word in dict.fromkeys(words))
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_setting_text(str(key), item)}" for key, item in value.items())
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
+        return f"{value:,}"
+    return json.dumps(value)

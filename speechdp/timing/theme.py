@@ -1,0 +1,71 @@
+"""Colours of the plots: fixed ones for PNG, stand-ins that the page replaces by CSS variables.
+
+Matplotlib needs real colours, but a page that follows the reader's light or dark setting needs variables.
+A stand-in is a colour that nothing else uses; after drawing, the SVG's text has it replaced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RUN_COLOURS = ("#2563a8", "#c75b12", "#2c8556", "#96408c", "#a37a00", "#b83a4b", "#21838f", "#5d6b2f")
+RUN_COLOURS_DARK = (
+    "#7ab0ee",
+    "#f2995a",
+    "#6ccb97",
+    "#d88fd0",
+    "#dcb644",
+    "#ef8794",
+    "#63c7d3",
+    "#b2c375",
+)
+#: Fill of each span's bar and the ink that is legible on it; the same by day and by night.
+SPAN_COLOURS = {
+    "forward": ("#a9cbea", "#1b2733"),
+    "backward": ("#4585c2", "#ffffff"),
+    "update": ("#1f4e85", "#ffffff"),
+    "h2d": ("#6dbdb0", "#10302b"),
+    "data_wait": ("#e3b04b", "#33260a"),
+    "comm": ("#c4513c", "#ffffff"),
+    "other": ("#c9cdd2", "#1b2733"),
+}
+
+
+@dataclass(frozen=True)
+class Theme:
+    """The colours a plot is drawn with; `runs` is used in the sweep's order and repeats."""
+
+    ink: str
+    muted: str
+    grid: str
+    surface: str
+    baseline: str
+    runs: tuple[str, ...]
+
+
+PRINT = Theme("#1b2733", "#5a6773", "#e3e7eb", "#ffffff", "#7b8794", RUN_COLOURS)
+
+_STAND_INS = {
+    "#fe0001": "var(--ink)",
+    "#fe0002": "var(--muted)",
+    "#fe0003": "var(--grid)",
+    "#fe0004": "var(--surface)",
+    "#fe0005": "var(--baseline)",
+    **{f"#fe01{i:02x}": f"var(--run-{i})" for i in range(len(RUN_COLOURS))},
+}
+
+_INK, _MUTED, _GRID, _SURFACE, _BASELINE, *_RUNS = _STAND_INS
+PAGE = Theme(_INK, _MUTED, _GRID, _SURFACE, _BASELINE, tuple(_RUNS))
+
+
+def with_variables(svg: str) -> str:
+    """Replace the stand-ins in an SVG by the page's CSS variables."""
+    for stand_in, variable in _STAND_INS.items():
+        svg = svg.replace(stand_in, variable)
+    return svg
+
+
+def css_variables(*, dark: bool) -> str:
+    """Return the declarations of the run colours for one of the page's two appearances."""
+    colours = RUN_COLOURS_DARK if dark else RUN_COLOURS
+    return " ".join(f"--run-{i}: {colour};" for i, colour in enumerate(colours))

@@ -1,0 +1,121 @@
+"""Write run and sweep directories with made-up figures, in the formats of docs/run-directory.md."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SPANS = ("data_wait", "h2d", "forward", "backward", "comm", "update")
+
+
+@dataclass
+class MadeUpRun:
+    """A run to write.  Shares are of each rank's step time; `rank_spans` overrides `spans` by rank."""
+
+    name: str
+    strategy_name: str = "model_averaging"
+    period: str | None = "16"
+    size: int = 2
+    frames_per_s: float = 20_000.0
+    spans: Sequence[float] = (0.01, 0.0, 0.28, 0.56, 0.08, 0.05)
+    rank_spans: dict[int, Sequence[float]] = field(default_factory=dict)
+    final_log_prob: float = -0.40
+    wer: tuple[float, float, float] | None = (0.013, 0.003, 0.027)
+    num_evaluations: int = 12
+    completed: bool = True
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def write_run(run: MadeUpRun, parent: Path) -> Path:
+    """Write RUN/run.json, metrics.jsonl, timing.json, wer.json and completed.json; return RUN."""
+    path = parent / run.name
+    path.mkdir(parents=True)
+    strategy = run.strategy_name if run.period is None else f"{run.strategy_name}:period={run.period}"
+    _write(path / "run.json", {
+        "format": "speechdp-run", "version": 1, "strategy": strategy, "strategy_name": run.strategy_name,
+        "period": run.period, "backend": "horovod", "size": run.size, "hosts": ["node-a"] * run.size,
+        "device": "cpu", "seed": 1, "preset": "tiny", "num_parameters": 1_234_567, "batch_size": 16,
+        "command": ["speechdp", "train", "data", str(path), "--strategy", strategy],
+        "versions": {"python": "3.11.2", "torch": "2.13.0", "horovod": "0.28.1", "Open MPI": "4.1.8"},
+        "data": {"path": "/data/fsdd", "checksum": "9f2c" * 16}, "started": "2026-11-20T15:42:10",
+        **run.settings,
+    })  # fmt: skip
+    if run.num_evaluations:
+        lines = [json.dumps(_evaluation(run, i)) for i in range(1, run.num_evaluations + 1)]
+        (path / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    ranks = [_rank(run, rank) for rank in range(run.size)]
+    _write(path / "timing.json", {"warmup_steps": 4, "ranks": ranks})
+    if run.wer is not None:
+        rate, low, high = run.wer
+        _write(path / "wer.json", {
+            "split": "test", "grammar": "word-loop", "words": 300, "wer": rate, "wer_low": low,
+            "wer_high": high, "insertions": 1, "deletions": 1, "substitutions": round(300 * rate) - 2,
+            "hypotheses": "hypotheses/test.txt",
+        })  # fmt: skip
+    if run.completed:
+        _write(path / "completed.json", {"completed": True})
+    return path
+
+
+def write_sweep(out: Path, runs: Sequence[MadeUpRun], missing: Sequence[str] = ()) -> Path:
+    """Write OUT/sweep.json and its runs; `missing` are listed without a folder.  Return OUT."""
+    for run in runs:
+        write_run(run, out)
+    names = [run.name for run in runs] + list(missing)
+    _write(out / "sweep.json", {"format": "speechdp-sweep", "version": 1, "runs": names})
+    return out
+
+
+def realistic_sweep() -> list[MadeUpRun]:
+    """Return a sweep as two CPU ranks might give it: period 16 is the one to choose."""
+    return [
+        MadeUpRun("one-rank", "gradient_averaging", None, 1, 12_470.0,
+                  (0.012, 0.0, 0.30, 0.62, 0.0, 0.06), wer=None, num_evaluations=0),
+        MadeUpRun("gradient_averaging", "gradient_averaging", None, 2, 17_900.0,
+                  (0.010, 0.0, 0.225, 0.47, 0.225, 0.05), {1: (0.010, 0.0, 0.24, 0.50, 0.18, 0.05)},
+                  -0.392, (0.010, 0.0, 0.0233)),
+        MadeUpRun("model_averaging-1", period="1", frames_per_s=15_300.0,
+                  spans=(0.009, 0.0, 0.19, 0.41, 0.33, 0.05),
+                  final_log_prob=-0.394, wer=(0.0133, 0.003, 0.0267)),
+        MadeUpRun("model_averaging-4", period="4", frames_per_s=19_800.0,
+                  spans=(0.011, 0.0, 0.25, 0.54, 0.13, 0.055),
+                  final_log_prob=-0.398, wer=(0.0133, 0.003, 0.0267)),
+        MadeUpRun("model_averaging-16", period="16", frames_per_s=21_650.0,
+                  spans=(0.012, 0.0, 0.28, 0.58, 0.055, 0.06),
+                  rank_spans={1: (0.012, 0.0, 0.30, 0.60, 0.015, 0.06)},
+                  final_log_prob=-0.407, wer=(0.0167, 0.0033, 0.0333)),
+        MadeUpRun("model_averaging-64", period="64", frames_per_s=22_140.0,
+                  spans=(0.012, 0.0, 0.29, 0.60, 0.022, 0.06),
+                  final_log_prob=-0.446, wer=(0.0433, 0.02, 0.07)),
+    ]  # fmt: skip
+
+
+def _evaluation(run: MadeUpRun, index: int) -> dict[str, Any]:
+    """Return the evaluation after `index` epochs of 98,000 frames: a curve that ends at the final value."""
+    progress = index / run.num_evaluations
+    gap = 1.9 * (math.exp(-4.2 * progress) - math.exp(-4.2))
+    log_prob = run.final_log_prob - gap
+    frames = 98_000 * index
+    return {
+        "epoch": float(index), "step": 60 * index, "frames": frames, "time_s": frames / run.frames_per_s,
+        "train_loss": -log_prob - 0.03, "learning_rate": 0.001, "heldout_log_prob": log_prob,
+        "heldout_frame_accuracy": math.exp(0.42 * log_prob), "heldout_frames": 11_000,
+    }  # fmt: skip
+
+
+def _rank(run: MadeUpRun, rank: int) -> dict[str, Any]:
+    """Return a rank's entry of timing.json for one minute of steps."""
+    shares = run.rank_spans.get(rank, run.spans)
+    return {
+        "rank": rank, "host": "node-a", "steps": 600, "frames": int(60 * run.frames_per_s / run.size),
+        "wall_s": 60.0, "spans_s": {name: 60 * s for name, s in zip(SPANS, shares, strict=True)},
+        "eval_s": 4.2, "checkpoint_s": 0.8,
+    }  # fmt: skip
+
+
+def _write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value), encoding="utf-8")
