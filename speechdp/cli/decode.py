@@ -42,21 +42,22 @@ class DecodeOptions:
     backend: Literal["auto", "serial", "horovod", "mpi", "torch"] = "auto"
     """Communicator when started over several ranks."""
 
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the network runs; auto: on a GPU where there is one."""
+
     def run(self) -> int:
         """Decode and print the word error rate."""
-        import torch  # noqa: PLC0415 - keeps `speechdp --help` fast
-
+        # Here, not above: `speechdp --help` need not wait for torch.
         from speechdp.comm import create_communicator  # noqa: PLC0415
         from speechdp.data.dataset import Dataset  # noqa: PLC0415
         from speechdp.decode.recognise import decode_split  # noqa: PLC0415
-        from speechdp.train.checkpoint import load_model  # noqa: PLC0415
+        from speechdp.train.device import choose_device  # noqa: PLC0415
+        from speechdp.train.model_file import load_model  # noqa: PLC0415
 
         options = self._decoding_options()
         dataset = Dataset.open(self.data)
         comm = create_communicator(self.backend)
-        device = torch.device("cpu")
-        if torch.cuda.is_available():
-            device = torch.device("cuda", comm.local_rank % torch.cuda.device_count())
+        device = choose_device(self.device, comm.local_rank)
         trained = load_model(self.run_dir, device)
         result = decode_split(trained, dataset, self.split, self.run_dir, options, comm)
         if comm.rank == 0:

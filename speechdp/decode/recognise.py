@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -40,6 +40,10 @@ class TrainedModel(Protocol):
     def self_loop(self) -> torch.Tensor:
         """Self-loop probabilities, (C,)."""
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """Tell what it was trained on: `features` and `sampling_rate` are compared with the data's."""
+
 
 @dataclass(frozen=True)
 class DecodingOptions:
@@ -65,9 +69,11 @@ class DecodingOptions:
     silence_probability: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("beam", "max_active", "acoustic_scale"):
+        for name in ("beam", "acoustic_scale"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be more than 0")
+        if self.max_active < 2:
+            raise ConfigError(f"--max-active {self.max_active}: must be at least 2")
         if not self.prior_scale >= 0:
             raise ConfigError(f"--prior-scale {self.prior_scale}: must not be negative")
         if not 0 <= self.silence_probability < 1:
@@ -177,6 +183,7 @@ def decode_split(
         ShardError: a shard is damaged.
         RunError: the model gives NaN, or the results cannot be written.
     """
+    _check_features(trained.config, dataset)
     with ExitStack() as stack:
         num_shards = len(dataset.shard_paths(split))
         shards = [stack.enter_context(dataset.open_shard(split, i)) for i in range(num_shards)]
@@ -201,6 +208,17 @@ def decode_split(
         _write(run_dir, result, hypotheses, options)
     comm.barrier()  # nobody reports success before the files are there
     return result
+
+
+def _check_features(config: dict[str, Any], dataset: Dataset) -> None:
+    """Refuse data whose features are made otherwise than those of training; nothing else would notice."""
+    of_data = {"sampling_rate": dataset.sampling_rate, "features": dataset.features.to_dict()}
+    for name, value in of_data.items():
+        if config.get(name, value) != value:
+            raise ConfigError(
+                f"{dataset.path}: {name} {value} is not what the model was trained on ({config[name]}); "
+                "prepare the data with the settings of the training data"
+            )
 
 
 def _recognise_own(

@@ -13,6 +13,7 @@ from speechdp.decode.hmm import FloatArray, IntArray
 from speechdp.errors import RunError
 
 _UNLIMITED = 2**31 - 1
+_MIN_ACTIVE = 20  # paths kept however narrow the beam; Kaldi's default
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,10 @@ class SearchOptions:
 
     Attributes:
         beam: paths that cost this much more than the best are dropped (nats, after scaling).
-        max_active: at most this many paths are kept a frame.
+        max_active: at most this many paths are kept a frame; 2 or more.
         acoustic_scale: factor on the acoustic log-likelihoods before they meet the graph's costs.
-        max_beam_doublings: how often a search that ends in no final state is repeated with twice the beam.
+        max_beam_doublings: how often a search that ends in no final state is repeated with twice the
+            beam and twice max_active.
     """
 
     beam: float = 16.0
@@ -79,17 +81,22 @@ class Searcher:
         # DecodableCtc knows nothing of CTC: it returns matrix[t, label - 1], so labels are class + 1.
         matrix = np.multiply(log_likelihoods, self._options.acoustic_scale, dtype=np.float32, order="C")
         for doubling in range(self._options.max_beam_doublings + 1):
-            path = self._search(matrix, self._options.beam * 2.0**doubling)
+            path = self._search(matrix, 2**doubling)
             if path is not None or len(matrix) == 0:
                 break
             self.num_retried += doubling == 0 and self._options.max_beam_doublings > 0
         self.num_failed += path is None
         return path
 
-    def _search(self, matrix: FloatArray, beam: float) -> BestPath | None:
+    def _search(self, matrix: FloatArray, widening: int) -> BestPath | None:
         if len(matrix) == 0 or self._graph.fst.num_states == 0:
             return None
-        options = kaldi_decoder.FasterDecoderOptions(beam=beam, max_active=self._options.max_active)
+        max_active = min(self._options.max_active * widening, _UNLIMITED)
+        options = kaldi_decoder.FasterDecoderOptions(
+            beam=self._options.beam * widening,
+            max_active=max_active,
+            min_active=min(_MIN_ACTIVE, max_active - 1),
+        )
         decoder = kaldi_decoder.FasterDecoder(self._graph.fst, options)
         decoder.decode(kaldi_decoder.DecodableCtc(matrix))
         # get_best_path would hand out a path that ends anywhere if none ends in a final state.

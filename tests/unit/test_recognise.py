@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from speechdp.cli.decode import DecodeOptions
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.threads import run_threads
+from speechdp.data.dataset import Dataset
+from speechdp.decode.graph import Grammar
+from speechdp.decode.recognise import DecodingOptions, DecodingResult, decode_split
+from speechdp.decode.scoring import AcousticScorer
+from speechdp.errors import ConfigError, RunError
+from tests.helpers.oracle import Oracle, OracleModel, Spoken, oracle, write_dataset
+
+SHARDS = [
+    [Spoken("c1", "one two", "one two"), Spoken("a1", "three", "four", 25)],
+    [Spoken("b1", "four", "four", 22), Spoken("d1", "two", "two", 2), Spoken("a2", "one", "one one", 50)],
+]
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    return write_dataset(tmp_path / "data", SHARDS)
+
+
+def decode(dataset: Dataset, run_dir: Path, **options: object) -> DecodingResult:
+    trained = oracle(dataset.num_classes)
+    return decode_split(
+        trained,
+        dataset,
+        "test",
+        run_dir,
+        DecodingOptions(**options),
+        SerialCommunicator(),  # type: ignore[arg-type]
+    )
+
+
+def test_hypotheses_errors_and_files(dataset: Dataset, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    result = decode(dataset, run_dir)
+    text = (run_dir / "hypotheses" / "test.txt").read_text()
+    # sorted by id; d1 has 2 frames, in which no path ends: an empty hypothesis
+    assert text == "a1 four\na2 one one\nb1 four\nc1 one two\nd1\n"
+    assert result.grammar is Grammar.DIGIT_LOOP and result.failed == 1 and result.retried == 1
+    values = json.loads((run_dir / "wer.json").read_text())
+    expected = {"split": "test", "grammar": "digit-loop", "words": 6, "wer": 0.5, "utterances": 5}
+    expected |= {"insertions": 1, "deletions": 1, "substitutions": 1, "hypotheses": "hypotheses/test.txt"}
+    assert expected.items() <= values.items()
+    assert values["failed"] == 1 and values["options"]["beam"] == 16.0
+    assert 0 <= values["wer_low"] <= 0.5 <= values["wer_high"]
+
+
+@pytest.mark.parametrize("size", [2, 4, 7])
+def test_any_number_of_ranks_gives_the_same_files(dataset: Dataset, tmp_path: Path, size: int) -> None:
+    alone = decode(dataset, tmp_path / "alone")
+    together = tmp_path / "together"
+    results = run_threads(
+        size,
+        lambda comm: decode_split(
+            oracle(dataset.num_classes), dataset, "test", together, DecodingOptions(), comm
+        ),
+    )
+    assert all(result.wer == alone.wer and result.retried == alone.retried for result in results)
+    for name in ("wer.json", "hypotheses/test.txt"):
+        assert (together / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+
+
+def test_transcripts_as_grammar_correct_what_was_said(dataset: Dataset, tmp_path: Path) -> None:
+    decode(dataset, tmp_path / "run", grammar=Grammar.TRANSCRIPT_SET)
+    lines = (tmp_path / "run" / "hypotheses" / "test.txt").read_text().splitlines()
+    assert lines[1] in ("a2 one", "a2 one two", "a2 four")  # "one one" is nobody's transcript
+
+
+def test_model_of_another_corpus_is_refused(dataset: Dataset, tmp_path: Path) -> None:
+    other = oracle(dataset.num_classes + 3)
+    with pytest.raises(ConfigError, match=f"the model has {dataset.num_classes + 3} classes"):
+        decode_split(other, dataset, "test", tmp_path, DecodingOptions(), SerialCommunicator())
+
+
+def test_other_features_or_rates_than_in_training_are_refused(dataset: Dataset, tmp_path: Path) -> None:
+    for config in ({"sampling_rate": 16000}, {"features": dataset.features.to_dict() | {"kind": "mfcc"}}):
+        trained = dataclasses.replace(oracle(dataset.num_classes), config=config)
+        with pytest.raises(ConfigError, match=f"{next(iter(config))} .* not what the model was trained on"):
+            decode_split(trained, dataset, "test", tmp_path, DecodingOptions(), SerialCommunicator())
+
+
+def test_split_without_words_is_refused(tmp_path: Path) -> None:
+    silent = write_dataset(tmp_path / "data", [[Spoken("a", "", "one")]])
+    with pytest.raises(ConfigError, match="no reference words"):
+        decode(silent, tmp_path / "run")
+
+
+def test_full_disk_is_one_line(dataset: Dataset, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file where the folder should be")
+    with pytest.raises(RunError, match="cannot write the results"):
+        decode(dataset, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("options", "option"),
+    [
+        ({"beam": 0}, "--beam 0"),
+        ({"acoustic_scale": float("nan")}, "--acoustic-scale nan"),
+        ({"max_active": 1}, "--max-active 1"),
+        ({"prior_scale": -0.5}, "--prior-scale -0.5"),
+        ({"silence_probability": 1.0}, "--silence-probability 1.0"),
+    ],
+)
+def test_options_out_of_range_are_named(options: dict[str, float], option: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(option)):
+        DecodingOptions(**options)  # type: ignore[arg-type]
+
+
+def test_scorer_batches_by_length_and_gives_every_utterance_its_own_scores() -> None:
+    model = OracleModel(4)
+    model.train()
+    rng = np.random.default_rng(0)
+    utterances = [rng.integers(4, size=(n, 2)).astype(np.float32) for n in rng.integers(1, 60, size=300)]
+    log_prior = np.log([0.1, 0.2, 0.3, 0.4]).astype(np.float32)
+    scorer = AcousticScorer(model, log_prior, prior_scale=0.5, max_padded_frames=500)
+    scored = dict(scorer.score(iter(utterances)))
+    assert sorted(scored) == list(range(300))
+    for u, features in enumerate(utterances):
+        logits = model.table.detach()[torch.from_numpy(features[:, 0]).long()]
+        expected = torch.log_softmax(logits, -1).numpy() - 0.5 * log_prior
+        np.testing.assert_allclose(scored[u], expected, rtol=1e-5)
+    assert all(batch * frames <= 500 for batch, frames in model.batch_shapes)
+    assert len(model.batch_shapes) < 40
+    assert model.training and scored[0].dtype == np.float32
+
+
+def test_command_prints_the_error_rate_and_the_file(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Path] = []
+
+    def load_model(run_dir: Path, device: torch.device) -> Oracle:
+        asked.append(run_dir)
+        trained = oracle(dataset.num_classes)
+        trained.model.to(device)
+        return trained
+
+    monkeypatch.setattr("speechdp.train.model_file.load_model", load_model)
+    run_dir = tmp_path / "run"
+    assert (
+        DecodeOptions(run_dir, dataset.path, grammar="word-loop", backend="serial", device="cpu").run() == 0
+    )
+    out = capsys.readouterr().out
+    assert asked == [run_dir]
+    assert "WER 50.00 % [95 % interval " in out and "1 ins, 1 del, 1 sub" in out
+    assert "test, word-loop" in out and "1 utterance(s) needed a wider beam; 1 have no hypothesis" in out
+    assert f"hypotheses: {run_dir / 'hypotheses' / 'test.txt'}" in out

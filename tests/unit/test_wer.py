@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from speechdp.decode.wer import count_errors, word_error_rate
+
+
+def test_errors_are_counted_by_kind_and_utterance() -> None:
+    references = ["a b c", "a b", "a", "", ""]
+    hypotheses = ["a x c d", "", "a", "x y", ""]
+    assert count_errors(references, hypotheses).tolist() == [
+        [1, 0, 1, 3],
+        [0, 2, 0, 2],
+        [0, 0, 0, 1],
+        [2, 0, 0, 0],
+        [0, 0, 0, 0],
+    ]
+    result = word_error_rate(references, hypotheses)
+    assert (result.insertions, result.deletions, result.substitutions, result.words) == (3, 2, 1, 6)
+    assert result.wer == 1.0 and result.utterances == 5
+
+
+def test_runs_of_errors_count_every_word() -> None:
+    assert count_errors(["a b c d"], ["x y"]).tolist() == [[0, 2, 2, 4]]
+
+
+def test_interval_is_that_of_the_binomial_for_isolated_words() -> None:
+    num, wrong = 300, 15
+    hypotheses = ["x"] * wrong + ["a"] * (num - wrong)
+    result = word_error_rate(["a"] * num, hypotheses)
+    spread = 1.96 * np.sqrt(0.05 * 0.95 / num)
+    assert result.wer == pytest.approx(0.05)
+    assert result.wer_low == pytest.approx(0.05 - spread, abs=0.004)
+    assert result.wer_high == pytest.approx(0.05 + spread, abs=0.004)
+    assert result == word_error_rate(["a"] * num, hypotheses)  # seeded
+
+
+def test_interval_is_over_utterances_not_words() -> None:
+    # All errors in one utterance of two: the interval must span everything.
+    result = word_error_rate(["a b c d e", "a b c d e"], ["", "a b c d e"])
+    assert (result.wer, result.wer_low, result.wer_high) == (0.5, 0.0, 1.0)
+
+
+def test_no_utterances_and_no_reference_words() -> None:
+    assert word_error_rate([], []).wer == 0.0
+    assert word_error_rate([""], [""]).wer_high == 0.0
+    assert word_error_rate([""], ["x"]).wer == float("inf")
+
+
+def test_summary_is_one_line_with_everything() -> None:
+    summary = word_error_rate(["a b", "c"], ["a", "c d"]).summary()
+    assert summary.startswith("WER 66.67 % [95 % interval ")
+    assert "(2 / 3 words, 1 ins, 1 del, 0 sub, 2 utterances)" in summary
