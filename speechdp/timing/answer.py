@@ -203,7 +203,8 @@ def _accuracy(row: RunFigures) -> str:
 def _wer(row: RunFigures) -> str:
     assert row.word_errors is not None
     rate, _, interval = wording.word_errors(row.word_errors).partition(" ")
-    return f"{rate} % {interval}".rstrip()
+    # No break inside the figure: it is read as one.
+    return f"{rate} % {interval}".rstrip().replace(" ", "\u00a0")
 
 
 def _rate(row: RunFigures) -> float:

@@ -42,8 +42,10 @@ def draw_shares(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> bool:
         for rank in shown:
             _draw_bar(ax, y, rank, canvas.labels[row.run.name], canvas)
             ticks.append(y)
-            run_label = canvas.labels[row.run.name] if rank is shown[0] else ""
-            names.append(f"{run_label}  rank {rank.rank}".strip())
+            label = canvas.labels[row.run.name]
+            if len(row.run.timing.ranks) > 1:
+                label = f"{label}, rank {rank.rank}" if rank is shown[0] else f"rank {rank.rank}"
+            names.append(label)
             y += 1
         y += 0.55
     ax.set_yticks(ticks, names)

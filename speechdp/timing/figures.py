@@ -12,7 +12,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 
 from speechdp.timing import plots
 from speechdp.timing.bars import SPAN_TITLES, draw_shares, num_bars
@@ -52,9 +52,10 @@ def _draw_throughput(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> bo
 
 
 def make_plots(rows: Sequence[RunFigures]) -> list[Plot]:
-    """Return the report's plots in their order on the page."""
-    small, medium = (4.4, 3.1), (5.4, 3.5)
-    return [
+    """Return the report's plots in their order on the page; one run has no use for a period axis."""
+    small, medium = (4.4, 3.1), (5.6, 3.4)
+    compared = sum(not row.run.is_baseline for row in rows) > 1
+    by_period = [
         Plot("throughput", "Frames per second against the averaging period", small, _draw_throughput),
         Plot(
             "log-prob",
@@ -68,6 +69,8 @@ def make_plots(rows: Sequence[RunFigures]) -> list[Plot]:
             small,
             lambda ax, rows, canvas: plots.draw_by_period(ax, rows, plots.WORD_ERRORS, canvas),
         ),
+    ]
+    return (by_period if compared else []) + [
         Plot(
             "learning-frames",
             "Held-out log-probability over the frames trained on",
@@ -83,7 +86,7 @@ def make_plots(rows: Sequence[RunFigures]) -> list[Plot]:
         Plot(
             "time-shares",
             "Shares of the step time of every rank of every run",
-            (9.6, 1.1 + 0.29 * max(num_bars(rows), 2) + 0.12 * len(rows)),
+            (11.0, 1.1 + 0.29 * max(num_bars(rows), 2) + 0.12 * len(rows)),
             draw_shares,
         ),
     ]
@@ -106,26 +109,33 @@ def render_svg(plot: Plot, rows: Sequence[RunFigures]) -> str | None:
 def render_png(path: Path, rows: Sequence[RunFigures]) -> bool:
     """Write all plots as one picture; return False, with nothing written, where there is nothing to draw."""
     canvas = make_canvas(rows, PRINT)
-    by_name = {plot.name: plot for plot in make_plots(rows)}
-    mosaic: list[Any] = [
-        ["throughput"] * 2 + ["log-prob"] * 2 + ["wer"] * 2,
-        ["learning-frames"] * 3 + ["learning-time"] * 3,
-        ["time-shares"] * 6,
-    ]
-    last_height = by_name["time-shares"].size[1]
+    lines: dict[tuple[float, float], list[Plot]] = {}
+    for plot in make_plots(rows):
+        lines.setdefault(plot.size, []).append(plot)
+    heights = [size[1] + 0.3 for size in lines]
     with mpl.rc_context({**STYLE, "savefig.facecolor": "white"}):
-        figure = Figure(figsize=(13.5, 7.4 + last_height), layout="constrained")
-        figure.get_layout_engine().set(h_pad=0.15, w_pad=0.15)  # type: ignore[union-attr, call-arg]
-        axes = figure.subplot_mosaic(mosaic, height_ratios=[3.4, 3.6, last_height])
-        drawn = False
-        for name, ax in axes.items():
-            if by_name[name].draw(ax, rows, canvas):
-                drawn = True
-            else:
-                ax.set_axis_off()
-        if drawn:
-            _add_span_legend(axes["time-shares"], canvas)
+        figure = Figure(figsize=(13.5, sum(heights)), layout="constrained")
+        # A sub-figure a line: its plots need not stand in columns with the next line's.
+        parts = figure.subfigures(len(lines), 1, height_ratios=heights, squeeze=False)[:, 0]
+        drawn = [
+            _draw_line(part, line, rows, canvas) for part, line in zip(parts, lines.values(), strict=True)
+        ]
+        if any(drawn):
             figure.savefig(path, format="png", dpi=120)
+    return any(drawn)
+
+
+def _draw_line(part: SubFigure, line: Sequence[Plot], rows: Sequence[RunFigures], canvas: Canvas) -> bool:
+    """Draw plots side by side; return whether any of them had something to show."""
+    part.get_layout_engine().set(w_pad=0.15, h_pad=0.12)  # type: ignore[call-arg]
+    drawn = False
+    for ax, plot in zip(part.subplots(1, len(line), squeeze=False)[0], line, strict=True):
+        if plot.draw(ax, rows, canvas):
+            drawn = True
+        else:
+            ax.set_axis_off()
+        if plot.name == "time-shares":
+            _add_span_legend(ax, canvas)
     return drawn
 
 

@@ -154,8 +154,8 @@ def _draw_point(ax: Axes, x: float, row: RunFigures, measure: Measure, canvas: C
     text = measure.text(row)
     note = "" if finished else f" ({row.run.status})"
     canvas.tip(dot, f"{canvas.labels[row.run.name]}{note}: {text} {measure.axis}")
-    # Beside an interval, above a lone point: neither may be struck through.
-    shift, ha, va = ((7, 0), "left", "center") if interval else ((0, 7), "center", "bottom")
+    # Beside an interval, below a lone point: the lines between points and the references above stay clear.
+    shift, ha, va = ((7, 0), "left", "center") if interval else ((0, -7), "center", "top")
     ax.annotate(
         text, (x, y), xytext=shift, textcoords="offset points", ha=ha, va=va, color=canvas.theme.ink,
         fontsize="small", zorder=5,
@@ -168,8 +168,8 @@ def _limit_axes(ax: Axes, xs: Sequence[float], measure: Measure) -> None:
     if measure.from_zero:
         ax.set_ylim(0, max(high * 1.08, 1e-9))
     else:
-        ax.set_ylim(low - 0.08 * (high - low), high + 0.16 * (high - low))
-    ax.yaxis.set_major_locator(MaxNLocator(5))
+        ax.set_ylim(low - 0.2 * (high - low), high + 0.08 * (high - low))
+    ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
 
 
 def _curve(evaluations: Sequence[Evaluation], over_time: bool) -> list[tuple[float, float, Evaluation]]:
@@ -207,7 +207,7 @@ def _focus_on_end(ax: Axes, curves: Sequence[Sequence[float]]) -> None:
     shown = max(4 * (best - worst_end), 0.25 * (best - worst), 1e-3)
     bottom = max(best - shown * 1.15, worst - 0.05 * shown)
     ax.set_ylim(bottom, best + 0.08 * shown)
-    ax.yaxis.set_major_locator(MaxNLocator(5))
+    ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
 
 
 def _label_ends(ax: Axes, curves: Sequence[tuple[RunFigures, Any]], scale: float, canvas: Canvas) -> None:
@@ -224,6 +224,6 @@ def _label_ends(ax: Axes, curves: Sequence[tuple[RunFigures, Any]], scale: float
         placed = max(height - surplus, low)
         ax.annotate(
             canvas.labels[row.run.name], (x, y), xytext=(right * 1.03, placed), textcoords="data",
-            color=canvas.colours[row.run.name], fontsize="small", va="center", annotation_clip=False,
+            color=canvas.colours[row.run.name], fontsize=9, va="center", annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": canvas.theme.grid, "linewidth": 0.8, "shrinkB": 3},
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from rich.table import Table
 
 from speechdp.errors import ConfigError, RunError
@@ -103,6 +104,7 @@ def render_page(sweep: Sweep, rows: Sequence[RunFigures], target: float | None) 
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["breakable"] = _breakable
     svgs = {plot.name: figures.render_svg(plot, rows) for plot in figures.make_plots(rows)}
     colours = make_canvas(rows, theme.PAGE).colours
     return environment.get_template("report.html.j2").render(
@@ -123,6 +125,11 @@ def render_page(sweep: Sweep, rows: Sequence[RunFigures], target: float | None) 
         dark_colours=theme.css_variables(dark=True),
         warmup_steps=max((row.run.timing.warmup_steps for row in rows if row.run.timing), default=0),
     )
+
+
+def _breakable(name: str) -> Markup:
+    """Return a run's name, escaped, that a narrow cell may break behind its underscores and dashes."""
+    return Markup(re.sub(r"([_-])", r"\1<wbr>", str(escape(name))))
 
 
 def _settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
