@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import tyro
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from speechdp.data.dataset import Dataset
+from speechdp.cli.console import make_console
+from speechdp.data.dataset import Dataset
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,7 @@ class InspectCommand:
 
     def run(self) -> int:
         """Print the table, then verify; a damaged shard ends with its one-line message."""
-        from rich.console import Console  # noqa: PLC0415 - keeps `speechdp --help` fast
-
-        from speechdp.data.dataset import Dataset  # noqa: PLC0415
-
-        console = Console()
+        console = make_console()
         dataset = Dataset.open(self.data)
         console.print(describe(dataset))
         if self.verify:
@@ -40,10 +36,8 @@ class InspectCommand:
         return 0
 
 
-def describe(dataset: Dataset) -> Table:
-    """Lay out a data directory's splits as a table, what holds for all of them below it."""
-    from rich.markup import escape  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
+def describe(dataset: Dataset) -> RenderableType:
+    """Lay out a data directory's splits as a table, what holds for all of them above it."""
 
     features = dataset.features
     normalised = [
@@ -51,13 +45,13 @@ def describe(dataset: Dataset) -> Table:
         for name, used in (("mean", features.mean_normalise), ("variance", features.variance_normalise))
         if used
     ]
-    caption = (
+    settings = (
         f"{dataset.sampling_rate} Hz, {features.kind} x {dataset.feature_dim} {features.dtype}, "
         f"{features.frame_length_ms:g} ms every {features.frame_shift_ms:g} ms, "
         f"{' and '.join(normalised) or 'nothing'} normalised\n"
         f"{dataset.num_classes} classes, {dataset.alignment} alignment, split by {dataset.split}"
     )
-    table = Table(title=escape(str(dataset.path)), caption=escape(caption), caption_justify="left")
+    table = Table()
     table.add_column("split")
     for name in ("hours", "frames", "utterances", "speakers", "shards"):
         table.add_column(name, justify="right")
@@ -65,4 +59,4 @@ def describe(dataset: Dataset) -> Table:
         hours = split.frames * features.frame_shift_s / 3600.0
         counts = (split.frames, split.utterances, split.speakers, len(split.shards))
         table.add_row(name, f"{hours:.3f}", *(f"{count:,}" for count in counts))
-    return table
+    return Group(Text(str(dataset.path), style="bold"), Text(settings), table)

@@ -5,10 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 _LINE_EVERY_S = 10.0
 
@@ -23,16 +30,6 @@ def progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _bars(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    from rich.progress import (  # noqa: PLC0415 - keeps `speechdp --help` fast
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TaskID,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

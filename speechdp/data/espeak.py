@@ -1,0 +1,172 @@
+"""Speak text with eSpeak NG's library and learn when each phone was spoken.
+
+eSpeak NG (GPL-3) is not part of speechdp: the optional package espeakng-loader brings it, and it is loaded
+at run time.  The library is not repeatable within a process (lengths vary by some ten samples with what was
+spoken before); a fresh process that speaks the same texts in the same order gives the same samples.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from speechdp.errors import ConfigError
+
+_REMEDY = "install it with: pip install 'speechdp[synthetic]'"
+
+# From speak_lib.h.
+_OUTPUT_SYNCHRONOUS = 2
+_INITIALIZE_PHONEME_EVENTS = 0x0001
+_INITIALIZE_DONT_EXIT = 0x8000
+_EVENT_LIST_TERMINATED = 0
+_EVENT_PHONEME = 7
+_PARAMETER_RATE = 1
+_PARAMETER_PITCH = 3
+_CHARS_UTF8 = 1
+
+# The marks eSpeak writes before a vowel (stress) and behind a phone (length, numbered allophones).
+_STRESS = "',%="
+_ALLOPHONE = re.compile(r"(?<=.)[0-9:#\[\]~*;^\"-]+$")
+
+
+class _EventId(ctypes.Union):
+    _fields_ = (("number", ctypes.c_int), ("name", ctypes.c_char_p), ("string", ctypes.c_char * 8))
+
+
+class _Event(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("unique_identifier", ctypes.c_uint),
+        ("text_position", ctypes.c_int),
+        ("length", ctypes.c_int),
+        ("audio_position", ctypes.c_int),
+        ("sample", ctypes.c_int),
+        ("user_data", ctypes.c_void_p),
+        ("id", _EventId),
+    )
+
+
+_Callback = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.POINTER(_Event)
+)
+
+
+@dataclass(frozen=True)
+class SpokenWord:
+    """A word and its phones: (phone, first sample, one past the last sample)."""
+
+    word: str
+    phones: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Speech:
+    """What eSpeak said: (S,) float32 samples in [-1, 1], and the words in order."""
+
+    samples: npt.NDArray[np.float32]
+    words: tuple[SpokenWord, ...]
+
+
+def check_espeak() -> None:
+    """Refuse to go on where espeakng-loader is not installed.  Raises ConfigError."""
+    if importlib.util.find_spec("espeakng_loader") is None:
+        raise ConfigError(f"synthetic speech needs the package espeakng-loader; {_REMEDY}")
+
+
+class Espeak:
+    """eSpeak NG's library; one a process."""
+
+    def __init__(self) -> None:
+        check_espeak()
+        loader = importlib.import_module("espeakng_loader")
+        data = Path(loader.get_data_path())
+        try:
+            self._library: Any = ctypes.CDLL(loader.get_library_path())
+        except OSError as error:
+            raise ConfigError(f"eSpeak NG does not load ({error}); {_REMEDY}") from error
+        options = _INITIALIZE_PHONEME_EVENTS | _INITIALIZE_DONT_EXIT
+        self.sampling_rate: int = self._library.espeak_Initialize(
+            _OUTPUT_SYNCHRONOUS, 0, str(data).encode(), options
+        )
+        if self.sampling_rate <= 0:
+            raise ConfigError(f"{data}: eSpeak NG does not start; {_REMEDY}")
+        self._blocks: list[bytes] = []
+        self._phones: list[tuple[str, int, int]] = []  # (name, sample, text position from 1)
+        self._callback = _Callback(self._receive)  # kept: the library holds only its address
+        self._library.espeak_SetSynthCallback(self._callback)
+
+    def speak(self, words: Sequence[str], voice: str, rate_wpm: int, pitch: int) -> Speech:
+        """Speak words in a row.
+
+        Args:
+            words: lower-case English words.
+            voice: accent+variant, e.g. "en-us+f2".
+            rate_wpm: words a minute, 80 to 450.
+            pitch: 0 to 100, 50 is the voice's own.
+
+        Raises:
+            ConfigError: the voice does not exist, or eSpeak NG fails.
+        """
+        if self._library.espeak_SetVoiceByName(voice.encode()) != 0:
+            raise ConfigError(f"eSpeak NG has no voice {voice!r}; {_REMEDY}")
+        self._library.espeak_SetParameter(_PARAMETER_RATE, rate_wpm, 0)
+        self._library.espeak_SetParameter(_PARAMETER_PITCH, pitch, 0)
+        self._blocks.clear()
+        self._phones.clear()
+        text = " ".join(words).encode()
+        status = self._library.espeak_Synth(text, len(text) + 1, 0, 1, 0, _CHARS_UTF8, None, None)
+        if status != 0:
+            raise ConfigError(f"eSpeak NG cannot speak {' '.join(words)!r} (status {status}); {_REMEDY}")
+        samples = np.frombuffer(b"".join(self._blocks), dtype=np.int16).astype(np.float32) / 32768.0
+        return Speech(samples, _words_of(words, self._phones, len(samples)))
+
+    def _receive(self, wave: Any, num_samples: int, events: Any) -> int:
+        if wave and num_samples > 0:
+            self._blocks.append(ctypes.string_at(wave, 2 * num_samples))
+        number = 0
+        while events[number].type != _EVENT_LIST_TERMINATED:
+            event = events[number]
+            if event.type == _EVENT_PHONEME:
+                name = bytes(event.id.string).decode("ascii", "replace")
+                self._phones.append((name, event.sample, event.text_position))
+            number += 1
+        return 0
+
+
+def plain_phone(name: str) -> str:
+    """Reduce an eSpeak phone to one without stress, length and allophone marks; "" where nothing is left.
+
+    All accents together then have about 40 phones for digits and commands.  Pauses ("_", "_:") give "_".
+    """
+    if name.startswith("_"):
+        return "_"
+    phone = _ALLOPHONE.sub("", name.lstrip(_STRESS))
+    return phone if any(character.isalnum() or character == "@" for character in phone) else ""
+
+
+def _words_of(
+    words: Sequence[str], events: Sequence[tuple[str, int, int]], num_samples: int
+) -> tuple[SpokenWord, ...]:
+    # A mark that stands alone (palatalised, long) belongs to the phone before: dropping it prolongs that one.
+    kept = [(plain_phone(name), sample, position) for name, sample, position in events if plain_phone(name)]
+    ends = [sample for _, sample, _ in kept[1:]] + [num_samples]
+    of_position: dict[int, list[tuple[str, int, int]]] = {}
+    for (phone, sample, position), end in zip(kept, ends, strict=True):
+        if phone != "_":
+            of_position.setdefault(position, []).append((phone, sample, end))
+    spoken = []
+    position = 1
+    for word in words:
+        # eSpeak speaks some pairs as one ("no one"): the second word is then left without phones.
+        spoken.append(SpokenWord(word, tuple(of_position.get(position, ()))))
+        position += len(word) + 1
+    return tuple(spoken)
