@@ -44,17 +44,16 @@ def guard(make: Callable[[], Communicator], function: Callable[[Communicator], i
 
     Args:
         make: returns the communicator; collective.
-        function: what every rank does; returns None or an exit code.
+        function: what every rank does; returns None or an exit code on which all ranks have agreed (a rank
+            that wants to end the others raises).
     """
     comm: Communicator | None = None
     try:
         comm = make()
         with _thread_failures_end_all(comm):
             exit_code = function(comm) or 0
-            if exit_code != 0:
-                raise SystemExit(exit_code)
             comm.close()
-            return 0
+            return exit_code
     except SystemExit as error:
         if error.code in {None, 0}:
             return 0

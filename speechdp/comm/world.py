@@ -49,7 +49,7 @@ def check_world(comm: Communicator, facts: Mapping[str, Any]) -> None:
     # First what a rank can see by itself: with a wrong size the exchange below might never end.
     _check_launcher(comm)
     _check_mpi(comm)
-    _check_equal(comm, {**_versions(), **facts})
+    _check_equal(comm, {**versions(), **facts})
     _check_sum(comm)
 
 
@@ -111,7 +111,7 @@ def _check_sum(comm: Communicator) -> None:
         )
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Return what is installed here, keyed `... version`."""
     versions = {
         "speechdp version": __version__,

@@ -1,0 +1,85 @@
+"""The console script `speechdp`: pick the subcommand, read its options, turn errors into one line."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from speechdp import __version__
+from speechdp.errors import SpeechDPError
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """Where a subcommand's options are, and what `speechdp --help` says of it."""
+
+    module: str
+    class_name: str
+    summary: str
+
+
+SUBCOMMANDS = {
+    "prepare": Subcommand("prepare", "PrepareCommand", "make a data directory from a corpus or synthetic speech"),
+    "inspect": Subcommand("inspect", "InspectCommand", "show a data directory and verify its checksums"),
+    "train": Subcommand("train", "TrainCommand", "train a model over the ranks it is started with"),
+    "sweep": Subcommand("sweep", "SweepCommand", "train once for each averaging period, decode, report"),
+    "report": Subcommand("report", "Report", "table and pictures of a run or a sweep"),
+    "decode": Subcommand("decode", "DecodeOptions", "recognise a split and count word errors"),
+    "launch": Subcommand("launch", "LaunchOptions", "start any of these over N ranks with mpirun or horovodrun"),
+}
+
+
+def main() -> None:
+    """Run the subcommand in sys.argv and exit with its code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command line without the program's name; return the exit code."""
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if name == "--version":
+        print(f"speechdp {__version__}")
+        return 0
+    if name not in SUBCOMMANDS:
+        print(f"speechdp: unknown command {name!r}\n\n{_overview()}", file=sys.stderr)
+        return 2
+    # Only the module that is needed: `speechdp --help` must not wait for torch.
+    command = SUBCOMMANDS[name]
+    module = importlib.import_module(f"speechdp.cli.{command.module}")
+    try:
+        parsed = tyro.cli(
+            getattr(module, command.class_name),
+            prog=f"speechdp {name}",
+            args=rest,
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+        )
+        exit_code: int = parsed.run()
+    except SpeechDPError as error:
+        print(f"speechdp: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("speechdp: interrupted", file=sys.stderr)
+        return 130
+    return exit_code
+
+
+def _overview() -> str:
+    lines = [f"  {name:<9} {command.summary}" for name, command in SUBCOMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: speechdp COMMAND ...",
+            "",
+            "Data-parallel training of speech models over N ranks.",
+            "",
+            *lines,
+            "",
+            "speechdp COMMAND --help shows a command's options.",
+        ]
+    )

@@ -1,0 +1,81 @@
+"""`speechdp train`: train a model data-parallel over the ranks it is started with."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tyro
+
+from speechdp.config import TrainOptions
+from speechdp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from speechdp.comm.base import Communicator
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """Train an acoustic model: speechdp launch -np 2 -- train DATA RUN [options]."""
+
+    data: tyro.conf.Positional[Path]
+    """Data directory that `speechdp prepare` wrote."""
+    run_dir: tyro.conf.Positional[Path]
+    """Folder for the run: model, metrics, timing, checkpoints."""
+    options: TrainOptions = field(default_factory=TrainOptions)
+    resume: bool = False
+    """Go on from the last checkpoint in RUN, if there is one."""
+    overwrite: bool = False
+    """Delete the run that is in RUN and start anew."""
+
+    def run(self) -> int:
+        """Train; return the exit code."""
+        from speechdp.cli.distributed import over_ranks  # noqa: PLC0415 - keeps --help fast
+
+        if self.resume and self.overwrite:
+            raise ConfigError("--resume and --overwrite exclude each other")
+        return over_ranks(self.options.backend, self.options.device, self._on_rank)
+
+    def _on_rank(self, comm: Communicator) -> int:
+        from speechdp.cli.distributed import open_session  # noqa: PLC0415
+        from speechdp.train.realign import train_with_realignment  # noqa: PLC0415
+        from speechdp.train.trainer import Stopped  # noqa: PLC0415
+
+        with open_session(comm, self.data, self.options, self.run_dir.name) as session:
+            if comm.rank == 0 and self.overwrite:
+                remove_run(self.run_dir)
+            comm.barrier()
+            try:
+                train_with_realignment(session, self.options, self.run_dir, resume=self.resume)
+            except Stopped:
+                session.reporter.end()
+                session.reporter.notice(f"stopped as asked; the same command with --resume goes on: {self.run_dir}")
+                return STOPPED_EXIT_CODE
+            session.reporter.notice(f"model: {self.run_dir / 'model.safetensors'}")
+        return 0
+
+
+#: Exit code of a run that was asked to stop and saved a checkpoint: not success (there is no model yet),
+#: and told apart from failure by schedulers that requeue on it (EX_TEMPFAIL of sysexits.h).
+STOPPED_EXIT_CODE = 75
+
+
+def remove_run(run_dir: Path) -> None:
+    """Delete a run's folder.
+
+    Raises:
+        ConfigError: the folder holds something that is not a run.
+    """
+    if not run_dir.exists():
+        return
+    if not any((run_dir / name).exists() for name in ("run.json", "sweep.json", "realign", "alignments")):
+        raise ConfigError(f"{run_dir}: --overwrite deletes only folders that hold a run; remove it yourself")
+    shutil.rmtree(run_dir)
+
+
+def with_strategy(options: TrainOptions, strategy: str) -> TrainOptions:
+    """Return the same options with another strategy."""
+    return dataclasses.replace(options, strategy=strategy)

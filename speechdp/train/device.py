@@ -1,0 +1,28 @@
+"""Choose where a rank computes."""
+
+from __future__ import annotations
+
+import torch
+
+from speechdp.errors import ConfigError
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """Return the device for `auto`, `cpu` or `cuda`.
+
+    Raises:
+        ConfigError: cuda was asked for and this rank has none.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and count == 0):
+        return torch.device("cpu")
+    if count == 0:
+        raise ConfigError("--device cuda: torch sees no GPU on this host; check the driver, or use --device cpu")
+    if local_rank >= count:
+        raise ConfigError(
+            f"local rank {local_rank}: only {count} GPUs on this host; start at most {count} ranks a host "
+            "(slots= in the hostfile), or use --device cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,58 @@
+"""Held-out log-probability per frame and frame accuracy, shared out over the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from speechdp.comm.base import Communicator
+from speechdp.data.loader import SplitReader
+from speechdp.data.plan import PlanOptions, RankPlan, plan_epoch
+from speechdp.models.lstm_am import LstmAcousticModel
+from speechdp.tasks.acoustic import AcousticTask, FrameScores
+
+#: Held-out segments scored at a time, relative to a training batch: there is no backward pass to keep.
+_LARGER = 4
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Figures over all held-out frames.
+
+    Attributes:
+        log_prob: mean log-probability of the aligned class, nats a frame (Kaldi's "average log-prob").
+        frame_accuracy: share of frames whose most probable class is the aligned one.
+        num_frames: frames scored.
+    """
+
+    log_prob: float
+    frame_accuracy: float
+    num_frames: int
+
+
+class Evaluator:
+    """Scores a model on a held-out split; each rank takes its part, once and for all."""
+
+    def __init__(self, reader: SplitReader, options: PlanOptions, comm: Communicator, device: torch.device) -> None:
+        self._reader = reader
+        self._comm = comm
+        self._device = device
+        larger = PlanOptions(options.batch_size * _LARGER, options.chunk_frames, seed=0)
+        self._plan: RankPlan = plan_epoch(reader.index, larger, epoch=0, size=comm.size).ranks[comm.rank]
+
+    def evaluate(self, model: LstmAcousticModel, task: AcousticTask) -> HeldOut:
+        """Score `model` on the whole split.  Collective; the same figures on every rank."""
+        was_training = model.training
+        model.eval()
+        sums = np.zeros(3)
+        for index in range(self._plan.num_batches):
+            batch = self._reader.batch(self._plan.batch(index)).to(self._device)
+            scores: FrameScores = task.score(model, batch)
+            sums += (scores.log_prob, scores.correct, scores.num_frames)
+        model.train(was_training)
+        # One float64 vector: exact for any number of frames, and one message.
+        total = self._comm.allreduce(torch.from_numpy(sums), name="held_out")
+        log_prob, correct, frames = total.tolist()
+        return HeldOut(log_prob / frames, correct / frames, int(frames))

@@ -1,0 +1,146 @@
+"""What a run tells its user while it goes on: a live bar on a terminal, log lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from speechdp.train.run_files import Metrics
+
+#: Seconds between log lines where the output is not a terminal, and between updates of the rate.
+_LOG_INTERVAL_S = 10.0
+_RATE_INTERVAL_S = 0.5
+
+
+class Reporter(Protocol):
+    """Where a run's news go; rank 0 shows them, the other ranks are silent."""
+
+    def notice(self, text: str) -> None:
+        """Show one line."""
+
+    def begin(self, num_epochs: int, epoch: float) -> None:
+        """Training begins, or goes on, after `epoch` epochs."""
+
+    def step(self, epoch: float, frames: int, loss: float | None) -> None:
+        """A step of `frames` frames (all ranks) is done; `loss` is this rank's, nats a frame."""
+
+    def evaluated(self, metrics: Metrics) -> None:
+        """An evaluation is done."""
+
+    def end(self) -> None:
+        """Training has ended."""
+
+
+class SilentReporter:
+    """Shows nothing: ranks other than 0, and tests."""
+
+    def notice(self, text: str) -> None:
+        return None
+
+    def begin(self, num_epochs: int, epoch: float) -> None:
+        return None
+
+    def step(self, epoch: float, frames: int, loss: float | None) -> None:
+        return None
+
+    def evaluated(self, metrics: Metrics) -> None:
+        return None
+
+    def end(self) -> None:
+        return None
+
+
+class ConsoleReporter(SilentReporter):
+    """A live bar with frames/s, loss and time left on a terminal; a log line every 10 s elsewhere."""
+
+    def __init__(self, console: Console, label: str) -> None:
+        self._console = console
+        self._label = label
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._num_epochs = 1
+        self._window_frames = 0
+        self._window_start_s = 0.0
+        self._frames_per_s = 0.0
+
+    def notice(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def begin(self, num_epochs: int, epoch: float) -> None:
+        self._num_epochs = num_epochs
+        self._window_frames, self._window_start_s = 0, time.monotonic()
+        if not self._console.is_terminal:
+            return
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("epoch {task.completed:.1f}/{task.total}"),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, console=self._console, transient=True)
+        self._task = self._bar.add_task(self._label, total=num_epochs, completed=epoch, rate="")
+        self._bar.start()
+
+    def step(self, epoch: float, frames: int, loss: float | None) -> None:
+        self._window_frames += frames
+        elapsed_s = time.monotonic() - self._window_start_s
+        if elapsed_s < (_RATE_INTERVAL_S if self._bar else _LOG_INTERVAL_S):
+            return
+        rate = f"{self._window_frames / elapsed_s:,.0f} frames/s"
+        if loss is not None:
+            rate += f", loss {loss:.3f}"
+        self._window_frames, self._window_start_s = 0, time.monotonic()
+        if self._bar is None:
+            self.notice(f"{self._label}: epoch {epoch:.2f}/{self._num_epochs}, {rate}")
+        else:
+            assert self._task is not None
+            self._bar.update(self._task, completed=epoch, rate=rate)
+
+    def evaluated(self, metrics: Metrics) -> None:
+        self.notice(
+            f"{self._label}: epoch {metrics.epoch:g}/{self._num_epochs}, "
+            f"{metrics.frames / max(metrics.time_s, 1e-9):,.0f} frames/s, train loss {metrics.train_loss:.3f}, "
+            f"held-out log-prob {metrics.heldout_log_prob:.3f}/frame, "
+            f"frame accuracy {100 * metrics.heldout_frame_accuracy:.1f} %"
+        )
+        self._window_frames, self._window_start_s = 0, time.monotonic()
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class Scalars:
+    """TensorBoard scalars in RUN/tensorboard (rank 0 only)."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (slow to import)
+
+        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+
+    def add(self, metrics: Metrics) -> None:
+        """Record an evaluation."""
+        values = {
+            "train/loss": metrics.train_loss,
+            "train/learning_rate": metrics.learning_rate,
+            "train/frames_per_s": metrics.frames / max(metrics.time_s, 1e-9),
+            "held_out/log_prob_per_frame": metrics.heldout_log_prob,
+            "held_out/frame_accuracy": metrics.heldout_frame_accuracy,
+        }
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, metrics.step)  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Scalars:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]

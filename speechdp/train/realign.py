@@ -1,0 +1,99 @@
+"""Rounds of training and forced alignment: from uniform targets to the network's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from speechdp.config import TrainOptions
+from speechdp.data.dataset import Dataset
+from speechdp.decode.align import Aligner, AlignmentJob, AlignmentReport, align_shards
+from speechdp.decode.graph import LexiconTransducer
+from speechdp.decode.hmm import StateInventory
+from speechdp.decode.lexicon import Lexicon
+from speechdp.decode.scoring import AcousticScorer
+from speechdp.errors import RunError
+from speechdp.train.model_file import LoadedModel, load_model
+from speechdp.train.run_files import RunDirectory
+from speechdp.train.session import Session, train_run
+
+
+def train_with_realignment(
+    session: Session, options: TrainOptions, run_dir: Path, *, resume: bool = False
+) -> None:
+    """Train `options.realign` rounds, aligning after each, then the run proper.  Collective.
+
+    Round k trains in RUN/realign/k and leaves targets in RUN/alignments/k; the run proper trains on the
+    last of them, from the same initial weights.  What is done already is not done again.
+
+    Raises:
+        as `train_run`.
+    """
+    alignments = options.alignments
+    for number in range(1, options.realign + 1):
+        output = run_dir / "alignments" / str(number)
+        round_dir = run_dir / "realign" / str(number)
+        if not RunDirectory(output).is_complete:
+            round_options = dataclasses.replace(
+                options,
+                alignments=alignments,
+                realign=0,
+                realign_epochs=None,
+                epochs=options.realign_epochs or options.epochs,
+            )
+            _train_once(session, round_options, round_dir)
+            report = align(session, options, round_dir, alignments, output)
+            session.reporter.notice(_describe(number, report))
+        alignments = output
+    proper = dataclasses.replace(options, alignments=alignments, realign=0, realign_epochs=None)
+    train_run(session, proper, run_dir, resume=resume)
+
+
+def _train_once(session: Session, options: TrainOptions, run_dir: Path) -> None:
+    run = RunDirectory(run_dir)
+    done, begun = session.comm.broadcast_object([run.is_complete, run.is_begun])
+    if not done:
+        train_run(session, options, run_dir, resume=begun)
+
+
+def align(
+    session: Session, options: TrainOptions, run_dir: Path, previous: Path | None, output: Path
+) -> AlignmentReport:
+    """Align the training and held-out splits with the model in `run_dir`.  Collective.
+
+    Each rank aligns some of the shards; the report counts all of them.
+    """
+    comm, dataset = session.comm, session.dataset
+    trained = load_model(run_dir, session.device)
+    output.mkdir(parents=True, exist_ok=True)
+    shards = [p for split in (options.train_split, options.held_out) for p in dataset.shard_paths(split)]
+    jobs = [
+        AlignmentJob(shard, previous / shard.name if previous else None, output / shard.name)
+        for shard in shards[comm.rank :: comm.size]
+    ]
+    report = AlignmentReport.empty(dataset.num_classes)
+    align_shards(jobs, _aligner(dataset, trained), _scorer(trained, session).score, report, output.name)
+    merged = AlignmentReport.merge(comm.allgather_object(report.to_dict()))
+    if merged.failed == merged.utterances:
+        raise RunError(f"{output}: no utterance could be aligned; train more --realign-epochs")
+    if comm.rank == 0:
+        RunDirectory(output).complete({"utterances": merged.utterances, "changed_frames": merged.changed_frames})
+    comm.barrier()
+    return merged
+
+
+def _aligner(dataset: Dataset, trained: LoadedModel) -> Aligner:
+    inventory = StateInventory.load(dataset.classes_path)
+    return Aligner(LexiconTransducer(Lexicon.load(dataset.lexicon_path), inventory, trained.self_loop.numpy()))
+
+
+def _scorer(trained: LoadedModel, session: Session) -> AcousticScorer:
+    return AcousticScorer(trained.model, trained.class_log_prior.numpy(), device=session.device)
+
+
+def _describe(number: int, report: AlignmentReport) -> str:
+    changed = 100 * report.changed_frames / max(report.frames, 1)
+    text = f"alignment {number}: {report.utterances} utterances, {changed:.1f} % of the frames changed class"
+    if report.too_short or report.failed:
+        text += f"; kept the old targets of {report.too_short} too short and {report.failed} without a path"
+    return text

@@ -1,0 +1,114 @@
+"""The files of a run that rank 0 writes: run.json, metrics.jsonl, completed.json (docs/run-directory.md)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from speechdp.atomic_file import atomic_path, write_text_atomically
+from speechdp.errors import ConfigError, RunError
+
+RUN_FORMAT = "speechdp-run"
+RUN_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One evaluation: a line of metrics.jsonl.
+
+    Attributes:
+        epoch: epochs done.
+        step: steps done.
+        frames: frames trained on, all ranks together.
+        time_s: training time without evaluations and checkpoints, s.
+        train_loss: mean over the epoch's frames, nats.
+        learning_rate: at the end of the epoch.
+        heldout_log_prob: mean log-probability of the aligned class, nats a frame.
+        heldout_frame_accuracy: share of frames classified as aligned.
+        heldout_frames: frames scored.
+    """
+
+    epoch: float
+    step: int
+    frames: int
+    time_s: float
+    train_loss: float
+    learning_rate: float
+    heldout_log_prob: float
+    heldout_frame_accuracy: float
+    heldout_frames: int
+
+
+class RunDirectory:
+    """A run's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._metrics = path / "metrics.jsonl"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run has ended well."""
+        return (self.path / "completed.json").is_file()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the folder holds a run already."""
+        return (self.path / "run.json").is_file()
+
+    def begin(self, facts: dict[str, Any]) -> None:
+        """Write run.json.  Raises RunError where the folder cannot be written."""
+        head = {"format": RUN_FORMAT, "version": RUN_VERSION, "started": _now(), **facts}
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(self.path / "run.json", json.dumps(head, indent=2) + "\n")
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be written ({error.strerror})") from error
+
+    def check_same_options(self, fingerprint: str) -> None:
+        """Raise ConfigError unless the run was begun with the options of this fingerprint."""
+        path = self.path / "run.json"
+        try:
+            begun = json.loads(path.read_text())["fingerprint"]
+        except (OSError, ValueError, KeyError) as error:
+            raise RunError(f"{path}: cannot be read ({error}); start the run anew with --overwrite") from error
+        if begun != fingerprint:
+            raise ConfigError(
+                f"{path}: the run was begun with other options; repeat its command (it stands in run.json) "
+                "with --resume, or choose another folder"
+            )
+
+    def truncate_metrics(self, step: int) -> None:
+        """Drop evaluations after `step`: the resumed run makes them again."""
+        if not self._metrics.is_file():
+            return
+        lines = [line for line in self._metrics.read_text().splitlines() if _step_of(line) <= step]
+        write_text_atomically(self._metrics, "".join(f"{line}\n" for line in lines))
+
+    def add_metrics(self, metrics: Metrics) -> None:
+        """Append a line to metrics.jsonl.  Raises RunError on a full disk."""
+        try:
+            with self._metrics.open("a") as file:
+                file.write(json.dumps(asdict(metrics)) + "\n")
+        except OSError as error:
+            raise RunError(f"{self._metrics}: cannot be written ({error.strerror}); free some space") from error
+
+    def complete(self, facts: dict[str, Any]) -> None:
+        """Write completed.json: the run has ended well, whatever exit code a launcher reports."""
+        path = self.path / "completed.json"
+        with atomic_path(path) as temporary:
+            temporary.write_text(json.dumps({"finished": _now(), **facts}, indent=2) + "\n")
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # torn by a crash
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

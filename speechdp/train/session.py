@@ -1,0 +1,256 @@
+"""One run from options to finished model: build the parts, train, time, save."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from speechdp.comm.base import Communicator
+from speechdp.config import OptimizerOptions, TrainOptions
+from speechdp.data.dataset import Dataset
+from speechdp.data.loader import Context, Loader, SplitReader
+from speechdp.data.plan import EpochPlan, plan_epoch
+from speechdp.decode.hmm import count_frames_and_runs
+from speechdp.errors import ConfigError
+from speechdp.models.lstm_am import LstmAcousticModel
+from speechdp.strategies.base import Strategy
+from speechdp.strategies.registry import describe, parse_strategy
+from speechdp.tasks.acoustic import AcousticTask
+from speechdp.timing.summary import gather_timing, write_timing
+from speechdp.timing.timeline import Timeline
+from speechdp.train.checkpoint import RankState, load_checkpoint
+from speechdp.train.evaluate import Evaluator
+from speechdp.train.model_file import ClassCounts, save_model
+from speechdp.train.progress import Reporter, Scalars, SilentReporter
+from speechdp.train.replica import Replica
+from speechdp.train.run_files import Metrics, RunDirectory
+from speechdp.train.stop import StopAgreement, StopRequest
+from speechdp.train.trainer import Trainer, TrainingParts
+
+
+@dataclass(frozen=True)
+class Session:
+    """What all runs of a process share.
+
+    Attributes:
+        dataset: the data.
+        comm: the ranks.
+        device: where this rank computes.
+        reporter: where news go.
+        stop: the signal that asks to stop, or None.
+        facts: recorded in run.json (command, versions, hosts).
+    """
+
+    dataset: Dataset
+    comm: Communicator
+    device: torch.device
+    reporter: Reporter = field(default_factory=SilentReporter)
+    stop: StopRequest | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume: bool = False) -> None:
+    """Train one run to its end and leave model, metrics, timing and completion marker in `run_dir`.
+
+    Collective.
+
+    Raises:
+        ConfigError: options that do not fit the data, or a folder that already holds a run.
+        RunError: NaN in the loss, a full disk, no whole checkpoint.
+        ShardError: damaged data.
+        Stopped: a signal asked for it; a checkpoint holds everything.
+    """
+    strategy = parse_strategy(options.strategy)
+    run = RunDirectory(run_dir)
+    state = _prepare_folder(session, options, strategy, run, resume=resume)
+    with ExitStack() as stack:
+        reader, held_out = _readers(session, options, stack)
+        trainer = _make_trainer(session, options, strategy, run, (reader, held_out), state, stack)
+        plan = _planner(reader, options, session.comm.size)
+        loader = Loader(
+            reader,
+            plan,
+            session.comm.rank,
+            options.epochs,
+            start=trainer.position,
+            pin=session.device.type == "cuda",
+        )
+        stack.enter_context(loader)
+        trainer.run(loader, StopAgreement(session.stop, session.comm))
+        _conclude(session, options, run, trainer, count_classes(reader, session))
+
+
+def _prepare_folder(
+    session: Session, options: TrainOptions, strategy: Strategy, run: RunDirectory, *, resume: bool
+) -> RankState | None:
+    comm = session.comm
+    if comm.rank == 0:
+        if not resume and run.is_begun:
+            raise ConfigError(f"{run.path}: already holds a run; go on with --resume, or --overwrite it")
+        if run.is_begun:
+            run.check_same_options(options.fingerprint())
+    comm.barrier()
+    notices: list[str] = []
+    state = load_checkpoint(run.path, comm, notices) if resume else None
+    for notice in notices:
+        session.reporter.notice(notice)
+    if comm.rank == 0 and not run.is_begun:
+        run.begin(_facts(session, options, strategy))
+    if comm.rank == 0:
+        run.truncate_metrics(0 if state is None else state.values["counters"]["step"])
+    comm.barrier()
+    if resume:
+        done = "the beginning" if state is None else f"step {state.values['counters']['step']}"
+        session.reporter.notice(f"{run.path}: going on from {done}")
+    return state
+
+
+def _facts(session: Session, options: TrainOptions, strategy: Strategy) -> dict[str, Any]:
+    name = describe(strategy).partition(":")[0]
+    period = getattr(strategy, "period", getattr(strategy, "every", None))
+    return {
+        "strategy": describe(strategy),
+        "strategy_name": name,
+        "period": None if period is None else str(period),
+        "backend": session.comm.backend,
+        "size": session.comm.size,
+        "device": str(session.device.type),
+        "seed": options.seed,
+        "preset": options.model.preset,
+        "batch_size": options.batches().batch_size,
+        "options": options.to_json(),
+        "fingerprint": options.fingerprint(),
+        "data": {"path": str(session.dataset.path), "checksum": session.dataset.checksum},
+        **session.facts,
+    }
+
+
+def _readers(session: Session, options: TrainOptions, stack: ExitStack) -> tuple[SplitReader, SplitReader]:
+    batches = options.batches()
+    context = Context(batches.left_context or 0, batches.right_context)
+    readers = []
+    for split in (options.train_split, options.held_out):
+        reader = SplitReader(session.dataset, split, options.alignments, context)
+        stack.callback(reader.close)
+        readers.append(reader)
+    return readers[0], readers[1]
+
+
+def _planner(reader: SplitReader, options: TrainOptions, size: int) -> Callable[[int], EpochPlan]:
+    return lambda epoch: plan_epoch(reader.index, options.plan(), epoch, size)
+
+
+def make_model(dataset: Dataset, options: TrainOptions) -> LstmAcousticModel:
+    """Build the model with weights that depend on the seed alone."""
+    torch.manual_seed(options.seed)
+    return LstmAcousticModel(dataset.feature_dim, dataset.num_classes, options.model.lstm())
+
+
+def make_replica(model: LstmAcousticModel, options: TrainOptions) -> Replica:
+    """Put a model's parameters into flat vectors with the optimizer of `options`."""
+    make = _optimizer_maker(options.optimizer, options.schedule().learning_rate)
+    return Replica(model, make, max_gradient_norm=options.optimizer.max_gradient_norm)
+
+
+def _optimizer_maker(
+    options: OptimizerOptions, learning_rate: float
+) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    decay = options.weight_decay
+    if options.optimizer == "sgd":
+        return lambda p: torch.optim.SGD(p, learning_rate, momentum=options.momentum, weight_decay=decay)
+    cls = torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW
+    return lambda p: cls(p, learning_rate, betas=(options.momentum, 0.999), weight_decay=decay)
+
+
+def _make_trainer(  # noqa: PLR0913 (the parts of a run)
+    session: Session,
+    options: TrainOptions,
+    strategy: Strategy,
+    run: RunDirectory,
+    readers: tuple[SplitReader, SplitReader],
+    state: RankState | None,
+    stack: ExitStack,
+) -> Trainer:
+    comm = session.comm
+    model = make_model(session.dataset, options).to(session.device)
+    if session.device.type == "cuda":
+        model.lstm.flatten_parameters()  # before the weights become views: their layout is kept
+    replica = make_replica(model, options)
+    timeline = Timeline(
+        run.path / "timeline" / f"rank-{comm.rank:04d}.jsonl",
+        rank=comm.rank,
+        device=session.device,
+        resumed_time_s=0.0 if state is None else state.values["counters"]["time_s"],
+    )
+    stack.callback(timeline.close)
+    strategy.attach(replica, comm, timeline)
+    # From here on ranks draw different random numbers (dropout).
+    torch.manual_seed(options.seed * 65_537 + comm.rank)
+    parts = TrainingParts(
+        task=AcousticTask(),
+        model=model,
+        replica=replica,
+        strategy=strategy,
+        schedule=options.schedule(),
+        evaluator=Evaluator(readers[1], options.plan(), comm, session.device),
+        timeline=timeline,
+        comm=comm,
+        device=session.device,
+        reporter=session.reporter,
+        on_metrics=_metrics_writer(run, stack) if comm.rank == 0 else lambda metrics: None,
+    )
+    trainer = Trainer(parts, run.path, options.epochs, options.checkpoint_steps)
+    if state is not None:
+        trainer.restore(state)
+    return trainer
+
+
+def _metrics_writer(run: RunDirectory, stack: ExitStack) -> Callable[[Metrics], None]:
+    scalars = stack.enter_context(Scalars(run.path / "tensorboard"))
+
+    def write(metrics: Metrics) -> None:
+        run.add_metrics(metrics)
+        scalars.add(metrics)
+
+    return write
+
+
+def count_classes(reader: SplitReader, session: Session) -> ClassCounts:
+    """Count frames and runs of each class over a split.  Collective: each rank counts some shards."""
+    num_classes = session.dataset.num_classes
+    counts = np.zeros((2, num_classes), dtype=np.int64)
+    for shard_index in range(session.comm.rank, len(reader.shards), session.comm.size):
+        for utterance in range(reader.shards[shard_index].num_utterances):
+            targets = reader.whole(shard_index, utterance).targets
+            counts += np.stack(count_frames_and_runs(targets, num_classes))
+    session.comm.allreduce(torch.from_numpy(counts), name="class_counts")
+    return ClassCounts(counts[0], counts[1])
+
+
+def _conclude(
+    session: Session, options: TrainOptions, run: RunDirectory, trainer: Trainer, counts: ClassCounts
+) -> None:
+    parts, comm = trainer.parts, session.comm
+    timing = gather_timing(parts.timeline, comm)
+    if timing is not None:
+        write_timing(run.path, timing)
+    parts.reporter.end()
+    if comm.rank == 0:
+        facts = {
+            "feature_dim": session.dataset.feature_dim,
+            "num_classes": session.dataset.num_classes,
+            "data_checksum": session.dataset.checksum,
+            "features": session.dataset.features.to_dict(),
+            "sampling_rate": session.dataset.sampling_rate,
+        }
+        save_model(run.path, parts.model, counts, facts)
+        run.complete({"step": trainer.counters.step, "epochs": options.epochs, "host": socket.gethostname()})
+    comm.barrier()

@@ -1,0 +1,84 @@
+"""Stop on request: SIGTERM or SIGUSR1 on any rank makes all save a checkpoint and end at the same step."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType, TracebackType
+
+import torch
+
+from speechdp.comm.base import Communicator, ReduceOp, Work
+
+#: Seconds between two agreements on whether to stop.
+_INTERVAL_S = 1.0
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Remembers the signal; installed around a run, in the main thread.
+
+    Schedulers send SIGTERM, or a signal of the user's choice, before they end a job; mpirun forwards
+    SIGUSR1 to every rank.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in _SIGNALS:
+            self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+
+
+class StopAgreement:
+    """All ranks learn at the same step that one of them was asked to stop.
+
+    About once a second of training an allreduce of two numbers is started, and its result is read at the
+    next such step, so no rank waits for it.  The steps between are the same on every rank because they
+    follow from what was exchanged.
+    """
+
+    def __init__(self, request: StopRequest | None, comm: Communicator) -> None:
+        self._request = request
+        self._comm = comm
+        self._work: Work | None = None
+        self._values = torch.zeros(2, dtype=torch.float64)
+        self._interval = 1
+        self._countdown = 1
+        self._last_s = time.monotonic()
+
+    def reached(self) -> bool:
+        """Return whether to stop after this step.  Collective: call once a step."""
+        self._countdown -= 1
+        if self._countdown > 0:
+            return False
+        stop = False
+        if self._work is not None:
+            self._work.wait()
+            asked, elapsed_s = self._values.tolist()
+            stop = asked > 0
+            self._interval = max(1, min(2 * self._interval, int(self._interval * _INTERVAL_S / max(elapsed_s, 1e-6))))
+        now = time.monotonic()
+        self._values[0] = float(self._request is not None and self._request.received is not None)
+        self._values[1] = now - self._last_s
+        self._last_s = now
+        self._work = None if stop else self._comm.allreduce_async(self._values, name="stop", op=ReduceOp.MAX)
+        self._countdown = self._interval
+        return stop
+
+    def drain(self) -> None:
+        """Wait for the exchange under way.  Collective; call when training ends."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
