@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -18,9 +18,9 @@ GrammarName = Literal["auto", "digit-loop", "word-loop", "word", "transcript-set
 class DecodeOptions:
     """Decode a split with a trained model: speechdp decode RUN DATA [--split test]."""
 
-    run_dir: tyro.conf.Positional[Path]
+    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Run directory that `speechdp train` wrote."""
-    data: tyro.conf.Positional[Path]
+    data: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DATA")]
     """Data directory that `speechdp prepare` wrote."""
     split: str = "test"
     """Split to decode."""
