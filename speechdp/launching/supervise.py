@@ -19,6 +19,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _POLL_S = 0.2
+#: beginnings of the names mpirun runs under; in the PyPI wheel it becomes "orterun_wrapper".
+_LAUNCHERS = ("mpirun", "orterun", "prterun", "mpiexec")
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def _signal_launcher(child: subprocess.Popen[bytes], signum: signal.Signals) -> 
     """
     if signum == signal.SIGUSR1:
         family = [child.pid, *_descendants(child.pid)]
-        launchers = [pid for pid in family if _program_name(pid) in {"mpirun", "orterun", "prterun"}]
+        launchers = [pid for pid in family if _program_name(pid).startswith(_LAUNCHERS)]
         for pid in launchers[:1]:
             _kill(pid, signum)
         if launchers:
