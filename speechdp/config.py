@@ -136,11 +136,13 @@ class TrainOptions:
     """Rounds of training and forced alignment before the run proper."""
     realign_epochs: int | None = None
     """Epochs of each such round; default: --epochs."""
+    max_steps: int = 0
+    """End after so many steps, to try or to time something; 0: all epochs."""
     checkpoint_steps: int = 0
     """Save every so many steps, beside the checkpoint after each epoch; 0: only those."""
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 1), ("realign", 0), ("checkpoint_steps", 0), ("seed", 0)):
+        for name, least in (("epochs", 1), ("realign", 0), ("checkpoint_steps", 0), ("max_steps", 0), ("seed", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least {least}")
         if self.realign_epochs is not None and self.realign_epochs < 1:

@@ -27,4 +27,4 @@ def make_console() -> Console:
 
 def _plain_width() -> int | None:
     # Without a terminal rich would fold tables at 80 columns; a file has no edge.
-    return None if sys.stdout.isatty() else 160
+    return None if sys.stdout.isatty() else 200

@@ -18,21 +18,24 @@ class Report:
     target: float | None = None
     """Held-out log-probability in nats/frame for the time to target; default: the highest all reached."""
 
-    def run(self) -> None:
+    def run(self) -> int:
         """Write the report and print its table, its answer and where it lies."""
-        from rich.console import Console  # noqa: PLC0415 (keeps `speechdp --help` fast)
-        from rich.text import Text  # noqa: PLC0415
+        print_report(self.out, self.target)
+        return 0
 
-        from speechdp.timing.report import write_report  # noqa: PLC0415
 
-        report = write_report(self.out, self.target)
-        console = Console()
-        # A file or a log has no width; narrow columns would fold every number.
-        if not console.is_terminal:
-            console = Console(width=200)
-        console.print(report.table)
-        for sentence in report.answer:
-            console.print(Text(sentence))
-        for path in (report.html, report.csv, report.png):
-            if path is not None:
-                console.print(Text(str(path)), soft_wrap=True)
+def print_report(out: Path, target: float | None) -> None:
+    """Write the report of a folder and print its table, its answer and where it lies."""
+    from rich.text import Text  # noqa: PLC0415 (keeps `speechdp --help` fast)
+
+    from speechdp.cli.console import make_console  # noqa: PLC0415
+    from speechdp.timing.report import write_report  # noqa: PLC0415
+
+    report = write_report(out, target)
+    console = make_console()
+    console.print(report.table)
+    for sentence in report.answer:
+        console.print(Text(sentence))
+    for path in (report.html, report.csv, report.png):
+        if path is not None:
+            console.print(Text(str(path)), soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +74,3 @@ def remove_run(run_dir: Path) -> None:
         raise ConfigError(f"{run_dir}: --overwrite deletes only folders that hold a run; remove it yourself")
     shutil.rmtree(run_dir)
 
-
-def with_strategy(options: TrainOptions, strategy: str) -> TrainOptions:
-    """Return the same options with another strategy."""
-    return dataclasses.replace(options, strategy=strategy)

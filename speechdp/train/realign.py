@@ -23,36 +23,51 @@ def train_with_realignment(
 ) -> None:
     """Train `options.realign` rounds, aligning after each, then the run proper.  Collective.
 
-    Round k trains in RUN/realign/k and leaves targets in RUN/alignments/k; the run proper trains on the
-    last of them, from the same initial weights.  What is done already is not done again.
+    The run proper trains on the last alignment, from the same initial weights as the rounds.
 
     Raises:
         as `train_run`.
     """
-    alignments = options.alignments
-    for number in range(1, options.realign + 1):
-        output = run_dir / "alignments" / str(number)
-        round_dir = run_dir / "realign" / str(number)
-        if not RunDirectory(output).is_complete:
-            round_options = dataclasses.replace(
-                options,
-                alignments=alignments,
-                realign=0,
-                realign_epochs=None,
-                epochs=options.realign_epochs or options.epochs,
-            )
-            _train_once(session, round_options, round_dir)
-            report = align(session, options, round_dir, alignments, output)
-            session.reporter.notice(_describe(number, report))
-        alignments = output
-    proper = dataclasses.replace(options, alignments=alignments, realign=0, realign_epochs=None)
+    proper = with_alignments(options, make_alignments(session, options, run_dir))
     train_run(session, proper, run_dir, resume=resume)
 
 
-def _train_once(session: Session, options: TrainOptions, run_dir: Path) -> None:
+def with_alignments(options: TrainOptions, alignments: Path | None) -> TrainOptions:
+    """Return the options of a run that trains on these targets and makes none itself."""
+    return dataclasses.replace(options, alignments=alignments, realign=0, realign_epochs=None)
+
+
+def make_alignments(session: Session, options: TrainOptions, out_dir: Path) -> Path | None:
+    """Train and align `options.realign` times; return the last alignment's folder.  Collective.
+
+    Round k trains in OUT/realign/k and leaves targets in OUT/alignments/k.  What is done already is not
+    done again.  Without rounds the alignment is the one in `options`.
+    """
+    alignments = options.alignments
+    for number in range(1, options.realign + 1):
+        output = out_dir / "alignments" / str(number)
+        round_dir = out_dir / "realign" / str(number)
+        if not session.comm.broadcast_object(RunDirectory(output).is_complete):
+            epochs = options.realign_epochs or options.epochs
+            round_options = dataclasses.replace(with_alignments(options, alignments), epochs=epochs)
+            train_or_go_on(session, round_options, round_dir)
+            report = align(session, options, round_dir, alignments, output)
+            session.reporter.notice(_describe(number, report))
+        alignments = output
+    return alignments
+
+
+def train_or_go_on(session: Session, options: TrainOptions, run_dir: Path) -> None:
+    """Train a run, go on with one that was interrupted, or keep one that is complete.  Collective.
+
+    Raises:
+        ConfigError: the folder holds a run with other options.
+    """
     run = RunDirectory(run_dir)
     done, begun = session.comm.broadcast_object([run.is_complete, run.is_begun])
-    if not done:
+    if done:
+        run.check_same_options(options.fingerprint())
+    else:
         train_run(session, options, run_dir, resume=begun)
 
 

@@ -78,11 +78,17 @@ class Replica:
                 but clears the gradients (a tensor is taken to be positive).
         """
         if isinstance(frames, Tensor) or frames > 0:
-            self.gradients.values.div_(frames)
-            if self.max_gradient_norm > 0:
-                nn.utils.clip_grad_norm_([self.flat], self.max_gradient_norm)
+            self.gradients.values.mul_(self._gradient_scale(frames))
             self.optimizer.step()
         self.clear_gradients()
+
+    def _gradient_scale(self, frames: float | Tensor) -> float | Tensor:
+        """Return the factor that turns sums into means and clips them: one pass over the vector, not two."""
+        if self.max_gradient_norm <= 0:
+            return 1.0 / frames
+        norm = torch.linalg.vector_norm(self.gradients.values) / frames
+        # As torch.nn.utils.clip_grad_norm_ has it; on the device, so that the host need not wait.
+        return torch.clamp(self.max_gradient_norm / (norm + 1e-6), max=1.0) / frames
 
     def clear_gradients(self) -> None:
         """Zero the gradients in place (they are views; setting them to None would lose them)."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator
+from speechdp.config import TrainOptions
 from speechdp.data.loader import Loader, Position, Step
 from speechdp.errors import RunError
 from speechdp.models.lstm_am import LstmAcousticModel
@@ -80,18 +81,13 @@ class Stopped(Exception):  # noqa: N818 (not an error)
 
 
 class Trainer:
-    """Trains a replica on what a loader yields, evaluates after each epoch, saves checkpoints.
+    """Trains a replica on what a loader yields, evaluates after each epoch, saves checkpoints."""
 
-    Args:
-        checkpoint_steps: save every so many steps beside the epochs' ends; 0: only there.
-    """
-
-    def __init__(self, parts: TrainingParts, run_dir: Path, num_epochs: int, checkpoint_steps: int) -> None:
+    def __init__(self, parts: TrainingParts, run_dir: Path, options: TrainOptions) -> None:
         self.parts = parts
         self.counters = Counters()
         self._run_dir = run_dir
-        self._num_epochs = num_epochs
-        self._checkpoint_steps = checkpoint_steps
+        self._options = options
         # Loss and frames of this rank in the epoch under way; on the device, so that no step waits.
         self._epoch_loss = torch.zeros(2, dtype=torch.float64, device=parts.device)
 
@@ -109,13 +105,15 @@ class Trainer:
         """
         parts = self.parts
         parts.model.train()
-        parts.reporter.begin(self._num_epochs, self.counters.epoch)
+        parts.reporter.begin(self._options.epochs, self.counters.epoch)
         while (step := self._next(loader)) is not None:
             self._train(step)
             if step.ends_epoch:
                 self._end_epoch(step.epoch + 1)
-            elif self._checkpoint_steps and self.counters.step % self._checkpoint_steps == 0:
+            elif self._options.checkpoint_steps and self.counters.step % self._options.checkpoint_steps == 0:
                 self.save()
+            if self.counters.step == self._options.max_steps:
+                break
             if stop.reached():
                 self.save()
                 raise Stopped

@@ -1,0 +1,87 @@
+"""`speechdp sweep`: which averaging period gives which throughput at which accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tyro
+
+from speechdp.config import TrainOptions
+from speechdp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from speechdp.comm.base import Communicator
+    from speechdp.train.progress import Reporter
+
+
+@dataclass(frozen=True)
+class SweepCommand:
+    """Train once for each averaging period and report: speechdp launch -np 2 -- sweep DATA OUT."""
+
+    data: tyro.conf.Positional[Path]
+    """Data directory that `speechdp prepare` wrote."""
+    out_dir: tyro.conf.Positional[Path]
+    """Folder for the runs and the report.  Runs finished there are kept, interrupted ones go on."""
+    options: TrainOptions = field(default_factory=TrainOptions)
+    periods: str = "1,4,16,64"
+    """Averaging periods, separated by commas: steps (16), frames a rank (600kf) or seconds (5s)."""
+    swept: str = "model_averaging"
+    """Strategy whose period is swept, with its other options, e.g. model_averaging:momentum=average."""
+    reference: str = "gradient_averaging"
+    """Strategy trained beside them for comparison (--strategy is not used here); empty for none."""
+    one_rank_steps: int = 200
+    """Steps of the run on one rank that the speed-up refers to; 0: none."""
+    decode_split: str = "test"
+    """Split whose word error rate is reported; empty for none."""
+    target: float | None = None
+    """Held-out log-probability whose time is reported; default: the highest that every run reached."""
+    overwrite: bool = False
+    """Delete the sweep that is in OUT and start anew."""
+
+    def run(self) -> int:
+        """Run the sweep; return the exit code."""
+        from speechdp.cli.distributed import over_ranks  # noqa: PLC0415 - keeps --help fast
+
+        if self.options.strategy != TrainOptions().strategy:
+            raise ConfigError("--strategy is not for sweep: use --swept, --periods and --reference")
+        return over_ranks(self.options.backend, self.options.device, self._on_rank)
+
+    def _on_rank(self, comm: Communicator) -> int:
+        from speechdp.cli.distributed import open_session  # noqa: PLC0415
+        from speechdp.cli.report import print_report  # noqa: PLC0415
+        from speechdp.cli.train import STOPPED_EXIT_CODE, remove_run  # noqa: PLC0415
+        from speechdp.train.sweep import SweepPlan, run_sweep  # noqa: PLC0415
+        from speechdp.train.trainer import Stopped  # noqa: PLC0415
+
+        plan = SweepPlan(
+            strategy=self.swept,
+            periods=tuple(filter(None, self.periods.split(","))),
+            reference=tuple(filter(None, [self.reference])),
+            one_rank_steps=self.one_rank_steps,
+            decode_split=self.decode_split,
+        )
+        plan.runs()
+        with open_session(comm, self.data, self.options, self.out_dir.name) as session:
+            if comm.rank == 0 and self.overwrite:
+                remove_run(self.out_dir)
+            comm.barrier()
+            try:
+                run_sweep(session, self.options, plan, self.out_dir, self._reporter_maker(comm))
+            except Stopped:
+                session.reporter.notice(f"stopped as asked; the same command goes on with {self.out_dir}")
+                return STOPPED_EXIT_CODE
+            if comm.rank == 0:
+                print_report(self.out_dir, self.target)
+        return 0
+
+    def _reporter_maker(self, comm: Communicator) -> Callable[[str], Reporter]:
+        from speechdp.cli.console import make_console  # noqa: PLC0415
+        from speechdp.train.progress import ConsoleReporter, SilentReporter  # noqa: PLC0415
+
+        if comm.rank != 0:
+            return lambda name: SilentReporter()
+        console = make_console()
+        return lambda name: ConsoleReporter(console, name)
