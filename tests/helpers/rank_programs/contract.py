@@ -1,0 +1,29 @@
+"""One rank of a job that runs every check of the communicator contract: `contract.py BACKEND SIZE`."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+from speechdp.comm import Communicator, create_communicator
+from speechdp.comm.failure import guard
+from speechdp.comm.world import check_world
+from tests.helpers.communicator_checks import CHECKS
+
+
+def main(comm: Communicator) -> None:
+    assert comm.backend == sys.argv[1]
+    assert comm.size == int(sys.argv[2])
+    check_world(comm, {"seed": 1, "nothing": None})
+    for check in CHECKS:
+        try:
+            check(comm)
+        except AssertionError as error:
+            raise AssertionError(f"{check.__name__}: {error}") from error
+    if comm.rank == 0:
+        print(f"{len(CHECKS)} checks passed on {comm.size} ranks")
+
+
+exit_code = guard(lambda: create_communicator(sys.argv[1]), main)
+left = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+sys.exit(exit_code if not left else f"threads left: {left}")
