@@ -1,0 +1,24 @@
+# All targets make .venv first where it is missing or out of date (seconds when it is not).
+.PHONY: setup test check format clean
+
+PYTHON := .venv/bin/python
+
+setup:
+	@launch/setup --dev
+
+# Every test. One torch thread a process: tests start several ranks on few cores.
+test: setup
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(PYTEST_ARGS)
+
+check: setup
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy
+
+format: setup
+	@$(PYTHON) -m ruff check --fix .
+	@$(PYTHON) -m ruff format .
+
+# What was built or computed here; wheels in the cache stay.
+clean:
+	rm -rf .venv quickstart quickstart-* *.egg-info .pytest_cache .mypy_cache .ruff_cache
