@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from speechdp.atomic_file import atomic_path
 from speechdp.data.contiguous import ArrayPlace, RowReader
+from speechdp.data.hdf5_file import create_hdf5
 from speechdp.data.shard_layout import check_format
 from speechdp.data.shards import Shard
 from speechdp.errors import ShardError
@@ -40,8 +41,9 @@ def write_targets(path: Path, shard: Shard, targets: Sequence[npt.NDArray[np.int
     assert len(arrays) == shard.num_utterances, (len(arrays), shard.num_utterances)
     assert all(array.shape == (length,) for array, length in zip(arrays, lengths, strict=True))
     crc32 = np.array([zlib.crc32(array.data) for array in arrays], dtype="<u4")
+    num_bytes = shard.num_frames * 4 + crc32.nbytes
     try:
-        with atomic_path(path) as temporary, h5py.File(temporary, "w", libver=("v110", "v110")) as file:
+        with atomic_path(path) as temporary, create_hdf5(temporary, num_bytes) as file:
             file.attrs["format"] = TARGETS_FORMAT
             file.attrs["version"] = TARGETS_VERSION
             file.attrs["shard_index_sha256"] = shard.index_sha256

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from speechdp.atomic_file import atomic_path
 from speechdp.data.contiguous import ArrayPlace, RowReader
 from speechdp.data.features import FeatureConfig
+from speechdp.data.hdf5_file import copy_rows, create_hdf5, write_all
 from speechdp.data.shard_layout import (
     SHARD_FORMAT,
     SHARD_VERSION,
@@ -34,7 +35,6 @@ from speechdp.errors import ConfigError, ShardError
 __all__ = ["Shard", "ShardHeader", "ShardIndex", "ShardWriter", "Utterance"]
 
 _AGAIN = "prepare the data again or copy the file anew"
-_COPY_BYTES = 1 << 24
 
 
 class ShardWriter:
@@ -68,8 +68,8 @@ class ShardWriter:
 
     def __enter__(self) -> ShardWriter:
         try:
-            self._features = self._stack.enter_context(tempfile.TemporaryFile(dir=self.path.parent))
-            self._targets = self._stack.enter_context(tempfile.TemporaryFile(dir=self.path.parent))
+            self._features = self._stack.enter_context(_spool(self.path.parent))
+            self._targets = self._stack.enter_context(_spool(self.path.parent))
         except OSError as error:
             self._stack.close()
             raise _cannot_write(self.path, error) from error
@@ -77,12 +77,13 @@ class ShardWriter:
 
     def add(self, utterance: Utterance) -> None:
         """Append an utterance.  Raises ShardError (disk) or ConfigError (values no shard can hold)."""
-        features = np.ascontiguousarray(utterance.features, dtype=self._dtype)
+        with np.errstate(over="ignore"):  # _check refuses what overflowed
+            features = np.ascontiguousarray(utterance.features, dtype=self._dtype)
         targets = np.ascontiguousarray(utterance.targets, dtype="<i4")
         self._check(utterance, features, targets)
         try:
-            self._features.write(features.data)
-            self._targets.write(targets.data)
+            write_all(self._features, features.data)
+            write_all(self._targets, targets.data)
         except OSError as error:
             raise _cannot_write(self.path, error) from error
         self._lengths.append(len(targets))
@@ -131,18 +132,21 @@ class ShardWriter:
         attributes = self.header.attributes()
         self.index_sha256 = index.sha256(attributes)
         num_frames = int(index.offsets[-1])
-        # v110: object headers carry checksums of their own, and every HDF5 since 2016 reads them.
-        with h5py.File(path, "w", libver=("v110", "v110")) as file:
+        columns = _string_columns(index)
+        num_bytes = num_frames * (self._dtype.itemsize * self.header.feature_dim + 4)
+        num_bytes += index.offsets.nbytes + index.crc32.nbytes
+        num_bytes += sum(strings.nbytes for strings in columns.values())
+        with create_hdf5(path, num_bytes) as file:
             for name, value in attributes.items():
                 file.attrs[name] = value
             file.attrs["index_sha256"] = self.index_sha256
             file["offsets"] = index.offsets
             file["crc32"] = index.crc32
-            for name, strings in _string_columns(index):
-                file[name] = _fixed_strings(strings)
+            for name, strings in columns.items():
+                file[name] = strings
             features = file.create_dataset("features", (num_frames, self.header.feature_dim), self._dtype)
-            _copy(self._features, features)
-            _copy(self._targets, file.create_dataset("targets", (num_frames,), np.dtype("<i4")))
+            copy_rows(self._features, features)
+            copy_rows(self._targets, file.create_dataset("targets", (num_frames,), np.dtype("<i4")))
 
 
 class Shard:
@@ -273,8 +277,9 @@ def _check_places(
 _STRING_NAMES = ("utterance_id", "speaker", "text")
 
 
-def _string_columns(index: ShardIndex) -> list[tuple[str, tuple[str, ...]]]:
-    return list(zip(_STRING_NAMES, (index.utterance_ids, index.speakers, index.texts), strict=True))
+def _string_columns(index: ShardIndex) -> dict[str, npt.NDArray[Any]]:
+    columns = (index.utterance_ids, index.speakers, index.texts)
+    return {name: _fixed_strings(strings) for name, strings in zip(_STRING_NAMES, columns, strict=True)}
 
 
 def _fixed_strings(strings: tuple[str, ...]) -> npt.NDArray[Any]:
@@ -283,15 +288,9 @@ def _fixed_strings(strings: tuple[str, ...]) -> npt.NDArray[Any]:
     return np.array(encoded, dtype=h5py.string_dtype("utf-8", width))
 
 
-def _copy(source: IO[bytes], dataset: Any) -> None:
-    source.seek(0)
-    row_bytes = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:]))
-    rows_a_time = max(1, _COPY_BYTES // row_bytes)
-    start = 0
-    while block := source.read(rows_a_time * row_bytes):
-        rows = np.frombuffer(block, dtype=dataset.dtype).reshape(-1, *dataset.shape[1:])
-        dataset[start : start + len(rows)] = rows
-        start += len(rows)
+def _spool(folder: Path) -> IO[bytes]:
+    # Unbuffered: a buffer that a full disk keeps from being flushed would raise once more on closing.
+    return tempfile.TemporaryFile(dir=folder, buffering=0)
 
 
 def _plain(value: Any) -> Any:
