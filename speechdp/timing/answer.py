@@ -52,9 +52,8 @@ def find_answer(rows: Sequence[RunFigures]) -> Answer:
     best = max(comparable, key=lambda row: row.log_prob or 0.0)
     chosen = max(_accurate_enough(comparable, best), key=_rate)
     details = _comparison(comparable, chosen, best, labels)
-    return Answer(
-        _headline(chosen, comparable, labels), tuple(details), _limit(chosen, labels), cautions, chosen
-    )
+    headline, limit = _headline(chosen, comparable, labels), _limit(chosen, labels)
+    return Answer(headline, tuple(details), limit, cautions, chosen)
 
 
 def _without_comparison(
@@ -142,7 +141,7 @@ def _limit(row: RunFigures, labels: dict[str, str]) -> str:
         )
     causes.sort(key=lambda cause: -cause[0])
     share, largest = causes[0]
-    rest = ", ".join(f"{name} {wording.percent(value)} %" for value, name in causes[1:])
+    rest = ", ".join(f"{name} {wording.percent(value)}\u00a0%" for value, name in causes[1:])
     if share < SMALL_SHARE:
         return (
             f"Nothing in particular holds {labels[row.run.name]} back: the largest loss is {largest}, "

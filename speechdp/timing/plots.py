@@ -155,7 +155,7 @@ def _draw_point(ax: Axes, x: float, row: RunFigures, measure: Measure, canvas: C
     note = "" if finished else f" ({row.run.status})"
     canvas.tip(dot, f"{canvas.labels[row.run.name]}{note}: {text} {measure.axis}")
     # Beside an interval, below a lone point: the lines between points and the references above stay clear.
-    shift, ha, va = ((7, 0), "left", "center") if interval else ((0, -7), "center", "top")
+    shift, ha, va = ((6, 7), "left", "center") if interval else ((0, -7), "center", "top")
     ax.annotate(
         text, (x, y), xytext=shift, textcoords="offset points", ha=ha, va=va, color=canvas.theme.ink,
         fontsize="small", zorder=5,

@@ -63,6 +63,7 @@ def write_run(run: MadeUpRun, parent: Path) -> Path:
 
 def write_sweep(out: Path, runs: Sequence[MadeUpRun], missing: Sequence[str] = ()) -> Path:
     """Write OUT/sweep.json and its runs; `missing` are listed without a folder.  Return OUT."""
+    out.mkdir(parents=True, exist_ok=True)
     for run in runs:
         write_run(run, out)
     names = [run.name for run in runs] + list(missing)

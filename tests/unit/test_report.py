@@ -1,0 +1,293 @@
+"""The report: the answer in words, the table in its three forms, the page's safety, odd inputs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from speechdp.cli.report import Report
+from speechdp.errors import ConfigError, RunError
+from speechdp.timing import wording
+from speechdp.timing.answer import Answer, find_answer
+from speechdp.timing.bars import shown_ranks
+from speechdp.timing.derived import common_target, sweep_figures
+from speechdp.timing.report import ReportPaths, write_report
+from speechdp.timing.results import RankTiming
+from speechdp.timing.summary import read_sweep
+from tests.helpers.runs import MadeUpRun, realistic_sweep, write_run, write_sweep
+
+HOSTILE = '<script>alert("x")</script>$x_1$&[red]'
+
+
+class PageReader(HTMLParser):
+    """Collects the page's tags, ids, and every attribute that could reach out of it."""
+
+    VOID = frozenset({"meta", "link", "wbr", "path", "use", "rect", "br"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "xlink:href", "action", "srcset", "data"):
+                self.references.append(value or "")
+
+
+def _answer(tmp_path: Path, runs: list[MadeUpRun], missing: tuple[str, ...] = ()) -> Answer:
+    sweep = read_sweep(write_sweep(tmp_path / "sweep", runs, missing))
+    return find_answer(sweep_figures(sweep, common_target(sweep.runs)))
+
+
+def _csv(report: ReportPaths) -> dict[str, dict[str, str]]:
+    return {row["run"]: row for row in csv.DictReader(io.StringIO(report.csv.read_text()))}
+
+
+def _printed(report: ReportPaths) -> str:
+    console = Console(file=io.StringIO(), width=250)
+    console.print(report.table)
+    text = console.file
+    assert isinstance(text, io.StringIO)
+    return text.getvalue()
+
+
+def test_the_answer_is_the_fastest_run_that_keeps_the_accuracy(tmp_path: Path) -> None:
+    answer = _answer(tmp_path, realistic_sweep())
+    assert answer.chosen is not None
+    assert answer.chosen.run.name == "model_averaging-16"
+    assert "Period 16 is the fastest setting that keeps the accuracy" in answer.headline
+    assert "21,650 frames/s on 2 ranks (1.74 times one rank, efficiency 87 %)" in answer.headline
+    assert "gradient averaging" in answer.details[0]
+    assert "Period 64 is faster (22,140 frames/s) but not accurate enough: 0.054 nats" in answer.details[1]
+    assert "computing slower than one rank does alone" in answer.limit
+    assert answer.cautions == ()
+
+
+def test_a_run_whose_word_error_interval_lies_above_the_best_is_not_chosen(tmp_path: Path) -> None:
+    exact = MadeUpRun("exact", period="1", frames_per_s=10.0, wer=(0.01, 0.005, 0.015))
+    worse = MadeUpRun("worse", period="4", frames_per_s=20.0, wer=(0.02, 0.016, 0.025))
+    chosen = _answer(tmp_path / "a", [exact, worse]).chosen
+    assert chosen is not None
+    assert chosen.run.name == "exact"
+    worse.wer = (0.02, 0.014, 0.025)
+    chosen = _answer(tmp_path / "b", [exact, worse]).chosen
+    assert chosen is not None
+    assert chosen.run.name == "worse"
+
+
+@pytest.mark.parametrize(
+    ("spans", "rank_spans", "words"),
+    [
+        ((0.01, 0, 0.3, 0.4, 0.25, 0.04), {}, "is communication itself: 25 %"),
+        ((0.30, 0, 0.25, 0.35, 0.06, 0.04), {}, "is waiting for data: 30 %"),
+        (
+            (0.01, 0, 0.3, 0.3, 0.35, 0.04),
+            {1: (0.01, 0, 0.4, 0.5, 0.05, 0.04)},
+            "is waiting for slower ranks (the slowest is rank 1 on node-a): 15 %",
+        ),
+        ((0.005, 0, 0.3, 0.6, 0.01, 0.08), {}, "Nothing in particular holds period 16 back"),
+    ],
+)
+def test_what_holds_the_job_back(tmp_path: Path, spans: Any, rank_spans: Any, words: str) -> None:
+    limit = _answer(tmp_path, [MadeUpRun("a", spans=spans, rank_spans=rank_spans)]).limit
+    assert words in limit.replace("\u00a0", " ")
+
+
+def test_cautions_name_what_was_not_compared(tmp_path: Path) -> None:
+    runs = [
+        MadeUpRun("a", period="1", num_evaluations=5, frames_per_s=10.0),
+        MadeUpRun("b", period="4", wer=None, frames_per_s=30.0),
+        MadeUpRun("c", period="16", completed=False, frames_per_s=90.0),
+    ]
+    answer = _answer(tmp_path, runs, missing=("d",))
+    assert answer.chosen is not None
+    assert answer.chosen.run.name == "a"
+    text = " ".join(answer.cautions)
+    assert "because unfinished: period 16" in text
+    assert "because missing: d" in text
+    assert "because not decoded: period 4" in text
+    assert "490,000 to 1,176,000 frames" in text
+    assert "no timed run of one rank" in text
+
+
+def test_runs_without_evaluations_have_a_speed_but_no_choice(tmp_path: Path) -> None:
+    answer = _answer(tmp_path, [MadeUpRun("a", num_evaluations=0, wer=None)])
+    assert answer.chosen is None
+    assert "how accurate the runs are is not known" in answer.headline
+
+
+def test_the_three_files_and_the_table(tmp_path: Path) -> None:
+    report = write_report(write_sweep(tmp_path / "sweep", realistic_sweep()))
+    assert report.html == tmp_path / "sweep" / "report" / "report.html"
+    assert report.png is not None
+    assert report.png.read_bytes().startswith(b"\x89PNG")
+    rows = _csv(report)
+    row = rows["model_averaging-16"]
+    assert float(row["frames_per_s"]) == pytest.approx(21650)
+    assert float(row["speedup"]) == pytest.approx(21650 / 12470)
+    assert float(row["efficiency"]) == pytest.approx(21650 / 12470 / 2)
+    assert float(row["communication_share"]) == pytest.approx((0.055 + 0.015) / 2)
+    assert (row["period"], row["ranks"], row["wer"], row["wer_high"]) == ("16", "2", "0.0167", "0.0333")
+    assert float(row["target_log_prob"]) == pytest.approx(-0.446)
+    assert rows["one-rank"]["wer"] == ""
+    assert rows["gradient_averaging"]["straggler_rank"] == "1"
+    printed = _printed(report)
+    assert re.search(
+        r"model_averaging-16 .* 16 .* 21,650 .* 1\.74 .* 87 .* 3\.5 .* 1\.7 \[0\.3, 3\.3\]", printed
+    )
+    assert re.search(r"one-rank .* - ", printed)
+
+
+def test_the_time_to_a_given_target(tmp_path: Path) -> None:
+    out = write_sweep(tmp_path / "sweep", realistic_sweep())
+    row = _csv(write_report(out, target=-0.6))["model_averaging-16"]
+    evaluations = [json.loads(line) for line in (out / row["run"] / "metrics.jsonl").read_text().splitlines()]
+    reached = next(e["time_s"] for e in evaluations if e["heldout_log_prob"] >= -0.6)
+    assert float(row["time_to_target_s"]) == reached
+    assert _csv(write_report(out, target=-0.1))["model_averaging-16"]["time_to_target_s"] == ""
+    with pytest.raises(ConfigError, match="--target"):
+        write_report(out, target=0.45)
+
+
+def test_unfinished_and_missing_runs_are_shown_as_such(tmp_path: Path) -> None:
+    runs = [MadeUpRun("a"), MadeUpRun("b", period="4", completed=False)]
+    out = write_sweep(tmp_path / "sweep", runs, missing=["c"])
+    report = write_report(out)
+    assert {name: row["status"] for name, row in _csv(report).items()} == {
+        "a": "complete",
+        "b": "unfinished",
+        "c": "missing",
+    }
+    printed = _printed(report)
+    assert "b (unfinished)" in printed
+    assert "c (missing)" in printed
+    page = report.html.read_text()
+    assert page.count('<span class="status">unfinished</span>') == 2
+    assert "completed.json: missing" in page
+
+
+def test_a_sweep_of_missing_runs_still_gives_a_report(tmp_path: Path) -> None:
+    report = write_report(write_sweep(tmp_path / "sweep", [], missing=["a", "b"]))
+    assert report.png is None
+    assert "nothing to choose from" in report.html.read_text()
+
+
+def test_names_and_commands_are_text_never_markup(tmp_path: Path) -> None:
+    settings = {"command": ["speechdp", HOSTILE], "strategy": HOSTILE, "hosts": [HOSTILE], HOSTILE: HOSTILE}
+    hostile_name = HOSTILE.replace("/", "")
+    runs = [
+        MadeUpRun(hostile_name, HOSTILE, HOSTILE, settings=settings, wer=None),
+        MadeUpRun("plain", HOSTILE, None, frames_per_s=9.0),
+    ]
+    out = write_sweep(tmp_path / HOSTILE.replace("/", ""), runs)
+    (out / hostile_name / "wer.json").write_text(json.dumps({"wer": 0.1, "split": HOSTILE}))
+    timing = json.loads((out / hostile_name / "timing.json").read_text())
+    timing["ranks"][0]["host"] = HOSTILE
+    (out / hostile_name / "timing.json").write_text(json.dumps(timing))
+    report = write_report(out)
+    page = report.html.read_text()
+    reader = PageReader(page)
+    assert reader.tags.count("script") == 1  # our own
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert" in page
+    assert "[red]" in _printed(report)
+
+
+def test_the_page_stands_alone_and_its_ids_are_its_own(tmp_path: Path) -> None:
+    page = write_report(write_sweep(tmp_path / "sweep", realistic_sweep())).html.read_text()
+    reader = PageReader(page)
+    assert all(reference.startswith("#") or reference == "data:," for reference in reader.references)
+    assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
+    assert len(reader.ids) == len(set(reader.ids))
+    for target in re.findall(r"url\(#([^)]*)\)", page):
+        assert target in reader.ids
+    assert reader.tags.count("svg") == 6
+    assert "#fe0" not in page  # every stand-in colour became a variable
+    assert page.count("<title>") > 60  # texts under the pointer
+
+
+def test_one_run_and_a_folder_of_runs(tmp_path: Path) -> None:
+    run = write_run(MadeUpRun("alone", period="600kf"), tmp_path)
+    report = write_report(run)
+    assert "Period 600kf: 20,000 frames/s on 2 ranks, with" in report.answer[0]
+    assert PageReader(report.html.read_text()).tags.count("svg") == 3  # no period axis for one run
+    write_run(MadeUpRun("other", period="5s"), tmp_path)
+    folder = write_report(tmp_path)
+    assert set(_csv(folder)) == {"alone", "other"}
+    assert PageReader(folder.html.read_text()).tags.count("svg") == 6
+    assert set(_csv(write_report(tmp_path))) == {"alone", "other"}  # its own folder is no run
+
+
+def test_many_ranks_are_shown_by_three() -> None:
+    ranks = [RankTiming(i, "h", 10, 1, 1.0, {"forward": float((7 * i) % 16)}) for i in range(16)]
+    assert [rank.spans_s["forward"] for rank in shown_ranks(ranks)] == [0.0, 8.0, 15.0]
+    assert shown_ranks(ranks[:8]) == ranks[:8]
+
+
+def test_labels_say_what_tells_the_runs_apart(tmp_path: Path) -> None:
+    runs = [
+        MadeUpRun("one-rank", "gradient_averaging", None, 1),
+        MadeUpRun("g", "gradient_averaging", None),
+        MadeUpRun("p4", period="4"),
+        MadeUpRun("p16-seed1"),
+        MadeUpRun("p16-seed2"),
+    ]
+    sweep = read_sweep(write_sweep(tmp_path, runs))
+    assert list(wording.run_labels(sweep.runs).values()) == [
+        "one rank",
+        "gradient averaging",
+        "period 4",
+        "p16-seed1",
+        "p16-seed2",
+    ]
+
+
+def test_numbers_are_written_in_one_style() -> None:
+    assert wording.count(21649.6) == "21,650"
+    assert wording.count(8.25) == "8.25"
+    assert wording.nats(-0.4071) == "\u22120.407"
+    assert wording.percent(0.0864, 1) == "8.6"
+    assert [wording.seconds(s) for s in (8.26, 365.2, 7800.0, None)] == [
+        "8.3 s",
+        "6 min 05 s",
+        "2 h 10 min",
+        "-",
+    ]
+
+
+def test_the_command_prints_table_answer_and_paths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = write_sweep(tmp_path / "sweep", realistic_sweep())
+    Report(out).run()
+    printed = capsys.readouterr().out
+    assert "Period 16 is the fastest setting" in printed
+    assert printed.rstrip().splitlines()[-3:] == [
+        str(out / "report" / f"report.{kind}") for kind in ("html", "csv", "png")
+    ]
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    out = write_sweep(tmp_path / "sweep", [MadeUpRun("a")])
+    (out / "report").write_text("in the way")
+    with pytest.raises(RunError, match=r"sweep/report: cannot write the report"):
+        write_report(out)
+
+
+def test_nothing_there_is_refused_with_the_folder_and_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"speechdp sweep"):
+        Report(tmp_path).run()

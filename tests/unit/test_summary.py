@@ -1,0 +1,239 @@
+"""Reading runs back, and the report's figures against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speechdp.errors import ConfigError, RunError
+from speechdp.timing import derived
+from speechdp.timing.results import Evaluation, RankTiming, RunResult, Timing
+from speechdp.timing.summary import gather_timing, read_run, read_sweep, read_timeline, write_timing
+from speechdp.timing.timeline import Timeline
+from tests.helpers.runs import MadeUpRun, write_run, write_sweep
+
+
+class FakeComm:
+    """Two ranks, of which the other one answers with a copy under its own number."""
+
+    rank, size = 0, 2
+
+    def allgather_object(self, value: dict[str, Any]) -> list[Any]:
+        return [json.loads(json.dumps(value)), {**value, "rank": 1, "host": "other"}]
+
+
+def _rank(rank: int, wall_s: float, frames: int, *, steps: int = 10, **spans_s: float) -> RankTiming:
+    return RankTiming(rank, f"host-{rank}", steps, frames, wall_s, spans_s)
+
+
+#: Rank 1 computes for 9 s, rank 0 for 7 s and waits 2 s for it; the exchange itself takes 0.5 s.
+UNEVEN = Timing(
+    4,
+    (
+        _rank(0, 10.0, 6000, forward=3.0, backward=3.5, data_wait=0.5, comm=2.5),
+        _rank(1, 10.0, 4000, forward=4.0, backward=4.5, data_wait=0.5, comm=0.5),
+    ),
+)
+ALONE = Timing(4, (_rank(0, 10.0, 8000, forward=4.0, backward=5.5, data_wait=0.1),))
+
+
+def _run(name: str, log_probs: list[float], **settings: Any) -> RunResult:
+    evaluations = tuple(
+        Evaluation(10 * i, float(i), 1000.0 * i, 5.0 * i, value, 0.8, 0.5)
+        for i, value in enumerate(log_probs, start=1)
+    )
+    return RunResult(name, Path(name), settings, evaluations, None, None, True, True, ())
+
+
+def test_throughput_is_all_frames_over_the_longest_wall() -> None:
+    timing = Timing(4, (_rank(0, 8.0, 6000), _rank(1, 10.0, 4000)))
+    assert derived.frames_per_s(timing) == pytest.approx(1000.0)
+
+
+def test_speedup_efficiency_and_shares() -> None:
+    run = RunResult("a", Path("a"), {"size": 2}, (), UNEVEN, None, True, True, ())
+    row = derived.run_figures(run, ALONE, None)
+    assert row.frames_per_s == pytest.approx(1000.0)  # 10,000 frames in 10 s
+    assert row.speedup == pytest.approx(1.25)  # over 800 frames/s
+    assert row.efficiency == pytest.approx(0.625)
+    assert row.comm_share == pytest.approx(0.15)  # mean of 25 % and 5 %
+    assert row.data_wait_share == pytest.approx(0.05)
+
+
+def test_the_straggler_is_the_rank_with_the_short_communication() -> None:
+    skew = derived.rank_skew(UNEVEN)
+    assert skew is not None
+    assert skew.value == pytest.approx((9.0 - 7.0) / 8.0)
+    assert (skew.straggler, skew.straggler_host) == (1, "host-1")
+
+
+def test_no_straggler_among_even_ranks_and_no_skew_of_one() -> None:
+    even = Timing(0, (_rank(0, 1.0, 1, forward=1.00), _rank(1, 1.0, 1, forward=1.04)))
+    skew = derived.rank_skew(even)
+    assert skew is not None
+    assert skew.value == pytest.approx(0.04 / 1.02)
+    assert skew.straggler is None
+    assert derived.rank_skew(ALONE) is None
+
+
+def test_losses_part_the_exchange_from_the_waiting() -> None:
+    lost = derived.losses(UNEVEN, ALONE)
+    assert lost is not None
+    assert lost.exchange == pytest.approx(0.05)
+    assert lost.waiting == pytest.approx(0.10)
+    assert lost.data_wait == pytest.approx(0.05)
+    # 15 s of computing for 10,000 frames here, 9.5 s for 8,000 alone; computing is 75 % of the wall.
+    assert lost.slower_compute == pytest.approx(0.75 * (1 - (9.5 / 8000) / (15 / 10000)))
+
+
+def test_time_to_target_takes_the_first_evaluation_there_and_interpolates_nothing() -> None:
+    evaluations = _run("a", [-1.0, -0.5, -0.6, -0.3]).evaluations
+    assert derived.time_to_target(evaluations, -0.55) == 10.0
+    assert derived.time_to_target(evaluations, -0.5) == 10.0
+    assert derived.time_to_target(evaluations, -0.2) is None
+
+
+def test_the_default_target_is_the_best_that_every_run_reached() -> None:
+    runs = [_run("a", [-1.0, -0.4, -0.45]), _run("b", [-0.9, -0.5]), _run("c", []), _run("one-rank", [-0.9])]
+    assert derived.common_target(runs) == -0.5
+    assert derived.common_target([]) is None
+
+
+def test_gather_timing_names_every_rank_and_host_and_is_read_back(tmp_path: Path) -> None:
+    timeline = Timeline(None, rank=0, device=torch.device("cpu"), warmup_steps=1)
+    for step in (1, 2, 3):
+        timeline.end_step(step, 0, 50)
+    comm: Any = FakeComm()
+    gathered = gather_timing(timeline, comm)
+    assert gathered is not None
+    write_timing(tmp_path, gathered)
+    assert [path.name for path in tmp_path.iterdir()] == ["timing.json"]
+    timing = read_run(tmp_path).timing
+    assert timing is not None
+    assert timing.warmup_steps == 1
+    assert [(rank.rank, rank.frames, rank.steps) for rank in timing.ranks] == [(0, 100, 2), (1, 100, 2)]
+    assert timing.ranks[1].host == "other"
+    comm.rank = 1
+    assert gather_timing(timeline, comm) is None
+
+
+def test_write_timing_names_the_file_it_cannot_write(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"gone/timing\.json"):
+        write_timing(tmp_path / "gone", {})
+
+
+def test_a_whole_run_is_read(tmp_path: Path) -> None:
+    run = read_run(write_run(MadeUpRun("a", period="16"), tmp_path))
+    assert (run.status, run.strategy, run.period, run.size) == ("complete", "model_averaging", "16", 2)
+    assert run.problems == ()
+    assert len(run.evaluations) == 12
+    assert run.evaluations[-1].log_prob == pytest.approx(-0.40)
+    assert run.word_errors is not None
+    assert run.word_errors.wer == 0.013
+
+
+def test_missing_files_are_named_not_hidden(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    run = read_run(tmp_path / "run")
+    assert run.status == "unfinished"
+    for name in ("run.json", "metrics.jsonl", "timing.json", "completed.json"):
+        assert any(problem.startswith(f"{name}: missing") for problem in run.problems), name
+    gone = read_run(tmp_path / "gone")
+    assert gone.status == "missing"
+    assert gone.problems
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"ranks": []}', '{"ranks": [{"rank": 0}]}', "\x00\xff"])
+def test_a_damaged_timing_is_named_and_the_timelines_take_its_place(tmp_path: Path, content: str) -> None:
+    path = write_run(MadeUpRun("a"), tmp_path)
+    (path / "timing.json").write_text(content, encoding="latin-1")
+    (path / "timeline").mkdir()
+    lines = [
+        json.dumps({"step": i, "wall": 0.1, "frames": 100, "spans": [["comm", 0.0, 0.01 * i]]})
+        for i in range(1, 8)
+    ]
+    lines.append('{"event": "eval", "t": 1, "wall": 0.5}')
+    lines.append('{"step": 8, "wa')  # killed while writing
+    (path / "timeline" / "rank-0000.jsonl").write_text("\n".join(lines))
+    run = read_run(path)
+    assert any("timing.json" in problem for problem in run.problems)
+    assert any("rank-0000.jsonl: 1 damaged" in problem for problem in run.problems)
+    assert run.timing is not None
+    (rank,) = run.timing.ranks
+    assert (rank.steps, rank.frames) == (3, 300)  # steps 5 to 7
+    assert rank.comm_s == pytest.approx(0.18)
+    assert rank.eval_s == 0.5
+
+
+def test_repeated_evaluations_and_torn_lines_of_a_resumed_run(tmp_path: Path) -> None:
+    path = write_run(MadeUpRun("a", num_evaluations=3), tmp_path)
+    metrics = path / "metrics.jsonl"
+    again = {"step": 120, "heldout_log_prob": -0.33, "time_s": 1.0, "frames": float("nan")}
+    metrics.write_text(metrics.read_text() + '{"step": 180, "hel\n' + json.dumps(again) + "\n")
+    run = read_run(path)
+    assert [evaluation.step for evaluation in run.evaluations] == [60, 120, 180]
+    assert run.evaluations[1].log_prob == -0.33
+    assert run.evaluations[1].frames is None
+    assert "metrics.jsonl: 1 damaged line(s) passed over" in run.problems
+
+
+def test_malformed_spans_of_a_timeline_do_not_stop_the_reader(tmp_path: Path) -> None:
+    path = write_run(MadeUpRun("a"), tmp_path)
+    (path / "timing.json").unlink()
+    (path / "timeline").mkdir()
+    odd = [{"step": 1, "wall": "x", "spans": [["comm"], 3]}, {"step": "two"}, {"step": 2, "spans": None}]
+    (path / "timeline" / "rank-0000.jsonl").write_text("\n".join(json.dumps(line) for line in odd))
+    run = read_run(path)
+    assert run.timing is not None
+    assert run.timing.ranks[0].wall_s == 0
+    assert derived.run_figures(run, None, None).frames_per_s is None
+
+
+def test_read_timeline_takes_the_last_record_of_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0000.jsonl"
+    path.write_text('{"step": 2, "frames": 1}\n{"step": 1, "frames": 2}\n{"step": 2, "frames": 3}\n[1]\n')
+    steps, events, num_damaged = read_timeline(path)
+    assert {step: record["frames"] for step, record in steps.items()} == {1: 2, 2: 3}
+    assert list(steps) == [1, 2]
+    assert (events, num_damaged) == ([], 1)
+
+
+def test_sweeps_runs_and_folders_of_runs_are_told_apart(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", [MadeUpRun("b"), MadeUpRun("a")], missing=["c"])
+    assert [(run.name, run.status) for run in read_sweep(sweep).runs] == [
+        ("b", "complete"),
+        ("a", "complete"),
+        ("c", "missing"),
+    ]
+    assert [run.name for run in read_sweep(sweep / "a").runs] == ["a"]
+    (sweep / "sweep.json").unlink()
+    (sweep / "report").mkdir()
+    assert [run.name for run in read_sweep(sweep).runs] == ["a", "b"]
+
+
+@pytest.mark.parametrize("names", ['["../elsewhere"]', '["/etc"]', '[".."]', "[3]", "null"])
+def test_a_sweep_that_names_other_folders_is_refused(tmp_path: Path, names: str) -> None:
+    (tmp_path / "sweep.json").write_text(f'{{"runs": {names}}}')
+    with pytest.raises(ConfigError, match=r"sweep\.json"):
+        read_sweep(tmp_path)
+
+
+def test_nothing_to_report_names_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        read_sweep(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        read_sweep(tmp_path)
+
+
+def test_the_baseline_is_the_one_rank_run_or_a_run_of_size_one(tmp_path: Path) -> None:
+    out = write_sweep(tmp_path / "s", [MadeUpRun("x", size=1), MadeUpRun("one-rank", size=1)])
+    baseline = read_sweep(out).baseline
+    assert baseline is not None
+    assert baseline.name == "one-rank"
+    alone = read_sweep(write_sweep(tmp_path / "t", [MadeUpRun("y", size=2), MadeUpRun("x", size=1)])).baseline
+    assert alone is not None
+    assert alone.name == "x"
