@@ -14,6 +14,8 @@ from speechdp.launching.supervise import JobEnd
 #: Subcommands that leave a completion marker, and how they name their two folders.
 _WITH_MARKER = {"train": "DATA RUN", "sweep": "DATA OUT"}
 _MPIRUN_LOST_HOST = 205
+#: The ranks saved a checkpoint and left on request (cli/train.py); passed on, as schedulers requeue on it.
+_SAVED_AND_LEFT = 75
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,15 @@ def is_complete(target: Target) -> bool:
 
 
 def last_checkpoint(target: Target) -> Path | None:
-    """Return the newest whole checkpoint below the run (of a sweep: of all its runs), None: there is none.
+    """Return the newest whole checkpoint of the run, its realignments or a sweep's runs; None: there is none.
 
     Checkpoints get their name when they are whole, so a name that fits is enough.
     """
-    pattern = "*/checkpoints/step-*" if target.subcommand == "sweep" else "checkpoints/step-*"
-    found = [path for path in target.directory.glob(pattern) if path.name.removeprefix("step-").isdigit()]
+    found = [
+        path
+        for path in target.directory.glob("**/checkpoints/step-*")
+        if path.name.removeprefix("step-").isdigit()
+    ]
     return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
 
 
@@ -85,7 +90,8 @@ def verdict(end: JobEnd, target: Target | None) -> tuple[int, str | None]:
         return 0, None
     if end.stop_signal is not None:
         name = signal.Signals(end.stop_signal).name
-        return 128 + end.stop_signal, f"the job was stopped by {name}{_how_to_go_on(target)}"
+        exit_code = _SAVED_AND_LEFT if end.exit_code == _SAVED_AND_LEFT else 128 + end.stop_signal
+        return exit_code, f"the job was stopped by {name}{_how_to_go_on(target)}"
     if end.exit_code != 0:
         return end.exit_code, (
             f"the job ended with exit code {end.exit_code} ({_meaning(end.exit_code)}){_how_to_go_on(target)}"
@@ -107,12 +113,14 @@ def _how_to_go_on(target: Target | None) -> str:
         known = f"; last checkpoint: {checkpoint}" if checkpoint else ""
         return f"{known}; start the same command again, finished runs are kept"
     if checkpoint is None:
-        return f"; no checkpoint in {target.directory}: start again"
+        return f"; no checkpoint in {target.directory} yet; start again with --resume"
     return f"; last checkpoint: {checkpoint}; start again with --resume"
 
 
 def _meaning(exit_code: int) -> str:
     """Say what an exit code of the launcher tells."""
+    if exit_code == _SAVED_AND_LEFT:
+        return "the ranks were asked to stop, and saved"
     if exit_code == _MPIRUN_LOST_HOST:
         return "a host or its daemon was lost"
     if exit_code > 128 and exit_code - 128 in {int(known) for known in signal.Signals}:

@@ -212,7 +212,9 @@ def test_a_killed_rank_names_the_last_whole_checkpoint(tmp_path: Path) -> None:
 def test_without_a_checkpoint_it_says_so(tmp_path: Path) -> None:
     code, message = verdict(JobEnd(1, None), Target("train", tmp_path, None))
     assert code == 1
-    assert message is not None and message.endswith(f"no checkpoint in {tmp_path}: start again")
+    assert message is not None and message.endswith(
+        f"no checkpoint in {tmp_path} yet; start again with --resume"
+    )
 
 
 def test_exit_code_0_needs_a_fresh_marker(tmp_path: Path) -> None:
@@ -246,3 +248,9 @@ def test_a_stop_on_request_is_told_as_one(tmp_path: Path) -> None:
     assert code == 143
     assert message is not None and message.startswith("the job was stopped by SIGTERM; last checkpoint:")
     assert verdict(JobEnd(0, 15), None) == (0, None)
+    # The code by which the ranks say that they saved is passed on: schedulers requeue on it.
+    assert verdict(JobEnd(75, 15), run_folder(tmp_path / "other", 7))[0] == 75
+    assert verdict(JobEnd(75, None), None) == (
+        75,
+        "the job ended with exit code 75 (the ranks were asked to stop, and saved)",
+    )
