@@ -1,0 +1,113 @@
+"""Audio files: what is read, what is refused, and where speech starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from speechdp.data.audio import common_sampling_rate, edge_silence, probe, read_audio, resample
+from speechdp.data.features import FeatureConfig
+from speechdp.errors import ConfigError
+from tests.helpers.corpora import tone, write_tone
+
+
+@pytest.mark.parametrize("suffix", [".wav", ".flac"])
+def test_samples_come_back(tmp_path: Path, suffix: str) -> None:
+    path = write_tone(tmp_path / f"a{suffix}", 0.5, 16000)
+    info = probe(path)
+    assert (info.sampling_rate, info.num_samples) == (16000, 8000)
+    samples = read_audio(path, 16000)
+    assert samples.dtype == np.float32
+    np.testing.assert_allclose(samples, tone(0.5, 16000), atol=1 / 32768)
+
+
+def test_resampling_keeps_a_sine() -> None:
+    time = np.arange(22050) / 22050
+    sine = np.sin(2 * np.pi * 440 * time).astype(np.float32)
+    changed = resample(sine, 22050, 16000)
+    assert len(changed) == 16000
+    expected = np.sin(2 * np.pi * 440 * np.arange(16000) / 16000)
+    np.testing.assert_allclose(changed[500:-500], expected[500:-500], atol=1e-3)
+
+
+def test_file_is_resampled_when_read(tmp_path: Path) -> None:
+    assert len(read_audio(write_tone(tmp_path / "a.wav", 0.5, 16000), 8000)) == 4000
+
+
+@pytest.mark.parametrize("content", [b"", b"RIFF", b"this is no audio at all", b"fLaC" + bytes(50)])
+def test_what_is_not_audio_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.wav"
+    path.write_bytes(content)
+    for read in (probe, lambda p: read_audio(p, 8000)):
+        with pytest.raises(ConfigError, match=r"bad\.wav: unreadable audio .*; convert it") as raised:
+            read(path)
+        assert "\n" not in str(raised.value)
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    for read in (probe, lambda p: read_audio(p, 8000)):
+        with pytest.raises(ConfigError, match=r"gone\.wav: unreadable audio \(no such file\)"):
+            read(tmp_path / "gone.wav")
+
+
+def test_empty_audio_is_refused(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "a.wav", np.zeros(0, np.float32), 8000)
+    for read in (probe, lambda p: read_audio(p, 8000)):
+        with pytest.raises(ConfigError, match=r"a\.wav: unreadable audio \(0 (of 0 )?samples\)"):
+            read(tmp_path / "a.wav")
+
+
+def test_flac_cut_short_is_refused(tmp_path: Path) -> None:
+    path = write_tone(tmp_path / "a.flac", 4.0)
+    path.write_bytes(path.read_bytes()[:-9000])
+    with pytest.raises(ConfigError, match=r"a\.flac: unreadable audio"):
+        read_audio(path, 8000)
+
+
+def test_nan_is_refused(tmp_path: Path) -> None:
+    samples = tone(0.2)
+    samples[7] = np.nan
+    soundfile.write(tmp_path / "a.wav", samples, 8000, subtype="FLOAT")
+    with pytest.raises(ConfigError, match="NaN or infinite"):
+        read_audio(tmp_path / "a.wav", 8000)
+
+
+def test_two_channels_are_refused(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "a.wav", np.zeros((80, 2), np.float32), 8000)
+    for read in (probe, lambda p: read_audio(p, 8000)):
+        with pytest.raises(ConfigError, match=r"a\.wav: has 2 channels"):
+            read(tmp_path / "a.wav")
+
+
+def test_mixed_rates_name_two_files(tmp_path: Path) -> None:
+    infos = [probe(write_tone(tmp_path / f"{rate}.wav", 0.1, rate)) for rate in (8000, 16000)]
+    with pytest.raises(
+        ConfigError, match=r"8000\.wav has 8000 Hz, .*16000\.wav has 16000 Hz; add --resample 8000"
+    ):
+        common_sampling_rate(infos, None)
+    assert common_sampling_rate(infos, 16000) == 16000
+    assert common_sampling_rate(infos[1:], None) == 16000
+    with pytest.raises(ConfigError, match="--resample 16"):
+        common_sampling_rate(infos, 16)
+
+
+def test_silence_at_the_edges_is_found() -> None:
+    config = FeatureConfig()
+    speech = np.random.default_rng(0).standard_normal(4000).astype(np.float32) * 0.1
+    quiet = np.random.default_rng(1).standard_normal(1600).astype(np.float32) * 1e-4  # 60 dB under
+    samples = np.concatenate([quiet, speech, quiet[:800]])
+    leading, trailing = edge_silence(samples, 8000, config, 80)
+    assert (leading, trailing) == (19, 9)  # a window that touches the speech is speech
+
+
+def test_short_and_loud_edges_are_not_silence() -> None:
+    config = FeatureConfig()
+    speech = np.random.default_rng(0).standard_normal(4000).astype(np.float32) * 0.1
+    assert edge_silence(speech, 8000, config, 50) == (0, 0)
+    gap = np.zeros(400, np.float32)  # 5 frames, 4 of which do not touch the speech
+    assert edge_silence(np.concatenate([gap, speech, gap]), 8000, config, 60) == (0, 0)
+    assert edge_silence(np.concatenate([speech, speech * 0.03]), 8000, config, 100) == (0, 0)  # 30 dB
+    assert edge_silence(np.zeros(4000, np.float32), 8000, config, 50) == (0, 0)
