@@ -2,7 +2,8 @@
 
 eSpeak NG (GPL-3) is not part of speechdp: the optional package espeakng-loader brings it, and it is loaded
 at run time.  The library is not repeatable within a process (lengths vary by some ten samples with what was
-spoken before); a fresh process that speaks the same texts in the same order gives the same samples.
+spoken before); a fresh process that speaks the same texts in the same order and with the same seeds gives
+the same samples.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ _CHARS_UTF8 = 1
 _STRESS = "',%="
 _ALLOPHONE = re.compile(r"(?<=.)[0-9:#\[\]~*;^\"-]+$")
 
+# Phones named by a digit, which a lexicon would read as a probability: the vowels of "lot" and "nurse".
+_DIGIT_PHONES = {"0": "Q", "3": "3r"}
+
 
 class _EventId(ctypes.Union):
     _fields_ = (("number", ctypes.c_int), ("name", ctypes.c_char_p), ("string", ctypes.c_char * 8))
@@ -58,6 +62,21 @@ class _Event(ctypes.Structure):
 _Callback = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.POINTER(_Event)
 )
+
+
+@dataclass(frozen=True)
+class Voice:
+    """Who speaks, and how.
+
+    Attributes:
+        name: accent+variant, e.g. "en-us+f2".
+        rate_wpm: words a minute, 80 to 450.
+        pitch: 0 to 100, 50 is the voice's own.
+    """
+
+    name: str
+    rate_wpm: int = 150
+    pitch: int = 50
 
 
 @dataclass(frozen=True)
@@ -104,22 +123,22 @@ class Espeak:
         self._callback = _Callback(self._receive)  # kept: the library holds only its address
         self._library.espeak_SetSynthCallback(self._callback)
 
-    def speak(self, words: Sequence[str], voice: str, rate_wpm: int, pitch: int) -> Speech:
+    def speak(self, words: Sequence[str], voice: Voice, seed: int) -> Speech:
         """Speak words in a row.
 
         Args:
             words: lower-case English words.
-            voice: accent+variant, e.g. "en-us+f2".
-            rate_wpm: words a minute, 80 to 450.
-            pitch: 0 to 100, 50 is the voice's own.
+            voice: who speaks, and how.
+            seed: of the breath some voices have, above 0; without it eSpeak NG takes the time of day.
 
         Raises:
             ConfigError: the voice does not exist, or eSpeak NG fails.
         """
-        if self._library.espeak_SetVoiceByName(voice.encode()) != 0:
-            raise ConfigError(f"eSpeak NG has no voice {voice!r}; {_REMEDY}")
-        self._library.espeak_SetParameter(_PARAMETER_RATE, rate_wpm, 0)
-        self._library.espeak_SetParameter(_PARAMETER_PITCH, pitch, 0)
+        if self._library.espeak_SetVoiceByName(voice.name.encode()) != 0:
+            raise ConfigError(f"eSpeak NG has no voice {voice.name!r}; {_REMEDY}")
+        self._library.espeak_SetParameter(_PARAMETER_RATE, voice.rate_wpm, 0)
+        self._library.espeak_SetParameter(_PARAMETER_PITCH, voice.pitch, 0)
+        self._library.espeak_ng_SetRandSeed(ctypes.c_long(seed))
         self._blocks.clear()
         self._phones.clear()
         text = " ".join(words).encode()
@@ -150,6 +169,7 @@ def plain_phone(name: str) -> str:
     if name.startswith("_"):
         return "_"
     phone = _ALLOPHONE.sub("", name.lstrip(_STRESS))
+    phone = _DIGIT_PHONES.get(phone, phone)
     return phone if any(character.isalnum() or character == "@" for character in phone) else ""
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speechdp.data.audio import resample
-from speechdp.data.espeak import Espeak, Speech
+from speechdp.data.espeak import Espeak, Speech, Voice
 from speechdp.data.features import FeatureConfig, compute_features
 from speechdp.data.synthetic_plan import EDGE_S, PlannedUtterance
 from speechdp.errors import SpeechDPError
@@ -93,9 +93,8 @@ def run_job(job: SpeakingJob) -> Iterator[int]:
         job.stem.with_suffix(".features").open("wb") as rows,
     ):
         for number, utterance in enumerate(job.utterances):
-            speech = espeak.speak(
-                utterance.text.split(), utterance.voice, utterance.rate_wpm, utterance.pitch
-            )
+            voice = Voice(utterance.voice, utterance.rate_wpm, utterance.pitch)
+            speech = espeak.speak(utterance.text.split(), voice, seed=number + 1)
             rng = np.random.default_rng([job.seed, *utterance.utterance_id.encode()])
             samples, words = _finish(speech, espeak.sampling_rate, job.sampling_rate, rng)
             features = compute_features(samples, job.sampling_rate, job.features)

@@ -1,0 +1,201 @@
+"""Corpora: Kaldi directories and audio folders, and what is wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from speechdp.data.audio_folder import read_audio_folder
+from speechdp.data.kaldi_dir import read_kaldi_dir
+from speechdp.data.prepare import open_corpus
+from speechdp.errors import ConfigError
+from tests.helpers.corpora import digit_folder, kaldi_folder, shared_data, write_tone
+
+
+def test_kaldi_directory(tmp_path: Path) -> None:
+    source = kaldi_folder(tmp_path / "kaldi")
+    corpus = open_corpus(source, None)
+    assert [u.utterance_id for u in corpus.utterances] == ["utt0", "utt1", "utt2"]
+    assert corpus.utterances[1].text == "one two"
+    assert corpus.utterances[1].speaker == "spk1"
+    assert corpus.utterances[1].audio == source / "wav" / "utt1.wav"
+    assert corpus.speakers == ("spk0", "spk1")
+    assert corpus.words == {"zero", "one", "two"}
+    assert not corpus.has_index
+
+
+def test_a_real_kaldi_directory() -> None:
+    corpus = read_kaldi_dir(shared_data("kaldi", "yesno_keighrim", "data", "train_yesno"))
+    assert len(corpus.utterances) == 31
+    assert corpus.words == {"YES", "NO"}  # Kaldi's transcripts keep their case
+    assert corpus.speakers == ("global",)
+
+
+def test_kaldi_paths_from_the_working_directory_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kaldi_folder(tmp_path / "kaldi")
+    write_tone(tmp_path / "wav" / "utt0.wav")
+    monkeypatch.chdir(tmp_path)
+    assert read_kaldi_dir(tmp_path / "kaldi").utterances[0].audio == Path("wav/utt0.wav")
+
+
+_KALDI_ERRORS = {
+    "pipe": (
+        "wav.scp",
+        "utt0 a.wav\nutt1 sph2pipe -f wav b.sph |\n",
+        r"wav\.scp:2: a pipe \(utt1\) is not run",
+    ),
+    "one field": ("wav.scp", "utt0 a.wav\n\nutt1\n", r"wav\.scp:3: 'utt1' has one field"),
+    "twice": (
+        "wav.scp",
+        "utt0 a.wav\nutt1 b.wav\nutt0 c.wav\n",
+        r"wav\.scp:3: utt0 stands here a second time",
+    ),
+    "no text": ("text", "utt0 one\nutt1 one\n", r"text: lacks utterance utt2 of wav\.scp .*fix_data_dir"),
+    "more text": (
+        "text",
+        "utt0 one\nutt1 one\nutt2 one\nutt3 one\n",
+        r"wav\.scp: lacks utterance utt3 of text",
+    ),
+    "empty text": ("text", "utt0 one\nutt1\nutt2 one\n", r"utterance utt1 .* has an empty transcript"),
+    "text twice": ("text", "utt0 one\nutt0 two\n", r"text:2: utt0 stands here a second time"),
+    "no speaker": ("utt2spk", "utt0 a\nutt1\nutt2 b\n", r"utt2spk:2: 'utt1' has one field"),
+    "speaker missing": ("utt2spk", "utt0 a\nutt1 a\n", r"utt2spk: lacks utterance utt2"),
+    "segments": (
+        "segments",
+        "utt0 rec 0 1\n",
+        r"segments:1: segments are not read; cut .*extract_wav_segments",
+    ),
+    "nothing": ("wav.scp", "", r"lacks utterance utt0"),
+}
+
+
+@pytest.mark.parametrize("name", _KALDI_ERRORS)
+def test_kaldi_errors_name_the_line_and_the_remedy(tmp_path: Path, name: str) -> None:
+    file, content, message = _KALDI_ERRORS[name]
+    source = kaldi_folder(tmp_path)
+    (source / file).write_text(content)
+    with pytest.raises(ConfigError, match=message) as raised:
+        read_kaldi_dir(source)
+    assert "\n" not in str(raised.value) and ";" in str(raised.value)
+
+
+@pytest.mark.parametrize("file", ["text", "utt2spk"])
+def test_kaldi_files_that_are_missing_or_not_text(tmp_path: Path, file: str) -> None:
+    source = kaldi_folder(tmp_path)
+    (source / file).write_bytes(b"utt0 \xff\xfe\n")
+    with pytest.raises(ConfigError, match=f"{file}: is not UTF-8"):
+        read_kaldi_dir(source)
+    (source / file).unlink()
+    with pytest.raises(ConfigError, match=f"{file}: cannot be read"):
+        read_kaldi_dir(source)
+
+
+def test_a_pattern_does_not_go_with_a_kaldi_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="leave --pattern out"):
+        open_corpus(kaldi_folder(tmp_path), "{word}")
+
+
+def test_labels_in_the_names(tmp_path: Path) -> None:
+    corpus = open_corpus(digit_folder(tmp_path / "deep" / "er").parent, None)
+    first = corpus.utterances[0]
+    assert (first.utterance_id, first.text, first.speaker, first.index) == ("0_ann_0", "zero", "ann", 0)
+    assert len(corpus.utterances) == 48 and corpus.has_index
+    assert corpus.words == {"zero", "one"}
+
+
+def test_another_pattern_with_folders(tmp_path: Path) -> None:
+    for word in ("Yes", "no"):
+        write_tone(tmp_path / word / "ann_nohash_0.wav")
+    corpus = read_audio_folder(tmp_path, "{word}/{speaker}_nohash_{index}")
+    assert [(u.utterance_id, u.text, u.speaker) for u in corpus.utterances] == [
+        ("Yes-ann_nohash_0", "yes", "ann"),
+        ("no-ann_nohash_0", "no", "ann"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("{speaker}_{index}", "says no word"),
+        ("{digit}_{colour}_{index}", r"\{colour\} is not known; the fields are \{digit\} \{word\}"),
+        ("{digit}_{digit}", "redefinition .*name each field once"),
+        ("{word}-{speaker}", r"0_ann_0\.wav: its name does not match"),
+    ],
+)
+def test_patterns_that_do_not_work(tmp_path: Path, pattern: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_audio_folder(digit_folder(tmp_path, num_indices=1), pattern)
+
+
+def test_a_text_file_in_the_folder(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_tone(tmp_path / "carol" / f"{name}.wav")
+    (tmp_path / "text").write_text("a Hello, World!\nb yes\n")
+    corpus = read_audio_folder(tmp_path)
+    assert [(u.text, u.speaker) for u in corpus.utterances] == [("hello world", "carol"), ("yes", "carol")]
+    (tmp_path / "utt2spk").write_text("a dave\nb eve\n")
+    assert read_audio_folder(tmp_path).speakers == ("dave", "eve")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a one\n", r"b\.wav: utterance b has no transcript"),
+        ("a one\nb two\nc three\n", "no audio file for utterance c"),
+        ("a one\nb\n", "utterance b .* has an empty transcript"),
+        ("a one\nb ...\n", "utterance b .* has an empty transcript"),
+    ],
+)
+def test_text_and_audio_that_do_not_agree(tmp_path: Path, text: str, message: str) -> None:
+    for name in ("a", "b"):
+        write_tone(tmp_path / f"{name}.wav")
+    (tmp_path / "text").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_audio_folder(tmp_path)
+
+
+def test_transcripts_as_librispeech_has_them(tmp_path: Path) -> None:
+    for utterance in ("84-1-0000", "84-1-0001", "99-7-0000"):
+        speaker, chapter, _ = utterance.split("-")
+        write_tone(tmp_path / speaker / chapter / f"{utterance}.flac")
+    (tmp_path / "84" / "1" / "84-1.trans.txt").write_text("84-1-0000 GO UP\n84-1-0001 GO DOWN\n")
+    (tmp_path / "99" / "7" / "99-7.trans.txt").write_text("99-7-0000 STOP\n")
+    corpus = read_audio_folder(tmp_path)
+    assert [(u.utterance_id, u.speaker, u.text) for u in corpus.utterances] == [
+        ("84-1-0000", "84", "go up"),
+        ("84-1-0001", "84", "go down"),
+        ("99-7-0000", "99", "stop"),
+    ]
+
+
+def test_a_text_beside_each_audio_file(tmp_path: Path) -> None:
+    write_tone(tmp_path / "ann" / "1.wav").with_suffix(".txt").write_text("Yes.\n")
+    write_tone(tmp_path / "bob" / "1.wav").with_suffix(".txt").write_text("no\n")
+    corpus = read_audio_folder(tmp_path)
+    assert [(u.utterance_id, u.speaker, u.text) for u in corpus.utterances] == [
+        ("ann-1", "ann", "yes"),
+        ("bob-1", "bob", "no"),
+    ]
+    write_tone(tmp_path / "bob" / "2.wav")
+    with pytest.raises(ConfigError, match=r"2\.wav: has no transcript 2\.txt beside it"):
+        read_audio_folder(tmp_path)
+
+
+def test_folders_without_audio_or_transcripts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        open_corpus(tmp_path / "gone", None)
+    with pytest.raises(ConfigError, match="holds no audio"):
+        open_corpus(tmp_path, None)
+    write_tone(tmp_path / "hello.wav")
+    with pytest.raises(ConfigError, match=r"no transcripts found; give a file 'text'.*--pattern"):
+        open_corpus(tmp_path, None)
+
+
+def test_two_files_of_one_utterance_are_refused(tmp_path: Path) -> None:
+    write_tone(tmp_path / "0_ann_0.wav")
+    write_tone(tmp_path / "0_ann_0.flac")
+    with pytest.raises(ConfigError, match="are both utterance 0_ann_0; rename one"):
+        read_audio_folder(tmp_path)
