@@ -179,7 +179,7 @@ def _cautions(
         notes.append("No run was decoded: the word error rate played no part in the choice.")
     elif without:
         notes.append(f"Not eligible, because not decoded: {', '.join(without)}.")
-    if comparable and all(row.speedup is None for row in comparable):
+    if len(comparable) > 1 and all(row.speedup is None for row in comparable):
         notes.append("There is no timed run of one rank, so speed-up and efficiency are not known.")
     return tuple(notes)
 

@@ -64,8 +64,8 @@ def draw_by_period(ax: Axes, rows: Sequence[RunFigures], measure: Measure, canva
     if not placed:
         return False
     style_axes(ax, measure.title, measure.axis, canvas.theme)
-    joined = sorted((x, measure.value(row)) for x, _, row in placed if row.run.period is not None)
-    if len({row.run.strategy for _, _, row in placed if row.run.period is not None}) == 1:
+    joined = sorted((x, measure.value(row)) for x, _, row in placed if row.run.model_period is not None)
+    if len({row.run.strategy for _, _, row in placed if row.run.model_period is not None}) == 1:
         ax.plot(*zip(*joined, strict=True), color=canvas.theme.grid, linewidth=2, zorder=1)
     for x, _, row in placed:
         _draw_point(ax, x, row, measure, canvas)
@@ -126,17 +126,17 @@ def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_
 def _positions(rows: Sequence[RunFigures], canvas: Canvas) -> list[tuple[float, str, RunFigures]]:
     """Place the runs on the period axis: log2 of steps, or side by side where a period has a unit."""
     rows = [row for row in rows if not row.run.is_baseline]
-    periods = [row.run.period for row in rows if row.run.period is not None]
+    periods = [row.run.model_period for row in rows if row.run.model_period is not None]
     in_steps = all(period.isdigit() and int(period) > 0 for period in periods)
-    without = [row for row in rows if row.run.period is None]
+    without = [row for row in rows if row.run.model_period is None]
     placed: list[tuple[float, str, RunFigures]] = []
     first = math.log2(min((int(p) for p in periods), default=1)) if in_steps else 0.0
     # Runs without a period keep their distance from the axis' numbers, which they are not among.
     for i, row in enumerate(without):
         label = canvas.labels[row.run.name].replace(" ", "\n", 1)
         placed.append((first - 1.4 * (len(without) - i) - 0.4, label, row))
-    for i, row in enumerate(row for row in rows if row.run.period is not None):
-        period = row.run.period or ""
+    for i, row in enumerate(row for row in rows if row.run.model_period is not None):
+        period = row.run.model_period or ""
         placed.append((math.log2(int(period)) if in_steps else float(i), period, row))
     return placed
 
@@ -200,12 +200,13 @@ def _time_unit(longest: float) -> tuple[float, str]:
 
 
 def _focus_on_end(ax: Axes, curves: Sequence[Sequence[float]]) -> None:
-    """Cut off the steep beginning: it is alike in all runs and would press their ends together."""
+    """Cut off the steep beginning, if there are evaluations enough: it would press the ends together."""
     values = [y for curve in curves for y in curve]
     best, worst = max(values), min(values)
     worst_end = min(curve[-1] for curve in curves)
     shown = max(4 * (best - worst_end), 0.25 * (best - worst), 1e-3)
-    bottom = max(best - shown * 1.15, worst - 0.05 * shown)
+    latest = min(min(curve[-3:]) for curve in curves)
+    bottom = max(min(best - shown * 1.15, latest - 0.05 * shown), worst - 0.05 * shown)
     ax.set_ylim(bottom, best + 0.08 * shown)
     ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
-from rich.table import Table
 
 from speechdp.errors import ConfigError, RunError
 from speechdp.timing import figures, theme, wording
@@ -22,7 +21,7 @@ from speechdp.timing.canvas import make_canvas
 from speechdp.timing.derived import RunFigures, common_target, sweep_figures
 from speechdp.timing.results import Sweep
 from speechdp.timing.summary import read_sweep
-from speechdp.timing.tables import COLUMNS, csv_text, page_rows, terminal_table
+from speechdp.timing.tables import COLUMNS, TerminalTable, csv_text, page_rows
 
 #: Settings shown for each run, in this order; run.json may hold more.
 SETTINGS = {
@@ -55,7 +54,7 @@ class ReportPaths:
     html: Path
     csv: Path
     png: Path | None
-    table: Table
+    table: TerminalTable
     answer: tuple[str, ...]
 
 
@@ -91,7 +90,7 @@ def write_report(out_dir: Path, target: float | None = None) -> ReportPaths:
     answer = find_answer(rows)
     sentences = tuple(s for s in (answer.headline, *answer.details, answer.limit, *answer.cautions) if s)
     return ReportPaths(
-        html_path, csv_path, png_path if png_written else None, terminal_table(rows, target), sentences
+        html_path, csv_path, png_path if png_written else None, TerminalTable(rows, target), sentences
     )
 
 
@@ -149,7 +148,16 @@ def _setting_text(title: str, value: Any) -> str:
             return shlex.join(words)
         return ", ".join(f"{word} ({words.count(word)})" for word in dict.fromkeys(words))
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_setting_text(str(key), item)}" for key, item in value.items())
+        given = {key: item for key, item in value.items() if item is not None}
+        return ", ".join(f"{key} {_nested(item)}" for key, item in given.items())
     if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
         return f"{value:,}"
     return json.dumps(value)
+
+
+def _nested(value: Any) -> str:
+    """Write a group of settings in brackets, so that it can stand among others; unset ones are left out."""
+    if not isinstance(value, dict):
+        return _setting_text("", value)
+    given = (f"{key}={_nested(item)}" for key, item in value.items() if item is not None)
+    return f"({', '.join(given)})"

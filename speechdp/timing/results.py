@@ -124,9 +124,14 @@ class RunResult:
 
     @property
     def period(self) -> str | None:
-        """Averaging period as it was given, e.g. `16` or `600kf`; None where the strategy has none."""
+        """Steps, frames or seconds between exchanges, e.g. `16` or `600kf`; None where it is not known."""
         period = self.settings.get("period")
         return None if period in (None, "") else str(period)
+
+    @property
+    def model_period(self) -> str | None:
+        """The period of a strategy that has one as its option; None for one that exchanges gradients."""
+        return self.period if "period=" in str(self.settings.get("strategy")) else None
 
     @property
     def size(self) -> int | None:

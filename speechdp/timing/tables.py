@@ -8,11 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from speechdp.timing import wording
 from speechdp.timing.derived import RunFigures
+
+#: Columns of a terminal that holds a run's figures on one line.
+WIDE_COLUMNS = 160
 
 Value = float | int | str | None
 
@@ -160,11 +164,26 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-def terminal_table(rows: Sequence[RunFigures], target: float | None) -> Table:
-    """Return the table for a terminal; names are plain text, never markup."""
-    caption = None
-    if target is not None:
-        caption = f"time to target: until {wording.nats(target)} nats/frame on held-out data"
+@dataclass(frozen=True)
+class TerminalTable:
+    """The table for a terminal: a run a line where that fits, else a figure a line."""
+
+    rows: Sequence[RunFigures]
+    target: float | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the form that fits; rich calls this."""
+        yield (_wide if options.max_width >= WIDE_COLUMNS else _tall)(self.rows, _caption(self.target))
+
+
+def _caption(target: float | None) -> str:
+    if target is None:
+        return ""
+    return f"time to target: until {wording.nats(target)} nats/frame on held-out data"
+
+
+def _wide(rows: Sequence[RunFigures], caption: str) -> Table:
+    """Return one line a run; names are plain text, never markup."""
     table = Table(caption=caption, caption_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("run", overflow="fold", min_width=12)
     for column in COLUMNS:
@@ -176,6 +195,29 @@ def terminal_table(rows: Sequence[RunFigures], target: float | None) -> Table:
         style = "" if row.run.status == "complete" else "dim"
         cells = [Text(name_and_status(row))] + [Text(column.text(row)) for column in COLUMNS]
         table.add_row(*cells, style=style)
+    return table
+
+
+def _tall(rows: Sequence[RunFigures], caption: str) -> Table:
+    """Return one line a figure and one column a run, under the runs' short names."""
+    labels = wording.run_labels([row.run for row in rows])
+    table = Table(
+        caption=caption,
+        caption_justify="left",
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        heading = labels[row.run.name]
+        if row.run.status != "complete":
+            heading += f" ({row.run.status})"
+        table.add_column(Text(heading), justify="right", overflow="fold")
+    for column in COLUMNS:
+        title = column.title.replace("\u00ad", "")
+        name = f"{title}, %" if column.unit == "%" else title
+        table.add_row(Text(name), *(Text(column.text(row)) for row in rows))
     return table
 
 

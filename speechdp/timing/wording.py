@@ -61,15 +61,15 @@ def run_labels(runs: Sequence[RunResult]) -> dict[str, str]:
     Where several strategies have periods the strategy is said; where two runs would read alike, or a run
     lost its settings, the folder's name stands instead.
     """
-    with_period = {run.strategy for run in runs if run.period is not None}
+    with_period = {run.strategy for run in runs if run.model_period is not None}
     labels: dict[str, str] = {}
     for run in runs:
         strategy = run.strategy.replace("_", " ")
         if run.is_baseline:
             labels[run.name] = "one rank"
-        elif run.period is not None:
+        elif run.model_period is not None:
             prefix = "" if len(with_period) == 1 else f"{strategy}, "
-            labels[run.name] = f"{prefix}period {run.period}"
+            labels[run.name] = f"{prefix}period {run.model_period}"
         else:
             labels[run.name] = strategy or run.name
     uses = Counter(labels.values())

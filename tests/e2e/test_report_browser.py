@@ -136,7 +136,8 @@ def test_plot_text_stays_inside_its_frame_and_legible(browser: webdriver.Chrome,
             "const texts = [...document.querySelectorAll('figure svg text')];"
             "const box = (e) => e.getBoundingClientRect();"
             "const out = texts.filter((t) => !t.closest('.scroll')"
-            " && (box(t).left < box(t.closest('figure')).left || box(t).right > box(t.closest('figure')).right));"
+            " && (box(t).left < box(t.closest('figure')).left"
+            " || box(t).right > box(t.closest('figure')).right));"
             "return [out.map((t) => t.textContent), Math.min(...texts.map((t) => box(t).height))]",
         )
         assert outside == []

@@ -34,10 +34,12 @@ def write_run(run: MadeUpRun, parent: Path) -> Path:
     """Write RUN/run.json, metrics.jsonl, timing.json, wer.json and completed.json; return RUN."""
     path = parent / run.name
     path.mkdir(parents=True)
-    strategy = run.strategy_name if run.period is None else f"{run.strategy_name}:period={run.period}"
+    strategy = (
+        f"{run.strategy_name}:every=1" if run.period is None else f"{run.strategy_name}:period={run.period}"
+    )
     _write(path / "run.json", {
         "format": "speechdp-run", "version": 1, "strategy": strategy, "strategy_name": run.strategy_name,
-        "period": run.period, "backend": "horovod", "size": run.size, "hosts": ["node-a"] * run.size,
+        "period": run.period or "1", "backend": "horovod", "size": run.size, "hosts": ["node-a"] * run.size,
         "device": "cpu", "seed": 1, "preset": "tiny", "num_parameters": 1_234_567, "batch_size": 16,
         "command": ["speechdp", "train", "data", str(path), "--strategy", strategy],
         "versions": {"python": "3.11.2", "torch": "2.13.0", "horovod": "0.28.1", "Open MPI": "4.1.8"},

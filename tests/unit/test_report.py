@@ -57,8 +57,8 @@ def _csv(report: ReportPaths) -> dict[str, dict[str, str]]:
     return {row["run"]: row for row in csv.DictReader(io.StringIO(report.csv.read_text()))}
 
 
-def _printed(report: ReportPaths) -> str:
-    console = Console(file=io.StringIO(), width=250)
+def _printed(report: ReportPaths, width: int = 250) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(report.table)
     text = console.file
     assert isinstance(text, io.StringIO)
@@ -152,6 +152,14 @@ def test_the_three_files_and_the_table(tmp_path: Path) -> None:
     assert re.search(r"one-rank .* - ", printed)
 
 
+def test_a_narrow_terminal_gets_a_figure_a_line(tmp_path: Path) -> None:
+    printed = _printed(write_report(write_sweep(tmp_path / "sweep", realistic_sweep())), width=80)
+    (speed,) = [line for line in printed.splitlines() if line.startswith(" frames/s")]
+    assert speed.split() == ["frames/s", "12,470", "17,900", "15,300", "19,800", "21,650", "22,140"]
+    assert max(len(line) for line in printed.splitlines()) <= 80
+    assert "[red]" in _printed(write_report(write_run(MadeUpRun("[red]x", HOSTILE), tmp_path)), width=80)
+
+
 def test_the_time_to_a_given_target(tmp_path: Path) -> None:
     out = write_sweep(tmp_path / "sweep", realistic_sweep())
     row = _csv(write_report(out, target=-0.6))["model_averaging-16"]
@@ -230,6 +238,15 @@ def test_one_run_and_a_folder_of_runs(tmp_path: Path) -> None:
     assert set(_csv(folder)) == {"alone", "other"}
     assert PageReader(folder.html.read_text()).tags.count("svg") == 6
     assert set(_csv(write_report(tmp_path))) == {"alone", "other"}  # its own folder is no run
+
+
+def test_settings_are_written_for_people(tmp_path: Path) -> None:
+    options = {"model": {"preset": "tiny", "cells": None}, "epochs": 2}
+    page = write_report(write_run(MadeUpRun("a", settings={"options": options}), tmp_path)).html.read_text()
+    assert "<dt>options</dt><dd>model (preset=tiny), epochs 2</dd>" in page
+    assert "<dt>hosts</dt><dd>node-a (2)</dd>" in page
+    assert "<dt>parameters</dt><dd>1,234,567</dd>" in page
+    assert "speechdp train data" in page
 
 
 def test_many_ranks_are_shown_by_three() -> None:
