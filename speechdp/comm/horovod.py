@@ -14,6 +14,7 @@ from torch import Tensor
 
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator, ReduceOp, Work
+from speechdp.comm.patience import sleep_until
 from speechdp.comm.staging import Staged, as_bytes
 from speechdp.errors import CommunicationError
 
@@ -38,7 +39,7 @@ class _HorovodWork(Work):
 
     def wait(self) -> None:
         if not self._done:
-            _checked(f"allreduce of {self._name!r}", lambda: hvd.synchronize(self._handle))
+            _checked(f"allreduce of {self._name!r}", lambda: _finish(self._handle))
             self._staged.store()
             self._done = True
 
@@ -69,8 +70,8 @@ class HorovodCommunicator(Communicator):
         self._closed = False
 
     def barrier(self) -> None:
-        # `synchronize` polls with sleeps, so waiting here leaves the core to others.
-        _checked("barrier", hvd.barrier)
+        # Not hvd.barrier, which spins.
+        _checked("barrier", lambda: _finish(hvd.allreduce_async_(torch.zeros(1), name="speechdp.barrier")))
 
     def close(self) -> None:
         if self._closed:
@@ -93,7 +94,9 @@ class HorovodCommunicator(Communicator):
 
     def _broadcast(self, x: Tensor, name: str, root: int) -> None:
         staged = Staged(as_bytes(x), direct=self._reads_cuda)
-        _checked(f"broadcast of {name!r}", lambda: hvd.broadcast_(staged.fetch(), root, name=name))
+        _checked(
+            f"broadcast of {name!r}", lambda: _finish(hvd.broadcast_async_(staged.fetch(), root, name=name))
+        )
         staged.store()
 
     def _allgather_bytes(self, data: bytes) -> list[bytes]:
@@ -103,8 +106,14 @@ class HorovodCommunicator(Communicator):
         return [piece.numpy().tobytes() for piece in torch.split(everything, sizes)]
 
     def _allgather(self, x: Tensor, name: str) -> Tensor:
-        gathered: Tensor = _checked("allgather", lambda: hvd.allgather(x, name=name))
+        gathered: Tensor = _checked("allgather", lambda: _finish(hvd.allgather_async(x, name=name)))
         return gathered
+
+
+def _finish(handle: int) -> Any:
+    """Wait for an exchange and return its result; hvd.synchronize alone would spin until then."""
+    sleep_until(lambda: bool(hvd.poll(handle)))
+    return hvd.synchronize(handle)
 
 
 def _checked(what: str, call: Callable[[], T]) -> Any:

@@ -11,7 +11,6 @@ import ctypes
 import queue
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator, ReduceOp, Work
 from speechdp.comm.environment import prepare_open_mpi
+from speechdp.comm.patience import sleep_until
 from speechdp.comm.staging import Staged, as_bytes
 from speechdp.errors import CommunicationError
 
@@ -33,9 +33,6 @@ T = TypeVar("T")
 _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN}
 #: elements per MPI call: counts are 32 bits wide in MPI 3.
 _MAX_COUNT = 1 << 30
-_NUM_TESTS_AT_ONCE = 10
-_FIRST_SLEEP_S = 20e-6
-_LONGEST_SLEEP_S = 1e-3
 
 
 class _MpiWork(Work):
@@ -167,14 +164,8 @@ def _parts(x: Tensor) -> list[Tensor]:
 
 
 def _meet(comm: Any) -> None:
-    """Return once every rank is here: tests at once, then ever longer sleeps instead of MPI's spinning."""
-    request = comm.Ibarrier()
-    num_tests, sleep_s = 0, _FIRST_SLEEP_S
-    while not request.Test():
-        num_tests += 1
-        if num_tests > _NUM_TESTS_AT_ONCE:
-            time.sleep(sleep_s)
-            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+    """Return once every rank is here; every wait of MPI's own would spin."""
+    sleep_until(comm.Ibarrier().Test)
 
 
 def _checked(what: str, call: Callable[[], T]) -> T:
