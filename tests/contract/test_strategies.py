@@ -1,0 +1,104 @@
+"""The identities of every strategy with ranks as threads, and what the command line accepts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from speechdp.comm.base import Communicator
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.threads import run_threads
+from speechdp.errors import ConfigError
+from speechdp.strategies import parse_strategy, strategy_names
+from speechdp.strategies.registry import describe
+from tests.helpers.strategy_checks import (
+    CHECKS,
+    Run,
+    Sgd,
+    assert_close,
+    batches_of_all,
+    make_replica,
+    plain_sgd,
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_identity(check: object, size: int) -> None:
+    run_threads(size, check)
+
+
+@pytest.mark.parametrize("strategy", strategy_names())
+def test_one_rank_is_plain_sgd(strategy: str) -> None:
+    run = Run(SerialCommunicator(), strategy, make_replica(Sgd(momentum=0.9)))
+    run.train(0)
+    assert_close(run.finish(), plain_sgd(batches_of_all(1), Sgd(momentum=0.9)), strategy)
+
+
+@pytest.mark.parametrize("strategy", strategy_names())
+def test_every_strategy_has_a_row_in_the_documentation(strategy: str) -> None:
+    table = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
+    assert f"| `{strategy}` |" in table
+
+
+def test_documentation_names_no_strategy_that_is_not_there() -> None:
+    table = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
+    named = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert sorted(named) == strategy_names()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model_averaging", "model_averaging:period=16,momentum=keep"),
+        ("model_averaging:period=600kf,momentum=reset", "model_averaging:period=600kf,momentum=reset"),
+        ("model_averaging:period=2.5s", "model_averaging:period=2.5s,momentum=keep"),
+        (
+            "gradient_averaging:every=4,overlap=no",
+            "gradient_averaging:every=4,compression=none,bucket_mib=25.0,overlap=false",
+        ),
+    ],
+)
+def test_options_are_read_and_described(text: str, expected: str) -> None:
+    assert describe(parse_strategy(text)) == expected
+    assert describe(parse_strategy(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("no_such", "unknown strategy 'no_such'; there are: gradient_averaging"),
+        ("model_averaging:perod=4", "has no option 'perod=4'; it has: period, momentum"),
+        ("model_averaging:period", "has no option 'period'"),
+        ("model_averaging:period=0", "is not a period"),
+        ("model_averaging:period=1.5", "not a whole number of steps"),
+        ("model_averaging:period=4km", "is not a period"),
+        ("model_averaging:momentum=lose", "choose one of keep, average, reset"),
+        ("gradient_averaging:every=0", "at least 1"),
+        ("gradient_averaging:every=x", "is not of type int"),
+        ("gradient_averaging:overlap=maybe", "write true or false"),
+        ("gradient_averaging:bucket_mib=0", "must be positive"),
+    ],
+)
+def test_bad_options_are_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words.replace("(", r"\(").replace(".", r"\.")):
+        parse_strategy(text)
+
+
+def test_half_precision_the_backend_cannot_sum_is_refused_before_step_1() -> None:
+    class WithoutHalf(SerialCommunicator):
+        reducible = frozenset()
+
+    with pytest.raises(ConfigError, match="cannot sum that type"):
+        Run(WithoutHalf(), "gradient_averaging:compression=bf16")
+
+
+def test_a_failing_check_fails_on_threads() -> None:
+    """Guard the guards."""
+
+    def fail_on_one(comm: Communicator) -> None:
+        assert comm.rank != 1
+
+    with pytest.raises(AssertionError):
+        run_threads(2, fail_on_one)

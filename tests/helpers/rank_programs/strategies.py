@@ -1,0 +1,24 @@
+"""One rank of a job that runs every strategy identity: `strategies.py BACKEND SIZE`."""
+
+from __future__ import annotations
+
+import sys
+
+from speechdp.comm import Communicator, create_communicator
+from speechdp.comm.failure import guard
+from tests.helpers.strategy_checks import CHECKS
+
+
+def main(comm: Communicator) -> None:
+    assert comm.backend == sys.argv[1]
+    assert comm.size == int(sys.argv[2])
+    for check in CHECKS:
+        try:
+            check(comm)
+        except AssertionError as error:
+            raise AssertionError(f"{check.__name__}: {error}") from error
+    if comm.rank == 0:
+        print(f"{len(CHECKS)} identities hold on {comm.size} ranks")
+
+
+sys.exit(guard(lambda: create_communicator(sys.argv[1]), main))
