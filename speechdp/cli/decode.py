@@ -15,7 +15,7 @@ GrammarName = Literal["auto", "digit-loop", "word-loop", "word", "transcript-set
 
 
 @dataclass(frozen=True)
-class DecodeOptions:
+class DecodeCommand:
     """Decode a split with a trained model: speechdp decode RUN DATA [--split test]."""
 
     run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]

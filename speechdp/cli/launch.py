@@ -31,7 +31,7 @@ from speechdp.launching.supervise import StopPolicy, run_job
 
 
 @dataclass(frozen=True)
-class LaunchOptions:
+class LaunchCommand:
     """Start a speechdp command over N ranks: speechdp launch -np 2 -- train DATA RUN [options]."""
 
     command: tyro.conf.Positional[tuple[str, ...]] = ()
@@ -60,7 +60,7 @@ class LaunchOptions:
         return launch(self, own_program(Path(sys.executable)))
 
 
-def launch(options: LaunchOptions, program: tuple[str, ...]) -> int:
+def launch(options: LaunchCommand, program: tuple[str, ...]) -> int:
     """Check hosts and command, start `program` over the ranks, and return the exit code of it all."""
     target = find_target(options.command)
     argv, environment = _prepare(options, program)
@@ -77,7 +77,7 @@ def launch(options: LaunchOptions, program: tuple[str, ...]) -> int:
     return exit_code
 
 
-def _prepare(options: LaunchOptions, program: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+def _prepare(options: LaunchCommand, program: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
     """Return argv and environment of the launcher."""
     job = Job(
         hosts=_hosts(options),
@@ -101,7 +101,7 @@ def _prepare(options: LaunchOptions, program: tuple[str, ...]) -> tuple[list[str
     return horovodrun_command(job, horovodrun, options.controller, mpi), environment
 
 
-def _hosts(options: LaunchOptions) -> tuple[Host, ...]:
+def _hosts(options: LaunchCommand) -> tuple[Host, ...]:
     """Return the hosts with the ranks placed on each."""
     if options.hostfile is not None:
         hostfile = read_hostfile(options.hostfile)

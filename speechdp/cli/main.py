@@ -28,8 +28,8 @@ SUBCOMMANDS = {
     "train": Subcommand("train", "TrainCommand", "train a model over the ranks it is started with"),
     "sweep": Subcommand("sweep", "SweepCommand", "train once for each averaging period, decode, report"),
     "report": Subcommand("report", "Report", "table and pictures of a run or a sweep"),
-    "decode": Subcommand("decode", "DecodeOptions", "recognise a split and count word errors"),
-    "launch": Subcommand("launch", "LaunchOptions", "start any of these over N ranks with mpirun or horovodrun"),
+    "decode": Subcommand("decode", "DecodeCommand", "recognise a split and count word errors"),
+    "launch": Subcommand("launch", "LaunchCommand", "start any of these over N ranks with mpirun or horovodrun"),
 }
 
 

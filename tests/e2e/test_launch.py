@@ -50,9 +50,9 @@ time.sleep(120)
 #: Starts `launch` with the stand-in above in the place of `python -m speechdp`.
 STARTER = """
 import sys, tyro
-from speechdp.cli.launch import LaunchOptions, launch
+from speechdp.cli.launch import LaunchCommand, launch
 stub, *arguments = sys.argv[1:]
-sys.exit(launch(tyro.cli(LaunchOptions, args=arguments), (sys.executable, stub)))
+sys.exit(launch(tyro.cli(LaunchCommand, args=arguments), (sys.executable, stub)))
 """
 
 Start = Callable[..., "subprocess.Popen[str]"]

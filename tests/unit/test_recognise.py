@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from speechdp.cli.decode import DecodeOptions
+from speechdp.cli.decode import DecodeCommand
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads import run_threads
 from speechdp.data.dataset import Dataset
@@ -150,7 +150,7 @@ def test_command_prints_the_error_rate_and_the_file(
     monkeypatch.setattr("speechdp.train.model_file.load_model", load_model)
     run_dir = tmp_path / "run"
     assert (
-        DecodeOptions(run_dir, dataset.path, grammar="word-loop", backend="serial", device="cpu").run() == 0
+        DecodeCommand(run_dir, dataset.path, grammar="word-loop", backend="serial", device="cpu").run() == 0
     )
     out = capsys.readouterr().out
     assert asked == [run_dir]
