@@ -50,10 +50,13 @@ def find_answer(rows: Sequence[RunFigures]) -> Answer:
     if not comparable:
         return _without_comparison(rows, finished, cautions)
     best = max(comparable, key=lambda row: row.log_prob or 0.0)
-    chosen = max(_accurate_enough(comparable, best), key=_rate)
+    eligible = _accurate_enough(comparable, best)
+    chosen = max(eligible, key=_rate)
     details = _comparison(comparable, chosen, best, labels)
+    if chosen.run.model_period is None:
+        details.append(_best_period(comparable, eligible, labels))
     headline, limit = _headline(chosen, comparable, labels), _limit(chosen, labels)
-    return Answer(headline, tuple(details), limit, cautions, chosen)
+    return Answer(headline, tuple(filter(None, details)), limit, cautions, chosen)
 
 
 def _without_comparison(
@@ -123,6 +126,20 @@ def _comparison(
             "nats/frame below the best" + (f", WER {_wer(fastest)}." if fastest.word_errors else ".")
         )
     return sentences
+
+
+def _best_period(rows: Sequence[RunFigures], eligible: Sequence[RunFigures], labels: dict[str, str]) -> str:
+    """Say which period is the best where a run without one was chosen."""
+    if all(row.run.model_period is None for row in rows):
+        return ""
+    fitting = [row for row in eligible if row.run.model_period is not None]
+    if not fitting:
+        return "No averaging period keeps the accuracy."
+    fastest = max(fitting, key=_rate)
+    return (
+        f"Of the averaging periods that keep the accuracy, {labels[fastest.run.name]} is the fastest: "
+        f"{_speed(fastest)}, with {_accuracy(fastest)}."
+    )
 
 
 def _limit(row: RunFigures, labels: dict[str, str]) -> str:

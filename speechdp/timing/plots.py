@@ -88,8 +88,8 @@ def draw_one_rank(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> None:
         line = ax.axhline(value, color=canvas.theme.baseline, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
         canvas.tip(line, f"{label}: {wording.count(value)} frames/s")
         ax.annotate(
-            label, (1, value), xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points",
-            ha="right", va="bottom", color=canvas.theme.muted, fontsize="small",
+            label.replace("one ", "one\n"), (1, value), xycoords=("axes fraction", "data"), xytext=(4, 0),
+            textcoords="offset points", ha="left", va="center", color=canvas.theme.muted, fontsize="small",
         )  # fmt: skip
     ax.set_ylim(0, max(lines[-1][0] * 1.12, ax.get_ylim()[1]))
 

@@ -48,6 +48,11 @@ class PageReader(HTMLParser):
                 self.references.append(value or "")
 
 
+@pytest.fixture(scope="module")
+def realistic(tmp_path_factory: pytest.TempPathFactory) -> ReportPaths:
+    return write_report(write_sweep(tmp_path_factory.mktemp("report") / "sweep", realistic_sweep()))
+
+
 def _answer(tmp_path: Path, runs: list[MadeUpRun], missing: tuple[str, ...] = ()) -> Answer:
     sweep = read_sweep(write_sweep(tmp_path / "sweep", runs, missing))
     return find_answer(sweep_figures(sweep, common_target(sweep.runs)))
@@ -75,6 +80,15 @@ def test_the_answer_is_the_fastest_run_that_keeps_the_accuracy(tmp_path: Path) -
     assert "Period 64 is faster (22,140 frames/s) but not accurate enough: 0.054 nats" in answer.details[1]
     assert "computing slower than one rank does alone" in answer.limit
     assert answer.cautions == ()
+
+
+def test_where_no_period_is_chosen_the_best_period_is_named(tmp_path: Path) -> None:
+    gradient = MadeUpRun("g", "gradient_averaging", None, frames_per_s=30_000.0)
+    answer = _answer(tmp_path / "a", [gradient, MadeUpRun("p1", period="1", final_log_prob=-0.41)])
+    assert answer.headline.startswith("Gradient averaging is the fastest setting")
+    assert "Of the averaging periods that keep the accuracy, period 1 is the fastest" in answer.details[-1]
+    answer = _answer(tmp_path / "b", [gradient, MadeUpRun("p1", period="1", final_log_prob=-0.51)])
+    assert answer.details[-1] == "No averaging period keeps the accuracy."
 
 
 def test_a_run_whose_word_error_interval_lies_above_the_best_is_not_chosen(tmp_path: Path) -> None:
@@ -130,9 +144,9 @@ def test_runs_without_evaluations_have_a_speed_but_no_choice(tmp_path: Path) -> 
     assert "how accurate the runs are is not known" in answer.headline
 
 
-def test_the_three_files_and_the_table(tmp_path: Path) -> None:
-    report = write_report(write_sweep(tmp_path / "sweep", realistic_sweep()))
-    assert report.html == tmp_path / "sweep" / "report" / "report.html"
+def test_the_three_files_and_the_table(realistic: ReportPaths) -> None:
+    report = realistic
+    assert report.html.parts[-3:] == ("sweep", "report", "report.html")
     assert report.png is not None
     assert report.png.read_bytes().startswith(b"\x89PNG")
     rows = _csv(report)
@@ -152,8 +166,8 @@ def test_the_three_files_and_the_table(tmp_path: Path) -> None:
     assert re.search(r"one-rank .* - ", printed)
 
 
-def test_a_narrow_terminal_gets_a_figure_a_line(tmp_path: Path) -> None:
-    printed = _printed(write_report(write_sweep(tmp_path / "sweep", realistic_sweep())), width=80)
+def test_a_narrow_terminal_gets_a_figure_a_line(tmp_path: Path, realistic: ReportPaths) -> None:
+    printed = _printed(realistic, width=80)
     (speed,) = [line for line in printed.splitlines() if line.startswith(" frames/s")]
     assert speed.split() == ["frames/s", "12,470", "17,900", "15,300", "19,800", "21,650", "22,140"]
     assert max(len(line) for line in printed.splitlines()) <= 80
@@ -215,8 +229,8 @@ def test_names_and_commands_are_text_never_markup(tmp_path: Path) -> None:
     assert "[red]" in _printed(report)
 
 
-def test_the_page_stands_alone_and_its_ids_are_its_own(tmp_path: Path) -> None:
-    page = write_report(write_sweep(tmp_path / "sweep", realistic_sweep())).html.read_text()
+def test_the_page_stands_alone_and_its_ids_are_its_own(realistic: ReportPaths) -> None:
+    page = realistic.html.read_text()
     reader = PageReader(page)
     assert all(reference.startswith("#") or reference == "data:," for reference in reader.references)
     assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
