@@ -18,6 +18,8 @@ _AUDIO_SUFFIXES = frozenset(
     {".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au", ".sph"}
 )
 _FIELDS = {"digit": r"[0-9]", "word": r"[^/]+?", "speaker": r"[^/]+?", "index": r"[0-9]+"}
+# Stricter than the pattern: yesno's 0_1_0_0_1_1_0_1 is not a digit said by speaker 1_0_0_1_1_0.
+_FSDD_NAME = re.compile(r"[0-9]_[A-Za-z][^_]*_[0-9]+")
 _PUNCTUATION = str.maketrans("", "", '.,;:!?"()[]')
 
 
@@ -45,7 +47,7 @@ def read_audio_folder(source: Path, pattern: str | None = None) -> Corpus:
         return _by_trans_txt(source, files)
     if files[0].with_suffix(".txt").is_file():
         return _by_text_beside(source, files)
-    if all(re.fullmatch(_compile(DEFAULT_PATTERN), file.stem) for file in files):
+    if all(_FSDD_NAME.fullmatch(file.stem) for file in files):
         return _by_pattern(source, files, DEFAULT_PATTERN)
     raise ConfigError(
         f"{source}: no transcripts found; give a file 'text' (utterance-id words), *.trans.txt files, a .txt "

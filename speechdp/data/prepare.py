@@ -55,6 +55,10 @@ class PrepareOptions:
     overwrite: bool = False
     num_workers: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.num_shards < 1:
+            raise ConfigError(f"--shards {self.num_shards}: give at least 1")
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -75,8 +79,6 @@ def prepare(options: PrepareOptions, progress: Progress) -> Prepared:
         ConfigError: the corpus, its audio, the lexicon, the split or the target cannot be used.
         ShardError: the disk is full or cannot be written.
     """
-    if options.num_shards < 1:
-        raise ConfigError(f"--shards {options.num_shards}: give at least 1")
     check_target(options.data, options.overwrite)
     corpus = open_corpus(options.source, options.pattern)
     corpus = corpus.respelled(_spelling(corpus, options.lexicon))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from speechdp.data.audio import edge_silence, read_audio
@@ -60,7 +61,7 @@ def run_jobs(jobs: Sequence[ShardJob], num_workers: int | None, progress: Progre
         RunError: a process was killed.
     """
     total = sum(len(job.utterances) for job in jobs)
-    num_workers = min(num_workers or os.cpu_count() or 1, len(jobs))
+    num_workers = min(num_workers or num_cores(), len(jobs))
     progress(_STAGE, 0, total)
     if num_workers > 1 and total >= _FEWEST_FOR_PROCESSES:
         return _run_in_processes(jobs, num_workers, progress)
@@ -75,6 +76,11 @@ def run_jobs(jobs: Sequence[ShardJob], num_workers: int | None, progress: Progre
     for job in jobs:
         results.append(write_shard(job, advance))
     return results
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use; an allocation often gives fewer than the machine has."""
+    return len(os.sched_getaffinity(0))
 
 
 def write_shard(job: ShardJob, advance: Callable[[], None]) -> ShardResult:
@@ -110,12 +116,12 @@ def _make_utterance(utterance: CorpusUtterance, job: ShardJob) -> tuple[Utteranc
 def _run_in_processes(jobs: Sequence[ShardJob], num_workers: int, progress: Progress) -> list[ShardResult]:
     # Spawned, not forked: the caller may have threads, and HDF5 does not survive a fork.
     context = multiprocessing.get_context("spawn")
-    counter: Synchronized[int] = context.Value("q", 0)
+    shared = _Shared(context.Value("q", 0), context.Event())
     total = sum(len(job.utterances) for job in jobs)
-    with ProcessPoolExecutor(num_workers, context, _keep_counter, (counter,)) as pool:
+    with ProcessPoolExecutor(num_workers, context, _keep, (shared,)) as pool:
         futures = [pool.submit(_write_counted, job) for job in jobs]
         try:
-            _watch(futures, lambda: progress(_STAGE, counter.value, total))
+            _watch(futures, lambda: progress(_STAGE, shared.num_done.value, total))
             return [future.result() for future in futures]
         except BrokenProcessPool as error:
             raise RunError(
@@ -123,6 +129,7 @@ def _run_in_processes(jobs: Sequence[ShardJob], num_workers: int, progress: Prog
                 "run again with fewer --workers"
             ) from error
         finally:
+            shared.stop.set()  # else leaving the pool would wait for shards that nobody wants any more
             for future in futures:
                 future.cancel()
 
@@ -136,17 +143,29 @@ def _watch(futures: Sequence[Future[ShardResult]], report: Callable[[], None]) -
             future.result()  # raises what the job raised
 
 
-# One a worker process: a shared counter can only be handed over when the process starts.
-_counters: list[Synchronized[int]] = []
+@dataclass(frozen=True)
+class _Shared:
+    """What the processes share: how many utterances are done, and whether to give up."""
+
+    num_done: Synchronized[int]
+    stop: Event
 
 
-def _keep_counter(counter: Synchronized[int]) -> None:
-    _counters.append(counter)
+# One a worker process: such things can only be handed over when the process starts.
+_shared: list[_Shared] = []
+
+
+def _keep(shared: _Shared) -> None:
+    _shared.append(shared)
 
 
 def _write_counted(job: ShardJob) -> ShardResult:
+    (shared,) = _shared
+
     def advance() -> None:
-        with _counters[0].get_lock():
-            _counters[0].value += 1
+        if shared.stop.is_set():
+            raise CancelledError
+        with shared.num_done.get_lock():
+            shared.num_done.value += 1
 
     return write_shard(job, advance)

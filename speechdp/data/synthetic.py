@@ -7,7 +7,6 @@ fast it is, not how well a model would recognise people.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from speechdp.data.dataset import Dataset, Manifest, ShardEntry, SplitEntry
 from speechdp.data.espeak import check_espeak
 from speechdp.data.features import FeatureConfig, check_mel_bins
 from speechdp.data.prepare import Prepared, finish, shards_of_split
-from speechdp.data.shard_jobs import Progress
+from speechdp.data.shard_jobs import Progress, num_cores
 from speechdp.data.shards import ShardHeader, ShardWriter, Utterance
 from speechdp.data.splits import deal
 from speechdp.data.synthetic_plan import PlannedUtterance, plan_corpus
@@ -129,6 +128,7 @@ def _jobs(
 def _speak_all(jobs: Sequence[SpeakingJob], num_workers: int | None, progress: Progress) -> None:
     total = sum(len(job.utterances) for job in jobs)
     lock = threading.Lock()
+    stop = threading.Event()
     done = 0
     progress(_STAGE, 0, total)
 
@@ -138,17 +138,18 @@ def _speak_all(jobs: Sequence[SpeakingJob], num_workers: int | None, progress: P
             done += 1
             progress(_STAGE, done, total)
 
-    with ThreadPoolExecutor(num_workers or os.cpu_count() or 1) as pool:
-        futures = [pool.submit(_speak, job, advance) for job in jobs]
+    with ThreadPoolExecutor(num_workers or num_cores()) as pool:
+        futures = [pool.submit(_speak, job, advance, stop) for job in jobs]
         try:
             for future in futures:
                 future.result()
         finally:
+            stop.set()
             for future in futures:
                 future.cancel()
 
 
-def _speak(job: SpeakingJob, advance: Callable[[], None]) -> None:
+def _speak(job: SpeakingJob, advance: Callable[[], None], stop: threading.Event) -> None:
     """Run one job in a fresh process, on which eSpeak NG's repeatability depends."""
     path = job.stem.with_suffix(".json")
     job.write(path)
@@ -162,6 +163,8 @@ def _speak(job: SpeakingJob, advance: Callable[[], None]) -> None:
             if "error" in message:
                 raise ConfigError(message["error"])
             advance()
+            if stop.is_set():  # another job failed
+                process.terminate()
     if process.returncode != 0:
         raise RunError(f"{job.stem.name}: its process ended with status {process.returncode}; run it again")
 

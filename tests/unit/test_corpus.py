@@ -189,7 +189,7 @@ def test_folders_without_audio_or_transcripts(tmp_path: Path) -> None:
         open_corpus(tmp_path / "gone", None)
     with pytest.raises(ConfigError, match="holds no audio"):
         open_corpus(tmp_path, None)
-    write_tone(tmp_path / "hello.wav")
+    write_tone(tmp_path / "0_1_0_0_1_1_0_1.wav")  # yesno's form, which must not pass for FSDD's
     with pytest.raises(ConfigError, match=r"no transcripts found; give a file 'text'.*--pattern"):
         open_corpus(tmp_path, None)
 

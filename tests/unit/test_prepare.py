@@ -260,6 +260,21 @@ def test_command_lines_that_are_refused(
     assert message in error and "\n" not in error
 
 
+def test_unusable_corpora_end_the_command_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = digit_folder(tmp_path / "in")
+    _spoil(source / "0_ann_3.wav")
+    assert main.run(["prepare", str(source), str(tmp_path / "data")]) != 0
+    error = capsys.readouterr().err.strip().splitlines()[-1]  # after the lines of progress
+    assert "0_ann_3.wav: unreadable audio" in error and "leave it out" in error
+    (kaldi_folder(tmp_path / "kaldi") / "text").write_text("utt0 xyzzy\nutt1 one\nutt2 one\n")
+    assert main.run(["prepare", str(tmp_path / "kaldi"), str(tmp_path / "data")]) != 0
+    error = capsys.readouterr().err.strip()
+    assert "xyzzy" in error and "--lexicon" in error and "\n" not in error
+    assert not (tmp_path / "data").exists()
+
+
 def _spoil(path: Path) -> None:
     """Damage a FLAC or WAV file so that its header still reads but the samples do not."""
     write_tone(path.with_suffix(".flac"), 4.0)
