@@ -6,9 +6,10 @@ PYTHON := .venv/bin/python
 setup:
 	@launch/setup --dev
 
-# Every test. One torch thread a process: tests start several ranks on few cores.
+# Every test. One torch thread a process: tests start several ranks on few cores. Isolated: on a machine
+# without ssh Open MPI 4 would refuse to start even local ranks.
 test: setup
-	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 OMPI_MCA_plm=isolated $(PYTHON) -m pytest $(PYTEST_ARGS)
 
 check: setup
 	@$(PYTHON) -m ruff check .

@@ -138,6 +138,10 @@ def child_environment(
     if is_root:
         environment["OMPI_ALLOW_RUN_AS_ROOT"] = "1"
         environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+    if not job.spans_hosts:
+        # Open MPI 4 looks for ssh even where it needs none, and gives up on a machine without it, as
+        # container images are.
+        environment.setdefault("OMPI_MCA_plm", "isolated")
     most_ranks = max(host.slots for host in job.hosts)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // most_ranks)))
     if mpi is not None and mpi.prefix is not None:

@@ -173,6 +173,16 @@ def test_a_killed_rank_ends_the_job_with_one_last_line(
     assert_gone([int(path.read_text()) for path in run.glob("pid-*")])
 
 
+def test_a_machine_without_ssh(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_mpirun()
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", str(programs))
+    run = tmp_path / "run"
+    code, errors = finish(start("-np", "2", "--", "train", "DATA", str(run)))
+    assert code == 0, errors
+
+
 def test_exit_code_0_without_a_marker_is_a_failure(start: Start, tmp_path: Path) -> None:
     needs_mpirun()
     run = tmp_path / "run"

@@ -112,9 +112,15 @@ def test_environment_of_root_and_of_a_user() -> None:
     assert root["OMP_NUM_THREADS"] == "2"  # 8 cores, 3 ranks on the fullest host
     assert root["PATH"] == "/v/bin:/bin"
     assert root["OPAL_PREFIX"] == "/v"
+    assert "OMPI_MCA_plm" not in root
     user = child_environment(job, SYSTEM_MPI, {"OMP_NUM_THREADS": "5"}, is_root=False, num_cores=1)
     assert user == {"OMP_NUM_THREADS": "5"}
     assert child_environment(job, MPI4, root, is_root=True, num_cores=8) == root
+
+
+def test_a_job_on_this_machine_needs_no_ssh() -> None:
+    environment = child_environment(Job(LOCAL, PROGRAM, ()), MPI4, {}, is_root=False, num_cores=2)
+    assert environment["OMPI_MCA_plm"] == "isolated"
 
 
 def test_more_ranks_than_cores_still_leave_one_thread() -> None:
