@@ -101,6 +101,6 @@ def _why_not_horovod() -> str | None:
         torch_horovod = importlib.import_module("horovod.torch")
     except ImportError as error:
         return f"Horovod cannot be loaded ({str(error).splitlines()[0]})"
-    if environment.horovod_controller() == "gloo":
+    if environment.started_by_horovodrun():
         return None if torch_horovod.gloo_built() else "this Horovod was built without Gloo"
     return None if torch_horovod.mpi_built() else "this Horovod was built without MPI"

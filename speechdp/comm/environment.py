@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -31,6 +32,8 @@ _HOROVOD_DEFAULTS = {
     # Pause of Horovod's background thread between two looks for work, ms; docs/communicators.md has the
     # measurement.
     "HOROVOD_CYCLE_TIME": "1",
+    # A peer that answers nothing at all for so long is taken for dead; Gloo only.
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",
     # A rank may spend minutes in an evaluation the others wait for; a warning is due only after that.
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "300",
     # Its warnings about exchanges that end the job are repeated by our own one-line messages.
@@ -96,11 +99,31 @@ def prepare_horovod() -> None:
 
 
 def horovod_controller() -> str | None:
-    """Return the controller horovodrun asks for (`gloo` or `mpi`), or None under another launcher."""
-    value = os.environ.get("HOROVOD_CONTROLLER")
-    if value is None and "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
-        return "gloo"
-    return value.lower() if value else None
+    """Return what the user or horovodrun has chosen for Horovod (`gloo` or `mpi`), None if nothing."""
+    for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"):
+        if os.environ.get(name):
+            return os.environ[name].lower()
+    return None
+
+
+def started_by_horovodrun() -> bool:
+    """Return whether horovodrun's own rendezvous is to be used, which needs no MPI."""
+    return "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ
+
+
+@contextmanager
+def set_meanwhile(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set variables that a library reads while it starts, and take them away again."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def torchrun_rendezvous() -> tuple[str, int] | None:

@@ -1,4 +1,4 @@
-"""Ranks over Horovod: collectives by its background thread, over MPI or Gloo, whichever launcher came first.
+"""Ranks over Horovod: collectives by its background thread, over Gloo or MPI.
 
 Horovod matches exchanges by name, so their order may differ between ranks.  Fusion is off by default
 (`comm/environment.py`): what is fused depends on what happened to be ready, and with it the last bit.
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator, ReduceOp, Work
+from speechdp.comm.horovod_gloo import GlooMeeting, gloo_is_better
 from speechdp.comm.patience import sleep_until
 from speechdp.comm.staging import Staged, as_bytes
 from speechdp.errors import CommunicationError
@@ -48,7 +49,7 @@ class HorovodCommunicator(Communicator):
     """All ranks that Horovod knows of.
 
     Attributes:
-        controller: `mpi` or `gloo`; who brought the ranks together.
+        controller: `gloo` or `mpi`; what carries Horovod's messages and sums.
     """
 
     backend: ClassVar[str] = "horovod"
@@ -56,11 +57,11 @@ class HorovodCommunicator(Communicator):
     reducible: ClassVar[frozenset[torch.dtype]] = Communicator.reducible | {torch.float16}
 
     def __init__(self) -> None:
-        if environment.horovod_controller() != "gloo":
-            # mpi4py first: Horovod joins an MPI that is already there, and leaves it to mpi4py to end it.
-            # Abort and the comparison of the two worlds need mpi4py anyway.
-            import speechdp.comm.mpi  # noqa: F401, PLC0415
-        _checked("hvd.init", hvd.init)
+        self._meeting: GlooMeeting | None = None
+        if environment.started_by_horovodrun():
+            _checked("hvd.init", hvd.init)
+        else:
+            self._start_over_mpi()
         self.rank = int(hvd.rank())
         self.size = int(hvd.size())
         self.local_rank = int(hvd.local_rank())
@@ -68,6 +69,20 @@ class HorovodCommunicator(Communicator):
         # Without NCCL in this build Horovod would refuse, or copy behind our back, what is on a GPU.
         self._reads_cuda = bool(hvd.nccl_built())
         self._closed = False
+
+    def _start_over_mpi(self) -> None:
+        # mpi4py first: Horovod joins an MPI that is already there, and leaves it to mpi4py to end it.
+        # Abort and the comparison of the two worlds need mpi4py anyway.
+        from speechdp.comm.mpi import MpiCommunicator  # noqa: PLC0415
+
+        mpi = MpiCommunicator()
+        if gloo_is_better(mpi) and hvd.gloo_built():
+            self._meeting = GlooMeeting(mpi)
+            with environment.set_meanwhile(self._meeting.settings):
+                _checked("hvd.init", hvd.init)
+        else:
+            _checked("hvd.init", hvd.init)
+        mpi.close()
 
     def barrier(self) -> None:
         # Not hvd.barrier, which spins.
@@ -80,9 +95,11 @@ class HorovodCommunicator(Communicator):
         # A rank that shuts down while others still exchange would fail their exchange.
         self.barrier()
         hvd.shutdown()
+        if self._meeting is not None:
+            self._meeting.close()
 
     def abort(self, exit_code: int) -> NoReturn:
-        if self.controller == "mpi":
+        if not environment.started_by_horovodrun():
             from speechdp.comm.mpi import abort_world  # noqa: PLC0415
 
             abort_world(exit_code)

@@ -1,12 +1,59 @@
-"""Find the interface over which this host reaches another one."""
+"""Find the interface over which the ranks of a job reach one another."""
 
 from __future__ import annotations
 
 import fcntl
 import socket
 import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from speechdp.errors import CommunicationError
 
 _SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface of this host."""
+
+    name: str
+    address: str
+
+
+def interface_between(rank: int, hosts: Sequence[str]) -> Interface:
+    """Return the interface for this rank's traffic: loopback while all ranks are on one host.
+
+    Args:
+        rank: this rank.
+        hosts: the host name of every rank, in rank order.
+
+    Raises:
+        CommunicationError: another host cannot be reached.
+    """
+    others = [host for host in hosts if host != hosts[rank]]
+    if not others:
+        return Interface("lo", "127.0.0.1")
+    try:
+        address = address_towards(others[0])
+        name = interface_of(address)
+    except OSError as error:
+        raise CommunicationError(
+            f"rank {rank} on {hosts[rank]} cannot reach {others[0]} ({error.strerror}); give the hosts names "
+            "that every node resolves, or choose --backend mpi"
+        ) from error
+    if name is None:
+        raise CommunicationError(
+            f"rank {rank} on {hosts[rank]} has no interface with address {address}; choose --backend mpi"
+        )
+    return Interface(name, address)
+
+
+def has_infiniband() -> bool:
+    """Return whether this host has an InfiniBand or RoCE adapter, which MPI uses and Gloo cannot."""
+    adapters = Path("/sys/class/infiniband")
+    return adapters.is_dir() and any(adapters.iterdir())
 
 
 def address_towards(host: str) -> str:

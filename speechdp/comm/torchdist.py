@@ -91,7 +91,9 @@ class TorchCommunicator(Communicator):
 
         mpi = MpiCommunicator()
         self.rank, self.size, self.local_rank = mpi.rank, mpi.size, mpi.local_rank
-        address = self._choose_interface(mpi.allgather_object(environment.host_name()))
+        interface = network.interface_between(self.rank, mpi.allgather_object(environment.host_name()))
+        environment.prefer_gloo_interface(interface.name)
+        address = interface.address
         store: Any | None = None
         port = 0
         if self.rank == 0:
@@ -104,24 +106,6 @@ class TorchCommunicator(Communicator):
             )
         mpi.close()
         return store
-
-    def _choose_interface(self, hosts: list[str]) -> str:
-        """Return this rank's address and let gloo use its interface: loopback while all are on one host."""
-        others = [host for host in hosts if host != hosts[self.rank]]
-        if not others:
-            environment.prefer_gloo_interface("lo")
-            return "127.0.0.1"
-        try:
-            address = network.address_towards(others[0])
-        except OSError as error:
-            raise CommunicationError(
-                f"rank {self.rank} on {hosts[self.rank]} cannot reach {others[0]} ({error.strerror}); give "
-                "the hosts names that every node resolves, or choose --backend mpi"
-            ) from error
-        interface = network.interface_of(address)
-        if interface is not None:
-            environment.prefer_gloo_interface(interface)
-        return address
 
     def _meet_by_torchrun(self) -> Any:
         launch = environment.announced()

@@ -1,0 +1,120 @@
+"""Start Horovod over Gloo in a job that mpirun or srun started: its ranks meet over MPI.
+
+Horovod's background threads talk to one another every cycle.  Over MPI the one that is early spins until
+the other comes, and as each keeps its own clock, it is early for ever: up to a whole core, measured on 2
+idle ranks, is gone.  Gloo waits in poll() and takes 0.02 of a core for the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass
+
+from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+from speechdp.comm import environment, network
+from speechdp.comm.base import Communicator
+
+
+def gloo_is_better(mpi: Communicator) -> bool:
+    """Return whether Gloo should carry Horovod.  Collective.
+
+    The user's HOROVOD_CONTROLLER or HOROVOD_CPU_OPERATIONS decides; else Gloo, unless the ranks are on
+    several hosts joined by InfiniBand, which only MPI uses.
+    """
+    if mpi.size == 1:
+        return False
+    everyone = mpi.allgather_object(
+        [environment.horovod_controller(), environment.host_name(), network.has_infiniband()]
+    )
+    chosen = everyone[0][0]
+    if chosen is not None:
+        return bool(chosen == "gloo")
+    several_hosts = len({host for _, host, _ in everyone}) > 1
+    return not (several_hosts and all(infiniband for _, _, infiniband in everyone))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank stands in Horovod's view: on its host, and among the hosts."""
+
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
+class GlooMeeting:
+    """The rendezvous of Horovod's ranks, served by rank 0 on the one address the others reach it at.
+
+    Attributes:
+        settings: environment variables to be set while `hvd.init` runs.
+
+    Args:
+        mpi: communicator over all ranks; needed here only, while the meeting is arranged.
+    """
+
+    def __init__(self, mpi: Communicator) -> None:
+        hosts: list[str] = mpi.allgather_object(environment.host_name())
+        places = _places(hosts)
+        interface = network.interface_between(mpi.rank, hosts)
+        self._server: RendezvousHTTPServer | None = None
+        self._thread: threading.Thread | None = None
+        if mpi.rank == 0:
+            self._serve(interface.address, hosts, places)
+        port = 0 if self._server is None else self._server.server_address[1]
+        address, port = mpi.broadcast_object([interface.address, port])
+        place = places[mpi.rank]
+        self.settings = {
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": str(address),
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+            "HOROVOD_GLOO_IFACE": interface.name,
+            "HOROVOD_HOSTNAME": hosts[mpi.rank],
+            "HOROVOD_RANK": str(mpi.rank),
+            "HOROVOD_SIZE": str(mpi.size),
+            "HOROVOD_LOCAL_RANK": str(place.local_rank),
+            "HOROVOD_LOCAL_SIZE": str(place.local_size),
+            "HOROVOD_CROSS_RANK": str(place.cross_rank),
+            "HOROVOD_CROSS_SIZE": str(place.cross_size),
+        }
+
+    def close(self) -> None:
+        """Stop serving; after `hvd.shutdown`, in which the ranks sign off."""
+        if self._server is not None and self._thread is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+
+    def _serve(self, address: str, hosts: list[str], places: list[_Place]) -> None:
+        self._server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
+        self._server.init(
+            [
+                SlotInfo(hosts[r], r, p.local_rank, p.cross_rank, len(hosts), p.local_size, p.cross_size)
+                for r, p in enumerate(places)
+            ]
+        )
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="horovod-rendezvous", daemon=True
+        )
+        self._thread.start()
+
+
+def _places(hosts: list[str]) -> list[_Place]:
+    """Number the ranks on each host, and the hosts that have a rank of each local number."""
+    sizes = Counter(hosts)
+    seen_on: Counter[str] = Counter()
+    seen_as: Counter[int] = Counter()
+    numbers: list[tuple[int, int]] = []
+    for host in hosts:
+        local_rank = seen_on[host]
+        numbers.append((local_rank, seen_as[local_rank]))
+        seen_on[host] += 1
+        seen_as[local_rank] += 1
+    return [
+        _Place(local, sizes[host], cross, seen_as[local])
+        for host, (local, cross) in zip(hosts, numbers, strict=True)
+    ]
