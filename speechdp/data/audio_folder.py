@@ -17,6 +17,8 @@ DEFAULT_PATTERN = "{digit}_{speaker}_{index}"
 _AUDIO_SUFFIXES = frozenset(
     {".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au", ".sph"}
 )
+# Lists of checksums (FSDD has a SHA256SUMS.wav) and the hidden files some systems put beside each file.
+_NO_AUDIO = re.compile(r"\.|(md5|sha[0-9]+)sums?\b", re.IGNORECASE)
 _FIELDS = {"digit": r"[0-9]", "word": r"[^/]+?", "speaker": r"[^/]+?", "index": r"[0-9]+"}
 # Stricter than the pattern: yesno's 0_1_0_0_1_1_0_1 is not a digit said by speaker 1_0_0_1_1_0.
 _FSDD_NAME = re.compile(r"[0-9]_[A-Za-z][^_]*_[0-9]+")
@@ -47,7 +49,7 @@ def read_audio_folder(source: Path, pattern: str | None = None) -> Corpus:
         return _by_trans_txt(source, files)
     if files[0].with_suffix(".txt").is_file():
         return _by_text_beside(source, files)
-    if all(_FSDD_NAME.fullmatch(file.stem) for file in files):
+    if 2 * sum(1 for file in files if _FSDD_NAME.fullmatch(file.stem)) > len(files):
         return _by_pattern(source, files, DEFAULT_PATTERN)
     raise ConfigError(
         f"{source}: no transcripts found; give a file 'text' (utterance-id words), *.trans.txt files, a .txt "
@@ -63,7 +65,11 @@ def normalise_text(text: str) -> str:
 def _find_audio(source: Path) -> list[Path]:
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder; give a Kaldi data directory or a folder of audio")
-    files = sorted(path for path in source.rglob("*") if path.suffix.lower() in _AUDIO_SUFFIXES)
+    files = sorted(
+        path
+        for path in source.rglob("*")
+        if path.suffix.lower() in _AUDIO_SUFFIXES and not _NO_AUDIO.match(path.name)
+    )
     if not files:
         raise ConfigError(f"{source}: holds no audio ({' '.join(sorted(_AUDIO_SUFFIXES))}); check the path")
     return files

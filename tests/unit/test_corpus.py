@@ -194,6 +194,19 @@ def test_folders_without_audio_or_transcripts(tmp_path: Path) -> None:
         open_corpus(tmp_path, None)
 
 
+def test_lists_of_checksums_and_hidden_files_are_no_audio(tmp_path: Path) -> None:
+    digit_folder(tmp_path / "recordings", num_indices=1)
+    (tmp_path / "SHA256SUMS.wav").write_text("0123 0_ann_0.wav\n")
+    (tmp_path / "recordings" / "._0_ann_0.wav").write_bytes(b"")
+    assert len(read_audio_folder(tmp_path).utterances) == 4
+
+
+def test_a_stray_file_among_labelled_ones_is_named(tmp_path: Path) -> None:
+    write_tone(digit_folder(tmp_path, num_indices=1) / "music.wav")
+    with pytest.raises(ConfigError, match=r"music\.wav: its name does not match --pattern"):
+        read_audio_folder(tmp_path)
+
+
 def test_two_files_of_one_utterance_are_refused(tmp_path: Path) -> None:
     write_tone(tmp_path / "0_ann_0.wav")
     write_tone(tmp_path / "0_ann_0.flac")
