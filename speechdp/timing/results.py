@@ -75,7 +75,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class WordErrors:
-    """The figures of wer.json; rates 0 to 1, `low` and `high` bound the 95 % interval."""
+    """The figures of wer-<split>.json; rates 0 to 1, `low` and `high` bound the 95 % interval."""
 
     wer: float
     low: float | None

@@ -87,9 +87,7 @@ def read_run(run_dir: Path) -> RunResult:
     settings = _read_object(run_dir / "run.json", problems) or {}
     evaluations = _read_evaluations(run_dir / "metrics.jsonl", problems)
     timing = _read_timing(run_dir, problems)
-    word_errors = None
-    if (run_dir / "wer.json").is_file():
-        word_errors = _read_word_errors(run_dir / "wer.json", problems)
+    word_errors = _find_word_errors(run_dir, problems)
     completed = (run_dir / "completed.json").is_file()
     if not completed:
         problems.append("completed.json: missing, so the run did not finish; continue it with --resume")
@@ -265,6 +263,16 @@ def _span_pieces(step: dict[str, Any]) -> list[tuple[str, float]]:
     if not isinstance(pieces, list):
         return []
     return [(str(p[0]), _finite(p[2]) or 0.0) for p in pieces if isinstance(p, list) and len(p) == 3]
+
+
+def _find_word_errors(run_dir: Path, problems: list[str]) -> WordErrors | None:
+    """Read the errors on the test split, else on the only split decoded; None where there is no such file."""
+    test = run_dir / "wer-test.json"
+    found = [test] if test.is_file() else sorted(run_dir.glob("wer-*.json"))
+    if len(found) > 1:
+        problems.append("wer-test.json: missing, and several other splits are decoded; decode the test split")
+        return None
+    return _read_word_errors(found[0], problems) if found else None
 
 
 def _read_word_errors(path: Path, problems: list[str]) -> WordErrors | None:

@@ -166,3 +166,16 @@ def test_the_page_follows_a_dark_setting(browser: webdriver.Chrome, page: Path) 
         seen[scheme] = int(red) + int(green) + int(blue)
     assert seen["light"] > 600
     assert seen["dark"] < 150
+
+
+def test_the_printed_page_holds_the_whole_table(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    page = write_report(write_sweep(tmp_path / "sweep", realistic_sweep())).html
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        _open(browser, page, 740)  # A4 less its margins
+        assert _script(browser, "return matchMedia('print').matches")
+        assert _script(browser, "return document.documentElement.scrollWidth") <= 740
+        name = browser.find_elements(By.CSS_SELECTOR, "#figures tbody th")[1]
+        assert name.size["height"] < 60  # not one letter a line
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
