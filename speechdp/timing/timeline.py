@@ -156,6 +156,11 @@ class Timeline:
         self._lead_ns = self._excluded_ns = 0
         self._resolve()
 
+    def resume_at(self, time_s: float) -> None:
+        """Count on from a run's training time, s, before this process's first step."""
+        assert self._trained_ns == 0 and self._step_start_ns is None
+        self._resumed_time_s = time_s
+
     @property
     def training_time_s(self) -> float:
         """Training time of the run so far, s; evaluation and checkpoints left out."""

@@ -18,10 +18,9 @@ from speechdp.config import OptimizerOptions, TrainOptions
 from speechdp.data.dataset import Dataset
 from speechdp.data.loader import Context, Loader, SplitReader
 from speechdp.data.plan import EpochPlan, plan_epoch
-from speechdp.decode.hmm import count_frames_and_runs
+from speechdp.decode.hmm import StateInventory, count_frames_and_runs
 from speechdp.errors import ConfigError
 from speechdp.models.lstm_am import LstmAcousticModel
-from speechdp.strategies.base import Strategy
 from speechdp.strategies.registry import describe, parse_strategy
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.timing.summary import gather_timing, write_timing
@@ -68,12 +67,13 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
         ShardError: damaged data.
         Stopped: a signal asked for it; a checkpoint holds everything.
     """
-    strategy = parse_strategy(options.strategy)
+    origin = _origin(session.dataset)
     run = RunDirectory(run_dir)
-    state = _prepare_folder(session, options, strategy, run, resume=resume)
+    state = _prepare_folder(session, options, run, resume=resume)
     with ExitStack() as stack:
-        reader, held_out = _readers(session, options, stack)
-        trainer = _make_trainer(session, options, strategy, run, (reader, held_out), state, stack)
+        trainer, reader = build_trainer(session, options, run_dir, stack)
+        if state is not None:
+            trainer.restore(state)
         plan = _planner(reader, options, session.comm.size)
         loader = Loader(
             reader,
@@ -85,11 +85,11 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
         )
         stack.enter_context(loader)
         trainer.run(loader, StopAgreement(session.stop, session.comm))
-        _conclude(session, options, run, trainer, count_classes(reader, session))
+        _conclude(session, run, trainer, count_classes(reader, session), origin)
 
 
 def _prepare_folder(
-    session: Session, options: TrainOptions, strategy: Strategy, run: RunDirectory, *, resume: bool
+    session: Session, options: TrainOptions, run: RunDirectory, *, resume: bool
 ) -> RankState | None:
     comm = session.comm
     if comm.rank == 0:
@@ -103,7 +103,7 @@ def _prepare_folder(
     for notice in notices:
         session.reporter.notice(notice)
     if comm.rank == 0 and not run.is_begun:
-        run.begin(_facts(session, options, strategy))
+        run.begin(_facts(session, options))
     if comm.rank == 0:
         run.truncate_metrics(0 if state is None else state.values["counters"]["step"])
     comm.barrier()
@@ -113,7 +113,8 @@ def _prepare_folder(
     return state
 
 
-def _facts(session: Session, options: TrainOptions, strategy: Strategy) -> dict[str, Any]:
+def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
+    strategy = parse_strategy(options.strategy)
     num_parameters = sum(p.numel() for p in make_model(session.dataset, options).parameters())
     name = describe(strategy).partition(":")[0]
     period = getattr(strategy, "period", getattr(strategy, "every", None))
@@ -132,6 +133,18 @@ def _facts(session: Session, options: TrainOptions, strategy: Strategy) -> dict[
         "fingerprint": options.fingerprint(),
         "data": {"path": str(session.dataset.path), "checksum": session.dataset.checksum},
         **session.facts,
+    }
+
+
+def _origin(dataset: Dataset) -> dict[str, Any]:
+    """Return what the model file says of the data; before training, lest a missing file be found after it."""
+    return {
+        "feature_dim": dataset.feature_dim,
+        "num_classes": dataset.num_classes,
+        "classes_sha256": StateInventory.load(dataset.classes_path).sha256,
+        "data_checksum": dataset.checksum,
+        "features": dataset.features.to_dict(),
+        "sampling_rate": dataset.sampling_rate,
     }
 
 
@@ -177,27 +190,26 @@ def _optimizer_maker(
     )
 
 
-def _make_trainer(  # noqa: PLR0913 (the parts of a run)
-    session: Session,
-    options: TrainOptions,
-    strategy: Strategy,
-    run: RunDirectory,
-    readers: tuple[SplitReader, SplitReader],
-    state: RankState | None,
-    stack: ExitStack,
-) -> Trainer:
+def build_trainer(
+    session: Session, options: TrainOptions, run_dir: Path, stack: ExitStack
+) -> tuple[Trainer, SplitReader]:
+    """Build a trainer at step 0 and the reader of its training split.  Collective.
+
+    Args:
+        run_dir: where timeline, metrics and checkpoints go.
+        stack: closes what was opened.
+    """
+    reader, held_out = _readers(session, options, stack)
     comm = session.comm
     model = make_model(session.dataset, options).to(session.device)
     if session.device.type == "cuda":
         model.lstm.flatten_parameters()  # before the weights become views: their layout is kept
     replica = make_replica(model, options)
     timeline = Timeline(
-        run.path / "timeline" / f"rank-{comm.rank:04d}.jsonl",
-        rank=comm.rank,
-        device=session.device,
-        resumed_time_s=0.0 if state is None else state.values["counters"]["time_s"],
+        run_dir / "timeline" / f"rank-{comm.rank:04d}.jsonl", rank=comm.rank, device=session.device
     )
     stack.callback(timeline.close)
+    strategy = parse_strategy(options.strategy)
     strategy.attach(replica, comm, timeline)
     # From here on ranks draw different random numbers (dropout).
     torch.manual_seed(options.seed * 65_537 + comm.rank)
@@ -207,17 +219,14 @@ def _make_trainer(  # noqa: PLR0913 (the parts of a run)
         replica=replica,
         strategy=strategy,
         schedule=options.schedule(),
-        evaluator=Evaluator(readers[1], options.plan(), comm, session.device),
+        evaluator=Evaluator(held_out, options.plan(), comm, session.device),
         timeline=timeline,
         comm=comm,
         device=session.device,
         reporter=session.reporter,
-        on_metrics=_metrics_writer(run, stack) if comm.rank == 0 else lambda metrics: None,
+        on_metrics=_metrics_writer(RunDirectory(run_dir), stack) if comm.rank == 0 else lambda metrics: None,
     )
-    trainer = Trainer(parts, run.path, options)
-    if state is not None:
-        trainer.restore(state)
-    return trainer
+    return Trainer(parts, run_dir, options), reader
 
 
 def _metrics_writer(run: RunDirectory, stack: ExitStack) -> Callable[[Metrics], None]:
@@ -243,7 +252,7 @@ def count_classes(reader: SplitReader, session: Session) -> ClassCounts:
 
 
 def _conclude(
-    session: Session, options: TrainOptions, run: RunDirectory, trainer: Trainer, counts: ClassCounts
+    session: Session, run: RunDirectory, trainer: Trainer, counts: ClassCounts, origin: dict[str, Any]
 ) -> None:
     parts, comm = trainer.parts, session.comm
     timing = gather_timing(parts.timeline, comm)
@@ -251,13 +260,7 @@ def _conclude(
         write_timing(run.path, timing)
     parts.reporter.end()
     if comm.rank == 0:
-        facts = {
-            "feature_dim": session.dataset.feature_dim,
-            "num_classes": session.dataset.num_classes,
-            "data_checksum": session.dataset.checksum,
-            "features": session.dataset.features.to_dict(),
-            "sampling_rate": session.dataset.sampling_rate,
-        }
-        save_model(run.path, parts.model, counts, facts)
-        run.complete({"step": trainer.counters.step, "epochs": options.epochs, "host": socket.gethostname()})
+        save_model(run.path, parts.model, counts, origin)
+        counters = trainer.counters
+        run.complete({"step": counters.step, "epochs": counters.epoch, "host": socket.gethostname()})
     comm.barrier()

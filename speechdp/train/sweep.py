@@ -11,7 +11,7 @@ from pathlib import Path
 from speechdp.atomic_file import write_text_atomically
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.config import TrainOptions
-from speechdp.decode.recognise import DecodingOptions, decode_split
+from speechdp.decode.recognise import DecodingOptions, decode_split, wer_path
 from speechdp.errors import ConfigError, RunError
 from speechdp.strategies.period import Period, PeriodUnit
 from speechdp.strategies.registry import parse_strategy
@@ -124,7 +124,7 @@ def _train_one_rank(session: Session, options: TrainOptions, plan: SweepPlan, ru
 
 def _decode(session: Session, split: str, run_dir: Path) -> None:
     """Decode a split once; a result that stands there is kept."""
-    if session.comm.broadcast_object((run_dir / "wer.json").is_file()):
+    if session.comm.broadcast_object(wer_path(run_dir, split).is_file()):
         return
     trained = load_model(run_dir, session.device)
     result = decode_split(trained, session.dataset, split, run_dir, DecodingOptions(), session.comm)

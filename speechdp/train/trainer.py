@@ -106,8 +106,7 @@ class Trainer:
         parts = self.parts
         parts.model.train()
         parts.reporter.begin(self._options.epochs, self.counters.epoch)
-        while (step := self._next(loader)) is not None:
-            self._train(step)
+        while (step := self.advance(loader)) is not None:
             if step.ends_epoch:
                 self._end_epoch(step.epoch + 1)
             elif self._options.checkpoint_steps and self.counters.step % self._options.checkpoint_steps == 0:
@@ -120,9 +119,13 @@ class Trainer:
         stop.drain()
         parts.strategy.finish()
 
-    def _next(self, loader: Loader) -> Step | None:
+    def advance(self, loader: Loader) -> Step | None:
+        """Train on the next batch; return its step, None when there is no more.  Collective."""
         with self.parts.timeline.span(Span.DATA_WAIT):
-            return next(loader, None)
+            step = next(loader, None)
+        if step is not None:
+            self._train(step)
+        return step
 
     def _train(self, step: Step) -> None:
         parts, counters = self.parts, self.counters
@@ -209,6 +212,7 @@ class Trainer:
         """Take up a checkpoint's state.  Collective: equal replicas get it from rank 0."""
         parts, tensors = self.parts, state.tensors
         self.counters = Counters(**state.values["counters"])
+        parts.timeline.resume_at(self.counters.time_s)
         parts.strategy.load_state_dict(join_state("strategy", state.values["strategy"], tensors))
         if "parameters" in tensors:
             parts.replica.parameters.values.copy_(tensors["parameters"])
