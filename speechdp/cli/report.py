@@ -9,7 +9,7 @@ import tyro
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportCommand:
     """Print the table of a sweep or a run and write it as CSV, PNG and one self-contained HTML page."""
 
     out: tyro.conf.Positional[Path]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,10 +68,17 @@ class StateInventory:
         """Name every class `<phone>_<state>`, in class order."""
         return tuple(f"{phone}_{s}" for phone in (SILENCE, *self.phones) for s in range(STATES_PER_PHONE))
 
+    @property
+    def sha256(self) -> str:
+        """Identify the inventory: the checksum of its `classes.txt`."""
+        return hashlib.sha256(self._text().encode()).hexdigest()
+
     def save(self, path: Path) -> None:
         """Write `classes.txt`, one line `<index> <phone>_<state>` a class, atomically."""
-        lines = (f"{i} {name}\n" for i, name in enumerate(self.class_names()))
-        write_text_atomically(path, "".join(lines))
+        write_text_atomically(path, self._text())
+
+    def _text(self) -> str:
+        return "".join(f"{i} {name}\n" for i, name in enumerate(self.class_names()))
 
     @classmethod
     def load(cls, path: Path) -> StateInventory:

@@ -42,12 +42,12 @@ class TrainedModel(Protocol):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Tell what it was trained on: `features` and `sampling_rate` are compared with the data's."""
+        """Tell what it was trained on: classes, features and sampling rate are compared."""
 
 
 @dataclass(frozen=True)
 class DecodingOptions:
-    """How to decode; recorded in wer.json.
+    """How to decode; recorded in wer-<split>.json.
 
     Attributes:
         grammar: which word sequences are allowed; None: digit-loop if all reference words are digits,
@@ -165,7 +165,9 @@ def decode_split(
     options: DecodingOptions,
     comm: Communicator,
 ) -> DecodingResult:
-    """Decode a split and write RUN/hypotheses/<split>.txt (Kaldi `text`) and RUN/wer.json.  Collective.
+    """Decode a split and write RUN/hypotheses/<split>.txt (Kaldi `text`) and RUN/wer-<split>.json.
+
+    Collective.
 
     Rank r decodes utterances r, r + size, ...; rank 0 writes.  The result is the same for any number of
     ranks, and the same on every rank.
@@ -183,7 +185,8 @@ def decode_split(
         ShardError: a shard is damaged.
         RunError: the model gives NaN, or the results cannot be written.
     """
-    _check_features(trained.config, dataset)
+    inventory = StateInventory.load(dataset.classes_path)
+    _check_origin(trained.config, dataset, inventory)
     with ExitStack() as stack:
         num_shards = len(dataset.shard_paths(split))
         shards = [stack.enter_context(dataset.open_shard(split, i)) for i in range(num_shards)]
@@ -191,7 +194,6 @@ def decode_split(
         if not any(transcripts):
             raise ConfigError(f"{dataset.path}: split {split!r} has no reference words; there is no WER")
         lexicon = Lexicon.load(dataset.lexicon_path)
-        inventory = StateInventory.load(dataset.classes_path)
         recogniser = Recogniser(trained, lexicon, inventory, options, transcripts)
         own = _recognise_own(recogniser, shards, range(comm.rank, len(transcripts), comm.size))
     parts = comm.allgather_object(
@@ -210,8 +212,18 @@ def decode_split(
     return result
 
 
-def _check_features(config: dict[str, Any], dataset: Dataset) -> None:
-    """Refuse data whose features are made otherwise than those of training; nothing else would notice."""
+def wer_path(run_dir: Path, split: str) -> Path:
+    """Return where the word errors of a split are recorded: a file a split, so that none overwrites another."""
+    return run_dir / f"wer-{split}.json"
+
+
+def _check_origin(config: dict[str, Any], dataset: Dataset, inventory: StateInventory) -> None:
+    """Refuse data made otherwise than those of training: where only names differ nothing else would notice."""
+    if config.get("classes_sha256", inventory.sha256) != inventory.sha256:
+        raise ConfigError(
+            f"{dataset.classes_path}: is not the class list the model was trained on; prepare the data with "
+            "the lexicon of the training data (--lexicon TRAINING_DATA/lexicon.txt)"
+        )
     of_data = {"sampling_rate": dataset.sampling_rate, "features": dataset.features.to_dict()}
     for name, value in of_data.items():
         if config.get(name, value) != value:
@@ -254,6 +266,6 @@ def _write(
     try:
         result.hypotheses.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(result.hypotheses, "".join(lines))
-        write_text_atomically(run_dir / "wer.json", json.dumps(values, indent=2) + "\n")
+        write_text_atomically(wer_path(run_dir, result.split), json.dumps(values, indent=2) + "\n")
     except OSError as error:
         raise RunError(f"{error.filename or run_dir}: cannot write the results ({error.strerror})") from error

@@ -31,7 +31,7 @@ class MadeUpRun:
 
 
 def write_run(run: MadeUpRun, parent: Path) -> Path:
-    """Write RUN/run.json, metrics.jsonl, timing.json, wer.json and completed.json; return RUN."""
+    """Write RUN/run.json, metrics.jsonl, timing.json, wer-test.json and completed.json; return RUN."""
     path = parent / run.name
     path.mkdir(parents=True)
     strategy = (
@@ -53,7 +53,7 @@ def write_run(run: MadeUpRun, parent: Path) -> Path:
     _write(path / "timing.json", {"warmup_steps": 4, "ranks": ranks})
     if run.wer is not None:
         rate, low, high = run.wer
-        _write(path / "wer.json", {
+        _write(path / "wer-test.json", {
             "split": "test", "grammar": "word-loop", "words": 300, "wer": rate, "wer_low": low,
             "wer_high": high, "insertions": 1, "deletions": 1, "substitutions": round(300 * rate) - 2,
             "hypotheses": "hypotheses/test.txt",

@@ -14,6 +14,7 @@ from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads import run_threads
 from speechdp.data.dataset import Dataset
 from speechdp.decode.graph import Grammar
+from speechdp.decode.hmm import StateInventory
 from speechdp.decode.recognise import DecodingOptions, DecodingResult, decode_split
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.errors import ConfigError, RunError
@@ -49,7 +50,7 @@ def test_hypotheses_errors_and_files(dataset: Dataset, tmp_path: Path) -> None:
     # sorted by id; d1 has 2 frames, in which no path ends: an empty hypothesis
     assert text == "a1 four\na2 one one\nb1 four\nc1 one two\nd1\n"
     assert result.grammar is Grammar.DIGIT_LOOP and result.failed == 1 and result.retried == 1
-    values = json.loads((run_dir / "wer.json").read_text())
+    values = json.loads((run_dir / "wer-test.json").read_text())
     expected = {"split": "test", "grammar": "digit-loop", "words": 6, "wer": 0.5, "utterances": 5}
     expected |= {"insertions": 1, "deletions": 1, "substitutions": 1, "hypotheses": "hypotheses/test.txt"}
     assert expected.items() <= values.items()
@@ -68,7 +69,7 @@ def test_any_number_of_ranks_gives_the_same_files(dataset: Dataset, tmp_path: Pa
         ),
     )
     assert all(result.wer == alone.wer and result.retried == alone.retried for result in results)
-    for name in ("wer.json", "hypotheses/test.txt"):
+    for name in ("wer-test.json", "hypotheses/test.txt"):
         assert (together / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
 
 
@@ -89,6 +90,27 @@ def test_other_features_or_rates_than_in_training_are_refused(dataset: Dataset, 
         trained = dataclasses.replace(oracle(dataset.num_classes), config=config)
         with pytest.raises(ConfigError, match=f"{next(iter(config))} .* not what the model was trained on"):
             decode_split(trained, dataset, "test", tmp_path, DecodingOptions(), SerialCommunicator())
+
+
+def test_another_class_list_of_the_same_length_is_refused(dataset: Dataset, tmp_path: Path) -> None:
+    inventory = StateInventory.load(dataset.classes_path)
+    config: dict[str, object] = {"classes_sha256": inventory.sha256}
+    trained = dataclasses.replace(oracle(dataset.num_classes), config=config)
+    decode_split(trained, dataset, "test", tmp_path / "run", DecodingOptions(), SerialCommunicator())
+    StateInventory((*inventory.phones[:-1], "zz")).save(dataset.classes_path)
+    with pytest.raises(ConfigError, match=r"classes\.txt: is not the class list the model was trained on"):
+        decode_split(trained, dataset, "test", tmp_path / "run", DecodingOptions(), SerialCommunicator())
+
+
+def test_no_split_overwrites_another(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path / "data", SHARDS)
+    for split in ("test", "dev"):
+        dataset.splits[split] = dataset.splits["test"]
+        trained = oracle(dataset.num_classes)
+        decode_split(trained, dataset, split, tmp_path / "run", DecodingOptions(), SerialCommunicator())
+    for split in ("test", "dev"):
+        assert json.loads((tmp_path / "run" / f"wer-{split}.json").read_text())["split"] == split
+        assert (tmp_path / "run" / "hypotheses" / f"{split}.txt").is_file()
 
 
 def test_split_without_words_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from speechdp.cli.report import Report
+from speechdp.cli.report import ReportCommand
 from speechdp.errors import ConfigError, RunError
 from speechdp.timing import wording
 from speechdp.timing.answer import Answer, find_answer
@@ -216,7 +216,7 @@ def test_names_and_commands_are_text_never_markup(tmp_path: Path) -> None:
         MadeUpRun("plain", HOSTILE, None, frames_per_s=9.0),
     ]
     out = write_sweep(tmp_path / HOSTILE.replace("/", ""), runs)
-    (out / hostile_name / "wer.json").write_text(json.dumps({"wer": 0.1, "split": HOSTILE}))
+    (out / hostile_name / "wer-test.json").write_text(json.dumps({"wer": 0.1, "split": HOSTILE}))
     timing = json.loads((out / hostile_name / "timing.json").read_text())
     timing["ranks"][0]["host"] = HOSTILE
     (out / hostile_name / "timing.json").write_text(json.dumps(timing))
@@ -304,7 +304,7 @@ def test_the_command_prints_table_answer_and_paths(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = write_sweep(tmp_path / "sweep", realistic_sweep())
-    Report(out).run()
+    ReportCommand(out).run()
     printed = capsys.readouterr().out
     assert "Period 16 is the fastest setting" in printed
     assert printed.rstrip().splitlines()[-3:] == [
@@ -321,4 +321,4 @@ def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 def test_nothing_there_is_refused_with_the_folder_and_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"speechdp sweep"):
-        Report(tmp_path).run()
+        ReportCommand(tmp_path).run()

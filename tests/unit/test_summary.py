@@ -136,6 +136,21 @@ def test_a_whole_run_is_read(tmp_path: Path) -> None:
     assert run.word_errors.wer == 0.013
 
 
+def test_the_test_split_comes_first_else_the_only_one(tmp_path: Path) -> None:
+    path = write_run(MadeUpRun("a", wer=(0.1, 0.0, 0.2)), tmp_path)
+    dev = json.loads((path / "wer-test.json").read_text()) | {"split": "dev", "wer": 0.5}
+    (path / "wer-dev.json").write_text(json.dumps(dev))
+    errors = read_run(path).word_errors
+    assert errors is not None and (errors.split, errors.wer) == ("test", 0.1)
+    (path / "wer-test.json").unlink()
+    errors = read_run(path).word_errors
+    assert errors is not None and (errors.split, errors.wer) == ("dev", 0.5)
+    (path / "wer-eval.json").write_text(json.dumps(dev | {"split": "eval"}))
+    run = read_run(path)
+    assert run.word_errors is None
+    assert [p for p in run.problems if p.startswith("wer-test.json: missing, and several")]
+
+
 def test_missing_files_are_named_not_hidden(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     run = read_run(tmp_path / "run")
