@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-PARTS = ("torch", "numpy", "h5py", "kaldi_native_fbank", "kaldifst", "kaldi_decoder", "soundfile", "jiwer", "tyro")
+PARTS = ("torch", "h5py", "kaldi_native_fbank", "kaldifst", "kaldi_decoder", "soundfile", "jiwer", "tyro")
 
 
 def loaded_mpi_libraries() -> set[Path]:
