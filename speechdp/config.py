@@ -142,9 +142,17 @@ class TrainOptions:
     """Save every so many steps, beside the checkpoint after each epoch; 0: only those."""
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 1), ("realign", 0), ("checkpoint_steps", 0), ("max_steps", 0), ("seed", 0)):
+        for name, least in (
+            ("epochs", 1),
+            ("realign", 0),
+            ("checkpoint_steps", 0),
+            ("max_steps", 0),
+            ("seed", 0),
+        ):
             if getattr(self, name) < least:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least {least}")
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least {least}"
+                )
         if self.realign_epochs is not None and self.realign_epochs < 1:
             raise ConfigError(f"--realign-epochs {self.realign_epochs}: must be at least 1")
         self.model.lstm()

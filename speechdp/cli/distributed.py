@@ -26,7 +26,7 @@ from speechdp.train.stop import StopRequest
 
 
 def over_ranks(backend: str, device: str, function: Callable[[Communicator], int | None]) -> int:
-    """Run `function` on every rank this process is one of; a failure of one ends all.  Returns the exit code."""
+    """Run `function` on this rank, so that its failure ends all ranks; return the exit code."""
     # The device decides about NCCL, so it is needed before the communicator knows the local rank.
     wants_gpu = device != "cpu" and torch.cuda.is_available()
     return guard(

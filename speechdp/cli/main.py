@@ -23,13 +23,17 @@ class Subcommand:
 
 
 SUBCOMMANDS = {
-    "prepare": Subcommand("prepare", "PrepareCommand", "make a data directory from a corpus or synthetic speech"),
+    "prepare": Subcommand(
+        "prepare", "PrepareCommand", "make a data directory from a corpus or synthetic speech"
+    ),
     "inspect": Subcommand("inspect", "InspectCommand", "show a data directory and verify its checksums"),
     "train": Subcommand("train", "TrainCommand", "train a model over the ranks it is started with"),
     "sweep": Subcommand("sweep", "SweepCommand", "train once for each averaging period, decode, report"),
     "report": Subcommand("report", "ReportCommand", "table and pictures of a run or a sweep"),
     "decode": Subcommand("decode", "DecodeCommand", "recognise a split and count word errors"),
-    "launch": Subcommand("launch", "LaunchCommand", "start any of these over N ranks with mpirun or horovodrun"),
+    "launch": Subcommand(
+        "launch", "LaunchCommand", "start any of these over N ranks with mpirun or horovodrun"
+    ),
 }
 
 

@@ -51,7 +51,9 @@ class TrainCommand:
                 train_with_realignment(session, self.options, self.run_dir, resume=self.resume)
             except Stopped:
                 session.reporter.end()
-                session.reporter.notice(f"stopped as asked; the same command with --resume goes on: {self.run_dir}")
+                session.reporter.notice(
+                    f"stopped as asked; the same command with --resume goes on: {self.run_dir}"
+                )
                 return STOPPED_EXIT_CODE
             session.reporter.notice(f"model: {self.run_dir / 'model.safetensors'}")
         return 0
@@ -73,4 +75,3 @@ def remove_run(run_dir: Path) -> None:
     if not any((run_dir / name).exists() for name in ("run.json", "sweep.json", "realign", "alignments")):
         raise ConfigError(f"{run_dir}: --overwrite deletes only folders that hold a run; remove it yourself")
     shutil.rmtree(run_dir)
-

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 #: Views start at multiples of this, so that vectorised kernels see aligned rows (64 bytes = a cache line
 #: and an AVX-512 register; cuDNN asks for less).
@@ -62,7 +63,7 @@ class FlatBuffer:
     def _place_chunk(self, tensors: Sequence[Tensor], start: int, chunk: _Chunk) -> None:
         piece = self.whole[start : start + chunk.num_elements]
         # A tensor from DLPack is the same memory under a storage that begins at the piece itself.
-        alias = torch.from_dlpack(piece) if chunk.num_elements else piece
+        alias = from_dlpack(piece) if chunk.num_elements else piece
         for index, offset in chunk.members:
             tensor = tensors[index]
             view = alias[offset : offset + tensor.numel()].view(tensor.shape)
@@ -128,8 +129,8 @@ def _chunks_by_storage(tensors: Sequence[Tensor]) -> list[_Chunk]:
         groups.setdefault(key, []).append(index)
     chunks: list[_Chunk] = []
     for members in groups.values():
-        base = min(tensors[i].storage_offset() for i in members)
-        offsets = [(i, tensors[i].storage_offset() - base) for i in members] if len(members) > 1 else [(members[0], 0)]
+        base = min(int(tensors[i].storage_offset()) for i in members)
+        offsets = [(i, int(tensors[i].storage_offset()) - base) for i in members]
         span = max(offset + tensors[i].numel() for i, offset in offsets)
         assert _disjoint([(o, tensors[i].numel()) for i, o in offsets]), "tensors overlap (tied weights)"
         chunks.append(_Chunk(span, tuple(offsets)))

@@ -136,7 +136,7 @@ class Loader(Iterator[Step]):
         rank: int,
         num_epochs: int,
         *,
-        start: Position = Position(),  # noqa: B008 (frozen)
+        start: Position = Position(),
         pin: bool = False,
         read_ahead: int = 4,
     ) -> None:

@@ -130,9 +130,9 @@ def plan_epoch(index: CorpusIndex, options: PlanOptions, epoch: int, size: int) 
     """Deal a corpus to `size` ranks: every frame exactly once, each rank about the same number.
 
     The shards are put in a new order each epoch and laid end to end; rank r gets the r-th of `size`
-    stretches of equal numbers of frames.  So a rank reads only the shards its stretch touches, whether there are
-    more shards than ranks or fewer.  Inside its stretch segments are shuffled, sorted by length inside
-    pools (to pad little), cut into batches, and the batches shuffled.
+    stretches of equal numbers of frames.  So a rank reads only the shards its stretch touches, whether
+    there are more shards than ranks or fewer.  Inside its stretch segments are shuffled, sorted by length
+    inside pools (to pad little), cut into batches, and the batches shuffled.
     """
     order = _shard_order(index, np.random.default_rng([options.seed, epoch]))
     ends = np.cumsum(index.num_frames[order])
@@ -141,7 +141,9 @@ def plan_epoch(index: CorpusIndex, options: PlanOptions, epoch: int, size: int) 
     cuts = np.searchsorted(middles, ends[-1] * np.arange(size + 1) / size)
     cuts[0], cuts[-1] = 0, len(order)
     ranks = tuple(
-        _plan_rank(index, order[cuts[r] : cuts[r + 1]], options, np.random.default_rng([options.seed, epoch, r + 1]))
+        _plan_rank(
+            index, order[cuts[r] : cuts[r + 1]], options, np.random.default_rng([options.seed, epoch, r + 1])
+        )
         for r in range(size)
     )
     num_steps = max(plan.num_batches for plan in ranks)
@@ -188,4 +190,5 @@ def _cut(index: CorpusIndex, utterances: IntArray, chunk_frames: int) -> Segment
 def _ranges(starts: IntArray, sizes: IntArray) -> IntArray:
     """Concatenate start:start+size for every pair."""
     before = np.cumsum(sizes) - sizes
-    return np.arange(int(sizes.sum())) + np.repeat(starts - before, sizes)
+    ranges: IntArray = np.arange(int(sizes.sum())) + np.repeat(starts - before, sizes)
+    return ranges

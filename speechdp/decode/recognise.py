@@ -213,12 +213,12 @@ def decode_split(
 
 
 def wer_path(run_dir: Path, split: str) -> Path:
-    """Return where the word errors of a split are recorded: a file a split, so that none overwrites another."""
+    """Return the record of a split's word errors: a file a split, so that none overwrites another."""
     return run_dir / f"wer-{split}.json"
 
 
 def _check_origin(config: dict[str, Any], dataset: Dataset, inventory: StateInventory) -> None:
-    """Refuse data made otherwise than those of training: where only names differ nothing else would notice."""
+    """Refuse data made otherwise than those of training; nothing else might notice."""
     if config.get("classes_sha256", inventory.sha256) != inventory.sha256:
         raise ConfigError(
             f"{dataset.classes_path}: is not the class list the model was trained on; prepare the data with "

@@ -20,8 +20,8 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from speechdp.comm.base import Communicator
 from speechdp.atomic_file import write_text_atomically
+from speechdp.comm.base import Communicator
 from speechdp.errors import RunError
 
 CHECKPOINT_FORMAT = "speechdp-checkpoint"

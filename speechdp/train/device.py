@@ -17,7 +17,9 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     if name == "cpu" or (name == "auto" and count == 0):
         return torch.device("cpu")
     if count == 0:
-        raise ConfigError("--device cuda: torch sees no GPU on this host; check the driver, or use --device cpu")
+        raise ConfigError(
+            "--device cuda: torch sees no GPU on this host; check the driver, or use --device cpu"
+        )
     if local_rank >= count:
         raise ConfigError(
             f"local rank {local_rank}: only {count} GPUs on this host; start at most {count} ranks a host "

@@ -35,7 +35,9 @@ class HeldOut:
 class Evaluator:
     """Scores a model on a held-out split; each rank takes its part, once and for all."""
 
-    def __init__(self, reader: SplitReader, options: PlanOptions, comm: Communicator, device: torch.device) -> None:
+    def __init__(
+        self, reader: SplitReader, options: PlanOptions, comm: Communicator, device: torch.device
+    ) -> None:
         self._reader = reader
         self._comm = comm
         self._device = device

@@ -84,7 +84,8 @@ class ConsoleReporter(SilentReporter):
             TimeRemainingColumn(),
         )
         self._bar = Progress(*columns, console=self._console, transient=True)
-        self._task = self._bar.add_task(self._label, total=num_epochs, completed=epoch, rate="")
+        self._task = self._bar.add_task(self._label, total=num_epochs, rate="")
+        self._bar.update(self._task, completed=epoch)
         self._bar.start()
 
     def step(self, epoch: float, frames: int, loss: float | None) -> None:
@@ -105,8 +106,8 @@ class ConsoleReporter(SilentReporter):
     def evaluated(self, metrics: Metrics) -> None:
         self.notice(
             f"{self._label}: epoch {metrics.epoch:g}/{self._num_epochs}, "
-            f"{metrics.frames / max(metrics.time_s, 1e-9):,.0f} frames/s, train loss {metrics.train_loss:.3f}, "
-            f"held-out log-prob {metrics.heldout_log_prob:.3f}/frame, "
+            f"{metrics.frames / max(metrics.time_s, 1e-9):,.0f} frames/s, "
+            f"train loss {metrics.train_loss:.3f}, held-out log-prob {metrics.heldout_log_prob:.3f}/frame, "
             f"frame accuracy {100 * metrics.heldout_frame_accuracy:.1f} %"
         )
         self._window_frames, self._window_start_s = 0, time.monotonic()
@@ -123,7 +124,7 @@ class Scalars:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (slow to import)
 
-        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder))
 
     def add(self, metrics: Metrics) -> None:
         """Record an evaluation."""
@@ -135,7 +136,7 @@ class Scalars:
             "held_out/frame_accuracy": metrics.heldout_frame_accuracy,
         }
         for name, value in values.items():
-            self._writer.add_scalar(name, value, metrics.step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, metrics.step)
 
     def __enter__(self) -> Scalars:
         return self
@@ -143,4 +144,4 @@ class Scalars:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()

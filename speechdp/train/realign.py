@@ -92,14 +92,18 @@ def align(
     if merged.failed == merged.utterances:
         raise RunError(f"{output}: no utterance could be aligned; train more --realign-epochs")
     if comm.rank == 0:
-        RunDirectory(output).complete({"utterances": merged.utterances, "changed_frames": merged.changed_frames})
+        RunDirectory(output).complete(
+            {"utterances": merged.utterances, "changed_frames": merged.changed_frames}
+        )
     comm.barrier()
     return merged
 
 
 def _aligner(dataset: Dataset, trained: LoadedModel) -> Aligner:
     inventory = StateInventory.load(dataset.classes_path)
-    return Aligner(LexiconTransducer(Lexicon.load(dataset.lexicon_path), inventory, trained.self_loop.numpy()))
+    return Aligner(
+        LexiconTransducer(Lexicon.load(dataset.lexicon_path), inventory, trained.self_loop.numpy())
+    )
 
 
 def _scorer(trained: LoadedModel, session: Session) -> AcousticScorer:

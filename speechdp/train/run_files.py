@@ -74,7 +74,9 @@ class RunDirectory:
         try:
             begun = json.loads(path.read_text())["fingerprint"]
         except (OSError, ValueError, KeyError) as error:
-            raise RunError(f"{path}: cannot be read ({error}); start the run anew with --overwrite") from error
+            raise RunError(
+                f"{path}: cannot be read ({error}); start the run anew with --overwrite"
+            ) from error
         if begun != fingerprint:
             raise ConfigError(
                 f"{path}: the run was begun with other options; repeat its command (it stands in run.json) "
@@ -94,7 +96,9 @@ class RunDirectory:
             with self._metrics.open("a") as file:
                 file.write(json.dumps(asdict(metrics)) + "\n")
         except OSError as error:
-            raise RunError(f"{self._metrics}: cannot be written ({error.strerror}); free some space") from error
+            raise RunError(
+                f"{self._metrics}: cannot be written ({error.strerror}); free some space"
+            ) from error
 
     def complete(self, facts: dict[str, Any]) -> None:
         """Write completed.json: the run has ended well, whatever exit code a launcher reports."""

@@ -185,9 +185,7 @@ def _optimizer_maker(
             p, learning_rate, momentum=options.momentum, weight_decay=decay, fused=True
         )
     cls = torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW
-    return lambda p: cls(
-        p, learning_rate, betas=(options.momentum, 0.999), weight_decay=decay, fused=True
-    )
+    return lambda p: cls(p, learning_rate, betas=(options.momentum, 0.999), weight_decay=decay, fused=True)
 
 
 def build_trainer(

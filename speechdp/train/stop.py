@@ -68,7 +68,9 @@ class StopAgreement:
             self._work.wait()
             asked, elapsed_s = self._values.tolist()
             stop = asked > 0
-            self._interval = max(1, min(2 * self._interval, int(self._interval * _INTERVAL_S / max(elapsed_s, 1e-6))))
+            self._interval = max(
+                1, min(2 * self._interval, int(self._interval * _INTERVAL_S / max(elapsed_s, 1e-6)))
+            )
         now = time.monotonic()
         self._values[0] = float(self._request is not None and self._request.received is not None)
         self._values[1] = now - self._last_s

@@ -143,4 +143,3 @@ def _write_sweep(out_dir: Path, names: list[str], *, completed: bool) -> None:
         raise RunError(f"{path}: cannot be written ({error.strerror})") from error
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path}: damaged ({error}); choose another folder, or --overwrite") from error
-

@@ -146,7 +146,9 @@ class Trainer:
         counters.frames_per_rank += step.mean_frames
         parts.strategy.step(Progress(counters.step, counters.frames_per_rank, parts.timeline.training_time_s))
         parts.timeline.end_step(counters.step, step.epoch, step.batch.num_frames)
-        parts.reporter.step(step.epoch + (step.index + 1) / step.num_steps, step.total_frames, self._shown_loss)
+        parts.reporter.step(
+            step.epoch + (step.index + 1) / step.num_steps, step.total_frames, self._shown_loss
+        )
 
     def _note_loss(self, total: Tensor, num_frames: int, step: Step) -> None:
         self._epoch_loss[0] += total
@@ -217,7 +219,9 @@ class Trainer:
         if "parameters" in tensors:
             parts.replica.parameters.values.copy_(tensors["parameters"])
             optimizer = {k: v for k, v in tensors.items() if k.startswith("optimizer.")}
-            parts.replica.load_optimizer_tensors({k.removeprefix("optimizer."): v for k, v in optimizer.items()})
+            parts.replica.load_optimizer_tensors(
+                {k.removeprefix("optimizer."): v for k, v in optimizer.items()}
+            )
         if parts.strategy.replicas_equal:
             self._share_replica()
         self._epoch_loss.copy_(tensors["epoch_loss"])
