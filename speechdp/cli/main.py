@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,9 +38,20 @@ SUBCOMMANDS = {
 }
 
 
+#: What a shell reports for a program ended by SIGPIPE: the reader of its output has gone.
+_BROKEN_PIPE = 141
+
+
 def main() -> None:
     """Run the subcommand in sys.argv and exit with its code."""
-    sys.exit(run(sys.argv[1:]))
+    try:
+        exit_code = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # `speechdp ... | head`: nobody reads on.  Python would flush once more at its end, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        exit_code = _BROKEN_PIPE
+    sys.exit(exit_code)
 
 
 def run(arguments: Sequence[str]) -> int:
