@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 if TYPE_CHECKING:
+    from speechdp.comm.base import Communicator
     from speechdp.decode.recognise import DecodingOptions
 
 GrammarName = Literal["auto", "digit-loop", "word-loop", "word", "transcript-set"]
@@ -47,8 +48,12 @@ class DecodeCommand:
 
     def run(self) -> int:
         """Decode and print the word error rate."""
-        # Here, not above: `speechdp --help` need not wait for torch.
-        from speechdp.comm import create_communicator  # noqa: PLC0415
+        from speechdp.cli.distributed import over_ranks  # noqa: PLC0415 - keeps --help fast
+
+        return over_ranks(self.backend, self.device, self._on_rank)
+
+    def _on_rank(self, comm: Communicator) -> int:
+        from speechdp.comm.world import check_world  # noqa: PLC0415
         from speechdp.data.dataset import Dataset  # noqa: PLC0415
         from speechdp.decode.recognise import decode_split  # noqa: PLC0415
         from speechdp.train.device import choose_device  # noqa: PLC0415
@@ -56,9 +61,8 @@ class DecodeCommand:
 
         options = self._decoding_options()
         dataset = Dataset.open(self.data)
-        comm = create_communicator(self.backend)
-        device = choose_device(self.device, comm.local_rank)
-        trained = load_model(self.run_dir, device)
+        check_world(comm, {"data checksum": dataset.checksum, "configuration": repr(self)})
+        trained = load_model(self.run_dir, choose_device(self.device, comm.local_rank))
         result = decode_split(trained, dataset, self.split, self.run_dir, options, comm)
         if comm.rank == 0:
             print(f"{result.wer.summary()}; {result.split}, {result.grammar.value}")
@@ -67,7 +71,6 @@ class DecodeCommand:
                     f"{result.retried} utterance(s) needed a wider beam; {result.failed} have no hypothesis"
                 )
             print(f"hypotheses: {result.hypotheses}")
-        comm.close()
         return 0
 
     def _decoding_options(self) -> DecodingOptions:
