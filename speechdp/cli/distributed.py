@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -36,8 +36,17 @@ def over_ranks(backend: str, device: str, function: Callable[[Communicator], int
 
 
 @contextlib.contextmanager
-def open_session(comm: Communicator, data: Path, options: TrainOptions, label: str) -> Iterator[Session]:
+def open_session(
+    comm: Communicator, data: Path, options: TrainOptions, label: str, others: Mapping[str, object]
+) -> Iterator[Session]:
     """Yield a session for training over the ranks of `comm`.  Collective.
+
+    Args:
+        comm: the ranks.
+        data: the data directory.
+        options: of the training.
+        label: what the progress calls the run.
+        others: the command's other arguments by name: ranks that differ in one would wait for each other.
 
     Raises:
         CommunicationError: ranks differ in world, versions, seed, data or options.
@@ -48,6 +57,7 @@ def open_session(comm: Communicator, data: Path, options: TrainOptions, label: s
         "seed": options.seed,
         "data checksum": dataset.checksum,
         "configuration": options.fingerprint(),
+        **{name: str(value) for name, value in others.items()},
     }
     check_world(comm, facts)
     device = choose_device(options.device, comm.local_rank)

@@ -64,7 +64,8 @@ class SweepCommand:
             decode_split=self.decode_split,
         )
         plan.runs()
-        with open_session(comm, self.data, self.options, self.out_dir.name) as session:
+        others = {"OUT folder": self.out_dir, "sweep": plan, "--overwrite": self.overwrite}
+        with open_session(comm, self.data, self.options, self.out_dir.name, others) as session:
             if comm.rank == 0 and self.overwrite:
                 remove_run(self.out_dir)
             comm.barrier()

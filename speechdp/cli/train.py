@@ -43,7 +43,8 @@ class TrainCommand:
         from speechdp.train.realign import train_with_realignment  # noqa: PLC0415
         from speechdp.train.trainer import Stopped  # noqa: PLC0415
 
-        with open_session(comm, self.data, self.options, self.run_dir.name) as session:
+        others = {"RUN folder": self.run_dir, "--resume": self.resume, "--overwrite": self.overwrite}
+        with open_session(comm, self.data, self.options, self.run_dir.name, others) as session:
             if comm.rank == 0 and self.overwrite:
                 remove_run(self.run_dir)
             comm.barrier()
@@ -72,6 +73,7 @@ def remove_run(run_dir: Path) -> None:
     """
     if not run_dir.exists():
         return
-    if not any((run_dir / name).exists() for name in ("run.json", "sweep.json", "realign", "alignments")):
+    # Until its rounds of realignment are done, a run has only theirs.
+    if not any(next(run_dir.glob(name), None) for name in ("run.json", "sweep.json", "realign/*/run.json")):
         raise ConfigError(f"{run_dir}: --overwrite deletes only folders that hold a run; remove it yourself")
     shutil.rmtree(run_dir)
