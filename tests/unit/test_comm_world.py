@@ -1,0 +1,180 @@
+"""What the launchers announce, which back-end follows from it, and which worlds are refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from speechdp.comm import Communicator, choose_backend, create
+from speechdp.comm.environment import Launch, announced, host_name
+from speechdp.comm.failure import guard
+from speechdp.comm.network import interface_between, interface_of
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.threads import run_threads
+from speechdp.comm.world import check_world
+from speechdp.errors import CommunicationError, ConfigError, ShardError
+
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8"}
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*MPIRUN, *SRUN, *TORCHRUN, "PMI_RANK", "PMI_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        (MPIRUN, Launch("mpirun", 1, 4)),
+        (SRUN, Launch("srun", 3, 8)),
+        ({**SRUN, **MPIRUN}, Launch("mpirun", 1, 4)),  # mpirun inside a Slurm allocation
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),  # the shell of sbatch or salloc
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, Launch("horovodrun", 0, 2)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Launch("PMI", 0, 2)),
+        (TORCHRUN, Launch("torchrun", 0, 2)),
+        ({"RANK": "captain", "WORLD_SIZE": "2"}, None),
+        ({"OMPI_COMM_WORLD_RANK": "", "OMPI_COMM_WORLD_SIZE": "many"}, None),
+    ],
+)
+def test_announced(environ: dict[str, str], expected: Launch | None) -> None:
+    assert announced(environ) == expected
+
+
+def announce(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_auto_is_serial_where_nothing_is_announced() -> None:
+    assert choose_backend("auto") == create.Choice("serial")
+
+
+def test_auto_takes_horovod_where_it_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    announce(monkeypatch, MPIRUN)
+    monkeypatch.setattr(create, "_why_not_horovod", lambda: None)
+    assert choose_backend("auto") == create.Choice("horovod")
+
+
+def test_auto_falls_back_to_mpi_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    announce(monkeypatch, MPIRUN)
+    monkeypatch.setattr(create.importlib.util, "find_spec", lambda name: None)
+    choice = choose_backend("auto")
+    assert choice.name == "mpi"
+    assert (
+        choice.notice == "back-end mpi instead of horovod: Horovod is not installed (launch/setup builds it)"
+    )
+
+
+def test_auto_takes_torch_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    announce(monkeypatch, TORCHRUN)
+    assert choose_backend("auto").name == "torch"
+
+
+def test_an_unknown_back_end_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="'nccl'; choose one of: auto, serial, horovod, mpi, torch"):
+        choose_backend("nccl")
+
+
+def test_a_back_end_that_is_not_installed_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(create._MODULES, "horovod", ("speechdp.comm.missing", "X"))
+    with pytest.raises(CommunicationError, match=r"horovod back-end is not available .*launch/setup"):
+        create.create_communicator("horovod")
+
+
+def test_a_single_process_does_not_initialise_mpi() -> None:
+    code = (
+        "import sys; from speechdp.comm import create_communicator; c = create_communicator('auto'); "
+        "c.close(); print(c.backend, any(m.startswith(('mpi4py', 'horovod')) for m in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["serial", "False"]
+
+
+def test_equal_ranks_pass() -> None:
+    run_threads(4, lambda comm: check_world(comm, {"seed": 1, "data checksum": "abc"}))
+    check_world(SerialCommunicator(), {"seed": 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "remedy"),
+    [
+        ("torch version", ["2.13.0", "2.12.1"], "install the same version on every node"),
+        ("seed", [1, 2], "start every rank with the same command line"),
+        ("data checksum", ["aa", "bb"], "let every rank read the same data directory"),
+        ("learning rate", [0.1, None], "start every rank with the same command line"),
+    ],
+)
+def test_a_difference_names_ranks_hosts_values_and_remedy(
+    key: str, values: list[object], remedy: str
+) -> None:
+    def work(comm: Communicator) -> str:
+        with pytest.raises(CommunicationError) as caught:
+            check_world(comm, {key: values[comm.rank == 3]})
+        return str(caught.value)
+
+    host = host_name()
+    expected = f"ranks 0 ({host}) and 3 ({host}) differ in the {key}: {values[0]} and {values[1]}; {remedy}"
+    for message in run_threads(4, work):
+        assert message.startswith(expected)
+        assert "\n" not in message
+
+
+@pytest.mark.parametrize(("environ", "said"), [(SRUN, "srun started 8"), (MPIRUN, "mpirun started 4")])
+def test_ranks_that_would_train_alone_are_refused(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], said: str
+) -> None:
+    announce(monkeypatch, environ)
+    with pytest.raises(CommunicationError, match=f"{said} processes, but each is alone"):
+        check_world(SerialCommunicator(), {})
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "printed"),
+    [
+        (ShardError("a.h5 is truncated"), 1, "speechdp: a.h5 is truncated\n"),
+        (SystemExit(3), 3, "speechdp: ended with exit code 3\n"),
+        (SystemExit("no"), 1, "speechdp: no\n"),
+        (KeyboardInterrupt(), 130, "speechdp: interrupted\n"),
+    ],
+)
+def test_guard_of_a_single_rank_prints_one_line_and_returns_the_code(
+    capsys: pytest.CaptureFixture[str], error: BaseException, exit_code: int, printed: str
+) -> None:
+    def fail(comm: Communicator) -> int:
+        raise error
+
+    assert guard(SerialCommunicator, fail) == exit_code
+    assert capsys.readouterr().err == printed
+
+
+def test_guard_prints_the_traceback_of_a_defect_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert guard(SerialCommunicator, lambda comm: 1 // 0) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback")
+    assert lines[-1].startswith("speechdp: ended by an unexpected ZeroDivisionError: ")
+
+
+def test_guard_passes_on_success_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert guard(SerialCommunicator, lambda comm: None) == 0
+    assert guard(SerialCommunicator, lambda comm: sys.exit(0)) == 0
+    assert capsys.readouterr().err == ""
+    assert guard(SerialCommunicator, lambda comm: 4) == 4
+
+
+def test_ranks_of_one_host_talk_over_loopback() -> None:
+    assert interface_between(1, ["a", "a", "a"]).name == "lo"
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.77") is None
+
+
+def test_a_host_that_cannot_be_reached_is_named() -> None:
+    with pytest.raises(CommunicationError, match=r"rank 0 on a cannot reach no-such-host\.invalid"):
+        interface_between(0, ["a", "no-such-host.invalid"])
