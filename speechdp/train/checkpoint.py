@@ -108,7 +108,8 @@ def _commit(temporary: Path, final: Path, step: int, entries: list[dict[str, str
 
 
 def _prune(folder: Path) -> None:
-    for old in _newest_first(folder)[_KEPT:]:
+    # What a killed run left half-written goes too; nobody writes now.
+    for old in [*_newest_first(folder)[_KEPT:], *folder.glob(".step-*.tmp")]:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -184,8 +185,16 @@ def _try_load(folder: Path, comm: Communicator) -> tuple[RankState | None, str |
         tensors = safetensors.torch.load(content)
         with safetensors.safe_open(str(path), framework="pt") as file:
             values = json.loads(file.metadata()["state"])
-    except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
-        return None, f"{folder}: cannot be read ({error})"
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        safetensors.SafetensorError,
+    ) as error:
+        # What a damaged JSON file gives: another type than expected, or none at all.
+        return None, f"{folder}: cannot be read ({' '.join(str(error).split())})"
     return RankState(values, tensors), None
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from speechdp.atomic_file import atomic_path, write_text_atomically
+from speechdp.atomic_file import write_text_atomically
 from speechdp.errors import ConfigError, RunError
 
 RUN_FORMAT = "speechdp-run"
@@ -48,11 +50,12 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._metrics = path / "metrics.jsonl"
+        self._completed = path / "completed.json"
 
     @property
     def is_complete(self) -> bool:
         """Whether the run has ended well."""
-        return (self.path / "completed.json").is_file()
+        return self._completed.is_file()
 
     @property
     def is_begun(self) -> bool:
@@ -62,11 +65,9 @@ class RunDirectory:
     def begin(self, facts: dict[str, Any]) -> None:
         """Write run.json.  Raises RunError where the folder cannot be written."""
         head = {"format": RUN_FORMAT, "version": RUN_VERSION, "started": _now(), **facts}
-        try:
+        with _disk_errors(self.path / "run.json"):
             self.path.mkdir(parents=True, exist_ok=True)
             write_text_atomically(self.path / "run.json", json.dumps(head, indent=2) + "\n")
-        except OSError as error:
-            raise RunError(f"{self.path}: cannot be written ({error.strerror})") from error
 
     def check_same_options(self, fingerprint: str) -> None:
         """Raise ConfigError unless the run was begun with the options of this fingerprint."""
@@ -84,27 +85,40 @@ class RunDirectory:
             )
 
     def truncate_metrics(self, step: int) -> None:
-        """Drop evaluations after `step`: the resumed run makes them again."""
+        """Drop evaluations after `step`: the resumed run makes them again.  Raises RunError (disk)."""
         if not self._metrics.is_file():
             return
-        lines = [line for line in self._metrics.read_text().splitlines() if _step_of(line) <= step]
-        write_text_atomically(self._metrics, "".join(f"{line}\n" for line in lines))
+        with _disk_errors(self._metrics):
+            text = self._metrics.read_text(errors="replace")
+            lines = [line for line in text.splitlines() if _step_of(line) <= step]
+            write_text_atomically(self._metrics, "".join(f"{line}\n" for line in lines))
 
     def add_metrics(self, metrics: Metrics) -> None:
         """Append a line to metrics.jsonl.  Raises RunError on a full disk."""
-        try:
-            with self._metrics.open("a") as file:
-                file.write(json.dumps(asdict(metrics)) + "\n")
-        except OSError as error:
-            raise RunError(
-                f"{self._metrics}: cannot be written ({error.strerror}); free some space"
-            ) from error
+        with _disk_errors(self._metrics), self._metrics.open("a") as file:
+            file.write(json.dumps(asdict(metrics)) + "\n")
 
     def complete(self, facts: dict[str, Any]) -> None:
         """Write completed.json: the run has ended well, whatever exit code a launcher reports."""
-        path = self.path / "completed.json"
-        with atomic_path(path) as temporary:
-            temporary.write_text(json.dumps({"finished": _now(), **facts}, indent=2) + "\n")
+        with _disk_errors(self._completed):
+            content = {"finished": _now(), **facts}
+            write_text_atomically(self._completed, json.dumps(content, indent=2) + "\n")
+
+    def complete_again(self) -> None:
+        """Renew completed.json as it stands: a launcher takes no marker that was there before."""
+        with _disk_errors(self._completed):
+            write_text_atomically(self._completed, self._completed.read_text())
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{path}: cannot be written ({error.strerror or error}); "
+            "free some space or permit writing there, then go on with --resume"
+        ) from error
 
 
 def _step_of(line: str) -> float:

@@ -69,8 +69,12 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
     """
     origin = _origin(session.dataset)
     run = RunDirectory(run_dir)
+    if resume and session.comm.broadcast_object(run.is_complete):
+        _keep_complete(session, options, run)
+        return
     state = _prepare_folder(session, options, run, resume=resume)
     with ExitStack() as stack:
+        stack.callback(session.reporter.end)  # also after a failure: a live bar hides the cursor
         trainer, reader = build_trainer(session, options, run_dir, stack)
         if state is not None:
             trainer.restore(state)
@@ -86,6 +90,15 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
         stack.enter_context(loader)
         trainer.run(loader, StopAgreement(session.stop, session.comm))
         _conclude(session, run, trainer, count_classes(reader, session), origin)
+
+
+def _keep_complete(session: Session, options: TrainOptions, run: RunDirectory) -> None:
+    """Leave a run that has ended well as it is: training no step would still replace its timing."""
+    run.check_same_options(options.fingerprint())
+    if session.comm.rank == 0:
+        run.complete_again()
+    session.comm.barrier()
+    session.reporter.notice(f"{run.path}: is complete already")
 
 
 def _prepare_folder(

@@ -19,6 +19,7 @@ from speechdp.train.model_file import load_model
 from speechdp.train.progress import Reporter
 from speechdp.train.realign import make_alignments, train_or_go_on, with_alignments
 from speechdp.train.session import Session
+from speechdp.train.trainer import Stopped
 
 SWEEP_FORMAT = "speechdp-sweep"
 SWEEP_VERSION = 1
@@ -113,13 +114,18 @@ def run_sweep(
 
 
 def _train_one_rank(session: Session, options: TrainOptions, plan: SweepPlan, run_dir: Path) -> None:
-    """Time rank 0 by itself while the others sleep at the barrier."""
+    """Time rank 0 by itself while the others sleep in the exchange after it."""
+    stopped = False
     if session.comm.rank == 0:
         facts = {**session.facts, "hosts": session.facts.get("hosts", [])[:1]}
         alone = dataclasses.replace(session, comm=SerialCommunicator(), facts=facts)
         own = dataclasses.replace(options, strategy="gradient_averaging", max_steps=plan.one_rank_steps)
-        train_or_go_on(alone, own, run_dir)
-    session.comm.barrier()
+        try:
+            train_or_go_on(alone, own, run_dir)
+        except Stopped:
+            stopped = True
+    if session.comm.broadcast_object(stopped):  # the others have not trained, but must leave as well
+        raise Stopped
 
 
 def _decode(session: Session, split: str, run_dir: Path) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -88,6 +88,7 @@ class Trainer:
         self.counters = Counters()
         self._run_dir = run_dir
         self._options = options
+        self._last_saved: tuple[int, Path] | None = None
         # Loss and frames of this rank in the epoch under way; on the device, so that no step waits.
         self._epoch_loss = torch.zeros(2, dtype=torch.float64, device=parts.device)
 
@@ -106,18 +107,21 @@ class Trainer:
         parts = self.parts
         parts.model.train()
         parts.reporter.begin(self._options.epochs, self.counters.epoch)
-        while (step := self.advance(loader)) is not None:
+        while not self._is_over and (step := self.advance(loader)) is not None:
             if step.ends_epoch:
                 self._end_epoch(step.epoch + 1)
             elif self._options.checkpoint_steps and self.counters.step % self._options.checkpoint_steps == 0:
                 self.save()
-            if self.counters.step == self._options.max_steps:
-                break
-            if stop.reached():
+            if not self._is_over and stop.reached():
                 self.save()
                 raise Stopped
         stop.drain()
         parts.strategy.finish()
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether --max-steps are done; a run resumed at its end may stand there before the first step."""
+        return 0 < self._options.max_steps <= self.counters.step
 
     def advance(self, loader: Loader) -> Step | None:
         """Train on the next batch; return its step, None when there is no more.  Collective."""
@@ -158,22 +162,30 @@ class Trainer:
         value = total.item() if not total.is_cuda else self._epoch_loss[0].item()
         self._shown_loss = None if total.is_cuda else value / num_frames
         if not math.isfinite(value):
-            raise RunError(
-                f"the loss is {value} at step {self.counters.step + 1} (epoch {step.epoch + 1}) on rank "
-                f"{self.parts.comm.rank}: lower --learning-rate or --max-gradient-norm, or inspect the data; "
-                f"{last_checkpoint_note(self._run_dir)}"
-            )
+            self._refuse(f"the loss is {value} at step {self.counters.step + 1}")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RunError(
+            f"{what} (epoch {self.counters.epoch + 1}) on rank {self.parts.comm.rank}: "
+            "lower --learning-rate or --max-gradient-norm, or inspect the data; "
+            f"{last_checkpoint_note(self._run_dir)}"
+        )
 
     _shown_loss: float | None = None
 
     def _end_epoch(self, epochs_done: int) -> None:
         parts, counters = self.parts, self.counters
-        counters.epoch, counters.step_in_epoch = epochs_done, 0
         time_s = parts.timeline.training_time_s
         with parts.timeline.event(Span.EVAL):
             loss, frames = parts.comm.allreduce(self._epoch_loss.clone(), name="epoch_loss").tolist()
             with parts.strategy.evaluation_parameters():
                 held_out = parts.evaluator.evaluate(parts.model, parts.task)
+            if not math.isfinite(loss + held_out.log_prob):
+                self._refuse(
+                    f"after step {counters.step} the training loss is {loss / frames} "
+                    f"and the held-out log-probability {held_out.log_prob}"
+                )
+            counters.epoch, counters.step_in_epoch = epochs_done, 0
             metrics = Metrics(
                 epoch=float(epochs_done),
                 step=counters.step,
@@ -192,10 +204,20 @@ class Trainer:
         self.save()
 
     def save(self) -> Path:
-        """Write a checkpoint.  Collective."""
+        """Write a checkpoint, unless this step has one.  Collective.
+
+        Raises:
+            RunError: it cannot be written, or would hold parameters nobody can go on from.
+        """
+        if not bool(self.parts.replica.parameters.values.isfinite().all()):
+            self._refuse(f"a parameter is not finite after step {self.counters.step}")
+        if self._last_saved is not None and self._last_saved[0] == self.counters.step:
+            return self._last_saved[1]
         self.counters.time_s = self.parts.timeline.training_time_s
         with self.parts.timeline.event(Span.CHECKPOINT):
-            return save_checkpoint(self._run_dir, self.counters.step, self._state(), self.parts.comm)
+            path = save_checkpoint(self._run_dir, self.counters.step, self._state(), self.parts.comm)
+        self._last_saved = (self.counters.step, path)
+        return path
 
     def _state(self) -> RankState:
         parts = self.parts
