@@ -63,6 +63,13 @@ class BatchOptions:
     """Frames before a segment that are input only."""
     right_context: int = 0
     """Frames after a segment that are input only."""
+    spec_augment: bool = False
+    """Hide random bands and stretches of the features in training: for small corpora."""
+
+    def __post_init__(self) -> None:
+        for name in ("left_context", "right_context"):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative")
 
     def resolve(self, preset: Preset) -> BatchOptions:
         """Fill what was not given from `preset`."""
@@ -71,6 +78,7 @@ class BatchOptions:
             chunk_frames=preset.chunk_frames if self.chunk_frames is None else self.chunk_frames,
             left_context=preset.left_context if self.left_context is None else self.left_context,
             right_context=self.right_context,
+            spec_augment=self.spec_augment,
         )
 
 
@@ -96,6 +104,13 @@ class OptimizerOptions:
     """First epoch, counted from 0, with an annealed learning rate; -1: two thirds of --epochs."""
     anneal_factor: float = math.sqrt(0.5)
     """Learning rate of an annealed epoch over that of the epoch before."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"--momentum {self.momentum}: must lie in [0, 1)")
+        for name in ("weight_decay", "max_gradient_norm"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative")
 
     def schedule(self, epochs: int) -> Schedule:
         """Return the learning rate over `epochs` epochs."""

@@ -139,6 +139,7 @@ class Loader(Iterator[Step]):
         start: Position = Position(),
         pin: bool = False,
         read_ahead: int = 4,
+        augment: Callable[[Batch, Position], None] | None = None,
     ) -> None:
         self._reader = reader
         self._plan = plan
@@ -146,6 +147,7 @@ class Loader(Iterator[Step]):
         self._epochs = range(start.epoch, num_epochs)
         self._start = start
         self._pin = pin
+        self._augment = augment
         self._queue: queue.Queue[Step | BaseException | None] = queue.Queue(read_ahead)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="speechdp-loader", daemon=True)
@@ -183,6 +185,8 @@ class Loader(Iterator[Step]):
             first = self._start.step if epoch == self._start.epoch else 0
             for index in range(first, plan.num_steps):
                 batch = self._reader.batch(mine.batch(index))
+                if self._augment is not None:
+                    self._augment(batch, Position(epoch, index))
                 yield Step(
                     batch.pin() if self._pin else batch,
                     epoch,

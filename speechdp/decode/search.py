@@ -31,7 +31,7 @@ class SearchOptions:
     beam: float = 16.0
     max_active: int = _UNLIMITED
     acoustic_scale: float = 1.0
-    max_beam_doublings: int = 2
+    max_beam_doublings: int = 5
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,10 @@ from torch import nn
 
 from speechdp.comm.base import Communicator
 from speechdp.config import OptimizerOptions, TrainOptions
+from speechdp.data.augment import SpecAugment
+from speechdp.data.batch import Batch
 from speechdp.data.dataset import Dataset
-from speechdp.data.loader import Context, Loader, SplitReader
+from speechdp.data.loader import Context, Loader, Position, SplitReader
 from speechdp.data.plan import EpochPlan, plan_epoch
 from speechdp.decode.hmm import StateInventory, count_frames_and_runs
 from speechdp.errors import ConfigError
@@ -86,6 +88,7 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
             options.epochs,
             start=trainer.position,
             pin=session.device.type == "cuda",
+            augment=_augmenter(options, session.comm.rank),
         )
         stack.enter_context(loader)
         trainer.run(loader, StopAgreement(session.stop, session.comm))
@@ -174,6 +177,14 @@ def _readers(session: Session, options: TrainOptions, stack: ExitStack) -> tuple
 
 def _planner(reader: SplitReader, options: TrainOptions, size: int) -> Callable[[int], EpochPlan]:
     return lambda epoch: plan_epoch(reader.index, options.plan(), epoch, size)
+
+
+def _augmenter(options: TrainOptions, rank: int) -> Callable[[Batch, Position], None] | None:
+    if not options.batch.spec_augment:
+        return None
+    masks = SpecAugment()
+    # Drawn from the place in training alone, so a resumed run sees the same masks.
+    return lambda batch, at: masks.apply(batch, np.random.default_rng([options.seed, rank, at.epoch, at.step]))
 
 
 def make_model(dataset: Dataset, options: TrainOptions) -> LstmAcousticModel:
