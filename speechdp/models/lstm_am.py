@@ -40,7 +40,7 @@ class LstmConfig:
                 raise ConfigError(f"--{field.name} {getattr(self, field.name)}: must not be negative")
         if self.layers < 1 or self.cells < 1:
             raise ConfigError("--layers and --cells must be at least 1")
-        if self.dropout >= 1:
+        if not self.dropout < 1:
             raise ConfigError(f"--dropout {self.dropout}: must be less than 1")
         if self.projection >= self.cells:
             raise ConfigError(f"--projection {self.projection}: must be smaller than --cells {self.cells}")

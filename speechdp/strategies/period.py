@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from enum import Enum
 
 from speechdp.errors import ConfigError
@@ -47,8 +48,13 @@ class Period:
         return Period(number, PeriodUnit.STEPS)
 
     def __str__(self) -> str:
+        if self.unit is PeriodUnit.STEPS:
+            return _plain(self.value)
         if self.unit is PeriodUnit.SECONDS:
-            return f"{self.value:g}s"
-        if self.unit is PeriodUnit.FRAMES:
-            return f"{self.value / 1000:g}kf" if self.value % 1000 == 0 else f"{self.value:.0f}f"
-        return str(int(self.value))
+            return f"{_plain(self.value)}s"
+        return f"{_plain(self.value / 1000)}kf" if self.value % 1000 == 0 else f"{_plain(self.value)}f"
+
+
+def _plain(value: float) -> str:
+    """Write a number so that `Period.parse` reads the same back: all its digits, no exponent."""
+    return f"{Decimal(repr(value)):f}".removesuffix(".0")

@@ -27,8 +27,11 @@ class Schedule:
     anneal_factor: float = math.sqrt(0.5)
 
     def __post_init__(self) -> None:
-        if self.learning_rate <= 0:
+        if not 0 < self.learning_rate < math.inf:
             raise ConfigError(f"--learning-rate {self.learning_rate}: must be positive")
+        for name in ("warmup_epochs", "warmup_from"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative")
         if not 0 < self.anneal_factor <= 1:
             raise ConfigError(f"--anneal-factor {self.anneal_factor}: must be in (0, 1]")
 

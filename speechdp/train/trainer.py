@@ -230,11 +230,21 @@ class Trainer:
             tensors["parameters"] = parts.replica.parameters.values
             for name, tensor in parts.replica.optimizer_tensors().items():
                 tensors[f"optimizer.{name}"] = tensor
-        return RankState({"counters": vars(self.counters), "strategy": strategy.values}, tensors)
+        values = {"counters": vars(self.counters), "strategy": strategy.values, "device": parts.device.type}
+        return RankState(values, tensors)
 
     def restore(self, state: RankState) -> None:
-        """Take up a checkpoint's state.  Collective: equal replicas get it from rank 0."""
+        """Take up a checkpoint's state.  Collective: equal replicas get it from rank 0.
+
+        Raises:
+            RunError: it was saved on another kind of device, whose flat vectors have another layout.
+        """
         parts, tensors = self.parts, state.tensors
+        if state.values["device"] != parts.device.type:
+            raise RunError(
+                f"{self._run_dir}: was begun on {state.values['device']} and cannot go on on "
+                f"{parts.device.type}; resume it with --device {state.values['device']}"
+            )
         self.counters = Counters(**state.values["counters"])
         parts.timeline.resume_at(self.counters.time_s)
         parts.strategy.load_state_dict(join_state("strategy", state.values["strategy"], tensors))
