@@ -9,7 +9,6 @@ Last line: JSON {"model_averaging_vs_loop": ..., "gradient_averaging_vs_ddp": ..
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -36,7 +35,6 @@ from speechdp.data.features import FeatureConfig
 from speechdp.data.loader import Loader, SplitReader
 from speechdp.data.plan import plan_epoch
 from speechdp.data.shards import ShardHeader, ShardWriter, Utterance
-from speechdp.tasks.acoustic import AcousticTask
 from speechdp.train.session import Session, build_trainer, make_model
 from speechdp.train.stop import StopAgreement, StopRequest
 
@@ -182,7 +180,9 @@ def backend_of(contender: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--only", default="", help="contenders with this in their name, for experiments")
@@ -202,7 +202,15 @@ def main() -> None:
         make_data(Path(folder))
 
         def measure(contender: str) -> float:
-            program = [__file__, "--rank-of", contender, "--data", folder, "--seconds", str(arguments.seconds)]
+            program = [
+                __file__,
+                "--rank-of",
+                contender,
+                "--data",
+                folder,
+                "--seconds",
+                str(arguments.seconds),
+            ]
             return launch_ranks(2, program)["rate"]
 
         rates = run_rounds(contenders, measure, arguments.rounds, "frames/s on 2 ranks")

@@ -41,8 +41,6 @@ class Strategy(ABC):
 
     #: Every rank makes the same exchanges at the same steps; such runs resume bitwise.
     synchronous: ClassVar[bool]
-    #: What the strategy needs of a back-end; `attach` refuses anything less, before step 1.
-    requires: ClassVar[type[Communicator]] = Communicator
     #: All replicas hold the same parameters and optimizer state after every step.
     replicas_equal: ClassVar[bool]
 

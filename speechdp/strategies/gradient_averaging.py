@@ -72,7 +72,9 @@ class GradientAveraging(Strategy):
         self._start_round()
         if self.overlap:
             for index, parameter in enumerate(replica.model_parameters):
-                parameter.register_post_accumulate_grad_hook(lambda _, i=index: self._on_gradient(i))
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda _, i=index: self._on_gradient(i)
+                )
 
     def before_backward(self, frames: int) -> None:
         super().before_backward(frames)

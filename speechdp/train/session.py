@@ -184,7 +184,9 @@ def _augmenter(options: TrainOptions, rank: int) -> Callable[[Batch, Position], 
         return None
     masks = SpecAugment()
     # Drawn from the place in training alone, so a resumed run sees the same masks.
-    return lambda batch, at: masks.apply(batch, np.random.default_rng([options.seed, rank, at.epoch, at.step]))
+    return lambda batch, at: masks.apply(
+        batch, np.random.default_rng([options.seed, rank, at.epoch, at.step])
+    )
 
 
 def make_model(dataset: Dataset, options: TrainOptions) -> LstmAcousticModel:

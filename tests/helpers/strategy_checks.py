@@ -6,6 +6,7 @@ Every check is collective: all ranks call it with their communicator, on threads
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ class Sgd:
         return torch.optim.SGD(parameters, self.learning_rate, momentum=self.momentum)
 
 
+PLAIN = Sgd()
+
+
 def make_model() -> LstmAcousticModel:
     """Return the same small model on every rank, in double precision."""
     # torch's generator is one for all threads, and here each thread is a rank.
@@ -57,10 +61,15 @@ def make_batch(rank: int, step: int, *, segments: int = 3) -> Batch:
     features = torch.randn(segments, longest, _FEATURES, generator=generator, dtype=torch.float64)
     targets = torch.randint(_CLASSES, (segments, longest), generator=generator)
     padding = torch.arange(longest) >= lengths.unsqueeze(1)
-    return Batch(features.masked_fill(padding.unsqueeze(2), 0), targets.masked_fill(padding, -1), lengths, int(lengths.sum()))
+    return Batch(
+        features.masked_fill(padding.unsqueeze(2), 0),
+        targets.masked_fill(padding, -1),
+        lengths,
+        int(lengths.sum()),
+    )
 
 
-def make_replica(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = Sgd()) -> Replica:  # noqa: B008
+def make_replica(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = PLAIN) -> Replica:
     """Return a fresh replica."""
     return Replica(make_model(), optimizer)
 
@@ -102,7 +111,7 @@ class Run:
         return self.replica.parameters.values.clone()
 
 
-def plain_sgd(batches_of_step: list[list[Batch]], optimizer: Sgd = Sgd()) -> Tensor:  # noqa: B008
+def plain_sgd(batches_of_step: list[list[Batch]], optimizer: Sgd = PLAIN) -> Tensor:
     """Train with torch alone: the mean loss over all frames of a step, one update a step."""
     model = make_model()
     moving = optimizer(list(model.parameters()))
@@ -159,7 +168,7 @@ def accumulation_equals_larger_batches(comm: Communicator) -> None:
     run = Run(comm, "gradient_averaging:every=3,bucket_mib=0.0005")
     run.train(comm.rank)  # 7 passes: two updates, and a third from the incomplete round
     steps = batches_of_all(comm.size)
-    joined = [sum(steps[i : i + 3], []) for i in range(0, NUM_STEPS, 3)]
+    joined = [list(itertools.chain(*steps[i : i + 3])) for i in range(0, NUM_STEPS, 3)]
     assert_close(run.finish(), plain_sgd(joined), "every=3")
 
 
@@ -200,7 +209,10 @@ def k_step_averaging(size: int, period: int, momentum: str) -> Tensor:
             shares = weights / weights.sum()
             with torch.no_grad():
                 _mix([list(m.parameters()) for m in models], shares)
-                states = [[o.state[p]["momentum_buffer"] for p in m.parameters()] for o, m in zip(optimizers, models, strict=True)]
+                states = [
+                    [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+                    for optimizer, model in zip(optimizers, models, strict=True)
+                ]
                 if momentum == "average":
                     _mix(states, shares)
                 if momentum == "reset":
