@@ -90,7 +90,9 @@ class FlatBuffer:
         in the bucket at the end of the vector.
         """
         limit = max(1, bucket_bytes // self.whole.element_size())
-        order = sorted(range(len(self.places)), key=lambda i: self.places[i].offset, reverse=True)
+        # An empty tensor stands where the one after it begins: it must not close that one's bucket.
+        places = [(place.offset, place.num_elements, i) for i, place in enumerate(self.places)]
+        order = [i for _, _, i in sorted(places, reverse=True)]
         result: list[Bucket] = []
         end = self.whole.numel()
         members: list[int] = []

@@ -125,7 +125,8 @@ class Position:
 class Loader(Iterator[Step]):
     """All steps of this rank from a position on, read ahead by one background thread.
 
-    The thread holds at most `read_ahead` batches; its errors are raised by `next`; `close` joins it.
+    The thread holds at most `read_ahead` batches and one more in its hand; its errors are raised by
+    `next`; `close` joins it.
     It starts no process: forking after MPI_Init corrupts memory on some fabrics.
     """
 
