@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,12 @@ def no_thread_is_left() -> Any:
     assert not [t for t in threading.enumerate() if t.name == "speechdp-loader"]
 
 
+def opened(
+    dataset: Dataset, alignments: Path | None = None, context: Context | None = None
+) -> AbstractContextManager[SplitReader]:
+    return closing(SplitReader(dataset, "train", alignments, context))
+
+
 def planner(reader: SplitReader, options: PlanOptions = OPTIONS, size: int = 2) -> Callable[[int], EpochPlan]:
     return lambda epoch: plan_epoch(reader.index, options, epoch, size)
 
@@ -53,7 +59,7 @@ def assert_same_batch(one: Batch, other: Batch) -> None:
 @pytest.mark.parametrize("options", [OPTIONS, PlanOptions(5, 7, 3)])
 def test_batches_are_those_read_directly(dataset: Dataset, options: PlanOptions, rank: int) -> None:
     context = Context(3, 2)
-    with closing(SplitReader(dataset, "train", context=context)) as reader:
+    with opened(dataset, context=context) as reader:
         plan = planner(reader, options)
         with Loader(reader, plan, rank, EPOCHS) as loader:
             steps = list(loader)
@@ -72,7 +78,7 @@ def test_batches_are_those_read_directly(dataset: Dataset, options: PlanOptions,
 
 def test_what_is_read_is_what_stands_in_the_shards(dataset: Dataset) -> None:
     """Every learnt frame of an epoch, found in the shard through h5py's own reading."""
-    with closing(SplitReader(dataset, "train", context=Context(4, 3))) as reader:
+    with opened(dataset, context=Context(4, 3)) as reader:
         plan = plan_epoch(reader.index, PlanOptions(3, 8, 0), 0, 1)
         learnt = 0
         for index in range(plan.num_steps):
@@ -98,7 +104,7 @@ def check_row(reader: SplitReader, segments: Segments, batch: Batch, row: int) -
 
 
 def test_it_goes_on_from_the_middle_of_an_epoch(dataset: Dataset) -> None:
-    with closing(SplitReader(dataset, "train")) as reader:
+    with opened(dataset) as reader:
         with Loader(reader, planner(reader), 1, 3) as loader:
             whole = list(loader)
         with Loader(reader, planner(reader), 1, 3, start=Position(1, 2)) as loader:
@@ -111,13 +117,12 @@ def test_it_goes_on_from_the_middle_of_an_epoch(dataset: Dataset) -> None:
 
 
 def test_a_position_behind_the_last_epoch_yields_nothing(dataset: Dataset) -> None:
-    with closing(SplitReader(dataset, "train")) as reader:
-        with Loader(reader, planner(reader), 0, 2, start=Position(2, 0)) as loader:
-            assert list(loader) == []
+    with opened(dataset) as reader, Loader(reader, planner(reader), 0, 2, start=Position(2, 0)) as loader:
+        assert list(loader) == []
 
 
 def test_a_rank_without_data_joins_with_no_frames(dataset: Dataset) -> None:
-    with closing(SplitReader(dataset, "train")) as reader:
+    with opened(dataset) as reader:
         size = dataset.num_utterances("train") + 5
         empty = next(r for r, plan in enumerate(planner(reader, size=size)(0).ranks) if plan.num_batches == 0)
         with Loader(reader, planner(reader, size=size), empty, 1) as loader:
@@ -132,9 +137,8 @@ def test_augmentation_changes_a_batch_by_its_place_in_training(dataset: Dataset)
         places.append(at)
         batch.features.zero_()
 
-    with closing(SplitReader(dataset, "train")) as reader:
-        with Loader(reader, planner(reader), 0, 1, augment=note) as loader:
-            steps = list(loader)
+    with opened(dataset) as reader, Loader(reader, planner(reader), 0, 1, augment=note) as loader:
+        steps = list(loader)
     assert places == [Position(step.epoch, step.index) for step in steps]
     assert not any(step.batch.features.any() for step in steps)
 
@@ -216,19 +220,17 @@ def test_an_error_of_the_plan_is_raised_too() -> None:
 
 
 def test_the_body_of_with_may_raise(dataset: Dataset) -> None:
-    with closing(SplitReader(dataset, "train")) as reader:
-        with pytest.raises(KeyError), Loader(reader, planner(reader), 0, 50) as loader:
-            next(loader)
-            raise KeyError("training failed")
+    with opened(dataset) as reader, pytest.raises(KeyError), Loader(reader, planner(reader), 0, 50) as loader:
+        next(loader)
+        raise KeyError("training failed")
 
 
 # --- damage -------------------------------------------------------------------------------------------
 
 
 def read_all(dataset: Dataset, alignments: Path | None = None) -> int:
-    with closing(SplitReader(dataset, "train", alignments)) as reader:
-        with Loader(reader, planner(reader, size=1), 0, 1) as loader:
-            return sum(1 for _ in loader)
+    with opened(dataset, alignments) as reader, Loader(reader, planner(reader, size=1), 0, 1) as loader:
+        return sum(1 for _ in loader)
 
 
 @pytest.mark.parametrize("where", ["features", "targets"])
@@ -245,7 +247,7 @@ def test_a_flipped_byte_in_a_chunk_that_is_not_the_first_to_be_read(tmp_path: Pa
     dataset = write_tiny_data(tmp_path / "data", TinySizes(train=2, shards=1))
     path = dataset.shard_paths("train")[0]
     flip_byte(path, 1)
-    with closing(SplitReader(dataset, "train")) as reader:
+    with opened(dataset) as reader:
         last = int(np.diff(reader.shards[0].offsets)[1]) - 1
         one = np.ones(1, dtype=np.int64)
         with pytest.raises(ShardError, match="checksum"):
@@ -263,13 +265,16 @@ def test_a_shard_truncated_before_training_is_refused_on_opening(tmp_path: Path)
 def test_a_shard_truncated_during_training_is_an_error_of_next(tmp_path: Path) -> None:
     dataset = write_tiny_data(tmp_path / "data", TinySizes(train=60))
     path = dataset.shard_paths("train")[0]
-    with closing(SplitReader(dataset, "train")) as reader:
-        with Loader(reader, planner(reader, PlanOptions(1), 1), 0, 1, read_ahead=1) as loader:
-            next(loader)
-            truncate(path, path.stat().st_size // 2)
-            with pytest.raises(ShardError, match=rf"{path}: .*prepare the data again"):
-                for _ in loader:
-                    pass
+    one_by_one = PlanOptions(1)
+    with (
+        opened(dataset) as reader,
+        Loader(reader, planner(reader, one_by_one, 1), 0, 1, read_ahead=1) as loader,
+    ):
+        next(loader)
+        truncate(path, path.stat().st_size // 2)
+        with pytest.raises(ShardError, match=rf"{path}: .*prepare the data again"):
+            for _ in loader:
+                pass
 
 
 # --- targets of another alignment ---------------------------------------------------------------------
@@ -279,7 +284,7 @@ def align_anew(dataset: Dataset, folder: Path, value: int) -> None:
     """Write targets that are `value` in every frame."""
     folder.mkdir()
     for path in dataset.shard_paths("train"):
-        with closing(SplitReader(dataset, "train")) as reader:
+        with opened(dataset) as reader:
             shard = next(s for s in reader.shards if s.path == path)
             targets = [np.full(n, value, dtype=np.int32) for n in np.diff(shard.offsets)]
             write_targets(folder / path.name, shard, targets, "realigned-1")
@@ -287,14 +292,14 @@ def align_anew(dataset: Dataset, folder: Path, value: int) -> None:
 
 def test_targets_of_another_alignment_take_the_place_of_the_shards(dataset: Dataset, tmp_path: Path) -> None:
     align_anew(dataset, tmp_path / "1", 7)
-    with closing(SplitReader(dataset, "train", tmp_path / "1", Context(2, 0))) as reader:
-        with closing(SplitReader(dataset, "train", context=Context(2, 0))) as plain:
-            plan = plan_epoch(reader.index, PlanOptions(4, 5), 0, 1)
-            for index in range(plan.num_steps):
-                batch = reader.batch(plan.ranks[0].batch(index))
-                original = plain.batch(plan.ranks[0].batch(index))
-                assert torch.equal(batch.features, original.features)
-                assert torch.equal(batch.targets == 7, original.targets != IGNORED_TARGET)
+    context = Context(2, 0)
+    with opened(dataset, tmp_path / "1", context) as reader, opened(dataset, context=context) as plain:
+        plan = plan_epoch(reader.index, PlanOptions(4, 5), 0, 1)
+        for index in range(plan.num_steps):
+            batch = reader.batch(plan.ranks[0].batch(index))
+            original = plain.batch(plan.ranks[0].batch(index))
+            assert torch.equal(batch.features, original.features)
+            assert torch.equal(batch.targets == 7, original.targets != IGNORED_TARGET)
 
 
 def test_missing_and_damaged_alignments_are_named(tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""Options of a run: presets, defaults that depend on others, and what is refused before step 1."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speechdp.config import BatchOptions, ModelOptions, OptimizerOptions, TrainOptions
+from speechdp.data.plan import PlanOptions
+from speechdp.errors import ConfigError
+from speechdp.models.presets import PRESETS
+
+
+def test_presets_are_changed_option_by_option() -> None:
+    assert ModelOptions().lstm() == PRESETS["tiny"].model
+    changed = ModelOptions("swb2000", cells=64, dropout=0.0, bottleneck=0).lstm()
+    assert changed == dataclasses.replace(PRESETS["swb2000"].model, cells=64, bottleneck=0)
+    assert not ModelOptions(bidirectional=False).lstm().bidirectional
+
+
+def test_batches_come_from_the_preset_unless_given() -> None:
+    options = TrainOptions(ModelOptions("kaldi-4x800"), BatchOptions(chunk_frames=30), seed=7)
+    assert options.plan() == PlanOptions(100, 30, 7)
+    assert options.batches() == BatchOptions(100, 30, 40, 0)
+    assert TrainOptions(batch=BatchOptions(left_context=0)).batches().left_context == 0
+
+
+@pytest.mark.parametrize(("epochs", "expected"), [(12, 8), (1, 1), (2, 1), (3, 2)])
+def test_annealing_begins_after_two_thirds(epochs: int, expected: int) -> None:
+    assert TrainOptions(epochs=epochs).schedule().anneal_from == expected
+
+
+def test_learning_rates_suit_their_optimizers() -> None:
+    rates = {name: OptimizerOptions(name).schedule(3).learning_rate for name in ("sgd", "adam", "adamw")}  # type: ignore[arg-type]
+    assert rates == {"sgd": 0.1, "adam": 0.002, "adamw": 0.002}
+    assert OptimizerOptions(learning_rate=0.5, anneal_from=1).schedule(9).anneal_from == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"epochs": 0}, "--epochs 0: must be at least 1"),
+        ({"realign": -1}, "--realign -1: must be at least 0"),
+        ({"realign_epochs": 0}, "--realign-epochs 0: must be at least 1"),
+        ({"max_steps": -1}, "--max-steps -1"),
+        ({"checkpoint_steps": -5}, "--checkpoint-steps -5"),
+        ({"seed": -1}, "--seed -1"),
+        ({"batch": {"batch_size": 0}}, "--batch-size 0"),
+        ({"batch": {"left_context": -1}}, "--left-context -1: must not be negative"),
+        ({"batch": {"right_context": -1}}, "--right-context -1: must not be negative"),
+        ({"model": {"cells": 0}}, "--layers and --cells"),
+        ({"optimizer": {"learning_rate": -1.0}}, "--learning-rate -1.0"),
+        ({"optimizer": {"momentum": 1.0}}, r"--momentum 1.0: must lie in \[0, 1\)"),
+        ({"optimizer": {"weight_decay": -0.1}}, "--weight-decay -0.1: must not be negative"),
+        ({"optimizer": {"max_gradient_norm": float("nan")}}, "--max-gradient-norm nan"),
+    ],
+)
+def test_impossible_options_are_named(values: dict[str, Any], message: str) -> None:
+    kinds = {"batch": BatchOptions, "model": ModelOptions, "optimizer": OptimizerOptions}
+    with pytest.raises(ConfigError, match=message):
+        TrainOptions(**{n: kinds[n](**v) if n in kinds else v for n, v in values.items()})
+
+
+def test_the_fingerprint_tells_any_two_runs_apart_and_survives_json() -> None:
+    options = TrainOptions()
+    others = [
+        TrainOptions(seed=2),
+        TrainOptions(strategy="model_averaging:period=4"),
+        TrainOptions(ModelOptions(cells=8)),
+        TrainOptions(optimizer=OptimizerOptions(weight_decay=0.1)),
+        TrainOptions(batch=BatchOptions(right_context=2)),
+        TrainOptions(alignments=Path("run/alignments/1")),
+    ]
+    assert len({o.fingerprint() for o in [options, *others]}) == 1 + len(others)
+    assert options.fingerprint() == TrainOptions().fingerprint()
+    for one in [options, *others]:
+        assert json.loads(json.dumps(one.to_json())) == one.to_json()

@@ -1,0 +1,208 @@
+"""The acoustic model: its sizes, and three ways through it that are one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from speechdp.data.batch import IGNORED_TARGET, Batch
+from speechdp.errors import ConfigError
+from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.models.presets import PRESETS
+from speechdp.tasks.acoustic import AcousticTask
+
+TOLERANCE = 1e-12
+FEATURES, CLASSES = 5, 7
+LENGTHS = [9, 4, 1, 9, 6]
+CONFIGS = {
+    "LSTM": LstmConfig(2, 6, False),
+    "BLSTM": LstmConfig(3, 6, True),
+    "BLSTM with bottleneck": LstmConfig(2, 6, True, bottleneck=3),
+    "LSTM with projection": LstmConfig(2, 6, False, projection=4),
+    "BLSTM with projection": LstmConfig(2, 6, True, projection=4, bottleneck=3),
+}
+Way = Callable[[LstmAcousticModel, Tensor, Tensor], Tensor]
+
+
+def make_model(config: LstmConfig) -> LstmAcousticModel:
+    torch.manual_seed(3)
+    return LstmAcousticModel(FEATURES, CLASSES, config).double()
+
+
+def make_segments() -> tuple[Tensor, Tensor]:
+    """Return features (B, T, F) with noise for padding, which must reach nothing, and lengths (B,)."""
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(len(LENGTHS), max(LENGTHS), FEATURES, generator=generator, dtype=torch.float64)
+    return features, torch.tensor(LENGTHS)
+
+
+def as_called(model: LstmAcousticModel, features: Tensor, lengths: Tensor) -> Tensor:
+    return model(features, lengths)
+
+
+def packed(model: LstmAcousticModel, features: Tensor, lengths: Tensor) -> Tensor:
+    """What a GPU does with unequal lengths."""
+    hidden = model._encode_packed(features, lengths)
+    return model.output(model.bottleneck(model.dropout(hidden)))
+
+
+def one_by_one(model: LstmAcousticModel, features: Tensor, lengths: Tensor) -> Tensor:
+    """Each segment alone, in torch's own order of operations: the definition."""
+    logits = features.new_zeros(*features.shape[:2], CLASSES)
+    for row, length in enumerate(lengths.tolist()):
+        hidden, _ = model.lstm(features[row : row + 1, :length])
+        logits[row, :length] = model.output(model.bottleneck(hidden))[0]
+    return logits
+
+
+def gradients(model: LstmAcousticModel, logits: Tensor, lengths: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    real = torch.arange(logits.shape[1]) < lengths.unsqueeze(1)
+    weights = torch.arange(1.0, CLASSES + 1, dtype=torch.float64)
+    (logits[real].tanh() * weights).sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("way", [as_called, packed])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_way_equals_each_segment_alone(config: LstmConfig, way: Way) -> None:
+    model = make_model(config)
+    features, lengths = make_segments()
+    expected = one_by_one(model, features, lengths)
+    logits = way(model, features, lengths)
+    assert logits.shape == (len(LENGTHS), max(LENGTHS), CLASSES)
+    for row, length in enumerate(LENGTHS):
+        assert (logits[row, :length] - expected[row, :length]).abs().max() <= TOLERANCE
+    mine = gradients(model, logits, lengths)
+    theirs = gradients(model, one_by_one(model, features, lengths), lengths)
+    assert len(mine) == len(theirs) == len(list(model.parameters()))
+    for one, other in zip(mine, theirs, strict=True):
+        assert (one - other).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_segments_of_one_length_take_the_short_way_to_the_same_end(config: LstmConfig) -> None:
+    model = make_model(config)
+    features, _ = make_segments()
+    lengths = torch.full((len(LENGTHS),), features.shape[1])
+    logits = model(features, lengths)
+    assert (logits - one_by_one(model, features, lengths)).abs().max() <= TOLERANCE
+
+
+def test_padding_reaches_no_frame() -> None:
+    model = make_model(CONFIGS["BLSTM"])
+    features, lengths = make_segments()
+    other = features.clone()
+    for row, length in enumerate(LENGTHS):
+        other[row, length:] = 1000.0
+    one, two = model(features, lengths), model(other, lengths)
+    for row, length in enumerate(LENGTHS):
+        assert torch.equal(one[row, :length], two[row, :length])
+
+
+def test_dropout_is_between_layers_and_before_the_output_and_only_in_training() -> None:
+    model = make_model(LstmConfig(2, 6, True, dropout=0.5))
+    features, lengths = make_segments()
+    torch.manual_seed(0)
+    one, two = model(features, lengths), model(features, lengths)
+    assert not torch.equal(one, two)
+    model.eval()
+    assert torch.equal(model(features, lengths), model(features, lengths))
+    model.train()
+    model.dropout.p = 0.0  # what is left is between the layers
+    assert not torch.equal(model(features, lengths), model(features, lengths))
+
+
+def test_dropout_of_a_single_layer_gives_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    make_model(LstmConfig(1, 6, True, dropout=0.5))
+    assert not recwarn.list
+
+
+# --- sizes --------------------------------------------------------------------------------------------
+
+
+def test_swb2000_has_the_parameters_of_the_paper() -> None:
+    """Zhang et al., ICASSP 2019: 43.15 M with 260 inputs and 32,000 classes."""
+    with torch.device("meta"):
+        model = LstmAcousticModel(260, 32_000, PRESETS["swb2000"].model)
+    assert sum(p.numel() for p in model.parameters()) == 43_154_944
+    assert PRESETS["swb2000"].chunk_frames == 21
+
+
+def test_kaldi_preset_is_4_times_800() -> None:
+    preset = PRESETS["kaldi-4x800"]
+    with torch.device("meta"):
+        model = LstmAcousticModel(40, 3000, preset.model)
+    first, others = 4 * 800 * (40 + 800 + 2), 4 * 800 * (800 + 800 + 2)
+    assert sum(p.numel() for p in model.parameters()) == first + 3 * others + 800 * 3000 + 3000
+    assert (preset.chunk_frames, preset.left_context) == (20, 40)
+
+
+def test_initial_biases_let_the_cells_remember() -> None:
+    cells = 6
+    model = make_model(LstmConfig(2, cells, True, bottleneck=3))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            bound = (6 / sum(parameter.shape)) ** 0.5
+            assert 0 < parameter.abs().max() <= bound
+        elif ".bias_ih" in name:
+            assert parameter.tolist() == [0.0] * cells + [1.0] * cells + [0.0] * 2 * cells
+        else:
+            assert not parameter.any()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"layers": 0}, "--layers and --cells must be at least 1"),
+        ({"cells": 0}, "--layers and --cells must be at least 1"),
+        ({"layers": -1}, "--layers -1: must not be negative"),
+        ({"dropout": 1.0}, "--dropout 1.0: must be less than 1"),
+        ({"dropout": float("nan")}, "--dropout nan: must be less than 1"),
+        ({"projection": 8}, "--projection 8: must be smaller than --cells 8"),
+        ({"bottleneck": -2}, "--bottleneck -2: must not be negative"),
+    ],
+)
+def test_impossible_sizes_are_named(sizes: dict[str, float], message: str) -> None:
+    values: dict[str, object] = {"layers": 1, "cells": 8, "bidirectional": True} | sizes
+    with pytest.raises(ConfigError, match=message):
+        LstmConfig(**values)  # type: ignore[arg-type]
+
+
+# --- the task -----------------------------------------------------------------------------------------
+
+
+def batch_with_context() -> Batch:
+    features, lengths = make_segments()
+    targets = torch.randint(CLASSES, features.shape[:2], generator=torch.Generator().manual_seed(2))
+    for row, length in enumerate(LENGTHS):
+        targets[row, length:] = IGNORED_TARGET
+        targets[row, : length // 3] = IGNORED_TARGET  # left context
+    return Batch(features, targets, lengths, int((targets != IGNORED_TARGET).sum()))
+
+
+def test_loss_is_the_sum_over_the_frames_to_be_learnt() -> None:
+    model, batch = make_model(CONFIGS["BLSTM"]), batch_with_context()
+    loss = AcousticTask().loss(model, batch)
+    logits = one_by_one(model, batch.features, batch.lengths)
+    expected = nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
+    )
+    assert abs(loss.total.item() - expected.item()) <= 1e-10
+    assert loss.num_frames == batch.num_frames == sum(n - n // 3 for n in LENGTHS)
+
+
+def test_scores_are_sums_of_log_probabilities_and_of_frames_classified_as_aligned() -> None:
+    model, batch = make_model(CONFIGS["BLSTM"]).eval(), batch_with_context()
+    scores = AcousticTask().score(model, batch)
+    log_probs = one_by_one(model, batch.features, batch.lengths).log_softmax(-1)
+    learnt = batch.targets != IGNORED_TARGET
+    targets = batch.targets[learnt]
+    chosen = log_probs[learnt].gather(1, targets.unsqueeze(1))
+    assert abs(scores.log_prob - chosen.sum().item()) <= 1e-10
+    assert scores.correct == int((log_probs[learnt].argmax(1) == targets).sum())
+    assert scores.num_frames == batch.num_frames
+    assert scores.log_prob == pytest.approx(-AcousticTask().loss(model, batch).total.item())
