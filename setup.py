@@ -13,7 +13,7 @@ VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "speechdp" / "__init__.p
 
 INSTALL_REQUIRES = [
     # Ranks and tensors
-    "torch>=2.1,<3",
+    "torch>=2.4,<3",
     "mpi4py>=4,<5",
     "numpy>=2,<3",
     # Speech in and out

@@ -90,6 +90,9 @@ def prepare_open_mpi() -> None:
     if "OPAL_PREFIX" not in os.environ and (prefix / "bin" / "orted").exists():
         # The wheel was built for another prefix.  mpirun tells its children; a single process has nobody.
         os.environ["OPAL_PREFIX"] = str(prefix)
+    if announced() is None:
+        # A process by itself launches nothing; without this, Open MPI 4 wants ssh even then.
+        _set_defaults({"OMPI_MCA_plm": "isolated"})
 
 
 def prepare_horovod() -> None:

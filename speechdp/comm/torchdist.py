@@ -58,7 +58,8 @@ class TorchCommunicator(Communicator):
         _checked(
             "init_process_group",
             lambda: dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
+                # Counters and objects live on the CPU whatever the model's device.
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                 store=store,
                 rank=self.rank,
                 world_size=self.size,
@@ -66,11 +67,10 @@ class TorchCommunicator(Communicator):
                 **options,
             ),
         )
-        self._bytes_device = device if device.type == "cuda" else torch.device("cpu")
 
     def barrier(self) -> None:
-        # gloo waits in poll(), nccl in a stream: neither spins.
-        _checked("barrier", lambda: dist.all_reduce(torch.zeros(1, device=self._bytes_device)))
+        # On the CPU: gloo waits in poll() and does not spin.
+        _checked("barrier", lambda: dist.all_reduce(torch.zeros(1)))
 
     def close(self) -> None:
         if self._closed:
@@ -126,15 +126,15 @@ class TorchCommunicator(Communicator):
 
     def _allgather_bytes(self, data: bytes) -> list[bytes]:
         part = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
-        size = torch.tensor([part.numel()], device=self._bytes_device)
+        size = torch.tensor([part.numel()])
         all_sizes = [torch.empty_like(size) for _ in range(self.size)]
         _checked("allgather", lambda: dist.all_gather(all_sizes, size))
         sizes = [int(s) for s in all_sizes]
-        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=self._bytes_device)
+        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         padded[: part.numel()] = part
         gathered = [torch.empty_like(padded) for _ in range(self.size)]
         _checked("allgather", lambda: dist.all_gather(gathered, padded))
-        return [g[:n].cpu().numpy().tobytes() for g, n in zip(gathered, sizes, strict=True)]
+        return [g[:n].numpy().tobytes() for g, n in zip(gathered, sizes, strict=True)]
 
 
 def _listen(address: str, size: int) -> tuple[Any, int]:
