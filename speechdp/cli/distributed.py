@@ -19,6 +19,7 @@ from speechdp.comm.failure import guard
 from speechdp.comm.world import check_world, versions
 from speechdp.config import TrainOptions
 from speechdp.data.dataset import Dataset
+from speechdp.timing.gpu import gpu_facts
 from speechdp.train.device import choose_device
 from speechdp.train.progress import ConsoleReporter, Reporter, SilentReporter
 from speechdp.train.session import Session
@@ -76,6 +77,7 @@ def open_session(
         "versions": versions(),
         "machine": f"{platform.system()} {platform.machine()}",
         "launcher": None if launch is None else launch.launcher,
+        "gpus": comm.allgather_object(gpu_facts(device)),
     }
     with StopRequest() as stop:
         yield Session(dataset, comm, device, reporter, stop, run_facts)

@@ -50,10 +50,12 @@ class TorchCommunicator(Communicator):
     reducible: ClassVar[frozenset[torch.dtype]] = Communicator.reducible | {torch.float16, torch.bfloat16}
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._over_mpi = environment.torchrun_rendezvous() is None
         self._closed = False
         store = self._meet_over_mpi() if self._over_mpi else self._meet_by_torchrun()
+        if device.type == "cuda" and device.index is None:
+            # Which GPU is ours is known only now that the ranks of this host have been counted.
+            device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         _checked(
             "init_process_group",
