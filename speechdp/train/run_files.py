@@ -74,7 +74,7 @@ class RunDirectory:
         path = self.path / "run.json"
         try:
             begun = json.loads(path.read_text())["fingerprint"]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise RunError(
                 f"{path}: cannot be read ({error}); start the run anew with --overwrite"
             ) from error
