@@ -1,0 +1,94 @@
+"""Held-out figures: those of all frames, whoever scores them."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import closing
+
+import numpy as np
+import pytest
+import torch
+
+from speechdp.comm.base import Communicator
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.threads import run_threads
+from speechdp.data.dataset import Dataset
+from speechdp.data.loader import Context, SplitReader
+from speechdp.data.plan import PlanOptions
+from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.tasks.acoustic import AcousticTask
+from speechdp.train.evaluate import Evaluator, HeldOut
+from tests.helpers.tiny_data import TinySizes, write_tiny_data
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return write_tiny_data(tmp_path_factory.mktemp("evaluate") / "data", TinySizes(dev=7))
+
+
+def make_model(dataset: Dataset, *, bidirectional: bool = True) -> LstmAcousticModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        config = LstmConfig(1, 5, bidirectional, dropout=0.5)
+        return LstmAcousticModel(dataset.feature_dim, dataset.num_classes, config)
+
+
+def by_hand(dataset: Dataset, model: LstmAcousticModel) -> HeldOut:
+    """Score utterance by utterance."""
+    log_prob, correct, frames = 0.0, 0, 0
+    model.eval()
+    for index in range(len(dataset.shard_paths("dev"))):
+        with dataset.open_shard("dev", index) as shard, torch.no_grad():
+            for utterance in range(shard.num_utterances):
+                features, targets = shard.read(utterance)
+                x = torch.from_numpy(features).unsqueeze(0)
+                scores = model(x, torch.tensor([len(features)]))[0].log_softmax(-1).numpy()
+                log_prob += float(scores[np.arange(len(targets)), targets].sum(dtype=np.float64))
+                correct += int((scores.argmax(1) == targets).sum())
+                frames += len(targets)
+    return HeldOut(log_prob / frames, correct / frames, frames)
+
+
+def evaluate(
+    dataset: Dataset,
+    model: LstmAcousticModel,
+    comm: Communicator,
+    options: PlanOptions,
+    context: Context | None = None,
+) -> HeldOut:
+    with closing(SplitReader(dataset, "dev", context=context)) as reader:
+        return Evaluator(reader, options, comm, CPU).evaluate(copy.deepcopy(model), AcousticTask())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_any_number_of_ranks_gives_the_figures_of_all_frames(dataset: Dataset, size: int) -> None:
+    model = make_model(dataset)
+    expected = by_hand(dataset, model)
+    for result in run_threads(size, lambda comm: evaluate(dataset, model, comm, PlanOptions(2))):
+        assert result.num_frames == expected.num_frames == dataset.num_frames("dev")
+        assert result.frame_accuracy == expected.frame_accuracy
+        assert result.log_prob == pytest.approx(expected.log_prob, rel=1e-6)
+
+
+def test_chunks_with_their_context_score_every_frame_once(dataset: Dataset) -> None:
+    """A unidirectional model that sees all the past scores as on whole utterances."""
+    model = make_model(dataset, bidirectional=False)
+    expected = by_hand(dataset, model)
+    chunks = PlanOptions(3, chunk_frames=7)
+    result = evaluate(dataset, model, SerialCommunicator(), chunks, Context(left=1000))
+    assert result.num_frames == expected.num_frames
+    assert result.log_prob == pytest.approx(expected.log_prob, rel=1e-6)
+    assert result.frame_accuracy == expected.frame_accuracy
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_in_the_mode_it_was_in(dataset: Dataset, training: bool) -> None:
+    with closing(SplitReader(dataset, "dev")) as reader:
+        model = make_model(dataset).train(training)
+        evaluator = Evaluator(reader, PlanOptions(4), SerialCommunicator(), CPU)
+        first, second = (evaluator.evaluate(model, AcousticTask()) for _ in range(2))
+        assert model.training is training
+        assert first == second  # no dropout
+        assert all(p.grad is None for p in model.parameters())

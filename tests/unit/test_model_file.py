@@ -1,0 +1,97 @@
+"""The trained model as a file: back as it was, or one line that says why not."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from speechdp.decode.hmm import log_priors, self_loop_probabilities
+from speechdp.errors import RunError
+from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.train.model_file import ClassCounts, load_model, save_model
+from tests.helpers.faulty_disk import faulty_disk, full
+
+CPU = torch.device("cpu")
+COUNTS = ClassCounts(np.array([10, 0, 40, 5]), np.array([2, 0, 4, 5]))
+FACTS = {"feature_dim": 6, "num_classes": 4, "sampling_rate": 8000, "classes_sha256": "abc"}
+
+
+def make_model() -> LstmAcousticModel:
+    torch.manual_seed(0)
+    return LstmAcousticModel(6, 4, LstmConfig(2, 5, True, bottleneck=3, dropout=0.1))
+
+
+def saved(run: Path) -> Path:
+    return save_model(run, make_model(), COUNTS, FACTS)
+
+
+def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
+    assert saved(tmp_path) == tmp_path / "model.safetensors"
+    loaded, model = load_model(tmp_path, CPU), make_model()
+    assert loaded.model.config == model.config and not loaded.model.training
+    state = loaded.model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(loaded.class_log_prior, torch.from_numpy(log_priors(COUNTS.frames)))
+    expected = self_loop_probabilities(COUNTS.frames, COUNTS.runs)
+    assert torch.equal(loaded.self_loop, torch.from_numpy(expected))
+    assert FACTS.items() <= loaded.config.items()
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_full_disk_leaves_the_old_model(tmp_path: Path) -> None:
+    saved(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    for fails_at in (1, 2, 3):
+        with faulty_disk(fails_at, full()), pytest.raises(RunError, match="cannot be written .No space left"):
+            saved(tmp_path)
+        assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+        assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_a_run_without_a_model_is_not_finished(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"no such model; .* is not a finished run, train it or use --resume"):
+        load_model(tmp_path, CPU)
+
+
+def rewrite(path: Path, changes: dict[str, object], drop: str = "") -> None:
+    """Change the file's head, or drop one of its tensors."""
+    tensors = safetensors.torch.load_file(path)
+    with safetensors.safe_open(str(path), "pt") as file:
+        head = json.loads(file.metadata()["speechdp"])
+    tensors.pop(drop, None)
+    safetensors.torch.save_file(tensors, path, {"speechdp": json.dumps({**head, **changes})})
+
+
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    rewrite(saved(tmp_path), {"version": 99})
+    with pytest.raises(RunError, match="written by another version of speechdp; train again"):
+        load_model(tmp_path, CPU)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "pickle", "head", "sizes", "tensor", "option"])
+def test_damage_is_one_line(tmp_path: Path, damage: str) -> None:
+    path = saved(tmp_path)
+    content = path.read_bytes()
+    if damage == "truncated":
+        path.write_bytes(content[:-10])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "pickle":
+        path.write_bytes(pickle.dumps({"model": 1}))
+    elif damage == "head":
+        safetensors.torch.save_file(safetensors.torch.load_file(path), path)
+    elif damage == "sizes":
+        rewrite(path, {"num_classes": 5})
+    elif damage == "tensor":
+        rewrite(path, {}, drop="class_frames")
+    else:
+        rewrite(path, {"lstm": {"layers": 1, "width": 3}})
+    with pytest.raises(RunError) as raised:
+        load_model(tmp_path, CPU)
+    assert str(raised.value).startswith(f"{path}: damaged (") and "\n" not in str(raised.value)
