@@ -63,18 +63,17 @@ class StopAgreement:
         self._countdown -= 1
         if self._countdown > 0:
             return False
+        now = time.monotonic()
+        step_s = (now - self._last_s) / self._interval
+        self._last_s = now
         stop = False
         if self._work is not None:
             self._work.wait()
-            asked, elapsed_s = self._values.tolist()
+            asked, slowest_step_s = self._values.tolist()
             stop = asked > 0
-            self._interval = max(
-                1, min(2 * self._interval, int(self._interval * _INTERVAL_S / max(elapsed_s, 1e-6)))
-            )
-        now = time.monotonic()
+            self._interval = max(1, min(2 * self._interval, int(_INTERVAL_S / max(slowest_step_s, 1e-6))))
         self._values[0] = float(self._request is not None and self._request.received is not None)
-        self._values[1] = now - self._last_s
-        self._last_s = now
+        self._values[1] = step_s
         self._work = None if stop else self._comm.allreduce_async(self._values, name="stop", op=ReduceOp.MAX)
         self._countdown = self._interval
         return stop

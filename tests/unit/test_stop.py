@@ -87,12 +87,12 @@ def test_ranks_talk_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(5000):  # 50 s of training
         clock.now_s += 0.01
         agreement.reached()
-    assert 40 <= comm.num_exchanges <= 70
+    assert 50 <= comm.num_exchanges <= 62  # some more while it finds the pace
     comm.num_exchanges = 0
-    for _ in range(300):  # steps have become slow: after one interval of the old length it is every step
+    for _ in range(400):  # steps have become slow: after two intervals of the old length it is every step
         clock.now_s += 2.0
         agreement.reached()
-    assert comm.num_exchanges >= 150
+    assert comm.num_exchanges >= 190
     agreement.drain()
 
 
