@@ -66,7 +66,7 @@ def train_or_go_on(session: Session, options: TrainOptions, run_dir: Path) -> No
     run = RunDirectory(run_dir)
     done, begun = session.comm.broadcast_object([run.is_complete, run.is_begun])
     if done:
-        run.check_same_options(options.fingerprint())
+        run.check_same(options.fingerprint(), session.dataset.checksum)
     else:
         train_run(session, options, run_dir, resume=begun)
 

@@ -69,11 +69,13 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             write_text_atomically(self.path / "run.json", json.dumps(head, indent=2) + "\n")
 
-    def check_same_options(self, fingerprint: str) -> None:
-        """Raise ConfigError unless the run was begun with the options of this fingerprint."""
+    def check_same(self, fingerprint: str, data_checksum: str) -> None:
+        """Raise ConfigError unless the run was begun with the options of this fingerprint, on this data."""
         path = self.path / "run.json"
         try:
-            begun = json.loads(path.read_text())["fingerprint"]
+            record = json.loads(path.read_text())
+            begun, data = record["fingerprint"], record["data"]
+            same_data = data["checksum"] == data_checksum
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise RunError(
                 f"{path}: cannot be read ({error}); start the run anew with --overwrite"
@@ -82,6 +84,11 @@ class RunDirectory:
             raise ConfigError(
                 f"{path}: the run was begun with other options; repeat its command (it stands in run.json) "
                 "with --resume, or choose another folder"
+            )
+        if not same_data:
+            raise ConfigError(
+                f"{path}: the run was begun on other data ({data['path']}/data.json had another checksum); "
+                "resume it with that data, or choose another folder"
             )
 
     def truncate_metrics(self, step: int) -> None:

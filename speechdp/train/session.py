@@ -97,7 +97,7 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
 
 def _keep_complete(session: Session, options: TrainOptions, run: RunDirectory) -> None:
     """Leave a run that has ended well as it is: training no step would still replace its timing."""
-    run.check_same_options(options.fingerprint())
+    run.check_same(options.fingerprint(), session.dataset.checksum)
     if session.comm.rank == 0:
         run.complete_again()
     session.comm.barrier()
@@ -112,7 +112,7 @@ def _prepare_folder(
         if not resume and run.is_begun:
             raise ConfigError(f"{run.path}: already holds a run; go on with --resume, or --overwrite it")
         if run.is_begun:
-            run.check_same_options(options.fingerprint())
+            run.check_same(options.fingerprint(), session.dataset.checksum)
     comm.barrier()
     notices: list[str] = []
     state = load_checkpoint(run.path, comm, notices) if resume else None

@@ -19,7 +19,7 @@ def metrics(step: int) -> Metrics:
 
 def begun(path: Path) -> RunDirectory:
     run = RunDirectory(path)
-    run.begin({"fingerprint": "abc", "seed": 3})
+    run.begin({"fingerprint": "abc", "data": {"path": "/data/digits", "checksum": "123"}})
     return run
 
 
@@ -46,21 +46,23 @@ def test_a_renewed_marker_says_the_same_and_is_another_file(tmp_path: Path) -> N
     assert (after.st_mtime_ns, after.st_ino) != (before.st_mtime_ns, before.st_ino)
 
 
-def test_other_options_are_refused(tmp_path: Path) -> None:
+def test_other_options_and_other_data_are_refused(tmp_path: Path) -> None:
     run = begun(tmp_path)
-    run.check_same_options("abc")
+    run.check_same("abc", "123")
     with pytest.raises(ConfigError, match=r"run\.json: the run was begun with other options"):
-        run.check_same_options("abd")
+        run.check_same("abd", "123")
+    with pytest.raises(ConfigError, match=r"begun on other data \(/data/digits/data\.json had another"):
+        run.check_same("abc", "124")
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", "3", '"text"'])
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", "3", '"text"', '{"fingerprint": "abc"}'])
 def test_a_damaged_record_is_named(tmp_path: Path, content: str | None) -> None:
     run = begun(tmp_path)
     (tmp_path / "run.json").unlink()
     if content is not None:
         (tmp_path / "run.json").write_text(content)
     with pytest.raises(RunError, match=r"run\.json: cannot be read .*; start the run anew with --overwrite"):
-        run.check_same_options("abc")
+        run.check_same("abc", "123")
 
 
 def test_metrics_are_a_line_an_evaluation(tmp_path: Path) -> None:
