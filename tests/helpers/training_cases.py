@@ -1,0 +1,36 @@
+"""Runs that must resume bitwise: each strategy, with what else has a state (optimizer, dropout, masks)."""
+
+from __future__ import annotations
+
+from speechdp.config import BatchOptions, ModelOptions, OptimizerOptions, TrainOptions
+from tests.helpers.tiny_data import TinySizes
+
+CHECKPOINT_STEPS = 4
+#: Two ranks make about a dozen steps an epoch of it.
+SIZES = TinySizes(train=40, shards=3)
+
+_MODEL = ModelOptions(layers=1, cells=8, dropout=0.2)
+_DEEPER = ModelOptions(layers=2, cells=6, dropout=0.3, bottleneck=5)
+_CAUSAL = ModelOptions(layers=2, cells=6, dropout=0.3, bidirectional=False, projection=4)
+_BATCHES = BatchOptions(batch_size=2)
+_CHUNKS = BatchOptions(batch_size=4, chunk_frames=8, left_context=3, spec_augment=True)
+_SGD = OptimizerOptions("sgd", weight_decay=0.01, warmup_epochs=0.5, anneal_from=1)
+_ADAM = OptimizerOptions("adam", learning_rate=0.01)
+_ADAMW = OptimizerOptions("adamw", weight_decay=0.01, max_gradient_norm=0.0)
+
+
+def _options(
+    strategy: str, model: ModelOptions, batch: BatchOptions, optimizer: OptimizerOptions
+) -> TrainOptions:
+    return TrainOptions(
+        model, batch, optimizer, strategy=strategy, epochs=2, checkpoint_steps=CHECKPOINT_STEPS
+    )
+
+
+CASES = {
+    "gradients": _options("gradient_averaging", _MODEL, _BATCHES, _ADAM),
+    "accumulated": _options("gradient_averaging:every=3,bucket_mib=0.001", _DEEPER, _CHUNKS, _SGD),
+    "period-5": _options("model_averaging:period=5", _MODEL, _BATCHES, _ADAM),
+    "average-momentum": _options("model_averaging:period=3,momentum=average", _CAUSAL, _CHUNKS, _SGD),
+    "frames": _options("model_averaging:period=150f,momentum=reset", _DEEPER, _BATCHES, _ADAMW),
+}

@@ -1,0 +1,33 @@
+"""Whole runs on real ranks: stopped, killed, resumed, and bitwise what they would have been."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from speechdp.data.dataset import Dataset
+from tests.helpers.mpi import run_mpi
+from tests.helpers.tiny_data import write_tiny_data
+from tests.helpers.training_cases import CASES, SIZES
+from tests.parallel.test_communicator_backends import needs_horovod
+
+PROGRAM = "-m", "tests.helpers.rank_programs.training"
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return write_tiny_data(tmp_path_factory.mktemp("training") / "data", SIZES)
+
+
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [("serial", 1), ("mpi", 2), ("torch", 2), pytest.param("horovod", 2, marks=needs_horovod)],
+)
+def test_resumed_runs_are_bitwise_those_not_interrupted(
+    dataset: Dataset, tmp_path: Path, backend: str, size: int
+) -> None:
+    program = [*PROGRAM, backend, str(size), dataset.path, tmp_path]
+    ended = run_mpi(size, program, timeout_s=150)
+    assert ended.exit_code == 0, ended.output
+    assert f"{len(CASES)} runs resumed bitwise on {size} ranks" in ended.stdout, ended.output
