@@ -1,0 +1,108 @@
+"""Jobs that are stopped by signals and killed, and go on: bitwise the run that nobody disturbed."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from speechdp.data.dataset import Dataset
+from speechdp.train.checkpoint import checkpoint_steps
+from tests.helpers.finished_run import assert_equal_runs
+from tests.helpers.jobs import Job, alone, by_launch, ended_within, our_lines, started, under_mpirun
+from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
+from tests.parallel.test_communicator_backends import needs_horovod
+
+#: About 1,000 steps on two ranks: long enough to be interrupted on the way, three seconds of training.
+OPTIONS = (*TINY_MODEL, "--batch-size", "1", "--epochs", "10", "--checkpoint-steps", "37")
+AVERAGING = ("--strategy", "model_averaging:period=5")
+STOPPED = 75
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return write_tiny_data(tmp_path_factory.mktemp("resume") / "data", TinySizes(train=200))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two ranks: the sum of two numbers is the same bits on every back-end."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    ended = ended_within(120, under_mpirun(2, *train(dataset, run, "mpi")))
+    assert ended.exit_code == 0, ended.output
+    return run
+
+
+def train(dataset: Dataset, run: Path, backend: str, *more: str) -> list[str | Path]:
+    return ["train", dataset.path, run, *OPTIONS, *AVERAGING, "--backend", backend, *more]
+
+
+def last_step(run: Path) -> int:
+    return next(checkpoint_steps(run), 0)
+
+
+def assert_not_complete(run: Path) -> None:
+    for name in ("completed.json", "model.safetensors"):
+        assert not (run / name).exists()
+
+
+def stop(job: Job, run: Path, number: signal.Signals) -> None:
+    """Ask the job to stop soon after its first checkpoint; check how it ends."""
+    job.wait_until(lambda: last_step(run), "a checkpoint")
+    job.signal(number)
+    ended = job.finish()
+    assert ended.exit_code == STOPPED, ended.output
+    assert "stopped as asked; the same command with --resume goes on" in ended.stdout, ended.output
+    assert "Traceback" not in ended.stderr, ended.output
+    assert_not_complete(run)
+
+
+def kill_rank_1(job: Job, run: Path) -> None:
+    """Kill a rank, without warning, some steps after a checkpoint later than that the job began from."""
+    begun_at = last_step(run)
+    job.wait_until(lambda: last_step(run) > begun_at + 37, "a later checkpoint")
+    job.signal(signal.SIGKILL, job.rank_pid(1))
+    ended = job.finish(within_s=30)
+    assert ended.exit_code == 137, ended.output
+    assert_not_complete(run)
+    if "launch" in ended.stderr:
+        (line,) = [line for line in our_lines(ended) if line.startswith("speechdp launch:")]
+        assert "(a rank was killed by signal 9); last checkpoint: " in line
+        assert f"{run}/checkpoints/step-" in line and line.endswith("; start again with --resume")
+
+
+def test_on_mpi(dataset: Dataset, undisturbed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with started(by_launch(2, *train(dataset, run, "mpi")), run) as job:
+        stop(job, run, signal.SIGTERM)
+    with started(under_mpirun(2, *train(dataset, run, "mpi", "--resume")), run) as job:
+        kill_rank_1(job, run)
+    ended = ended_within(120, by_launch(2, *train(dataset, run, "mpi", "--resume")))
+    assert ended.exit_code == 0, ended.output
+    assert f"{run}: going on from step " in ended.stdout, ended.output
+    assert_equal_runs(run, undisturbed)
+
+
+@needs_horovod
+def test_on_horovod(dataset: Dataset, undisturbed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with started(under_mpirun(2, *train(dataset, run, "horovod")), run) as job:
+        stop(job, run, signal.SIGUSR1)  # mpirun passes it on to every rank
+    with started(by_launch(2, *train(dataset, run, "horovod", "--resume")), run) as job:
+        kill_rank_1(job, run)
+    ended = ended_within(120, under_mpirun(2, *train(dataset, run, "horovod", "--resume")))
+    assert ended.exit_code == 0, ended.output
+    assert_equal_runs(run, undisturbed)
+
+
+def test_a_single_process(dataset: Dataset, tmp_path: Path) -> None:
+    options = [*OPTIONS[:-2], "--checkpoint-steps", "100", "--max-steps", "600"]
+    whole = ended_within(60, alone("train", dataset.path, tmp_path / "whole", *options))
+    assert whole.exit_code == 0, whole.output
+    run = tmp_path / "run"
+    with started(alone("train", dataset.path, run, *options), run) as job:
+        stop(job, run, signal.SIGTERM)
+    ended = ended_within(60, alone("train", dataset.path, run, *options, "--resume"))
+    assert ended.exit_code == 0, ended.output
+    assert_equal_runs(run, tmp_path / "whole")

@@ -1,0 +1,130 @@
+"""Start `speechdp` as users do: by itself, under mpirun, by `speechdp launch`; watch and signal its ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.helpers.mpi import BIN, REPOSITORY, Ended, job_environment, run_job
+
+SPEECHDP = (sys.executable, "-m", "speechdp")
+DEADLINE_S = 90.0
+
+
+def under_mpirun(size: int, *arguments: str | Path) -> list[str]:
+    """Return the command line of `speechdp ARGUMENTS` over `size` ranks."""
+    return [str(BIN / "mpirun"), "--oversubscribe", "-n", str(size), *SPEECHDP, *map(str, arguments)]
+
+
+def by_launch(size: int, *arguments: str | Path) -> list[str]:
+    """Return the command line of `speechdp launch -np SIZE -- ARGUMENTS`."""
+    return [*SPEECHDP, "launch", "-np", str(size), "--", *map(str, arguments)]
+
+
+def alone(*arguments: str | Path) -> list[str]:
+    """Return the command line of `speechdp ARGUMENTS` as one process."""
+    return [*SPEECHDP, *map(str, arguments)]
+
+
+def ended_within(seconds: float, command: Sequence[str]) -> Ended:
+    """Run a command that must end in time, whatever its exit code."""
+    return run_job(command, timeout_s=seconds)
+
+
+def our_lines(ended: Ended) -> list[str]:
+    """Return the lines of stderr that speechdp wrote on purpose."""
+    return [line for line in ended.stderr.splitlines() if line.startswith("speechdp")]
+
+
+class Job:
+    """A job that runs while the test looks on.
+
+    Args:
+        command: what was started.
+        mark: a word of the ranks' command lines that no other process has, e.g. the path of the run.
+    """
+
+    def __init__(self, command: Sequence[str], mark: str) -> None:
+        self._mark = mark
+        self._command = command
+        self._process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env=job_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """The process started: the launcher, or the only rank."""
+        return self._process.pid
+
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait until something has come true; fail if the job ends first."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"waited in vain for {what}\n{self.finish().output}")
+            time.sleep(0.01)
+
+    def rank_pid(self, rank: int) -> int:
+        """Return the process of a rank."""
+        for pid in self._marked():
+            if f"OMPI_COMM_WORLD_RANK={rank}" in _words(pid, "environ"):
+                return pid
+        raise AssertionError(f"there is no rank {rank}\n{self.finish().output}")
+
+    def signal(self, number: signal.Signals, pid: int | None = None) -> None:
+        """Send a signal to a process of the job, else to the one that was started."""
+        os.kill(self.pid if pid is None else pid, number)
+
+    def finish(self, within_s: float = DEADLINE_S) -> Ended:
+        """Wait for the end of the job; on a time-out kill it and fail."""
+        try:
+            stdout, stderr = self._process.communicate(timeout=within_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            stdout, stderr = self._process.communicate()
+            ended = Ended(-signal.SIGKILL, stdout, stderr)
+            raise AssertionError(f"{self._command} did not end in {within_s:g} s\n{ended.output}") from None
+        return Ended(self._process.returncode, stdout, stderr)
+
+    def kill(self) -> None:
+        """End what is left of the job, ranks in sessions of their own included."""
+        for pid in {self.pid, *self._marked()} if self._process.poll() is None else self._marked():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def _marked(self) -> list[int]:
+        pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        return [pid for pid in pids if self._mark in _words(pid, "cmdline") and pid != os.getpid()]
+
+
+def _words(pid: int, file: str) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/{file}").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+@contextmanager
+def started(command: Sequence[str], mark: str | Path) -> Iterator[Job]:
+    """Start a job; nothing of it outlives the block."""
+    job = Job(command, str(mark))
+    try:
+        yield job
+    finally:
+        job.kill()

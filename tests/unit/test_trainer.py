@@ -1,0 +1,327 @@
+"""The training loop: what it refuses, when it saves, and that it trains on everything once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speechdp.comm.base import Communicator, ReduceOp, Work
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.threads import ThreadsCommunicator, run_threads
+from speechdp.config import BatchOptions, ModelOptions, TrainOptions
+from speechdp.data.dataset import Dataset
+from speechdp.data.loader import Loader
+from speechdp.data.plan import plan_epoch
+from speechdp.errors import ConfigError, RunError
+from speechdp.tasks.acoustic import AcousticTask, FrameScores, LossSum
+from speechdp.train import stop, trainer
+from speechdp.train.checkpoint import checkpoint_steps, load_checkpoint
+from speechdp.train.progress import SilentReporter
+from speechdp.train.session import Session, build_trainer, train_run
+from speechdp.train.stop import StopRequest
+from speechdp.train.sweep import SweepPlan, run_sweep
+from speechdp.train.trainer import Stopped
+from tests.helpers.finished_run import evaluations, model_tensors
+from tests.helpers.tiny_data import TinySizes, write_tiny_data
+
+CPU = torch.device("cpu")
+ALONE = SerialCommunicator()
+OPTIONS = TrainOptions(ModelOptions(layers=1, cells=4), BatchOptions(batch_size=4), epochs=2)
+#: 24 utterances in batches of 4.
+STEPS_AN_EPOCH = 6
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return write_tiny_data(tmp_path_factory.mktemp("trainer") / "data")
+
+
+class AtStep(SilentReporter):
+    """Acts after some step."""
+
+    def __init__(self, step: int, act: Callable[[], object]) -> None:
+        self.at_step, self.act = step, act
+        self.num_steps = self.num_ends = 0
+
+    def step(self, epoch: float, frames: int, loss: float | None) -> None:
+        self.num_steps += 1
+        if self.num_steps == self.at_step:
+            self.act()
+
+    def end(self) -> None:
+        self.num_ends += 1
+
+
+def asked_after(step: int) -> tuple[AtStep, StopRequest]:
+    request = StopRequest()
+    return AtStep(step, lambda: setattr(request, "received", "SIGTERM")), request
+
+
+@pytest.fixture
+def agree_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop, "_INTERVAL_S", 0.0)
+
+
+# --- a run --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3, 26])
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=2"])
+def test_all_frames_are_trained_on_once_an_epoch(
+    dataset: Dataset, tmp_path: Path, size: int, strategy: str
+) -> None:
+    """Also with more ranks than utterances: those without any join with 0 frames."""
+    options = dataclasses.replace(OPTIONS, strategy=strategy)
+    run_threads(size, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path))
+    num_frames = dataset.num_frames("train")
+    assert [line["frames"] for line in evaluations(tmp_path)] == [num_frames, 2 * num_frames]
+    assert {line["heldout_frames"] for line in evaluations(tmp_path)} == {dataset.num_frames("dev")}
+    assert int(model_tensors(tmp_path)["class_frames"].sum()) == num_frames
+    frames = [
+        json.loads(line)["frames"]
+        for path in (tmp_path / "timeline").iterdir()
+        for line in path.read_text().splitlines()
+        if "step" in json.loads(line)
+    ]
+    assert sum(frames) == 2 * num_frames
+
+
+def test_the_marker_of_completion_comes_last(dataset: Dataset, tmp_path: Path) -> None:
+    def look() -> None:
+        assert not (tmp_path / "completed.json").exists()
+        assert (tmp_path / "run.json").exists()
+
+    reporter = AtStep(2 * STEPS_AN_EPOCH, look)
+    train_run(Session(dataset, ALONE, CPU, reporter), OPTIONS, tmp_path)
+    assert reporter.num_steps == 2 * STEPS_AN_EPOCH
+    times = {name: (tmp_path / name).stat().st_mtime_ns for name in ("model.safetensors", "timing.json")}
+    assert (tmp_path / "completed.json").stat().st_mtime_ns >= max(times.values())
+
+
+def test_a_complete_run_is_left_as_it_is(dataset: Dataset, tmp_path: Path) -> None:
+    train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    marker = (tmp_path / "completed.json").stat().st_ino
+    train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path, resume=True)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    assert (tmp_path / "completed.json").stat().st_ino != marker  # renewed, for the launcher
+    with pytest.raises(ConfigError, match="already holds a run; go on with --resume, or --overwrite it"):
+        train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path)
+    with pytest.raises(ConfigError, match="begun with other options"):
+        train_run(Session(dataset, ALONE, CPU), dataclasses.replace(OPTIONS, seed=2), tmp_path, resume=True)
+
+
+def test_a_run_that_has_no_checkpoint_yet_begins_anew(dataset: Dataset, tmp_path: Path) -> None:
+    def fail() -> None:
+        raise KeyError("killed")
+
+    with pytest.raises(KeyError):
+        train_run(Session(dataset, ALONE, CPU, AtStep(3, fail)), OPTIONS, tmp_path)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path)
+    train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path, resume=True)
+    assert len(evaluations(tmp_path)) == 2
+
+
+def test_it_ends_after_max_steps_also_when_resumed_there(dataset: Dataset, tmp_path: Path) -> None:
+    """The checkpoint at the end of an epoch may be the last step wanted."""
+    options = dataclasses.replace(OPTIONS, max_steps=STEPS_AN_EPOCH)
+    train_run(Session(dataset, ALONE, CPU), options, tmp_path)
+    assert json.loads((tmp_path / "completed.json").read_text())["step"] == STEPS_AN_EPOCH
+    expected = model_tensors(tmp_path)
+    for name in ("completed.json", "model.safetensors"):
+        (tmp_path / name).unlink()  # killed between the checkpoint and the end
+    train_run(Session(dataset, ALONE, CPU), options, tmp_path, resume=True)
+    assert json.loads((tmp_path / "completed.json").read_text())["step"] == STEPS_AN_EPOCH
+    assert all(torch.equal(t, expected[n]) for n, t in model_tensors(tmp_path).items())
+
+
+def test_data_that_are_not_those_of_the_run_are_refused(dataset: Dataset, tmp_path: Path) -> None:
+    train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path / "run")
+    other = write_tiny_data(tmp_path / "other", TinySizes(train=9))
+    with pytest.raises(ConfigError, match="begun on other data"):
+        train_run(Session(other, ALONE, CPU), OPTIONS, tmp_path / "run", resume=True)
+
+
+def test_missing_splits_and_class_lists_are_found_before_training(tmp_path: Path) -> None:
+    data = write_tiny_data(tmp_path / "data")
+    with pytest.raises(Exception, match=r"has no split 'eval', only train, dev, test"):
+        train_run(Session(data, ALONE, CPU), dataclasses.replace(OPTIONS, held_out="eval"), tmp_path / "run")
+    data.classes_path.unlink()
+    reporter = AtStep(1, lambda: pytest.fail("a step was taken"))
+    with pytest.raises(ConfigError, match=r"classes\.txt"):
+        train_run(Session(data, ALONE, CPU, reporter), OPTIONS, tmp_path / "run-2")
+
+
+# --- stopping and saving ------------------------------------------------------------------------------
+
+
+def count_saves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    steps: list[int] = []
+    original = trainer.save_checkpoint
+
+    def save(run_dir: Path, step: int, *arguments: Any) -> Path:
+        steps.append(step)
+        return original(run_dir, step, *arguments)
+
+    monkeypatch.setattr(trainer, "save_checkpoint", save)
+    return steps
+
+
+def test_checkpoints_come_after_each_epoch_and_every_so_many_steps(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = count_saves(monkeypatch)
+    options = dataclasses.replace(OPTIONS, checkpoint_steps=3)
+    train_run(Session(dataset, ALONE, CPU), options, tmp_path)
+    assert steps == [3, 6, 9, 12]  # 6 and 12 end an epoch: saved once
+
+
+@pytest.mark.usefixtures("agree_at_every_step")
+def test_a_stop_at_the_end_of_an_epoch_saves_once(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second save would take the first away before it stands in its place."""
+    steps = count_saves(monkeypatch)
+    reporter, request = asked_after(STEPS_AN_EPOCH - 1)  # known to all one step later
+    with pytest.raises(Stopped):
+        train_run(Session(dataset, ALONE, CPU, reporter, request), OPTIONS, tmp_path)
+    assert steps == [STEPS_AN_EPOCH]
+    assert reporter.num_ends >= 1  # the bar has given the cursor back
+
+
+@pytest.mark.usefixtures("agree_at_every_step")
+def test_a_stop_in_the_middle_of_an_epoch_saves_there(dataset: Dataset, tmp_path: Path) -> None:
+    reporter, request = asked_after(2)
+    with pytest.raises(Stopped):
+        train_run(Session(dataset, ALONE, CPU, reporter, request), OPTIONS, tmp_path)
+    (step,) = checkpoint_steps(tmp_path)
+    assert 2 < step <= 4
+    state = load_checkpoint(tmp_path, ALONE, [])
+    assert state is not None
+    assert state.values["counters"]["epoch"] == 0 and state.values["counters"]["step_in_epoch"] == step
+
+
+@pytest.mark.usefixtures("agree_at_every_step")
+def test_a_stop_in_a_sweeps_run_on_one_rank_reaches_the_ranks_that_wait(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    def sweep(comm: Communicator) -> None:
+        reporter, request = asked_after(2)
+        session = Session(dataset, comm, CPU, SilentReporter(), request if comm.rank == 0 else None)
+        plan = SweepPlan("model_averaging", ("2",), (), one_rank_steps=12, decode_split="")
+        with pytest.raises(Stopped):
+            run_sweep(session, OPTIONS, plan, tmp_path, lambda name: reporter)
+        comm.barrier()
+
+    run_threads(2, sweep, timeout_s=30)
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == ["one-rank"]
+    assert json.loads((tmp_path / "sweep.json").read_text())["completed"] is False
+
+
+# --- what is not finite -------------------------------------------------------------------------------
+
+
+class NanLoss(AcousticTask):
+    """Gives NaN on one rank at one step."""
+
+    def __init__(self, at_step: int) -> None:
+        self.num_steps, self.at_step = 0, at_step
+
+    def loss(self, model: Any, batch: Any) -> LossSum:
+        self.num_steps += 1
+        loss = super().loss(model, batch)
+        return LossSum(loss.total * float("nan"), loss.num_frames) if self.num_steps == self.at_step else loss
+
+
+class Noting(ThreadsCommunicator):
+    """Notes the exchanges this rank starts."""
+
+    def note(self) -> list[str]:
+        names: list[str] = []
+        original = self.allreduce_async
+
+        def noting(x: torch.Tensor, *, name: str, op: ReduceOp = ReduceOp.SUM) -> Work:
+            names.append(name)
+            return original(x, name=name, op=op)
+
+        self.allreduce_async = noting  # type: ignore[method-assign]
+        return names
+
+
+def advance(
+    dataset: Dataset, comm: Communicator, options: TrainOptions, run: Path, task: AcousticTask
+) -> None:
+    """Train epoch after epoch with another task."""
+    with ExitStack() as stack:
+        mine, reader = build_trainer(Session(dataset, comm, CPU), options, run, stack)
+        mine.parts = dataclasses.replace(mine.parts, task=task)
+        index, plan = reader.index, options.plan()
+        loader = Loader(reader, lambda e: plan_epoch(index, plan, e, comm.size), comm.rank, options.epochs)
+        mine.run(stack.enter_context(loader), stop.StopAgreement(None, comm))
+
+
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=1"])
+def test_a_nan_is_refused_before_it_is_exchanged(dataset: Dataset, tmp_path: Path, strategy: str) -> None:
+    options = dataclasses.replace(OPTIONS, strategy=strategy)
+    exchanges: dict[int, list[str]] = {}
+
+    def train(comm: Communicator) -> None:
+        exchanges[comm.rank] = Noting.note(comm)  # type: ignore[arg-type]
+        advance(dataset, comm, options, tmp_path, NanLoss(3 if comm.rank == 1 else 0))
+
+    with pytest.raises(
+        RunError, match=r"the loss is nan at step 3 \(epoch 1\) on rank 1: lower --learning-rate"
+    ):
+        run_threads(2, train)
+    kind = "gradients.0" if strategy == "gradient_averaging" else "parameters"
+    assert exchanges[1].count(kind) == 2  # those of the two steps before
+
+
+class BadScores(AcousticTask):
+    """Gives a held-out log-probability that is no number."""
+
+    def score(self, model: Any, batch: Any) -> FrameScores:
+        return dataclasses.replace(super().score(model, batch), log_prob=float("nan"))
+
+
+def test_held_out_figures_that_are_no_number_end_the_run_before_anything_is_recorded(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    with pytest.raises(RunError, match=r"after step 6 the training loss is [\d.]+ and the held-out .* nan"):
+        advance(dataset, ALONE, OPTIONS, tmp_path, BadScores())
+    assert not (tmp_path / "metrics.jsonl").exists() and list(checkpoint_steps(tmp_path)) == []
+
+
+def test_parameters_that_are_not_finite_are_never_saved(dataset: Dataset, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        mine, _ = build_trainer(Session(dataset, ALONE, CPU), OPTIONS, tmp_path, stack)
+        mine.save()
+        mine.counters.step = 5
+        mine.parts.replica.parameters.values[3] = float("inf")
+        with pytest.raises(
+            RunError, match=r"a parameter is not finite after step 5 .*last checkpoint: .*00000000"
+        ):
+            mine.save()
+    assert list(checkpoint_steps(tmp_path)) == [0]
+
+
+def test_a_checkpoint_of_another_kind_of_device_is_refused(dataset: Dataset, tmp_path: Path) -> None:
+    """cuDNN's weights lie in another order in the flat vector; their sizes may happen to fit."""
+    with ExitStack() as stack:
+        mine, _ = build_trainer(Session(dataset, ALONE, CPU), OPTIONS, tmp_path, stack)
+        mine.save()
+        state = load_checkpoint(tmp_path, ALONE, [])
+        assert state is not None and state.values["device"] == "cpu"
+        state.values["device"] = "cuda"
+        with pytest.raises(
+            RunError, match="begun on cuda and cannot go on on cpu; resume it with --device cuda"
+        ):
+            mine.restore(state)
