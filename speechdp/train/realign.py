@@ -87,7 +87,8 @@ def align(
         for shard in shards[comm.rank :: comm.size]
     ]
     report = AlignmentReport.empty(dataset.num_classes)
-    align_shards(jobs, _aligner(dataset, trained), _scorer(trained, session).score, report, output.name)
+    scorer = _scorer(trained, session)
+    align_shards(jobs, _aligner(dataset, trained), scorer.score, report, f"realigned-{output.name}")
     merged = AlignmentReport.merge(comm.allgather_object(report.to_dict()))
     if merged.failed == merged.utterances:
         raise RunError(f"{output}: no utterance could be aligned; train more --realign-epochs")
