@@ -70,6 +70,8 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
         Stopped: a signal asked for it; a checkpoint holds everything.
     """
     origin = _origin(session.dataset)
+    for split in (options.train_split, options.held_out):
+        session.dataset.shard_paths(split)  # refuses a split there is none of, before a run is begun
     run = RunDirectory(run_dir)
     if resume and session.comm.broadcast_object(run.is_complete):
         _keep_complete(session, options, run)
