@@ -1,0 +1,252 @@
+"""The command line: help, what is unknown, errors of one line, exit codes, and output nobody reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import speechdp as package
+from speechdp.cli import main
+from speechdp.cli.main import SUBCOMMANDS
+from speechdp.cli.main import run as speechdp
+from speechdp.cli.train import remove_run
+from speechdp.data.dataset import Dataset
+from speechdp.errors import ConfigError, RunError
+from tests.helpers.jobs import SPEECHDP
+from tests.helpers.mpi import REPOSITORY, job_environment
+from tests.helpers.tiny_data import TINY_MODEL, write_tiny_data
+
+OPTIONS = (*TINY_MODEL, "--epochs", "1")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return write_tiny_data(tmp_path_factory.mktemp("cli") / "data")
+
+
+# --- help and what is unknown -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_the_overview_names_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert speechdp(arguments) == 0
+    out = capsys.readouterr().out
+    for name, command in SUBCOMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(command.summary)}$", out, re.MULTILINE)
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert speechdp(["--version"]) == 0
+    assert capsys.readouterr().out == f"speechdp {package.__version__}\n"
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_every_command_has_help_for_every_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        speechdp([name, "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: speechdp {name} ")
+    command = getattr(importlib.import_module(f"speechdp.cli.{SUBCOMMANDS[name].module}"), class_name(name))
+    for field in dataclasses.fields(command):
+        if field.name not in ("options", "num_ranks") and "Positional" not in str(field.type):
+            assert f"--{field.name.replace('_', '-')}" in out, field.name
+
+
+def class_name(name: str) -> str:
+    return SUBCOMMANDS[name].class_name
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_commands_are_made_alike(name: str) -> None:
+    module = importlib.import_module(f"speechdp.cli.{SUBCOMMANDS[name].module}")
+    command = getattr(module, class_name(name))
+    assert class_name(name) == f"{name.capitalize()}Command"
+    assert dataclasses.is_dataclass(command) and inspect.getdoc(command)
+    assert inspect.signature(command.run).return_annotation in ("int", "None")
+
+
+def test_the_overview_does_not_wait_for_torch() -> None:
+    code = "import sys; from speechdp.cli.main import run; run(['--help']); print('torch' in sys.modules)"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert ended.stdout.splitlines()[-1] == "False"
+
+
+def test_an_unknown_command_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert speechdp(["trian", "DATA", "RUN"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("speechdp: unknown command 'trian'\n") and "  train " in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "DATA", "RUN", "--epoch-count", "3"],
+        ["train", "DATA", "RUN", "--epochs", "many"],
+        ["train", "DATA", "RUN", "--backend", "smoke-signals"],
+        ["train", "DATA"],
+        ["train", "DATA", "RUN", "EXTRA"],
+        ["decode", "RUN", "DATA", "--grammar", "none"],
+        ["report"],
+    ],
+)
+def test_an_unknown_option_or_value_is_exit_code_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        speechdp(arguments)
+    assert ended.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+# --- errors -------------------------------------------------------------------------------------------
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def train(dataset: Dataset, run: Path, *options: str) -> int:
+    return speechdp(["train", str(dataset.path), str(run), *OPTIONS, *options])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--epochs", "0"], "--epochs 0: must be at least 1"),
+        (["--learning-rate", "nan"], "--learning-rate nan: must be positive"),
+        (["--momentum", "1"], "--momentum 1.0: must lie in [0, 1)"),
+        (["--left-context", "-3"], "--left-context -3: must not be negative"),
+        (["--strategy", "no_such"], "unknown strategy 'no_such'; there are: "),
+        (["--strategy", "model_averaging:period=0"], "period '0' is not a period"),
+        (["--held-out", "eval"], "has no split 'eval', only train, dev, test"),
+        (["--alignments", "nowhere"], "nowhere: no such alignment directory"),
+        (["--device", "cuda"], "--device cuda: torch sees no GPU on this host"),
+        (["--resume", "--overwrite"], "--resume and --overwrite exclude each other"),
+    ],
+)
+def test_options_that_cannot_be_used_are_one_line(
+    dataset: Dataset,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    import torch  # noqa: PLC0415
+
+    if "cuda" in options and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    assert train(dataset, tmp_path / "run", *options) == 1
+    line = one_line(capsys)
+    assert line.startswith("speechdp: ") and message in line
+    # A run is begun only where nothing but its data can still be wrong.
+    assert not (tmp_path / "run" / "run.json").exists() or "--alignments" in options
+
+
+def test_data_that_are_not_there_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["train", "nowhere", "run"], ["inspect", "nowhere"], ["sweep", "nowhere", "out"]):
+        assert speechdp([*arguments[:1], str(tmp_path / "nowhere"), *arguments[2:]]) == 1
+        assert "is not a complete data directory, run speechdp prepare" in one_line(capsys)
+    assert speechdp(["decode", str(tmp_path / "run"), str(tmp_path)]) == 1
+    assert one_line(capsys).startswith(f"speechdp: {tmp_path}/")
+
+
+def test_a_folder_that_holds_a_run_is_not_written_to(
+    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert train(dataset, run) == 0
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
+    capsys.readouterr()
+    assert train(dataset, run) == 1
+    assert one_line(capsys) == f"speechdp: {run}: already holds a run; go on with --resume, or --overwrite it"
+    (run / "completed.json").rename(tmp_path / "completed.json")  # as if it had been interrupted
+    assert train(dataset, run) == 1
+    assert "already holds a run" in one_line(capsys)
+    assert train(dataset, run, "--resume", "--seed", "5") == 1
+    assert "the run was begun with other options; repeat its command" in one_line(capsys)
+    (tmp_path / "completed.json").rename(run / "completed.json")
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*")}.keys() == before.keys()
+    assert train(dataset, run, "--overwrite", "--seed", "5") == 0
+    assert json.loads((run / "run.json").read_text())["seed"] == 5
+
+
+def test_overwrite_deletes_nothing_but_runs(tmp_path: Path) -> None:
+    remove_run(tmp_path / "nothing")
+    corpus = tmp_path / "corpus"
+    (corpus / "alignments").mkdir(parents=True)
+    (corpus / "wav.scp").write_text("")
+    with pytest.raises(ConfigError, match="--overwrite deletes only folders that hold a run"):
+        remove_run(corpus)
+    assert (corpus / "wav.scp").is_file()
+    for name in ("run.json", "sweep.json", "realign/1/run.json"):
+        run = tmp_path / "run"
+        (run / name).parent.mkdir(parents=True)
+        (run / name).write_text("{}")
+        remove_run(run)
+        assert not run.exists()
+
+
+def test_an_interrupt_is_exit_code_130(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(out: Path, target: float | None) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("speechdp.cli.report.print_report", interrupt)
+    assert speechdp(["report", str(tmp_path)]) == 130
+    assert one_line(capsys) == "speechdp: interrupted"
+
+
+def test_errors_of_the_users_making_are_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(out: Path, target: float | None) -> None:
+        raise RunError("run/model.safetensors: damaged; train again")
+
+    monkeypatch.setattr("speechdp.cli.report.print_report", fail)
+    assert speechdp(["report", str(tmp_path)]) == 1
+    assert one_line(capsys) == "speechdp: run/model.safetensors: damaged; train again"
+
+
+# --- pipes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["inspect", "DATA"]])
+def test_output_that_nobody_reads_is_no_failure_to_talk_about(dataset: Dataset, arguments: list[str]) -> None:
+    """As in `speechdp ... | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = subprocess.run(
+            [*SPEECHDP, *(str(dataset.path) if a == "DATA" else a for a in arguments)],
+            check=False,
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+            env=job_environment(),
+        )
+    finally:
+        os.close(writing)
+    assert ended.stderr == ""
+    assert ended.returncode in (1, 141)  # rich ends the process by itself, with 1
+
+
+def test_main_exits_with_the_code_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["speechdp", "no-such-command"])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 2

@@ -1,0 +1,122 @@
+"""A sweep over averaging periods on two ranks: stopped, gone on with, and repeated."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from speechdp.cli.main import run as speechdp
+from speechdp.data.dataset import Dataset
+from speechdp.timing.summary import read_sweep
+from tests.helpers.jobs import by_launch, ended_within, started
+from tests.helpers.tiny_data import TinySizes, write_tiny_data
+
+#: The run on one rank is long, so that the stop comes while the other rank waits for it.
+OPTIONS = (
+    *("--layers", "1", "--cells", "12", "--learning-rate", "0.02", "--batch-size", "1", "--epochs", "2"),
+    *("--periods", "1,4", "--one-rank-steps", "150", "--checkpoint-steps", "10", "--backend", "mpi"),
+)
+RUNS = ["one-rank", "gradient_averaging", "model_averaging-1", "model_averaging-4"]
+STOPPED = 75
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return write_tiny_data(tmp_path_factory.mktemp("sweep") / "data", TinySizes(train=90))
+
+
+@pytest.fixture(scope="module")
+def swept(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A sweep that was stopped in its first run and then went on to its end; and what it printed."""
+    out = tmp_path_factory.mktemp("out") / "sweep"
+    command = by_launch(2, "sweep", dataset.path, out, *OPTIONS)
+    with started(command, out) as job:
+        job.wait_until(lambda: list(out.glob("one-rank/checkpoints/step-*")), "a checkpoint of one-rank")
+        job.signal(signal.SIGTERM)
+        stopped = job.finish(within_s=60)
+    assert stopped.exit_code == STOPPED, stopped.output
+    assert "stopped as asked; the same command goes on" in stopped.stdout, stopped.output
+    assert json.loads((out / "sweep.json").read_text())["completed"] is False
+    ended = ended_within(120, command)
+    assert ended.exit_code == 0, ended.output
+    return out, ended.stdout
+
+
+def test_every_run_is_complete_and_decoded(dataset: Dataset, swept: tuple[Path, str]) -> None:
+    out, _ = swept
+    record = json.loads((out / "sweep.json").read_text())
+    assert record["runs"] == RUNS and record["completed"] is True
+    sweep = read_sweep(out)
+    assert [(run.name, run.status) for run in sweep.runs] == [(name, "complete") for name in RUNS]
+    assert [run.size for run in sweep.runs] == [1, 2, 2, 2]
+    assert [run.period for run in sweep.runs][2:] == ["1", "4"]
+    for run in sweep.runs[1:]:
+        assert run.word_errors is not None and run.word_errors.split == "test"
+        assert len(run.evaluations) == 2
+    assert sweep.runs[0].word_errors is None
+    assert json.loads((out / "one-rank" / "completed.json").read_text())["step"] == 150
+
+
+def test_all_runs_begin_from_the_same_weights_and_data(swept: tuple[Path, str]) -> None:
+    records = [json.loads((swept[0] / name / "run.json").read_text()) for name in RUNS[1:]]
+    for name in ("seed", "data", "num_parameters", "batch_size", "size"):
+        assert len({json.dumps(record[name]) for record in records}) == 1, name
+
+
+def test_it_ends_with_the_table_and_the_report(swept: tuple[Path, str]) -> None:
+    out, stdout = swept
+    assert "[4/4] model_averaging-4" in stdout
+    report = out / "report"
+    (page,), (table,) = report.glob("*.html"), report.glob("*.csv")
+    assert str(page) in stdout and str(table) in stdout
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(RUNS)
+
+
+def test_the_same_command_again_keeps_what_is_finished(dataset: Dataset, swept: tuple[Path, str]) -> None:
+    out, _ = swept
+    kept = [p for name in RUNS for p in (out / name).rglob("*") if p.is_file()]
+    before = {path: path.stat().st_mtime_ns for path in kept}
+    ended = ended_within(60, by_launch(2, "sweep", dataset.path, out, *OPTIONS))
+    assert ended.exit_code == 0, ended.output
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert json.loads((out / "sweep.json").read_text())["completed"] is True
+
+
+def test_another_sweep_in_the_same_folder_is_refused(
+    dataset: Dataset, swept: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["sweep", str(dataset.path), str(swept[0]), "--periods", "2"]
+    assert speechdp(arguments) == 1
+    message = "holds a sweep over other runs; choose another folder, or --overwrite"
+    assert message in capsys.readouterr().err
+    assert json.loads((swept[0] / "sweep.json").read_text())["runs"] == RUNS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--periods", ""], "--periods: give at least one"),
+        (["--periods", "4,4"], "--periods 4,4: a period is given twice"),
+        (["--periods", "4,x"], "period 'x' is not a period"),
+        (["--swept", "nothing"], "--swept nothing: has no period"),
+        (["--swept", "gradient_averaging", "--periods", "5s"], "counts its period in steps"),
+        (["--strategy", "model_averaging"], "--strategy is not for sweep"),
+        (["--reference", "no_such"], "unknown strategy 'no_such'"),
+    ],
+)
+def test_what_cannot_be_swept_is_said_before_anything_is_written(
+    dataset: Dataset,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    assert speechdp(["sweep", str(dataset.path), str(tmp_path / "out"), *options]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
