@@ -282,7 +282,8 @@ def _conclude(
 ) -> None:
     parts, comm = trainer.parts, session.comm
     timing = gather_timing(parts.timeline, comm)
-    if timing is not None:
+    # A run resumed at its very end has timed nothing; its timeline still holds all steps.
+    if timing is not None and all(entry["steps"] > 0 for entry in timing["ranks"]):
         write_timing(run.path, timing)
     parts.reporter.end()
     if comm.rank == 0:

@@ -21,6 +21,7 @@ from speechdp.data.loader import Loader
 from speechdp.data.plan import plan_epoch
 from speechdp.errors import ConfigError, RunError
 from speechdp.tasks.acoustic import AcousticTask, FrameScores, LossSum
+from speechdp.timing.summary import read_run
 from speechdp.train import stop, trainer
 from speechdp.train.checkpoint import checkpoint_steps, load_checkpoint
 from speechdp.train.progress import SilentReporter
@@ -141,6 +142,15 @@ def test_it_ends_after_max_steps_also_when_resumed_there(dataset: Dataset, tmp_p
     train_run(Session(dataset, ALONE, CPU), options, tmp_path, resume=True)
     assert json.loads((tmp_path / "completed.json").read_text())["step"] == STEPS_AN_EPOCH
     assert all(torch.equal(t, expected[n]) for n, t in model_tensors(tmp_path).items())
+
+
+def test_a_run_resumed_at_its_very_end_is_timed_by_its_timeline(dataset: Dataset, tmp_path: Path) -> None:
+    train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path)
+    for name in ("completed.json", "model.safetensors", "timing.json"):
+        (tmp_path / name).unlink()  # killed between the last checkpoint and the end
+    train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path, resume=True)
+    timing = read_run(tmp_path).timing
+    assert timing is not None and timing.ranks[0].steps == 2 * STEPS_AN_EPOCH - 4  # without warm-up
 
 
 def test_data_that_are_not_those_of_the_run_are_refused(dataset: Dataset, tmp_path: Path) -> None:
