@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,8 @@ from speechdp.data.alignment_file import open_targets
 from speechdp.data.dataset import Dataset
 from speechdp.timing.summary import read_run
 from tests.helpers.finished_run import evaluations
-from tests.helpers.jobs import by_launch, ended_within, our_lines
-from tests.helpers.tiny_data import TinySizes, write_tiny_data
+from tests.helpers.jobs import by_launch, ended_within, our_lines, under_mpirun
+from tests.helpers.tiny_data import TinySizes, flip_byte, write_tiny_data
 
 OPTIONS = ("--layers", "1", "--cells", "16", "--dropout", "0", "--learning-rate", "0.02", "--batch-size", "4")
 ROUNDS = ("--realign", "1", "--realign-epochs", "3", "--epochs", "4", "--backend", "mpi")
@@ -106,6 +107,18 @@ def test_a_class_list_of_other_data_is_refused(
     other.classes_path.write_text(text.replace("W_", "Z_"))
     assert speechdp(["decode", str(trained[0]), str(other.path)]) == 1
     assert "is not the class list the model was trained on" in capsys.readouterr().err
+
+
+def test_damage_found_by_one_rank_in_decoding_ends_both(
+    dataset: Dataset, trained: tuple[Path, str], tmp_path: Path
+) -> None:
+    shutil.copytree(dataset.path, tmp_path / "data")
+    path = tmp_path / "data" / dataset.shard_paths("test")[0].name
+    name = flip_byte(path, 1)
+    ended = ended_within(40, under_mpirun(2, "decode", trained[0], tmp_path / "data", "--backend", "mpi"))
+    assert ended.exit_code == 1, ended.output
+    (line,) = our_lines(ended)
+    assert f"{path}: utterance {name} is damaged (checksum)" in line and "rank 1 on" in line
 
 
 def test_the_same_command_again_does_nothing_over(dataset: Dataset, trained: tuple[Path, str]) -> None:
