@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.paired import compare, launch_ranks, run_rounds
 from speechdp.comm.base import Communicator
 from speechdp.comm.create import create_communicator
+from speechdp.comm.environment import expect_rare_exchanges
 from speechdp.comm.failure import guard
 from speechdp.config import ModelOptions, OptimizerOptions, TrainOptions
 from speechdp.data.batch import Batch
@@ -191,6 +192,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rank_of:
         contender = arguments.rank_of
+        if contender == AVERAGING:
+            expect_rare_exchanges()  # as `speechdp train` does for this strategy
         sys.exit(
             guard(
                 lambda: create_communicator(backend_of(contender)),

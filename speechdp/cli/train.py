@@ -33,9 +33,13 @@ class TrainCommand:
     def run(self) -> int:
         """Train; return the exit code."""
         from speechdp.cli.distributed import over_ranks  # noqa: PLC0415 - keeps --help fast
+        from speechdp.comm.environment import expect_rare_exchanges  # noqa: PLC0415
+        from speechdp.strategies import parse_strategy  # noqa: PLC0415
 
         if self.resume and self.overwrite:
             raise ConfigError("--resume and --overwrite exclude each other")
+        if not parse_strategy(self.options.strategy).exchanges_every_step:
+            expect_rare_exchanges()
         return over_ranks(self.options.backend, self.options.device, self._on_rank)
 
     def _on_rank(self, comm: Communicator) -> int:

@@ -25,6 +25,9 @@ _OPEN_MPI_DEFAULTS = {
     "OMPI_MCA_coll_tuned_dynamic_rules_filename": str(ALLREDUCE_RULES),
 }
 
+#: `HOROVOD_CYCLE_TIME` where exchanges are rare, ms.
+_RARE_CYCLE_MS = "5"
+
 _HOROVOD_DEFAULTS = {
     # Fused buffers hold whatever happened to be ready, so the order of summation, and with it the last
     # bit, would differ from run to run and `--resume` could not be bitwise.  Our buffers are flat anyway.
@@ -99,6 +102,15 @@ def prepare_horovod() -> None:
     """Set Horovod's defaults and, as it may run over MPI, Open MPI's.  To be called before `hvd.init`."""
     prepare_open_mpi()
     _set_defaults(_HOROVOD_DEFAULTS)
+
+
+def expect_rare_exchanges() -> None:
+    """Let Horovod look for work less often: its looks cost a few per cent of a rank that has none.
+
+    For strategies that do not exchange at every step; an exchange then waits 2.5 ms more in the mean.
+    To be called before the communicator is made; whatever the user has set stays.
+    """
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", _RARE_CYCLE_MS)
 
 
 def horovod_controller() -> str | None:

@@ -44,6 +44,9 @@ class Strategy(ABC):
     #: All replicas hold the same parameters and optimizer state after every step.
     replicas_equal: ClassVar[bool]
 
+    #: Whether there is an exchange at every step or nearly so; back-ends may trade latency for idle cost.
+    exchanges_every_step: bool = True
+
     replica: Replica
     comm: Communicator
     timeline: Timeline

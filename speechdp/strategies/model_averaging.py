@@ -46,6 +46,10 @@ class ModelAveraging(Strategy):
     #: What becomes of the optimizer's state at an average: each rank's own, their mean, or zero.
     momentum: Literal["keep", "average", "reset"] = "keep"
 
+    @property
+    def exchanges_every_step(self) -> bool:  # type: ignore[override]
+        return self.period == Period(1)
+
     def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
         super().attach(replica, comm, timeline)
         self._window_frames = 0  # of this rank since the last average
