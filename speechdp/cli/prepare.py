@@ -38,8 +38,8 @@ class PrepareCommand:
     """Number of training shards; dev and test get a quarter as many."""
     features: Literal["log_mel", "mfcc"] = "log_mel"
     """Kind of features, by Kaldi's definitions."""
-    num_mel_bins: int = 40
-    """Number of mel filters."""
+    num_mel_bins: int | None = None
+    """Number of mel filters.  Without it: 24 up to 8 kHz, else 40."""
     num_ceps: int = 13
     """Number of cepstral coefficients (mfcc)."""
     frame_length_ms: float = 25.0
@@ -95,6 +95,7 @@ class PrepareCommand:
                 held_out_speaker=self.held_out_speaker,
                 num_shards=self.shards,
                 features=self._features(),
+                fit_mel_bins=self.num_mel_bins is None,
                 resample_hz=self.resample,
                 lexicon=self.lexicon,
                 seed=self.seed,
@@ -128,10 +129,9 @@ class PrepareCommand:
         )
 
     def _features(self) -> FeatureConfig:
-
         return FeatureConfig(
             kind=self.features,
-            num_mel_bins=self.num_mel_bins,
+            num_mel_bins=FeatureConfig.num_mel_bins if self.num_mel_bins is None else self.num_mel_bins,
             num_ceps=self.num_ceps,
             frame_length_ms=self.frame_length_ms,
             frame_shift_ms=self.frame_shift_ms,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from speechdp.data.audio_folder import read_audio_folder
 from speechdp.data.corpus import Corpus, CorpusUtterance
 from speechdp.data.data_dir import check_target, new_data_dir
 from speechdp.data.dataset import Dataset, Manifest, SplitEntry
-from speechdp.data.features import FeatureConfig, check_mel_bins, num_frames_of
+from speechdp.data.features import FeatureConfig, check_mel_bins, num_frames_of, usual_mel_bins
 from speechdp.data.kaldi_dir import is_kaldi_dir, read_kaldi_dir
 from speechdp.data.shard_jobs import Progress, ShardJob, ShardResult, run_jobs
 from speechdp.data.shards import ShardHeader
@@ -34,6 +35,7 @@ class PrepareOptions:
         held_out_speaker: this speaker becomes the test part.
         num_shards: of the training part; dev and test get a quarter as many.
         features: what to compute.
+        fit_mel_bins: take the usual number of mel filters for the sampling rate instead of `features`' own.
         resample_hz: bring all audio to this rate; None keeps the files' own.
         lexicon: the user's lexicon.txt, or None.
         seed: of the shuffling and of the random split.
@@ -48,6 +50,7 @@ class PrepareOptions:
     held_out_speaker: str | None = None
     num_shards: int = 8
     features: FeatureConfig = field(default_factory=FeatureConfig)
+    fit_mel_bins: bool = False
     resample_hz: int | None = None
     lexicon: Path | None = None
     seed: int = 1
@@ -87,10 +90,13 @@ def prepare(options: PrepareOptions, progress: Progress) -> Prepared:
     splits = split_corpus(corpus, rule)
     infos = _probe(corpus, progress)
     sampling_rate = common_sampling_rate(infos, options.resample_hz)
-    check_mel_bins(sampling_rate, options.features)
+    features = options.features
+    if options.fit_mel_bins:
+        features = dataclasses.replace(features, num_mel_bins=usual_mel_bins(sampling_rate))
+    check_mel_bins(sampling_rate, features)
     manifest = Manifest(
         sampling_rate=sampling_rate,
-        features=options.features,
+        features=features,
         num_classes=StateInventory(lexicon.phones).num_classes,
         alignment="flat",
         split=rule.spec,

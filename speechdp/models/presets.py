@@ -26,7 +26,7 @@ class Preset:
 
 PRESETS: dict[str, Preset] = {
     # For small corpora and CPUs: seconds an epoch on the spoken digits.
-    "tiny": Preset(LstmConfig(layers=2, cells=128, bidirectional=True, dropout=0.2), batch_size=16),
+    "tiny": Preset(LstmConfig(layers=2, cells=128, bidirectional=True, dropout=0.4), batch_size=16),
     # Rosciszewski & Kaliski, HPCS 2017: 4 x 800 LSTM; chunk width 20, left context 40 and 100 chunks a
     # minibatch are the defaults of Kaldi's nnet3 RNN training script.
     "kaldi-4x800": Preset(

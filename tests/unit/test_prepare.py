@@ -281,3 +281,7 @@ def _spoil(path: Path) -> None:
     content = path.with_suffix(".flac").read_bytes()
     path.with_suffix(".flac").unlink()
     path.write_bytes(content[:-9000])
+
+
+def test_the_usual_number_of_mel_filters_depends_on_the_sampling_rate() -> None:
+    assert [usual_mel_bins(rate) for rate in (8000, 16000, 44100)] == [24, 40, 40]
