@@ -11,7 +11,7 @@ import pytest
 from speechdp.cli import main
 from speechdp.data.audio import read_audio
 from speechdp.data.dataset import Dataset
-from speechdp.data.features import FeatureConfig, compute_features
+from speechdp.data.features import FeatureConfig, compute_features, usual_mel_bins
 from speechdp.data.prepare import PrepareOptions, prepare
 from speechdp.data.shards import Shard
 from speechdp.decode.hmm import StateInventory
