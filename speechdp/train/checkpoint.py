@@ -27,6 +27,7 @@ from speechdp.errors import RunError
 CHECKPOINT_FORMAT = "speechdp-checkpoint"
 CHECKPOINT_VERSION = 1
 _KEPT = 2
+_NOT_SHARED = "the run folder must be on a disk all hosts share"
 
 
 @dataclass(frozen=True)
@@ -67,34 +68,46 @@ def save_checkpoint(run_dir: Path, step: int, state: RankState, comm: Communicat
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
     comm.barrier()
-    with _disk_errors(temporary, run_dir):
-        entry = _write_rank(temporary / f"rank-{comm.rank:04d}.safetensors", state)
-    entries = comm.allgather_object(entry)
+    path = temporary / f"rank-{comm.rank:04d}.safetensors"
+    sha256, problem = "", None
+    try:
+        sha256 = _write_rank(path, state)
+    except OSError as error:
+        problem = f"{error.strerror or error} on rank {comm.rank}" if temporary.is_dir() else _NOT_SHARED
+    # Ranks fail together: one that cleared the folder by itself would take it away from those still writing.
+    entries = comm.allgather_object({"file": path.name, "sha256": sha256, "problem": problem})
+    problems = [entry.pop("problem") for entry in entries]
     if comm.rank == 0:
         with _disk_errors(temporary, run_dir):
+            _raise_first(problems)
             _commit(temporary, final, step, entries)
         _prune(folder)
+    elif any(problems):
+        raise RunError(_cannot_be_written(run_dir, next(filter(None, problems))))
     comm.barrier()
     return final
 
 
-def _write_rank(path: Path, state: RankState) -> dict[str, str]:
+def _raise_first(problems: list[str | None]) -> None:
+    for problem in filter(None, problems):
+        raise OSError(problem)
+
+
+def _write_rank(path: Path, state: RankState) -> str:
+    """Write a rank's file; return its sha256."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors.items()}
     content = safetensors.torch.save(tensors, {"state": json.dumps(state.values)})
     with path.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return {"file": path.name, "sha256": hashlib.sha256(content).hexdigest()}
+    return hashlib.sha256(content).hexdigest()
 
 
 def _commit(temporary: Path, final: Path, step: int, entries: list[dict[str, str]]) -> None:
     for entry in entries:
         if not (temporary / entry["file"]).is_file():
-            raise RunError(
-                f"{temporary / entry['file']}: not visible on rank 0; "
-                "the run folder must be on a disk all hosts share"
-            )
+            raise RunError(f"{temporary / entry['file']}: not visible on rank 0; {_NOT_SHARED}")
     head = {"format": CHECKPOINT_FORMAT, "version": CHECKPOINT_VERSION, "step": step, "ranks": entries}
     write_text_atomically(temporary / "checkpoint.json", json.dumps(head, indent=2) + "\n")
     if final.exists():  # saved twice at one step, e.g. at an epoch's end and by request
@@ -130,10 +143,14 @@ class _disk_errors:  # noqa: N801 (reads as a function)
         if not isinstance(error, OSError):
             return
         shutil.rmtree(self._temporary, ignore_errors=True)
-        raise RunError(
-            f"{self._temporary.parent}: checkpoint cannot be written ({error.strerror or error}); "
-            f"free some space, then go on with --resume; {last_checkpoint_note(self._run_dir)}"
-        ) from error
+        raise RunError(_cannot_be_written(self._run_dir, str(error.strerror or error))) from error
+
+
+def _cannot_be_written(run_dir: Path, reason: str) -> str:
+    return (
+        f"{run_dir / 'checkpoints'}: checkpoint cannot be written ({reason}); "
+        f"free some space, then go on with --resume; {last_checkpoint_note(run_dir)}"
+    )
 
 
 def last_checkpoint_note(run_dir: Path) -> str:
