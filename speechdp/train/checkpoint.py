@@ -147,10 +147,11 @@ class _disk_errors:  # noqa: N801 (reads as a function)
 
 
 def _cannot_be_written(run_dir: Path, reason: str) -> str:
-    return (
-        f"{run_dir / 'checkpoints'}: checkpoint cannot be written ({reason}); "
-        f"free some space, then go on with --resume; {last_checkpoint_note(run_dir)}"
+    remedy = (
+        "put RUN on such a disk" if reason == _NOT_SHARED else "free some space, then go on with --resume"
     )
+    folder = run_dir / "checkpoints"
+    return f"{folder}: checkpoint cannot be written ({reason}); {remedy}; {last_checkpoint_note(run_dir)}"
 
 
 def last_checkpoint_note(run_dir: Path) -> str:

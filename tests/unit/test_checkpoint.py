@@ -181,6 +181,7 @@ def test_one_rank_that_cannot_write_leaves_the_last_checkpoint_of_all(
         return open_(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", full_for_rank_1)
+
     # All ranks say the same, whichever is heard first, and the others wrote to the end.
     def fail(comm: Communicator) -> None:
         with pytest.raises(RunError, match=r"cannot be written \(No space left on device on rank 1\); free"):
