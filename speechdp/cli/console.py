@@ -18,13 +18,14 @@ def make_console() -> Console:
     """
     size = os.environ.get("SPEECHDP_TERMINAL")
     if size is None:
-        return Console(force_terminal=False if announced() is not None else None)
+        is_plain = announced() is not None or not sys.stdout.isatty()
+        return _plain_console() if is_plain else Console()
     columns, _, lines = size.partition("x")
     if not (columns.isdigit() and lines.isdigit()):
-        return Console(force_terminal=False, width=_plain_width())
+        return _plain_console()
     return Console(force_terminal=True, width=int(columns), height=int(lines))
 
 
-def _plain_width() -> int | None:
+def _plain_console() -> Console:
     # Without a terminal rich would fold tables at 80 columns; a file has no edge.
-    return None if sys.stdout.isatty() else 200
+    return Console(force_terminal=False, width=200)

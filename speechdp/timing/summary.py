@@ -10,6 +10,7 @@ import json
 import math
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def read_sweep(out: Path) -> Sweep:
     """
     if (out / "sweep.json").is_file():
         names = _sweep_names(out)
-        return Sweep(out, tuple(read_run(out / name) for name in names))
+        return Sweep(out, tuple(_without_accuracy(read_run(out / name)) for name in names))
     if (out / "run.json").is_file():
         return Sweep(out, (read_run(out),))
     if not out.is_dir():
@@ -76,6 +77,11 @@ def read_sweep(out: Path) -> Sweep:
             "give the folder of a run or the OUT of `speechdp sweep`"
         )
     return Sweep(out, tuple(runs))
+
+
+def _without_accuracy(run: RunResult) -> RunResult:
+    # A sweep's one-rank run ends after some steps: its speed is of interest, its accuracy means nothing.
+    return replace(run, evaluations=()) if run.is_baseline else run
 
 
 def read_run(run_dir: Path) -> RunResult:

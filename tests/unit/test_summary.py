@@ -252,3 +252,11 @@ def test_the_baseline_is_the_one_rank_run_or_a_run_of_size_one(tmp_path: Path) -
     alone = read_sweep(write_sweep(tmp_path / "t", [MadeUpRun("y", size=2), MadeUpRun("x", size=1)])).baseline
     assert alone is not None
     assert alone.name == "x"
+
+
+def test_the_one_rank_run_of_a_sweep_has_a_speed_but_no_accuracy(tmp_path: Path) -> None:
+    runs = [MadeUpRun("one-rank", size=1), MadeUpRun("model_averaging-16")]
+    sweep = read_sweep(write_sweep(tmp_path / "sweep", runs))
+    assert sweep.baseline is not None and sweep.baseline.timing is not None
+    assert sweep.baseline.evaluations == ()
+    assert all(run.evaluations for run in sweep.runs if not run.is_baseline)
