@@ -29,8 +29,8 @@ class Losses:
     """Shares of the step time that do not train, mean over ranks, 0 to 1.
 
     Attributes:
-        exchange: communication as the rank that waits least sees it: the exchange itself.
-        waiting: communication beyond that: waiting for slower ranks.
+        exchange: communication of the rank that waits least, step by step: the exchange itself.
+        waiting: communication beyond that: waiting for ranks that had more to do in a step.
         data_wait: no batch was ready.
         slower_compute: computing a frame takes longer than on one rank alone; None without a baseline.
     """
@@ -100,9 +100,12 @@ def losses(timing: Timing, baseline: Timing | None) -> Losses | None:
     if not timed:
         return None
     shares = [rank.comm_s / rank.wall_s for rank in timed]
+    exchange = min(shares)
+    if timing.exchange_s is not None:
+        exchange = min(exchange, timing.exchange_s / fmean(rank.wall_s for rank in timed))
     return Losses(
-        exchange=min(shares),
-        waiting=fmean(shares) - min(shares),
+        exchange=exchange,
+        waiting=fmean(shares) - exchange,
         data_wait=fmean(rank.data_wait_s / rank.wall_s for rank in timed),
         slower_compute=None if baseline is None else _slower_compute(timing, baseline),
     )

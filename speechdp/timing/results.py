@@ -46,10 +46,14 @@ class RankTiming:
 
 @dataclass(frozen=True)
 class Timing:
-    """Every rank's sums, in rank order.  `warmup_steps` of each rank are left out."""
+    """Every rank's sums, in rank order.  `warmup_steps` of each rank are left out.
+
+    `exchange_s` is the sum over steps of the shortest communication of all ranks; None where unknown.
+    """
 
     warmup_steps: int
     ranks: tuple[RankTiming, ...]
+    exchange_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,8 @@ STEP_SPAN_NAMES = ("data_wait", "h2d", "forward", "backward", "comm", "update")
 EVENT_NAMES = ("eval", "checkpoint")
 #: Spans whose host time is kept beside the device's: there the host blocks.
 HOST_TIMED = (STEP_SPAN_NAMES.index("data_wait"), STEP_SPAN_NAMES.index("comm"))
+
+_COMM = STEP_SPAN_NAMES.index("comm")
 
 #: One piece of time: index of the span, start in s after the step's start, duration in s.
 Piece = tuple[int, float, float]
@@ -113,6 +116,8 @@ class _Sums:
     spans_s: list[float] = field(default_factory=lambda: [0.0] * len(STEP_SPAN_NAMES))
     host_s: dict[int, float] = field(default_factory=dict)
     overlapped_s: dict[int, float] = field(default_factory=dict)
+    #: Seconds of communication of each step, 4 bytes a step.
+    comm_of_steps: array[float] = field(default_factory=lambda: array("f"))
 
     def add(self, step: ResolvedStep) -> None:
         if self.steps == 0:
@@ -123,6 +128,7 @@ class _Sums:
         self.wall_s += step.wall_s
         for index, _, duration in step.spans:
             self.spans_s[index] += duration
+        self.comm_of_steps.append(sum(duration for index, _, duration in step.spans if index == _COMM))
         for sums, pieces in ((self.host_s, step.host), (self.overlapped_s, step.overlapped)):
             for index, _, duration in pieces:
                 sums[index] = sums.get(index, 0.0) + duration
@@ -146,6 +152,11 @@ class StepTotals:
     def add_event(self, name: str, wall_s: float) -> None:
         """Count an evaluation or a checkpoint."""
         self._events_s[name] += wall_s
+
+    @property
+    def comm_of_steps(self) -> list[float]:
+        """Seconds of communication of each step that the sums are of."""
+        return list((self._measured if self._measured.steps > 0 else self._warmup).comm_of_steps)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the sums under their names in timing.json."""

@@ -14,7 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from speechdp.comm.base import Communicator
+import torch
+
+from speechdp.comm.base import Communicator, ReduceOp
 from speechdp.errors import ConfigError, RunError
 from speechdp.timing.jsonl import read_lines
 from speechdp.timing.results import Evaluation, RankTiming, RunResult, Sweep, Timing, WordErrors
@@ -26,14 +28,24 @@ DEFAULT_WARMUP_STEPS = 4
 def gather_timing(timeline: Timeline, comm: Communicator) -> dict[str, Any] | None:
     """Gather every rank's sums.  Collective.
 
+    In a step the rank that comes last to an exchange waits for nobody: the shortest communication of all
+    ranks is the exchange itself, what the others need beyond it is waiting.  Summed over steps, this also
+    shows ranks that are late in turn (batches of unequal length), which no rank's sum does.
+
     Returns:
         The content of timing.json on rank 0, None on the others.
     """
     entry = {"host": socket.gethostname(), **timeline.summary()}
     ranks = comm.allgather_object(entry)
+    exchange_s = None
+    if len({other["steps"] for other in ranks}) == 1:
+        shortest = torch.tensor(timeline.comm_of_steps(), dtype=torch.float64)
+        comm.allreduce(shortest, name="shortest_comm", op=ReduceOp.MIN)
+        exchange_s = shortest.sum().item()
     if comm.rank != 0:
         return None
-    return {"warmup_steps": min(entry["warmup_steps"] for entry in ranks), "ranks": ranks}
+    warmup_steps = min(entry["warmup_steps"] for entry in ranks)
+    return {"warmup_steps": warmup_steps, "exchange_s": exchange_s, "ranks": ranks}
 
 
 def write_timing(run_dir: Path, timing: dict[str, Any]) -> Path:
@@ -190,7 +202,8 @@ def _read_timing(run_dir: Path, problems: list[str]) -> Timing | None:
             if None not in ranks:
                 warmup = record.get("warmup_steps") if record else None
                 kept = tuple(rank for rank in ranks if rank is not None)
-                return Timing(warmup if isinstance(warmup, int) else 0, kept)
+                exchange_s = _number(record, "exchange_s") if record else None
+                return Timing(warmup if isinstance(warmup, int) else 0, kept, exchange_s)
         if record is not None:
             problems.append("timing.json: ranks missing or incomplete")
     timing = _timing_from_timelines(run_dir, problems)

@@ -175,6 +175,11 @@ class Timeline:
         self._finish_pending()
         return {"rank": self.rank, **self._totals.as_dict()}
 
+    def comm_of_steps(self) -> list[float]:
+        """Return the seconds of communication of each step that `summary` sums.  Waits for the device."""
+        self._finish_pending()
+        return self._totals.comm_of_steps
+
     def close(self) -> None:
         """Wait for the device, write what is left and close the file.  Safe to call twice."""
         self._finish_pending()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from speechdp.comm.base import Communicator, ReduceOp
+from speechdp.comm.threads import run_threads
 from speechdp.errors import ConfigError, RunError
 from speechdp.timing import derived
 from speechdp.timing.results import Evaluation, RankTiming, RunResult, Timing
 from speechdp.timing.summary import gather_timing, read_run, read_sweep, read_timeline, write_timing
-from speechdp.timing.timeline import Timeline
+from speechdp.timing.timeline import Span, Timeline
 from tests.helpers.runs import MadeUpRun, write_run, write_sweep
 
 
@@ -24,6 +27,9 @@ class FakeComm:
 
     def allgather_object(self, value: dict[str, Any]) -> list[Any]:
         return [json.loads(json.dumps(value)), {**value, "rank": 1, "host": "other"}]
+
+    def allreduce(self, x: torch.Tensor, *, name: str, op: ReduceOp) -> torch.Tensor:
+        return x
 
 
 def _rank(rank: int, wall_s: float, frames: int, *, steps: int = 10, **spans_s: float) -> RankTiming:
@@ -88,6 +94,31 @@ def test_losses_part_the_exchange_from_the_waiting() -> None:
     assert lost.data_wait == pytest.approx(0.05)
     # 15 s of computing for 10,000 frames here, 9.5 s for 8,000 alone; computing is 75 % of the wall.
     assert lost.slower_compute == pytest.approx(0.75 * (1 - (9.5 / 8000) / (15 / 10000)))
+
+
+def test_ranks_that_are_late_in_turn_wait_though_their_sums_are_equal() -> None:
+    """Both spend 4 s of 10 in communication, but never at the same step: the exchange takes 0.5 s of it."""
+    ranks = tuple(_rank(r, 10.0, 1000, comm=4.0, forward=6.0) for r in range(2))
+    lost = derived.losses(Timing(4, ranks, exchange_s=0.5), None)
+    assert lost is not None
+    assert lost.exchange == pytest.approx(0.05)
+    assert lost.waiting == pytest.approx(0.35)
+
+
+def test_the_shortest_communication_of_each_step_is_gathered() -> None:
+    naps = {0: (0.03, 0.0, 0.03, 0.0), 1: (0.0, 0.03, 0.0, 0.03)}
+
+    def record(comm: Communicator) -> Any:
+        timeline = Timeline(None, rank=comm.rank, device=torch.device("cpu"), warmup_steps=0)
+        for step, nap_s in enumerate(naps[comm.rank], start=1):
+            with timeline.span(Span.COMM):
+                time.sleep(nap_s)
+            timeline.end_step(step, 0, 10)
+        return gather_timing(timeline, comm)
+
+    gathered = run_threads(2, record)[0]
+    assert all(rank["spans_s"]["comm"] >= 0.06 for rank in gathered["ranks"])
+    assert gathered["exchange_s"] < 0.03
 
 
 def test_time_to_target_takes_the_first_evaluation_there_and_interpolates_nothing() -> None:
