@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from speechdp.comm.failure import guard
 from speechdp.comm.world import check_world, versions
 from speechdp.config import TrainOptions
 from speechdp.data.dataset import Dataset
+from speechdp.launching.cores import available_cores
 from speechdp.timing.gpu import gpu_facts
 from speechdp.train.device import choose_device
 from speechdp.train.progress import ConsoleReporter, Reporter, SilentReporter
@@ -69,6 +71,9 @@ def open_session(
     if notice:
         reporter.notice(notice)
     hosts = comm.allgather_object(environment.host_name())
+    if "OMP_NUM_THREADS" not in os.environ:
+        # As `speechdp launch` has it: the ranks of a host share its cores instead of each taking all.
+        torch.set_num_threads(max(1, available_cores() // hosts.count(environment.host_name())))
     reporter.notice(_welcome(comm, device, hosts))
     launch = environment.announced()
     run_facts = {

@@ -66,6 +66,8 @@ def run(arguments: Sequence[str]) -> int:
     if name not in SUBCOMMANDS:
         print(f"speechdp: unknown command {name!r}\n\n{_overview()}", file=sys.stderr)
         return 2
+    # OpenMP's threads spin while they wait: beside another busy process a rank would crawl.  Read by torch.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Only the module that is needed: `speechdp --help` must not wait for torch.
     command = SUBCOMMANDS[name]
     module = importlib.import_module(f"speechdp.cli.{command.module}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class SweepCommand:
     """Train once for each averaging period and report: speechdp launch -np 2 -- sweep DATA OUT."""
 
-    data: tyro.conf.Positional[Path]
+    data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """Data directory that `speechdp prepare` wrote."""
-    out_dir: tyro.conf.Positional[Path]
+    out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder for the runs and the report.  Runs finished there are kept, interrupted ones go on."""
     options: TrainOptions = field(default_factory=TrainOptions)
     periods: str = "1,4,16,64"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class TrainCommand:
     """Train an acoustic model: speechdp launch -np 2 -- train DATA RUN [options]."""
 
-    data: tyro.conf.Positional[Path]
+    data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """Data directory that `speechdp prepare` wrote."""
-    run_dir: tyro.conf.Positional[Path]
+    run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Folder for the run: model, metrics, timing, checkpoints."""
     options: TrainOptions = field(default_factory=TrainOptions)
     resume: bool = False

@@ -14,6 +14,8 @@ from speechdp.launching.supervise import JobEnd
 #: Subcommands that leave a completion marker, and how they name their two folders.
 _WITH_MARKER = {"train": "DATA RUN", "sweep": "DATA OUT"}
 _MPIRUN_LOST_HOST = 205
+#: Exit codes of ranks that refused what they were asked for: an error of the user's, an unknown option.
+_REFUSED = (1, 2)
 #: The ranks saved a checkpoint and left on request (cli/train.py); passed on, as schedulers requeue on it.
 _SAVED_AND_LEFT = 75
 
@@ -93,8 +95,11 @@ def verdict(end: JobEnd, target: Target | None) -> tuple[int, str | None]:
         exit_code = _SAVED_AND_LEFT if end.exit_code == _SAVED_AND_LEFT else 128 + end.stop_signal
         return exit_code, f"the job was stopped by {name}{_how_to_go_on(target)}"
     if end.exit_code != 0:
+        # A mistake in the command is not mended by giving it again: then the rank's own line says what to do.
+        refused = end.exit_code in _REFUSED and (target is None or last_checkpoint(target) is None)
+        advice = "" if refused else _how_to_go_on(target)
         return end.exit_code, (
-            f"the job ended with exit code {end.exit_code} ({_meaning(end.exit_code)}){_how_to_go_on(target)}"
+            f"the job ended with exit code {end.exit_code} ({_meaning(end.exit_code)}){advice}"
         )
     if target is not None and not is_complete(target):
         return 1, (

@@ -117,6 +117,7 @@ def _train_one_rank(session: Session, options: TrainOptions, plan: SweepPlan, ru
     """Time rank 0 by itself while the others sleep in the exchange after it."""
     stopped = False
     if session.comm.rank == 0:
+        session.reporter.notice(f"one rank alone for {plan.one_rank_steps} steps, to compare the speed with")
         facts = {**session.facts, "hosts": session.facts.get("hosts", [])[:1]}
         alone = dataclasses.replace(session, comm=SerialCommunicator(), facts=facts)
         own = dataclasses.replace(options, strategy="gradient_averaging", max_steps=plan.one_rank_steps)

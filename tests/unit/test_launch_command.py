@@ -216,11 +216,18 @@ def test_a_killed_rank_names_the_last_whole_checkpoint(tmp_path: Path) -> None:
 
 
 def test_without_a_checkpoint_it_says_so(tmp_path: Path) -> None:
-    code, message = verdict(JobEnd(1, None), Target("train", tmp_path, None))
-    assert code == 1
+    code, message = verdict(JobEnd(137, None), Target("train", tmp_path, None))
+    assert code == 137
     assert message is not None and message.endswith(
         f"no checkpoint in {tmp_path} yet; start again with --resume"
     )
+
+
+@pytest.mark.parametrize("exit_code", [1, 2])
+def test_a_refused_command_is_not_to_be_given_again(exit_code: int, tmp_path: Path) -> None:
+    code, message = verdict(JobEnd(exit_code, None), Target("train", tmp_path, None))
+    assert code == exit_code
+    assert message is not None and message.endswith("(a rank failed, its message stands above)")
 
 
 def test_exit_code_0_needs_a_fresh_marker(tmp_path: Path) -> None:
