@@ -123,6 +123,10 @@ class Communicator(ABC):
     def close(self) -> None:
         """Release the back-end's resources; join its threads.  Collective; safe to call twice."""
 
+    def leave(self, exit_code: int) -> None:
+        """End this process after `close`, where the back-end cannot survive an ordinary exit; else return."""
+        return None
+
     @abstractmethod
     def abort(self, exit_code: int) -> NoReturn:
         """End every rank of the job at once with `exit_code`.  Called by one rank, not collective."""

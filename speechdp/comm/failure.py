@@ -53,6 +53,7 @@ def guard(make: Callable[[], Communicator], function: Callable[[Communicator], i
         with _thread_failures_end_all(comm):
             exit_code = function(comm) or 0
             comm.close()
+            comm.leave(exit_code)
             return exit_code
     except SystemExit as error:
         if error.code in {None, 0}:

@@ -142,6 +142,12 @@ def abort_world(exit_code: int) -> NoReturn:
     raise AssertionError("MPI_Abort returned")
 
 
+def finalise() -> None:
+    """End MPI in this process: without it mpirun takes a process that leaves for one that has failed."""
+    if not MPI.Is_finalized():
+        MPI.Finalize()
+
+
 def gather_bytes(comm: Any, data: bytes) -> list[bytes]:
     """Return every rank's bytes, in rank order, over an mpi4py communicator.  Collective."""
     _meet(comm)

@@ -81,6 +81,15 @@ class TorchCommunicator(Communicator):
         self.barrier()
         dist.destroy_process_group()
 
+    def leave(self, exit_code: int) -> None:
+        # Now and then torch.distributed ends a process that exits in the ordinary way with "terminate called
+        # without an active exception": a thread of its own that nobody has joined by then.
+        if self._over_mpi:
+            from speechdp.comm.mpi import finalise  # noqa: PLC0415
+
+            finalise()
+        environment.end_process(exit_code)
+
     def abort(self, exit_code: int) -> NoReturn:
         if self._over_mpi:
             from speechdp.comm.mpi import abort_world  # noqa: PLC0415
