@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from speechdp.atomic_file import write_text_atomically
 from speechdp.comm.base import Communicator, ReduceOp
 from speechdp.errors import ConfigError, RunError
 from speechdp.timing.jsonl import read_lines
@@ -55,13 +55,8 @@ def write_timing(run_dir: Path, timing: dict[str, Any]) -> Path:
         RunError: the folder cannot be written.
     """
     path = run_dir / "timing.json"
-    temporary = run_dir / ".timing.json.partial"
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(timing, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_text_atomically(path, json.dumps(timing, indent=1))
     except OSError as error:
         raise RunError(
             f"{path}: cannot write the timing ({error.strerror}); free space or permit writing there"

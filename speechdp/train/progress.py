@@ -66,7 +66,6 @@ class ConsoleReporter(SilentReporter):
         self._num_epochs = 1
         self._window_frames = 0
         self._window_start_s = 0.0
-        self._frames_per_s = 0.0
 
     def notice(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -133,7 +133,8 @@ def _prepare_folder(
 
 def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
     strategy = parse_strategy(options.strategy)
-    num_parameters = sum(p.numel() for p in make_model(session.dataset, options).parameters())
+    with torch.device("meta"):  # only to count: the weights themselves are made when training is built
+        num_parameters = sum(p.numel() for p in make_model(session.dataset, options).parameters())
     name = describe(strategy).partition(":")[0]
     period = getattr(strategy, "period", getattr(strategy, "every", None))
     return {
