@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from speechdp.errors import CommunicationError
+from speechdp.errors import CommunicationError, ConfigError
 
 
 class ReduceOp(Enum):
@@ -41,6 +41,52 @@ class CompletedWork(Work):
         return None
 
 
+class PeerCommunicator(ABC):
+    """Messages between two ranks, on a channel of their own: nobody else's traffic can be taken for them.
+
+    Nothing here is collective but `close`.  Several threads of a rank may use one channel at a time, as long
+    as no two of them receive with the same tag.  Messages from one rank with one tag arrive in the order in
+    which they were sent.  A rank never sends to itself.
+
+    Attributes:
+        sent_bytes: payload this rank has sent over the channel so far.
+    """
+
+    rank: int
+    size: int
+    sent_bytes: int = 0
+
+    @abstractmethod
+    def send(self, x: Tensor, dest: int, *, tag: int = 0) -> None:
+        """Send `x` and return once its memory may be written again.  Waiting sleeps; it keeps no core busy.
+
+        Args:
+            x: contiguous tensor of any dtype, on the CPU or on this rank's GPU; sent as bytes.
+            dest: receiver, another rank.
+            tag: kind of message, 0 <= tag < 1000; a `recv` takes only messages with its own tag.
+
+        Raises:
+            CommunicationError: the message cannot be sent.
+        """
+
+    @abstractmethod
+    def recv(self, x: Tensor, source: int | None = None, *, tag: int = 0) -> int:
+        """Receive a message of exactly the size of `x` into it and return the rank it is from.
+
+        Args:
+            x: contiguous tensor of the shape and dtype that was sent.
+            source: sender; None takes the next message with this tag, whoever sent it.
+            tag: as in `send`.
+
+        Raises:
+            CommunicationError: the sender is gone, or the message has another size.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the channel.  Collective; no message may be under way; safe to call twice."""
+
+
 class Communicator(ABC):
     """N equal ranks that exchange tensors.
 
@@ -48,6 +94,7 @@ class Communicator(ABC):
         rank: this rank, 0 <= rank < size.
         size: number of ranks.
         local_rank: index of this rank among those on the same host; selects the GPU.
+        sent_bytes: what this rank has sent so far in allreduces and broadcasts, taking a ring for granted.
     """
 
     backend: ClassVar[str]
@@ -60,6 +107,7 @@ class Communicator(ABC):
     rank: int
     size: int
     local_rank: int
+    sent_bytes: float = 0.0
 
     def allreduce_async(self, x: Tensor, *, name: str, op: ReduceOp = ReduceOp.SUM) -> Work:
         """Start combining `x` over all ranks, in place.  Collective.
@@ -85,6 +133,7 @@ class Communicator(ABC):
             raise CommunicationError(f"tensor {name!r} is not contiguous; exchange a flat buffer")
         if self.size == 1 or x.numel() == 0:
             return CompletedWork()
+        self.sent_bytes += 2 * (self.size - 1) / self.size * x.nbytes
         return self._allreduce_async(x, name, op)
 
     def allreduce(self, x: Tensor, *, name: str, op: ReduceOp = ReduceOp.SUM) -> Tensor:
@@ -97,6 +146,7 @@ class Communicator(ABC):
         if not x.is_contiguous():
             raise CommunicationError(f"tensor {name!r} is not contiguous; broadcast a flat buffer")
         if self.size > 1 and x.numel() > 0:
+            self.sent_bytes += (self.size - 1) / self.size * x.nbytes
             self._broadcast(x, name, root)
         return x
 
@@ -114,6 +164,28 @@ class Communicator(ABC):
     def broadcast_object(self, value: Any, *, root: int = 0) -> Any:
         """Return `root`'s JSON-like `value` on every rank; the others' argument is ignored.  Collective."""
         return self.allgather_object(value if self.rank == root else None)[root]
+
+    def peers(self) -> PeerCommunicator:
+        """Open a channel for messages between two ranks.  Collective; each call opens another one.
+
+        Raises:
+            ConfigError: this back-end has no messages between two ranks; says which has.
+        """
+        raise ConfigError(
+            f"the {self.backend} back-end has no messages between two ranks as it was started; "
+            "start with mpirun, or choose --backend mpi or torch"
+        )
+
+    def split(self, color: int) -> Communicator:
+        """Return the communicator of the ranks that give the same `color`, in the order of rank.  Collective.
+
+        Raises:
+            ConfigError: this back-end cannot be split.
+        """
+        raise ConfigError(
+            f"the {self.backend} back-end cannot be split into groups as it was started; "
+            "start with mpirun, or choose --backend mpi or torch"
+        )
 
     @abstractmethod
     def barrier(self) -> None:
