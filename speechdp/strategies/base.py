@@ -12,44 +12,63 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from speechdp.comm.base import Communicator
+from torch import Tensor
+
+from speechdp.comm.base import Communicator, PeerCommunicator
 from speechdp.timing.timeline import Timeline
 from speechdp.train.replica import Replica
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training stands after a backward pass; the same on every rank, known without an exchange.
+    """Where training stands after a backward pass.
+
+    With a synchronous strategy the same on every rank, `time_s` apart, and known without an exchange: it
+    follows from the epoch plan.  With an asynchronous one it is what this rank knows.
 
     Attributes:
         step: backward passes so far, this one included.
-        frames_per_rank: frames so far, averaged over ranks (from the epoch plan, which every rank has).
-        time_s: training time on this rank; the one value here that differs between ranks.
+        frames_per_rank: frames so far, averaged over ranks.
+        time_s: training time on this rank.
+        epoch: epochs so far, with fraction.
+        num_epochs: epochs of the whole run.
     """
 
     step: int
     frames_per_rank: float
     time_s: float
+    epoch: float = 0.0
+    num_epochs: int = 1
 
 
 class Strategy(ABC):
     """Turns the gradients of this rank into the next parameters of this rank.
 
-    Life: `attach` once, `step` after every backward pass (also one without frames: a rank whose part of
-    the epoch is shorter keeps joining), `finish` at the end.
+    Life: `attach` once; `resume`, any number of steps, `pause`, again and again; `finish` and `close` at the
+    end.  A step is `before_backward`, the backward pass, `observe_loss`, `step`.
+
+    Synchronous strategies have a step on every rank at the same time (also one without frames: a rank whose
+    part of the epoch is shorter keeps joining) and need nothing for pause and resume.  Asynchronous ones
+    exchange between `resume` and `pause` in a thread of their own while every rank steps at its own pace;
+    evaluation, checkpoints and `finish` happen while paused.
     """
 
     #: Every rank makes the same exchanges at the same steps; such runs resume bitwise.
-    synchronous: ClassVar[bool]
+    synchronous: bool = True
     #: All replicas hold the same parameters and optimizer state after every step.
     replicas_equal: ClassVar[bool]
+    #: Messages between two ranks are needed: `attach` opens a channel, `self.peers`, or refuses the back-end.
+    needs_peers: ClassVar[bool] = False
 
     #: Whether there is an exchange at every step or nearly so; back-ends may trade latency for idle cost.
     exchanges_every_step: bool = True
+    #: The schedule's learning rate is multiplied by this at every step.
+    learning_rate_factor: float = 1.0
 
     replica: Replica
     comm: Communicator
     timeline: Timeline
+    peers: PeerCommunicator
 
     def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
         """Take charge of `replica`: give every rank rank 0's parameters.  Collective.
@@ -59,6 +78,8 @@ class Strategy(ABC):
         """
         self.replica, self.comm, self.timeline = replica, comm, timeline
         self.check_backend()
+        if self.needs_peers:
+            self.peers = comm.peers()
         comm.broadcast(replica.parameters.whole, name="parameters")
         for name, tensor in replica.optimizer_tensors().items():
             comm.broadcast(tensor, name=f"optimizer.{name}")
@@ -71,9 +92,39 @@ class Strategy(ABC):
         """Raise ConfigError for options this back-end cannot carry; called by `attach`, before step 1."""
         return None
 
+    def shard(self, rank: int, size: int) -> tuple[int | None, int]:
+        """Return which part of the data this rank trains on and how many parts there are.
+
+        None instead of an index: this rank trains on nothing (a server); its steps have no frames.
+        """
+        return rank, size
+
+    def teams(self, size: int) -> list[int]:
+        """Return the team of each rank.  Ranks of a team take their steps together; teams at their own pace.
+
+        Only asynchronous strategies are asked.  Teams are numbered from 0, all of the same size.
+        """
+        return list(range(size))
+
+    def resume(self) -> None:
+        """Begin exchanging; no message of an earlier time is under way."""
+        return None
+
+    def pause(self) -> None:
+        """End all exchanges: on return no thread of the strategy runs.  Collective, each rank in its time.
+
+        Ranks that are still training are served until they pause as well; it never waits for a rank that
+        has ended by an error without raising.
+        """
+        return None
+
     def before_backward(self, frames: int) -> None:
         """Note that a backward pass over `frames` frames of this rank begins (0: there is none)."""
         self.replica.frames += frames
+
+    def observe_loss(self, total: Tensor, frames: int) -> None:
+        """See this rank's loss, a sum over `frames` frames; it may be on a GPU, so do not wait for it."""
+        return None
 
     @abstractmethod
     def step(self, progress: Progress) -> None:
@@ -91,6 +142,27 @@ class Strategy(ABC):
         had been evaluated.
         """
         yield
+
+    def final_models(self) -> list[Tensor]:
+        """Return flat parameter vectors from which the best on held-out data becomes the final model.
+
+        Called on every rank after `finish`; the same vectors everywhere, the replica's own not among them.
+        """
+        return []
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what the report shows of this rank besides times; e.g. `staleness`: counts by age."""
+        return {}
+
+    @property
+    def peer_bytes(self) -> int:
+        """Bytes this rank has sent in messages between two ranks."""
+        return self.peers.sent_bytes if self.needs_peers else 0
+
+    def close(self) -> None:
+        """Release what `attach` took.  Collective, while paused."""
+        if self.needs_peers:
+            self.peers.close()
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

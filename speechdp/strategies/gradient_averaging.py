@@ -35,7 +35,6 @@ class GradientAveraging(Strategy):
     Source: ring-allreduce SGD as in Horovod (Sergeev & Del Balso 2018, arXiv 1802.05799).
     """
 
-    synchronous: ClassVar[bool] = True
     replicas_equal: ClassVar[bool] = True
 
     #: Backward passes whose gradients are accumulated before one exchange and update.

@@ -13,7 +13,7 @@ from speechdp.strategies.base import Strategy
 from speechdp.strategies.period import Period
 
 #: Modules of this folder that are not strategies.
-_SUPPORT = {"base", "period", "registry"}
+_SUPPORT = {"background", "base", "period", "periodic", "registry"}
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 

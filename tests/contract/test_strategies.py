@@ -12,8 +12,8 @@ from speechdp.comm.threads import run_threads
 from speechdp.errors import ConfigError
 from speechdp.strategies import parse_strategy, strategy_names
 from speechdp.strategies.registry import describe
-from tests.helpers.strategy_checks import (
-    CHECKS,
+from tests.helpers.strategy_checks import CHECKS, PEER_CHECKS
+from tests.helpers.strategy_runs import (
     Run,
     Sgd,
     assert_close,
@@ -24,14 +24,19 @@ from tests.helpers.strategy_checks import (
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS + PEER_CHECKS, ids=lambda check: check.__name__)
 def test_identity(check: object, size: int) -> None:
     run_threads(size, check)
 
 
+#: Options with which a strategy is plain SGD on one rank, where it is not by default.
+PLAIN_ON_ONE_RANK: dict[str, str] = {}
+
+
 @pytest.mark.parametrize("strategy", strategy_names())
 def test_one_rank_is_plain_sgd(strategy: str) -> None:
-    run = Run(SerialCommunicator(), strategy, make_replica(Sgd(momentum=0.9)))
+    options = PLAIN_ON_ONE_RANK.get(strategy, "")
+    run = Run(SerialCommunicator(), f"{strategy}{options}", make_replica(Sgd(momentum=0.9)))
     run.train(0)
     assert_close(run.finish(), plain_sgd(batches_of_all(1), Sgd(momentum=0.9)), strategy)
 
