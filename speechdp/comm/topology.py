@@ -1,0 +1,145 @@
+"""Who exchanges with whom when not all do: ring, one-peer exponential graph, random pairs, bipartite graphs.
+
+Pure functions of rank, size, step and seed, so that all ranks agree without a message.  A *mixing* is what
+one rank sends and receives in one synchronous step; its weights are equal, 1 / (1 + number of sources), which
+makes the matrix over all ranks doubly stochastic: their mean stays what it was.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+#: Which pairs of an active and a passive rank exchange in an asynchronous strategy.
+BipartiteKind = Literal["all", "ring", "exponential"]
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """What one rank does in one step: x_i <- (x_i + sum of its sources' x_j) / (1 + number of sources).
+
+    Attributes:
+        destinations: ranks that get this rank's parameters, none twice.
+        sources: ranks whose parameters it gets, as many as destinations.
+    """
+
+    destinations: tuple[int, ...]
+    sources: tuple[int, ...]
+
+    @property
+    def weight(self) -> float:
+        """Weight of each of the vectors that are averaged, this rank's own among them."""
+        return 1.0 / (1 + len(self.sources))
+
+
+def ring_neighbours(rank: int, size: int) -> tuple[int, int]:
+    """Return the rank to the left and the rank to the right; with two ranks both are the other one."""
+    return (rank - 1) % size, (rank + 1) % size
+
+
+def ring_mixing(rank: int, size: int) -> Mixing:
+    """Return the mixing with both neighbours: weights of 1/3, of 1/2 with two ranks, 1 alone."""
+    others = tuple(dict.fromkeys(r for r in ring_neighbours(rank, size) if r != rank))
+    return Mixing(others, others)
+
+
+def exponential_offset(size: int, step: int) -> int:
+    """Return how far away the peer of `step` is: 1, 2, 4, ... below `size`, over and over; 0 when alone."""
+    num_offsets = (size - 1).bit_length()
+    return 2 ** (step % num_offsets) if num_offsets else 0
+
+
+def exponential_mixing(rank: int, size: int, step: int) -> Mixing:
+    """Return the mixing of the one-peer exponential graph: send `offset` to the right, receive from the left.
+
+    Directed, so it works for every size.  Where the size is a power of two, log2(size) steps in a row give
+    the exact mean on every rank; otherwise they come close to it.
+    """
+    offset = exponential_offset(size, step)
+    return Mixing(((rank + offset) % size,), ((rank - offset) % size,)) if offset else Mixing((), ())
+
+
+def exponential_matching(size: int, step: int) -> tuple[int, ...]:
+    """Return each rank's partner in the one-peer exponential graph's symmetric form: rank XOR offset.
+
+    With a power of two everybody has a partner, and log2(size) steps give the exact mean.  Otherwise ranks
+    whose partner would not exist stay alone in that step (-1).
+    """
+    offset = exponential_offset(size, step)
+    return tuple(r ^ offset if offset and r ^ offset < size else -1 for r in range(size))
+
+
+def random_matching(size: int, seed: int, step: int) -> tuple[int, ...]:
+    """Return each rank's partner in random pairs that are drawn anew for every step.
+
+    The same on every rank, without a message.  With an odd size one rank is left over: -1.
+    """
+    order = list(range(size))
+    # A string is hashed whole: neighbouring seeds and steps have nothing to do with one another.
+    random.Random(f"{seed}/{step}").shuffle(order)
+    partners = [-1] * size
+    for a, b in zip(order[0::2], order[1::2], strict=False):
+        partners[a], partners[b] = b, a
+    return tuple(partners)
+
+
+def matching_mixing(rank: int, partners: Sequence[int]) -> Mixing:
+    """Return the mixing with one's partner: weights of 1/2, or 1 for a rank that has none."""
+    other = () if partners[rank] < 0 else (partners[rank],)
+    return Mixing(other, other)
+
+
+def mixing_matrix(mixings: Sequence[Mixing]) -> list[list[float]]:
+    """Return the matrix W of x <- W x, from the mixings of all ranks: row i holds the weights of rank i."""
+    rows = [[0.0] * len(mixings) for _ in mixings]
+    for rank, mixing in enumerate(mixings):
+        for source in (rank, *mixing.sources):
+            rows[rank][source] = mixing.weight
+    return rows
+
+
+def is_active(rank: int) -> bool:
+    """Say whether `rank` begins exchanges (even ranks) or answers them (odd ranks).
+
+    An exchange is always between an active and a passive rank, so no circle of ranks can wait for one
+    another.
+    """
+    return rank % 2 == 0
+
+
+def active_ranks(size: int) -> tuple[int, ...]:
+    """Return the ranks that begin exchanges."""
+    return tuple(rank for rank in range(size) if is_active(rank))
+
+
+def passive_partners(rank: int, size: int, kind: BipartiteKind) -> tuple[int, ...]:
+    """Return the passive ranks with which the active `rank` exchanges, sorted.
+
+    all: every passive rank.  ring: the neighbours; in an odd ring those at its ends, both active, are not
+    joined.  exponential: 1, 3, 5, 9, 17, ... ranks away on both sides, each distance odd because an even one
+    joins ranks of one kind; where going round an odd number of ranks ends at an active one, that is left out.
+    """
+    assert is_active(rank), f"rank {rank} is passive"
+    return _partners(rank, size, kind)
+
+
+def active_partners(rank: int, size: int, kind: BipartiteKind) -> tuple[int, ...]:
+    """Return the active ranks with which the passive `rank` exchanges, sorted; see `passive_partners`."""
+    assert not is_active(rank), f"rank {rank} is active"
+    return _partners(rank, size, kind)
+
+
+def _partners(rank: int, size: int, kind: BipartiteKind) -> tuple[int, ...]:
+    if kind == "all":
+        reached = set(range(size))
+    else:
+        distances = _odd_distances(size) if kind == "exponential" else [1]
+        reached = {(rank + sign * distance) % size for distance in distances for sign in (1, -1)}
+    return tuple(sorted(r for r in reached if is_active(r) != is_active(rank)))
+
+
+def _odd_distances(size: int) -> list[int]:
+    powers = [1 + 2**k for k in range(1, size.bit_length())]
+    return [1, *(d for d in powers if d < size)]
