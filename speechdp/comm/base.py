@@ -60,6 +60,9 @@ class PeerCommunicator(ABC):
     def send(self, x: Tensor, dest: int, *, tag: int = 0) -> None:
         """Send `x` and return once its memory may be written again.  Waiting sleeps; it keeps no core busy.
 
+        This may be as late as when the receiver has taken it: two ranks that send to one another before
+        they receive need a thread for it.
+
         Args:
             x: contiguous tensor of any dtype, on the CPU or on this rank's GPU; sent as bytes.
             dest: receiver, another rank.
@@ -178,6 +181,9 @@ class Communicator(ABC):
 
     def split(self, color: int) -> Communicator:
         """Return the communicator of the ranks that give the same `color`, in the order of rank.  Collective.
+
+        Its `local_rank` is this communicator's: it still selects the GPU.  It counts its own `sent_bytes`,
+        and is to be closed before this one.
 
         Raises:
             ConfigError: this back-end cannot be split.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from speechdp.comm import environment
-from speechdp.comm.base import Communicator, ReduceOp, Work
+from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
 from speechdp.comm.horovod_gloo import GlooMeeting, gloo_is_better
 from speechdp.comm.patience import sleep_until
 from speechdp.comm.staging import Staged, as_bytes
@@ -83,6 +83,35 @@ class HorovodCommunicator(Communicator):
         else:
             _checked("hvd.init", hvd.init)
         mpi.close()
+
+    def peers(self) -> PeerCommunicator:
+        # Horovod itself has collectives only; the MPI that started its ranks is still there.
+        if environment.started_by_horovodrun():
+            return super().peers()
+        mpi = self._over_mpi()
+        channel = mpi.peers()
+        mpi.close()
+        return channel
+
+    def split(self, color: int) -> Communicator:
+        if environment.started_by_horovodrun():
+            return super().split(color)
+        mpi = self._over_mpi()
+        group = mpi.split(color)
+        mpi.close()
+        return group
+
+    def _over_mpi(self) -> Communicator:
+        """Return a communicator of the same ranks over MPI.  Collective."""
+        from speechdp.comm.mpi import MpiCommunicator  # noqa: PLC0415
+
+        mpi = MpiCommunicator()
+        if (mpi.rank, mpi.size) != (self.rank, self.size):
+            raise CommunicationError(
+                f"rank {self.rank} of {self.size} in Horovod is rank {mpi.rank} of {mpi.size} in MPI, so "
+                "they cannot exchange messages over MPI; choose --backend mpi"
+            )
+        return mpi
 
     def barrier(self) -> None:
         # Not hvd.barrier, which spins.

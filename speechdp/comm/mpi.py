@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speechdp.comm.base import Communicator, ReduceOp, Work
+from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
 from speechdp.comm.environment import prepare_open_mpi
 from speechdp.comm.patience import sleep_until
 from speechdp.comm.staging import Staged, as_bytes
@@ -26,7 +26,7 @@ from speechdp.errors import CommunicationError
 
 prepare_open_mpi()
 
-from mpi4py import MPI  # noqa: E402  the settings above are read when MPI is initialised, by this line
+from mpi4py import MPI as MPI  # noqa: E402, PLC0414  initialises MPI, which reads the settings above
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class _MpiWork(Work):
     def run(self, comm: Any) -> None:
         """Exchange; called by the exchange thread."""
         try:
-            _checked(f"allreduce of {self._name!r}", lambda: _reduce(comm, self._staged.fetch(), self._op))
+            checked(f"allreduce of {self._name!r}", lambda: _reduce(comm, self._staged.fetch(), self._op))
         except CommunicationError as error:
             self._error = error
         finally:
@@ -63,13 +63,18 @@ class _MpiWork(Work):
 
 
 class MpiCommunicator(Communicator):
-    """All ranks of MPI.COMM_WORLD, or of the mpi4py communicator given."""
+    """All ranks of MPI.COMM_WORLD, or of a part of it.
+
+    Args:
+        world: mpi4py communicator over the ranks; None for MPI.COMM_WORLD.  It is only copied.
+        local_rank: index among the job's ranks on this host where `world` is a part of the job; None counts.
+    """
 
     # `reducible` is the base class': float16 and bfloat16 are no MPI types, and handed over as bytes
     # they are summed byte by byte without an error.
     backend: ClassVar[str] = "mpi"
 
-    def __init__(self, world: Any = None) -> None:
+    def __init__(self, world: Any = None, *, local_rank: int | None = None) -> None:
         world = MPI.COMM_WORLD if world is None else world
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise CommunicationError(
@@ -78,9 +83,7 @@ class MpiCommunicator(Communicator):
             )
         self.rank = world.Get_rank()
         self.size = world.Get_size()
-        node = world.Split_type(MPI.COMM_TYPE_SHARED)
-        self.local_rank = node.Get_rank()
-        node.Free()
+        self.local_rank = _count_local_rank(world) if local_rank is None else local_rank
         # One for the caller's collectives and one for the thread's: MPI matches the collectives of a
         # communicator by their order, which two threads could not agree on.
         self._sync = world.Dup()
@@ -90,8 +93,25 @@ class MpiCommunicator(Communicator):
         self._thread: threading.Thread | None = None
         self._closed = False
 
+    def peers(self) -> PeerCommunicator:
+        from speechdp.comm.mpi_peers import MpiPeers  # noqa: PLC0415  imports this module
+
+        return MpiPeers(checked("opening a channel", self._copy), reads_cuda=self._reads_cuda)
+
+    def split(self, color: int) -> Communicator:
+        def run() -> MpiCommunicator:
+            meet(self._sync)
+            # By the colour's place among all: MPI takes no negative ones.
+            colors = sorted(set(self.allgather_object(color)))
+            part = self._sync.Split(colors.index(color), self.rank)
+            communicator = MpiCommunicator(part, local_rank=self.local_rank)
+            part.Free()
+            return communicator
+
+        return checked("split", run)
+
     def barrier(self) -> None:
-        _checked("barrier", lambda: _meet(self._sync))
+        checked("barrier", lambda: meet(self._sync))
 
     def close(self) -> None:
         if self._closed:
@@ -106,6 +126,10 @@ class MpiCommunicator(Communicator):
 
     def abort(self, exit_code: int) -> NoReturn:
         abort_world(exit_code)
+
+    def _copy(self) -> Any:
+        meet(self._sync)
+        return self._sync.Dup()
 
     def _allreduce_async(self, x: Tensor, name: str, op: ReduceOp) -> Work:
         work = _MpiWork(Staged(x, direct=self._reads_cuda), name, op)
@@ -123,15 +147,15 @@ class MpiCommunicator(Communicator):
         staged = Staged(as_bytes(x))
 
         def run() -> None:
-            _meet(self._sync)
-            for part in _parts(staged.fetch()):
+            meet(self._sync)
+            for part in parts(staged.fetch()):
                 self._sync.Bcast(part.numpy(), root=root)
 
-        _checked(f"broadcast of {name!r}", run)
+        checked(f"broadcast of {name!r}", run)
         staged.store()
 
     def _allgather_bytes(self, data: bytes) -> list[bytes]:
-        return _checked("allgather", lambda: gather_bytes(self._sync, data))
+        return checked("allgather", lambda: gather_bytes(self._sync, data))
 
 
 def abort_world(exit_code: int) -> NoReturn:
@@ -150,7 +174,7 @@ def finalise() -> None:
 
 def gather_bytes(comm: Any, data: bytes) -> list[bytes]:
     """Return every rank's bytes, in rank order, over an mpi4py communicator.  Collective."""
-    _meet(comm)
+    meet(comm)
     sizes = np.empty(comm.Get_size(), dtype=np.int64)
     comm.Allgather(np.array([len(data)], dtype=np.int64), sizes)
     everything = np.empty(int(sizes.sum()), dtype=np.uint8)
@@ -160,25 +184,34 @@ def gather_bytes(comm: Any, data: bytes) -> list[bytes]:
 
 
 def _reduce(comm: Any, x: Tensor, op: ReduceOp) -> None:
-    _meet(comm)
-    for part in _parts(x):
+    meet(comm)
+    for part in parts(x):
         comm.Allreduce(MPI.IN_PLACE, part if part.is_cuda else part.numpy(), op=_OPS[op])
 
 
-def _parts(x: Tensor) -> list[Tensor]:
-    return [x[start : start + _MAX_COUNT] for start in range(0, x.numel(), _MAX_COUNT)]
+def parts(x: Tensor) -> list[Tensor]:
+    """Cut a flat tensor into pieces that one MPI call can count; one piece even if it is empty."""
+    return [x[start : start + _MAX_COUNT] for start in range(0, max(1, x.numel()), _MAX_COUNT)]
 
 
-def _meet(comm: Any) -> None:
+def meet(comm: Any) -> None:
     """Return once every rank is here; every wait of MPI's own would spin."""
     sleep_until(comm.Ibarrier().Test)
 
 
-def _checked(what: str, call: Callable[[], T]) -> T:
+def checked(what: str, call: Callable[[], T]) -> T:
+    """Call, and turn MPI's error into a CommunicationError that says what was called."""
     try:
         return call()
     except MPI.Exception as error:
         raise CommunicationError(f"{what} failed in MPI: {error.Get_error_string()}") from error
+
+
+def _count_local_rank(world: Any) -> int:
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    local_rank: int = node.Get_rank()
+    node.Free()
+    return local_rank
 
 
 def _mpi_reads_cuda() -> bool:

@@ -10,12 +10,25 @@ _FIRST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 1e-3
 
 
-def sleep_until(done: Callable[[], bool]) -> None:
-    """Call `done` until it is true: a few times at once, then between sleeps that double up to 1 ms."""
+def sleep_until(
+    done: Callable[[], bool], *, busy_s: float = 0.0, longest_sleep_s: float = _LONGEST_SLEEP_S
+) -> None:
+    """Call `done` until it is true: a few times at once, then between sleeps that double.
+
+    Args:
+        done: returns at once.
+        busy_s: for so long there is no sleep, s; whoever else wants the core gets it all the same.
+        longest_sleep_s: where the doubling ends, s.
+    """
     for _ in range(_NUM_TESTS_AT_ONCE):
         if done():
             return
+    busy_until = time.monotonic() + busy_s
+    while time.monotonic() < busy_until:
+        if done():
+            return
+        time.sleep(0)
     sleep_s = _FIRST_SLEEP_S
     while not done():
         time.sleep(sleep_s)
-        sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+        sleep_s = min(2 * sleep_s, longest_sleep_s)

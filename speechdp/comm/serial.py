@@ -7,8 +7,27 @@ from typing import ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from speechdp.comm.base import Communicator, CompletedWork, ReduceOp, Work
+from speechdp.comm.base import Communicator, CompletedWork, PeerCommunicator, ReduceOp, Work
 from speechdp.comm.environment import end_process
+from speechdp.comm.peers import CheckedPeers
+
+
+class SerialPeers(CheckedPeers):
+    """The channel of a rank that has nobody to talk to: sending and receiving are errors."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    # The base class refuses every message of a single rank; these keep the contract complete.
+
+    def _send(self, x: Tensor, dest: int, tag: int) -> None:
+        raise AssertionError("a message of a single rank")
+
+    def _recv(self, x: Tensor, source: int | None, tag: int) -> int:
+        raise AssertionError("a message of a single rank")
+
+    def _close(self) -> None:
+        return None
 
 
 class SerialCommunicator(Communicator):
@@ -21,6 +40,12 @@ class SerialCommunicator(Communicator):
         self.rank = 0
         self.size = 1
         self.local_rank = 0
+
+    def peers(self) -> PeerCommunicator:
+        return SerialPeers()
+
+    def split(self, color: int) -> Communicator:
+        return self
 
     def barrier(self) -> None:
         return None

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from speechdp.comm.base import Communicator, ReduceOp, Work
+from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
+from speechdp.comm.thread_job import Job
+from speechdp.comm.thread_peers import Mailboxes, ThreadPeers
 from speechdp.errors import CommunicationError
 
 T = TypeVar("T")
@@ -33,68 +35,46 @@ class _Exchange:
 
 
 class _Shared:
-    """What the ranks have in common, guarded by one condition."""
+    """The exchanges of one group of ranks, guarded by the job's condition.
 
-    def __init__(self, size: int, timeout_s: float) -> None:
-        self.size = size
-        self.changed = threading.Condition()
-        self.deadline = time.monotonic() + timeout_s
-        self.failure: tuple[int, BaseException] | None = None
-        self.ended: set[int] = set()
+    Args:
+        job: what all ranks have in common, of this group or not.
+        members: rank in the job of every rank of the group; messages name these.
+    """
+
+    def __init__(self, job: Job, members: Sequence[int]) -> None:
+        self.job, self.members = job, members
+        self.size = len(members)
         self.exchanges: dict[int, _Exchange] = {}
-
-    def fail(self, rank: int, error: BaseException) -> None:
-        """Note the first failure and wake everybody."""
-        with self.changed:
-            if self.failure is None:
-                self.failure = (rank, error)
-            self.changed.notify_all()
-
-    def end(self, rank: int) -> None:
-        """Note that `rank` takes part in nothing any more."""
-        with self.changed:
-            self.ended.add(rank)
-            self.changed.notify_all()
 
     def deposit(self, number: int, rank: int, what: str, part: Any) -> _Exchange:
         """Add one rank's part to exchange `number`."""
-        with self.changed:
+        with self.job.changed:
             exchange = self.exchanges.setdefault(number, _Exchange(what))
             if exchange.what != what:
-                first = min(exchange.parts)
+                first, this = self.members[min(exchange.parts)], self.members[rank]
                 raise CommunicationError(
-                    f"exchange {number}: rank {first} calls {exchange.what}, but rank {rank} calls {what}; "
+                    f"exchange {number}: rank {first} calls {exchange.what}, but rank {this} calls {what}; "
                     "every rank must make the same calls in the same order"
                 )
             exchange.parts[rank] = part
-            self.changed.notify_all()
+            self.job.changed.notify_all()
             return exchange
 
     def collect(
         self, number: int, rank: int, exchange: _Exchange, combine: Callable[[list[Any]], Any]
     ) -> Any:
         """Wait for every rank's part and return the parts combined, which is done once."""
-        with self.changed:
+        with self.job.changed:
             while len(exchange.parts) < self.size:
-                self._check(rank, exchange)
-                self.changed.wait(max(0.0, self.deadline - time.monotonic()))
+                missing = [self.members[r] for r in range(self.size) if r not in exchange.parts]
+                self.job.wait(exchange.what, self.members[rank], missing)
             if exchange.num_read == 0:
                 exchange.result = combine([exchange.parts[r] for r in range(self.size)])
             exchange.num_read += 1
             if exchange.num_read == self.size:
                 del self.exchanges[number]
             return exchange.result
-
-    def _check(self, rank: int, exchange: _Exchange) -> None:
-        if self.failure is not None:
-            failed, error = self.failure
-            raise CommunicationError(f"rank {failed} failed ({type(error).__name__}) before {exchange.what}")
-        missing = sorted(set(range(self.size)) - set(exchange.parts))
-        gone = [r for r in missing if r in self.ended]
-        if gone:
-            raise CommunicationError(f"rank {gone[0]} has ended; rank {rank} waits for it in {exchange.what}")
-        if time.monotonic() >= self.deadline:
-            raise CommunicationError(f"rank {rank} timed out in {exchange.what}, waiting for ranks {missing}")
 
 
 class _ThreadsWork(Work):
@@ -109,7 +89,7 @@ class _ThreadsWork(Work):
 
 
 class ThreadsCommunicator(Communicator):
-    """One of `size` ranks that live in this process; made by `run_threads`."""
+    """One of `size` ranks that live in this process; made by `run_threads`, or by splitting another."""
 
     backend: ClassVar[str] = "threads"
     reducible: ClassVar[frozenset[torch.dtype]] = Communicator.reducible | {torch.float16, torch.bfloat16}
@@ -117,7 +97,7 @@ class ThreadsCommunicator(Communicator):
     def __init__(self, rank: int, shared: _Shared) -> None:
         self.rank = rank
         self.size = shared.size
-        self.local_rank = rank
+        self.local_rank = shared.members[rank]
         self._shared = shared
         self._lock = threading.Lock()
         self._num_exchanges = 0
@@ -125,6 +105,21 @@ class ThreadsCommunicator(Communicator):
     def collect(self, number: int, exchange: _Exchange, combine: Callable[[list[Any]], Any]) -> Any:
         """Wait for exchange `number` and return its parts combined."""
         return self._shared.collect(number, self.rank, exchange, combine)
+
+    def peers(self) -> PeerCommunicator:
+        shared = self._shared
+        boxes = self._exchange("peers", None, lambda parts: Mailboxes(shared.job, shared.members))
+        return ThreadPeers(self.rank, boxes, self.barrier)
+
+    def split(self, color: int) -> Communicator:
+        shared = self._shared
+
+        def group(colors: list[int]) -> dict[int, _Shared]:
+            members = {c: [m for m, d in zip(shared.members, colors, strict=True) if d == c] for c in colors}
+            return {c: _Shared(shared.job, ours) for c, ours in members.items()}
+
+        mine: _Shared = self._exchange("split", color, group)[color]
+        return ThreadsCommunicator(mine.members.index(shared.members[self.rank]), mine)
 
     def barrier(self) -> None:
         self._exchange("barrier", None, lambda parts: None)
@@ -134,7 +129,7 @@ class ThreadsCommunicator(Communicator):
 
     def abort(self, exit_code: int) -> NoReturn:
         error = SystemExit(exit_code)
-        self._shared.fail(self.rank, error)
+        self._shared.job.fail(self._shared.members[self.rank], error)
         raise error
 
     def _allreduce_async(self, x: Tensor, name: str, op: ReduceOp) -> Work:
@@ -174,25 +169,26 @@ def run_threads(size: int, function: Callable[[Communicator], T], timeout_s: flo
         Exception: the first that a rank raised, with a note naming the rank.  The others are woken from
             their exchange with a CommunicationError of their own.
     """
-    shared = _Shared(size, timeout_s)
+    job = Job(timeout_s)
+    shared = _Shared(job, range(size))
     results: dict[int, T] = {}
 
     def work(rank: int) -> None:
         try:
             results[rank] = function(ThreadsCommunicator(rank, shared))
         except BaseException as error:  # handed to the caller, who raises it again
-            shared.fail(rank, error)
+            job.fail(rank, error)
         finally:
-            shared.end(rank)
+            job.end(rank)
 
     threads = [threading.Thread(target=work, args=(r,), name=f"rank {r}", daemon=True) for r in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         # One second more than the exchanges get, so that their message, which says more, comes first.
-        thread.join(max(0.0, shared.deadline + 1.0 - time.monotonic()))
-    if shared.failure is not None:
-        rank, error = shared.failure
+        thread.join(max(0.0, job.deadline + 1.0 - time.monotonic()))
+    if job.failure is not None:
+        rank, error = job.failure
         notes = [*getattr(error, "__notes__", []), f"raised on rank {rank} of {size}"]
         error.__notes__ = notes
         raise error

@@ -14,8 +14,10 @@ from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads import run_threads
 from speechdp.errors import CommunicationError, ShardError
 from tests.helpers.communicator_checks import CHECKS
+from tests.helpers.peer_checks import PEER_CHECKS
 
 Check = Callable[[Communicator], None]
+ALL_CHECKS = (*CHECKS, *PEER_CHECKS)
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +30,7 @@ def no_thread_left() -> object:
     assert set(threading.enumerate()) - before == set()
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda c: c.__name__)
 def test_serial(check: Check) -> None:
     comm = SerialCommunicator()
     check(comm)
@@ -37,7 +39,7 @@ def test_serial(check: Check) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda c: c.__name__)
 def test_threads(check: Check, size: int) -> None:
     run_threads(size, check, timeout_s=20)
 
@@ -135,3 +137,71 @@ def test_abort_ends_all_ranks_with_the_code() -> None:
     with pytest.raises(SystemExit) as caught:
         run_threads(2, work)
     assert caught.value.code == 7
+
+
+def test_a_failure_wakes_who_waits_for_a_message() -> None:
+    seen: dict[int, str] = {}
+
+    def work(comm: Communicator) -> None:
+        group, peers = comm.split(comm.rank % 2), comm.peers()
+        if comm.rank == 3:
+            raise ShardError("broken")
+        try:
+            if comm.rank == 2:
+                group.barrier()  # a group that the failed rank is not in
+            peers.recv(torch.zeros(1), 3 if comm.rank == 0 else None)
+        except CommunicationError as error:
+            seen[comm.rank] = str(error)
+            raise
+
+    with pytest.raises(ShardError):
+        run_threads(4, work)
+    assert set(seen) == {0, 1, 2}
+    assert all("rank 3 failed (ShardError) before" in text for text in seen.values())
+
+
+@pytest.mark.parametrize("source", [1, None])
+def test_a_message_that_nobody_can_send_any_more_is_not_waited_for(source: int | None) -> None:
+    def work(comm: Communicator) -> None:
+        peers = comm.peers()
+        if comm.rank == 1:
+            peers.send(torch.ones(1), 0)
+        if comm.rank == 0:
+            peers.recv(torch.zeros(1), source)  # sent before it ended
+            peers.recv(torch.zeros(1), source)
+
+    with pytest.raises(CommunicationError, match=r"rank 1 has ended; rank 0 waits for it in recv\(tag 0\)"):
+        run_threads(3, work)
+
+
+def test_any_source_waits_while_one_rank_is_left() -> None:
+    def work(comm: Communicator) -> int:
+        peers = comm.peers()
+        if comm.rank == 2:
+            time.sleep(0.2)
+            peers.send(torch.ones(1), 0)
+        return peers.recv(torch.zeros(1)) if comm.rank == 0 else -1
+
+    assert run_threads(3, work)[0] == 2
+
+
+def test_who_waits_for_a_message_in_vain_is_named() -> None:
+    def work(comm: Communicator) -> None:
+        peers = comm.peers()
+        if comm.rank < 2:
+            peers.recv(torch.zeros(1), 1 - comm.rank, tag=8)
+
+    with pytest.raises(
+        CommunicationError, match=r"rank \d timed out in recv\(tag 8\), waiting for ranks \[\d\]"
+    ):
+        run_threads(2, work, timeout_s=0.3)
+
+
+def test_messages_of_a_group_name_the_ranks_of_the_job() -> None:
+    def work(comm: Communicator) -> None:
+        group = comm.split(comm.rank % 2)
+        if comm.rank != 3:
+            group.barrier()
+
+    with pytest.raises(CommunicationError, match="rank 3 has ended; rank 1 waits for it in barrier"):
+        run_threads(4, work)

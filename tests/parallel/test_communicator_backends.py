@@ -8,6 +8,7 @@ import pytest
 
 from tests.helpers.communicator_checks import CHECKS
 from tests.helpers.mpi import run_horovodrun, run_mpi
+from tests.helpers.peer_checks import PEER_CHECKS
 
 PROGRAM = "-m", "tests.helpers.rank_programs.contract"
 needs_horovod = pytest.mark.skipif(
@@ -21,14 +22,14 @@ BACKENDS = ["mpi", "torch", pytest.param("horovod", marks=needs_horovod)]
 def test_contract_under_mpirun(backend: str, size: int) -> None:
     ended = run_mpi(size, [*PROGRAM, backend, str(size)])
     assert ended.exit_code == 0, ended.output
-    assert f"{len(CHECKS)} checks passed on {size} ranks" in ended.stdout, ended.output
+    assert f"{len(CHECKS) + len(PEER_CHECKS)} checks passed on {size} ranks" in ended.stdout, ended.output
 
 
 @needs_horovod
 def test_contract_under_horovodrun_without_mpi() -> None:
-    ended = run_horovodrun(2, [*PROGRAM, "horovod", "2"])
+    ended = run_horovodrun(2, [*PROGRAM, "horovod", "2", "--without-peers"])
     assert ended.exit_code == 0, ended.output
-    assert f"{len(CHECKS)} checks passed on 2 ranks" in ended.stdout, ended.output
+    assert f"{len(CHECKS) + 1} checks passed on 2 ranks" in ended.stdout, ended.output
 
 
 def test_a_failing_check_fails_the_job() -> None:

@@ -1,4 +1,7 @@
-"""One rank of a job that runs every check of the communicator contract: `contract.py BACKEND SIZE`."""
+"""One rank of a job that runs every check of the communicator contract.
+
+`contract.py BACKEND SIZE [--without-peers]`: the last where the back-end has collectives only.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,22 @@ from speechdp.comm import Communicator, create_communicator
 from speechdp.comm.failure import guard
 from speechdp.comm.world import check_world
 from tests.helpers.communicator_checks import CHECKS
+from tests.helpers.peer_checks import PEER_CHECKS, peers_and_groups_are_refused_with_the_remedy
 
 
 def main(comm: Communicator) -> None:
     assert comm.backend == sys.argv[1]
     assert comm.size == int(sys.argv[2])
     check_world(comm, {"seed": 1, "nothing": None})
-    for check in CHECKS:
+    without_peers = "--without-peers" in sys.argv
+    checks = (*CHECKS, *((peers_and_groups_are_refused_with_the_remedy,) if without_peers else PEER_CHECKS))
+    for check in checks:
         try:
             check(comm)
         except AssertionError as error:
             raise AssertionError(f"{check.__name__}: {error}") from error
     if comm.rank == 0:
-        print(f"{len(CHECKS)} checks passed on {comm.size} ranks")
+        print(f"{len(checks)} checks passed on {comm.size} ranks")
 
 
 exit_code = guard(lambda: create_communicator(sys.argv[1]), main)
