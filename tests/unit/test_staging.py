@@ -32,7 +32,7 @@ def test_bytes_are_a_view_of_any_dtype() -> None:
 
 
 def _warm_up(x: torch.Tensor) -> None:
-    """Leave pinned memory of the size of `x` with its allocator: taking it from CUDA may wait for the device."""
+    """Leave pinned memory of this size with its allocator: taking it from CUDA may wait for the device."""
     Staged(x).fetch()
     _slow_kernels(x)
     torch.cuda.synchronize()
