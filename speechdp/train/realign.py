@@ -48,7 +48,7 @@ def make_alignments(session: Session, options: TrainOptions, out_dir: Path) -> P
         output = out_dir / "alignments" / str(number)
         round_dir = out_dir / "realign" / str(number)
         if not session.comm.broadcast_object(RunDirectory(output).is_complete):
-            epochs = options.realign_epochs or options.epochs
+            epochs = options.realign_epochs or options.num_epochs
             round_options = dataclasses.replace(with_alignments(options, alignments), epochs=epochs)
             session.reporter.notice(f"round {number} of {options.realign} before the alignment: {round_dir}")
             train_or_go_on(session, round_options, round_dir)

@@ -120,7 +120,10 @@ def _train_one_rank(session: Session, options: TrainOptions, plan: SweepPlan, ru
         session.reporter.notice(f"one rank alone for {plan.one_rank_steps} steps, to compare the speed with")
         facts = {**session.facts, "hosts": session.facts.get("hosts", [])[:1]}
         alone = dataclasses.replace(session, comm=SerialCommunicator(), facts=facts)
-        own = dataclasses.replace(options, strategy="gradient_averaging", max_steps=plan.one_rank_steps)
+        # Resolved for all ranks, so that this one has the batch of one of them, not that of all together.
+        own = dataclasses.replace(
+            options.resolve(session.comm.size), strategy="gradient_averaging", max_steps=plan.one_rank_steps
+        )
         try:
             train_or_go_on(alone, own, run_dir)
         except Stopped:

@@ -13,6 +13,7 @@ from speechdp.config import BatchOptions, ModelOptions, OptimizerOptions, TrainO
 from speechdp.data.plan import PlanOptions
 from speechdp.errors import ConfigError
 from speechdp.models.presets import PRESETS
+from speechdp.train.schedule import Schedule
 
 
 def test_presets_are_changed_option_by_option() -> None:
@@ -25,8 +26,23 @@ def test_presets_are_changed_option_by_option() -> None:
 def test_batches_come_from_the_preset_unless_given() -> None:
     options = TrainOptions(ModelOptions("kaldi-4x800"), BatchOptions(chunk_frames=30), seed=7)
     assert options.plan() == PlanOptions(100, 30, 7)
-    assert options.batches() == BatchOptions(100, 30, 40, 0)
+    assert options.batches() == BatchOptions(100, chunk_frames=30, left_context=40)
     assert TrainOptions(batch=BatchOptions(left_context=0)).batches().left_context == 0
+
+
+def schedule(size: int = 1, /, **given: Any) -> Schedule:
+    """Return the learning rate of a run with these options on `size` ranks."""
+    return options_with(**given).resolve(size).schedule()
+
+
+def options_with(**given: Any) -> TrainOptions:
+    """Return options that these are given of, whatever component they belong to."""
+    kinds = {"model": ModelOptions, "batch": BatchOptions, "optimizer": OptimizerOptions}
+    parts = {}
+    for part, kind in kinds.items():
+        names = {f.name for f in dataclasses.fields(kind)}
+        parts[part] = kind(**{n: given.pop(n) for n in list(given) if n in names})
+    return TrainOptions(**parts, **given)
 
 
 @pytest.mark.parametrize(("epochs", "expected"), [(12, 8), (1, 1), (2, 1), (3, 2)])
@@ -35,9 +51,9 @@ def test_annealing_begins_after_two_thirds(epochs: int, expected: int) -> None:
 
 
 def test_learning_rates_suit_their_optimizers() -> None:
-    rates = {name: OptimizerOptions(name).schedule(3).learning_rate for name in ("sgd", "adam", "adamw")}  # type: ignore[arg-type]
+    rates = {name: schedule(optimizer=name).learning_rate for name in ("sgd", "adam", "adamw")}
     assert rates == {"sgd": 0.1, "adam": 0.002, "adamw": 0.002}
-    assert OptimizerOptions(learning_rate=0.5, anneal_from=1).schedule(9).anneal_from == 1
+    assert schedule(learning_rate=0.5, anneal_from=1).anneal_from == 1
 
 
 @pytest.mark.parametrize(
@@ -49,20 +65,19 @@ def test_learning_rates_suit_their_optimizers() -> None:
         ({"max_steps": -1}, "--max-steps -1"),
         ({"checkpoint_steps": -5}, "--checkpoint-steps -5"),
         ({"seed": -1}, "--seed -1"),
-        ({"batch": {"batch_size": 0}}, "--batch-size 0"),
-        ({"batch": {"left_context": -1}}, "--left-context -1: must not be negative"),
-        ({"batch": {"right_context": -1}}, "--right-context -1: must not be negative"),
-        ({"model": {"cells": 0}}, "--layers and --cells"),
-        ({"optimizer": {"learning_rate": -1.0}}, "--learning-rate -1.0"),
-        ({"optimizer": {"momentum": 1.0}}, r"--momentum 1.0: must lie in \[0, 1\)"),
-        ({"optimizer": {"weight_decay": -0.1}}, "--weight-decay -0.1: must not be negative"),
-        ({"optimizer": {"max_gradient_norm": float("nan")}}, "--max-gradient-norm nan"),
+        ({"batch_size": 0}, "--batch-size 0"),
+        ({"left_context": -1}, "--left-context -1: must not be negative"),
+        ({"right_context": -1}, "--right-context -1: must not be negative"),
+        ({"cells": 0}, "--layers and --cells"),
+        ({"learning_rate": -1.0}, "--learning-rate -1.0"),
+        ({"momentum": 1.0}, r"--momentum 1.0: must lie in \[0, 1\)"),
+        ({"weight_decay": -0.1}, "--weight-decay -0.1: must not be negative"),
+        ({"max_gradient_norm": float("nan")}, "--max-gradient-norm nan"),
     ],
 )
 def test_impossible_options_are_named(values: dict[str, Any], message: str) -> None:
-    kinds = {"batch": BatchOptions, "model": ModelOptions, "optimizer": OptimizerOptions}
     with pytest.raises(ConfigError, match=message):
-        TrainOptions(**{n: kinds[n](**v) if n in kinds else v for n, v in values.items()})
+        options_with(**values)
 
 
 def test_the_fingerprint_tells_any_two_runs_apart_and_survives_json() -> None:

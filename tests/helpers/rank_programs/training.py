@@ -75,7 +75,7 @@ def check(comm: Communicator, dataset: Dataset, options: TrainOptions, out: Path
 
 def steps_at_epoch_ends(comm: Communicator, dataset: Dataset, options: TrainOptions) -> list[int]:
     with closing(SplitReader(dataset, "train")) as reader:
-        plans = [plan_epoch(reader.index, options.plan(), e, comm.size) for e in range(options.epochs)]
+        plans = [plan_epoch(reader.index, options.plan(), e, comm.size) for e in range(options.num_epochs)]
     return list(accumulate(plan.num_steps for plan in plans))
 
 
