@@ -25,6 +25,8 @@ class Replica:
         parameters: flat parameters; `parameters.extra[0]` is scratch space for a weight.
         gradients: flat gradients; `gradients.extra[0]` is scratch space for a frame count.
         frames: frames whose gradients have been accumulated since the last update.
+        learning_rate: what the next `apply_gradients` uses; the optimizer learns of it only then, since a
+            server may be updating with another worker's meanwhile.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Replica:
         self.flat = nn.Parameter(self.parameters.values)
         self.flat.grad = self.gradients.values
         self.optimizer = make_optimizer([self.flat])
+        self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self._prime_optimizer()
         self.max_gradient_norm = max_gradient_norm
         self.frames = 0
@@ -57,11 +60,9 @@ class Replica:
         checkpoint holds the same tensors from the first step to the last.  Zero is where the first step
         of SGD with momentum and of Adam starts from anyway.
         """
+        self._step_optimizer(0.0)
         for group in self.optimizer.param_groups:
-            group["lr"], learning_rate = 0.0, group["lr"]
-        self.optimizer.step()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = self.learning_rate
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
@@ -78,15 +79,36 @@ class Replica:
                 but clears the gradients (a tensor is taken to be positive).
         """
         if isinstance(frames, Tensor) or frames > 0:
-            self.gradients.values.mul_(self._gradient_scale(frames))
-            self.optimizer.step()
+            self.update(self.parameters.values, self.gradients.values, frames, self.learning_rate)
         self.clear_gradients()
 
-    def _gradient_scale(self, frames: float | Tensor) -> float | Tensor:
+    def update(
+        self, parameters: Tensor, gradients: Tensor, frames: float | Tensor, learning_rate: float
+    ) -> None:
+        """Let the optimizer move `parameters`: this replica's own, or those a server keeps beside them.
+
+        The optimizer's state is one, whatever it moves.  Not for two threads at a time.
+
+        Args:
+            parameters: flat vector in this replica's layout.
+            gradients: summed over `frames`, in the same layout; overwritten with what was applied.
+            frames: frames behind the gradients, positive.
+            learning_rate: of this update alone.
+        """
+        gradients.mul_(self._gradient_scale(gradients, frames))
+        self.flat.data, self.flat.grad = parameters, gradients
+        self._step_optimizer(learning_rate)
+
+    def _step_optimizer(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+
+    def _gradient_scale(self, gradients: Tensor, frames: float | Tensor) -> float | Tensor:
         """Return the factor that turns sums into means and clips them: one pass over the vector, not two."""
         if self.max_gradient_norm <= 0:
             return 1.0 / frames
-        norm = torch.linalg.vector_norm(self.gradients.values) / frames
+        norm = torch.linalg.vector_norm(gradients) / frames
         # As torch.nn.utils.clip_grad_norm_ has it; on the device, so that the host need not wait.
         return torch.clamp(self.max_gradient_norm / (norm + 1e-6), max=1.0) / frames
 
@@ -97,8 +119,7 @@ class Replica:
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Use `learning_rate` from the next update on."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        self.learning_rate = learning_rate
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Return the optimizer's state tensors by name (e.g. `momentum_buffer`), living ones, not copies."""
