@@ -30,6 +30,7 @@ from speechdp.comm.create import create_communicator
 from speechdp.comm.environment import expect_rare_exchanges
 from speechdp.comm.failure import guard
 from speechdp.config import ModelOptions, OptimizerOptions, TrainOptions
+from speechdp.data.assignment import planned
 from speechdp.data.batch import Batch
 from speechdp.data.dataset import Dataset, Manifest, ShardEntry, SplitEntry
 from speechdp.data.features import FeatureConfig
@@ -129,7 +130,10 @@ def measure_ours(comm: Communicator, dataset: Dataset, contender: str, seconds: 
         session = Session(dataset, comm, torch.device("cpu"), stop=stack.enter_context(StopRequest()))
         trainer, reader = build_trainer(session, options, folder, stack)
         loader = stack.enter_context(
-            Loader(reader, lambda e: plan_epoch(reader.index, options.plan(), e, comm.size), comm.rank, 1000)
+            Loader(
+                reader,
+                planned(lambda e: plan_epoch(reader.index, options.plan(), e, comm.size), comm.rank, 1000),
+            )
         )
         trainer.parts.model.train()
         stop = StopAgreement(session.stop, comm)

@@ -258,7 +258,7 @@ class TrainOptions:
     checkpoint_steps: int = 0
     """Save every so many steps, beside the checkpoint after each epoch; 0: only those."""
     slow_ranks: str = ""
-    """RANK:FACTOR,...: let ranks take so many times as long to compute, by sleeping; to rehearse stragglers."""
+    """RANK:FACTOR,...: ranks that take so many times as long to compute, by sleeping: stragglers."""
 
     def __post_init__(self) -> None:
         for name, least in (

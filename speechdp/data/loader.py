@@ -12,9 +12,10 @@ from types import TracebackType
 import numpy as np
 
 from speechdp.data.alignment_file import TargetsFile, open_targets
+from speechdp.data.assignment import Assignment, Place
 from speechdp.data.batch import Batch, Example, collate
 from speechdp.data.dataset import Dataset
-from speechdp.data.plan import CorpusIndex, EpochPlan, Segments
+from speechdp.data.plan import CorpusIndex, Segments
 from speechdp.data.shards import Shard
 from speechdp.errors import ShardError
 
@@ -93,60 +94,50 @@ class Step:
     """A batch and its place in training.
 
     Attributes:
-        batch: what this rank trains on; 0 frames where its part of the epoch is over.
-        epoch: 0, 1, ...
-        index: step within the epoch.
-        num_steps: steps of the epoch.
-        mean_frames: frames of this step averaged over ranks.
-        total_frames: frames of this step of all ranks together.
+        batch: what this rank trains on; 0 frames where it only joins the others.
+        at: the assignment it was read for.
     """
 
     batch: Batch
-    epoch: int
-    index: int
-    num_steps: int
-    mean_frames: float
-    total_frames: int
+    at: Assignment
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the step: 0, 1, ..."""
+        return self.at.place.epoch
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether this is the epoch's last step."""
-        return self.index == self.num_steps - 1
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where to begin: step `step` of epoch `epoch`."""
-
-    epoch: int = 0
-    step: int = 0
+        """Whether this is the epoch's last step; asynchronous ranks learn that from a meeting."""
+        return self.at.index == self.at.num_steps - 1
 
 
 class Loader(Iterator[Step]):
-    """All steps of this rank from a position on, read ahead by one background thread.
+    """The batches of this rank's assignments, read ahead by one background thread.
 
     The thread holds at most `read_ahead` batches and one more in its hand; its errors are raised by
     `next`; `close` joins it.
     It starts no process: forking after MPI_Init corrupts memory on some fabrics.
+
+    Args:
+        reader: of the split.
+        assignments: what to read, in order; iterated in the thread.
+        pin: copy batches to pinned memory, for a GPU.
+        read_ahead: batches held.
+        augment: changes a batch in place.
     """
 
     def __init__(
         self,
         reader: SplitReader,
-        plan: Callable[[int], EpochPlan],
-        rank: int,
-        num_epochs: int,
+        assignments: Iterator[Assignment],
         *,
-        start: Position = Position(),
         pin: bool = False,
         read_ahead: int = 4,
-        augment: Callable[[Batch, Position], None] | None = None,
+        augment: Callable[[Batch, Place], None] | None = None,
     ) -> None:
         self._reader = reader
-        self._plan = plan
-        self._rank = rank
-        self._epochs = range(start.epoch, num_epochs)
-        self._start = start
+        self._assignments = assignments
         self._pin = pin
         self._augment = augment
         self._queue: queue.Queue[Step | BaseException | None] = queue.Queue(read_ahead)
@@ -180,22 +171,11 @@ class Loader(Iterator[Step]):
         self._put(end)
 
     def _steps(self) -> Iterator[Step]:
-        for epoch in self._epochs:
-            plan = self._plan(epoch)
-            mine, means, totals = plan.ranks[self._rank], plan.frames.mean(axis=0), plan.frames.sum(axis=0)
-            first = self._start.step if epoch == self._start.epoch else 0
-            for index in range(first, plan.num_steps):
-                batch = self._reader.batch(mine.batch(index))
-                if self._augment is not None:
-                    self._augment(batch, Position(epoch, index))
-                yield Step(
-                    batch.pin() if self._pin else batch,
-                    epoch,
-                    index,
-                    plan.num_steps,
-                    float(means[index]),
-                    int(totals[index]),
-                )
+        for assignment in self._assignments:
+            batch = self._reader.batch(assignment.segments)
+            if self._augment is not None:
+                self._augment(batch, assignment.place)
+            yield Step(batch.pin() if self._pin else batch, assignment)
 
     def _put(self, item: Step | BaseException | None) -> bool:
         while not self._stop.is_set():

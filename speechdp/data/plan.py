@@ -80,6 +80,12 @@ class Segments:
     def __len__(self) -> int:
         return len(self.shard)
 
+    @staticmethod
+    def none() -> Segments:
+        """Return no segments."""
+        empty = np.empty(0, dtype=np.int64)
+        return Segments(empty, empty, empty, empty)
+
     def take(self, order: IntArray) -> Segments:
         """Return the segments at these places, in this order."""
         return Segments(self.shard[order], self.utterance[order], self.start[order], self.num_frames[order])
@@ -87,27 +93,27 @@ class Segments:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's part of an epoch: batch b is segments[bounds[b]:bounds[b + 1]]."""
+    """One rank's part of an epoch: batch b is segments[bounds[b]:bounds[b + 1]]; it may be empty."""
 
     segments: Segments
     bounds: IntArray
 
     @property
     def num_batches(self) -> int:
-        """Number of batches this rank has frames for."""
+        """Number of batches, empty ones included."""
         return len(self.bounds) - 1
 
     def batch(self, index: int) -> Segments:
         """Return the segments of a batch; none behind the last: such a step is joined with 0 frames."""
         if index >= self.num_batches:
-            return self.segments.take(np.empty(0, dtype=np.int64))
+            return Segments.none()
         return self.segments.take(np.arange(self.bounds[index], self.bounds[index + 1]))
 
     def frames(self, num_steps: int) -> IntArray:
         """Return the frames of each of `num_steps` steps, (N,)."""
+        before = np.concatenate([[0], np.cumsum(self.segments.num_frames)])
         frames = np.zeros(num_steps, dtype=np.int64)
-        if len(self.segments):
-            frames[: self.num_batches] = np.add.reduceat(self.segments.num_frames, self.bounds[:-1])
+        frames[: self.num_batches] = np.diff(before[self.bounds])
         return frames
 
 
@@ -132,7 +138,9 @@ def plan_epoch(index: CorpusIndex, options: PlanOptions, epoch: int, size: int) 
     The shards are put in a new order each epoch and laid end to end; rank r gets the r-th of `size`
     stretches of equal numbers of frames.  So a rank reads only the shards its stretch touches, whether
     there are more shards than ranks or fewer.  Inside its stretch segments are shuffled, sorted by length
-    inside pools (to pad little), cut into batches, and the batches shuffled.
+    inside pools (to pad little) and cut into batches.  The batches are shuffled in one order for all ranks:
+    in a step every rank has a batch from the same place of its pool, hence of about the same length, and
+    synchronous ranks wait little for the longest.
     """
     order = _shard_order(index, np.random.default_rng([options.seed, epoch]))
     ends = np.cumsum(index.num_frames[order])
@@ -140,13 +148,17 @@ def plan_epoch(index: CorpusIndex, options: PlanOptions, epoch: int, size: int) 
     middles = ends - index.num_frames[order] / 2
     cuts = np.searchsorted(middles, ends[-1] * np.arange(size + 1) / size)
     cuts[0], cuts[-1] = 0, len(order)
-    ranks = tuple(
-        _plan_rank(
-            index, order[cuts[r] : cuts[r + 1]], options, np.random.default_rng([options.seed, epoch, r + 1])
+    parts = [
+        _sorted_in_pools(
+            _cut(index, order[cuts[r] : cuts[r + 1]], options.chunk_frames),
+            options.batch_size,
+            np.random.default_rng([options.seed, epoch, r + 1]),
         )
         for r in range(size)
-    )
-    num_steps = max(plan.num_batches for plan in ranks)
+    ]
+    num_steps = max(-(-len(part) // options.batch_size) for part in parts)
+    shuffled = np.random.default_rng([options.seed, epoch, 0]).permutation(num_steps)
+    ranks = tuple(_batches(part, options.batch_size, shuffled) for part in parts)
     return EpochPlan(ranks, num_steps, np.stack([plan.frames(num_steps) for plan in ranks]))
 
 
@@ -156,20 +168,19 @@ def _shard_order(index: CorpusIndex, rng: np.random.Generator) -> IntArray:
     return np.argsort(rank_of_shard[index.shard], kind="stable")
 
 
-def _plan_rank(
-    index: CorpusIndex, utterances: IntArray, options: PlanOptions, rng: np.random.Generator
-) -> RankPlan:
-    segments = _cut(index, utterances, options.chunk_frames)
+def _sorted_in_pools(segments: Segments, batch_size: int, rng: np.random.Generator) -> Segments:
     count = len(segments)
     segments = segments.take(rng.permutation(count))
-    pool = np.arange(count) // (options.batch_size * _POOL_BATCHES)
-    segments = segments.take(np.lexsort((segments.num_frames, pool)))
-    starts = np.arange(0, count, options.batch_size)
-    sizes = np.diff(np.append(starts, count))
-    shuffled = rng.permutation(len(starts))
-    order = _ranges(starts[shuffled], sizes[shuffled])
-    bounds = np.concatenate([[0], np.cumsum(sizes[shuffled])])
-    return RankPlan(segments.take(order), bounds)
+    pool = np.arange(count) // (batch_size * _POOL_BATCHES)
+    return segments.take(np.lexsort((segments.num_frames, pool)))
+
+
+def _batches(segments: Segments, batch_size: int, shuffled: IntArray) -> RankPlan:
+    """Cut segments into batches and put them in an order; batches behind the last segment are empty."""
+    count = len(segments)
+    starts = np.minimum(shuffled * batch_size, count)
+    sizes = np.minimum(starts + batch_size, count) - starts
+    return RankPlan(segments.take(_ranges(starts, sizes)), np.concatenate([[0], np.cumsum(sizes)]))
 
 
 def _cut(index: CorpusIndex, utterances: IntArray, chunk_frames: int) -> Segments:

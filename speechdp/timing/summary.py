@@ -25,8 +25,10 @@ from speechdp.timing.timeline import Timeline
 DEFAULT_WARMUP_STEPS = 4
 
 
-def gather_timing(timeline: Timeline, comm: Communicator) -> dict[str, Any] | None:
-    """Gather every rank's sums.  Collective.
+def gather_timing(
+    timeline: Timeline, comm: Communicator, others: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Gather every rank's sums, and what else is to stand beside them (`others`).  Collective.
 
     In a step the rank that comes last to an exchange waits for nobody: the shortest communication of all
     ranks is the exchange itself, what the others need beyond it is waiting.  Summed over steps, this also
@@ -35,7 +37,7 @@ def gather_timing(timeline: Timeline, comm: Communicator) -> dict[str, Any] | No
     Returns:
         The content of timing.json on rank 0, None on the others.
     """
-    entry = {"host": socket.gethostname(), **timeline.summary()}
+    entry = {"host": socket.gethostname(), **timeline.summary(), **(others or {})}
     ranks = comm.allgather_object(entry)
     exchange_s = None
     if len({other["steps"] for other in ranks}) == 1:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.data.loader import SplitReader
 from speechdp.data.plan import PlanOptions, RankPlan, plan_epoch
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.tasks.acoustic import AcousticTask, FrameScores
+from speechdp.train.replica import Replica
 
 #: Held-out segments scored at a time, relative to a training batch: there is no backward pass to keep.
 _LARGER = 4
@@ -32,6 +35,12 @@ class HeldOut:
     num_frames: int
 
 
+def relative_distance(own: Tensor, shown: Tensor) -> Tensor:
+    """Return |own - shown| / |shown| of two flat parameter vectors, (1,) float64 on the CPU."""
+    distance: Tensor = torch.linalg.vector_norm(own - shown) / torch.linalg.vector_norm(shown)
+    return distance.double().cpu().view(1)
+
+
 class Evaluator:
     """Scores a model on a held-out split; each rank takes its part, once and for all."""
 
@@ -50,7 +59,10 @@ class Evaluator:
         model.eval()
         sums = np.zeros(3)
         for index in range(self._plan.num_batches):
-            batch = self._reader.batch(self._plan.batch(index)).to(self._device)
+            segments = self._plan.batch(index)
+            if len(segments) == 0:
+                continue
+            batch = self._reader.batch(segments).to(self._device)
             scores: FrameScores = task.score(model, batch)
             sums += (scores.log_prob, scores.correct, scores.num_frames)
         model.train(was_training)
@@ -58,3 +70,27 @@ class Evaluator:
         total = self._comm.allreduce(torch.from_numpy(sums), name="held_out")
         log_prob, correct, frames = total.tolist()
         return HeldOut(log_prob / frames, correct / frames, int(frames))
+
+
+def choose_final_model(candidates: list[Tensor], replica: Replica, score: Callable[[], HeldOut]) -> int:
+    """Leave the best of the replica's parameters and `candidates` in the replica.  Collective.
+
+    Args:
+        candidates: flat parameter vectors, the same on every rank.
+        replica: holds the model that `score` scores.
+        score: scores the replica's model on the held-out split; collective.
+
+    Returns:
+        0 if the replica's own parameters were best, else the number of the candidate, from 1.
+    """
+    if not candidates:
+        return 0
+    values = replica.parameters.values
+    vectors = [values.clone(), *candidates]
+    scores = []
+    for vector in vectors:
+        values.copy_(vector)
+        scores.append(score().log_prob)
+    best = max(range(len(vectors)), key=scores.__getitem__)
+    values.copy_(vectors[best])
+    return best

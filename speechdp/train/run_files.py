@@ -31,6 +31,7 @@ class Metrics:
         heldout_log_prob: mean log-probability of the aligned class, nats a frame.
         heldout_frame_accuracy: share of frames classified as aligned.
         heldout_frames: frames scored.
+        replica_distance: largest over ranks of |w_i - w| / |w|, w the parameters evaluated.
     """
 
     epoch: float
@@ -42,6 +43,7 @@ class Metrics:
     heldout_log_prob: float
     heldout_frame_accuracy: float
     heldout_frames: int
+    replica_distance: float = 0.0
 
 
 class RunDirectory:

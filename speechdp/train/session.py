@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,10 +16,11 @@ from torch import nn
 
 from speechdp.comm.base import Communicator
 from speechdp.config import OptimizerOptions, TrainOptions
+from speechdp.data.assignment import Place, augmentation_seed, planned
 from speechdp.data.augment import SpecAugment
 from speechdp.data.batch import Batch
 from speechdp.data.dataset import Dataset
-from speechdp.data.loader import Context, Loader, Position, SplitReader
+from speechdp.data.loader import Context, Loader, SplitReader
 from speechdp.data.plan import EpochPlan, plan_epoch
 from speechdp.decode.hmm import StateInventory, count_frames_and_runs
 from speechdp.errors import ConfigError
@@ -28,13 +30,18 @@ from speechdp.tasks.acoustic import AcousticTask
 from speechdp.timing.summary import gather_timing, write_timing
 from speechdp.timing.timeline import Timeline
 from speechdp.train.checkpoint import RankState, load_checkpoint
+from speechdp.train.dealing import Dealing
+from speechdp.train.desk import DealingLimits, Desk, Roster
 from speechdp.train.evaluate import Evaluator
 from speechdp.train.model_file import ClassCounts, save_model
 from speechdp.train.progress import Reporter, Scalars, SilentReporter
 from speechdp.train.replica import Replica
 from speechdp.train.run_files import Metrics, RunDirectory
 from speechdp.train.stop import StopAgreement, StopRequest
-from speechdp.train.trainer import Trainer, TrainingParts
+from speechdp.train.trainer import Stopped, Trainer, TrainingParts
+
+#: Batches read ahead; asynchronous ranks hold as few as hide the reading, since others may be faster.
+_READ_AHEAD = 4
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,8 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
         ShardError: damaged data.
         Stopped: a signal asked for it; a checkpoint holds everything.
     """
+    # Refuses a batch that cannot be shared out before a run is begun.
+    resolved = options.resolve(training_ranks(options, session.comm.size))
     origin = _origin(session.dataset)
     for split in (options.train_split, options.held_out):
         session.dataset.shard_paths(split)  # refuses a split there is none of, before a run is begun
@@ -82,19 +91,37 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
         trainer, reader = build_trainer(session, options, run_dir, stack)
         if state is not None:
             trainer.restore(state)
-        plan = _planner(reader, options, session.comm.size)
+        plan = _planner(reader, resolved, session.comm.size)
+        strategy = trainer.parts.strategy
+        dealing = None
+        if strategy.synchronous:
+            part = strategy.shard(session.comm.rank, session.comm.size)[0]
+            assignments = planned(plan, part, resolved.num_epochs, trainer.position)
+        else:
+            dealing = _open_dealing(session, resolved, trainer, plan)
+            assignments = dealing.assignments()
         loader = Loader(
             reader,
-            plan,
-            session.comm.rank,
-            options.epochs,
-            start=trainer.position,
+            assignments,
             pin=session.device.type == "cuda",
-            augment=_augmenter(options, session.comm.rank),
+            read_ahead=_READ_AHEAD if strategy.synchronous else 1,
+            augment=_augmenter(options),
         )
         stack.enter_context(loader)
-        trainer.run(loader, StopAgreement(session.stop, session.comm))
+        if dealing is not None:
+            stack.callback(dealing.stop_asking)  # before the loader's thread, which asks, is joined
+        try:
+            trainer.run(loader, StopAgreement(session.stop, session.comm))
+        except Stopped:
+            _close(dealing)
+            raise
+        _close(dealing)
         _conclude(session, run, trainer, count_classes(reader, session), origin)
+
+
+def training_ranks(options: TrainOptions, size: int) -> int:
+    """Return how many of `size` ranks train; with some strategies others only serve."""
+    return parse_strategy(options.strategy).shard(0, size)[1]
 
 
 def _keep_complete(session: Session, options: TrainOptions, run: RunDirectory) -> None:
@@ -133,6 +160,7 @@ def _prepare_folder(
 
 def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
     strategy = parse_strategy(options.strategy)
+    workers = training_ranks(options, session.comm.size)
     with torch.device("meta"):  # only to count: the weights themselves are made when training is built
         num_parameters = sum(p.numel() for p in make_model(session.dataset, options).parameters())
     name = describe(strategy).partition(":")[0]
@@ -146,9 +174,9 @@ def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
         "device": str(session.device.type),
         "seed": options.seed,
         "preset": options.model.preset,
-        "batch_size": options.batches().batch_size,
+        "batch_size": options.resolve(workers).batches().batch_size,
         "num_parameters": num_parameters,
-        "options": options.to_json(),
+        "options": options.to_json(workers),
         "fingerprint": options.fingerprint(),
         "data": {"path": str(session.dataset.path), "checksum": session.dataset.checksum},
         **session.facts,
@@ -179,17 +207,41 @@ def _readers(session: Session, options: TrainOptions, stack: ExitStack) -> tuple
 
 
 def _planner(reader: SplitReader, options: TrainOptions, size: int) -> Callable[[int], EpochPlan]:
-    return lambda epoch: plan_epoch(reader.index, options.plan(), epoch, size)
+    parts = training_ranks(options, size)
+
+    @functools.lru_cache(maxsize=2)
+    def plan(epoch: int) -> EpochPlan:
+        return plan_epoch(reader.index, options.plan(), epoch, parts)
+
+    return plan
 
 
-def _augmenter(options: TrainOptions, rank: int) -> Callable[[Batch, Position], None] | None:
+def _open_dealing(
+    session: Session, options: TrainOptions, trainer: Trainer, plan: Callable[[int], EpochPlan]
+) -> Dealing:
+    """Open the dealing of an asynchronous run.  Collective."""
+    comm, strategy = session.comm, trainer.parts.strategy
+    parts = [strategy.shard(rank, comm.size)[0] for rank in range(comm.size)]
+    roster = Roster(parts, strategy.teams(comm.size))
+    desk = None
+    if comm.rank == 0:
+        limits = DealingLimits(options.num_epochs, options.checkpoint_steps, options.max_steps)
+        desk = Desk(plan, roster, limits, trainer.dealing_state)
+    stop = session.stop
+    return Dealing(comm.peers(), roster, plan, desk, lambda: stop is not None and stop.received is not None)
+
+
+def _close(dealing: Dealing | None) -> None:
+    if dealing is not None:
+        dealing.close()
+
+
+def _augmenter(options: TrainOptions) -> Callable[[Batch, Place], None] | None:
     if not options.batch.spec_augment:
         return None
     masks = SpecAugment()
     # Drawn from the place in training alone, so a resumed run sees the same masks.
-    return lambda batch, at: masks.apply(
-        batch, np.random.default_rng([options.seed, rank, at.epoch, at.step])
-    )
+    return lambda batch, place: masks.apply(batch, augmentation_seed(options.seed, place))
 
 
 def make_model(dataset: Dataset, options: TrainOptions) -> LstmAcousticModel:
@@ -200,21 +252,20 @@ def make_model(dataset: Dataset, options: TrainOptions) -> LstmAcousticModel:
 
 def make_replica(model: LstmAcousticModel, options: TrainOptions) -> Replica:
     """Put a model's parameters into flat vectors with the optimizer of `options`."""
-    make = _optimizer_maker(options.optimizer, options.schedule().learning_rate)
+    make = _optimizer_maker(options.optimizing())
     return Replica(model, make, max_gradient_norm=options.optimizer.max_gradient_norm)
 
 
 def _optimizer_maker(
-    options: OptimizerOptions, learning_rate: float
+    options: OptimizerOptions,
 ) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    decay = options.weight_decay
+    momentum, decay, rate = options.momentum, options.weight_decay, options.schedule().learning_rate
+    assert momentum is not None
     # fused: one pass over the flat vector; on a CPU 4 times as fast as the default for Adam.
     if options.optimizer == "sgd":
-        return lambda p: torch.optim.SGD(
-            p, learning_rate, momentum=options.momentum, weight_decay=decay, fused=True
-        )
+        return lambda p: torch.optim.SGD(p, rate, momentum=momentum, weight_decay=decay, fused=True)
     cls = torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW
-    return lambda p: cls(p, learning_rate, betas=(options.momentum, 0.999), weight_decay=decay, fused=True)
+    return lambda p: cls(p, rate, betas=(momentum, 0.999), weight_decay=decay, fused=True)
 
 
 def build_trainer(
@@ -226,8 +277,9 @@ def build_trainer(
         run_dir: where timeline, metrics and checkpoints go.
         stack: closes what was opened.
     """
-    reader, held_out = _readers(session, options, stack)
     comm = session.comm
+    options = options.resolve(training_ranks(options, comm.size))
+    reader, held_out = _readers(session, options, stack)
     model = make_model(session.dataset, options).to(session.device)
     if session.device.type == "cuda":
         model.lstm.flatten_parameters()  # before the weights become views: their layout is kept
@@ -252,6 +304,7 @@ def build_trainer(
         device=session.device,
         reporter=session.reporter,
         on_metrics=_metrics_writer(RunDirectory(run_dir), stack) if comm.rank == 0 else lambda metrics: None,
+        slowness=options.slowness(comm.rank),
     )
     return Trainer(parts, run_dir, options), reader
 
@@ -282,7 +335,7 @@ def _conclude(
     session: Session, run: RunDirectory, trainer: Trainer, counts: ClassCounts, origin: dict[str, Any]
 ) -> None:
     parts, comm = trainer.parts, session.comm
-    timing = gather_timing(parts.timeline, comm)
+    timing = gather_timing(parts.timeline, comm, trainer.traffic())
     # A run resumed at its very end has timed nothing; its timeline still holds all steps.
     if timing is not None and all(entry["steps"] > 0 for entry in timing["ranks"]):
         write_timing(run.path, timing)

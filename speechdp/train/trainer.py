@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from speechdp.comm.base import Communicator
+from speechdp.comm.base import Communicator, ReduceOp
 from speechdp.config import TrainOptions
-from speechdp.data.loader import Loader, Position, Step
+from speechdp.data.assignment import Meeting, MeetingKind, Position
+from speechdp.data.loader import Loader, Step
 from speechdp.errors import RunError
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.strategies.base import Progress, Strategy
@@ -26,7 +28,7 @@ from speechdp.train.checkpoint import (
     save_checkpoint,
     split_state,
 )
-from speechdp.train.evaluate import Evaluator
+from speechdp.train.evaluate import Evaluator, choose_final_model, relative_distance
 from speechdp.train.progress import Reporter
 from speechdp.train.replica import Replica
 from speechdp.train.run_files import Metrics
@@ -39,12 +41,15 @@ _GPU_LOSS_STEPS = 20
 
 @dataclass
 class Counters:
-    """Where training stands; the same on every rank except `time_s`.
+    """Where training stands; the same on every rank except `time_s` and `own_step`.
+
+    With an asynchronous strategy that holds where ranks meet; in between each counts what it knows of.
 
     Attributes:
         epoch: epochs done.
         step_in_epoch: steps done of the epoch under way.
         step: steps done in all.
+        own_step: entries in this rank's timeline so far.
         frames: frames trained on, all ranks together.
         frames_per_rank: the same, averaged over ranks.
         time_s: training time at the last checkpoint, s.
@@ -53,6 +58,7 @@ class Counters:
     epoch: int = 0
     step_in_epoch: int = 0
     step: int = 0
+    own_step: int = 0
     frames: int = 0
     frames_per_rank: float = 0.0
     time_s: float = 0.0
@@ -74,6 +80,8 @@ class TrainingParts:
     reporter: Reporter
     on_metrics: Callable[[Metrics], None]
     """Called on rank 0 after each evaluation."""
+    slowness: float = 1.0
+    """Times as long as it takes that this rank pretends to compute."""
 
 
 class Stopped(Exception):  # noqa: N818 (not an error)
@@ -91,6 +99,10 @@ class Trainer:
         self._last_saved: tuple[int, Path] | None = None
         # Loss and frames of this rank in the epoch under way; on the device, so that no step waits.
         self._epoch_loss = torch.zeros(2, dtype=torch.float64, device=parts.device)
+        self._sent_bytes = 0.0
+        self._begun_s = 0.0
+        #: Where the dealing of an asynchronous run stands, on rank 0.
+        self.dealing_state: dict[str, Any] = {}
 
     @property
     def position(self) -> Position:
@@ -106,17 +118,86 @@ class Trainer:
         """
         parts = self.parts
         parts.model.train()
-        parts.reporter.begin(self._options.epochs, self.counters.epoch)
+        parts.reporter.begin(self._options.num_epochs, self.counters.epoch)
+        parts.strategy.resume()
+        try:
+            if parts.strategy.synchronous:
+                self._run_together(loader, stop)
+            else:
+                self._run_apart(loader)
+        except Stopped:
+            parts.strategy.close()
+            raise
+        parts.strategy.finish()
+        self._choose_final_model()
+        parts.strategy.close()
+
+    def _run_together(self, loader: Loader, stop: StopAgreement) -> None:
+        """Take every step at the same time as the other ranks."""
         while not self._is_over and (step := self.advance(loader)) is not None:
             if step.ends_epoch:
-                self._end_epoch(step.epoch + 1)
+                self._paused(lambda: self._end_epoch(step.epoch + 1))
             elif self._options.checkpoint_steps and self.counters.step % self._options.checkpoint_steps == 0:
-                self.save()
+                self._paused(self.save)
             if not self._is_over and stop.reached():
-                self.save()
+                self._paused(self.save)
+                self.parts.strategy.pause()
                 raise Stopped
         stop.drain()
-        parts.strategy.finish()
+        self.parts.strategy.pause()
+
+    def _run_apart(self, loader: Loader) -> None:
+        """Take steps at this rank's own pace and meet the others where rank 0 says."""
+        while (step := self.advance(loader)) is not None:
+            if step.at.meeting is not None and self._meet(step.at.meeting):
+                return
+
+    def _meet(self, meeting: Meeting) -> bool:
+        """Do with all ranks what they meet for; return whether training ends here.  Collective."""
+        parts, counters = self.parts, self.counters
+        with parts.timeline.span(Span.COMM):
+            parts.strategy.pause()
+            parts.comm.barrier()
+        counters.own_step += 1
+        parts.timeline.end_step(counters.own_step, meeting.epoch, 0)
+        counters.epoch, counters.step, counters.frames = meeting.epoch, meeting.step, meeting.frames
+        counters.frames_per_rank = meeting.frames / parts.comm.size
+        self.dealing_state = meeting.state
+        if meeting.kind is MeetingKind.END:
+            return True
+        if meeting.kind is MeetingKind.EPOCH:
+            self._end_epoch(meeting.epoch)
+        else:
+            self.save()
+        if meeting.kind is MeetingKind.STOP:
+            raise Stopped
+        parts.strategy.resume()
+        return False
+
+    def _choose_final_model(self) -> None:
+        """Let the held-out split choose among the models a strategy has kept (Kaldi's final combination)."""
+        parts = self.parts
+        candidates = parts.strategy.final_models()
+        if candidates:
+            with parts.timeline.event(Span.EVAL):
+                best = choose_final_model(
+                    candidates, parts.replica, lambda: parts.evaluator.evaluate(parts.model, parts.task)
+                )
+            parts.reporter.notice(f"final model: {best} of {len(candidates)} combinations (0: none)")
+
+    def traffic(self) -> dict[str, Any]:
+        """Return what this rank has sent in how much training time, and the strategy's statistics."""
+        strategy = self.parts.strategy
+        return {
+            "sent_bytes": round(self._sent_bytes + strategy.peer_bytes),
+            "trained_s": self.parts.timeline.training_time_s - self._begun_s,
+            "statistics": strategy.statistics(),
+        }
+
+    def _paused(self, function: Callable[[], object]) -> None:
+        self.parts.strategy.pause()
+        function()
+        self.parts.strategy.resume()
 
     @property
     def _is_over(self) -> bool:
@@ -127,36 +208,52 @@ class Trainer:
         """Train on the next batch; return its step, None when there is no more.  Collective."""
         with self.parts.timeline.span(Span.DATA_WAIT):
             step = next(loader, None)
-        if step is not None:
+        if step is not None and step.at.meeting is None:
+            sent = self.parts.comm.sent_bytes
             self._train(step)
+            self._sent_bytes += self.parts.comm.sent_bytes - sent
         return step
 
     def _train(self, step: Step) -> None:
         parts, counters = self.parts, self.counters
-        span = parts.timeline.span
-        parts.replica.set_learning_rate(parts.schedule.at(step.epoch + step.index / step.num_steps))
+        done = step.epoch + step.at.index / step.at.num_steps
+        learning_rate = parts.schedule.at(done) * parts.strategy.learning_rate_factor
+        parts.replica.set_learning_rate(learning_rate)
         parts.strategy.before_backward(step.batch.num_frames)
         if step.batch.num_frames > 0:
-            with span(Span.H2D):
-                batch = step.batch.to(parts.device)
-            with span(Span.FORWARD):
-                loss = parts.task.loss(parts.model, batch)
-                self._note_loss(loss.total.detach(), loss.num_frames, step)
-            with span(Span.BACKWARD):
-                loss.total.backward()  # type: ignore[no-untyped-call]
+            self._compute_gradients(step)
         counters.step += 1
-        counters.step_in_epoch = step.index + 1
-        counters.frames += step.total_frames
-        counters.frames_per_rank += step.mean_frames
-        parts.strategy.step(Progress(counters.step, counters.frames_per_rank, parts.timeline.training_time_s))
-        parts.timeline.end_step(counters.step, step.epoch, step.batch.num_frames)
-        parts.reporter.step(
-            step.epoch + (step.index + 1) / step.num_steps, step.total_frames, self._shown_loss
+        counters.own_step += 1
+        counters.step_in_epoch = step.at.index + 1
+        counters.frames += step.at.total_frames
+        counters.frames_per_rank += step.at.mean_frames
+        time_s = parts.timeline.training_time_s
+        parts.strategy.step(
+            Progress(counters.step, counters.frames_per_rank, time_s, done, self._options.num_epochs)
         )
+        parts.timeline.end_step(counters.own_step, step.epoch, step.batch.num_frames)
+        parts.reporter.step(done + 1 / step.at.num_steps, step.at.total_frames, self._shown_loss)
+
+    def _compute_gradients(self, step: Step) -> None:
+        parts = self.parts
+        span = parts.timeline.span
+        with span(Span.H2D):
+            batch = step.batch.to(parts.device)
+        begun_s = time.perf_counter()
+        with span(Span.FORWARD):
+            loss = parts.task.loss(parts.model, batch)
+            self._note_loss(loss.total.detach(), loss.num_frames, step)
+        with span(Span.BACKWARD):
+            loss.total.backward()  # type: ignore[no-untyped-call]
+            if parts.slowness > 1:
+                if parts.device.type == "cuda":
+                    torch.cuda.synchronize(parts.device)
+                time.sleep((parts.slowness - 1) * (time.perf_counter() - begun_s))
 
     def _note_loss(self, total: Tensor, num_frames: int, step: Step) -> None:
         self._epoch_loss[0] += total
         self._epoch_loss[1] += num_frames
+        self.parts.strategy.observe_loss(total, num_frames)
         if total.is_cuda and self.counters.step % _GPU_LOSS_STEPS and not step.ends_epoch:
             return
         value = total.item() if not total.is_cuda else self._epoch_loss[0].item()
@@ -178,8 +275,11 @@ class Trainer:
         time_s = parts.timeline.training_time_s
         with parts.timeline.event(Span.EVAL):
             loss, frames = parts.comm.allreduce(self._epoch_loss.clone(), name="epoch_loss").tolist()
+            own = parts.replica.parameters.values.clone()
             with parts.strategy.evaluation_parameters():
+                distance = relative_distance(own, parts.replica.parameters.values)
                 held_out = parts.evaluator.evaluate(parts.model, parts.task)
+            parts.comm.allreduce(distance, name="replica_distance", op=ReduceOp.MAX)
             if not math.isfinite(loss + held_out.log_prob):
                 self._refuse(
                     f"after step {counters.step} the training loss is {loss / frames} "
@@ -196,6 +296,7 @@ class Trainer:
                 heldout_log_prob=held_out.log_prob,
                 heldout_frame_accuracy=held_out.frame_accuracy,
                 heldout_frames=held_out.num_frames,
+                replica_distance=distance.item(),
             )
             if parts.comm.rank == 0:
                 parts.on_metrics(metrics)
@@ -230,7 +331,12 @@ class Trainer:
             tensors["parameters"] = parts.replica.parameters.values
             for name, tensor in parts.replica.optimizer_tensors().items():
                 tensors[f"optimizer.{name}"] = tensor
-        values = {"counters": vars(self.counters), "strategy": strategy.values, "device": parts.device.type}
+        values = {
+            "counters": vars(self.counters),
+            "strategy": strategy.values,
+            "device": parts.device.type,
+            "dealing": self.dealing_state,
+        }
         return RankState(values, tensors)
 
     def restore(self, state: RankState) -> None:
@@ -246,8 +352,9 @@ class Trainer:
                 f"{parts.device.type}; resume it with --device {state.values['device']}"
             )
         self.counters = Counters(**state.values["counters"])
+        self.dealing_state = state.values["dealing"]
+        self._begun_s = self.counters.time_s
         parts.timeline.resume_at(self.counters.time_s)
-        parts.strategy.load_state_dict(join_state("strategy", state.values["strategy"], tensors))
         if "parameters" in tensors:
             parts.replica.parameters.values.copy_(tensors["parameters"])
             optimizer = {k: v for k, v in tensors.items() if k.startswith("optimizer.")}
@@ -256,6 +363,7 @@ class Trainer:
             )
         if parts.strategy.replicas_equal:
             self._share_replica()
+        parts.strategy.load_state_dict(join_state("strategy", state.values["strategy"], tensors))
         self._epoch_loss.copy_(tensors["epoch_loss"])
         torch.set_rng_state(tensors["random.cpu"])
         if "random.cuda" in tensors:

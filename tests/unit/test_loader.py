@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from speechdp.data.alignment_file import write_targets
+from speechdp.data.assignment import Place, Position, planned
 from speechdp.data.batch import IGNORED_TARGET, Batch
 from speechdp.data.dataset import Dataset
-from speechdp.data.loader import Context, Loader, Position, SplitReader, Step
+from speechdp.data.loader import Context, Loader, SplitReader, Step
 from speechdp.data.plan import CorpusIndex, EpochPlan, PlanOptions, Segments, plan_epoch
 from speechdp.errors import ShardError
 from tests.helpers.tiny_data import TinySizes, flip_byte, truncate, write_tiny_data
@@ -61,19 +62,19 @@ def test_batches_are_those_read_directly(dataset: Dataset, options: PlanOptions,
     context = Context(3, 2)
     with opened(dataset, context=context) as reader:
         plan = planner(reader, options)
-        with Loader(reader, plan, rank, EPOCHS) as loader:
+        with Loader(reader, planned(plan, rank, EPOCHS)) as loader:
             steps = list(loader)
         expected = []
         for epoch in range(EPOCHS):
             for index in range(plan(epoch).num_steps):
                 expected.append((epoch, index, reader.batch(plan(epoch).ranks[rank].batch(index))))
-        assert [(step.epoch, step.index) for step in steps] == [(e, i) for e, i, _ in expected]
+        assert [(step.epoch, step.at.index) for step in steps] == [(e, i) for e, i, _ in expected]
         for step, (epoch, index, batch) in zip(steps, expected, strict=True):
             assert_same_batch(step.batch, batch)
             frames = plan(epoch).frames[:, index]
-            assert (step.total_frames, step.mean_frames) == (frames.sum(), frames.mean())
-            assert step.num_steps == plan(epoch).num_steps
-            assert step.ends_epoch == (index == step.num_steps - 1)
+            assert (step.at.total_frames, step.at.mean_frames) == (frames.sum(), frames.mean())
+            assert step.at.num_steps == plan(epoch).num_steps
+            assert step.ends_epoch == (index == step.at.num_steps - 1)
 
 
 def test_what_is_read_is_what_stands_in_the_shards(dataset: Dataset) -> None:
@@ -105,41 +106,43 @@ def check_row(reader: SplitReader, segments: Segments, batch: Batch, row: int) -
 
 def test_it_goes_on_from_the_middle_of_an_epoch(dataset: Dataset) -> None:
     with opened(dataset) as reader:
-        with Loader(reader, planner(reader), 1, 3) as loader:
+        with Loader(reader, planned(planner(reader), 1, 3)) as loader:
             whole = list(loader)
-        with Loader(reader, planner(reader), 1, 3, start=Position(1, 2)) as loader:
+        with Loader(reader, planned(planner(reader), 1, 3, Position(1, 2))) as loader:
             rest = list(loader)
-    first = next(i for i, step in enumerate(whole) if (step.epoch, step.index) == (1, 2))
+    first = next(i for i, step in enumerate(whole) if (step.epoch, step.at.index) == (1, 2))
     assert len(rest) == len(whole) - first
     for one, other in zip(rest, whole[first:], strict=True):
-        assert (one.epoch, one.index) == (other.epoch, other.index)
+        assert (one.epoch, one.at.index) == (other.epoch, other.at.index)
         assert_same_batch(one.batch, other.batch)
 
 
 def test_a_position_behind_the_last_epoch_yields_nothing(dataset: Dataset) -> None:
-    with opened(dataset) as reader, Loader(reader, planner(reader), 0, 2, start=Position(2, 0)) as loader:
+    with opened(dataset) as reader, Loader(reader, planned(planner(reader), 0, 2, Position(2, 0))) as loader:
         assert list(loader) == []
 
 
 def test_a_rank_without_data_joins_with_no_frames(dataset: Dataset) -> None:
     with opened(dataset) as reader:
         size = dataset.num_utterances("train") + 5
-        empty = next(r for r, plan in enumerate(planner(reader, size=size)(0).ranks) if plan.num_batches == 0)
-        with Loader(reader, planner(reader, size=size), empty, 1) as loader:
+        empty = next(
+            r for r, plan in enumerate(planner(reader, size=size)(0).ranks) if len(plan.segments) == 0
+        )
+        with Loader(reader, planned(planner(reader, size=size), empty, 1)) as loader:
             steps = list(loader)
-    assert [step.batch.num_frames for step in steps] == [0] and steps[0].total_frames > 0
+    assert [step.batch.num_frames for step in steps] == [0] and steps[0].at.total_frames > 0
 
 
 def test_augmentation_changes_a_batch_by_its_place_in_training(dataset: Dataset) -> None:
-    places: list[Position] = []
+    places: list[Place] = []
 
-    def note(batch: Batch, at: Position) -> None:
+    def note(batch: Batch, at: Place) -> None:
         places.append(at)
         batch.features.zero_()
 
-    with opened(dataset) as reader, Loader(reader, planner(reader), 0, 1, augment=note) as loader:
+    with opened(dataset) as reader, Loader(reader, planned(planner(reader), 0, 1), augment=note) as loader:
         steps = list(loader)
-    assert places == [Position(step.epoch, step.index) for step in steps]
+    assert places == [Place(step.epoch, 0, step.at.index) for step in steps]
     assert not any(step.batch.features.any() for step in steps)
 
 
@@ -164,7 +167,9 @@ def counting_loader(reader: CountingReader, read_ahead: int = 4) -> Loader:
     index = CorpusIndex.of_lengths([np.full(200, 3)])
     any_reader: Any = reader
     return Loader(
-        any_reader, lambda epoch: plan_epoch(index, PlanOptions(1), epoch, 1), 0, 1, read_ahead=read_ahead
+        any_reader,
+        planned(lambda epoch: plan_epoch(index, PlanOptions(1), epoch, 1), 0, 1),
+        read_ahead=read_ahead,
     )
 
 
@@ -188,7 +193,7 @@ def test_reading_ahead_is_bounded() -> None:
 def test_an_error_is_raised_after_the_batches_before_it_and_once() -> None:
     with counting_loader(CountingReader(num_good=6)) as loader:
         steps: list[Step] = [next(loader) for _ in range(6)]
-        assert [step.index for step in steps] == list(range(6))
+        assert [step.at.index for step in steps] == list(range(6))
         with pytest.raises(ShardError, match=r"train-00000\.h5: is damaged"):
             next(loader)
         with pytest.raises(StopIteration):
@@ -215,12 +220,16 @@ def test_an_error_of_the_plan_is_raised_too() -> None:
     def plan(epoch: int) -> EpochPlan:
         raise MemoryError("no room for a plan")
 
-    with Loader(any_reader, plan, 0, 1) as loader, pytest.raises(MemoryError, match="no room"):
+    with Loader(any_reader, planned(plan, 0, 1)) as loader, pytest.raises(MemoryError, match="no room"):
         next(loader)
 
 
 def test_the_body_of_with_may_raise(dataset: Dataset) -> None:
-    with opened(dataset) as reader, pytest.raises(KeyError), Loader(reader, planner(reader), 0, 50) as loader:
+    with (
+        opened(dataset) as reader,
+        pytest.raises(KeyError),
+        Loader(reader, planned(planner(reader), 0, 50)) as loader,
+    ):
         next(loader)
         raise KeyError("training failed")
 
@@ -229,7 +238,10 @@ def test_the_body_of_with_may_raise(dataset: Dataset) -> None:
 
 
 def read_all(dataset: Dataset, alignments: Path | None = None) -> int:
-    with opened(dataset, alignments) as reader, Loader(reader, planner(reader, size=1), 0, 1) as loader:
+    with (
+        opened(dataset, alignments) as reader,
+        Loader(reader, planned(planner(reader, size=1), 0, 1)) as loader,
+    ):
         return sum(1 for _ in loader)
 
 
@@ -268,7 +280,7 @@ def test_a_shard_truncated_during_training_is_an_error_of_next(tmp_path: Path) -
     one_by_one = PlanOptions(1)
     with (
         opened(dataset) as reader,
-        Loader(reader, planner(reader, one_by_one, 1), 0, 1, read_ahead=1) as loader,
+        Loader(reader, planned(planner(reader, one_by_one, 1), 0, 1), read_ahead=1) as loader,
     ):
         next(loader)
         truncate(path, path.stat().st_size // 2)

@@ -16,6 +16,7 @@ from speechdp.comm.base import Communicator, ReduceOp, Work
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads import ThreadsCommunicator, run_threads
 from speechdp.config import BatchOptions, ModelOptions, TrainOptions
+from speechdp.data.assignment import planned
 from speechdp.data.dataset import Dataset
 from speechdp.data.loader import Loader
 from speechdp.data.plan import plan_epoch
@@ -274,7 +275,9 @@ def advance(
         mine, reader = build_trainer(Session(dataset, comm, CPU), options, run, stack)
         mine.parts = dataclasses.replace(mine.parts, task=task)
         index, plan = reader.index, options.plan()
-        loader = Loader(reader, lambda e: plan_epoch(index, plan, e, comm.size), comm.rank, options.epochs)
+        loader = Loader(
+            reader, planned(lambda e: plan_epoch(index, plan, e, comm.size), comm.rank, options.num_epochs)
+        )
         mine.run(stack.enter_context(loader), stop.StopAgreement(None, comm))
 
 
