@@ -13,7 +13,7 @@ from speechdp.config import BatchOptions, ModelOptions, OptimizerOptions, TrainO
 from speechdp.data.plan import PlanOptions
 from speechdp.errors import ConfigError
 from speechdp.models.presets import PRESETS
-from speechdp.train.schedule import Schedule
+from tests.helpers.options import options_with
 
 
 def test_presets_are_changed_option_by_option() -> None:
@@ -30,30 +30,16 @@ def test_batches_come_from_the_preset_unless_given() -> None:
     assert TrainOptions(batch=BatchOptions(left_context=0)).batches().left_context == 0
 
 
-def schedule(size: int = 1, /, **given: Any) -> Schedule:
-    """Return the learning rate of a run with these options on `size` ranks."""
-    return options_with(**given).resolve(size).schedule()
-
-
-def options_with(**given: Any) -> TrainOptions:
-    """Return options that these are given of, whatever component they belong to."""
-    kinds = {"model": ModelOptions, "batch": BatchOptions, "optimizer": OptimizerOptions}
-    parts = {}
-    for part, kind in kinds.items():
-        names = {f.name for f in dataclasses.fields(kind)}
-        parts[part] = kind(**{n: given.pop(n) for n in list(given) if n in names})
-    return TrainOptions(**parts, **given)
-
-
 @pytest.mark.parametrize(("epochs", "expected"), [(12, 8), (1, 1), (2, 1), (3, 2)])
 def test_annealing_begins_after_two_thirds(epochs: int, expected: int) -> None:
     assert TrainOptions(epochs=epochs).schedule().anneal_from == expected
 
 
 def test_learning_rates_suit_their_optimizers() -> None:
-    rates = {name: schedule(optimizer=name).learning_rate for name in ("sgd", "adam", "adamw")}
+    names = ("sgd", "adam", "adamw")
+    rates = {name: options_with(optimizer=name).schedule().learning_rate for name in names}
     assert rates == {"sgd": 0.1, "adam": 0.002, "adamw": 0.002}
-    assert schedule(learning_rate=0.5, anneal_from=1).anneal_from == 1
+    assert options_with(learning_rate=0.5, anneal_from=1).schedule().anneal_from == 1
 
 
 @pytest.mark.parametrize(

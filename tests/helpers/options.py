@@ -1,0 +1,18 @@
+"""Options of a run from names alone, for tests about single options."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from speechdp.config import BatchOptions, ModelOptions, OptimizerOptions, TrainOptions
+
+
+def options_with(**given: Any) -> TrainOptions:
+    """Return options that these are given of, whatever component they belong to."""
+    kinds = {"model": ModelOptions, "batch": BatchOptions, "optimizer": OptimizerOptions}
+    parts: dict[str, Any] = {}
+    for part, kind in kinds.items():
+        names = {f.name for f in dataclasses.fields(kind)}
+        parts[part] = kind(**{n: given.pop(n) for n in list(given) if n in names})
+    return TrainOptions(**parts, **given)
