@@ -30,7 +30,10 @@ SUBCOMMANDS = {
     "inspect": Subcommand("inspect", "InspectCommand", "show a data directory and verify its checksums"),
     "train": Subcommand("train", "TrainCommand", "train a model over the ranks it is started with"),
     "sweep": Subcommand("sweep", "SweepCommand", "train once for each averaging period, decode, report"),
-    "report": Subcommand("report", "ReportCommand", "table and pictures of a run or a sweep"),
+    "compare": Subcommand(
+        "compare", "CompareCommand", "train with several strategies and numbers of ranks, decode, report"
+    ),
+    "report": Subcommand("report", "ReportCommand", "table and pictures of a run, a sweep or a comparison"),
     "decode": Subcommand("decode", "DecodeCommand", "recognise a split and count word errors"),
     "launch": Subcommand(
         "launch", "LaunchCommand", "start any of these over N ranks with mpirun or horovodrun"

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from speechdp.errors import ConfigError
 
@@ -66,16 +67,24 @@ class _StopRequest:
         self.signals.append(signum)
 
 
-def run_job(argv: Sequence[str], environment: Mapping[str, str], policy: StopPolicy) -> JobEnd:
-    """Run `argv` to its end in a process group of its own, with this process's stdout and stderr.
+def run_job(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    policy: StopPolicy,
+    output: IO[bytes] | None = None,
+) -> JobEnd:
+    """Run `argv` to its end in a process group of its own.
 
     To be called in the main thread (signal handlers). A second SIGINT or SIGTERM skips the grace period.
+
+    Args:
+        output: file for what it prints; None: this process's stdout and stderr.
 
     Raises:
         ConfigError: the program cannot be started.
     """
     with _noted_signals() as request, _adopting_orphans() as adopt:
-        child = _start(argv, environment)
+        child = _start(argv, environment, output)
         try:
             exit_code = _wait(child, request, policy)
         finally:
@@ -86,7 +95,9 @@ def run_job(argv: Sequence[str], environment: Mapping[str, str], policy: StopPol
     )
 
 
-def _start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(
+    argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None
+) -> subprocess.Popen[bytes]:
     """Start the launcher; it ends when this process is killed outright."""
     prctl = _prctl()
 
@@ -99,6 +110,8 @@ def _start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Po
             env=dict(environment),
             # mpirun would read the terminal for rank 0 and be stopped for it, being in the background.
             stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output if output is None else subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=ask_for_signal_at_our_death,  # noqa: PLW1509 - no other thread runs here
         )

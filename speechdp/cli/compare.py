@@ -1,0 +1,192 @@
+"""`speechdp compare`: the same training with several strategies on several numbers of ranks."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from speechdp.config import TrainOptions
+from speechdp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from speechdp.compare.jobs import JobStarter
+    from speechdp.compare.plan import ComparePlan
+    from speechdp.compare.run import CompareRequest
+
+
+@dataclass(frozen=True)
+class CompareCommand:
+    """Train with every strategy, decode, report: speechdp compare DATA OUT --strategies a,b:period=16."""
+
+    data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+    """Data directory that `speechdp prepare` wrote."""
+    out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Folder for the runs and the report.  Runs finished there are kept, interrupted ones go on."""
+    options: TrainOptions = field(default_factory=TrainOptions)
+    strategies: str = "gradient_averaging,model_averaging:period=16"
+    """Strategies with their options, separated by commas: a,b:period=16,momentum=reset,c are three (an
+    option=value belongs to the strategy before it)."""
+    ranks: str = "1,2"
+    """Numbers of ranks, separated by commas.  On 1 rank plain training is the reference for all."""
+    seeds: str = "1"
+    """Seeds, separated by commas; every strategy is trained with each.  A claim needs three."""
+    modes: str = "frames,time"
+    """frames: the same epochs for all.  time: then again, for about as long as the slowest of them took."""
+    decode_split: str = "test"
+    """Split whose word error rate is reported; empty for none."""
+    hostfile: Path | None = None
+    """File with one line `host slots=N` a host; without it: this machine."""
+    launch_args: str = ""
+    """More options for `speechdp launch`, in one word: "--launcher horovodrun"."""
+    threads: int | None = None
+    """CPU threads of a rank, the same in all runs; default: cores by the most ranks, at least 1."""
+    target: float | None = None
+    """Held-out log-probability whose time is reported; default: what three quarters of the runs reached."""
+    overwrite: bool = False
+    """Delete the comparison that is in OUT and start anew."""
+
+    def run(self) -> int:
+        """Make the comparison and its report; return the exit code: 1 where a run failed."""
+        from speechdp.cli.console import make_console  # noqa: PLC0415 - keeps --help fast
+        from speechdp.cli.report import print_report  # noqa: PLC0415
+        from speechdp.compare.jobs import Stopped  # noqa: PLC0415
+        from speechdp.compare.record import FAILED  # noqa: PLC0415
+        from speechdp.compare.run import Comparer  # noqa: PLC0415
+
+        request, starter = self._request(self._plan()), self._starter()
+        if self.overwrite:
+            _remove(self.out_dir)
+        console = make_console()
+
+        def say(line: str) -> None:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+        for line in _announcement(request):
+            say(line)
+        try:
+            record = Comparer(request, starter, say).run()
+        except Stopped as stopped:
+            say(f"stopped as asked; the same command goes on with {self.out_dir}")
+            return stopped.exit_code
+        print_report(self.out_dir, self.target)
+        failed = sum(run.state == FAILED for run in record.runs)
+        if failed:
+            print(
+                f"speechdp: {failed} of {len(record.runs)} runs failed; their messages stand in the report, "
+                f"their output in {self.out_dir / 'logs'}; the same command tries them again",
+                file=sys.stderr,
+            )
+        return 1 if failed else 0
+
+    def _plan(self) -> ComparePlan:
+        from speechdp.compare.plan import ComparePlan, split_strategies, whole_numbers  # noqa: PLC0415
+        from speechdp.strategies.registry import describe, parse_strategy  # noqa: PLC0415
+
+        if self.options.strategy != TrainOptions().strategy:
+            raise ConfigError("--strategy is not for compare: use --strategies")
+        if self.options.seed != TrainOptions().seed:
+            raise ConfigError("--seed is not for compare: use --seeds")
+        if self.options.max_steps:
+            raise ConfigError("--max-steps is not for compare: runs are compared after whole epochs")
+        strategies = split_strategies(self.strategies)
+        meanings = [describe(parse_strategy(text)) for text in strategies]
+        twice = [
+            text for text, meaning in zip(strategies, meanings, strict=True) if meanings.count(meaning) > 1
+        ]
+        if twice:
+            raise ConfigError(f"--strategies: {' and '.join(twice)} are the same")
+        return ComparePlan(
+            strategies=strategies,
+            ranks=whole_numbers("ranks", self.ranks, least=1),
+            seeds=whole_numbers("seeds", self.seeds, least=0),
+            modes=tuple(filter(None, self.modes.split(","))),
+            epochs=self.options.num_epochs,
+        )
+
+    def _request(self, plan: ComparePlan) -> CompareRequest:
+        from speechdp.compare.run import CompareRequest  # noqa: PLC0415
+        from speechdp.data.dataset import Dataset  # noqa: PLC0415
+        from speechdp.launching.cores import available_cores  # noqa: PLC0415
+
+        dataset = Dataset.open(self.data)
+        for split in filter(None, (self.options.train_split, self.options.held_out, self.decode_split)):
+            dataset.shard_paths(split)
+        return CompareRequest(
+            data=self.data,
+            data_checksum=dataset.checksum,
+            out=self.out_dir,
+            options=self.options,
+            plan=plan,
+            decode_split=self.decode_split,
+            most_decoding_ranks=available_cores() if self.hostfile is None else None,
+        )
+
+    def _starter(self) -> JobStarter:
+        from speechdp.comm.environment import announced  # noqa: PLC0415
+        from speechdp.compare.jobs import JobStarter  # noqa: PLC0415
+        from speechdp.launching.command import own_program  # noqa: PLC0415
+
+        if announced() is not None:
+            raise ConfigError(
+                "compare starts its own jobs: give the command without mpirun, horovodrun, launch"
+            )
+        try:
+            launch_options = shlex.split(self.launch_args)
+        except ValueError as error:
+            raise ConfigError(
+                f"--launch-args {self.launch_args!r} cannot be split into words ({error})"
+            ) from error
+        most_ranks = max(int(word) for word in self.ranks.split(",") if word.strip())
+        if self.hostfile is not None:
+            launch_options += ["--hostfile", str(self.hostfile.absolute())]
+        environment = dict(os.environ)
+        environment.setdefault("OMP_NUM_THREADS", str(self._num_threads(most_ranks)))
+        if self.threads is not None:
+            environment["OMP_NUM_THREADS"] = str(self.threads)
+        return JobStarter(own_program(Path(sys.executable)), environment, tuple(launch_options))
+
+    def _num_threads(self, most_ranks: int) -> int:
+        """Return the threads of a rank: in every run the same, or speeds could not be compared."""
+        from speechdp.launching.cores import available_cores  # noqa: PLC0415
+        from speechdp.launching.hostfile import read_hostfile  # noqa: PLC0415
+
+        if self.hostfile is not None:
+            hostfile = read_hostfile(self.hostfile)
+            most_ranks = max(host.slots for host in hostfile.allocate(most_ranks))
+        return max(1, available_cores() // most_ranks)
+
+
+def _announcement(request: CompareRequest) -> list[str]:
+    """Say what is going to be trained, and what a step holds; refuse a batch that cannot be shared out."""
+    from speechdp.train.session import training_ranks  # noqa: PLC0415
+
+    plan = request.plan
+    words = []
+    for ranks in sorted(plan.ranks):
+        workers = {training_ranks(request.options_of(name, 0), ranks) for name in plan.strategies_on(ranks)}
+        for count in sorted(workers):
+            batch = request.options.resolve(count).plan().batch_size
+            words.append(f"{batch} on each of {count} that train ({count * batch} together)")
+    lines = [f"{len(plan.runs())} runs; segments a step: {', '.join(dict.fromkeys(words))}"]
+    if len({int(word.split("(")[1].split()[0]) for word in words}) > 1:
+        lines.append(
+            "the batch is each rank's own: at equal frames more ranks make fewer updates "
+            "(--global-batch keeps their number)"
+        )
+    return lines
+
+
+def _remove(out: Path) -> None:
+    """Delete a comparison's folder.  Raises ConfigError where it holds something else."""
+    if not out.exists():
+        return
+    if not (out / "compare.json").is_file():
+        raise ConfigError(f"{out}: --overwrite deletes only folders with a compare.json; remove it yourself")
+    shutil.rmtree(out)

@@ -1,0 +1,1 @@
+"""Several strategies on the same data: which runs, their jobs, and the page that compares them."""

@@ -1,0 +1,80 @@
+"""Start the jobs of a comparison, one after another: train a run, decode it, say what went wrong."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from speechdp.errors import RunError
+from speechdp.launching.supervise import JobEnd, StopPolicy, run_job
+
+#: `speechdp launch` gives its ranks 30 s to save (--grace-s), and a second signal would cut that short.
+_POLICY = StopPolicy(first_signal=signal.SIGTERM, grace_s=45.0)
+_OURS = ("speechdp: ", "speechdp launch: ")
+
+
+class Stopped(Exception):  # noqa: N818 (not an error)
+    """The user asked for the end; `exit_code` is that of the job under way."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__()
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class JobStarter:
+    """Runs `speechdp` commands over ranks, as `speechdp launch` does, with their output in a log.
+
+    Attributes:
+        program: how a process of ours begins, e.g. (python, "-m", "speechdp").
+        environment: of the jobs.
+        launch_options: for `speechdp launch`, e.g. ("--hostfile", "F"); one rank goes without it.
+    """
+
+    program: tuple[str, ...]
+    environment: Mapping[str, str]
+    launch_options: tuple[str, ...] = ()
+
+    def run(self, num_ranks: int, arguments: Sequence[str], log: Path) -> str | None:
+        """Run a command; return None, or what went wrong in one line.
+
+        Args:
+            num_ranks: 1 needs no launcher and starts on this machine.
+            arguments: subcommand and its arguments.
+            log: the command and what it prints are appended to it.
+
+        Raises:
+            Stopped: a signal came meanwhile.
+            RunError: the log cannot be written.
+        """
+        argv = [*self.program, *arguments]
+        if num_ranks > 1:
+            argv = [*self.program, "launch", *self.launch_options, "-np", str(num_ranks), "--", *arguments]
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as file:
+                file.write(f"$ {shlex.join(argv)}\n".encode())
+                file.flush()
+                begin = file.tell()
+                end = run_job(argv, self.environment, _POLICY, file)
+            printed = log.read_bytes()[begin:].decode(errors="replace")
+        except OSError as error:
+            raise RunError(f"{log}: cannot be written ({error.strerror}); free some space") from error
+        if end.stop_signal is not None:
+            raise Stopped(end.exit_code or 128 + end.stop_signal)
+        return what_went_wrong(end, printed)
+
+
+def what_went_wrong(end: JobEnd, printed: str) -> str | None:
+    """Return one line: the message of the rank that failed first, else the launcher's, else the last."""
+    if end.exit_code == 0:
+        return None
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    for beginning in _OURS:
+        for line in lines:
+            if line.startswith(beginning):
+                return line.removeprefix(beginning)
+    return f"exit code {end.exit_code}: {lines[-1] if lines else 'it printed nothing'}"
