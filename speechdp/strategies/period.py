@@ -6,8 +6,12 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from speechdp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _PATTERN = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>steps?|s|f|kf|mf|frames?)?", re.IGNORECASE)
 _FRAMES = {"f": 1, "frame": 1, "frames": 1, "kf": 1_000, "mf": 1_000_000}
@@ -28,8 +32,8 @@ class Period:
     value: float
     unit: PeriodUnit = PeriodUnit.STEPS
 
-    @staticmethod
-    def parse(text: str) -> Period:
+    @classmethod
+    def parse(cls, text: str) -> Self:
         """Read `16`, `16steps`, `400000f`, `600kf`, `1.2mf` or `5s`.
 
         Raises:
@@ -40,12 +44,12 @@ class Period:
             raise ConfigError(f"period {text!r} is not a period; write 16 (steps), 600kf (frames) or 5s")
         number, unit = float(match["number"]), (match["unit"] or "steps").lower()
         if unit == "s":
-            return Period(number, PeriodUnit.SECONDS)
+            return cls(number, PeriodUnit.SECONDS)
         if unit in _FRAMES:
-            return Period(number * _FRAMES[unit], PeriodUnit.FRAMES)
+            return cls(number * _FRAMES[unit], PeriodUnit.FRAMES)
         if number != int(number):
             raise ConfigError(f"period {text!r} is not a whole number of steps")
-        return Period(number, PeriodUnit.STEPS)
+        return cls(number, PeriodUnit.STEPS)
 
     def __str__(self) -> str:
         if self.unit is PeriodUnit.STEPS:
@@ -53,6 +57,22 @@ class Period:
         if self.unit is PeriodUnit.SECONDS:
             return f"{_plain(self.value)}s"
         return f"{_plain(self.value / 1000)}kf" if self.value % 1000 == 0 else f"{_plain(self.value)}f"
+
+
+@dataclass(frozen=True)
+class Beginning(Period):
+    """How long something is put off from the start of training: a period, or `0` for not at all."""
+
+    value: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read what `Period.parse` reads, or `0`.
+
+        Raises:
+            ConfigError: anything else.
+        """
+        return cls() if text.strip() == "0" else super().parse(text)
 
 
 def _plain(value: float) -> str:

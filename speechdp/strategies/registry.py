@@ -13,7 +13,17 @@ from speechdp.strategies.base import Strategy
 from speechdp.strategies.period import Period
 
 #: Modules of this folder that are not strategies.
-_SUPPORT = {"background", "base", "period", "periodic", "registry"}
+_SUPPORT = {
+    "background",
+    "base",
+    "last_models",
+    "loss_sum",
+    "outer",
+    "period",
+    "periodic",
+    "registry",
+    "server",
+}
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -63,8 +73,8 @@ def parse_strategy(text: str) -> Strategy:
 
 
 def _convert(where: str, text: str, kind: Any) -> Any:
-    if kind is Period:
-        return Period.parse(text)
+    if isinstance(kind, type) and issubclass(kind, Period):
+        return kind.parse(text)
     if typing.get_origin(kind) is typing.Literal:
         if text not in typing.get_args(kind):
             raise ConfigError(f"{where}={text!r}: choose one of {', '.join(typing.get_args(kind))}")
