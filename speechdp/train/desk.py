@@ -118,7 +118,7 @@ class Desk:
         self._dealer: Dealer | None = None
         self._meetings: list[Meeting] = []
         # What each team has been given and not all its members have fetched.
-        self._items: list[list[Item]] = [[] for _ in self._parts]
+        self._items: list[list[Answer]] = [[] for _ in self._parts]
         self._dropped = [0] * len(self._parts)
         self._met = [0] * len(self._parts)
         self._cursor = [0] * len(self._seats)
@@ -138,21 +138,18 @@ class Desk:
             if stop:
                 self._call(MeetingKind.STOP)
             seat = self._seats[rank]
-            item = self._next_meeting(rank) if seat is None else self._next_of_team(rank, seat[0])
-            if self._dealer is None:
-                return Answer(item, self._at.epoch, self._at.frames)
-            dealer = self._dealer
-            return Answer(item, self._at.epoch, self._at.frames, dealer.num_dealt, dealer.num_batches)
+            answer = self._next_meeting(rank) if seat is None else self._next_of_team(rank, seat[0])
+            return answer or Answer(None)
 
-    def _next_meeting(self, rank: int) -> Meeting | None:
+    def _next_meeting(self, rank: int) -> Answer | None:
         if self._dealer is None:
             self._begin_epoch()
         if self._cursor[rank] == len(self._meetings):
             return None
         self._cursor[rank] += 1
-        return self._meetings[self._cursor[rank] - 1]
+        return Answer(self._meetings[self._cursor[rank] - 1])
 
-    def _next_of_team(self, rank: int, team: int) -> Item | None:
+    def _next_of_team(self, rank: int, team: int) -> Answer | None:
         items = self._items[team]
         place = self._cursor[rank] - self._dropped[team]
         if place == len(items):
@@ -168,15 +165,13 @@ class Desk:
         self._dropped[team] += fetched
         return result
 
-    def _new_item(self, team: int) -> Item | None:
+    def _new_item(self, team: int) -> Answer | None:
         if self._met[team] < len(self._meetings):
             self._met[team] += 1
-            return self._meetings[self._met[team] - 1]
-        dealer = self._dealer
-        if dealer is None:
-            if not self._begin_epoch():
-                return self._new_item(team)
-            dealer = self._open_epoch()
+            return Answer(self._meetings[self._met[team] - 1])
+        if self._dealer is None and not self._begin_epoch():
+            return self._new_item(team)
+        dealer = self._open_epoch()
         deal = dealer.take(team, time.monotonic())
         if deal is None:
             if dealer.all_done:
@@ -186,7 +181,7 @@ class Desk:
         self._at.batches += 1
         self._at.frames += deal.frames
         self._call_after(self._at.batches)
-        return deal
+        return Answer(deal, self._at.epoch, self._at.frames, dealer.num_dealt, dealer.num_batches)
 
     def _begin_epoch(self) -> bool:
         """Open the epoch that is due; say whether there is one."""
