@@ -16,6 +16,8 @@ from speechdp.strategies.period import Period
 _SUPPORT = {
     "background",
     "base",
+    "effective",
+    "gossip",
     "last_models",
     "loss_sum",
     "outer",
@@ -23,6 +25,7 @@ _SUPPORT = {
     "periodic",
     "registry",
     "server",
+    "super_learner",
 }
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 

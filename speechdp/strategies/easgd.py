@@ -1,0 +1,198 @@
+"""Elastic averaging: workers train apart and are drawn to a common centre, which is drawn to them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from speechdp.comm.base import Communicator
+from speechdp.errors import ConfigError
+from speechdp.strategies.base import Progress
+from speechdp.strategies.period import PeriodUnit
+from speechdp.strategies.periodic import PeriodicStrategy
+from speechdp.strategies.server import SERVER, Desk, Request, Server, refuse_too_few, worker_shard
+from speechdp.timing.timeline import Span, Timeline
+from speechdp.train.replica import Replica
+
+#: alpha times the number of workers, unless alpha is given.
+_DEFAULT_BETA = 0.9
+
+
+class _Centre(Server):
+    """The centre x~; what it is handed is a worker's x, what it answers a (x - x~)."""
+
+    def __init__(self, vector: Tensor, alpha: float) -> None:
+        super().__init__(vector)
+        self._alpha = alpha
+
+    def serve(self, request: Request, given: Tensor, answer: Tensor) -> Tensor:
+        torch.sub(given, self.vector, out=answer).mul_(self._alpha)
+        self.vector.add_(answer)
+        self.version += 1
+        return answer
+
+
+@dataclass(eq=False)
+class Easgd(PeriodicStrategy):
+    """Draw each worker and a centre towards one another once a period; the centre is the model.
+
+    Update rule: K times x_i <- x_i - lr * g_i(x_i) on worker i; then, with d = alpha (x_i - x~) taken before
+    either moves, x_i <- x_i - d and x~ <- x~ + d.  mode=async: each worker when its own period is over, the
+    others' moves included as far as they have come.  mode=sync: all at the same step, x~ <- x~ + sum_i d_i.
+    A single worker has nobody to be drawn to: plain SGD.
+
+    Exchange: mode=async: a worker sends x_i (P bytes) to rank 0 and gets d (P bytes) once a period, and
+    waits for it; rank 0 sends and gets that for every other rank.  mode=sync: one allreduce of x.
+
+    Guarantee: x_i + x~ is unchanged by an exchange (elastic symmetry).  Evaluated and final model is x~,
+    bitwise equal on all ranks after finish.
+
+    Source: Zhang, Choromanska & LeCun 2015 (arXiv 1412.6651), algorithms 1 (async) and section 2 (sync), and
+    its alpha = 0.9 / p; recalled, not looked up.  Deviations: d is sent instead of x~, which needs no copy of
+    the centre; momentum is the optimizer's, untouched by exchanges (EAMSGD has its own Nesterov step).
+    """
+
+    #: Each worker at its own pace over a server, or all at once by allreduce.
+    mode: Literal["async", "sync"] = "async"
+    #: Share of the distance both move at an exchange; 0: 0.9 / workers.
+    alpha: float = 0.0
+    #: Rank 0 serves only and trains on nothing (mode=async).
+    dedicated: bool = False
+
+    @property
+    def synchronous(self) -> bool:  # type: ignore[override]
+        return self.mode == "sync"
+
+    @property
+    def needs_peers(self) -> bool:  # type: ignore[override]
+        return self.mode == "async"
+
+    def check_options(self) -> None:
+        if not 0 <= self.alpha < 1:
+            raise ConfigError(f"easgd:alpha={self.alpha}: choose 0 < alpha < 1, or 0 for 0.9 / workers")
+        if self.dedicated and self.mode == "sync":
+            raise ConfigError("easgd:dedicated=true,mode=sync: there is no server; leave one of them out")
+
+    def check_backend(self) -> None:
+        if self.dedicated:
+            refuse_too_few("easgd", self.comm.size, 3)
+        if self.mode == "sync" and self.alpha * self.comm.size > 1:
+            raise ConfigError(
+                f"easgd:alpha={self.alpha},mode=sync: with {self.comm.size} ranks the centre would overshoot "
+                f"their mean; use alpha <= {1 / self.comm.size:.4g}"
+            )
+
+    def shard(self, rank: int, size: int) -> tuple[int | None, int]:
+        return worker_shard(rank, size, dedicated=self.dedicated)
+
+    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
+        super().attach(replica, comm, timeline)
+        self._num_workers = comm.size - self.dedicated
+        self._alpha = self.alpha or _DEFAULT_BETA / self._num_workers
+        #: On rank 0, with mode=sync on every rank; None elsewhere and with a single worker.
+        self._centre: Tensor | None = None
+        self._server: _Centre | None = None
+        self._desk: Desk | None = None
+        if self._num_workers == 1:
+            return
+        if comm.rank == SERVER or self.mode == "sync":
+            self._centre = replica.parameters.values.clone()
+        if self.mode == "async":
+            if self._centre is not None:
+                self._server = _Centre(self._centre, self._alpha)
+            self._desk = Desk(self.peers, self._server)
+
+    def resume(self) -> None:
+        if self._desk is not None:
+            self._desk.open()
+
+    def pause(self) -> None:
+        if self._desk is not None:
+            self._desk.close()
+
+    def step(self, progress: Progress) -> None:
+        if self._desk is not None:
+            self._desk.check()
+        super().step(progress)
+
+    def is_due(self, progress: Progress) -> bool:
+        if self.mode == "sync" or self.period.unit is PeriodUnit.STEPS:
+            return super().is_due(progress)
+        if self.period.unit is PeriodUnit.FRAMES:
+            return self._window_frames >= self.period.value
+        return progress.time_s - self._last_time_s >= self.period.value
+
+    def _start_window(self, progress: Progress) -> None:
+        if self.mode == "sync":
+            super()._start_window(progress)
+            return
+        # Every worker has a clock of its own: nothing to agree on.
+        self._window_frames = self._window_steps = 0
+        self._last_time_s = progress.time_s
+
+    def exchange(self) -> None:
+        if self._num_workers == 1:
+            return
+        with self.timeline.span(Span.COMM):
+            # The gradients have been used and are zero: their vector serves for what comes back.
+            scratch, own = self.replica.gradients.values, self.replica.parameters.values
+            if self._desk is not None:
+                self._desk.give(own, scratch)
+                own.sub_(scratch)
+            else:
+                self._exchange_together(own, scratch)
+            self.replica.clear_gradients()
+
+    def _exchange_together(self, own: Tensor, scratch: Tensor) -> None:
+        assert self._centre is not None
+        total = self.comm.allreduce(scratch.copy_(own), name="parameters")
+        own.lerp_(self._centre, self._alpha)
+        self._centre.mul_(1 - self._num_workers * self._alpha).add_(total, alpha=self._alpha)
+
+    def finish(self) -> None:
+        self._show_centre()
+
+    @contextlib.contextmanager
+    def evaluation_parameters(self) -> Iterator[None]:
+        own = self.replica.parameters.values.clone()
+        self._show_centre()
+        try:
+            yield
+        finally:
+            self.replica.parameters.values.copy_(own)
+
+    def _show_centre(self) -> None:
+        """Put the centre into every replica."""
+        if self._num_workers == 1:
+            return
+        values = self.replica.parameters.values
+        if self._centre is not None:
+            values.copy_(self._centre)
+        self.comm.broadcast(values, name="centre")
+
+    def statistics(self) -> dict[str, Any]:
+        return {} if self._desk is None else {"staleness": list(self._desk.ages)}
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {**super().state_dict(), **self.statistics()}
+        if self._centre is not None:
+            state["centre"] = self._centre
+        if self._desk is not None:
+            state["version"] = self._desk.version
+        if self._server is not None:
+            state["centre_version"] = self._server.version
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._centre is not None:
+            self._centre.copy_(state["centre"])
+        if self._desk is not None:
+            self._desk.ages, self._desk.version = list(state["staleness"]), state["version"]
+        if self._server is not None:
+            self._server.version = state["centre_version"]
