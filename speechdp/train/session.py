@@ -34,11 +34,12 @@ from speechdp.train.dealing import Dealing
 from speechdp.train.desk import DealingLimits, Desk, Roster
 from speechdp.train.evaluate import Evaluator
 from speechdp.train.model_file import ClassCounts, save_model
+from speechdp.train.parts import TrainingParts
 from speechdp.train.progress import Reporter, Scalars, SilentReporter
 from speechdp.train.replica import Replica
 from speechdp.train.run_files import Metrics, RunDirectory
 from speechdp.train.stop import StopAgreement, StopRequest
-from speechdp.train.trainer import Stopped, Trainer, TrainingParts
+from speechdp.train.trainer import Stopped, Trainer
 
 #: Batches read ahead; asynchronous ranks hold as few as hide the reading, since others may be faster.
 _READ_AHEAD = 4

@@ -5,83 +5,27 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from speechdp.comm.base import Communicator, ReduceOp
+from speechdp.comm.base import ReduceOp
 from speechdp.config import TrainOptions
 from speechdp.data.assignment import Meeting, MeetingKind, Position
 from speechdp.data.loader import Loader, Step
 from speechdp.errors import RunError
-from speechdp.models.lstm_am import LstmAcousticModel
-from speechdp.strategies.base import Progress, Strategy
-from speechdp.tasks.acoustic import AcousticTask
-from speechdp.timing.timeline import Span, Timeline
-from speechdp.train.checkpoint import (
-    RankState,
-    join_state,
-    last_checkpoint_note,
-    save_checkpoint,
-    split_state,
-)
-from speechdp.train.evaluate import Evaluator, choose_final_model, relative_distance
-from speechdp.train.progress import Reporter
-from speechdp.train.replica import Replica
+from speechdp.strategies.base import Progress
+from speechdp.timing.timeline import Span
+from speechdp.train.checkpoint import RankState, last_checkpoint_note, save_checkpoint
+from speechdp.train.evaluate import choose_final_model, relative_distance
+from speechdp.train.parts import Counters, Standing, TrainingParts, collect_state, restore_state
 from speechdp.train.run_files import Metrics
-from speechdp.train.schedule import Schedule
 from speechdp.train.stop import StopAgreement
 
 #: On a GPU the loss is looked at once in so many steps: each look makes the host wait for the device.
 _GPU_LOSS_STEPS = 20
-
-
-@dataclass
-class Counters:
-    """Where training stands; the same on every rank except `time_s` and `own_step`.
-
-    With an asynchronous strategy that holds where ranks meet; in between each counts what it knows of.
-
-    Attributes:
-        epoch: epochs done.
-        step_in_epoch: steps done of the epoch under way.
-        step: steps done in all.
-        own_step: entries in this rank's timeline so far.
-        frames: frames trained on, all ranks together.
-        frames_per_rank: the same, averaged over ranks.
-        time_s: training time at the last checkpoint, s.
-    """
-
-    epoch: int = 0
-    step_in_epoch: int = 0
-    step: int = 0
-    own_step: int = 0
-    frames: int = 0
-    frames_per_rank: float = 0.0
-    time_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class TrainingParts:
-    """What a trainer drives."""
-
-    task: AcousticTask
-    model: LstmAcousticModel
-    replica: Replica
-    strategy: Strategy
-    schedule: Schedule
-    evaluator: Evaluator
-    timeline: Timeline
-    comm: Communicator
-    device: torch.device
-    reporter: Reporter
-    on_metrics: Callable[[Metrics], None]
-    """Called on rank 0 after each evaluation."""
-    slowness: float = 1.0
-    """Times as long as it takes that this rank pretends to compute."""
 
 
 class Stopped(Exception):  # noqa: N818 (not an error)
@@ -93,16 +37,22 @@ class Trainer:
 
     def __init__(self, parts: TrainingParts, run_dir: Path, options: TrainOptions) -> None:
         self.parts = parts
-        self.counters = Counters()
         self._run_dir = run_dir
         self._options = options
         self._last_saved: tuple[int, Path] | None = None
-        # Loss and frames of this rank in the epoch under way; on the device, so that no step waits.
-        self._epoch_loss = torch.zeros(2, dtype=torch.float64, device=parts.device)
+        self._at = Standing(torch.zeros(2, dtype=torch.float64, device=parts.device))
         self._sent_bytes = 0.0
         self._begun_s = 0.0
-        #: Where the dealing of an asynchronous run stands, on rank 0.
-        self.dealing_state: dict[str, Any] = {}
+
+    @property
+    def counters(self) -> Counters:
+        """Where training stands."""
+        return self._at.counters
+
+    @property
+    def dealing_state(self) -> dict[str, Any]:
+        """Where the dealing of an asynchronous run stands; on rank 0."""
+        return self._at.dealing
 
     @property
     def position(self) -> Position:
@@ -162,7 +112,7 @@ class Trainer:
         parts.timeline.end_step(counters.own_step, meeting.epoch, 0)
         counters.epoch, counters.step, counters.frames = meeting.epoch, meeting.step, meeting.frames
         counters.frames_per_rank = meeting.frames / parts.comm.size
-        self.dealing_state = meeting.state
+        self._at.dealing = meeting.state
         if meeting.kind is MeetingKind.END:
             return True
         if meeting.kind is MeetingKind.EPOCH:
@@ -251,12 +201,12 @@ class Trainer:
                 time.sleep((parts.slowness - 1) * (time.perf_counter() - begun_s))
 
     def _note_loss(self, total: Tensor, num_frames: int, step: Step) -> None:
-        self._epoch_loss[0] += total
-        self._epoch_loss[1] += num_frames
+        self._at.epoch_loss[0] += total
+        self._at.epoch_loss[1] += num_frames
         self.parts.strategy.observe_loss(total, num_frames)
         if total.is_cuda and self.counters.step % _GPU_LOSS_STEPS and not step.ends_epoch:
             return
-        value = total.item() if not total.is_cuda else self._epoch_loss[0].item()
+        value = total.item() if not total.is_cuda else self._at.epoch_loss[0].item()
         self._shown_loss = None if total.is_cuda else value / num_frames
         if not math.isfinite(value):
             self._refuse(f"the loss is {value} at step {self.counters.step + 1}")
@@ -274,7 +224,7 @@ class Trainer:
         parts, counters = self.parts, self.counters
         time_s = parts.timeline.training_time_s
         with parts.timeline.event(Span.EVAL):
-            loss, frames = parts.comm.allreduce(self._epoch_loss.clone(), name="epoch_loss").tolist()
+            loss, frames = parts.comm.allreduce(self._at.epoch_loss.clone(), name="epoch_loss").tolist()
             own = parts.replica.parameters.values.clone()
             with parts.strategy.evaluation_parameters():
                 distance = relative_distance(own, parts.replica.parameters.values)
@@ -301,7 +251,7 @@ class Trainer:
             if parts.comm.rank == 0:
                 parts.on_metrics(metrics)
             parts.reporter.evaluated(metrics)
-        self._epoch_loss.zero_()
+        self._at.epoch_loss.zero_()
         self.save()
 
     def save(self) -> Path:
@@ -316,61 +266,13 @@ class Trainer:
             return self._last_saved[1]
         self.counters.time_s = self.parts.timeline.training_time_s
         with self.parts.timeline.event(Span.CHECKPOINT):
-            path = save_checkpoint(self._run_dir, self.counters.step, self._state(), self.parts.comm)
+            path = save_checkpoint(
+                self._run_dir, self.counters.step, collect_state(self.parts, self._at), self.parts.comm
+            )
         self._last_saved = (self.counters.step, path)
         return path
 
-    def _state(self) -> RankState:
-        parts = self.parts
-        strategy = split_state("strategy", parts.strategy.state_dict())
-        tensors = {**strategy.tensors, "random.cpu": torch.get_rng_state(), "epoch_loss": self._epoch_loss}
-        if parts.device.type == "cuda":
-            tensors["random.cuda"] = torch.cuda.get_rng_state(parts.device)
-        # Equal replicas are saved once, not once a rank.
-        if parts.comm.rank == 0 or not parts.strategy.replicas_equal:
-            tensors["parameters"] = parts.replica.parameters.values
-            for name, tensor in parts.replica.optimizer_tensors().items():
-                tensors[f"optimizer.{name}"] = tensor
-        values = {
-            "counters": vars(self.counters),
-            "strategy": strategy.values,
-            "device": parts.device.type,
-            "dealing": self.dealing_state,
-        }
-        return RankState(values, tensors)
-
     def restore(self, state: RankState) -> None:
-        """Take up a checkpoint's state.  Collective: equal replicas get it from rank 0.
-
-        Raises:
-            RunError: it was saved on another kind of device, whose flat vectors have another layout.
-        """
-        parts, tensors = self.parts, state.tensors
-        if state.values["device"] != parts.device.type:
-            raise RunError(
-                f"{self._run_dir}: was begun on {state.values['device']} and cannot go on on "
-                f"{parts.device.type}; resume it with --device {state.values['device']}"
-            )
-        self.counters = Counters(**state.values["counters"])
-        self.dealing_state = state.values["dealing"]
+        """Take up a checkpoint's state.  Collective.  Raises RunError if it is another device's."""
+        self._at = restore_state(self.parts, state, self._run_dir)
         self._begun_s = self.counters.time_s
-        parts.timeline.resume_at(self.counters.time_s)
-        if "parameters" in tensors:
-            parts.replica.parameters.values.copy_(tensors["parameters"])
-            optimizer = {k: v for k, v in tensors.items() if k.startswith("optimizer.")}
-            parts.replica.load_optimizer_tensors(
-                {k.removeprefix("optimizer."): v for k, v in optimizer.items()}
-            )
-        if parts.strategy.replicas_equal:
-            self._share_replica()
-        parts.strategy.load_state_dict(join_state("strategy", state.values["strategy"], tensors))
-        self._epoch_loss.copy_(tensors["epoch_loss"])
-        torch.set_rng_state(tensors["random.cpu"])
-        if "random.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["random.cuda"], parts.device)
-
-    def _share_replica(self) -> None:
-        replica, comm = self.parts.replica, self.parts.comm
-        vectors: dict[str, Any] = {"parameters": replica.parameters.whole, **replica.optimizer_tensors()}
-        for name, tensor in vectors.items():
-            comm.broadcast(tensor, name=f"restore.{name}")

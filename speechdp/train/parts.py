@@ -1,0 +1,139 @@
+"""What a trainer drives, where it stands, and how both are saved and restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speechdp.comm.base import Communicator
+from speechdp.errors import RunError
+from speechdp.models.lstm_am import LstmAcousticModel
+from speechdp.strategies.base import Strategy
+from speechdp.tasks.acoustic import AcousticTask
+from speechdp.timing.timeline import Timeline
+from speechdp.train.checkpoint import RankState, join_state, split_state
+from speechdp.train.evaluate import Evaluator
+from speechdp.train.progress import Reporter
+from speechdp.train.replica import Replica
+from speechdp.train.run_files import Metrics
+from speechdp.train.schedule import Schedule
+
+
+@dataclass
+class Counters:
+    """Where training stands; the same on every rank except `time_s` and `own_step`.
+
+    With an asynchronous strategy that holds where ranks meet; in between each counts what it knows of.
+
+    Attributes:
+        epoch: epochs done.
+        step_in_epoch: steps done of the epoch under way.
+        step: steps done in all.
+        own_step: entries in this rank's timeline so far.
+        frames: frames trained on, all ranks together.
+        frames_per_rank: the same, averaged over ranks.
+        time_s: training time at the last checkpoint, s.
+    """
+
+    epoch: int = 0
+    step_in_epoch: int = 0
+    step: int = 0
+    own_step: int = 0
+    frames: int = 0
+    frames_per_rank: float = 0.0
+    time_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrainingParts:
+    """What a trainer drives."""
+
+    task: AcousticTask
+    model: LstmAcousticModel
+    replica: Replica
+    strategy: Strategy
+    schedule: Schedule
+    evaluator: Evaluator
+    timeline: Timeline
+    comm: Communicator
+    device: torch.device
+    reporter: Reporter
+    on_metrics: Callable[[Metrics], None]
+    """Called on rank 0 after each evaluation."""
+    slowness: float = 1.0
+    """Times as long as it takes that this rank pretends to compute."""
+
+
+@dataclass
+class Standing:
+    """Where a run stands on this rank, besides replica and strategy.
+
+    Attributes:
+        counters: steps, frames and time.
+        epoch_loss: loss and frames of this rank in the epoch under way, (2,); on the device, so that no step
+            waits.
+        dealing: where the dealing of an asynchronous run stands; on rank 0.
+    """
+
+    epoch_loss: Tensor
+    counters: Counters = field(default_factory=Counters)
+    dealing: dict[str, Any] = field(default_factory=dict)
+
+
+def collect_state(parts: TrainingParts, at: Standing) -> RankState:
+    """Return all that this rank needs to go on."""
+    strategy = split_state("strategy", parts.strategy.state_dict())
+    tensors = {**strategy.tensors, "random.cpu": torch.get_rng_state(), "epoch_loss": at.epoch_loss}
+    if parts.device.type == "cuda":
+        tensors["random.cuda"] = torch.cuda.get_rng_state(parts.device)
+    # Equal replicas are saved once, not once a rank.
+    if parts.comm.rank == 0 or not parts.strategy.replicas_equal:
+        tensors["parameters"] = parts.replica.parameters.values
+        for name, tensor in parts.replica.optimizer_tensors().items():
+            tensors[f"optimizer.{name}"] = tensor
+    values = {
+        "counters": vars(at.counters),
+        "strategy": strategy.values,
+        "device": parts.device.type,
+        "dealing": at.dealing,
+    }
+    return RankState(values, tensors)
+
+
+def restore_state(parts: TrainingParts, state: RankState, run_dir: Path) -> Standing:
+    """Take up a checkpoint's state.  Collective: equal replicas get it from rank 0.
+
+    Raises:
+        RunError: it was saved on another kind of device, whose flat vectors have another layout.
+    """
+    tensors = state.tensors
+    if state.values["device"] != parts.device.type:
+        raise RunError(
+            f"{run_dir}: was begun on {state.values['device']} and cannot go on on "
+            f"{parts.device.type}; resume it with --device {state.values['device']}"
+        )
+    counters = Counters(**state.values["counters"])
+    parts.timeline.resume_at(counters.time_s)
+    if "parameters" in tensors:
+        parts.replica.parameters.values.copy_(tensors["parameters"])
+        optimizer = {k: v for k, v in tensors.items() if k.startswith("optimizer.")}
+        parts.replica.load_optimizer_tensors({k.removeprefix("optimizer."): v for k, v in optimizer.items()})
+    if parts.strategy.replicas_equal:
+        _share_replica(parts.replica, parts.comm)
+    # After the parameters: a strategy may keep what depends on them.
+    parts.strategy.load_state_dict(join_state("strategy", state.values["strategy"], tensors))
+    torch.set_rng_state(tensors["random.cpu"])
+    if "random.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random.cuda"], parts.device)
+    return Standing(tensors["epoch_loss"].to(parts.device), counters, state.values["dealing"])
+
+
+def _share_replica(replica: Replica, comm: Communicator) -> None:
+    vectors: dict[str, Any] = {"parameters": replica.parameters.whole, **replica.optimizer_tensors()}
+    for name, tensor in vectors.items():
+        comm.broadcast(tensor, name=f"restore.{name}")
