@@ -1,0 +1,95 @@
+"""Training with asynchronous strategies: all data once an epoch, meetings, stopping, and going on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from speechdp.comm.base import Communicator
+from speechdp.comm.threads import run_threads
+from speechdp.config import BatchOptions, ModelOptions, TrainOptions
+from speechdp.data.dataset import Dataset
+from speechdp.train.checkpoint import checkpoint_steps
+from speechdp.train.progress import SilentReporter
+from speechdp.train.session import Session, train_run
+from speechdp.train.stop import StopRequest
+from speechdp.train.trainer import Stopped
+from tests.helpers.finished_run import evaluations, model_tensors
+from tests.helpers.tiny_data import TinySizes, write_tiny_data
+
+CPU = torch.device("cpu")
+OPTIONS = TrainOptions(ModelOptions(layers=1, cells=4), BatchOptions(batch_size=2), epochs=2)
+STRATEGIES = ["parameter_server", "parameter_server:dedicated=true", "easgd:period=2", "ad_psgd"]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return write_tiny_data(tmp_path_factory.mktemp("apart") / "data", TinySizes(train=41))
+
+
+def frames_trained(run: Path) -> list[int]:
+    """Return the frames of each rank's timeline."""
+    return [
+        sum(json.loads(line).get("frames", 0) for line in path.read_text().splitlines())
+        for path in sorted((run / "timeline").iterdir())
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_frames_are_trained_on_once_an_epoch(
+    dataset: Dataset, tmp_path: Path, size: int, strategy: str
+) -> None:
+    if "dedicated" in strategy and size == 1:
+        pytest.skip("a server alone has nobody to serve")
+    options = dataclasses.replace(OPTIONS, strategy=strategy, checkpoint_steps=3)
+    run_threads(size, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path))
+    num_frames = dataset.num_frames("train")
+    assert [line["frames"] for line in evaluations(tmp_path)] == [num_frames, 2 * num_frames]
+    assert sum(frames_trained(tmp_path)) == 2 * num_frames
+    assert (frames_trained(tmp_path)[0] == 0) == ("dedicated" in strategy)
+    assert all(bool(t.isfinite().all()) for t in model_tensors(tmp_path).values())
+    ranks = json.loads((tmp_path / "timing.json").read_text())["ranks"]
+    assert (sum(rank["sent_bytes"] for rank in ranks) > 0) == (size > 1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_stopped_run_goes_on_and_trains_on_the_rest(
+    dataset: Dataset, tmp_path: Path, strategy: str
+) -> None:
+    options = dataclasses.replace(OPTIONS, strategy=strategy)
+
+    class AskLater(SilentReporter):
+        """Asks to stop in the middle of the first epoch."""
+
+        def __init__(self, request: StopRequest) -> None:
+            self.request, self.steps = request, 0
+
+        def step(self, epoch: float, frames: int, loss: float | None) -> None:
+            self.steps += 1
+            if self.steps == 2:
+                self.request.received = "SIGTERM"
+
+    def train(comm: Communicator) -> None:
+        request = StopRequest()
+        reporter = AskLater(request) if comm.rank == 1 else SilentReporter()
+        train_run(Session(dataset, comm, CPU, reporter, request), options, tmp_path)
+
+    with pytest.raises(Stopped):
+        run_threads(2, train)
+    assert next(checkpoint_steps(tmp_path)) > 0 and not (tmp_path / "completed.json").exists()
+    run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path, resume=True))
+    num_frames = dataset.num_frames("train")
+    assert [line["frames"] for line in evaluations(tmp_path)] == [num_frames, 2 * num_frames]
+    assert sum(frames_trained(tmp_path)) == 2 * num_frames  # nothing twice, nothing left out
+
+
+def test_a_slow_rank_trains_on_less(dataset: Dataset, tmp_path: Path) -> None:
+    options = dataclasses.replace(OPTIONS, strategy="ad_psgd", slow_ranks="1:8", epochs=1)
+    run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path))
+    fast, slow = frames_trained(tmp_path)
+    assert fast + slow == dataset.num_frames("train") and slow < fast / 2
