@@ -172,7 +172,7 @@ class _Neighbours(_Route):
         self._mixing: Mixing
         # On a GPU the threads order their copies on a stream of their own: neither waits for the kernels of
         # the step that runs meanwhile, nor do those wait for them.
-        self._stream = torch.cuda.Stream(parameters.device) if parameters.is_cuda else None
+        self._stream = torch.cuda.Stream(parameters.device) if parameters.is_cuda else None  # type: ignore[no-untyped-call]
 
     def open(self) -> None:
         if self._peers.size > 1:

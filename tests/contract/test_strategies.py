@@ -85,6 +85,15 @@ def test_options_are_read_and_described(text: str, expected: str) -> None:
         ("gradient_averaging:every=x", "is not of type int"),
         ("gradient_averaging:overlap=maybe", "write true or false"),
         ("gradient_averaging:bucket_mib=0", "must be positive"),
+        ("delayed_averaging:delay=-1", "at least 0 steps"),
+        ("delayed_averaging:period=3,delay=4", "longer than the 3 steps from one exchange to the next"),
+        ("delayed_averaging:period=6,fragments=3,delay=3", "longer than the 2 steps from one"),
+        ("delayed_averaging:period=7,fragments=3", "a multiple of their number"),
+        ("delayed_averaging:period=6s,fragments=3", "need a period in steps"),
+        ("delayed_averaging:fragments=0", "at least 1"),
+        ("delayed_averaging:mix=0", "more than 0 and at most 1"),
+        ("delayed_averaging:mix=1.5", "more than 0 and at most 1"),
+        ("dpsgd:topology=star", "choose one of ring, random, exponential, complete"),
     ],
 )
 def test_bad_options_are_refused(text: str, words: str) -> None:

@@ -1,0 +1,216 @@
+"""Model averaging behind the next steps: what was averaged is corrected when the average arrives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from speechdp.comm.base import Communicator, Work
+from speechdp.errors import ConfigError
+from speechdp.strategies.base import Progress
+from speechdp.strategies.period import Period, PeriodUnit
+from speechdp.strategies.periodic import PeriodicStrategy
+from speechdp.timing.timeline import Span, Timeline
+from speechdp.train.replica import Replica
+
+#: Fragments begin at multiples of this, as the tensors in the flat vector do.
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass
+class _Flight:
+    """An average under way, or arrived and not yet used (`work` is None).
+
+    Attributes:
+        fragment: number of the fragment that is averaged.
+        age: steps since it was started.
+    """
+
+    fragment: int
+    age: int
+    work: Work | None
+
+
+@dataclass(eq=False)
+class DelayedAveraging(PeriodicStrategy):
+    """Average parameters over all ranks once a period while training goes on, and use the mean `delay` later.
+
+    Update rule: at the end of a window s_i <- w_i; `delay` steps w_i <- w_i - lr * g_i(w_i) as ever; then
+    w_i <- w_i + mix * ((sum_j n_j s_j) / (sum_j n_j) - s_i), n_j the frames rank j has seen since the last
+    window's end.  delay = 0 and mix = 1 are model averaging.  period = delay = 1 is delay-by-one,
+    w_i(k+1) = mean_j w_j(k) - lr * g_i(w_i(k)).  With `fragments` each of so many pieces of the flat vector
+    is averaged once a period, one after the other, period / fragments steps apart; n_j counts from the
+    piece's own last average.
+
+    Exchange: the window's copy of the parameters (or of a fragment) and the weight behind it in one allreduce
+    that runs behind the following steps; 2 (N-1)/N times the parameters' bytes sent by a rank and period.
+
+    Guarantee: the average is used after `delay` steps, not whenever it arrives, so runs repeat and resume
+    bitwise; replicas differ until `finish`, where they become their mean, bitwise equal.
+
+    Source: delay-by-one of Cui et al. 2021 (arXiv 2110.11199; its formula recalled); fragments, delay and
+    mix of Streaming DiLoCo (Douillard et al. 2025, read in torchft's code) without its outer optimizer.
+    Deviations: weights by frames; a fragment is a contiguous piece of the vector, not a set of layers; the
+    delay may be as long as the time to the next exchange, which is started after the correction.  The
+    optimizer's state stays each rank's own.
+    """
+
+    #: Steps between an exchange's start and the use of its result.
+    delay: int = 1
+    #: Pieces the parameters are averaged in, one after the other within a period.
+    fragments: int = 1
+    #: How far to go from one's own parameters of the window's end to their mean; 1: all the way.
+    mix: float = 1.0
+
+    def check_options(self) -> None:
+        super().check_options()
+        if self.delay < 0:
+            raise ConfigError(f"delayed_averaging:delay={self.delay}: at least 0 steps")
+        if not 0 < self.mix <= 1:
+            raise ConfigError(f"delayed_averaging:mix={self.mix}: more than 0 and at most 1")
+        if self.fragments < 1:
+            raise ConfigError(f"delayed_averaging:fragments={self.fragments}: at least 1")
+        in_steps = self.period.unit is PeriodUnit.STEPS
+        if self.fragments > 1 and (not in_steps or self.period.value % self.fragments != 0):
+            raise ConfigError(
+                f"delayed_averaging:fragments={self.fragments},period={self.period}: fragments need a period "
+                "in steps that is a multiple of their number"
+            )
+        if in_steps and self.delay > self.current_period.value:
+            raise ConfigError(
+                f"delayed_averaging:delay={self.delay}: longer than the {self.current_period} steps from one "
+                "exchange to the next (period / fragments); shorten it or lengthen the period"
+            )
+
+    @property
+    def current_period(self) -> Period:
+        """The time between exchanges: each fragment's period, divided among the fragments."""
+        return self.period if self.fragments == 1 else Period(self.period.value / self.fragments)
+
+    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
+        super().attach(replica, comm, timeline)
+        values = replica.parameters.values
+        align = _ALIGNMENT_BYTES // values.element_size()
+        cuts = [values.numel() * f // self.fragments // align * align for f in range(self.fragments)]
+        self._borders = [*cuts, values.numel()]
+        longest = max(b - a for a, b in zip(self._borders, self._borders[1:], strict=False))
+        # One exchange is under way at a time, so these two serve all fragments.
+        self._snapshot = values.new_empty(longest if comm.size > 1 else 0)
+        self._travelling = values.new_empty(longest + 1 if comm.size > 1 else 0)
+        self._next_fragment = 0
+        #: Frames of this rank from each fragment's last average to the beginning of the window.
+        self._earlier_frames = [0] * self.fragments
+        self._flight: _Flight | None = None
+
+    def update(self, progress: Progress) -> None:
+        super().update(progress)
+        if self._flight is not None:
+            self._flight.age += 1
+            if self._flight.age >= self.delay:
+                self._land()
+
+    def exchange(self) -> None:
+        if self.comm.size == 1:
+            return
+        # Not yet due only where a window in frames or seconds was shorter than the delay.
+        self._land()
+        with self.timeline.span(Span.COMM):
+            self._start()
+        for fragment in range(self.fragments):
+            self._earlier_frames[fragment] += self._window_frames
+        self._earlier_frames[self._next_fragment] = 0
+        self._next_fragment = (self._next_fragment + 1) % self.fragments
+        if self.delay == 0:
+            self._land()
+
+    def weight(self) -> float:
+        """Return this rank's weight: its frames since the last average of the fragment that is due next."""
+        return self._earlier_frames[self._next_fragment] + super().weight()
+
+    def _start(self) -> None:
+        fragment = self._next_fragment
+        start, end = self._borders[fragment : fragment + 2]
+        piece = self.replica.parameters.values[start:end]
+        travelling = self._travelling[: len(piece) + 1]
+        weight = self.weight()
+        self._snapshot[: len(piece)].copy_(piece)
+        torch.mul(piece, weight, out=travelling[:-1])
+        travelling[-1] = weight
+        work = self.comm.allreduce_async(travelling, name=f"fragment.{fragment}")
+        self._flight = _Flight(fragment, 0, work)
+
+    def _land(self) -> None:
+        """Use the result of the exchange under way, if there is one."""
+        if self._flight is None:
+            return
+        with self.timeline.span(Span.COMM):
+            self._wait(self._flight)
+        with self.timeline.span(Span.UPDATE):
+            self._correct(self._flight)
+        self._flight = None
+
+    def _wait(self, flight: _Flight) -> None:
+        if flight.work is not None:
+            flight.work.wait()
+            flight.work = None
+
+    def _correct(self, flight: _Flight) -> None:
+        start, end = self._borders[flight.fragment : flight.fragment + 2]
+        piece, total = self.replica.parameters.values[start:end], self._travelling[: end - start + 1]
+        piece.sub_(self._snapshot[: end - start], alpha=self.mix)
+        piece.addcdiv_(total[:-1], total[-1:], value=self.mix)
+
+    def pause(self) -> None:
+        # The result waits for its step; only the time until it is here is no longer hidden.
+        if self._flight is not None:
+            self._wait(self._flight)
+
+    def finish(self) -> None:
+        self._land()
+        self.average_parameters()
+        self._window_frames = self._window_steps = 0
+        self.comm.broadcast(self.replica.parameters.whole, name="parameters")
+
+    @contextlib.contextmanager
+    def evaluation_parameters(self) -> Iterator[None]:
+        """Show the mean of the replicas, each corrected by what is under way, as `finish` would make it."""
+        flight = self._flight
+        if flight is None:
+            with super().evaluation_parameters():
+                yield
+            return
+        self._wait(flight)
+        own = self.replica.parameters.values.clone()
+        self._correct(flight)
+        try:
+            with super().evaluation_parameters():
+                yield
+        finally:
+            self.replica.parameters.values.copy_(own)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict() | {
+            "next_fragment": self._next_fragment,
+            "earlier_frames": list(self._earlier_frames),
+            "flight": None,
+        }
+        if self._flight is not None:
+            self._wait(self._flight)
+            state["flight"] = [self._flight.fragment, self._flight.age]
+            state |= {"snapshot": self._snapshot, "sum": self._travelling}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._next_fragment = state["next_fragment"]
+        self._earlier_frames = list(state["earlier_frames"])
+        self._flight = None
+        if state["flight"] is not None:
+            fragment, age = state["flight"]
+            self._snapshot.copy_(state["snapshot"])
+            self._travelling.copy_(state["sum"])
+            self._flight = _Flight(fragment, age, None)
