@@ -1,0 +1,269 @@
+"""Identities of parameter_server and easgd: each against its equation, simulated in one process."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speechdp.comm.base import Communicator
+from speechdp.errors import ConfigError
+from tests.helpers.server_simulations import (
+    MOMENTUM,
+    SimulatedCentre,
+    SimulatedMaster,
+    momentum_replica,
+    turns,
+)
+from tests.helpers.strategy_runs import (
+    NUM_STEPS,
+    Run,
+    assert_bitwise_equal_over_ranks,
+    assert_close,
+    batches_of_all,
+    make_batch,
+    plain_sgd,
+)
+
+NEEDS_PEERS = True
+
+
+def in_turns(comm: Communicator, run: Run, ranks: Iterable[int], first: int = 0) -> None:
+    """Let the ranks step one after another; turn t has batch (rank, t)."""
+    for turn, rank in enumerate(ranks, first):
+        if comm.rank == rank:
+            run.step([make_batch(rank, turn)])
+        comm.barrier()
+
+
+def synchronous_server_equals_gradient_averaging(comm: Communicator) -> None:
+    for max_norm in (0.0, 0.05):
+        results = []
+        for strategy in ("gradient_averaging", "parameter_server:mode=sync"):
+            replica = momentum_replica()
+            replica.max_gradient_norm = max_norm
+            run = Run(comm, strategy, replica)
+            run.train(comm.rank)
+            results.append(run.finish())
+            assert_bitwise_equal_over_ranks(comm, results[-1], strategy)
+        assert_close(results[1], results[0], f"mode=sync, clipped to {max_norm}")
+        if max_norm == 0:
+            assert_close(results[1], plain_sgd(batches_of_all(comm.size), MOMENTUM), "mode=sync")
+
+
+def synchronous_server_with_ranks_without_frames(comm: Communicator) -> None:
+    """The last rank alone has frames from step 2 on; in the last step nobody has."""
+    last = comm.size - 1
+    batches = [[make_batch(r, s) for r in range(comm.size) if s < 2 or r == last] for s in range(NUM_STEPS)]
+    run = Run(comm, "parameter_server:mode=sync", momentum_replica())
+    for step in range(NUM_STEPS):
+        run.step([make_batch(comm.rank, step)] if step < 2 or comm.rank == last else [])
+    run.step([])
+    assert_close(run.finish(), plain_sgd(batches, MOMENTUM), "mode=sync with ranks that ran out")
+
+
+def dedicated_synchronous_server_equals_one_rank(comm: Communicator) -> None:
+    if comm.size == 1:
+        return
+    run = Run(comm, "parameter_server:mode=sync,dedicated=true", momentum_replica())
+    index, num_parts = run.strategy.shard(comm.rank, comm.size)
+    assert num_parts == comm.size - 1
+    for step in range(NUM_STEPS):
+        run.step([] if index is None else [make_batch(index, step)])
+    assert_close(run.finish(), plain_sgd(batches_of_all(num_parts), MOMENTUM), "dedicated, mode=sync")
+
+
+def one_worker_of_a_dedicated_server_is_plain_sgd(comm: Communicator) -> None:
+    if comm.size != 2:
+        return
+    run = Run(comm, "parameter_server:dedicated=true", momentum_replica())
+    if comm.rank == 1:
+        run.train(0)
+    assert_close(run.finish(), plain_sgd(batches_of_all(1), MOMENTUM), "one worker, dedicated server")
+
+
+def a_server_without_enough_workers_is_refused(comm: Communicator) -> None:
+    for strategy, needed in (("parameter_server", 2), ("easgd", 3)):
+        if comm.size >= needed:
+            continue
+        try:
+            Run(comm, f"{strategy}:dedicated=true")
+        except ConfigError as error:
+            assert f"at least {needed} ranks" in str(error), error
+        else:
+            raise AssertionError(f"{strategy}:dedicated=true was taken with {comm.size} ranks")
+
+
+def asynchronous_server_follows_the_equation(comm: Communicator) -> None:
+    for aware in (False, True):
+        strategy = f"parameter_server:staleness_aware={aware}"
+        run = Run(comm, strategy, momentum_replica())
+        expected = SimulatedMaster(comm.size, aware)
+        order = turns(comm.size)
+        comm.barrier()  # every rank has fetched before the first moves the master
+        in_turns(comm, run, order)
+        for turn, rank in enumerate(order):
+            expected.step(rank, turn)
+        assert_close(run.parameters(), expected.seen[comm.rank], f"{strategy}: what the worker sees")
+        ages = run.strategy.statistics()["staleness"]
+        seen = expected.ages[comm.rank]
+        assert ages == [seen.count(age) for age in range(len(ages))] and sum(ages) == len(seen), (ages, seen)
+        final = run.finish()
+        assert_close(final, expected.master.parameters.values, strategy)
+        assert_bitwise_equal_over_ranks(comm, final, strategy)
+
+
+def the_worker_next_to_the_server_keeps_to_itself(comm: Communicator) -> None:
+    """Rank 0's model stands still while the others move the master, by their learning rate and not by its."""
+    run = Run(comm, "parameter_server", momentum_replica())
+    expected = SimulatedMaster(comm.size)
+    before = run.parameters()
+    if comm.rank == 0:
+        run.replica.set_learning_rate(1e6)
+    comm.barrier()
+    order = [rank for rank in turns(comm.size) if rank > 0]
+    in_turns(comm, run, order)
+    for turn, rank in enumerate(order):
+        expected.step(rank, turn)
+    if comm.rank == 0:
+        assert torch.equal(run.parameters(), before)
+    assert_close(
+        run.finish(), expected.master.parameters.values, "parameter_server while rank 0 stands still"
+    )
+
+
+def elastic_averaging_follows_the_equation(comm: Communicator) -> None:
+    for options, alpha in (("period=1", 0.9 / comm.size), ("period=2,alpha=0.3", 0.3)):
+        run = Run(comm, f"easgd:{options}", momentum_replica())
+        if comm.size == 1:
+            run.train(0)
+            assert_close(run.finish(), plain_sgd(batches_of_all(1), MOMENTUM), options)
+            continue
+        expected = SimulatedCentre(comm.size, int(options[7]), alpha)
+        order = turns(comm.size)
+        in_turns(comm, run, order)
+        for turn, rank in enumerate(order):
+            expected.step(rank, turn)
+        own = expected.workers[comm.rank].parameters.values
+        assert_close(run.parameters(), own, f"easgd:{options}: worker")
+        final = run.finish()
+        assert_close(final, expected.centre, f"easgd:{options}: centre")
+        assert_bitwise_equal_over_ranks(comm, final, options)
+
+
+def synchronous_elastic_averaging_follows_the_equation(comm: Communicator) -> None:
+    run = Run(comm, "easgd:mode=sync,period=2", momentum_replica())
+    expected = SimulatedCentre(comm.size, 2, 0.9 / comm.size)
+    for step in range(NUM_STEPS):
+        run.step([make_batch(comm.rank, step)])
+        for rank in range(comm.size):
+            expected.local_step(rank, step)
+        if comm.size > 1 and step % 2 == 1:
+            expected.exchange_together()
+    own = expected.workers[comm.rank].parameters.values
+    assert_close(run.parameters(), own, "easgd:mode=sync: worker")
+    assert_close(run.finish(), own if comm.size == 1 else expected.centre, "easgd:mode=sync: centre")
+
+
+def elastic_age_counts_the_others_exchanges(comm: Communicator) -> None:
+    run = Run(comm, "easgd:period=1")
+    order = turns(comm.size)
+    in_turns(comm, run, order)
+    own = [turn for turn, rank in enumerate(order) if rank == comm.rank]
+    expected = [later - earlier - 1 for earlier, later in itertools.pairwise([-1, *own])]
+    ages = run.strategy.statistics().get("staleness", [])
+    if comm.size > 1:
+        assert ages == [expected.count(age) for age in range(max(expected) + 1)], (ages, expected)
+    run.finish()
+
+
+ASYNCHRONOUS = ("parameter_server", "easgd:period=2", "easgd:period=20f")
+
+
+def saved_and_loaded_goes_on_the_same(comm: Communicator) -> None:
+    order = turns(comm.size, 16)
+    for strategy in (*ASYNCHRONOUS, "parameter_server:mode=sync", "easgd:mode=sync,period=2"):
+        first = Run(comm, strategy, momentum_replica())
+        train = step_together if first.strategy.synchronous else in_turns
+        comm.barrier()
+        train(comm, first, order[:9], 0)
+        first.strategy.pause()
+        state = copy.deepcopy(first.strategy.state_dict())
+        parameters = first.parameters()
+        optimizer = {k: v.clone() for k, v in first.replica.optimizer_tensors().items()}
+        second = Run(comm, strategy, momentum_replica())
+        second.strategy.pause()
+        restore(comm, second, state, parameters, optimizer)
+        assert same(second.strategy.state_dict(), state), f"{strategy}: another state after loading it"
+        for run in (first, second):
+            run.strategy.resume()
+            comm.barrier()
+            train(comm, run, order[9:], 9)
+        mine, theirs = first.strategy.statistics(), second.strategy.statistics()
+        assert mine == theirs, f"{strategy}: {mine} uninterrupted, {theirs} resumed"
+        assert torch.equal(first.finish(), second.finish()), f"{strategy}: resumed differs"
+
+
+def step_together(comm: Communicator, run: Run, ranks: Iterable[int], first: int) -> None:
+    for turn, _ in enumerate(ranks, first):
+        run.step([make_batch(comm.rank, turn)])
+
+
+def restore(
+    comm: Communicator, run: Run, state: dict[str, Any], parameters: Tensor, optimizer: dict[str, Tensor]
+) -> None:
+    """Take up a state as the trainer does."""
+    run.strategy.load_state_dict(state)
+    run.replica.parameters.values.copy_(parameters)
+    run.replica.load_optimizer_tensors(optimizer)
+    if run.strategy.replicas_equal:
+        for name, tensor in run.replica.optimizer_tensors().items():
+            comm.broadcast(tensor, name=name)
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(a[k], b[k]) if isinstance(a[k], Tensor) else a[k] == b[k] for k in a
+    )
+
+
+def evaluation_shows_the_common_model_and_leaves_no_trace(comm: Communicator) -> None:
+    order = turns(comm.size, 12)
+    for strategy in (*ASYNCHRONOUS, "parameter_server:mode=sync", "easgd:mode=sync,period=2"):
+        results = []
+        for look in (False, True):
+            run = Run(comm, strategy, momentum_replica())
+            train = step_together if run.strategy.synchronous else in_turns
+            comm.barrier()
+            for start in (0, 6):
+                train(comm, run, order[start : start + 6], start)
+                run.strategy.pause()
+                if look:
+                    with run.strategy.evaluation_parameters():
+                        assert_bitwise_equal_over_ranks(comm, run.parameters(), f"{strategy}: evaluated")
+                        evaluated = run.parameters()
+                run.strategy.resume()
+                comm.barrier()
+            results.append(run.finish())
+        assert torch.equal(*results), f"{strategy}: evaluation left a trace"
+        assert torch.equal(evaluated, results[1]), f"{strategy}: the final model is not the evaluated one"
+
+
+CHECKS: tuple[Callable[[Communicator], None], ...] = (
+    synchronous_server_equals_gradient_averaging,
+    synchronous_server_with_ranks_without_frames,
+    dedicated_synchronous_server_equals_one_rank,
+    one_worker_of_a_dedicated_server_is_plain_sgd,
+    a_server_without_enough_workers_is_refused,
+    asynchronous_server_follows_the_equation,
+    the_worker_next_to_the_server_keeps_to_itself,
+    elastic_averaging_follows_the_equation,
+    synchronous_elastic_averaging_follows_the_equation,
+    elastic_age_counts_the_others_exchanges,
+    saved_and_loaded_goes_on_the_same,
+    evaluation_shows_the_common_model_and_leaves_no_trace,
+)

@@ -1,0 +1,71 @@
+"""parameter_server and easgd: options that are refused, parts of the data, a server that fails."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from speechdp.comm.base import Communicator
+from speechdp.comm.threads import run_threads
+from speechdp.errors import CommunicationError, ConfigError
+from speechdp.strategies import parse_strategy
+from tests.helpers.strategy_runs import Run, make_batch
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("parameter_server:mode=sync,staleness_aware=true", "no gradient is stale"),
+        ("parameter_server:mode=both", "choose one of async, sync"),
+        ("easgd:mode=sync,dedicated=true", "there is no server"),
+        ("easgd:alpha=1", "0 < alpha < 1"),
+        ("easgd:alpha=-0.1", "0 < alpha < 1"),
+        ("easgd:period=0", "is not a period"),
+    ],
+)
+def test_options_that_cannot_go_together_are_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_strategy(text)
+
+
+def test_a_centre_that_would_overshoot_is_refused_before_step_1() -> None:
+    run_threads(3, lambda comm: Run(comm, "easgd:mode=sync,alpha=0.33"))
+    with pytest.raises(ConfigError, match=r"alpha=0.34,mode=sync: with 3 ranks .* alpha <= 0.3333"):
+        run_threads(3, lambda comm: Run(comm, "easgd:mode=sync,alpha=0.34"))
+
+
+@pytest.mark.parametrize("name", ["parameter_server", "easgd"])
+def test_a_server_of_its_own_trains_on_nothing(name: str) -> None:
+    together, apart = parse_strategy(name), parse_strategy(f"{name}:dedicated=true")
+    assert [together.shard(rank, 3) for rank in range(3)] == [(0, 3), (1, 3), (2, 3)]
+    assert [apart.shard(rank, 3) for rank in range(3)] == [(None, 2), (0, 2), (1, 2)]
+
+
+def test_only_what_is_in_step_is_synchronous() -> None:
+    for name in ("parameter_server", "easgd"):
+        assert not parse_strategy(name).synchronous and parse_strategy(name).needs_peers
+        assert parse_strategy(f"{name}:mode=sync").synchronous
+    assert not parse_strategy("easgd:mode=sync").needs_peers
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("strategy", ["parameter_server", "easgd:period=1"])
+def test_a_failing_server_ends_every_rank(strategy: str) -> None:
+    """Rank 1 sends what the server cannot read; nobody waits for an answer for ever."""
+
+    def work(comm: Communicator) -> None:
+        run = Run(comm, strategy)
+        comm.barrier()
+        if comm.rank == 1:
+            run.strategy.peers.send(torch.zeros(1), 0, tag=0)
+        if comm.rank == 2:
+            run.step([make_batch(2, 0)])  # may be served before, or wait in vain
+        run.strategy.pause()
+
+    with pytest.raises(CommunicationError, match="expected 32 bytes with tag 0 from rank 1"):
+        run_threads(3, work, timeout_s=20.0)
+    for thread in threading.enumerate():
+        thread.join(5.0) if thread.name == "server" else None
+    assert "server" not in [thread.name for thread in threading.enumerate()]
