@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from speechdp.timing import wording
 from speechdp.timing.derived import RunFigures
+from speechdp.timing.results import WordErrors
 
 #: A run keeps the accuracy if its final held-out log-probability is this close to the best, nats/frame.
 LOG_PROB_TOLERANCE = 0.02
@@ -50,7 +52,7 @@ def find_answer(rows: Sequence[RunFigures]) -> Answer:
     if not comparable:
         return _without_comparison(rows, finished, cautions)
     best = max(comparable, key=lambda row: row.log_prob or 0.0)
-    eligible = _accurate_enough(comparable, best)
+    eligible = accurate_enough(comparable, best)
     chosen = max(eligible, key=_rate)
     details = _comparison(comparable, chosen, best, labels)
     if chosen.run.model_period is None:
@@ -74,14 +76,33 @@ def _without_comparison(
     return Answer(headline, (), _limit(fastest, labels), cautions, None)
 
 
-def _accurate_enough(rows: Sequence[RunFigures], best: RunFigures) -> list[RunFigures]:
-    """Return the rows that satisfy both parts of RULE; if no row does, the best alone."""
+class Accuracy(Protocol):
+    """What RULE looks at."""
+
+    @property
+    def log_prob(self) -> float | None:
+        """Held-out log-probability, nats/frame."""
+
+    @property
+    def word_errors(self) -> WordErrors | None:
+        """Word error rate and its interval."""
+
+
+Row = TypeVar("Row", bound=Accuracy)
+
+
+def accurate_enough(rows: Sequence[Row], best: Row, tolerance: float = LOG_PROB_TOLERANCE) -> list[Row]:
+    """Return the rows that satisfy both parts of RULE; if no row does, the best alone.
+
+    Args:
+        tolerance: how far from the best log-probability is near enough, nats/frame.
+    """
     assert best.log_prob is not None
     rates = [row.word_errors for row in rows if row.word_errors is not None]
     lowest = min(rates, key=lambda errors: errors.wer, default=None)
-    kept: list[RunFigures] = []
+    kept: list[Row] = []
     for row in rows:
-        close = row.log_prob is not None and row.log_prob >= best.log_prob - LOG_PROB_TOLERANCE
+        close = row.log_prob is not None and row.log_prob >= best.log_prob - tolerance
         errors = row.word_errors
         overlaps = lowest is None or (
             errors is not None

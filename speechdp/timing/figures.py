@@ -35,12 +35,18 @@ STYLE: dict[Any, Any] = {
 
 
 @dataclass(frozen=True)
-class Plot:
-    """One plot of the page: its file-safe name, what it shows, its size in inches, how it is drawn."""
+class Frame:
+    """What a plot is called (file-safe), what it shows, and its size in inches."""
 
     name: str
     description: str
     size: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Plot(Frame):
+    """One plot of the page, and how it is drawn."""
+
     draw: Callable[[Axes, Sequence[RunFigures], Canvas], bool]
 
 
@@ -95,15 +101,20 @@ def make_plots(rows: Sequence[RunFigures]) -> list[Plot]:
 def render_svg(plot: Plot, rows: Sequence[RunFigures]) -> str | None:
     """Return a plot as an SVG element for a page, or None where the runs have nothing to draw."""
     canvas = make_canvas(rows, PAGE)
+    return svg_of(plot, canvas, lambda ax: plot.draw(ax, rows, canvas))
+
+
+def svg_of(frame: Frame, canvas: Canvas, draw: Callable[[Axes], bool]) -> str | None:
+    """Return what `draw` draws as an SVG element for a page, or None where it draws nothing."""
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=plot.size, layout="constrained")
-        if not plot.draw(figure.add_subplot(), rows, canvas):
+        figure = Figure(figsize=frame.size, layout="constrained")
+        if not draw(figure.add_subplot()):
             return None
         buffer = io.StringIO()
         # No metadata: it would be a block of links to the vocabularies that describe it.
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(buffer, format="svg", metadata=nothing)
-    return _for_page(buffer.getvalue(), plot, canvas)
+    return _for_page(buffer.getvalue(), frame, canvas)
 
 
 def render_png(path: Path, rows: Sequence[RunFigures]) -> bool:
@@ -154,7 +165,7 @@ def _add_span_legend(ax: Axes, canvas: Canvas) -> None:
     )  # fmt: skip
 
 
-def _for_page(svg: str, plot: Plot, canvas: Canvas) -> str:
+def _for_page(svg: str, plot: Frame, canvas: Canvas) -> str:
     """Fit matplotlib's file into a page: ids of its own, the page's font and colours, texts to point at."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)

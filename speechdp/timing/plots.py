@@ -100,12 +100,12 @@ def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_
     Returns:
         False, with nothing drawn, where no run has an evaluation.
     """
-    curves = [(row, _curve(row.run.evaluations, over_time)) for row in rows]
+    curves = [(row, curve_points(row.run.evaluations, over_time)) for row in rows]
     curves = [(row, points) for row, points in curves if points]
     if not curves:
         return False
     longest = max(points[-1][0] for _, points in curves)
-    scale, unit = _time_unit(longest) if over_time else _frames_unit(longest)
+    scale, unit = time_unit(longest) if over_time else frames_unit(longest)
     style_axes(ax, "Learning over time" if over_time else "Learning over frames", "nats/frame", canvas.theme)
     for row, points in curves:
         xs, ys = [x / scale for x, _, _ in points], [y for _, y, _ in points]
@@ -118,7 +118,7 @@ def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_
     ax.set_xlabel(f"training time ({unit})" if over_time else f"frames trained on, all ranks ({unit})")
     ax.xaxis.label.set_color(canvas.theme.muted)
     ax.set_xlim(0, longest / scale * 1.02)
-    _focus_on_end(ax, [[y for _, y, _ in points] for _, points in curves])
+    focus_on_end(ax, [[y for _, y, _ in points] for _, points in curves])
     _label_ends(ax, curves, scale, canvas)
     return True
 
@@ -172,7 +172,8 @@ def _limit_axes(ax: Axes, xs: Sequence[float], measure: Measure) -> None:
     ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
 
 
-def _curve(evaluations: Sequence[Evaluation], over_time: bool) -> list[tuple[float, float, Evaluation]]:
+def curve_points(evaluations: Sequence[Evaluation], over_time: bool) -> list[tuple[float, float, Evaluation]]:
+    """Return (training time in s or frames, log-probability, evaluation) where both are known."""
     points: list[tuple[float, float, Evaluation]] = []
     for evaluation in evaluations:
         x = evaluation.time_s if over_time else evaluation.frames
@@ -189,17 +190,19 @@ def _evaluation_tip(label: str, evaluation: Evaluation) -> str:
     )
 
 
-def _frames_unit(longest: float) -> tuple[float, str]:
+def frames_unit(longest: float) -> tuple[float, str]:
+    """Return what to divide frames by on an axis, and its name."""
     return (1e6, "million") if longest >= 1e6 else (1e3, "thousand")
 
 
-def _time_unit(longest: float) -> tuple[float, str]:
+def time_unit(longest: float) -> tuple[float, str]:
+    """Return what to divide seconds by on an axis, and its name."""
     if longest >= 2 * 3600:
         return 3600.0, "h"
     return (60.0, "min") if longest >= 180 else (1.0, "s")
 
 
-def _focus_on_end(ax: Axes, curves: Sequence[Sequence[float]]) -> None:
+def focus_on_end(ax: Axes, curves: Sequence[Sequence[float]]) -> None:
     """Cut off the steep beginning, if there are evaluations enough: it would press the ends together."""
     values = [y for curve in curves for y in curve]
     best, worst = max(values), min(values)

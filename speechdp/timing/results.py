@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,13 @@ ONE_RANK = "one-rank"
 
 @dataclass(frozen=True)
 class RankTiming:
-    """Sums of one rank over the steps after its warm-up; times in s."""
+    """Sums of one rank over the steps after its warm-up; times in s.
+
+    Attributes:
+        sent_bytes: payload this rank sent while training, warm-up included; None where it was not counted.
+        trained_s: training time of the same steps.
+        statistics: what the strategy tells besides; e.g. `staleness`: counts of exchanges by age.
+    """
 
     rank: int
     host: str
@@ -22,6 +28,9 @@ class RankTiming:
     spans_s: dict[str, float]
     eval_s: float = 0.0
     checkpoint_s: float = 0.0
+    sent_bytes: float | None = None
+    trained_s: float | None = None
+    statistics: dict[str, Any] = field(default_factory=dict)
 
     @property
     def comm_s(self) -> float:
@@ -66,6 +75,7 @@ class Evaluation:
         log_prob: mean held-out log-probability, nats per frame.
         accuracy: held-out frame accuracy, 0 to 1.
         train_loss: nats per frame.
+        replica_distance: largest over ranks of |w_i - w| / |w| just before, w the parameters evaluated.
     """
 
     step: int
@@ -75,6 +85,7 @@ class Evaluation:
     log_prob: float | None
     accuracy: float | None
     train_loss: float | None
+    replica_distance: float | None = None
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,7 @@ def _evaluation(record: dict[str, Any]) -> Evaluation:
         log_prob=_number(record, "heldout_log_prob"),
         accuracy=_number(record, "heldout_frame_accuracy"),
         train_loss=_number(record, "train_loss"),
+        replica_distance=_number(record, "replica_distance"),
     )
 
 
@@ -228,6 +229,9 @@ def _rank_timing(entry: Any) -> RankTiming | None:
         spans_s={name: seconds or 0.0 for name, seconds in spans.items()},
         eval_s=_number(entry, "eval_s") or 0.0,
         checkpoint_s=_number(entry, "checkpoint_s") or 0.0,
+        sent_bytes=_number(entry, "sent_bytes"),
+        trained_s=_number(entry, "trained_s"),
+        statistics=entry["statistics"] if isinstance(entry.get("statistics"), dict) else {},
     )
 
 

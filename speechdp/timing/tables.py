@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -21,16 +22,19 @@ WIDE_COLUMNS = 160
 Value = float | int | str | None
 
 
+Row = TypeVar("Row")
+
+
 @dataclass(frozen=True)
-class Column:
+class Column(Generic[Row]):
     """One column: heading, what it means, how a row's cell is written and what it is sorted by."""
 
     key: str
     title: str
     unit: str
     meaning: str
-    text: Callable[[RunFigures], str]
-    value: Callable[[RunFigures], Value]
+    text: Callable[[Row], str]
+    value: Callable[[Row], Value]
     is_number: bool = True
 
 
@@ -38,7 +42,7 @@ class Column:
 class Cell:
     """A cell of the page's table."""
 
-    column: Column
+    column: Column[Any]
     text: str
     sort_key: str
 
@@ -62,7 +66,7 @@ def _time_to_target(row: RunFigures) -> str:
     return wording.seconds(row.time_to_target_s)
 
 
-COLUMNS: tuple[Column, ...] = (
+COLUMNS: tuple[Column[RunFigures], ...] = (
     Column(
         "strategy",
         "strategy",
@@ -223,7 +227,7 @@ def _tall(rows: Sequence[RunFigures], caption: str) -> Table:
 
 def page_rows(rows: Sequence[RunFigures]) -> list[tuple[RunFigures, list[Cell]]]:
     """Return each row with its cells, for the page."""
-    return [(row, [_cell(column, row) for column in COLUMNS]) for row in rows]
+    return [(row, [make_cell(column, row) for column in COLUMNS]) for row in rows]
 
 
 def csv_text(rows: Sequence[RunFigures], target: float | None) -> str:
@@ -248,7 +252,8 @@ def name_and_status(row: RunFigures) -> str:
     return row.run.name if row.run.status == "complete" else f"{row.run.name} ({row.run.status})"
 
 
-def _cell(column: Column, row: RunFigures) -> Cell:
+def make_cell(column: Column[Row], row: Row) -> Cell:
+    """Return a row's cell in a column."""
     value = column.value(row)
     # Runs without the figure sort last; periods sort as numbers where they are.
     if isinstance(value, str):
