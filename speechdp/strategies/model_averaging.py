@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from speechdp.strategies.periodic import PeriodicStrategy
-from speechdp.timing.timeline import Span
+from speechdp.comm.base import Communicator
+from speechdp.errors import ConfigError
+from speechdp.strategies.base import Progress
+from speechdp.strategies.last_models import LastModels
+from speechdp.strategies.loss_sum import LossSum
+from speechdp.strategies.periodic import MomentumRule, PeriodicStrategy
+from speechdp.timing.timeline import Span, Timeline
+from speechdp.train.replica import Replica
 
 
 @dataclass(eq=False)
@@ -21,25 +28,131 @@ class ModelAveraging(PeriodicStrategy):
     average.  With K = 1 and plain SGD this is gradient averaging.
 
     Exchange: the flat parameters and the weight behind them in one allreduce; 2 (N-1)/N times the
-    parameters' bytes sent by a rank and period (twice with momentum=average).
+    parameters' bytes sent by a rank and period (twice with momentum=average).  first=best and leave_out add
+    an allreduce of N numbers before it.
 
     Guarantee: replicas are bitwise equal after each average, and after finish.
 
-    Source: K-AVG, Zhou & Cong 2018 (arXiv 1708.01012, algorithm 1); Kaldi's nnet3 averaging per iteration.
+    Source: K-AVG, Zhou & Cong 2018 (arXiv 1708.01012, algorithm 1); Kaldi's nnet3 averaging per iteration
+    (commit f400766: steps/libs/nnet3/train/common.py, nnet3-combine.cc); `begin`: post-local SGD, Lin et al.
     Deviations: weights by frames (kaldi-aslp does the same) instead of equal ones; momentum is an option.
+    From Kaldi come first, leave_out (its margin is 1.0), max_change (2.0; only its limit on the whole model,
+    which it also lowers in the first iteration, not the one on each layer) and combine (20); a job of Kaldi's
+    begins each iteration with fresh momentum, here only a rank that was left out does.
     """
 
     #: What becomes of the optimizer's state at an average: each rank's own, their mean, or zero.
-    momentum: Literal["keep", "average", "reset"] = "keep"
+    momentum: MomentumRule = "keep"
+    #: The first round: an average like the others, or the parameters of the rank with the best objective.
+    first: Literal["average", "best"] = "average"
+    #: Leave out of an average a rank whose objective is worse than the best by more; nats a frame, 0: none.
+    leave_out: float = 0.0
+    #: Largest norm of the change that one minibatch makes to the whole model; 0: any.
+    max_change: float = 0.0
+    #: Models of the end of training that the final model may be a mean of; 0: it is the last average.
+    combine: int = 0
+
+    def check_options(self) -> None:
+        for name in ("leave_out", "max_change"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{self.name}:{name}={getattr(self, name)}: must be 0 (off) or positive")
+        if self.combine < 0 or self.combine == 1:
+            raise ConfigError(f"{self.name}:combine={self.combine}: must be 0 (off) or at least 2 models")
+
+    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
+        super().attach(replica, comm, timeline)
+        self._window_loss = LossSum()
+        self._rounds = 0  # averages so far
+        self._times_left_out = 0  # of this rank
+        self._share: float | None = None  # weight that a rule has given this rank in the average under way
+        self._last_models = LastModels(self.combine, comm)
+        self._before = replica.parameters.values.clone() if self.max_change > 0 else None
+
+    @property
+    def _judges(self) -> bool:
+        """Whether the average about to be made depends on the ranks' objectives."""
+        return self.comm.size > 1 and (self.leave_out > 0 or (self.first == "best" and self._rounds == 0))
+
+    def observe_loss(self, total: Tensor, frames: int) -> None:
+        if self._judges:
+            self._window_loss.add(total, frames)
+
+    def update(self, progress: Progress) -> None:
+        if self._before is None:
+            super().update(progress)
+            return
+        values = self.replica.parameters.values
+        self._before.copy_(values)
+        super().update(progress)
+        with self.timeline.span(Span.UPDATE):
+            norm = torch.dist(values, self._before)
+            # A tensor, so that the host need not wait for a device; at 1 lerp returns `values` to the bit.
+            share = self.max_change / torch.clamp(norm, min=self.max_change)
+            torch.lerp(self._before, values, share, out=values)
 
     def exchange(self) -> None:
         with self.timeline.span(Span.COMM):
             self.average_parameters()
-            if self.momentum == "average":
-                for name, tensor in self._optimizer_vectors():
-                    self.average_tensor(torch.cat([tensor, tensor.new_zeros(1)]), name, result=tensor)
-            elif self.momentum == "reset":
+            if self._share == 0:  # the momentum of a model that has gone astray must not push the average
+                self._times_left_out += 1
                 self.replica.reset_optimizer()
+            self.settle_momentum(self.momentum)
+        self._rounds += 1
 
-    def _optimizer_vectors(self) -> list[tuple[str, Tensor]]:
-        return [(n, t) for n, t in self.replica.optimizer_tensors().items() if t.dim() == 1]
+    def weight(self) -> float:
+        return super().weight() if self._share is None else self._share
+
+    def average_parameters(self) -> None:
+        self._share = self._judge() if self._judges else None
+        super().average_parameters()
+
+    def _judge(self) -> float | None:
+        """Compare objectives; return 0 or 1 if they decide this rank's weight, None if its frames do."""
+        rank, loss = self.comm.rank, self._window_loss
+        mean = loss.total / loss.frames if loss.frames > 0 else math.inf
+        objectives = torch.zeros(self.comm.size, dtype=torch.float64)
+        objectives[rank] = math.inf if math.isnan(mean) else mean
+        self.comm.allreduce(objectives, name="objectives")
+        best = int(objectives.argmin())  # the first of equals, on every rank
+        if self.first == "best" and self._rounds == 0:
+            return 1.0 if rank == best else 0.0
+        is_astray = loss.frames > 0 and bool(objectives[rank] > objectives[best] + self.leave_out)
+        return 0.0 if is_astray else None
+
+    def _start_window(self, progress: Progress) -> None:
+        super()._start_window(progress)
+        self._window_loss.reset()
+        if self.combine:
+            self._last_models.offer(self.replica.parameters.values, progress)
+
+    def finish(self) -> None:
+        is_new = self._window_steps > 0
+        super().finish()
+        if self.combine:
+            self._last_models.conclude(self.replica.parameters.values, is_new=is_new)
+
+    def final_models(self) -> list[Tensor]:
+        """Return the means of the last 2, 3, ... models that combine= has kept.  Collective."""
+        return self._last_models.means(self.replica.parameters.values) if self.combine else []
+
+    def statistics(self) -> dict[str, Any]:
+        return {"times_left_out": self._times_left_out} if self.leave_out > 0 else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "rounds": self._rounds,
+            "times_left_out": self._times_left_out,
+            **{f"loss.{k}": v for k, v in self._window_loss.state_dict().items()},
+            **{f"last.{k}": v for k, v in self._last_models.state_dict().items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._rounds, self._times_left_out = state["rounds"], state["times_left_out"]
+        self._window_loss.load_state_dict(_part("loss.", state))
+        self._last_models.load_state_dict(_part("last.", state))
+
+
+def _part(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
+    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
