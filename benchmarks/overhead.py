@@ -37,7 +37,8 @@ from speechdp.data.features import FeatureConfig
 from speechdp.data.loader import Loader, SplitReader
 from speechdp.data.plan import plan_epoch
 from speechdp.data.shards import ShardHeader, ShardWriter, Utterance
-from speechdp.train.session import Session, build_trainer, make_model
+from speechdp.train.build import build_trainer, make_model
+from speechdp.train.session import Session
 from speechdp.train.stop import StopAgreement, StopRequest
 
 NUM_CLASSES = 60

@@ -165,7 +165,7 @@ class CompareCommand:
 
 def _announcement(request: CompareRequest) -> list[str]:
     """Say what is going to be trained, and what a step holds; refuse a batch that cannot be shared out."""
-    from speechdp.train.session import training_ranks  # noqa: PLC0415
+    from speechdp.train.build import training_ranks  # noqa: PLC0415
 
     plan = request.plan
     words = []

@@ -14,8 +14,9 @@ from speechdp.decode.lexicon import Lexicon
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.errors import RunError
 from speechdp.train.model_file import LoadedModel, load_model
+from speechdp.train.run import train_run
 from speechdp.train.run_files import RunDirectory
-from speechdp.train.session import Session, train_run
+from speechdp.train.session import Session
 
 
 def train_with_realignment(

@@ -15,8 +15,9 @@ from speechdp.comm.threads import run_threads
 from speechdp.data.dataset import Dataset
 from speechdp.train.checkpoint import RankState, load_checkpoint
 from speechdp.train.progress import SilentReporter
+from speechdp.train.run import train_run
 from speechdp.train.run_files import Metrics
-from speechdp.train.session import Session, train_run
+from speechdp.train.session import Session
 
 SIZE = 2
 

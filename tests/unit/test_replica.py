@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from speechdp.config import OptimizerOptions, TrainOptions
 from speechdp.data.features import FeatureConfig
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.train.build import make_replica
 from speechdp.train.replica import Replica
-from speechdp.train.session import make_replica
 
 TOLERANCE = 1e-9
 NUM_STEPS = 6

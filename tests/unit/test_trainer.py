@@ -24,9 +24,11 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.tasks.acoustic import AcousticTask, FrameScores, LossSum
 from speechdp.timing.summary import read_run
 from speechdp.train import stop, trainer
+from speechdp.train.build import build_trainer
 from speechdp.train.checkpoint import checkpoint_steps, load_checkpoint
 from speechdp.train.progress import SilentReporter
-from speechdp.train.session import Session, build_trainer, train_run
+from speechdp.train.run import train_run
+from speechdp.train.session import Session
 from speechdp.train.stop import StopRequest
 from speechdp.train.sweep import SweepPlan, run_sweep
 from speechdp.train.trainer import Stopped

@@ -15,7 +15,8 @@ from speechdp.config import BatchOptions, ModelOptions, TrainOptions
 from speechdp.data.dataset import Dataset
 from speechdp.train.checkpoint import checkpoint_steps
 from speechdp.train.progress import SilentReporter
-from speechdp.train.session import Session, train_run
+from speechdp.train.run import train_run
+from speechdp.train.session import Session
 from speechdp.train.stop import StopRequest
 from speechdp.train.trainer import Stopped
 from tests.helpers.finished_run import evaluations, model_tensors

@@ -19,7 +19,8 @@ from speechdp.data.plan import plan_epoch
 from speechdp.train import stop
 from speechdp.train.checkpoint import checkpoint_steps
 from speechdp.train.progress import SilentReporter
-from speechdp.train.session import Session, train_run
+from speechdp.train.run import train_run
+from speechdp.train.session import Session
 from speechdp.train.stop import StopRequest
 from speechdp.train.trainer import Stopped
 from tests.helpers.finished_run import assert_equal_runs

@@ -1,0 +1,163 @@
+"""One run from options to finished model: build, train, time, save."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from speechdp.config import TrainOptions
+from speechdp.data.dataset import Dataset
+from speechdp.data.loader import SplitReader
+from speechdp.decode.hmm import StateInventory, count_frames_and_runs
+from speechdp.errors import ConfigError
+from speechdp.strategies.registry import describe, parse_strategy
+from speechdp.timing.summary import gather_timing, write_timing
+from speechdp.train.build import build_trainer, make_model, open_loader, training_ranks
+from speechdp.train.checkpoint import RankState, load_checkpoint
+from speechdp.train.model_file import ClassCounts, save_model
+from speechdp.train.run_files import RunDirectory
+from speechdp.train.session import Session
+from speechdp.train.stop import StopAgreement
+from speechdp.train.trainer import Stopped, Trainer
+
+
+def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume: bool = False) -> None:
+    """Train one run to its end and leave model, metrics, timing and completion marker in `run_dir`.
+
+    Collective.
+
+    Raises:
+        ConfigError: options that do not fit the data, or a folder that already holds a run.
+        RunError: NaN in the loss, a full disk, no whole checkpoint.
+        ShardError: damaged data.
+        Stopped: a signal asked for it; a checkpoint holds everything.
+    """
+    # Refuses a batch that cannot be shared out before a run is begun.
+    resolved = options.resolve(training_ranks(options, session.comm.size))
+    origin = _origin(session.dataset)
+    for split in (options.train_split, options.held_out):
+        session.dataset.shard_paths(split)  # refuses a split there is none of, before a run is begun
+    run = RunDirectory(run_dir)
+    if resume and session.comm.broadcast_object(run.is_complete):
+        _keep_complete(session, options, run)
+        return
+    state = _prepare_folder(session, options, run, resume=resume)
+    with ExitStack() as stack:
+        stack.callback(session.reporter.end)  # also after a failure: a live bar hides the cursor
+        trainer, reader = build_trainer(session, options, run_dir, stack)
+        if state is not None:
+            trainer.restore(state)
+        loader, dealing = open_loader(session, resolved, trainer, reader, stack)
+        try:
+            trainer.run(loader, StopAgreement(session.stop, session.comm))
+        except Stopped:
+            if dealing is not None:
+                dealing.close()
+            raise
+        if dealing is not None:
+            dealing.close()
+        _conclude(session, run, trainer, count_classes(reader, session), origin)
+
+
+def _keep_complete(session: Session, options: TrainOptions, run: RunDirectory) -> None:
+    """Leave a run that has ended well as it is: training no step would still replace its timing."""
+    run.check_same(options.fingerprint(), session.dataset.checksum)
+    if session.comm.rank == 0:
+        run.complete_again()
+    session.comm.barrier()
+    session.reporter.notice(f"{run.path}: is complete already")
+
+
+def _prepare_folder(
+    session: Session, options: TrainOptions, run: RunDirectory, *, resume: bool
+) -> RankState | None:
+    comm = session.comm
+    if comm.rank == 0:
+        if not resume and run.is_begun:
+            raise ConfigError(f"{run.path}: already holds a run; go on with --resume, or --overwrite it")
+        if run.is_begun:
+            run.check_same(options.fingerprint(), session.dataset.checksum)
+    comm.barrier()
+    notices: list[str] = []
+    state = load_checkpoint(run.path, comm, notices) if resume else None
+    for notice in notices:
+        session.reporter.notice(notice)
+    if comm.rank == 0 and not run.is_begun:
+        run.begin(_facts(session, options))
+    if comm.rank == 0:
+        run.truncate_metrics(0 if state is None else state.values["counters"]["step"])
+    comm.barrier()
+    if resume:
+        done = "the beginning" if state is None else f"step {state.values['counters']['step']}"
+        session.reporter.notice(f"{run.path}: going on from {done}")
+    return state
+
+
+def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
+    strategy = parse_strategy(options.strategy)
+    workers = training_ranks(options, session.comm.size)
+    with torch.device("meta"):  # only to count: the weights themselves are made when training is built
+        num_parameters = sum(p.numel() for p in make_model(session.dataset, options).parameters())
+    name = describe(strategy).partition(":")[0]
+    period = getattr(strategy, "period", getattr(strategy, "every", None))
+    return {
+        "strategy": describe(strategy),
+        "strategy_name": name,
+        "period": None if period is None else str(period),
+        "backend": session.comm.backend,
+        "size": session.comm.size,
+        "device": str(session.device.type),
+        "seed": options.seed,
+        "preset": options.model.preset,
+        "batch_size": options.resolve(workers).batches().batch_size,
+        "num_parameters": num_parameters,
+        "options": options.to_json(workers),
+        "fingerprint": options.fingerprint(),
+        "data": {"path": str(session.dataset.path), "checksum": session.dataset.checksum},
+        **session.facts,
+    }
+
+
+def _origin(dataset: Dataset) -> dict[str, Any]:
+    """Return what the model file says of the data; before training, lest a missing file be found after it."""
+    return {
+        "feature_dim": dataset.feature_dim,
+        "num_classes": dataset.num_classes,
+        "classes_sha256": StateInventory.load(dataset.classes_path).sha256,
+        "data_checksum": dataset.checksum,
+        "features": dataset.features.to_dict(),
+        "sampling_rate": dataset.sampling_rate,
+    }
+
+
+def count_classes(reader: SplitReader, session: Session) -> ClassCounts:
+    """Count frames and runs of each class over a split.  Collective: each rank counts some shards."""
+    num_classes = session.dataset.num_classes
+    counts = np.zeros((2, num_classes), dtype=np.int64)
+    for shard_index in range(session.comm.rank, len(reader.shards), session.comm.size):
+        for utterance in range(reader.shards[shard_index].num_utterances):
+            targets = reader.whole(shard_index, utterance).targets
+            counts += np.stack(count_frames_and_runs(targets, num_classes))
+    session.comm.allreduce(torch.from_numpy(counts), name="class_counts")
+    return ClassCounts(counts[0], counts[1])
+
+
+def _conclude(
+    session: Session, run: RunDirectory, trainer: Trainer, counts: ClassCounts, origin: dict[str, Any]
+) -> None:
+    parts, comm = trainer.parts, session.comm
+    timing = gather_timing(parts.timeline, comm, trainer.traffic())
+    # A run resumed at its very end has timed nothing; its timeline still holds all steps.
+    if timing is not None and all(entry["steps"] > 0 for entry in timing["ranks"]):
+        write_timing(run.path, timing)
+    parts.reporter.end()
+    if comm.rank == 0:
+        save_model(run.path, parts.model, counts, origin)
+        counters = trainer.counters
+        run.complete({"step": counters.step, "epochs": counters.epoch, "host": socket.gethostname()})
+    comm.barrier()
