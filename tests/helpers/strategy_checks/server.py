@@ -32,11 +32,12 @@ from tests.helpers.strategy_runs import (
 NEEDS_PEERS = True
 
 
-def in_turns(comm: Communicator, run: Run, ranks: Iterable[int], first: int = 0) -> None:
-    """Let the ranks step one after another; turn t has batch (rank, t)."""
-    for turn, rank in enumerate(ranks, first):
-        if comm.rank == rank:
-            run.step([make_batch(rank, turn)])
+def in_turns(comm: Communicator, run: Run, workers: Iterable[int], first: int = 0) -> None:
+    """Let the workers step one after another; turn t has batch (worker, t)."""
+    mine, _ = run.strategy.shard(comm.rank, comm.size)
+    for turn, worker in enumerate(workers, first):
+        if worker == mine:
+            run.step([make_batch(worker, turn)])
         comm.barrier()
 
 
@@ -99,22 +100,24 @@ def a_server_without_enough_workers_is_refused(comm: Communicator) -> None:
 
 
 def asynchronous_server_follows_the_equation(comm: Communicator) -> None:
-    for aware in (False, True):
-        strategy = f"parameter_server:staleness_aware={aware}"
-        run = Run(comm, strategy, momentum_replica())
-        expected = SimulatedMaster(comm.size, aware)
-        order = turns(comm.size)
+    for options in ("", "staleness_aware=true", "dedicated=true", "staleness_aware=true,dedicated=true"):
+        if "dedicated" in options and comm.size == 1:
+            continue
+        run = Run(comm, f"parameter_server:{options}", momentum_replica())
+        worker, num_workers = run.strategy.shard(comm.rank, comm.size)
+        expected = SimulatedMaster(num_workers, "staleness_aware" in options)
+        order = turns(num_workers)
         comm.barrier()  # every rank has fetched before the first moves the master
         in_turns(comm, run, order)
-        for turn, rank in enumerate(order):
-            expected.step(rank, turn)
-        assert_close(run.parameters(), expected.seen[comm.rank], f"{strategy}: what the worker sees")
-        ages = run.strategy.statistics()["staleness"]
-        seen = expected.ages[comm.rank]
-        assert ages == [seen.count(age) for age in range(len(ages))] and sum(ages) == len(seen), (ages, seen)
+        for turn, mover in enumerate(order):
+            expected.step(mover, turn)
+        if worker is not None:
+            assert_close(run.parameters(), expected.seen[worker], f"{options}: what the worker sees")
+            ages, seen = run.strategy.statistics()["staleness"], expected.ages[worker]
+            assert ages == [seen.count(age) for age in range(max(seen) + 1)], (ages, seen)
         final = run.finish()
-        assert_close(final, expected.master.parameters.values, strategy)
-        assert_bitwise_equal_over_ranks(comm, final, strategy)
+        assert_close(final, expected.master.parameters.values, f"parameter_server:{options}")
+        assert_bitwise_equal_over_ranks(comm, final, options)
 
 
 def the_worker_next_to_the_server_keeps_to_itself(comm: Communicator) -> None:
@@ -137,21 +140,24 @@ def the_worker_next_to_the_server_keeps_to_itself(comm: Communicator) -> None:
 
 
 def elastic_averaging_follows_the_equation(comm: Communicator) -> None:
-    for options, alpha in (("period=1", 0.9 / comm.size), ("period=2,alpha=0.3", 0.3)):
-        run = Run(comm, f"easgd:{options}", momentum_replica())
-        if comm.size == 1:
-            run.train(0)
-            assert_close(run.finish(), plain_sgd(batches_of_all(1), MOMENTUM), options)
+    if comm.size == 1:
+        return
+    for period, alpha, dedicated in ((1, 0.0, False), (2, 0.3, False), (2, 0.0, True)):
+        if dedicated and comm.size < 3:
             continue
-        expected = SimulatedCentre(comm.size, int(options[7]), alpha)
-        order = turns(comm.size)
+        options = f"easgd:period={period},alpha={alpha},dedicated={dedicated}"
+        run = Run(comm, options, momentum_replica())
+        worker, num_workers = run.strategy.shard(comm.rank, comm.size)
+        expected = SimulatedCentre(num_workers, period, alpha or 0.9 / num_workers)
+        order = turns(num_workers)
         in_turns(comm, run, order)
-        for turn, rank in enumerate(order):
-            expected.step(rank, turn)
-        own = expected.workers[comm.rank].parameters.values
-        assert_close(run.parameters(), own, f"easgd:{options}: worker")
+        for turn, mover in enumerate(order):
+            expected.step(mover, turn)
+        if worker is not None:
+            own = expected.workers[worker].parameters.values
+            assert_close(run.parameters(), own, f"{options}: worker")
         final = run.finish()
-        assert_close(final, expected.centre, f"easgd:{options}: centre")
+        assert_close(final, expected.centre, f"{options}: centre")
         assert_bitwise_equal_over_ranks(comm, final, options)
 
 
