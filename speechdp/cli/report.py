@@ -1,4 +1,4 @@
-"""`speechdp report OUT`: which averaging period gives which throughput at which accuracy."""
+"""`speechdp report OUT`: table and pictures of a run, a sweep or a comparison."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import tyro
 
 @dataclass(frozen=True)
 class ReportCommand:
-    """Print the table of a sweep or a run and write it as CSV, PNG and one self-contained HTML page."""
+    """Print the table of a sweep, a comparison or a run; write it as CSV, PNG and one HTML page."""
 
     out: tyro.conf.Positional[Path]
-    """Folder of a sweep, of one run, or of several runs; the report goes to its sub-folder `report`."""
+    """Folder of a sweep, of a comparison, of one run, or of several runs; the report goes to its sub-folder
+    `report`, that of a comparison to `compare`."""
 
     target: float | None = None
-    """Held-out log-probability in nats/frame for the time to target; default: the highest all reached."""
+    """Held-out log-probability in nats/frame for the time to target; default: the highest all reached (of
+    a comparison: three quarters of its runs)."""
 
     def run(self) -> int:
         """Write the report and print its table, its answer and where it lies."""
@@ -29,9 +31,12 @@ def print_report(out: Path, target: float | None) -> None:
     from rich.text import Text  # noqa: PLC0415 (keeps `speechdp --help` fast)
 
     from speechdp.cli.console import make_console  # noqa: PLC0415
-    from speechdp.timing.report import write_report  # noqa: PLC0415
+    from speechdp.compare.record import FILE_NAME  # noqa: PLC0415
+    from speechdp.compare.report import ComparisonPaths, write_comparison  # noqa: PLC0415
+    from speechdp.timing.report import ReportPaths, write_report  # noqa: PLC0415
 
-    report = write_report(out, target)
+    is_comparison = (out / FILE_NAME).is_file()
+    report: ComparisonPaths | ReportPaths = (write_comparison if is_comparison else write_report)(out, target)
     console = make_console()
     console.print(report.table)
     for sentence in report.answer:

@@ -92,6 +92,7 @@ class Comparer:
         for mode in self._request.plan.modes:
             if mode == TIME:
                 self._update(plan_time_runs(self._record, self._request.out))
+                self._say_what_needs_no_job()
             for index, run in enumerate(self._record.runs):
                 if run.mode == mode and run.state == PENDING:
                     self._carry_out(index)
@@ -122,6 +123,13 @@ class Comparer:
             message = self._train(run_dir, own, ranks)
             if message is not None:
                 raise RunError(f"{run_dir}: the alignment failed: {message}")
+
+    def _say_what_needs_no_job(self) -> None:
+        total = len(self._record.runs)
+        for index, run in enumerate(self._record.runs):
+            if run.mode == TIME and run.state != PENDING:
+                what = run.message or "is the one at equal frames: as many epochs"
+                self._say(f"[{index + 1}/{total}] {run.planned.title}: {what}")
 
     def _carry_out(self, index: int) -> None:
         """Train and decode run `index`, unless that is done, and record what became of it."""

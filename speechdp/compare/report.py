@@ -1,0 +1,166 @@
+"""Write the report of a comparison: CSV, PNG and one self-contained page, from the runs' files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import matplotlib as mpl
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from speechdp.compare.choice import RULE, Choice, choose
+from speechdp.compare.groups import Comparison, Group, common_target, make_groups, read_comparison
+from speechdp.compare.panels import Panel, dashes, make_canvas, make_panels
+from speechdp.compare.table import COLUMNS, SPREAD_NOTE, TITLES, ComparisonTable, csv_text, page_rows
+from speechdp.errors import ConfigError, RunError
+from speechdp.timing import theme, wording
+from speechdp.timing.figures import STYLE, svg_of
+
+#: Settings that say nothing to a reader: the checksum of the data.
+_UNSHOWN = ("data",)
+
+
+@dataclass(frozen=True)
+class ComparisonPaths:
+    """What `write_comparison` wrote, and its result for the terminal.
+
+    Attributes:
+        png: None where the runs recorded nothing to draw.
+        table: the report's table.
+        answer: the result in words, one sentence an item.
+    """
+
+    html: Path
+    csv: Path
+    png: Path | None
+    table: ComparisonTable
+    answer: tuple[str, ...]
+
+
+def write_comparison(out: Path, target: float | None = None) -> ComparisonPaths:
+    """Write OUT/compare/compare.{csv,png,html}.
+
+    Args:
+        out: a comparison's folder.
+        target: held-out log-probability for the time to target, nats/frame; None: the highest that three
+            quarters of the runs at equal frames reached.
+
+    Raises:
+        ConfigError: compare.json is damaged, or `target` is no log-probability.
+        RunError: the report cannot be written.
+    """
+    if target is not None and not target < 0:
+        raise ConfigError(f"--target {target:g}: a log-probability is below 0, e.g. --target=-0.45")
+    comparison = read_comparison(out)
+    if target is None:
+        target = common_target(comparison.runs)
+    groups = make_groups(comparison, target)
+    choice = choose(groups)
+    folder = out / "compare"
+    html_path, csv_path, png_path = (folder / f"compare.{kind}" for kind in ("html", "csv", "png"))
+    try:
+        folder.mkdir(exist_ok=True)
+        csv_path.write_text(csv_text(groups, target), encoding="utf-8")
+        drawn = render_png(png_path, groups)
+        html_path.write_text(render_page(comparison, groups, choice, target), encoding="utf-8")
+    except OSError as error:
+        raise RunError(
+            f"{folder}: cannot write the report ({error.strerror}); free space or permit writing there"
+        ) from error
+    sentences = (choice.headline, *choice.details, *choice.cautions)
+    return ComparisonPaths(
+        html_path, csv_path, png_path if drawn else None, ComparisonTable(groups, target), sentences
+    )
+
+
+def render_page(comparison: Comparison, groups: Sequence[Group], choice: Choice, target: float | None) -> str:
+    """Return the page: one HTML document without a reference to anything outside of it."""
+    environment = Environment(
+        loader=PackageLoader("speechdp.timing", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    canvas = make_canvas(groups, theme.PAGE)
+    # Our own drawings, whose every text matplotlib or html.escape has escaped.
+    lines = [
+        [(panel.name, Markup(svg)) for panel in line if (svg := _svg(panel, groups)) is not None]
+        for line in make_panels(groups)
+    ]
+    return environment.get_template("compare.html.j2").render(
+        title=comparison.path.resolve().name,
+        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        choice=choice,
+        rule=RULE,
+        target=None if target is None else wording.nats(target),
+        spread_note=SPREAD_NOTE,
+        columns=COLUMNS,
+        tables=[
+            (mode, title, page_rows([group for group in groups if group.mode == mode]))
+            for mode, title in TITLES.items()
+            if any(group.mode == mode for group in groups)
+        ],
+        chosen={(group.mode, group.ranks, group.strategy) for group in choice.chosen.values()},
+        legend=[
+            (label, theme.with_variables(colour), " ".join(map(str, dashes(label, canvas))))
+            for label, colour in canvas.colours.items()
+        ],
+        colours={label: theme.with_variables(colour) for label, colour in canvas.colours.items()},
+        lines=[line for line in lines if line],
+        settings=_settings(comparison),
+        runs=comparison.runs,
+        light_colours=theme.css_variables(dark=False),
+        dark_colours=theme.css_variables(dark=True),
+    )
+
+
+def _svg(panel: Panel, groups: Sequence[Group]) -> str | None:
+    # A canvas of its own for each plot: the ids of its texts begin anew.
+    canvas = make_canvas(groups, theme.PAGE)
+    return svg_of(panel, canvas, lambda ax: panel.draw(ax, canvas))
+
+
+def render_png(path: Path, groups: Sequence[Group]) -> bool:
+    """Write all plots as one picture; return False, with nothing written, where there is nothing to draw."""
+    canvas = make_canvas(groups, theme.PRINT)
+    lines = make_panels(groups)
+    columns = max(map(len, lines), default=0)
+    drawn = False
+    with mpl.rc_context({**STYLE, "savefig.facecolor": "white"}):
+        figure = Figure(figsize=(4.6 * max(columns, 2), 3.5 * len(lines) + 0.7), layout="constrained")
+        for row, line in enumerate(lines):
+            for column, panel in enumerate(line):
+                ax = figure.add_subplot(len(lines), columns, row * columns + column + 1)
+                if panel.draw(ax, canvas):
+                    drawn = True
+                else:
+                    ax.set_axis_off()
+        keys = [
+            Line2D(
+                [], [], color=colour, linewidth=2, linestyle=(0, dashes(label, canvas) or (1, 0)), label=label
+            )
+            for label, colour in canvas.colours.items()
+        ]
+        figure.legend(handles=keys, loc="outside upper left", ncols=max(columns, 2), frameon=False)
+        if drawn:
+            figure.savefig(path, format="png", dpi=120)
+    return drawn
+
+
+def _settings(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return what all runs share as (title, text); what was left at its default is not repeated."""
+    found: list[tuple[str, str]] = []
+    for key, value in comparison.settings.items():
+        given = value.items() if isinstance(value, dict) else [(key, value)]
+        found += [
+            (name.replace("_", " "), str(item))
+            for name, item in given
+            if item not in (None, "", False, 0) and name not in _UNSHOWN
+        ]
+    return found
