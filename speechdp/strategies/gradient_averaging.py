@@ -136,11 +136,15 @@ class GradientAveraging(Strategy):
                 torch.mul(packed, 2.0 ** self._compression_exponent(), out=piece)
         with self.timeline.span(Span.UPDATE):
             frames = self.replica.gradients.extra[0]
-            self.replica.apply_gradients(frames if frames.is_cuda else frames.item())
+            self.apply(frames if frames.is_cuda else frames.item())
         self._works.clear()
         self._packed.clear()
         self._passes = 0
         self._start_round()
+
+    def apply(self, frames: float | Tensor) -> None:
+        """Update the parameters by the summed gradients of `frames` frames."""
+        self.replica.apply_gradients(frames)
 
     def finish(self) -> None:
         if self._passes > 0:  # gradients of an incomplete round count too

@@ -1,0 +1,180 @@
+"""Asynchronous decentralised SGD: every rank trains at its own pace and averages with one other at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from speechdp.comm.base import Communicator
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.topology import BipartiteKind
+from speechdp.errors import ConfigError
+from speechdp.strategies.base import Progress, Strategy
+from speechdp.strategies.effective import EffectiveParameters
+from speechdp.strategies.gossip import Gossip, Role
+from speechdp.strategies.super_learner import SuperLearner
+from speechdp.timing.timeline import Span, Timeline
+from speechdp.train.replica import Replica
+
+
+@dataclass(eq=False)
+class AdPsgd(Strategy):
+    """Train at one's own pace; behind that, average parameters with one partner at a time.
+
+    A learner is a rank, or with groups=G a group of G consecutive ranks that averages its gradients at every
+    step and whose first rank speaks for it.  Even learners begin exchanges, odd ones answer: no circle of
+    learners can wait for one another.
+
+    Update rule: at its own steps x_i <- x_i - lr * g_i(x_i), then x_i <- x_i + c_i and c_i <- 0, with g_i the
+    mean gradient of its own (its group's) frames and c_i what mixings have left since its last step.
+    Beside that a mixing of learners i and j, with x + c the parameters that count:
+    c_i <- c_i + (s_j - s_i) / 2,  c_j <- c_j + (s_i - s_j) / 2,  s_i and s_j snapshots of x_i + c_i and
+    x_j + c_j.  Without a step between snapshot and sum both then have (s_i + s_j) / 2; with one, its update
+    is kept whole beside it.
+
+    Exchange: an active learner asks for one every `period` of its steps, and skips it while another one still
+    waits to begin: the parameters' bytes each way, both at once.  A group sends inside, at every step, what
+    gradient averaging does, and the correction once at steps that have one.
+
+    Guarantee: no update and no part of one is lost or counted twice; mixings leave the mean over learners
+    as it was.  Training waits for no other learner's step and for no exchange.  A pause leaves no message
+    under way and nothing in c.  Members of a group are bitwise equal after every step, all replicas after
+    finish.  Not guaranteed: that runs repeat, since who mixes when depends on who is fast; a bound on
+    staleness, or on the replicas' distance where exchanges take much longer than steps; that learners count
+    equally (fast ones train on more of the data).
+
+    Staleness of a gradient: mixings that came into x_i + c_i between the end of the learner's last step,
+    when the parameters it is computed at were set, and its own application.
+
+    Source: AD-PSGD, Lian et al. 2018 (arXiv 1710.06952), the rule as recalled; for speech Zhang et al. 2019
+    (arXiv 1904.04956); groups as in H-ADPSGD, Zhang et al. 2019 (arXiv 1907.05701).  Deviations: a mixing is
+    a correction, taken in at the learner's next step, where Lian's computes at a copy and mixes the
+    parameters at once, and the published code has the exchange's process own parameters and optimizer;
+    both partners send at once; gradients are those of parameters up to one step old, as there; momentum is
+    the learner's own and no mixing touches it; Zhang's ring (topology=ring) has fixed neighbours, here one of
+    the two is drawn at random.
+    """
+
+    synchronous = False
+    replicas_equal: ClassVar[bool] = False
+    needs_peers: ClassVar[bool] = True
+
+    #: Who exchanges with whom: any active with any passive learner, or neighbours, or 1, 3, 5, 9, ... apart.
+    topology: BipartiteKind = "all"
+    #: Steps of an active learner between exchanges that it begins.
+    period: int = 1
+    #: Ranks a learner: above 1, groups of so many consecutive ranks average gradients at every step.
+    groups: int = 1
+
+    @property
+    def exchanges_every_step(self) -> bool:  # type: ignore[override]
+        return self.groups > 1
+
+    def check_options(self) -> None:
+        if self.period < 1:
+            raise ConfigError(f"ad_psgd:period={self.period}: at least 1 step between exchanges")
+        if self.groups < 1:
+            raise ConfigError(f"ad_psgd:groups={self.groups}: at least 1 rank in a group")
+
+    def check_backend(self) -> None:
+        self._check_size(self.comm.size)
+
+    def _check_size(self, size: int) -> None:
+        if size % self.groups != 0:
+            raise ConfigError(
+                f"ad_psgd:groups={self.groups}: {size} ranks cannot be parted into groups of that size; "
+                "choose a divisor of the number of ranks"
+            )
+
+    def teams(self, size: int) -> list[int]:
+        self._check_size(size)
+        return [rank // self.groups for rank in range(size)]
+
+    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
+        super().attach(replica, comm, timeline)
+        learner, member = divmod(comm.rank, self.groups)
+        self._num_learners = comm.size // self.groups
+        role = Role.of(learner, self._num_learners, self.topology)
+        if member > 0:
+            role = Role(learner, is_active=False, partners=())
+        self._effective = EffectiveParameters(replica.parameters.values, exchanging=bool(role.partners))
+        self._gossip = Gossip(self.peers, role, self.groups, self._effective, timeline)
+        group = comm.split(learner) if self.groups > 1 else SerialCommunicator()
+        self._learner = SuperLearner(effective=self._effective)
+        self._learner.attach(replica, group, timeline)
+        self._steps = 0  # since the last exchange was asked for
+        self._staleness: list[int] = []  # gradients by their staleness
+
+    def resume(self) -> None:
+        with self._effective.update():  # whatever was done to the parameters while paused comes first
+            pass
+        self._gossip.start()
+
+    def before_backward(self, frames: int) -> None:
+        self._learner.before_backward(frames)
+
+    def step(self, progress: Progress) -> None:
+        self._learner.step(progress)
+        with self.timeline.span(Span.UPDATE):
+            num_mixings = self._learner.take_correction()
+        if self._learner.num_frames > 0:
+            self._note_staleness(num_mixings)
+        self._steps += 1
+        if self._steps >= self.period:
+            self._steps = 0
+            self._gossip.request()
+
+    def _note_staleness(self, num_mixings: int) -> None:
+        self._staleness += [0] * (num_mixings + 1 - len(self._staleness))
+        self._staleness[num_mixings] += 1
+
+    def pause(self) -> None:
+        self._gossip.stop()
+        self._learner.announce()
+        self._learner.take_correction()
+
+    def finish(self) -> None:
+        self._average()
+        # Bitwise, whatever the back-end's order of summation.
+        self.comm.broadcast(self.replica.parameters.whole, name="parameters")
+
+    def _average(self) -> None:
+        if self._num_learners > 1:  # a mean of equal replicas would round them
+            values = self.replica.parameters.values
+            self.comm.allreduce(values.mul_(1.0 / self.comm.size), name="parameters")
+
+    @contextlib.contextmanager
+    def evaluation_parameters(self) -> Iterator[None]:
+        own = self.replica.parameters.values.clone()
+        self._average()
+        try:
+            yield
+        finally:
+            self.replica.parameters.values.copy_(own)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return gradients by staleness, mixings, and the exchanges that were skipped, of this rank."""
+        return {
+            "staleness": list(self._staleness),
+            "exchanges": self._effective.num_mixings,
+            "skipped": self._gossip.num_skipped,
+        }
+
+    @property
+    def peer_bytes(self) -> int:
+        """Bytes sent to partners, and inside the group."""
+        return super().peer_bytes + round(self._learner.comm.sent_bytes)
+
+    def close(self) -> None:
+        super().close()
+        self._learner.comm.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.statistics(), "begun": self._gossip.num_begun, "steps": self._steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._staleness, self._steps = list(state["staleness"]), state["steps"]
+        self._effective.num_mixings = state["exchanges"]
+        self._gossip.num_skipped, self._gossip.num_begun = state["skipped"], state["begun"]
