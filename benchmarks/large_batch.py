@@ -1,0 +1,111 @@
+"""What `--recipe adpsgd-asr` does for a large batch, on real speech.
+
+    python benchmarks/large_batch.py DATA [--alignments DIR] [--seeds 1,2,3] [--scan 0.05,0.1,0.2]
+
+The same epochs over the same frames, three ways: a small batch; one ten times as large with the recipe (its
+base batch and base learning rate those of the small one); one ten times as large with the small one's
+learning rate and no warm-up.  All three are SGD and anneal from the same epoch on.
+
+The base learning rate was found by `--scan` for the small batch alone: the one of 0.05, 0.1, 0.2, 0.4, 0.8
+with the highest held-out log-probability after all epochs.  The recipe's scaling is applied to it unchanged.
+What is held out here (dev) is what the scan looked at, which favours the small batch if anything.
+Last line: JSON with the means over the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import trials
+from benchmarks.trials import Outcome, Trial
+from speechdp.config import BatchOptions, OptimizerOptions, TrainOptions
+from speechdp.train.recipe import RECIPES
+
+RECIPE = RECIPES["adpsgd-asr"]
+SMALL, WITH_RECIPE, WITHOUT = "small batch", "large batch, recipe", "large batch, no recipe"
+#: Beside the three, with --parts: what of the recipe does it.
+UNWARMED = "large batch, scaled rate, no warm-up"
+
+
+def configurations(arguments: argparse.Namespace, alignments: Path) -> dict[str, TrainOptions]:
+    """Return the options of each configuration, seeds apart."""
+    small, large = arguments.batch, arguments.batch * arguments.factor
+    rate = arguments.base_learning_rate
+    # The paper's baseline, too, anneals from the epoch on at which the large batch is warm.
+    anneal_from = math.ceil(RECIPE.warmup_share * arguments.epochs)
+    plain = OptimizerOptions("sgd", learning_rate=rate, anneal_from=anneal_from)
+    base = dataclasses.replace(trials.base_options(arguments), alignments=alignments)
+    scaled = OptimizerOptions(base_learning_rate=rate, base_batch=small)
+    result = {
+        SMALL: dataclasses.replace(base, batch=BatchOptions(global_batch=small), optimizer=plain),
+        WITH_RECIPE: dataclasses.replace(
+            base, recipe="adpsgd-asr", batch=BatchOptions(global_batch=large), optimizer=scaled
+        ),
+        WITHOUT: dataclasses.replace(base, batch=BatchOptions(global_batch=large), optimizer=plain),
+    }
+    if arguments.parts:
+        unwarmed = dataclasses.replace(scaled, warmup_epochs=0.0, anneal_from=anneal_from)
+        result[UNWARMED] = dataclasses.replace(result[WITH_RECIPE], optimizer=unwarmed)
+    return result
+
+
+def make_trials(arguments: argparse.Namespace, alignments: Path) -> list[Trial]:
+    """Return the trials: a scan of learning rates, or every configuration with every seed."""
+    by_name = configurations(arguments, alignments)
+    if arguments.scan:
+        by_name = {
+            f"{SMALL}, {rate:g}": dataclasses.replace(
+                by_name[SMALL], optimizer=dataclasses.replace(by_name[SMALL].optimizer, learning_rate=rate)
+            )
+            for rate in map(float, arguments.scan.split(","))
+        }
+    return [
+        Trial(name, dataclasses.replace(options, seed=seed))
+        for seed in trials.seeds(arguments)
+        for name, options in by_name.items()
+    ]
+
+
+def conclude(outcomes: list[Outcome]) -> dict[str, object]:
+    """Return the last line: means, and each large batch's log-probability less the small one's."""
+    groups = trials.grouped(outcomes)
+    result: dict[str, object] = {name: trials.figures(same) for (name, _), same in groups.items()}
+    means = {name: trials.figures(same)["log_prob"] for (name, _), same in groups.items()}
+    for name in (WITH_RECIPE, WITHOUT, UNWARMED):
+        if name in means:
+            result[f"{name}, log-prob less that of the small batch"] = round(means[name] - means[SMALL], 4)
+    return result
+
+
+def main() -> None:
+    """Run, print the table and the last line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    trials.add_arguments(parser)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=16, help="segments of a small batch, all ranks together")
+    parser.add_argument("--factor", type=int, default=10, help="large batch / small batch")
+    parser.add_argument("--base-learning-rate", type=float, default=0.2, help="that suits the small batch")
+    parser.add_argument("--scan", default="", help="only find the base learning rate: these, small batch")
+    parser.add_argument("--parts", action="store_true", help="also the scaled learning rate without warm-up")
+    arguments = parser.parse_args()
+    if arguments.on_ranks:
+        sys.exit(trials.on_ranks(arguments, lambda alignments: make_trials(arguments, alignments)))
+    with trials.output_folder(arguments) as folder:
+        again = [*sys.argv[1:], "--out", str(folder)]
+        outcomes = trials.run_job(arguments.ranks, again, arguments.timeout_s)
+    print(trials.table(outcomes))
+    print(json.dumps(conclude(outcomes)))
+
+
+if __name__ == "__main__":
+    main()
