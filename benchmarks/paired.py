@@ -23,7 +23,15 @@ def launch_ranks(
 ) -> dict[str, float]:
     """Run `python PROGRAM` on `size` ranks of this machine; return the JSON of rank 0's last line."""
     command = [str(Path(sys.prefix) / "bin" / "mpirun"), "--oversubscribe", "--bind-to", "none"]
-    command += ["-n", str(size), sys.executable, *program]
+    # As `speechdp launch` does for jobs on one machine: Open MPI 4 wants ssh even then.
+    command += ["--mca", "plm", "isolated", "-n", str(size), sys.executable, *program]
+    return run_job(command, timeout_s=timeout_s, env=env)
+
+
+def run_job(
+    command: Sequence[str], *, timeout_s: float = 300.0, env: Mapping[str, str] | None = None
+) -> dict[str, float]:
+    """Run a command that starts ranks; return the JSON of rank 0's last line."""
     environment = {
         **os.environ,
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -32,18 +40,21 @@ def launch_ranks(
         "PYTHONPATH": str(REPOSITORY),
         **(env or {}),
     }
-    done = subprocess.run(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}{done.stderr}")
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SystemExit(f"{' '.join(command)} did not end in {timeout_s:.0f} s\n{error.stderr!r}") from None
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode != 0 or not lines:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}{done.stderr}")
     result: dict[str, float] = json.loads(lines[-1])
     return result
 

@@ -1,0 +1,222 @@
+"""What the benchmarks run on their ranks: the same data, our training loops, the clock around them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from speechdp.comm.base import Communicator
+from speechdp.config import ModelOptions, OptimizerOptions, TrainOptions
+from speechdp.data.assignment import planned
+from speechdp.data.batch import Batch
+from speechdp.data.dataset import Dataset, Manifest, ShardEntry, SplitEntry
+from speechdp.data.features import FeatureConfig
+from speechdp.data.loader import Loader, SplitReader
+from speechdp.data.plan import plan_epoch
+from speechdp.data.shards import ShardHeader, ShardWriter, Utterance
+from speechdp.errors import ConfigError
+from speechdp.models.lstm_am import LstmAcousticModel
+from speechdp.strategies.base import Progress
+from speechdp.strategies.registry import parse_strategy
+from speechdp.tasks.acoustic import AcousticTask
+from speechdp.timing.timeline import Timeline
+from speechdp.train.build import build_trainer, make_replica
+from speechdp.train.session import Session
+from speechdp.train.stop import StopAgreement, StopRequest
+
+NUM_CLASSES = 60
+#: Steps before the clock starts; connections are made and memory is allocated in them.
+WARMUP_STEPS = 10
+_EPOCHS = 1000
+# The model of the comparisons with DDP and other peers: 4 x 320 LSTM; of that with a bare loop: tiny.
+LSTM_4X320 = ModelOptions(layers=4, cells=320, bidirectional=False, dropout=0.0)
+TINY = ModelOptions(dropout=0.0)
+
+#: Trains on the next batch and returns its frames.
+Advance = Callable[[], int]
+
+
+class Meeting(Protocol):
+    """What the clock needs of the ranks: a Communicator, or a peer's own."""
+
+    rank: int
+    size: int
+
+    def barrier(self) -> None: ...
+
+    def allgather_object(self, value: Any) -> list[Any]: ...
+
+
+def make_data(folder: Path) -> None:
+    """Write shards of random features, lengths as of spoken digits (0.2 to 0.8 s)."""
+    rng = np.random.default_rng(1)
+    features = FeatureConfig()
+    entries = []
+    for shard in range(2):
+        path = folder / f"train-{shard:05d}.h5"
+        header = ShardHeader(features, 8000, NUM_CLASSES, "exact", "train")
+        with ShardWriter(path, header) as writer:
+            for number in range(1000):
+                length = int(rng.integers(20, 80))
+                writer.add(
+                    Utterance(
+                        f"{shard}-{number}",
+                        "random",
+                        "zero",
+                        rng.standard_normal((length, features.feature_dim), dtype=np.float32),
+                        rng.integers(0, NUM_CLASSES, length, dtype=np.int32),
+                    )
+                )
+        entries.append(ShardEntry(path.name, writer.num_utterances, writer.num_frames, writer.index_sha256))
+    split = SplitEntry(tuple(entries), 2000, sum(e.frames for e in entries), 1)
+    splits = {"train": split, "dev": split}
+    Manifest(8000, features, NUM_CLASSES, "exact", "index:", splits).write(folder)
+
+
+def options_with(
+    strategy: str, model: ModelOptions, optimizer: OptimizerOptions | None = None
+) -> TrainOptions:
+    """Return the options of a run that does not end by itself."""
+    return TrainOptions(
+        model=model, optimizer=optimizer or OptimizerOptions(), strategy=strategy, epochs=_EPOCHS
+    )
+
+
+def open_loader(reader: SplitReader, options: TrainOptions, rank: int, size: int) -> Loader:
+    """Read the batches of a rank, without the steps in which a rank has none: peers cannot join those."""
+    plan = lru_cache(maxsize=1)(lambda epoch: plan_epoch(reader.index, options.plan(), epoch, size))
+    whole = planned(plan, rank, _EPOCHS)
+    return Loader(reader, (a for a in whole if (plan(a.place.epoch).frames[:, a.index] > 0).all()))
+
+
+@contextlib.contextmanager
+def trainer_loop(comm: Communicator, dataset: Dataset, options: TrainOptions) -> Iterator[Advance]:
+    """Give our training loop, everything switched on.  Collective; for synchronous strategies."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        session = Session(dataset, comm, torch.device("cpu"), stop=stack.enter_context(StopRequest()))
+        trainer, reader = build_trainer(session, options, folder, stack)
+        loader = stack.enter_context(open_loader(reader, options, comm.rank, comm.size))
+        trainer.parts.model.train()
+        stop, strategy = StopAgreement(session.stop, comm), trainer.parts.strategy
+
+        def advance() -> int:
+            step = trainer.advance(loader)
+            stop.reached()
+            assert step is not None
+            return step.batch.num_frames
+
+        strategy.resume()
+        yield advance
+        stop.drain()
+        strategy.pause()
+        strategy.finish()
+        strategy.close()
+
+
+@contextlib.contextmanager
+def strategy_loop(
+    comm: Communicator,
+    model: LstmAcousticModel,
+    options: TrainOptions,
+    batches: Iterator[Batch],
+    *,
+    finish: bool = True,
+) -> Iterator[Advance]:
+    """Give a bare loop around a strategy, each rank at its own pace if the strategy lets it.  Collective.
+
+    Args:
+        finish: bring the replicas together at the end; without, only its threads are ended.
+    """
+    replica = make_replica(model, options)
+    timeline = Timeline(None, rank=comm.rank, device=torch.device("cpu"))
+    task, strategy = AcousticTask(), parse_strategy(options.strategy)
+    strategy.attach(replica, comm, timeline)
+    replica.set_learning_rate(options.schedule().learning_rate)
+    number, frames = 0, 0
+
+    def advance() -> int:
+        nonlocal number, frames
+        batch = next(batches)
+        number, frames = number + 1, frames + batch.num_frames
+        strategy.before_backward(batch.num_frames)
+        loss = task.loss(model, batch)
+        strategy.observe_loss(loss.total.detach(), loss.num_frames)
+        loss.total.backward()  # type: ignore[no-untyped-call]
+        strategy.step(Progress(number, frames, timeline.training_time_s))
+        timeline.end_step(number, 0, batch.num_frames)
+        return batch.num_frames
+
+    model.train()
+    strategy.resume()
+    yield advance
+    strategy.pause()
+    if finish:
+        strategy.finish()
+    strategy.close()
+    timeline.close()
+
+
+def timed(meeting: Meeting, advance: Advance, seconds: float, *, whole: int = 1) -> tuple[int, float]:
+    """Warm up, then time as many steps as fill `seconds`, the same number on every rank.
+
+    Args:
+        whole: the steps timed are a multiple of this: whole periods.
+    """
+    for _ in range(WARMUP_STEPS):
+        advance()
+    meeting.barrier()
+    start = time.perf_counter()
+    probe = max(WARMUP_STEPS, whole)
+    for _ in range(probe):
+        advance()
+    pace_s = meeting.allgather_object((time.perf_counter() - start) / probe)[0]
+    steps = whole * max(-(-WARMUP_STEPS // whole), round(seconds / pace_s / whole))
+    return timed_steps(meeting, advance, steps)
+
+
+def timed_steps(meeting: Meeting, advance: Advance, steps: int) -> tuple[int, float]:
+    """Return the frames of this rank and the seconds of `steps` steps."""
+    meeting.barrier()
+    start = time.perf_counter()
+    frames = sum(advance() for _ in range(steps))
+    return frames, time.perf_counter() - start
+
+
+def print_rate(meeting: Meeting, frames: int, wall_s: float) -> None:
+    """Let rank 0 print the rate of the job, for `paired.launch_ranks`."""
+    parts = meeting.allgather_object([frames, wall_s])
+    if meeting.rank == 0:
+        print(json.dumps({"rate": sum(f for f, _ in parts) / max(w for _, w in parts)}), flush=True)
+
+
+def period_of(strategy: str) -> int | None:
+    """Return the period of a strategy in steps; None where it has none."""
+    period = getattr(parse_strategy(strategy), "period", None)
+    return None if period is None else int(period.value)
+
+
+def missing_strategy(strategy: str) -> str | None:
+    """Say why a strategy cannot be run here, None where it can."""
+    try:
+        parse_strategy(strategy)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean loss of a batch, computed as our task does."""
+    loss = AcousticTask().loss(model, batch)  # type: ignore[arg-type]
+    return loss.total / loss.num_frames

@@ -1,0 +1,89 @@
+"""Draw frames/s over the period, one panel a link rate, in the look of the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from speechdp.timing.canvas import style_axes
+from speechdp.timing.theme import PRINT
+
+
+@dataclass(frozen=True)
+class Result:
+    """A measurement.
+
+    Attributes:
+        rate: of the links, as tc writes it, or "free".
+        name: of the contender.
+        strategy: as on the command line.
+        backend: communicator.
+        period: in steps; None where the strategy has none.
+        frames_per_s: of all ranks together.
+    """
+
+    rate: str
+    name: str
+    strategy: str
+    backend: str
+    period: int | None
+    frames_per_s: float
+
+
+def draw(results: Sequence[Result], path: Path) -> None:
+    """Write a PNG: lines over the period where there are several periods, level lines where there is none."""
+    rates = list(dict.fromkeys(r.rate for r in results))
+    figure = Figure(figsize=(4.6 * len(rates), 4.4), layout="constrained")
+    figure.set_facecolor(PRINT.surface)
+    axes = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
+    colours = _colours(results)
+    for ax, rate in zip(axes, rates, strict=True):
+        style_axes(ax, "unlimited link" if rate == "free" else f"link of {rate}", "frames/s", PRINT)
+        _draw_panel(ax, [r for r in results if r.rate == rate], colours)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False,
+        labelcolor=PRINT.ink, fontsize="small",
+    )  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def family(result: Result) -> str:
+    """Return what the measurements of one colour have in common: the strategy, and the back-end but mpi."""
+    if result.name == "no exchange":
+        return result.name
+    name = result.strategy.partition(":")[0]
+    return name if result.backend == "mpi" else f"{name} on {result.backend}"
+
+
+def _is_level(result: Result) -> bool:
+    """Whether a result stands for every period: there is none, or it is never due."""
+    return result.period is None or family(result) == "no exchange"
+
+
+def _colours(results: Sequence[Result]) -> dict[str, str]:
+    families = [f for f in dict.fromkeys(map(family, results)) if f != "no exchange"]
+    return {
+        "no exchange": PRINT.baseline,
+        **{f: PRINT.runs[i % len(PRINT.runs)] for i, f in enumerate(families)},
+    }
+
+
+def _draw_panel(ax: Axes, results: Sequence[Result], colours: dict[str, str]) -> None:
+    for name in dict.fromkeys(map(family, results)):
+        mine = [r for r in results if family(r) == name]
+        level = [r.frames_per_s for r in mine if _is_level(r)]
+        for value in level:
+            ax.axhline(value, color=colours[name], linewidth=1.5, linestyle=(0, (4, 3)), label=name)
+        points = sorted((math.log2(r.period), r.frames_per_s) for r in mine if r.period and not _is_level(r))
+        if points:
+            ax.plot(*zip(*points, strict=True), "o-", color=colours[name], markersize=6, label=name)
+    periods = sorted({r.period for r in results if r.period and not _is_level(r)})
+    ax.set_xticks([math.log2(p) for p in periods], [str(p) for p in periods])
+    ax.set_xlabel("averaging period (steps)", color=PRINT.muted)
+    ax.set_ylim(0, None)
