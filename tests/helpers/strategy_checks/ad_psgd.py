@@ -1,8 +1,8 @@
-"""What ad_psgd promises: exact identities where order does not matter, and rates of convergence where it does.
+"""What ad_psgd promises: identities where order does not matter, rates of convergence where it does.
 
-Rates come from the expected second moment of one round in which every active rank begins at least one exchange
-with a random partner (`rate`); checks allow twice the rounds that it takes, for chance and for corrections that
-arrive a step late.
+Rates come from the expected second moment of one round in which every active rank begins at least one
+exchange with a random partner (`rate`); checks allow twice the rounds that it takes, for chance and for
+corrections that arrive a step late.
 """
 
 from __future__ import annotations
