@@ -18,7 +18,7 @@ from torch import nn
 
 from speechdp.comm.base import Communicator
 from speechdp.config import ModelOptions, OptimizerOptions, TrainOptions
-from speechdp.data.assignment import planned
+from speechdp.data.assignment import Assignment, planned
 from speechdp.data.batch import Batch
 from speechdp.data.dataset import Dataset, Manifest, ShardEntry, SplitEntry
 from speechdp.data.features import FeatureConfig
@@ -93,11 +93,17 @@ def options_with(
     )
 
 
-def open_loader(reader: SplitReader, options: TrainOptions, rank: int, size: int) -> Loader:
-    """Read the batches of a rank, without the steps in which a rank has none: peers cannot join those."""
+def full_steps(reader: SplitReader, options: TrainOptions, rank: int, size: int) -> Iterator[Assignment]:
+    """Yield the steps of a rank, without those in which some rank has no frames: peers cannot join these."""
     plan = lru_cache(maxsize=1)(lambda epoch: plan_epoch(reader.index, options.plan(), epoch, size))
-    whole = planned(plan, rank, _EPOCHS)
-    return Loader(reader, (a for a in whole if (plan(a.place.epoch).frames[:, a.index] > 0).all()))
+    for step in planned(plan, rank, _EPOCHS):
+        if (plan(step.place.epoch).frames[:, step.index] > 0).all():
+            yield step
+
+
+def open_loader(reader: SplitReader, options: TrainOptions, rank: int, size: int) -> Loader:
+    """Read the batches of `full_steps` in a thread."""
+    return Loader(reader, full_steps(reader, options, rank, size))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,96 @@
+"""The nodes' scripts, the steps that are timed, and the ratios of the slow-link benchmark."""
+
+from __future__ import annotations
+
+import csv
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks import slow_link
+from benchmarks.namespaces import Nodes, agent_script, hosts_file
+from benchmarks.slow_link_plot import Result, draw, family
+
+RESULTS = [
+    Result("free", "no exchange", "model_averaging:period=1000000", "mpi", 1_000_000, 100.0),
+    Result("free", "gradient_averaging", "gradient_averaging", "mpi", None, 50.0),
+    Result("free", "gradient_averaging on torch", "gradient_averaging", "torch", None, 40.0),
+    Result("free", "model_averaging_4", "model_averaging:period=4", "mpi", 4, 75.0),
+    Result("1gbit", "gradient_averaging", "gradient_averaging", "mpi", None, 10.0),
+    Result("1gbit", "gradient_averaging on torch", "gradient_averaging", "torch", None, 20.0),
+    Result("1gbit", "model_averaging_4", "model_averaging:period=4", "mpi", 4, 50.0),
+]
+
+
+def test_the_agent_runs_what_mpirun_hands_over_as_ssh_would(tmp_path: Path) -> None:
+    # Stand-ins for what needs root; `ip netns exec NAME command...` and `unshare --uts command...`.
+    tools = {
+        "ip": 'echo "in $3"; shift 3; exec "$@"',
+        "unshare": 'shift; exec "$@"',
+        "hostname": 'echo "as $1"',
+    }
+    for name, script in tools.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    agent = tmp_path / "agent"
+    agent.write_text(agent_script("p"))
+    agent.chmod(0o755)
+    command = [str(agent), "n2", "X=1 ; export X ;", 'echo "$X a  b"', "'c  d'"]
+    done = subprocess.run(
+        command, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "in pn2\nas n2\n1 a  b c  d\n"
+
+
+def test_mpirun_starts_one_rank_on_every_node_from_the_first() -> None:
+    argv = Nodes(3).mpirun(["python", "a b.py", "--name", "x y"])
+    assert argv[1] == "n1"
+    inner = shlex.split(argv[2])
+    assert inner[inner.index("--host") + 1] == "n1:1,n2:1,n3:1"
+    assert inner[inner.index("-n") + 1] == "3"
+    assert inner[-4:] == ["python", "a b.py", "--name", "x y"]
+
+
+def test_every_node_knows_all_by_name() -> None:
+    assert hosts_file(["n1", "n2"]).splitlines() == ["127.0.0.1 localhost", "10.78.0.1 n1", "10.78.0.2 n2"]
+
+
+@pytest.mark.parametrize(
+    ("period", "steps"), [(None, 8), (1, 8), (3, 9), (4, 8), (16, 16), (64, 64), (1_000_000, 8)]
+)
+def test_whole_periods_are_timed(period: int | None, steps: int) -> None:
+    assert slow_link.num_steps(period) == steps
+
+
+def test_ratios_are_over_the_fastest_gradient_averaging_at_the_same_rate() -> None:
+    assert slow_link.compare(RESULTS) == {
+        "no_exchange_vs_gradient_averaging_free": 2.0,
+        "model_averaging_4_vs_gradient_averaging_free": 1.5,
+        "model_averaging_4_vs_gradient_averaging_1gbit": 2.5,
+    }
+
+
+def test_contenders_of_one_colour_share_strategy_and_back_end() -> None:
+    assert [family(r) for r in RESULTS[:4]] == [
+        "no exchange",
+        "gradient_averaging",
+        "gradient_averaging on torch",
+        "model_averaging",
+    ]
+
+
+def test_results_are_written_and_drawn(tmp_path: Path) -> None:
+    slow_link.write_csv(RESULTS, tmp_path / "new" / "r.csv")
+    draw(RESULTS, tmp_path / "new" / "r.png")
+    rows = list(csv.DictReader((tmp_path / "new" / "r.csv").open()))
+    assert len(rows) == len(RESULTS)
+    assert rows[3] == {
+        "rate": "free",
+        "strategy": "model_averaging:period=4",
+        "backend": "mpi",
+        "period": "4",
+        "frames_per_s": "75.0",
+    }
+    assert (tmp_path / "new" / "r.png").read_bytes().startswith(b"\x89PNG")
