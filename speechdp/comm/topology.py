@@ -21,8 +21,10 @@ class Mixing:
     """What one rank does in one step: x_i <- (x_i + sum of its sources' x_j) / (1 + number of sources).
 
     Attributes:
-        destinations: ranks that get this rank's parameters, none twice.
-        sources: ranks whose parameters it gets, as many as destinations.
+        destinations: ranks that get this rank's parameters, none twice, in the order of sending.
+        sources: ranks whose parameters it gets, as many, in the order of receiving: while all ranks send to
+            their k-th destination, each receives from its k-th source.  In another order ranks whose messages
+            are not kept for them could wait for one another in a circle.
     """
 
     destinations: tuple[int, ...]
@@ -41,8 +43,10 @@ def ring_neighbours(rank: int, size: int) -> tuple[int, int]:
 
 def ring_mixing(rank: int, size: int) -> Mixing:
     """Return the mixing with both neighbours: weights of 1/3, of 1/2 with two ranks, 1 alone."""
-    others = tuple(dict.fromkeys(r for r in ring_neighbours(rank, size) if r != rank))
-    return Mixing(others, others)
+    left, right = ring_neighbours(rank, size)
+    if size < 3:
+        return Mixing((), ()) if size == 1 else Mixing((left,), (left,))
+    return Mixing((left, right), (right, left))
 
 
 def exponential_offset(size: int, step: int) -> int:

@@ -57,8 +57,9 @@ def test_what_one_sends_the_other_expects(size: int) -> None:
         for rank, mixing in enumerate(mixings):
             assert rank not in mixing.destinations + mixing.sources
             assert len(set(mixing.sources)) == len(mixing.sources) == len(mixing.destinations)
-            assert all(rank in mixings[other].sources for other in mixing.destinations)
-            assert all(rank in mixings[other].destinations for other in mixing.sources)
+            # In the same turn, too: else every rank could wait for one that is busy with another.
+            assert all(mixings[other].sources[k] == rank for k, other in enumerate(mixing.destinations))
+            assert all(mixings[other].destinations[k] == rank for k, other in enumerate(mixing.sources))
 
 
 @pytest.mark.parametrize("size", SIZES)
