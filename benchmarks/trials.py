@@ -83,8 +83,8 @@ class Outcome:
     wer: float | None = None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what all such benchmarks take."""
+def add_arguments(parser: argparse.ArgumentParser, *, seeds: str = "1,2,3", backend: str = "auto") -> None:
+    """Add what all such benchmarks take; `seeds` and `backend` are defaults."""
     parser.add_argument("data", type=Path, metavar="DATA", help="directory that `speechdp prepare` wrote")
     parser.add_argument(
         "--alignments", type=Path, help="targets to train on; default: made by two rounds of realignment"
@@ -92,8 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, help="folder for the runs (done ones are kept); default: none kept"
     )
-    parser.add_argument("--seeds", default="1,2,3", help="one training each")
-    parser.add_argument("--backend", default="auto", help="communicator")
+    parser.add_argument("--seeds", default=seeds, help="one training each")
+    parser.add_argument("--backend", default=backend, help="communicator")
     parser.add_argument("--cells", type=int, default=64, help="cells a layer and direction of the BLSTM")
     parser.add_argument("--layers", type=int, default=2, help="layers of the BLSTM")
     parser.add_argument("--dropout", type=float, default=0.2)
@@ -212,25 +212,25 @@ def describe(outcome: Outcome) -> str:
     )
 
 
-def mean_and_range(values: Sequence[float]) -> str:
+def mean_and_range(values: Sequence[float], digits: int = 4) -> str:
     """Return the mean and how far single values are from each other."""
-    return f"{statistics.mean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
+    mean, low, high = (f"{v:.{digits}f}" for v in (statistics.mean(values), min(values), max(values)))
+    return f"{mean} ({low} to {high})"
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """Return a row for each configuration: mean and range over seeds."""
+    width = max(len(outcome.name) for outcome in outcomes)
     with_wer = any(outcome.wer is not None for outcome in outcomes)
-    head = (
-        f"{'configuration':<44} {'ranks':>5}  {'held-out log-prob':<32} {'frame accuracy':<30} {'steps':>6}"
-    )
-    rows = [head + ("  WER %" if with_wer else "")]
+    head = f"{'configuration':<{width}}  ranks  {'held-out log-prob':<29}  {'frames right, %':<24}   steps"
+    rows = [head + ("  WER, %" if with_wer else "")]
     for (name, ranks), same in grouped(outcomes).items():
         row = (
-            f"{name:<44} {ranks:>5}  {mean_and_range([o.log_prob for o in same]):<32} "
-            f"{mean_and_range([o.frame_accuracy for o in same]):<30} {same[0].steps:>6}"
+            f"{name:<{width}}  {ranks:>5}  {mean_and_range([o.log_prob for o in same]):<29}  "
+            f"{mean_and_range([100 * o.frame_accuracy for o in same], 2):<24}  {same[0].steps:>6}"
         )
         wers = [o.wer for o in same if o.wer is not None]
-        rows.append(row + (f"  {mean_and_range(wers)}" if wers else ""))
+        rows.append(row + (f"  {mean_and_range(wers, 2)}" if wers else ""))
     return "\n".join(rows)
 
 
