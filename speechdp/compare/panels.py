@@ -13,7 +13,7 @@ from speechdp.compare.plan import FRAMES, TIME
 from speechdp.timing import wording
 from speechdp.timing.canvas import Canvas, style_axes
 from speechdp.timing.figures import Frame
-from speechdp.timing.plots import curve_points, focus_on_end, frames_unit, time_unit
+from speechdp.timing.plots import curve_points, frames_unit, time_unit
 from speechdp.timing.theme import Theme
 
 #: Exchanges older than this stand in one bar.
@@ -106,6 +106,7 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
     ax.margins(x=0.12, y=0.14)
     _limit(ax, [[(0.0, y)] for g in shown if g.log_probs for y in g.log_probs.values])
     _draw_reference(ax, groups, canvas)
+    _mark_what_lies_below(ax, shown, canvas)
     ax.xaxis.set_major_locator(MaxNLocator(5))
     ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     return True
@@ -126,7 +127,7 @@ def draw_staleness(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas
     shown = [group for group in groups if group.ranks == ranks and any(group.ages)]
     if not shown:
         return False
-    style_axes(ax, f"{ranks} ranks: age of what was exchanged", "% of exchanges", canvas.theme)
+    style_axes(ax, f"{ranks} ranks: staleness", "% of exchanges", canvas.theme)
     width = 0.82 / len(shown)
     oldest = min(max(len(group.ages) for group in shown) - 1, OLDEST_BAR)
     for number, group in enumerate(shown):
@@ -146,7 +147,7 @@ def draw_staleness(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas
     if max(len(group.ages) for group in shown) > oldest + 1:
         names[-1] += "+"
     ax.set_xticks(range(oldest + 1), names)
-    ax.set_xlabel("updates since it was read", color=canvas.theme.muted)
+    ax.set_xlabel("updates made elsewhere meanwhile", color=canvas.theme.muted)
     ax.set_xlim(-0.6, oldest + 0.6)
     return True
 
@@ -209,13 +210,15 @@ def _limit(ax: Axes, curves: Sequence[Points]) -> None:
     """Show the part of the better three quarters: a strategy that fails must not press the rest flat."""
     heights = sorted(([y for _, y in curve] for curve in curves), key=lambda ys: -ys[-1])
     kept = heights[: max(1, -(-3 * len(heights) // 4))]
-    if all(len(ys) == 1 for ys in kept):
-        values = [ys[0] for ys in kept]
-        room = max(0.25 * (max(values) - min(values)), 0.01)
-        ax.set_ylim(min(values) - room, max(values) + room)
-        ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    best, worst_end = max(ys[-1] for ys in kept), min(ys[-1] for ys in kept)
+    steepness = best - min(min(ys) for ys in kept)
+    if steepness > best - worst_end:  # curves, not single points: some of the way up belongs to the picture
+        shown = max(2.5 * (best - worst_end), 0.12 * steepness, 1e-3)
+        ax.set_ylim(best - shown, best + 0.08 * shown)
     else:
-        focus_on_end(ax, kept)
+        room = max(0.2 * steepness, 0.01)
+        ax.set_ylim(worst_end - room, best + room)
+    ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
 
 
 def _draw_reference(ax: Axes, groups: Sequence[Group], canvas: Canvas) -> None:
@@ -230,6 +233,21 @@ def _draw_reference(ax: Axes, groups: Sequence[Group], canvas: Canvas) -> None:
         reference.log_prob, color=canvas.theme.baseline, linewidth=1.4, linestyle=(0, (5, 2.5)), zorder=0
     )
     canvas.tip(line, _tip(reference))
+
+
+def _mark_what_lies_below(ax: Axes, groups: Sequence[Group], canvas: Canvas) -> None:
+    """Put an arrow at the lower edge for a strategy whose accuracy lies below the picture."""
+    low, high = ax.get_ylim()
+    for group in groups:
+        if group.frames_per_s is None or group.log_prob is None or group.log_prob >= low:
+            continue
+        x, y = group.frames_per_s.mean, low + 0.05 * (high - low)
+        (mark,) = ax.plot([x], [y], "v", color=canvas.colours[group.label], markersize=8, zorder=4)
+        canvas.tip(mark, f"{_tip(group)} (below the picture)")
+        ax.annotate(
+            wording.nats(group.log_prob), (x, y), xytext=(7, 0), textcoords="offset points", va="center",
+            color=canvas.theme.muted, fontsize="small",
+        )  # fmt: skip
 
 
 def _tip(group: Group) -> str:

@@ -106,7 +106,7 @@ def read_record(out: Path) -> Record:
         ) from error
     for run in runs:
         name = run.folder
-        if name is not None and (not isinstance(name, str) or not name or Path(name).name != name):
+        if name is not None and (not isinstance(name, str) or name in ("", "..") or Path(name).name != name):
             raise ConfigError(f"{path}: {name!r} is not the name of a folder beside it; mend the file")
     return Record(settings, runs, completed)
 

@@ -44,7 +44,7 @@ def _distance(value: float) -> str:
 MEASURES: tuple[Measure, ...] = (
     Measure(
         "frames_per_s", "frames/s", "", "Frames of all ranks over the longest rank's step time.",
-        lambda g: g.frames_per_s, wording.count,
+        lambda g: g.frames_per_s, _times(1, 0),
     ),
     Measure(
         "sent_bytes_per_s", "sent", "MB/s a rank", "What a rank sends in a second of training (mean).",

@@ -1,0 +1,234 @@
+"""What a comparison trains: strategies from a word, runs in order, epochs at equal time, command lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import tyro
+
+from speechdp.compare.arguments import train_arguments
+from speechdp.compare.jobs import what_went_wrong
+from speechdp.compare.plan import (
+    ComparePlan,
+    PlannedRun,
+    equal_time_epochs,
+    split_strategies,
+    stretched,
+    whole_numbers,
+)
+from speechdp.compare.record import COMPLETE, FAILED, PENDING, Record, RunRecord, read_record, write_record
+from speechdp.compare.run import estimate_left_s, plan_time_runs
+from speechdp.config import BatchOptions, ModelOptions, OptimizerOptions, TrainOptions
+from speechdp.errors import ConfigError
+from speechdp.launching.supervise import JobEnd
+from tests.helpers.comparisons import MadeUpStrategy, write_comparison
+from tests.helpers.comparisons import write_record as write_made_up
+
+
+@pytest.mark.parametrize(
+    ("text", "strategies"),
+    [
+        ("a", ("a",)),
+        ("a,b:period=16,c", ("a", "b:period=16", "c")),
+        ("a,b:period=16,momentum=reset,c", ("a", "b:period=16,momentum=reset", "c")),
+        ("b:x=1,y=2,b:x=2", ("b:x=1,y=2", "b:x=2")),
+        (" a , b:period=600kf , ", ("a", "b:period=600kf")),
+        ("a:map=0:2,of=1:3,b", ("a:map=0:2,of=1:3", "b")),
+        ("", ()),
+    ],
+)
+def test_strategies_are_told_from_their_options(text: str, strategies: tuple[str, ...]) -> None:
+    assert split_strategies(text) == strategies
+
+
+@pytest.mark.parametrize("text", ["period=4", "a,period=4"])
+def test_an_option_of_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="'period=4' follows no strategy with options; write NAME:period=4"):
+        split_strategies(text)
+
+
+def test_numbers_are_read_or_refused() -> None:
+    assert whole_numbers("ranks", "1, 2,8", least=1) == (1, 2, 8)
+    for text in ("", "0", "1,x", "-1", "1.5"):
+        with pytest.raises(ConfigError, match="--ranks"):
+            whole_numbers("ranks", text, least=1)
+
+
+def test_one_rank_is_trained_once_a_seed_and_strategies_alternate() -> None:
+    runs = ComparePlan(("a", "b:period=4"), (2, 1), (1, 2), ("time", "frames"), 6).runs()
+    of_frames = [(r.strategy, r.ranks, r.seed, r.epochs) for r in runs if r.mode == "frames"]
+    assert of_frames == [
+        ("gradient_averaging", 1, 1, 6), ("a", 2, 1, 6), ("b:period=4", 2, 1, 6),
+        ("gradient_averaging", 1, 2, 6), ("b:period=4", 2, 2, 6), ("a", 2, 2, 6),
+    ]  # fmt: skip
+    assert [r.mode for r in runs] == ["frames"] * 6 + ["time"] * 6
+    assert {r.epochs for r in runs if r.mode == "time"} == {None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"strategies": ()}, "--strategies: name at least one"),
+        ({"strategies": ("a", "a")}, "--strategies: a is given twice"),
+        ({"ranks": (2, 2)}, "--ranks: 2 is given twice"),
+        ({"seeds": (1, 1)}, "--seeds: 1 is given twice"),
+        ({"modes": ("time",)}, "--modes: write frames, or frames,time"),
+        ({"modes": ("frames", "x")}, "--modes: write frames, or frames,time"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(changes: dict[str, object], message: str) -> None:
+    given = {"strategies": ("a",), "ranks": (1, 2), "seeds": (1,), "modes": ("frames",), "epochs": 3}
+    with pytest.raises(ConfigError, match=message):
+        ComparePlan(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def test_folders_are_plain_names_of_their_own() -> None:
+    runs = [
+        PlannedRun(strategy, ranks, seed, mode, epochs)
+        for strategy in ("a", "a:x=1,y=2")
+        for ranks in (2, 4)
+        for seed in (1, 2)
+        for mode in ("frames", "time")
+        for epochs in (3, 4)
+    ]
+    folders = {run.folder for run in runs}
+    assert len(folders) == len(runs)
+    assert all(Path(folder).name == folder and " " not in folder for folder in folders)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "own_s", "reference_s", "expected"),
+    [
+        (12, 60.0, 60.0, 12),
+        (12, 40.0, 60.0, 18),
+        (3, 10.0, 15.0, 5),
+        (10, 59.0, 60.0, 10),
+        (1, 60.0, 10.0, 1),
+    ],
+)
+def test_epochs_at_equal_time(epochs: int, own_s: float, reference_s: float, expected: int) -> None:
+    assert equal_time_epochs(epochs, own_s, reference_s) == expected
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [OptimizerOptions(), OptimizerOptions(warmup_epochs=2.0, anneal_from=6, anneal_factor=0.5)],
+    ids=["default", "given"],
+)
+def test_the_schedule_stretches_with_the_epochs(optimizer: OptimizerOptions) -> None:
+    short = TrainOptions(epochs=12, optimizer=optimizer)
+    long = stretched(short, 24)
+    assert long.epochs == 24
+    for share in (0.0, 0.1, 0.4):
+        assert long.schedule().at(24 * share) == pytest.approx(short.schedule().at(12 * share))
+    # Two annealings there are one here; at the ends of epochs both have come equally far.
+    assert long.schedule().at(23.9) == pytest.approx(short.schedule().at(11.9))
+    assert stretched(short, 12) == short
+
+
+def test_runs_at_equal_time_follow_the_slowest_of_their_ranks_and_seed(tmp_path: Path) -> None:
+    fast, slow = MadeUpStrategy("fast:period=4", frames_per_s=9000), MadeUpStrategy("slow", frames_per_s=6000)
+    write_comparison(tmp_path, [fast, slow], ranks=(1, 2), seeds=(1,), modes=("frames",))
+    frames = read_record(tmp_path).runs
+    times = [dataclasses.replace(r, mode="time", epochs=None, folder=None, state=PENDING) for r in frames]
+    record = plan_time_runs(Record({}, (*frames, *times)), tmp_path)
+    planned = {(r.strategy, r.ranks): r for r in record.runs if r.mode == "time"}
+    assert planned["fast:period=4", 2].epochs == 18  # 12 * 9000 / 6000
+    assert planned["fast:period=4", 2].state == PENDING
+    for key in (("slow", 2), ("gradient_averaging", 1)):  # the reference itself is not trained again
+        assert planned[key].state == COMPLETE
+        assert planned[key].folder == next(r.folder for r in frames if (r.strategy, r.ranks) == key)
+
+
+def test_a_run_that_failed_has_no_run_at_equal_time_and_is_no_reference(tmp_path: Path) -> None:
+    fast, slow = MadeUpStrategy("fast", frames_per_s=9000), MadeUpStrategy("slow", frames_per_s=6000)
+    write_comparison(tmp_path, [fast, slow], ranks=(2,), seeds=(1,), modes=("frames",))
+    frames = [
+        dataclasses.replace(r, state=FAILED if r.strategy == "slow" else r.state)
+        for r in read_record(tmp_path).runs
+    ]
+    times = [dataclasses.replace(r, mode="time", epochs=None, folder=None, state=PENDING) for r in frames]
+    record = plan_time_runs(Record({}, (*frames, *times)), tmp_path)
+    planned = {r.strategy: r for r in record.runs if r.mode == "time"}
+    assert planned["slow"].state == FAILED and "has no training time" in planned["slow"].message
+    assert (planned["fast"].epochs, planned["fast"].state) == (12, COMPLETE)
+
+
+def test_the_time_left_is_that_of_runs_with_as_many_ranks() -> None:
+    def run(ranks: int, state: str, wall_s: float | None = None) -> RunRecord:
+        return RunRecord("a", ranks, 1, "frames", 3, "x", state, "", wall_s)
+
+    assert estimate_left_s([run(1, PENDING)]) is None
+    ended = [run(1, COMPLETE, 10.0), run(2, COMPLETE, 30.0), run(2, FAILED, 1.0)]
+    assert estimate_left_s([*ended, run(1, PENDING), run(2, PENDING)]) == 40.0
+    assert estimate_left_s([*ended, run(4, PENDING)]) == 20.0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        TrainOptions(),
+        TrainOptions(
+            model=ModelOptions(preset="kaldi-4x800", bidirectional=True, layers=1, dropout=0.0),
+            batch=BatchOptions(batch_size=3, spec_augment=True, right_context=2),
+            optimizer=OptimizerOptions(
+                optimizer="sgd", anneal_from=-1, warmup_epochs=1.5, learning_rate=1e-5
+            ),
+            strategy="model_averaging:period=16,momentum=reset",
+            alignments=Path("/a b/c"),
+            epochs=7,
+            seed=3,
+            slow_ranks="0:2.5",
+        ),
+    ],
+    ids=["default", "many"],
+)
+def test_options_come_through_the_command_line_unchanged(options: TrainOptions) -> None:
+    words = train_arguments(options)
+    prefixes = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    assert tyro.cli(TrainOptions, args=words, config=prefixes) == options
+    if options == TrainOptions():
+        assert words == []
+
+
+def test_the_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    record = Record({"epochs": 3}, (RunRecord("a:b=1", 2, 1, "time", None, None, FAILED, "why", 2.5),), True)
+    write_record(tmp_path, record)
+    assert read_record(tmp_path) == record
+
+
+@pytest.mark.parametrize("folder", ["../x", "/etc", "a/b", "..", "", 3])
+def test_a_record_that_names_a_folder_elsewhere_is_refused(tmp_path: Path, folder: object) -> None:
+    run = {"strategy": "a", "ranks": 2, "seed": 1, "mode": "frames", "epochs": 3, "folder": folder}
+    write_made_up(tmp_path, [run])
+    with pytest.raises(ConfigError, match="is not the name of a folder beside it"):
+        read_record(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"runs": [], "completed": true}', '{"runs": [3]}'])
+def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "compare.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"compare.json: cannot be read"):
+        read_record(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "printed", "expected"),
+    [
+        (0, "speechdp: rank 1 on a: wrong", None),
+        (1, "x\nspeechdp: rank 1 on a: first\nspeechdp launch: the job ended", "rank 1 on a: first"),
+        (137, "noise\nspeechdp launch: a rank was killed\n", "a rank was killed"),
+        (139, "noise\n\nsegmentation fault \n", "exit code 139: segmentation fault"),
+        (1, "", "exit code 1: it printed nothing"),
+    ],
+)
+def test_what_went_wrong_is_one_line(exit_code: int, printed: str, expected: str | None) -> None:
+    assert what_went_wrong(JobEnd(exit_code, None), printed) == expected
+
+
+def test_settings_survive_json(tmp_path: Path) -> None:
+    settings = {"options": TrainOptions(alignments=Path("a")).to_json()}
+    assert json.loads(json.dumps(settings)) == settings

@@ -1,0 +1,218 @@
+"""A comparison's report: figures from run folders, spread over seeds, the choice, table, CSV and page."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from speechdp.cli.report import ReportCommand
+from speechdp.compare.choice import choose
+from speechdp.compare.groups import Group, common_target, make_groups, mean_age, read_comparison
+from speechdp.compare.panels import dashes, make_canvas, make_panels, mean_curve
+from speechdp.compare.report import ComparisonPaths
+from speechdp.compare.report import write_comparison as write_report
+from speechdp.timing.theme import PRINT
+from tests.helpers.comparisons import (
+    MadeUpStrategy,
+    failed,
+    realistic_strategies,
+    write_comparison,
+    write_record,
+)
+
+HOSTILE = "<script>alert(1)</script>:x=$y_1$&[red]"
+
+
+@pytest.fixture(scope="module")
+def realistic(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ComparisonPaths]:
+    out = write_comparison(tmp_path_factory.mktemp("compare") / "out", realistic_strategies())
+    return out, write_report(out)
+
+
+def _groups(out: Path, target: float | None = None) -> dict[tuple[str, int, str], Group]:
+    groups = make_groups(read_comparison(out), target)
+    return {(group.mode, group.ranks, group.strategy): group for group in groups}
+
+
+def _entries(out: Path) -> list[dict[str, object]]:
+    entries: list[dict[str, object]] = json.loads((out / "compare.json").read_text())["runs"]
+    return entries
+
+
+def test_figures_are_means_and_deviations_of_the_seeds(realistic: tuple[Path, ComparisonPaths]) -> None:
+    out, _ = realistic
+    group = _groups(out, target=-0.5)["frames", 2, "ad_psgd"]
+    finals = []
+    for seed in (1, 2, 3):
+        run = out / f"frames-2x-ad_psgd-seed{seed}-12ep"
+        finals.append(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["heldout_log_prob"])
+    assert group.log_probs is not None and group.log_probs.mean == pytest.approx(statistics.mean(finals))
+    assert group.log_probs.deviation == pytest.approx(statistics.stdev(finals))
+    assert group.sent_per_s is not None and group.sent_per_s.mean == pytest.approx(22e6)
+    assert group.distance is not None and group.distance.mean == pytest.approx(0.041)
+    assert group.to_target_s is not None and len(group.to_target_s.values) == 3
+    # 2 ranks and 3 seeds have the same counts.
+    assert group.ages == tuple(6 * count for count in (40, 310, 180, 60, 12, 3, 1))
+    assert group.staleness is not None
+    assert group.staleness.mean == pytest.approx((310 + 360 + 180 + 48 + 15 + 6) / 606)
+
+
+def test_what_was_not_recorded_is_missing_and_not_zero(tmp_path: Path) -> None:
+    out = write_comparison(tmp_path / "out", [MadeUpStrategy("a", sent=None)], (2,), (1,), ("frames",))
+    group = _groups(out)["frames", 2, "a"]
+    assert group.sent_per_s is None and group.staleness is None and group.ages == ()
+    assert mean_age(()) is None
+    report = write_report(out)
+    (row,) = csv.DictReader(io.StringIO(report.csv.read_text()))
+    assert (row["sent_bytes_per_s_n"], row["sent_bytes_per_s_mean"], row["frames_per_s_sd"]) == ("0", "", "")
+
+
+def test_a_strategy_that_fails_to_learn_does_not_set_the_target(
+    realistic: tuple[Path, ComparisonPaths],
+) -> None:
+    runs = read_comparison(realistic[0]).runs
+    target = common_target(runs)
+    assert target is not None and -0.6 < target < -0.4
+    best = [max(e.log_prob or -9 for e in run.result.evaluations) for run in runs
+            if run.result and run.record.mode == "frames"]  # fmt: skip
+    assert sum(value >= target for value in best) / len(best) == pytest.approx(0.75, abs=0.03)
+
+
+def test_the_fastest_within_the_noise_is_chosen(realistic: tuple[Path, ComparisonPaths]) -> None:
+    answer = realistic[1].answer
+    assert answer[0] == (
+        "Choose bmuf (period=16): on 2 and 4 ranks it is the fastest strategy that keeps the accuracy."
+    )
+    assert "2 ranks: bmuf (period=16) with" in answer[1] and "times one rank, which reaches" in answer[1]
+    assert "In equal time gradient averaging is the most accurate" in answer[2]
+    assert not any("rests on" in sentence for sentence in answer)
+
+
+def test_a_wide_deviation_of_the_best_counts_as_noise(tmp_path: Path) -> None:
+    out = write_comparison(
+        tmp_path / "out",
+        [MadeUpStrategy("a", 8000, -0.40), MadeUpStrategy("b", 9000, -0.43)],
+        (2,),
+        modes=("frames",),
+    )
+    assert choose(list(_groups(out).values())).chosen[2].strategy == "a"
+    for seed, shift in ((1, 0.05), (2, 0.0), (3, -0.05)):
+        path = out / f"frames-2x-a-seed{seed}-12ep" / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines[-1]["heldout_log_prob"] += shift
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert choose(list(_groups(out).values())).chosen[2].strategy == "b"
+
+
+def test_different_choices_are_named_by_ranks(tmp_path: Path) -> None:
+    out = write_comparison(
+        tmp_path / "out", [MadeUpStrategy("a", 9000), MadeUpStrategy("b", 8000)], (2, 4), (1,), ("frames",)
+    )
+    path = out / "frames-4x-a-seed1-12ep" / "timing.json"
+    timing = json.loads(path.read_text())
+    for rank in timing["ranks"]:
+        rank["wall_s"] *= 2
+    path.write_text(json.dumps(timing))
+    choice = choose(list(_groups(out).values()))
+    assert choice.headline.startswith("It depends on the number of ranks.")
+    assert "a on 2; b on 4 ranks" in choice.headline
+    assert "This rests on one seed" in choice.cautions[0] and "A claim needs 3" in choice.cautions[0]
+
+
+def test_failed_and_pending_runs_are_shown_as_such(tmp_path: Path) -> None:
+    out = write_comparison(
+        tmp_path / "out", [MadeUpStrategy("a"), MadeUpStrategy("b")], (2,), (1, 2), ("frames",)
+    )
+    entries = _entries(out)
+    entries[1] = failed(entries[1], "rank 1 on vm: the loss is nan")
+    entries[2] = {**entries[2], "state": "pending"}
+    write_record(out, entries, completed=False)
+    report = write_report(out)
+    assert "Failed: equal frames, 2 ranks, b, seed 1: rank 1 on vm: the loss is nan" in report.answer
+    assert any("1 runs have not finished yet" in sentence for sentence in report.answer)
+    rows = {row["strategy"]: row for row in csv.DictReader(io.StringIO(report.csv.read_text()))}
+    assert (rows["b"]["seeds"], rows["b"]["finished"], rows["b"]["failed"]) == ("2", "1", "1")
+    assert "1 failed" in report.html.read_text()
+
+
+def test_a_comparison_without_a_finished_run_still_has_a_page(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run = {"strategy": "a", "ranks": 2, "seed": 1, "mode": "frames", "epochs": 3, "folder": None}
+    write_record(out, [run], completed=False)
+    report = write_report(out)
+    assert report.png is None
+    assert "nothing to choose from yet" in report.html.read_text()
+
+
+def test_the_command_report_recognises_a_comparison(
+    realistic: tuple[Path, ComparisonPaths], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, paths = realistic
+    paths.html.unlink()
+    assert ReportCommand(out).run() == 0
+    printed = capsys.readouterr().out
+    assert paths.html.is_file() and str(paths.html) in printed
+    assert "At equal time" in printed and "Choose bmuf" in printed
+
+
+def test_the_terminal_table_has_a_line_a_group(realistic: tuple[Path, ComparisonPaths]) -> None:
+    console = Console(file=io.StringIO(), width=220)
+    console.print(realistic[1].table)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("bmuf (period=16)") == 4
+    line = next(line for line in text.splitlines() if "ad psgd" in line)
+    assert "± " in line and " 22 ± 0" in line and "1.5 ± 0" in line
+
+
+def test_plots_have_a_panel_a_number_of_ranks(realistic: tuple[Path, ComparisonPaths]) -> None:
+    groups = list(_groups(realistic[0]).values())
+    names = [[panel.name for panel in line] for line in make_panels(groups)]
+    kinds = ("speed", "frames", "time", "staleness")
+    assert names == [[f"{kind}-{ranks}" for ranks in (2, 4)] for kind in kinds]
+    page = realistic[1].html.read_text()
+    assert all(f'id="plot-{kind}-{ranks}"' in page for kind in kinds for ranks in (2, 4))
+    assert realistic[1].png is not None and realistic[1].png.stat().st_size > 10_000
+
+
+def test_many_strategies_can_be_told_apart(tmp_path: Path) -> None:
+    out = write_comparison(
+        tmp_path / "out", [MadeUpStrategy(f"s{i}") for i in range(12)], (2,), (1,), ("frames",)
+    )
+    canvas = make_canvas(list(_groups(out).values()), PRINT)
+    assert len({(colour, dashes(label, canvas)) for label, colour in canvas.colours.items()}) == 12
+
+
+def test_the_mean_curve_goes_as_far_as_all_seeds() -> None:
+    curves = [[(1.0, -3.0), (2.0, -2.0), (3.0, -1.0)], [(3.0, -1.0), (4.0, 0.0)]]
+    assert mean_curve(curves) == [(2.0, -2.0), (3.0, -1.0)]
+
+
+class _Reader(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+        self.references += [
+            value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "action")
+        ]
+
+
+def test_the_page_reaches_nothing_outside_and_runs_no_foreign_code(tmp_path: Path) -> None:
+    out = write_comparison(tmp_path / "out", [MadeUpStrategy(HOSTILE), MadeUpStrategy("b")], (2,), (1,))
+    page = _Reader(write_report(out).html.read_text())
+    assert page.tags.count("script") == 1
+    assert all(reference.startswith(("#", "data:,")) for reference in page.references)
+    assert len(page.ids) == len(set(page.ids))
