@@ -1,0 +1,105 @@
+"""A real browser for tests of pages: headless Chromium, looked at through its driver."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("selenium", reason="selenium is not installed")
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+)
+
+#: For `pytestmark` of a module of such tests.
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None,
+    reason="no Chromium with chromedriver here; `apt-get install chromium chromium-driver` brings both",
+)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    """Yield the browser; import this fixture into the module that uses it."""
+    options = webdriver.ChromeOptions()
+    assert CHROMIUM is not None
+    assert DRIVER is not None
+    options.binary_location = CHROMIUM
+    for flag in FLAGS:
+        options.add_argument(flag)
+    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def open_page(browser: webdriver.Chrome, page: Path, width: int) -> None:
+    """Load a page in a window of so many pixels; what was logged before is forgotten."""
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.get_log("browser")
+    browser.get_log("performance")
+    browser.get(page.as_uri())
+
+
+def requested(browser: webdriver.Chrome) -> list[str]:
+    """Return every address that was asked for since the page was opened."""
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+
+
+def script(browser: webdriver.Chrome, code: str) -> Any:
+    """Run JavaScript in the page; return its result."""
+    return browser.execute_script(code)  # type: ignore[no-untyped-call]
+
+
+def outside_of_window(browser: webdriver.Chrome) -> list[str]:
+    """Return the elements that reach over the right edge, those that scroll by themselves left out."""
+    found: list[str] = script(
+        browser,
+        "const scrolls = (e) => e.closest('.scroll, .table, svg');"
+        "return [...document.body.querySelectorAll('*')].filter((e) => !scrolls(e) "
+        "&& e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML.slice(0, 80))",
+    )
+    return found
+
+
+def texts_out_of_frame(browser: webdriver.Chrome) -> tuple[list[str], float]:
+    """Return the texts of plots that reach out of their frames, and the height of the smallest, pixels."""
+    out, smallest = script(
+        browser,
+        "const texts = [...document.querySelectorAll('figure svg text')];"
+        "const box = (e) => e.getBoundingClientRect();"
+        "const out = texts.filter((t) => !t.closest('.scroll')"
+        " && (box(t).left < box(t.closest('figure')).left"
+        " || box(t).right > box(t.closest('figure')).right));"
+        "return [out.map((t) => t.textContent), Math.min(...texts.map((t) => box(t).height))]",
+    )
+    return out, smallest
+
+
+def brightness(browser: webdriver.Chrome, page: Path, scheme: str) -> int:
+    """Return the page's background as red + green + blue under a light or dark setting."""
+    feature = {"name": "prefers-color-scheme", "value": scheme}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+    open_page(browser, page, 1366)
+    colour = script(browser, "return getComputedStyle(document.body).backgroundColor")
+    return sum(int(part) for part in colour.removeprefix("rgb(").rstrip(")").split(","))
