@@ -124,7 +124,7 @@ class AdaptiveAveraging(ModelAveraging):
         return self._first_loss > 0 and now - self._last_use < self.interval.value
 
     def _use_rule(self, loss: float) -> None:
-        rate = self.replica.optimizer.param_groups[0]["lr"] / self.learning_rate_factor
+        rate = self.replica.learning_rate / self.learning_rate_factor
         if self._first_loss > 0:
             self._value = self._next_value(loss, rate)
         elif 0 < loss < math.inf:
@@ -143,7 +143,8 @@ class AdaptiveAveraging(ModelAveraging):
         return min(wanted, self.growth * self.period.value)
 
     def _whole(self, value: float) -> float:
-        return max(1.0, math.ceil(value)) if self.period.unit is PeriodUnit.STEPS else value
+        # Rounding of a ratio that is 1 must not cost a step.
+        return max(1.0, math.ceil(value - 1e-6)) if self.period.unit is PeriodUnit.STEPS else value
 
     def statistics(self) -> dict[str, Any]:
         return {**super().statistics(), "period": str(self.current_period)}

@@ -60,7 +60,7 @@ class SlowMo(OuterStrategy):
         return next((beta for ranks, beta in _BETA_FROM.items() if self.comm.size >= ranks), 0.0)
 
     def outer_step(self, start: Tensor, movement: Tensor, velocity: Tensor) -> None:
-        rate = float(self.replica.optimizer.param_groups[0]["lr"])
+        rate = self.replica.learning_rate
         if rate == 0:  # a schedule that warms up from 0: nothing has moved yet
             return
         velocity.mul_(self.slow_momentum).sub_(movement, alpha=1.0 / rate)

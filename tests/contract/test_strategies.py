@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,10 @@ def test_identity(check: object, size: int) -> None:
 
 
 #: Options with which a strategy is plain SGD on one rank, where it is not by default.
-PLAIN_ON_ONE_RANK: dict[str, str] = {}
+PLAIN_ON_ONE_RANK: dict[str, str] = {
+    "bmuf": ":momentum=keep",
+    "diloco": ":outer_learning_rate=1,outer_momentum=0",
+}
 
 
 @pytest.mark.parametrize("strategy", strategy_names())
@@ -54,12 +58,33 @@ def test_documentation_names_no_strategy_that_is_not_there() -> None:
     assert sorted(named) == strategy_names()
 
 
+#: The options of model_averaging that are off by default.
+KALDI_OFF = ",first=average,leave_out=0.0,max_change=0.0,combine=0"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("model_averaging", "model_averaging:period=16,momentum=keep"),
-        ("model_averaging:period=600kf,momentum=reset", "model_averaging:period=600kf,momentum=reset"),
-        ("model_averaging:period=2.5s", "model_averaging:period=2.5s,momentum=keep"),
+        ("model_averaging", f"model_averaging:period=16,begin=0,momentum=keep{KALDI_OFF}"),
+        (
+            "model_averaging:period=600kf,momentum=reset",
+            f"model_averaging:period=600kf,begin=0,momentum=reset{KALDI_OFF}",
+        ),
+        (
+            "model_averaging:period=2.5s,begin=100",
+            f"model_averaging:period=2.5s,begin=100,momentum=keep{KALDI_OFF}",
+        ),
+        (
+            "adaptive_averaging:interval=60s,combine=5",
+            "adaptive_averaging:period=16,begin=0,momentum=keep,first=average,leave_out=0.0,max_change=0.0,"
+            "combine=5,interval=60s,halve=true,growth=4.0,learning_rate=keep",
+        ),
+        (
+            "bmuf:begin=1.2mf",
+            "bmuf:period=50,begin=1200kf,eta=-1.0,zeta=1.0,nesterov=false,momentum=reset",
+        ),
+        ("slowmo", "slowmo:period=48,begin=0,beta=-1.0,alpha=1.0,momentum=keep"),
+        ("diloco", "diloco:period=500,begin=0,outer_learning_rate=0.7,outer_momentum=0.9"),
         (
             "gradient_averaging:every=4,overlap=no",
             "gradient_averaging:every=4,compression=none,bucket_mib=25.0,overlap=false",
@@ -74,12 +99,31 @@ def test_options_are_read_and_described(text: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("no_such", "unknown strategy 'no_such'; there are: gradient_averaging"),
-        ("model_averaging:perod=4", "has no option 'perod=4'; it has: period, momentum"),
+        ("no_such", "unknown strategy 'no_such'; there are: ad"),
+        ("model_averaging:perod=4", "has no option 'perod=4'; it has: period, begin, momentum"),
         ("model_averaging:period", "has no option 'period'"),
         ("model_averaging:period=0", "is not a period"),
         ("model_averaging:period=1.5", "not a whole number of steps"),
         ("model_averaging:period=4km", "is not a period"),
+        ("model_averaging:begin=later", "is not a period"),
+        ("model_averaging:begin=-1", "is not a period"),
+        ("model_averaging:leave_out=-1", "must be 0 (off) or positive"),
+        ("model_averaging:max_change=nan", "must be 0 (off) or positive"),
+        ("model_averaging:combine=1", "must be 0 (off) or at least 2 models"),
+        ("model_averaging:first=worst", "choose one of average, best"),
+        ("adaptive_averaging:combine=-2", "adaptive_averaging:combine=-2: must be 0 (off) or at least 2"),
+        ("adaptive_averaging:growth=0.5", "must be at least 1"),
+        ("adaptive_averaging:growth=nan", "must be at least 1"),
+        ("adaptive_averaging:interval=0", "is not a period"),
+        ("adaptive_averaging:learning_rate=scale,period=5s", "needs a period in steps"),
+        ("bmuf:eta=1", "below 1, or -1 for 1 - 1/N"),
+        ("bmuf:eta=-0.5", "below 1, or -1 for 1 - 1/N"),
+        ("bmuf:zeta=0", "must be positive"),
+        ("bmuf:nesterov=true,eta=0", "nothing to look ahead to; give eta > 0"),
+        ("slowmo:beta=1", "below 1, or -1 for its default"),
+        ("slowmo:alpha=inf", "must be positive"),
+        ("diloco:outer_momentum=-1", "at least 0 and below 1"),
+        ("diloco:outer_learning_rate=0", "must be positive"),
         ("model_averaging:momentum=lose", "choose one of keep, average, reset"),
         ("gradient_averaging:every=0", "at least 1"),
         ("gradient_averaging:every=x", "is not of type int"),
@@ -97,7 +141,7 @@ def test_options_are_read_and_described(text: str, expected: str) -> None:
     ],
 )
 def test_bad_options_are_refused(text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words.replace("(", r"\(").replace(".", r"\.")):
+    with pytest.raises(ConfigError, match=re.escape(words)):
         parse_strategy(text)
 
 

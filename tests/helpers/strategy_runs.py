@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ class Run:
             total.backward()
         self.steps += 1
         self.frames += mean_frames
-        self.strategy.step(Progress(self.steps, self.frames, time_s))
+        self.strategy.step(Progress(self.steps, self.frames, time_s, self.steps / NUM_STEPS))
 
     def train(self, rank: int, first: int = 0, last: int = NUM_STEPS) -> None:
         """Train on this rank's batches of steps first to last."""
@@ -108,6 +109,28 @@ class Run:
     def parameters(self) -> Tensor:
         """Return a copy of the parameters."""
         return self.replica.parameters.values.clone()
+
+
+def assert_resumes(comm: Communicator, strategy: str, saved_after: int) -> None:
+    """Check that a run saved after so many steps and loaded elsewhere ends as one that was left alone."""
+    optimizer = Sgd(momentum=0.9)
+    whole = Run(comm, strategy, make_replica(optimizer))
+    whole.train(comm.rank)
+    first = Run(comm, strategy, make_replica(optimizer))
+    first.train(comm.rank, 0, saved_after)
+    state = copy.deepcopy(first.strategy.state_dict())
+    parameters = first.parameters()
+    tensors = {k: v.clone() for k, v in first.replica.optimizer_tensors().items()}
+    second = Run(comm, strategy, make_replica(optimizer))
+    second.replica.parameters.values.copy_(parameters)
+    second.replica.load_optimizer_tensors(tensors)
+    second.strategy.load_state_dict(state)
+    second.steps, second.frames = first.steps, first.frames
+    second.train(comm.rank, saved_after)
+    what = f"{strategy} saved after {saved_after} steps"
+    assert torch.equal(second.finish(), whole.finish()), f"{what}: resumed differs from uninterrupted"
+    for one, other in zip(second.strategy.final_models(), whole.strategy.final_models(), strict=True):
+        assert torch.equal(one, other), f"{what}: another final model"
 
 
 def plain_sgd(batches_of_step: list[list[Batch]], optimizer: Sgd = PLAIN) -> Tensor:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speechdp.errors import ConfigError
-from speechdp.strategies.period import Period, PeriodUnit
+from speechdp.strategies.period import Beginning, Period, PeriodUnit
 
 STEPS, FRAMES, SECONDS = PeriodUnit.STEPS, PeriodUnit.FRAMES, PeriodUnit.SECONDS
 
@@ -49,6 +49,21 @@ def test_anything_else_is_refused_with_the_ways_to_write_it(text: str) -> None:
 def test_part_of_a_step_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'1\.5' is not a whole number of steps"):
         Period.parse("1.5")
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "unit"), [("0", 0, STEPS), (" 0", 0, STEPS), ("100", 100, STEPS), ("2mf", 2e6, FRAMES)]
+)
+def test_a_beginning_may_be_at_once(text: str, value: float, unit: PeriodUnit) -> None:
+    begin = Beginning.parse(text)
+    assert (begin.value, begin.unit) == (value, unit)
+    assert Beginning.parse(str(begin)) == begin
+
+
+@pytest.mark.parametrize("text", ["", "0s", "-1", "soon"])
+def test_no_other_beginning_is_read(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a period"):
+        Beginning.parse(text)
 
 
 @given(st.integers(1, 10**12), st.sampled_from(["", "f", "kf", "mf", "s"]))
