@@ -33,4 +33,7 @@ CASES = {
     "period-5": _options("model_averaging:period=5", _MODEL, _BATCHES, _ADAM),
     "average-momentum": _options("model_averaging:period=3,momentum=average", _CAUSAL, _CHUNKS, _SGD),
     "frames": _options("model_averaging:period=150f,momentum=reset", _DEEPER, _BATCHES, _ADAMW),
+    # An average is under way at the checkpoint of step 4.
+    "delayed": _options("delayed_averaging:period=6,fragments=2,delay=2", _DEEPER, _CHUNKS, _SGD),
+    "decentralised": _options("dpsgd:topology=random", _MODEL, _BATCHES, _ADAM),
 }
