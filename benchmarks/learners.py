@@ -50,6 +50,8 @@ def make_trials(arguments: argparse.Namespace, alignments: Path) -> list[Trial]:
         ),
         alignments=alignments,
     )
+    if arguments.scan:
+        return trials.scan_trials(SEQUENTIAL, options, arguments.scan)
     names = [SEQUENTIAL] if arguments.on_ranks == 1 else split_strategies(arguments.strategies)
     return [
         Trial(name, dataclasses.replace(options, strategy=name, seed=seed))
@@ -75,7 +77,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     # MPI: with 20 ranks on 2 cores its exchanges wait least (docs/communicators.md).
-    trials.add_arguments(parser, seeds="1,2", backend="mpi")
+    trials.add_arguments(parser, seeds="1,2", backend="mpi", cells=32)
     parser.add_argument("--learners", default="4,20", help="numbers of ranks, beside 1")
     parser.add_argument("--strategies", default=STRATEGIES, help="as for `speechdp compare`")
     parser.add_argument("--epochs", type=int, default=12)
@@ -87,12 +89,15 @@ def main() -> None:
     if arguments.on_ranks:
         split = arguments.decode_split
         sys.exit(trials.on_ranks(arguments, lambda a: make_trials(arguments, a), decode_split=split))
-    outcomes = []
+    outcomes: list[Outcome] = []
+    sizes = [1, *map(int, arguments.learners.split(","))][: 1 if arguments.scan else None]
     with trials.output_folder(arguments) as folder:
         again = [*sys.argv[1:], "--out", str(folder)]
-        for size in (1, *map(int, arguments.learners.split(","))):
+        for size in sizes:
             outcomes += trials.run_job(size, again, arguments.timeout_s)
     print(trials.table(outcomes))
+    if arguments.scan:
+        return
     print(json.dumps(conclude(outcomes)))
 
 

@@ -83,8 +83,10 @@ class Outcome:
     wer: float | None = None
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, seeds: str = "1,2,3", backend: str = "auto") -> None:
-    """Add what all such benchmarks take; `seeds` and `backend` are defaults."""
+def add_arguments(
+    parser: argparse.ArgumentParser, *, seeds: str = "1,2,3", backend: str = "auto", cells: int = 64
+) -> None:
+    """Add what all such benchmarks take; `seeds`, `backend` and `cells` are defaults."""
     parser.add_argument("data", type=Path, metavar="DATA", help="directory that `speechdp prepare` wrote")
     parser.add_argument(
         "--alignments", type=Path, help="targets to train on; default: made by two rounds of realignment"
@@ -94,9 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, seeds: str = "1,2,3", back
     )
     parser.add_argument("--seeds", default=seeds, help="one training each")
     parser.add_argument("--backend", default=backend, help="communicator")
-    parser.add_argument("--cells", type=int, default=64, help="cells a layer and direction of the BLSTM")
+    parser.add_argument("--cells", type=int, default=cells, help="cells a layer and direction of the BLSTM")
     parser.add_argument("--layers", type=int, default=2, help="layers of the BLSTM")
     parser.add_argument("--dropout", type=float, default=0.2)
+    parser.add_argument("--scan", default="", help="only find the learning rate: these, separated by commas")
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="a job that takes longer is ended")
     parser.add_argument("--on-ranks", type=int, default=0, help=argparse.SUPPRESS)
 
@@ -110,6 +113,18 @@ def base_options(arguments: argparse.Namespace) -> TrainOptions:
 def seeds(arguments: argparse.Namespace) -> list[int]:
     """Return the seeds asked for."""
     return [int(seed) for seed in arguments.seeds.split(",")]
+
+
+def scan_trials(name: str, options: TrainOptions, rates: str) -> list[Trial]:
+    """Return a trial for each of these learning rates, separated by commas."""
+    return [
+        Trial(f"{name}, learning rate {rate:g}", _with_rate(options, rate))
+        for rate in map(float, rates.split(","))
+    ]
+
+
+def _with_rate(options: TrainOptions, rate: float) -> TrainOptions:
+    return dataclasses.replace(options, optimizer=dataclasses.replace(options.optimizer, learning_rate=rate))
 
 
 @contextmanager
