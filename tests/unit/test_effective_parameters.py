@@ -12,11 +12,17 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA de
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 
 
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def mix(one: EffectiveParameters, other: EffectiveParameters) -> None:
     """Exchange snapshots that both have taken already."""
-    with one.side(), other.side():
-        one.incoming.copy_(other._own)
-        other.incoming.copy_(one._own)
+    synchronize()  # as the message between them would
+    one.incoming.copy_(other._own)
+    other.incoming.copy_(one._own)
+    synchronize()
     for each in (one, other):
         with each.side():
             each.correct()
