@@ -15,7 +15,7 @@ from speechdp.errors import ConfigError
 from speechdp.strategies.base import Progress
 from speechdp.strategies.period import PeriodUnit
 from speechdp.strategies.periodic import PeriodicStrategy
-from speechdp.strategies.server import SERVER, Desk, Request, Server, refuse_too_few, worker_shard
+from speechdp.strategies.server import SERVER, Link, Request, Server, refuse_too_few, worker_shard
 from speechdp.timing.timeline import Span, Timeline
 from speechdp.train.replica import Replica
 
@@ -97,7 +97,7 @@ class Easgd(PeriodicStrategy):
         #: On rank 0, with mode=sync on every rank; None elsewhere and with a single worker.
         self._centre: Tensor | None = None
         self._server: _Centre | None = None
-        self._desk: Desk | None = None
+        self._link: Link | None = None
         if self._num_workers == 1:
             return
         if comm.rank == SERVER or self.mode == "sync":
@@ -105,19 +105,19 @@ class Easgd(PeriodicStrategy):
         if self.mode == "async":
             if self._centre is not None:
                 self._server = _Centre(self._centre, self._alpha)
-            self._desk = Desk(self.peers, self._server)
+            self._link = Link(self.peers, self._server)
 
     def resume(self) -> None:
-        if self._desk is not None:
-            self._desk.open()
+        if self._link is not None:
+            self._link.open()
 
     def pause(self) -> None:
-        if self._desk is not None:
-            self._desk.close()
+        if self._link is not None:
+            self._link.close()
 
     def step(self, progress: Progress) -> None:
-        if self._desk is not None:
-            self._desk.check()
+        if self._link is not None:
+            self._link.check()
         super().step(progress)
 
     def is_due(self, progress: Progress) -> bool:
@@ -141,8 +141,8 @@ class Easgd(PeriodicStrategy):
         with self.timeline.span(Span.COMM):
             # The gradients have been used and are zero: their vector serves for what comes back.
             scratch, own = self.replica.gradients.values, self.replica.parameters.values
-            if self._desk is not None:
-                self._desk.give(own, scratch)
+            if self._link is not None:
+                self._link.give(own, scratch)
                 own.sub_(scratch)
             else:
                 self._exchange_together(own, scratch)
@@ -176,14 +176,14 @@ class Easgd(PeriodicStrategy):
         self.comm.broadcast(values, name="centre")
 
     def statistics(self) -> dict[str, Any]:
-        return {} if self._desk is None else {"staleness": list(self._desk.ages)}
+        return {} if self._link is None else {"staleness": list(self._link.ages)}
 
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), **self.statistics()}
         if self._centre is not None:
             state["centre"] = self._centre
-        if self._desk is not None:
-            state["version"] = self._desk.version
+        if self._link is not None:
+            state["version"] = self._link.version
         if self._server is not None:
             state["centre_version"] = self._server.version
         return state
@@ -192,7 +192,7 @@ class Easgd(PeriodicStrategy):
         super().load_state_dict(state)
         if self._centre is not None:
             self._centre.copy_(state["centre"])
-        if self._desk is not None:
-            self._desk.ages, self._desk.version = list(state["staleness"]), state["version"]
+        if self._link is not None:
+            self._link.ages, self._link.version = list(state["staleness"]), state["version"]
         if self._server is not None:
             self._server.version = state["centre_version"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError
 from speechdp.strategies.base import Progress, Strategy
-from speechdp.strategies.server import SERVER, Desk, Kind, Request, Server, refuse_too_few, worker_shard
+from speechdp.strategies.server import SERVER, Kind, Link, Request, Server, refuse_too_few, worker_shard
 from speechdp.timing.timeline import Span, Timeline
 from speechdp.train.replica import Replica
 
@@ -101,7 +101,7 @@ class ParameterServer(Strategy):
             if comm.rank == SERVER:
                 aware, alone = self.staleness_aware, self.dedicated
                 self._master = _Master(replica, staleness_aware=aware, alone=alone)
-            self._desk = Desk(self.peers, self._master)
+            self._link = Link(self.peers, self._master)
         elif comm.rank == SERVER and comm.size > 1:
             self._received = torch.empty_like(replica.gradients.whole)
 
@@ -111,13 +111,13 @@ class ParameterServer(Strategy):
         # While paused, rank 0's replica is the master: it may have been loaded from a checkpoint.
         if self._master is not None:
             self._master.vector.copy_(self.replica.parameters.values)
-        self._desk.open()
-        self._desk.fetch(self.replica.parameters.values)
+        self._link.open()
+        self._link.fetch(self.replica.parameters.values)
 
     def pause(self) -> None:
         if self.mode == "sync":
             return
-        self._desk.close()
+        self._link.close()
         if self._master is not None:
             self.replica.parameters.values.copy_(self._master.vector)
 
@@ -125,11 +125,11 @@ class ParameterServer(Strategy):
         if self.mode == "sync":
             self._step_together()
             return
-        self._desk.check()
+        self._link.check()
         replica = self.replica
         if replica.frames > 0:
             with self.timeline.span(Span.COMM):
-                self._desk.give(
+                self._link.give(
                     replica.gradients.values,
                     replica.parameters.values,
                     frames=replica.frames,
@@ -172,7 +172,7 @@ class ParameterServer(Strategy):
             self.comm.broadcast(self.replica.parameters.values, name="master")
 
     def statistics(self) -> dict[str, Any]:
-        return {"staleness": list(self._desk.ages)} if self.mode == "async" else {}
+        return {"staleness": list(self._link.ages)} if self.mode == "async" else {}
 
     def state_dict(self) -> dict[str, Any]:
         # The master itself is rank 0's replica while paused.
@@ -180,4 +180,4 @@ class ParameterServer(Strategy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.mode == "async":
-            self._desk.ages = list(state["staleness"])
+            self._link.ages = list(state["staleness"])

@@ -1,6 +1,6 @@
 """What strategies with a server on rank 0 share: workers ask, the server answers in the order of arrival.
 
-Two roles: a `Server` keeps the common vector, on rank 0; a `Desk`, one a rank, is where its worker asks.  On
+Two roles: a `Server` keeps the common vector, on rank 0; a `Link`, one a rank, is how its worker asks.  On
 rank 0 that is the server itself, under a lock; elsewhere messages go to a thread of rank 0.
 """
 
@@ -150,8 +150,8 @@ class Server(ABC):
             done.synchronize()
 
 
-class Desk:
-    """Where the worker of one rank asks, between `open` and `close`.
+class Link:
+    """How the worker of one rank asks the server, between `open` and `close`.
 
     Args:
         peers: the channel.
