@@ -13,9 +13,10 @@ from speechdp.comm.staging import Staged, as_bytes
 
 #: A message makes progress only while somebody tests it: the longest sleep between two tests, s.
 _LONGEST_SLEEP_S = 100e-6
-#: A message is tested without a sleep for as long as this rate lets it take, bytes/s: through shared memory
-#: its pieces come as fast as they are fetched; over a network there is time to sleep.
-_MEMORY_RATE = 4e9
+#: A message is tested without a sleep for as long as it takes at this rate, bytes/s: through shared memory
+#: without single copies its pieces come as fast as both ranks fetch them, and 64 MB with sleeps between
+#: them take 10 times as long.  Over a network, which is slower, there is time to sleep.
+_MEMORY_RATE = 2e9
 
 
 class MpiPeers(CheckedPeers):
@@ -23,6 +24,9 @@ class MpiPeers(CheckedPeers):
 
     Every wait tests and sleeps in turn: MPI's own would keep a core busy.  A message is matched before it is
     received (Improbe), so that several threads can wait on one communicator.
+
+    Messages of more than 2^30 bytes go in pieces.  When one of those turns out to have another size than was
+    expected, the rest of its pieces stays in the channel, which is then of no more use.
 
     Args:
         comm: mpi4py communicator that nobody else uses; `close` frees it.

@@ -25,6 +25,11 @@ def test_contract_under_mpirun(backend: str, size: int) -> None:
     assert f"{len(CHECKS) + len(PEER_CHECKS)} checks passed on {size} ranks" in ended.stdout, ended.output
 
 
+def test_what_mpi_cannot_count_goes_in_pieces() -> None:
+    ended = run_mpi(2, [*PROGRAM, "mpi", "2", "--in-pieces"])
+    assert ended.exit_code == 0, ended.output
+
+
 @needs_horovod
 def test_contract_under_horovodrun_without_mpi() -> None:
     ended = run_horovodrun(2, [*PROGRAM, "horovod", "2", "--without-peers"])

@@ -1,6 +1,7 @@
 """One rank of a job that runs every check of the communicator contract.
 
-`contract.py BACKEND SIZE [--without-peers]`: the last where the back-end has collectives only.
+`contract.py BACKEND SIZE [--without-peers] [--in-pieces]`: the first where the back-end has collectives
+only, the second to let MPI count no more than 2^20 elements in a call.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from tests.helpers.peer_checks import PEER_CHECKS, peers_and_groups_are_refused_
 def main(comm: Communicator) -> None:
     assert comm.backend == sys.argv[1]
     assert comm.size == int(sys.argv[2])
+    if "--in-pieces" in sys.argv:
+        from speechdp.comm import mpi  # noqa: PLC0415  initialises MPI
+
+        mpi._MAX_COUNT = 1 << 20
     check_world(comm, {"seed": 1, "nothing": None})
     without_peers = "--without-peers" in sys.argv
     checks = (*CHECKS, *((peers_and_groups_are_refused_with_the_remedy,) if without_peers else PEER_CHECKS))
