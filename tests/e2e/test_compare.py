@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
 from speechdp.cli.main import run as speechdp
 from speechdp.data.dataset import Dataset
-from tests.helpers.jobs import alone, ended_within
+from tests.helpers.jobs import alone, ended_within, started
 from tests.helpers.mpi import Ended
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
 
@@ -25,6 +26,9 @@ FOLDERS = [
     "frames-2x-gradient_averaging-seed1-2ep",
     "frames-2x-model_averaging-period=4-momentum=reset-seed1-2ep",
 ]
+
+#: Exit code of a job that was asked to stop and saved.
+STOPPED = 75
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +163,35 @@ def test_it_is_not_run_under_a_launcher(
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     assert speechdp(["compare", str(dataset.path), str(tmp_path / "out"), *OPTIONS]) == 1
     assert "compare starts its own jobs" in capsys.readouterr().err
+
+
+def test_a_stop_saves_the_run_under_way_and_the_same_command_goes_on(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    command = alone(
+        *("compare", dataset.path, out, *TINY_MODEL, "--ranks", "2", "--strategies", "gradient_averaging"),
+        *(
+            "--backend",
+            "mpi",
+            "--modes",
+            "frames",
+            "--decode-split",
+            "",
+            "--epochs",
+            "60",
+            "--batch-size",
+            "2",
+        ),
+    )
+    with started(command, out) as job:
+        job.wait_until(lambda: list(out.glob("*/checkpoints/step-*")), "a checkpoint")
+        job.signal(signal.SIGTERM)
+        stopped = job.finish(within_s=60)
+    assert stopped.exit_code == STOPPED, stopped.output
+    assert "stopped as asked; the same command goes on" in stopped.stdout
+    (run,) = json.loads((out / "compare.json").read_text())["runs"]
+    assert run["state"] == "pending"
+    ended = ended_within(120, command)
+    assert ended.exit_code == 0, ended.output
+    assert "going on from step" in (out / "logs" / f"{run['folder']}.log").read_text()
