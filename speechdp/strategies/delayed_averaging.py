@@ -171,7 +171,8 @@ class DelayedAveraging(PeriodicStrategy):
 
     def finish(self) -> None:
         self._land()
-        self.average_parameters()
+        if self._together is None:  # while gradients are averaged replicas are equal
+            self.average_parameters()
         self._window_frames = self._window_steps = 0
         self.comm.broadcast(self.replica.parameters.whole, name="parameters")
 

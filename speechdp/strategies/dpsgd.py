@@ -112,7 +112,8 @@ class Dpsgd(PeriodicStrategy):
 
     def finish(self) -> None:
         self._mixing_due = False
-        self.average_parameters()
+        if self._together is None:  # while gradients are averaged replicas are equal
+            self.average_parameters()
         self.comm.broadcast(self.replica.parameters.whole, name="parameters")
 
     def state_dict(self) -> dict[str, Any]:

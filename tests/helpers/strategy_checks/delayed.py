@@ -253,7 +253,16 @@ def pausing_leaves_nothing_under_way(comm: Communicator) -> None:
     assert torch.equal(run.finish(), expected), "a pause changes the result"
 
 
+def delayed_that_has_not_begun_is_gradient_averaging(comm: Communicator) -> None:
+    run = begin(comm, "period=2,begin=100")
+    run.train(comm.rank)
+    together = Run(comm, "gradient_averaging", make_replica(Sgd(momentum=0.9)))
+    together.train(comm.rank)
+    assert torch.equal(run.finish(), together.finish()), "not gradient averaging, bit by bit"
+
+
 CHECKS = (
+    delayed_that_has_not_begun_is_gradient_averaging,
     delayed_averaging_follows_the_equation,
     delay_by_one_follows_its_equation,
     without_delay_it_is_model_averaging,

@@ -174,7 +174,16 @@ def dpsgd_sends_what_it_says(comm: Communicator) -> None:
         run.finish()
 
 
+def dpsgd_that_has_not_begun_is_gradient_averaging(comm: Communicator) -> None:
+    run = begin(comm, "topology=ring,begin=100")
+    run.train(comm.rank)
+    together = Run(comm, "gradient_averaging", make_replica(Sgd(momentum=0.9)))
+    together.train(comm.rank)
+    assert torch.equal(run.finish(), together.finish()), "not gradient averaging, bit by bit"
+
+
 CHECKS = (
+    dpsgd_that_has_not_begun_is_gradient_averaging,
     dpsgd_follows_the_equation,
     dpsgd_with_a_longer_period_follows_the_equation,
     without_overlap_the_result_is_the_same,
