@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -201,9 +200,9 @@ def run_job(size: int, arguments: Sequence[str], timeout_s: float) -> list[Outco
     outcomes = []
     with subprocess.Popen(
         mpirun_command(job, mpi, environment), env=environment, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
-        alarm = threading.Timer(timeout_s, lambda: os.killpg(process.pid, signal.SIGTERM))
+        alarm = threading.Timer(timeout_s, process.terminate)  # mpirun ends its ranks
         alarm.start()
         assert process.stdout is not None
         for line in process.stdout:
