@@ -129,6 +129,26 @@ def what_was_adapted_is_saved(comm: Communicator) -> None:
     assert comm.size == 1 or other.strategy.learning_rate_factor > 1
 
 
+def the_loss_of_an_interval_survives_a_checkpoint(comm: Communicator) -> None:
+    """F0 = 4; then no loss until the checkpoint and 4 after it: about 2, with which the period is 3."""
+    strategy = "adaptive_averaging:period=4,interval=1,halve=false"
+    run, other = Run(comm, strategy), Run(comm, strategy)
+    _report(run, lambda step: 4.0 if step < 4 else 0.0)
+    _report(other, lambda step: 4.0)
+    run.train(0, 0, 6)
+    other.strategy.load_state_dict(run.strategy.state_dict())
+    other.steps = run.steps
+    other.train(0, 6, 8)
+    assert other.strategy.statistics() == {"period": "3"}, other.strategy.statistics()
+
+
+def the_loss_before_training_apart_does_not_count(comm: Communicator) -> None:
+    run = Run(comm, "adaptive_averaging:begin=3,period=2,interval=1,halve=false")
+    _report(run, lambda step: 100.0 if step < 3 else 4.0)
+    run.train(comm.rank)
+    assert run.strategy.statistics() == {"period": "2"}, run.strategy.statistics()
+
+
 CHECKS: tuple[Callable[[Communicator], None], ...] = (
     a_constant_schedule_is_model_averaging,
     the_period_follows_the_loss,
@@ -139,4 +159,6 @@ CHECKS: tuple[Callable[[Communicator], None], ...] = (
     the_rate_rises_with_the_ranks_and_the_period_falls,
     with_one_exchange_a_step_the_rate_counts_once,
     what_was_adapted_is_saved,
+    the_loss_of_an_interval_survives_a_checkpoint,
+    the_loss_before_training_apart_does_not_count,
 )

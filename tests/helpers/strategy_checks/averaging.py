@@ -24,10 +24,10 @@ from tests.helpers.strategy_runs import (
 
 
 def gradient_averaging_equals_one_rank_on_all_batches(comm: Communicator) -> None:
+    expected = plain_sgd(batches_of_all(comm.size), Sgd(momentum=0.9))
     for options in ("", ":overlap=false", ":bucket_mib=0.0005", ":bucket_mib=0.0005,overlap=false"):
         run = Run(comm, f"gradient_averaging{options}", make_replica(Sgd(momentum=0.9)))
         run.train(comm.rank)
-        expected = plain_sgd(batches_of_all(comm.size), Sgd(momentum=0.9))
         assert_close(run.finish(), expected, f"gradient_averaging{options}")
 
 

@@ -38,6 +38,7 @@ STRATEGIES = (
 def periodic_runs_resume_bitwise(comm: Communicator) -> None:
     for strategy in STRATEGIES:
         assert_resumes(comm, f"{strategy},period=3", 4)
+    assert_resumes(comm, f"{STRATEGIES[0]},period=3", 6)  # has kept a model for the final combine
     for saved_after in (1, 5):
         assert_resumes(comm, f"{STRATEGIES[0]},period=15f,begin=2", saved_after)
     assert_resumes(comm, f"{STRATEGIES[3]},period=15f,begin=2", 1)
@@ -178,6 +179,12 @@ def beginnings_in_frames_and_seconds_are_agreed(comm: Communicator) -> None:
             run.step([make_batch(comm.rank, step)], 10.0, float((step + 1) * (1 + 3 * comm.rank)))
             together.append(run.strategy.state_dict()["together"])
         assert together == [step + 1 < over for step in range(NUM_STEPS)], f"begin={begin}: {together}"
+    run = Run(comm, "model_averaging:begin=8s")
+    together = []
+    for step in range(NUM_STEPS):  # a first step so fast that 79 more of it would be left
+        run.step([make_batch(comm.rank, step)], time_s=0.1 + 2 * step)
+        together.append(run.strategy.state_dict()["together"])
+    assert together == [True] * 4 + [False] * 3, together
 
 
 CHECKS: tuple[Callable[[Communicator], None], ...] = (
