@@ -6,8 +6,8 @@ After Cong et al. 2017 (MLHPC; only the abstract was read): asynchronous SGD fal
 already, K-step averaging (K-AVG) keeps the sequential accuracy with 4, with adaptive measures with 20.  Here
 every learner takes batches of the same size at the same learning rate (SGD, momentum 0.9), all learners
 together the same epochs over the same frames, so N learners make 1/N of the steps each.  The learning rate
-is the best of 0.05, 0.1 and 0.2 for one learner (`--scan`, 6 epochs, seed 1, dev).  Learners share the machine's cores, one thread each: what is compared is
-the model at the end, not the time.
+is the best of 0.05, 0.1 and 0.2 for one learner (`--scan`, 6 epochs, seed 1, dev).  Learners share the
+machine's cores, one thread each: what is compared is the model at the end, not the time.
 Last line: JSON with the means over the seeds and, for each, its log-probability less that of one learner.
 """
 
