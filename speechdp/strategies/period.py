@@ -6,12 +6,11 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from speechdp.errors import ConfigError
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+SomePeriod = TypeVar("SomePeriod", bound="Period")
 
 _PATTERN = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>steps?|s|f|kf|mf|frames?)?", re.IGNORECASE)
 _FRAMES = {"f": 1, "frame": 1, "frames": 1, "kf": 1_000, "mf": 1_000_000}
@@ -33,7 +32,7 @@ class Period:
     unit: PeriodUnit = PeriodUnit.STEPS
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls: type[SomePeriod], text: str) -> SomePeriod:
         """Read `16`, `16steps`, `400000f`, `600kf`, `1.2mf` or `5s`.
 
         Raises:
@@ -66,13 +65,13 @@ class Beginning(Period):
     value: float = 0.0
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls: type[SomePeriod], text: str) -> SomePeriod:
         """Read what `Period.parse` reads, or `0`.
 
         Raises:
             ConfigError: anything else.
         """
-        return cls() if text.strip() == "0" else super().parse(text)
+        return cls(0.0) if text.strip() == "0" else super().parse(text)
 
 
 def _plain(value: float) -> str:
