@@ -32,6 +32,14 @@ CASES = {
     "accumulated": _options("gradient_averaging:every=3,bucket_mib=0.001", _DEEPER, _CHUNKS, _SGD),
     "period-5": _options("model_averaging:period=5", _MODEL, _BATCHES, _ADAM),
     "average-momentum": _options("model_averaging:period=3,momentum=average", _CAUSAL, _CHUNKS, _SGD),
+    "kaldi": _options(
+        "model_averaging:period=2,first=best,leave_out=0.05,max_change=0.5,combine=4", _MODEL, _BATCHES, _SGD
+    ),
+    "adaptive": _options(
+        "adaptive_averaging:period=3,begin=2,interval=5,learning_rate=scale", _MODEL, _BATCHES, _SGD
+    ),
+    "block-momentum": _options("bmuf:period=3,nesterov=true", _CAUSAL, _CHUNKS, _SGD),
+    "diloco": _options("diloco:period=5", _DEEPER, _BATCHES, _ADAMW),
     "frames": _options("model_averaging:period=150f,momentum=reset", _DEEPER, _BATCHES, _ADAMW),
     # An average is under way at the checkpoint of step 4.
     "delayed": _options("delayed_averaging:period=6,fragments=2,delay=2", _DEEPER, _CHUNKS, _SGD),

@@ -28,6 +28,6 @@ def test_resumed_runs_are_bitwise_those_not_interrupted(
     dataset: Dataset, tmp_path: Path, backend: str, size: int
 ) -> None:
     program = [*PROGRAM, backend, str(size), dataset.path, tmp_path]
-    ended = run_mpi(size, program, timeout_s=150)
+    ended = run_mpi(size, program, timeout_s=280)
     assert ended.exit_code == 0, ended.output
     assert f"{len(CASES)} runs resumed bitwise on {size} ranks" in ended.stdout, ended.output
