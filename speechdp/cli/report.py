@@ -32,11 +32,11 @@ def print_report(out: Path, target: float | None) -> None:
 
     from speechdp.cli.console import make_console  # noqa: PLC0415
     from speechdp.compare.record import FILE_NAME  # noqa: PLC0415
-    from speechdp.compare.report import ComparisonPaths, write_comparison  # noqa: PLC0415
-    from speechdp.timing.report import ReportPaths, write_report  # noqa: PLC0415
+    from speechdp.compare.report import write_comparison  # noqa: PLC0415
+    from speechdp.timing.report import write_report  # noqa: PLC0415
 
     is_comparison = (out / FILE_NAME).is_file()
-    report: ComparisonPaths | ReportPaths = (write_comparison if is_comparison else write_report)(out, target)
+    report = (write_comparison if is_comparison else write_report)(out, target)
     console = make_console()
     console.print(report.table)
     for sentence in report.answer:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 import matplotlib as mpl
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -17,32 +15,15 @@ from speechdp.compare.choice import RULE, Choice, choose
 from speechdp.compare.groups import Comparison, Group, common_target, make_groups, read_comparison
 from speechdp.compare.panels import Panel, dashes, make_canvas, make_panels
 from speechdp.compare.table import COLUMNS, SPREAD_NOTE, TITLES, ComparisonTable, csv_text, page_rows
-from speechdp.errors import ConfigError, RunError
 from speechdp.timing import theme, wording
 from speechdp.timing.figures import STYLE, svg_of
+from speechdp.timing.pages import WrittenReport, check_target, page_templates, writing_into
 
 #: Settings that say nothing to a reader: the checksum of the data.
 _UNSHOWN = ("data",)
 
 
-@dataclass(frozen=True)
-class ComparisonPaths:
-    """What `write_comparison` wrote, and its result for the terminal.
-
-    Attributes:
-        png: None where the runs recorded nothing to draw.
-        table: the report's table.
-        answer: the result in words, one sentence an item.
-    """
-
-    html: Path
-    csv: Path
-    png: Path | None
-    table: ComparisonTable
-    answer: tuple[str, ...]
-
-
-def write_comparison(out: Path, target: float | None = None) -> ComparisonPaths:
+def write_comparison(out: Path, target: float | None = None) -> WrittenReport:
     """Write OUT/compare/compare.{csv,png,html}.
 
     Args:
@@ -54,8 +35,7 @@ def write_comparison(out: Path, target: float | None = None) -> ComparisonPaths:
         ConfigError: compare.json is damaged, or `target` is no log-probability.
         RunError: the report cannot be written.
     """
-    if target is not None and not target < 0:
-        raise ConfigError(f"--target {target:g}: a log-probability is below 0, e.g. --target=-0.45")
+    check_target(target)
     comparison = read_comparison(out)
     if target is None:
         target = common_target(comparison.runs)
@@ -63,30 +43,19 @@ def write_comparison(out: Path, target: float | None = None) -> ComparisonPaths:
     choice = choose(groups)
     folder = out / "compare"
     html_path, csv_path, png_path = (folder / f"compare.{kind}" for kind in ("html", "csv", "png"))
-    try:
-        folder.mkdir(exist_ok=True)
+    with writing_into(folder):
         csv_path.write_text(csv_text(groups, target), encoding="utf-8")
         drawn = render_png(png_path, groups)
         html_path.write_text(render_page(comparison, groups, choice, target), encoding="utf-8")
-    except OSError as error:
-        raise RunError(
-            f"{folder}: cannot write the report ({error.strerror}); free space or permit writing there"
-        ) from error
     sentences = (choice.headline, *choice.details, *choice.cautions)
-    return ComparisonPaths(
+    return WrittenReport(
         html_path, csv_path, png_path if drawn else None, ComparisonTable(groups, target), sentences
     )
 
 
 def render_page(comparison: Comparison, groups: Sequence[Group], choice: Choice, target: float | None) -> str:
     """Return the page: one HTML document without a reference to anything outside of it."""
-    environment = Environment(
-        loader=PackageLoader("speechdp.timing", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = page_templates()
     canvas = make_canvas(groups, theme.PAGE)
     # Our own drawings, whose every text matplotlib or html.escape has escaped.
     lines = [

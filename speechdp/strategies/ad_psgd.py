@@ -147,12 +147,9 @@ class AdPsgd(Strategy):
 
     @contextlib.contextmanager
     def evaluation_parameters(self) -> Iterator[None]:
-        own = self.replica.parameters.values.clone()
-        self._average()
-        try:
+        with self.replica.restored():
+            self._average()
             yield
-        finally:
-            self.replica.parameters.values.copy_(own)
 
     def statistics(self) -> dict[str, Any]:
         """Return gradients by staleness, mixings, and the exchanges that were skipped, of this rank."""

@@ -185,13 +185,10 @@ class DelayedAveraging(PeriodicStrategy):
                 yield
             return
         self._wait(flight)
-        own = self.replica.parameters.values.clone()
-        self._correct(flight)
-        try:
+        with self.replica.restored():
+            self._correct(flight)
             with super().evaluation_parameters():
                 yield
-        finally:
-            self.replica.parameters.values.copy_(own)
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict() | {

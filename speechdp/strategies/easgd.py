@@ -159,12 +159,9 @@ class Easgd(PeriodicStrategy):
 
     @contextlib.contextmanager
     def evaluation_parameters(self) -> Iterator[None]:
-        own = self.replica.parameters.values.clone()
-        self._show_centre()
-        try:
+        with self.replica.restored():
+            self._show_centre()
             yield
-        finally:
-            self.replica.parameters.values.copy_(own)
 
     def _show_centre(self) -> None:
         """Put the centre into every replica."""

@@ -83,12 +83,9 @@ class OuterStrategy(PeriodicStrategy):
         if self._together is not None:
             yield
             return
-        own = self.replica.parameters.values.clone()
-        self._show_global_model()
-        try:
+        with self.replica.restored():
+            self._show_global_model()
             yield
-        finally:
-            self.replica.parameters.values.copy_(own)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "start": self._start, "velocity": self._velocity}

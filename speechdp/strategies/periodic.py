@@ -190,12 +190,9 @@ class PeriodicStrategy(Strategy):
         if self.comm.size == 1 or self._together is not None:
             yield
             return
-        own = self.replica.parameters.values.clone()
-        self.average_parameters()
-        try:
+        with self.replica.restored():
+            self.average_parameters()
             yield
-        finally:
-            self.replica.parameters.values.copy_(own)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -6,19 +6,17 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from speechdp.errors import ConfigError, RunError
 from speechdp.timing import figures, theme, wording
 from speechdp.timing.answer import RULE, find_answer
 from speechdp.timing.canvas import make_canvas
 from speechdp.timing.derived import RunFigures, common_target, sweep_figures
+from speechdp.timing.pages import WrittenReport, check_target, page_templates, writing_into
 from speechdp.timing.results import Sweep
 from speechdp.timing.summary import read_sweep
 from speechdp.timing.tables import COLUMNS, TerminalTable, csv_text, page_rows
@@ -41,24 +39,7 @@ SETTINGS = {
 }
 
 
-@dataclass(frozen=True)
-class ReportPaths:
-    """What `write_report` wrote, and its result for the terminal.
-
-    Attributes:
-        png: None where the runs recorded nothing to draw.
-        table: the report's table.
-        answer: the result in words, one sentence an item.
-    """
-
-    html: Path
-    csv: Path
-    png: Path | None
-    table: TerminalTable
-    answer: tuple[str, ...]
-
-
-def write_report(out_dir: Path, target: float | None = None) -> ReportPaths:
+def write_report(out_dir: Path, target: float | None = None) -> WrittenReport:
     """Write OUT/report/report.{csv,png,html}.
 
     Args:
@@ -70,39 +51,27 @@ def write_report(out_dir: Path, target: float | None = None) -> ReportPaths:
         ConfigError: there is no run in `out_dir`, or `target` is no log-probability.
         RunError: the report cannot be written.
     """
-    if target is not None and not target < 0:
-        raise ConfigError(f"--target {target:g}: a log-probability is below 0, e.g. --target=-0.45")
+    check_target(target)
     sweep = read_sweep(out_dir)
     if target is None:
         target = common_target(sweep.runs)
     rows = sweep_figures(sweep, target)
     folder = out_dir / "report"
     html_path, csv_path, png_path = (folder / f"report.{kind}" for kind in ("html", "csv", "png"))
-    try:
-        folder.mkdir(exist_ok=True)
+    with writing_into(folder):
         csv_path.write_text(csv_text(rows, target), encoding="utf-8")
         png_written = figures.render_png(png_path, rows)
         html_path.write_text(render_page(sweep, rows, target), encoding="utf-8")
-    except OSError as error:
-        raise RunError(
-            f"{folder}: cannot write the report ({error.strerror}); free space or permit writing there"
-        ) from error
     answer = find_answer(rows)
     sentences = tuple(s for s in (answer.headline, *answer.details, answer.limit, *answer.cautions) if s)
-    return ReportPaths(
+    return WrittenReport(
         html_path, csv_path, png_path if png_written else None, TerminalTable(rows, target), sentences
     )
 
 
 def render_page(sweep: Sweep, rows: Sequence[RunFigures], target: float | None) -> str:
     """Return the page: one HTML document without a reference to anything outside of it."""
-    environment = Environment(
-        loader=PackageLoader("speechdp.timing", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = page_templates()
     environment.filters["breakable"] = _breakable
     svgs = {plot.name: figures.render_svg(plot, rows) for plot in figures.make_plots(rows)}
     colours = make_canvas(rows, theme.PAGE).colours

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +112,15 @@ class Replica:
         norm = torch.linalg.vector_norm(gradients) / frames
         # As torch.nn.utils.clip_grad_norm_ has it; on the device, so that the host need not wait.
         return torch.clamp(self.max_gradient_norm / (norm + 1e-6), max=1.0) / frames
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put the parameters back, after the block, to what they were before it."""
+        own = self.parameters.values.clone()
+        try:
+            yield
+        finally:
+            self.parameters.values.copy_(own)
 
     def clear_gradients(self) -> None:
         """Zero the gradients in place (they are views; setting them to None would lose them)."""

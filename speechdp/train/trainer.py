@@ -166,8 +166,8 @@ class Trainer:
 
     def _train(self, step: Step) -> None:
         parts, counters = self.parts, self.counters
-        done = step.epoch + step.at.index / step.at.num_steps
-        learning_rate = parts.schedule.at(done) * parts.strategy.learning_rate_factor
+        before, after = (step.epoch + (step.at.index + i) / step.at.num_steps for i in (0, 1))
+        learning_rate = parts.schedule.at(before) * parts.strategy.learning_rate_factor
         parts.replica.set_learning_rate(learning_rate)
         parts.strategy.before_backward(step.batch.num_frames)
         if step.batch.num_frames > 0:
@@ -179,10 +179,10 @@ class Trainer:
         counters.frames_per_rank += step.at.mean_frames
         time_s = parts.timeline.training_time_s
         parts.strategy.step(
-            Progress(counters.step, counters.frames_per_rank, time_s, done, self._options.num_epochs)
+            Progress(counters.step, counters.frames_per_rank, time_s, after, self._options.num_epochs)
         )
         parts.timeline.end_step(counters.own_step, step.epoch, step.batch.num_frames)
-        parts.reporter.step(done + 1 / step.at.num_steps, step.at.total_frames, self._shown_loss)
+        parts.reporter.step(after, step.at.total_frames, self._shown_loss)
 
     def _compute_gradients(self, step: Step) -> None:
         parts = self.parts

@@ -16,8 +16,8 @@ from speechdp.cli.report import ReportCommand
 from speechdp.compare.choice import choose
 from speechdp.compare.groups import Group, common_target, make_groups, mean_age, read_comparison
 from speechdp.compare.panels import dashes, make_canvas, make_panels, mean_curve
-from speechdp.compare.report import ComparisonPaths
 from speechdp.compare.report import write_comparison as write_report
+from speechdp.timing.pages import WrittenReport
 from speechdp.timing.theme import PRINT
 from tests.helpers.comparisons import (
     MadeUpStrategy,
@@ -31,7 +31,7 @@ HOSTILE = "<script>alert(1)</script>:x=$y_1$&[red]"
 
 
 @pytest.fixture(scope="module")
-def realistic(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ComparisonPaths]:
+def realistic(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, WrittenReport]:
     out = write_comparison(tmp_path_factory.mktemp("compare") / "out", realistic_strategies())
     return out, write_report(out)
 
@@ -46,7 +46,7 @@ def _entries(out: Path) -> list[dict[str, object]]:
     return entries
 
 
-def test_figures_are_means_and_deviations_of_the_seeds(realistic: tuple[Path, ComparisonPaths]) -> None:
+def test_figures_are_means_and_deviations_of_the_seeds(realistic: tuple[Path, WrittenReport]) -> None:
     out, _ = realistic
     group = _groups(out, target=-0.5)["frames", 2, "ad_psgd"]
     finals = []
@@ -75,7 +75,7 @@ def test_what_was_not_recorded_is_missing_and_not_zero(tmp_path: Path) -> None:
 
 
 def test_a_strategy_that_fails_to_learn_does_not_set_the_target(
-    realistic: tuple[Path, ComparisonPaths],
+    realistic: tuple[Path, WrittenReport],
 ) -> None:
     runs = read_comparison(realistic[0]).runs
     target = common_target(runs)
@@ -85,7 +85,7 @@ def test_a_strategy_that_fails_to_learn_does_not_set_the_target(
     assert sum(value >= target for value in best) / len(best) == pytest.approx(0.75, abs=0.03)
 
 
-def test_the_fastest_within_the_noise_is_chosen(realistic: tuple[Path, ComparisonPaths]) -> None:
+def test_the_fastest_within_the_noise_is_chosen(realistic: tuple[Path, WrittenReport]) -> None:
     answer = realistic[1].answer
     assert answer[0] == (
         "Choose bmuf (period=16): on 2 and 4 ranks it is the fastest strategy that keeps the accuracy."
@@ -152,7 +152,7 @@ def test_a_comparison_without_a_finished_run_still_has_a_page(tmp_path: Path) ->
 
 
 def test_the_command_report_recognises_a_comparison(
-    realistic: tuple[Path, ComparisonPaths], capsys: pytest.CaptureFixture[str]
+    realistic: tuple[Path, WrittenReport], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, paths = realistic
     paths.html.unlink()
@@ -162,7 +162,7 @@ def test_the_command_report_recognises_a_comparison(
     assert "At equal time" in printed and "Choose bmuf" in printed
 
 
-def test_the_terminal_table_has_a_line_a_group(realistic: tuple[Path, ComparisonPaths]) -> None:
+def test_the_terminal_table_has_a_line_a_group(realistic: tuple[Path, WrittenReport]) -> None:
     console = Console(file=io.StringIO(), width=220)
     console.print(realistic[1].table)
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -171,7 +171,7 @@ def test_the_terminal_table_has_a_line_a_group(realistic: tuple[Path, Comparison
     assert "± " in line and " 22 ± 0" in line and "1.5 ± 0" in line
 
 
-def test_plots_have_a_panel_a_number_of_ranks(realistic: tuple[Path, ComparisonPaths]) -> None:
+def test_plots_have_a_panel_a_number_of_ranks(realistic: tuple[Path, WrittenReport]) -> None:
     groups = list(_groups(realistic[0]).values())
     names = [[panel.name for panel in line] for line in make_panels(groups)]
     kinds = ("speed", "frames", "time", "staleness")
