@@ -28,6 +28,7 @@ from speechdp.data.shards import ShardHeader, ShardWriter, Utterance
 from speechdp.errors import ConfigError
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.strategies.base import Progress
+from speechdp.strategies.period import Period
 from speechdp.strategies.registry import parse_strategy
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.timing.timeline import Timeline
@@ -210,7 +211,7 @@ def print_rate(meeting: Meeting, frames: int, wall_s: float) -> None:
 def period_of(strategy: str) -> int | None:
     """Return the period of a strategy in steps; None where it has none."""
     period = getattr(parse_strategy(strategy), "period", None)
-    return None if period is None else int(period.value)
+    return int(period.value if isinstance(period, Period) else period) if period else None
 
 
 def missing_strategy(strategy: str) -> str | None:

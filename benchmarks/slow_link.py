@@ -83,8 +83,10 @@ CONTENDERS = (
     Contender("gradient_averaging on torch", "gradient_averaging", "torch"),
     Contender("gradient_averaging on horovod", "gradient_averaging", "horovod"),
     *(Contender(f"model_averaging_{k}", f"model_averaging:period={k}") for k in (1, 4, 16, 64)),
-    Contender("delayed_averaging", "delayed_averaging:period=16,delay=4"),
-    Contender("delayed_averaging_best", "delayed_averaging:period=4,delay=4"),
+    Contender("model_averaging_16 on torch", "model_averaging:period=16", "torch"),
+    # 8 steps hide an exchange of up to 8 times a step; a longer delay gains nothing where that is enough.
+    Contender("delayed_averaging", "delayed_averaging:period=16,delay=8"),
+    Contender("delayed_averaging on torch", "delayed_averaging:period=16,delay=8", "torch"),
     Contender("dpsgd", "dpsgd"),
     Contender("ad_psgd", "ad_psgd"),
 )
@@ -152,13 +154,27 @@ def measure_all(arguments: argparse.Namespace, contenders: Sequence[Contender]) 
             for contender in contenders:
                 program = [sys.executable, __file__, "--rank-of", contender.name, "--model", arguments.model]
                 command = nodes.mpirun([*program, "--batch-size", str(arguments.batch_size)])
-                frames_per_s = statistics.median(run_job(command)["rate"] for _ in range(arguments.rounds))
+                frames_per_s = median_rate(command, arguments.rounds)
+                if frames_per_s is None:  # the others' minutes are not thrown away
+                    nodes.kill()
+                    continue
                 period = period_of(contender.strategy)
                 results.append(
                     Result(rate, contender.name, contender.strategy, contender.backend, period, frames_per_s)
                 )
                 print(f"{rate:>8}: {contender.name:<32} {frames_per_s:>10,.1f} frames/s", flush=True)
     return results
+
+
+def median_rate(command: Sequence[str], rounds: int) -> float | None:
+    """Run a job several times; return the median of its frames/s, None with its last words if it fails."""
+    try:
+        return statistics.median(run_job(command)["rate"] for _ in range(rounds))
+    except SystemExit as error:
+        if not isinstance(error.code, str):  # a signal to this process
+            raise
+        print(error.code, file=sys.stderr, flush=True)
+        return None
 
 
 def compare(results: Sequence[Result]) -> dict[str, float]:
@@ -215,9 +231,13 @@ def main() -> None:
         else:
             print(f"left out: {contender.name} ({missing})", flush=True)
     results = measure_all(arguments, contenders)
+    if not results:
+        sys.exit("slow_link: no contender could be measured")
     write_csv(results, arguments.output.with_suffix(".csv"))
     draw(results, arguments.output.with_suffix(".png"))
     print(json.dumps(compare(results)))
+    if len(results) < len(contenders) * len(arguments.rates):
+        sys.exit("slow_link: not every contender could be measured")
 
 
 if __name__ == "__main__":

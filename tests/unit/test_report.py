@@ -19,7 +19,8 @@ from speechdp.timing import wording
 from speechdp.timing.answer import Answer, find_answer
 from speechdp.timing.bars import shown_ranks
 from speechdp.timing.derived import common_target, sweep_figures
-from speechdp.timing.report import ReportPaths, write_report
+from speechdp.timing.pages import WrittenReport
+from speechdp.timing.report import write_report
 from speechdp.timing.results import RankTiming
 from speechdp.timing.summary import read_sweep
 from tests.helpers.runs import MadeUpRun, realistic_sweep, write_run, write_sweep
@@ -49,7 +50,7 @@ class PageReader(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def realistic(tmp_path_factory: pytest.TempPathFactory) -> ReportPaths:
+def realistic(tmp_path_factory: pytest.TempPathFactory) -> WrittenReport:
     return write_report(write_sweep(tmp_path_factory.mktemp("report") / "sweep", realistic_sweep()))
 
 
@@ -58,11 +59,11 @@ def _answer(tmp_path: Path, runs: list[MadeUpRun], missing: tuple[str, ...] = ()
     return find_answer(sweep_figures(sweep, common_target(sweep.runs)))
 
 
-def _csv(report: ReportPaths) -> dict[str, dict[str, str]]:
+def _csv(report: WrittenReport) -> dict[str, dict[str, str]]:
     return {row["run"]: row for row in csv.DictReader(io.StringIO(report.csv.read_text()))}
 
 
-def _printed(report: ReportPaths, width: int = 250) -> str:
+def _printed(report: WrittenReport, width: int = 250) -> str:
     console = Console(file=io.StringIO(), width=width)
     console.print(report.table)
     text = console.file
@@ -144,7 +145,7 @@ def test_runs_without_evaluations_have_a_speed_but_no_choice(tmp_path: Path) -> 
     assert "how accurate the runs are is not known" in answer.headline
 
 
-def test_the_three_files_and_the_table(realistic: ReportPaths) -> None:
+def test_the_three_files_and_the_table(realistic: WrittenReport) -> None:
     report = realistic
     assert report.html.parts[-3:] == ("sweep", "report", "report.html")
     assert report.png is not None
@@ -166,7 +167,7 @@ def test_the_three_files_and_the_table(realistic: ReportPaths) -> None:
     assert re.search(r"one-rank .* - ", printed)
 
 
-def test_a_narrow_terminal_gets_a_figure_a_line(tmp_path: Path, realistic: ReportPaths) -> None:
+def test_a_narrow_terminal_gets_a_figure_a_line(tmp_path: Path, realistic: WrittenReport) -> None:
     printed = _printed(realistic, width=80)
     (speed,) = [line for line in printed.splitlines() if line.startswith(" frames/s")]
     assert speed.split() == ["frames/s", "12,470", "17,900", "15,300", "19,800", "21,650", "22,140"]
@@ -229,7 +230,7 @@ def test_names_and_commands_are_text_never_markup(tmp_path: Path) -> None:
     assert "[red]" in _printed(report)
 
 
-def test_the_page_stands_alone_and_its_ids_are_its_own(realistic: ReportPaths) -> None:
+def test_the_page_stands_alone_and_its_ids_are_its_own(realistic: WrittenReport) -> None:
     page = realistic.html.read_text()
     reader = PageReader(page)
     assert all(reference.startswith("#") or reference == "data:," for reference in reader.references)
