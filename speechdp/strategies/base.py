@@ -45,7 +45,7 @@ class Strategy(ABC):
     """Turns the gradients of this rank into the next parameters of this rank.
 
     Life: `attach` once; `resume`, any number of steps, `pause`, again and again; `finish` and `close` at the
-    end.  A step is `before_backward`, the backward pass, `observe_loss`, `step`.
+    end.  A step is `before_backward`, the forward pass, `observe_loss`, the backward pass, `step`.
 
     Synchronous strategies have a step on every rank at the same time (also one without frames: a rank whose
     part of the epoch is shorter keeps joining) and need nothing for pause and resume.  Asynchronous ones
@@ -62,6 +62,8 @@ class Strategy(ABC):
 
     #: Whether there is an exchange at every step or nearly so; back-ends may trade latency for idle cost.
     exchanges_every_step: bool = True
+    #: A rank's loss or parameters may stop being numbers: the strategy mends that at its next exchange.
+    survives_divergence: bool = False
     #: The schedule's learning rate is multiplied by this at every step.
     learning_rate_factor: float = 1.0
 

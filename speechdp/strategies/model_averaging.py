@@ -69,6 +69,10 @@ class ModelAveraging(PeriodicStrategy):
         self._before = replica.parameters.values.clone() if self.max_change > 0 else None
 
     @property
+    def survives_divergence(self) -> bool:  # type: ignore[override]
+        return self.comm.size > 1 and self.leave_out > 0
+
+    @property
     def _judges(self) -> bool:
         """Whether the average about to be made depends on the ranks' objectives."""
         return self.comm.size > 1 and (self.leave_out > 0 or (self.first == "best" and self._rounds == 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,9 +37,9 @@ class HeldOut:
 
 
 def relative_distance(own: Tensor, shown: Tensor) -> Tensor:
-    """Return |own - shown| / |shown| of two flat parameter vectors, (1,) float64 on the CPU."""
+    """Return |own - shown| / |shown| of two flat parameter vectors, (1,) float64 on the CPU; never NaN."""
     distance: Tensor = torch.linalg.vector_norm(own - shown) / torch.linalg.vector_norm(shown)
-    return distance.double().cpu().view(1)
+    return distance.double().cpu().view(1).nan_to_num(nan=math.inf)
 
 
 class Evaluator:

@@ -201,9 +201,12 @@ class Trainer:
                 time.sleep((parts.slowness - 1) * (time.perf_counter() - begun_s))
 
     def _note_loss(self, total: Tensor, num_frames: int, step: Step) -> None:
+        strategy = self.parts.strategy
+        strategy.observe_loss(total, num_frames)
+        if strategy.survives_divergence:
+            total = total.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         self._at.epoch_loss[0] += total
         self._at.epoch_loss[1] += num_frames
-        self.parts.strategy.observe_loss(total, num_frames)
         if total.is_cuda and self.counters.step % _GPU_LOSS_STEPS and not step.ends_epoch:
             return
         value = total.item() if not total.is_cuda else self._at.epoch_loss[0].item()
@@ -260,7 +263,8 @@ class Trainer:
         Raises:
             RunError: it cannot be written, or would hold parameters nobody can go on from.
         """
-        if not bool(self.parts.replica.parameters.values.isfinite().all()):
+        is_finite = bool(self.parts.replica.parameters.values.isfinite().all())
+        if not (is_finite or self.parts.strategy.survives_divergence):
             self._refuse(f"a parameter is not finite after step {self.counters.step}")
         if self._last_saved is not None and self._last_saved[0] == self.counters.step:
             return self._last_saved[1]

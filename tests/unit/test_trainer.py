@@ -300,6 +300,15 @@ def test_a_nan_is_refused_before_it_is_exchanged(dataset: Dataset, tmp_path: Pat
     assert exchanges[1].count(kind) == 2  # those of the two steps before
 
 
+def test_a_rank_that_diverges_is_left_out_where_that_is_asked_for(dataset: Dataset, tmp_path: Path) -> None:
+    options = dataclasses.replace(OPTIONS, strategy="model_averaging:period=2,leave_out=1.0")
+    run_threads(
+        2, lambda comm: advance(dataset, comm, options, tmp_path, NanLoss(3 if comm.rank == 1 else 0))
+    )
+    lines = evaluations(tmp_path)
+    assert len(lines) == 2 and all(-3 < line["heldout_log_prob"] < 0 for line in lines), lines
+
+
 class BadScores(AcousticTask):
     """Gives a held-out log-probability that is no number."""
 
