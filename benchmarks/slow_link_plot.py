@@ -13,6 +13,13 @@ from matplotlib.figure import Figure
 from speechdp.timing.canvas import style_axes
 from speechdp.timing.theme import PRINT
 
+#: Marker and dashes by back-end.
+_STYLES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "mpi": ("o", (4, 3)),
+    "torch": ("s", (1, 2)),
+    "horovod": ("^", (6, 2, 1, 2)),
+}
+
 
 @dataclass(frozen=True)
 class Result:
@@ -67,22 +74,25 @@ def _is_level(result: Result) -> bool:
 
 
 def _colours(results: Sequence[Result]) -> dict[str, str]:
-    families = [f for f in dict.fromkeys(map(family, results)) if f != "no exchange"]
-    return {
-        "no exchange": PRINT.baseline,
-        **{f: PRINT.runs[i % len(PRINT.runs)] for i, f in enumerate(families)},
-    }
+    """Give each strategy a colour, whatever the back-end."""
+    strategies = [f.partition(" on ")[0] for f in map(family, results) if f != "no exchange"]
+    colours = {s: PRINT.runs[i % len(PRINT.runs)] for i, s in enumerate(dict.fromkeys(strategies))}
+    return {"no exchange": PRINT.baseline, **colours}
 
 
 def _draw_panel(ax: Axes, results: Sequence[Result], colours: dict[str, str]) -> None:
     for name in dict.fromkeys(map(family, results)):
         mine = [r for r in results if family(r) == name]
-        level = [r.frames_per_s for r in mine if _is_level(r)]
-        for value in level:
-            ax.axhline(value, color=colours[name], linewidth=1.5, linestyle=(0, (4, 3)), label=name)
+        marker, dashes = _STYLES[mine[0].backend]
+        colour = colours[name.partition(" on ")[0]]
+        for value in (r.frames_per_s for r in mine if _is_level(r)):
+            ax.axhline(value, color=colour, linewidth=1.5, linestyle=(0, dashes), label=name)
         points = sorted((math.log2(r.period), r.frames_per_s) for r in mine if r.period and not _is_level(r))
         if points:
-            ax.plot(*zip(*points, strict=True), "o-", color=colours[name], markersize=6, label=name)
+            ax.plot(
+                *zip(*points, strict=True), color=colour, marker=marker, markersize=7,
+                markerfacecolor=colour if marker == "o" else "none", label=name,
+            )  # fmt: skip
     periods = sorted({r.period for r in results if r.period and not _is_level(r)})
     ax.set_xticks([math.log2(p) for p in periods], [str(p) for p in periods])
     ax.set_xlabel("averaging period (steps)", color=PRINT.muted)
