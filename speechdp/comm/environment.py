@@ -23,6 +23,8 @@ _OPEN_MPI_DEFAULTS = {
     # Open MPI's own choice for large messages is 1.9 times slower than ring over a 1 Gbit link.
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
     "OMPI_MCA_coll_tuned_dynamic_rules_filename": str(ALLREDUCE_RULES),
+    # The non-blocking allreduce that is used between hosts: ring.
+    "OMPI_MCA_coll_libnbc_iallreduce_algorithm": "1",
 }
 
 #: `HOROVOD_CYCLE_TIME` where exchanges are rare, ms.

@@ -33,13 +33,18 @@ T = TypeVar("T")
 _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN}
 #: elements per MPI call: counts are 32 bits wide in MPI 3.
 _MAX_COUNT = 1 << 30
+#: Between hosts Open MPI's blocking allreduce moves bytes one way at a time over TCP; the non-blocking one,
+#: tested often, both ways: 32 MiB over 1 Gbit/s in 0.30 s instead of 0.56, on a sixth of the CPU time.
+_NETWORK_BYTES = 32 * 1024
+_NETWORK_SLEEP_S = 100e-6
 
 
 class _MpiWork(Work):
     """A reduction in the exchange thread's queue."""
 
-    def __init__(self, staged: Staged, name: str, op: ReduceOp) -> None:
+    def __init__(self, staged: Staged, name: str, op: ReduceOp, *, over_network: bool) -> None:
         self._staged, self._name, self._op = staged, name, op
+        self._over_network = over_network
         self._error: CommunicationError | None = None
         self._finished = threading.Event()
         self._stored = False
@@ -47,7 +52,10 @@ class _MpiWork(Work):
     def run(self, comm: Any) -> None:
         """Exchange; called by the exchange thread."""
         try:
-            checked(f"allreduce of {self._name!r}", lambda: _reduce(comm, self._staged.fetch(), self._op))
+            checked(
+                f"allreduce of {self._name!r}",
+                lambda: _reduce(comm, self._staged.fetch(), self._op, over_network=self._over_network),
+            )
         except CommunicationError as error:
             self._error = error
         finally:
@@ -68,13 +76,16 @@ class MpiCommunicator(Communicator):
     Args:
         world: mpi4py communicator over the ranks; None for MPI.COMM_WORLD.  It is only copied.
         local_rank: index among the job's ranks on this host where `world` is a part of the job; None counts.
+        over_network: ranks are on several hosts; None finds out.
     """
 
     # `reducible` is the base class': float16 and bfloat16 are no MPI types, and handed over as bytes
     # they are summed byte by byte without an error.
     backend: ClassVar[str] = "mpi"
 
-    def __init__(self, world: Any = None, *, local_rank: int | None = None) -> None:
+    def __init__(
+        self, world: Any = None, *, local_rank: int | None = None, over_network: bool | None = None
+    ) -> None:
         world = MPI.COMM_WORLD if world is None else world
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise CommunicationError(
@@ -83,7 +94,9 @@ class MpiCommunicator(Communicator):
             )
         self.rank = world.Get_rank()
         self.size = world.Get_size()
-        self.local_rank = _count_local_rank(world) if local_rank is None else local_rank
+        host_rank, host_size = _place_on_host(world)
+        self.local_rank = host_rank if local_rank is None else local_rank
+        self._over_network = host_size < self.size if over_network is None else over_network
         # One for the caller's collectives and one for the thread's: MPI matches the collectives of a
         # communicator by their order, which two threads could not agree on.
         self._sync = world.Dup()
@@ -132,7 +145,7 @@ class MpiCommunicator(Communicator):
         return self._sync.Dup()
 
     def _allreduce_async(self, x: Tensor, name: str, op: ReduceOp) -> Work:
-        work = _MpiWork(Staged(x, direct=self._reads_cuda), name, op)
+        work = _MpiWork(Staged(x, direct=self._reads_cuda), name, op, over_network=self._over_network)
         if self._thread is None:
             self._thread = threading.Thread(target=self._exchange, name="mpi-exchange", daemon=True)
             self._thread.start()
@@ -183,10 +196,16 @@ def gather_bytes(comm: Any, data: bytes) -> list[bytes]:
     return [everything[end - size : end].tobytes() for end, size in zip(ends, sizes, strict=True)]
 
 
-def _reduce(comm: Any, x: Tensor, op: ReduceOp) -> None:
+def _reduce(comm: Any, x: Tensor, op: ReduceOp, *, over_network: bool) -> None:
     meet(comm)
     for part in parts(x):
-        comm.Allreduce(MPI.IN_PLACE, part if part.is_cuda else part.numpy(), op=_OPS[op])
+        if part.is_cuda:
+            comm.Allreduce(MPI.IN_PLACE, part, op=_OPS[op])
+        elif over_network and part.nbytes >= _NETWORK_BYTES:
+            request = comm.Iallreduce(MPI.IN_PLACE, part.numpy(), op=_OPS[op])
+            sleep_until(request.Test, longest_sleep_s=_NETWORK_SLEEP_S)
+        else:
+            comm.Allreduce(MPI.IN_PLACE, part.numpy(), op=_OPS[op])
 
 
 def parts(x: Tensor) -> list[Tensor]:
@@ -207,11 +226,12 @@ def checked(what: str, call: Callable[[], T]) -> T:
         raise CommunicationError(f"{what} failed in MPI: {error.Get_error_string()}") from error
 
 
-def _count_local_rank(world: Any) -> int:
+def _place_on_host(world: Any) -> tuple[int, int]:
+    """Return this rank's index among those of `world` on its host, and how many those are."""
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    local_rank: int = node.Get_rank()
+    place = int(node.Get_rank()), int(node.Get_size())
     node.Free()
-    return local_rank
+    return place
 
 
 def _mpi_reads_cuda() -> bool:

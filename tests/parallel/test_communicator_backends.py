@@ -30,6 +30,12 @@ def test_what_mpi_cannot_count_goes_in_pieces() -> None:
     assert ended.exit_code == 0, ended.output
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_mpi_sums_between_hosts_as_well_as_on_one(size: int) -> None:
+    ended = run_mpi(size, [*PROGRAM, "mpi", str(size), "--between-hosts"])
+    assert ended.exit_code == 0, ended.output
+
+
 @needs_horovod
 def test_contract_under_horovodrun_without_mpi() -> None:
     ended = run_horovodrun(2, [*PROGRAM, "horovod", "2", "--without-peers"])

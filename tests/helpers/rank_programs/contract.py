@@ -1,7 +1,8 @@
 """One rank of a job that runs every check of the communicator contract.
 
-`contract.py BACKEND SIZE [--without-peers] [--in-pieces]`: the first where the back-end has collectives
-only, the second to let MPI count no more than 2^20 elements in a call.
+`contract.py BACKEND SIZE [--without-peers] [--in-pieces] [--between-hosts]`: the first where the back-end has
+collectives only, the second to let MPI count no more than 2^20 elements in a call, the third to let it sum
+as it does between hosts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ def main(comm: Communicator) -> None:
         from speechdp.comm import mpi  # noqa: PLC0415  initialises MPI
 
         mpi._MAX_COUNT = 1 << 20
+    if "--between-hosts" in sys.argv:
+        from speechdp.comm import mpi  # noqa: PLC0415
+
+        assert isinstance(comm, mpi.MpiCommunicator)
+        comm._over_network, mpi._NETWORK_BYTES = True, 0
     check_world(comm, {"seed": 1, "nothing": None})
     without_peers = "--without-peers" in sys.argv
     checks = (*CHECKS, *((peers_and_groups_are_refused_with_the_remedy,) if without_peers else PEER_CHECKS))
