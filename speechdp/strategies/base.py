@@ -94,6 +94,17 @@ class Strategy(ABC):
         """Raise ConfigError for options this back-end cannot carry; called by `attach`, before step 1."""
         return None
 
+    def check_ranks(self, comm: Communicator) -> None:
+        """Refuse ranks that this strategy cannot train on; `attach` would too, but later.  Collective.
+
+        Raises:
+            ConfigError: options that these ranks, or their back-end, cannot carry.
+        """
+        self.comm = comm
+        self.check_backend()
+        if self.needs_peers:
+            comm.peers().close()
+
     def shard(self, rank: int, size: int) -> tuple[int | None, int]:
         """Return which part of the data this rank trains on and how many parts there are.
 

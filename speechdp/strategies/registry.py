@@ -67,8 +67,10 @@ def parse_strategy(text: str) -> Strategy:
     values: dict[str, Any] = {}
     for part in filter(None, rest.split(",")):
         option, equals, value = part.partition("=")
-        if option not in known or not equals:
-            raise ConfigError(f"strategy {name} has no option {part!r}; it has: {', '.join(known)}")
+        if option not in known:
+            raise ConfigError(f"strategy {name} has no option {option!r}; it has: {', '.join(known)}")
+        if not equals:
+            raise ConfigError(f"{name}:{option}: has no value; write {option}=...")
         values[option] = _convert(f"{name}:{option}", value, options[option])
     strategy = cls(**values)
     strategy.check_options()
@@ -89,7 +91,8 @@ def _convert(where: str, text: str, kind: Any) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise ConfigError(f"{where}={text!r} is not of type {kind.__name__}") from None
+        wanted = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{where}={text!r}: write {wanted}") from None
 
 
 def describe(strategy: Strategy) -> str:

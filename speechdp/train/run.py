@@ -39,6 +39,8 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
     """
     # Refuses a batch that cannot be shared out before a run is begun.
     resolved = options.resolve(training_ranks(options, session.comm.size))
+    strategy = parse_strategy(options.strategy)
+    strategy.check_ranks(session.comm)
     origin = _origin(session.dataset)
     for split in (options.train_split, options.held_out):
         session.dataset.shard_paths(split)  # refuses a split there is none of, before a run is begun
@@ -47,6 +49,8 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
         _keep_complete(session, options, run)
         return
     state = _prepare_folder(session, options, run, resume=resume)
+    if options.recipe != "none":
+        session.reporter.notice(_describe_recipe(options, resolved))
     with ExitStack() as stack:
         stack.callback(session.reporter.end)  # also after a failure: a live bar hides the cursor
         trainer, reader = build_trainer(session, options, run_dir, stack)
@@ -62,6 +66,18 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
         if dealing is not None:
             dealing.close()
         _conclude(session, run, trainer, count_classes(reader, session), origin)
+
+
+def _describe_recipe(options: TrainOptions, resolved: TrainOptions) -> str:
+    """Return what a recipe has come to on these ranks: where it does not scale, there is no warm-up."""
+    schedule, batch = resolved.schedule(), resolved.batches().batch_size
+    rise = "no warm-up: the batch is not larger than --base-batch"
+    if schedule.warmup_epochs > 0 and schedule.learning_rate > schedule.warmup_from:
+        rise = f"from {schedule.warmup_from:g} over {schedule.warmup_epochs:g} epochs"
+    return (
+        f"recipe {options.recipe}: {batch} segments a rank and step, "
+        f"learning rate {schedule.learning_rate:g} ({rise}), strategy {describe(parse_strategy(options.strategy)).partition(':')[0]}"
+    )
 
 
 def _keep_complete(session: Session, options: TrainOptions, run: RunDirectory) -> None:
