@@ -74,9 +74,10 @@ def _describe_recipe(options: TrainOptions, resolved: TrainOptions) -> str:
     rise = "no warm-up: the batch is not larger than --base-batch"
     if schedule.warmup_epochs > 0 and schedule.learning_rate > schedule.warmup_from:
         rise = f"from {schedule.warmup_from:g} over {schedule.warmup_epochs:g} epochs"
+    strategy = options.strategy.partition(":")[0]
     return (
         f"recipe {options.recipe}: {batch} segments a rank and step, "
-        f"learning rate {schedule.learning_rate:g} ({rise}), strategy {describe(parse_strategy(options.strategy)).partition(':')[0]}"
+        f"learning rate {schedule.learning_rate:g} ({rise}), strategy {strategy}"
     )
 
 
