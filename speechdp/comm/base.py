@@ -111,6 +111,8 @@ class Communicator(ABC):
     size: int
     local_rank: int
     sent_bytes: float = 0.0
+    #: Whether the back-end, as it was started, has messages between two ranks (`peers`) and groups (`split`).
+    has_peers: bool = True
 
     def allreduce_async(self, x: Tensor, *, name: str, op: ReduceOp = ReduceOp.SUM) -> Work:
         """Start combining `x` over all ranks, in place.  Collective.

@@ -68,6 +68,8 @@ class HorovodCommunicator(Communicator):
         self.controller = "mpi" if hvd.mpi_enabled() else "gloo"
         # Without NCCL in this build Horovod would refuse, or copy behind our back, what is on a GPU.
         self._reads_cuda = bool(hvd.nccl_built())
+        # Horovod itself has collectives only; the MPI that started its ranks is still there.
+        self.has_peers = not environment.started_by_horovodrun()
         self._closed = False
 
     def _start_over_mpi(self) -> None:
@@ -85,8 +87,7 @@ class HorovodCommunicator(Communicator):
         mpi.close()
 
     def peers(self) -> PeerCommunicator:
-        # Horovod itself has collectives only; the MPI that started its ranks is still there.
-        if environment.started_by_horovodrun():
+        if not self.has_peers:
             return super().peers()
         mpi = self._over_mpi()
         channel = mpi.peers()
@@ -94,7 +95,7 @@ class HorovodCommunicator(Communicator):
         return channel
 
     def split(self, color: int) -> Communicator:
-        if environment.started_by_horovodrun():
+        if not self.has_peers:
             return super().split(color)
         mpi = self._over_mpi()
         group = mpi.split(color)

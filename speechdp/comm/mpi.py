@@ -76,16 +76,13 @@ class MpiCommunicator(Communicator):
     Args:
         world: mpi4py communicator over the ranks; None for MPI.COMM_WORLD.  It is only copied.
         local_rank: index among the job's ranks on this host where `world` is a part of the job; None counts.
-        over_network: ranks are on several hosts; None finds out.
     """
 
     # `reducible` is the base class': float16 and bfloat16 are no MPI types, and handed over as bytes
     # they are summed byte by byte without an error.
     backend: ClassVar[str] = "mpi"
 
-    def __init__(
-        self, world: Any = None, *, local_rank: int | None = None, over_network: bool | None = None
-    ) -> None:
+    def __init__(self, world: Any = None, *, local_rank: int | None = None) -> None:
         world = MPI.COMM_WORLD if world is None else world
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise CommunicationError(
@@ -96,7 +93,7 @@ class MpiCommunicator(Communicator):
         self.size = world.Get_size()
         host_rank, host_size = _place_on_host(world)
         self.local_rank = host_rank if local_rank is None else local_rank
-        self._over_network = host_size < self.size if over_network is None else over_network
+        self._over_network = host_size < self.size
         # One for the caller's collectives and one for the thread's: MPI matches the collectives of a
         # communicator by their order, which two threads could not agree on.
         self._sync = world.Dup()

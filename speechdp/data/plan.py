@@ -100,21 +100,18 @@ class RankPlan:
 
     @property
     def num_batches(self) -> int:
-        """Number of batches, empty ones included."""
+        """Number of batches, empty ones included: the epoch's steps."""
         return len(self.bounds) - 1
 
     def batch(self, index: int) -> Segments:
-        """Return the segments of a batch; none behind the last: such a step is joined with 0 frames."""
-        if index >= self.num_batches:
-            return Segments.none()
+        """Return the segments of a batch; a step without any is joined with 0 frames."""
         return self.segments.take(np.arange(self.bounds[index], self.bounds[index + 1]))
 
-    def frames(self, num_steps: int) -> IntArray:
-        """Return the frames of each of `num_steps` steps, (N,)."""
+    @property
+    def frames(self) -> IntArray:
+        """Frames of each batch, (N,)."""
         before = np.concatenate([[0], np.cumsum(self.segments.num_frames)])
-        frames = np.zeros(num_steps, dtype=np.int64)
-        frames[: self.num_batches] = np.diff(before[self.bounds])
-        return frames
+        return np.diff(before[self.bounds])
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,7 @@ def plan_epoch(index: CorpusIndex, options: PlanOptions, epoch: int, size: int) 
     num_steps = max(-(-len(part) // options.batch_size) for part in parts)
     shuffled = np.random.default_rng([options.seed, epoch, 0]).permutation(num_steps)
     ranks = tuple(_batches(part, options.batch_size, shuffled) for part in parts)
-    return EpochPlan(ranks, num_steps, np.stack([plan.frames(num_steps) for plan in ranks]))
+    return EpochPlan(ranks, num_steps, np.stack([plan.frames for plan in ranks]))
 
 
 def _shard_order(index: CorpusIndex, rng: np.random.Generator) -> IntArray:

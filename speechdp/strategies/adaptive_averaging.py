@@ -12,9 +12,9 @@ from torch import Tensor
 from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError
 from speechdp.strategies.base import Progress
-from speechdp.strategies.loss_sum import LossSum
 from speechdp.strategies.model_averaging import ModelAveraging
 from speechdp.strategies.period import Period, PeriodUnit
+from speechdp.strategies.window_loss import WindowLoss
 from speechdp.timing.timeline import Span, Timeline
 from speechdp.train.replica import Replica
 
@@ -78,7 +78,7 @@ class AdaptiveAveraging(ModelAveraging):
     def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
         super().attach(replica, comm, timeline)
         self._value = self.period.value  # of the period in force
-        self._loss = LossSum()  # since the rule was last used
+        self._loss = WindowLoss()  # since the rule was last used
         self._last_use = 0.0  # step, frames a rank or seconds on rank 0, as `interval` has it
         self._first_loss = 0.0  # 0: not known yet
         self._first_rate = self._last_rate = 0.0

@@ -1,7 +1,8 @@
-"""A thread in which an asynchronous strategy exchanges; its failure is never lost."""
+"""Threads in which strategies exchange behind training; their failures are never lost."""
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 
@@ -38,3 +39,44 @@ class ExchangeThread:
         """Wait for the function to return; raise what it raised."""
         self._thread.join()
         self.check()
+
+
+class JobThread:
+    """Calls `job` in a thread of its own, once for every `start`.
+
+    Args:
+        name: of the thread.
+        job: what to do each time.
+    """
+
+    def __init__(self, name: str, job: Callable[[], None]) -> None:
+        self._job = job
+        self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._thread = ExchangeThread(name, self._run)
+
+    def _run(self) -> None:
+        try:
+            while self._orders.get():
+                self._job()
+                self._results.put(True)
+        finally:
+            self._results.put(False)
+
+    def start(self) -> None:
+        """Let the thread begin."""
+        self._orders.put(True)
+
+    def wait(self) -> None:
+        """Wait until the job is done; raise what it raised."""
+        if not self._results.get():
+            self._thread.join()
+
+    def dismiss(self) -> None:
+        """Let the thread end, without waiting: its job may never come to an end."""
+        self._orders.put(False)
+
+    def close(self) -> None:
+        """Let the thread end and wait for it; raise what a job raised."""
+        self.dismiss()
+        self._thread.join()

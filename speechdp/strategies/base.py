@@ -67,6 +67,11 @@ class Strategy(ABC):
     #: The schedule's learning rate is multiplied by this at every step.
     learning_rate_factor: float = 1.0
 
+    @property
+    def name(self) -> str:
+        """What the strategy is called on the command line: its file."""
+        return type(self).__module__.rpartition(".")[2]
+
     replica: Replica
     comm: Communicator
     timeline: Timeline
@@ -102,8 +107,8 @@ class Strategy(ABC):
         """
         self.comm = comm
         self.check_backend()
-        if self.needs_peers:
-            comm.peers().close()
+        if self.needs_peers and not comm.has_peers:
+            comm.peers()  # says what to do instead
 
     def shard(self, rank: int, size: int) -> tuple[int | None, int]:
         """Return which part of the data this rank trains on and how many parts there are.

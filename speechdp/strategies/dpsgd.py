@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import queue
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,7 +12,7 @@ from torch import Tensor
 from speechdp.comm import topology
 from speechdp.comm.base import Communicator, PeerCommunicator, Work
 from speechdp.comm.topology import Mixing
-from speechdp.strategies.background import ExchangeThread
+from speechdp.strategies.background import JobThread
 from speechdp.strategies.base import Progress
 from speechdp.strategies.period import Period
 from speechdp.strategies.periodic import PeriodicStrategy
@@ -177,8 +175,8 @@ class _Neighbours(_Route):
 
     def open(self) -> None:
         if self._peers.size > 1:
-            self._sender = _Worker(f"dpsgd-send-{self._peers.rank}", self._send)
-            self._receiver = _Worker(f"dpsgd-receive-{self._peers.rank}", self._receive)
+            self._sender = JobThread(f"dpsgd-send-{self._peers.rank}", self._send)
+            self._receiver = JobThread(f"dpsgd-receive-{self._peers.rank}", self._receive)
 
     def close(self) -> None:
         if self._peers.size > 1:
@@ -213,35 +211,3 @@ class _Neighbours(_Route):
         with self._timeline.span(Span.COMM), torch.cuda.stream(self._stream):
             for number, source in enumerate(self._mixing.sources):
                 self._peers.recv(self._inboxes[number], source)
-
-
-class _Worker:
-    """A thread that calls `job` once for every `start`."""
-
-    def __init__(self, name: str, job: Callable[[], None]) -> None:
-        self._job = job
-        self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._thread = ExchangeThread(name, self._run)
-
-    def _run(self) -> None:
-        try:
-            while self._orders.get():
-                self._job()
-                self._results.put(True)
-        finally:
-            self._results.put(False)
-
-    def start(self) -> None:
-        """Let the thread begin."""
-        self._orders.put(True)
-
-    def wait(self) -> None:
-        """Wait until the job is done; raise what it raised."""
-        if not self._results.get():
-            self._thread.join()
-
-    def close(self) -> None:
-        """Let the thread end and wait for it; raise what a job raised."""
-        self._orders.put(False)
-        self._thread.join()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import random
 import threading
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 from speechdp.comm import topology
 from speechdp.comm.base import PeerCommunicator
 from speechdp.comm.topology import BipartiteKind
-from speechdp.strategies.background import ExchangeThread
+from speechdp.strategies.background import ExchangeThread, JobThread
 from speechdp.strategies.effective import EffectiveParameters
 from speechdp.timing.timeline import Span, Timeline
 
@@ -172,38 +171,30 @@ class _Sender:
 
     def __init__(self, peers: PeerCommunicator, effective: EffectiveParameters) -> None:
         self._peers, self._effective = peers, effective
-        self._messages: queue.SimpleQueue[tuple[Tensor, int] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._message: tuple[Tensor, int]
 
     def __enter__(self) -> _Sender:
-        self._thread = ExchangeThread(f"{threading.current_thread().name}, sending", self._run)
+        self._thread = JobThread(f"{threading.current_thread().name}, sending", self._send)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._messages.put(None)
-        if error is None:  # else it may be in a message that nobody will ever take
-            self._thread.join()
+        if error is None:
+            self._thread.close()
+        else:
+            self._thread.dismiss()  # it may be in a message that nobody will ever take
 
     def begin(self, x: Tensor, dest: int) -> None:
         """Start sending `x`, which must not be changed before `finish`."""
-        self._messages.put((x, dest))
+        self._message = x, dest
+        self._thread.start()
 
     def finish(self) -> None:
         """Wait until it is sent; raise what went wrong."""
-        error = self._results.get()
-        if error is not None:
-            raise error
+        self._thread.wait()
 
-    def _run(self) -> None:
+    def _send(self) -> None:
+        x, dest = self._message
         with self._effective.side():
-            while (message := self._messages.get()) is not None:
-                self._results.put(self._send(*message))
-
-    def _send(self, x: Tensor, dest: int) -> BaseException | None:
-        try:
             self._peers.send(x, dest, tag=_PARAMETERS)
-        except BaseException as error:  # raised again by `finish`
-            return error
-        return None

@@ -13,8 +13,8 @@ from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError
 from speechdp.strategies.base import Progress
 from speechdp.strategies.last_models import LastModels
-from speechdp.strategies.loss_sum import LossSum
 from speechdp.strategies.periodic import MomentumRule, PeriodicStrategy
+from speechdp.strategies.window_loss import WindowLoss
 from speechdp.timing.timeline import Span, Timeline
 from speechdp.train.replica import Replica
 
@@ -61,7 +61,7 @@ class ModelAveraging(PeriodicStrategy):
 
     def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
         super().attach(replica, comm, timeline)
-        self._window_loss = LossSum()
+        self._window_loss = WindowLoss()
         self._rounds = 0  # averages so far
         self._times_left_out = 0  # of this rank
         self._share: float | None = None  # weight that a rule has given this rank in the average under way

@@ -43,11 +43,6 @@ class PeriodicStrategy(Strategy):
     begin: Beginning = field(default_factory=Beginning)
 
     @property
-    def name(self) -> str:
-        """What the strategy is called on the command line."""
-        return type(self).__module__.rpartition(".")[2]
-
-    @property
     def exchanges_every_step(self) -> bool:  # type: ignore[override]
         return self.period == Period(1)
 

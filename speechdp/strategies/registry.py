@@ -19,7 +19,7 @@ _SUPPORT = {
     "effective",
     "gossip",
     "last_models",
-    "loss_sum",
+    "window_loss",
     "outer",
     "period",
     "periodic",
@@ -97,10 +97,9 @@ def _convert(where: str, text: str, kind: Any) -> Any:
 
 def describe(strategy: Strategy) -> str:
     """Return `NAME:option=value,...` with every option, so that a run can be repeated from its record."""
-    name = type(strategy).__module__.rpartition(".")[2]
     fields = [f.name for f in dataclasses.fields(strategy) if f.init]  # type: ignore[arg-type]
     options = ",".join(f"{field}={_text(getattr(strategy, field))}" for field in fields)
-    return f"{name}:{options}" if options else name
+    return f"{strategy.name}:{options}" if options else strategy.name
 
 
 def _text(value: Any) -> str:

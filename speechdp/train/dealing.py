@@ -48,7 +48,8 @@ class Dealing:
         stop_asked: Callable[[], bool],
     ) -> None:
         assert (desk is not None) == (peers.rank == 0)
-        self._peers, self._roster, self._plan = peers, roster, plan
+        self._peers, self._plan = peers, plan
+        self._seat, self._parts = roster.seat(peers.rank), roster.parts_of_team
         self._desk, self._stop_asked = desk, stop_asked
         self._closed = threading.Event()
         self._server = None
@@ -73,9 +74,8 @@ class Dealing:
                 frames = answer.frames
 
     def _batch(self, answer: Answer, deal: Deal, frames_since: int) -> Assignment:
-        seat = self._roster.seat(self._peers.rank)
-        assert seat is not None
-        part = self._roster.parts_of_team[deal.owner][seat[1]]
+        assert self._seat is not None
+        part = self._parts[deal.owner][self._seat[1]]
         plan = self._plan(answer.epoch)
         return Assignment(
             plan.ranks[part].batch(deal.index),

@@ -113,6 +113,10 @@ class Desk:
         self._plan, self._limits = plan, limits
         self._parts = roster.parts_of_team
         self._seats = [roster.seat(rank) for rank in range(len(roster.part_of_rank))]
+        self._members: list[list[int]] = [[] for _ in self._parts]
+        for rank, seat in enumerate(self._seats):
+            if seat is not None:
+                self._members[seat[0]].append(rank)
         self._lock = threading.Lock()
         self._at = _Where()
         self._dealer: Dealer | None = None
@@ -159,8 +163,7 @@ class Desk:
             items.append(item)
         self._cursor[rank] += 1
         result = items[place]
-        members = [r for r, seat in enumerate(self._seats) if seat is not None and seat[0] == team]
-        fetched = min(self._cursor[r] for r in members) - self._dropped[team]
+        fetched = min(self._cursor[r] for r in self._members[team]) - self._dropped[team]
         del items[:fetched]
         self._dropped[team] += fetched
         return result

@@ -15,6 +15,7 @@ from speechdp.data.dataset import Dataset
 from speechdp.data.loader import SplitReader
 from speechdp.decode.hmm import StateInventory, count_frames_and_runs
 from speechdp.errors import ConfigError
+from speechdp.strategies.base import Strategy
 from speechdp.strategies.registry import describe, parse_strategy
 from speechdp.timing.summary import gather_timing, write_timing
 from speechdp.train.build import build_trainer, make_model, open_loader, training_ranks
@@ -50,7 +51,7 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
         return
     state = _prepare_folder(session, options, run, resume=resume)
     if options.recipe != "none":
-        session.reporter.notice(_describe_recipe(options, resolved))
+        session.reporter.notice(_describe_recipe(options, resolved, strategy))
     with ExitStack() as stack:
         stack.callback(session.reporter.end)  # also after a failure: a live bar hides the cursor
         trainer, reader = build_trainer(session, options, run_dir, stack)
@@ -68,16 +69,15 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
         _conclude(session, run, trainer, count_classes(reader, session), origin)
 
 
-def _describe_recipe(options: TrainOptions, resolved: TrainOptions) -> str:
+def _describe_recipe(options: TrainOptions, resolved: TrainOptions, strategy: Strategy) -> str:
     """Return what a recipe has come to on these ranks: where it does not scale, there is no warm-up."""
     schedule, batch = resolved.schedule(), resolved.batches().batch_size
     rise = "no warm-up: the batch is not larger than --base-batch"
     if schedule.warmup_epochs > 0 and schedule.learning_rate > schedule.warmup_from:
         rise = f"from {schedule.warmup_from:g} over {schedule.warmup_epochs:g} epochs"
-    strategy = options.strategy.partition(":")[0]
     return (
         f"recipe {options.recipe}: {batch} segments a rank and step, "
-        f"learning rate {schedule.learning_rate:g} ({rise}), strategy {strategy}"
+        f"learning rate {schedule.learning_rate:g} ({rise}), strategy {strategy.name}"
     )
 
 
@@ -120,11 +120,10 @@ def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
     workers = training_ranks(options, session.comm.size)
     with torch.device("meta"):  # only to count: the weights themselves are made when training is built
         num_parameters = sum(p.numel() for p in make_model(session.dataset, options).parameters())
-    name = describe(strategy).partition(":")[0]
     period = getattr(strategy, "period", getattr(strategy, "every", None))
     return {
         "strategy": describe(strategy),
-        "strategy_name": name,
+        "strategy_name": strategy.name,
         "period": None if period is None else str(period),
         "backend": session.comm.backend,
         "size": session.comm.size,

@@ -19,7 +19,7 @@ from speechdp.errors import RunError
 from speechdp.strategies.base import Progress
 from speechdp.timing.timeline import Span
 from speechdp.train.checkpoint import RankState, last_checkpoint_note, save_checkpoint
-from speechdp.train.evaluate import choose_final_model, relative_distance
+from speechdp.train.evaluate import HeldOut, choose_final_model, relative_distance
 from speechdp.train.parts import Counters, Standing, TrainingParts, collect_state, restore_state
 from speechdp.train.run_files import Metrics
 from speechdp.train.stop import StopAgreement
@@ -228,11 +228,7 @@ class Trainer:
         time_s = parts.timeline.training_time_s
         with parts.timeline.event(Span.EVAL):
             loss, frames = parts.comm.allreduce(self._at.epoch_loss.clone(), name="epoch_loss").tolist()
-            own = parts.replica.parameters.values.clone()
-            with parts.strategy.evaluation_parameters():
-                distance = relative_distance(own, parts.replica.parameters.values)
-                held_out = parts.evaluator.evaluate(parts.model, parts.task)
-            parts.comm.allreduce(distance, name="replica_distance", op=ReduceOp.MAX)
+            held_out, distance = self._evaluate()
             if not math.isfinite(loss + held_out.log_prob):
                 self._refuse(
                     f"after step {counters.step} the training loss is {loss / frames} "
@@ -249,13 +245,25 @@ class Trainer:
                 heldout_log_prob=held_out.log_prob,
                 heldout_frame_accuracy=held_out.frame_accuracy,
                 heldout_frames=held_out.num_frames,
-                replica_distance=distance.item(),
+                replica_distance=distance,
             )
             if parts.comm.rank == 0:
                 parts.on_metrics(metrics)
             parts.reporter.evaluated(metrics)
         self._at.epoch_loss.zero_()
         self.save()
+
+    def _evaluate(self) -> tuple[HeldOut, float]:
+        """Score the model the strategy shows; return the farthest replica's distance too.  Collective."""
+        parts = self.parts
+        values = parts.replica.parameters.values
+        own = None if parts.strategy.replicas_equal else values.clone()
+        with parts.strategy.evaluation_parameters():
+            distance = torch.zeros(1, dtype=torch.float64) if own is None else relative_distance(own, values)
+            held_out = parts.evaluator.evaluate(parts.model, parts.task)
+        if own is not None:
+            parts.comm.allreduce(distance, name="replica_distance", op=ReduceOp.MAX)
+        return held_out, distance.item()
 
     def save(self) -> Path:
         """Write a checkpoint, unless this step has one.  Collective.

@@ -14,14 +14,16 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 
 from tests.helpers.browser import (
-    brightness,
+    assert_fits_the_window,
+    assert_follows_a_dark_setting,
+    assert_loads_alone,
+    assert_plot_texts_are_legible,
+    assert_table_needs_no_scrolling,
     browser,
     needs_chromium,
     open_page,
-    outside_of_window,
-    requested,
+    printed,
     script,
-    texts_out_of_frame,
 )
 
 __all__ = ["browser"]
@@ -35,9 +37,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_loads_alone_and_without_a_complaint(browser: webdriver.Chrome, page: Path) -> None:
-    open_page(browser, page, 1366)
-    assert browser.get_log("browser") == []
-    assert [url for url in requested(browser) if url not in (page.as_uri(), "data:,")] == []
+    assert_loads_alone(browser, page)
     headline = browser.find_element(By.CSS_SELECTOR, ".headline").text
     assert headline.startswith("Choose bmuf (period=16)")
     assert not browser.find_elements(By.CSS_SELECTOR, "img, td b, th b")
@@ -57,21 +57,13 @@ def test_tables_legend_and_plots_are_visible(browser: webdriver.Chrome, page: Pa
 
 @pytest.mark.parametrize("width", [1366, 390])
 def test_nothing_overflows(browser: webdriver.Chrome, page: Path, width: int) -> None:
-    open_page(browser, page, width)
-    assert script(browser, "document.querySelectorAll('details').forEach(d => d.open = true); return 1") == 1
-    assert script(browser, "return document.documentElement.scrollWidth") <= width
-    assert outside_of_window(browser) == []
-    outside, smallest = texts_out_of_frame(browser)
-    assert outside == []
-    assert smallest >= 6.5
+    assert_fits_the_window(browser, page, width)
+    assert_plot_texts_are_legible(browser)
 
 
 def test_a_realistic_table_fits_a_laptop(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    open_page(browser, write_report(write_comparison(tmp_path / "out", realistic_strategies())).html, 1366)
-    inner, outer = script(
-        browser, "const t = document.querySelector('.table'); return [t.scrollWidth, t.clientWidth]"
-    )
-    assert inner <= outer
+    page = write_report(write_comparison(tmp_path / "out", realistic_strategies())).html
+    assert_table_needs_no_scrolling(browser, page)
 
 
 def test_each_table_is_sorted_by_its_own_headings(browser: webdriver.Chrome, page: Path) -> None:
@@ -88,14 +80,9 @@ def test_each_table_is_sorted_by_its_own_headings(browser: webdriver.Chrome, pag
 
 
 def test_it_follows_a_dark_setting(browser: webdriver.Chrome, page: Path) -> None:
-    assert brightness(browser, page, "light") > 600
-    assert brightness(browser, page, "dark") < 150
+    assert_follows_a_dark_setting(browser, page)
 
 
 def test_it_can_be_printed(browser: webdriver.Chrome, page: Path) -> None:
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
-    try:
-        open_page(browser, page, 740)  # A4 less its margins
-        assert script(browser, "return document.documentElement.scrollWidth") <= 740
-    finally:
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    with printed(browser, page):
+        assert browser.find_element(By.CSS_SELECTOR, "#figures-frames").is_displayed()

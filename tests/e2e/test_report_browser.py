@@ -14,14 +14,16 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 
 from tests.helpers.browser import (
-    brightness,
+    assert_fits_the_window,
+    assert_follows_a_dark_setting,
+    assert_loads_alone,
+    assert_plot_texts_are_legible,
+    assert_table_needs_no_scrolling,
     browser,
     needs_chromium,
     open_page,
-    outside_of_window,
-    requested,
+    printed,
     script,
-    texts_out_of_frame,
 )
 
 __all__ = ["browser"]
@@ -38,9 +40,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_page_loads_alone_and_without_a_complaint(browser: webdriver.Chrome, page: Path) -> None:
-    open_page(browser, page, 1366)
-    assert browser.get_log("browser") == []
-    assert [url for url in requested(browser) if url not in (page.as_uri(), "data:,")] == []
+    assert_loads_alone(browser, page)
     headline = browser.find_element(By.CSS_SELECTOR, ".headline").text
     assert headline.startswith("Model averaging, period 16 is the fastest setting")
 
@@ -66,27 +66,19 @@ def test_table_and_plots_are_visible(browser: webdriver.Chrome, page: Path) -> N
 
 @pytest.mark.parametrize("width", [1366, 390])
 def test_nothing_overflows_to_the_side(browser: webdriver.Chrome, page: Path, width: int) -> None:
-    open_page(browser, page, width)
-    assert script(browser, "document.querySelectorAll('details').forEach(d => d.open = true); return 1") == 1
-    assert script(browser, "return document.documentElement.scrollWidth") <= width
-    assert outside_of_window(browser) == []
+    assert_fits_the_window(browser, page, width)
 
 
 def test_the_realistic_table_fits_a_laptop(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    open_page(browser, write_report(write_sweep(tmp_path / "sweep", realistic_sweep())).html, 1366)
-    inner, outer = script(
-        browser, "const t = document.querySelector('.table'); return [t.scrollWidth, t.clientWidth]"
-    )
-    assert inner <= outer
+    page = write_report(write_sweep(tmp_path / "sweep", realistic_sweep())).html
+    assert_table_needs_no_scrolling(browser, page)
 
 
 def test_plot_text_stays_inside_its_frame_and_legible(browser: webdriver.Chrome, tmp_path: Path) -> None:
     page = write_report(write_sweep(tmp_path / "sweep", realistic_sweep())).html
     for width in (1366, 390):
         open_page(browser, page, width)
-        outside, smallest = texts_out_of_frame(browser)
-        assert outside == []
-        assert smallest >= 6.5
+        assert_plot_texts_are_legible(browser)
 
 
 def test_a_heading_sorts_the_table(browser: webdriver.Chrome, page: Path) -> None:
@@ -101,18 +93,11 @@ def test_a_heading_sorts_the_table(browser: webdriver.Chrome, page: Path) -> Non
 
 
 def test_the_page_follows_a_dark_setting(browser: webdriver.Chrome, page: Path) -> None:
-    assert brightness(browser, page, "light") > 600
-    assert brightness(browser, page, "dark") < 150
+    assert_follows_a_dark_setting(browser, page)
 
 
 def test_the_printed_page_holds_the_whole_table(browser: webdriver.Chrome, tmp_path: Path) -> None:
     page = write_report(write_sweep(tmp_path / "sweep", realistic_sweep())).html
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
-    try:
-        open_page(browser, page, 740)  # A4 less its margins
-        assert script(browser, "return matchMedia('print').matches")
-        assert script(browser, "return document.documentElement.scrollWidth") <= 740
+    with printed(browser, page):
         name = browser.find_elements(By.CSS_SELECTOR, "#figures tbody th")[1]
         assert name.size["height"] < 60  # not one letter a line
-    finally:
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,56 @@ def requested(browser: webdriver.Chrome) -> list[str]:
 def script(browser: webdriver.Chrome, code: str) -> Any:
     """Run JavaScript in the page; return its result."""
     return browser.execute_script(code)  # type: ignore[no-untyped-call]
+
+
+def assert_loads_alone(browser: webdriver.Chrome, page: Path) -> None:
+    """Check that a page loads without a complaint and asks for nothing but itself."""
+    open_page(browser, page, 1366)
+    assert browser.get_log("browser") == []
+    assert [url for url in requested(browser) if url not in (page.as_uri(), "data:,")] == []
+
+
+def assert_fits_the_window(browser: webdriver.Chrome, page: Path, width: int) -> None:
+    """Check that nothing reaches over the side, all details open."""
+    open_page(browser, page, width)
+    assert script(browser, "document.querySelectorAll('details').forEach(d => d.open = true); return 1") == 1
+    assert script(browser, "return document.documentElement.scrollWidth") <= width
+    assert outside_of_window(browser) == []
+
+
+def assert_plot_texts_are_legible(browser: webdriver.Chrome) -> None:
+    """Check that the texts of plots stay inside their frames and are large enough."""
+    outside, smallest = texts_out_of_frame(browser)
+    assert outside == []
+    assert smallest >= 6.5
+
+
+def assert_table_needs_no_scrolling(browser: webdriver.Chrome, page: Path) -> None:
+    """Check that the page's first table is shown whole on a laptop."""
+    open_page(browser, page, 1366)
+    inner, outer = script(
+        browser, "const t = document.querySelector('.table'); return [t.scrollWidth, t.clientWidth]"
+    )
+    assert inner <= outer
+
+
+def assert_follows_a_dark_setting(browser: webdriver.Chrome, page: Path) -> None:
+    """Check the background under both settings."""
+    assert brightness(browser, page, "light") > 600
+    assert brightness(browser, page, "dark") < 150
+
+
+@contextmanager
+def printed(browser: webdriver.Chrome, page: Path) -> Iterator[None]:
+    """Show a page as it is printed on A4, which it must fit."""
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        open_page(browser, page, 740)  # A4 less its margins
+        assert script(browser, "return matchMedia('print').matches")
+        assert script(browser, "return document.documentElement.scrollWidth") <= 740
+        yield
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
 
 def outside_of_window(browser: webdriver.Chrome) -> list[str]:

@@ -133,6 +133,15 @@ def assert_resumes(comm: Communicator, strategy: str, saved_after: int) -> None:
         assert torch.equal(one, other), f"{what}: another final model"
 
 
+def assert_begins_with_gradient_averaging(comm: Communicator, strategy: str) -> None:
+    """Check that a strategy which never comes to its beginning is gradient averaging, bit by bit."""
+    run = Run(comm, strategy, make_replica(Sgd(momentum=0.9)))
+    run.train(comm.rank)
+    together = Run(comm, "gradient_averaging", make_replica(Sgd(momentum=0.9)))
+    together.train(comm.rank)
+    assert torch.equal(run.finish(), together.finish()), f"{strategy}: not gradient averaging, bit by bit"
+
+
 def plain_sgd(batches_of_step: list[list[Batch]], optimizer: Sgd = PLAIN) -> Tensor:
     """Train with torch alone: the mean loss over all frames of a step, one update a step."""
     model = make_model()

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import statistics
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from tests.helpers.comparisons import (
     write_comparison,
     write_record,
 )
+from tests.helpers.page_reader import PageReader
 
 HOSTILE = "<script>alert(1)</script>:x=$y_1$&[red]"
 
@@ -194,25 +194,9 @@ def test_the_mean_curve_goes_as_far_as_all_seeds() -> None:
     assert mean_curve(curves) == [(2.0, -2.0), (3.0, -1.0)]
 
 
-class _Reader(HTMLParser):
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.references: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.ids += [value or "" for name, value in attrs if name == "id"]
-        self.references += [
-            value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "action")
-        ]
-
-
 def test_the_page_reaches_nothing_outside_and_runs_no_foreign_code(tmp_path: Path) -> None:
     out = write_comparison(tmp_path / "out", [MadeUpStrategy(HOSTILE), MadeUpStrategy("b")], (2,), (1,))
-    page = _Reader(write_report(out).html.read_text())
+    page = PageReader(write_report(out).html.read_text())
     assert page.tags.count("script") == 1
     assert all(reference.startswith(("#", "data:,")) for reference in page.references)
     assert len(page.ids) == len(set(page.ids))

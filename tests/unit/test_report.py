@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +22,10 @@ from speechdp.timing.pages import WrittenReport
 from speechdp.timing.report import write_report
 from speechdp.timing.results import RankTiming
 from speechdp.timing.summary import read_sweep
+from tests.helpers.page_reader import PageReader
 from tests.helpers.runs import MadeUpRun, realistic_sweep, write_run, write_sweep
 
 HOSTILE = '<script>alert("x")</script>$x_1$&[red]'
-
-
-class PageReader(HTMLParser):
-    """Collects the page's tags, ids, and every attribute that could reach out of it."""
-
-    VOID = frozenset({"meta", "link", "wbr", "path", "use", "rect", "br"})
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.references: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        for name, value in attrs:
-            if name == "id":
-                self.ids.append(value or "")
-            if name in ("src", "href", "xlink:href", "action", "srcset", "data"):
-                self.references.append(value or "")
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from tests.helpers.strategy_runs import (
     NUM_STEPS,
     Run,
     Sgd,
+    assert_begins_with_gradient_averaging,
     assert_bitwise_equal_over_ranks,
     assert_close,
     make_batch,
@@ -254,11 +255,7 @@ def pausing_leaves_nothing_under_way(comm: Communicator) -> None:
 
 
 def delayed_that_has_not_begun_is_gradient_averaging(comm: Communicator) -> None:
-    run = begin(comm, "period=2,begin=100")
-    run.train(comm.rank)
-    together = Run(comm, "gradient_averaging", make_replica(Sgd(momentum=0.9)))
-    together.train(comm.rank)
-    assert torch.equal(run.finish(), together.finish()), "not gradient averaging, bit by bit"
+    assert_begins_with_gradient_averaging(comm, "delayed_averaging:period=2,begin=100")
 
 
 CHECKS = (

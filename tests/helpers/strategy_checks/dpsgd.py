@@ -16,6 +16,7 @@ from tests.helpers.strategy_runs import (
     NUM_STEPS,
     Run,
     Sgd,
+    assert_begins_with_gradient_averaging,
     assert_bitwise_equal_over_ranks,
     assert_close,
     make_batch,
@@ -175,11 +176,7 @@ def dpsgd_sends_what_it_says(comm: Communicator) -> None:
 
 
 def dpsgd_that_has_not_begun_is_gradient_averaging(comm: Communicator) -> None:
-    run = begin(comm, "topology=ring,begin=100")
-    run.train(comm.rank)
-    together = Run(comm, "gradient_averaging", make_replica(Sgd(momentum=0.9)))
-    together.train(comm.rank)
-    assert torch.equal(run.finish(), together.finish()), "not gradient averaging, bit by bit"
+    assert_begins_with_gradient_averaging(comm, "dpsgd:topology=ring,begin=100")
 
 
 CHECKS = (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class LossSum:
+class WindowLoss:
     """Adds up losses where they are computed, so that no step waits for a device.
 
     Attributes:

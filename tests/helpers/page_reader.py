@@ -1,0 +1,26 @@
+"""What a page of a report refers to and contains, for tests."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+
+class PageReader(HTMLParser):
+    """Collects the page's tags, ids, and every attribute that could reach out of it."""
+
+    VOID = frozenset({"meta", "link", "wbr", "path", "use", "rect", "br"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "xlink:href", "action", "srcset", "data"):
+                self.references.append(value or "")
