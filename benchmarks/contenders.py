@@ -22,7 +22,8 @@ from speechdp.data.assignment import Assignment, planned
 from speechdp.data.batch import Batch
 from speechdp.data.dataset import Dataset, Manifest, ShardEntry, SplitEntry
 from speechdp.data.features import FeatureConfig
-from speechdp.data.loader import Loader, SplitReader
+from speechdp.data.loader import Loader
+from speechdp.data.reader import SplitReader
 from speechdp.data.plan import plan_epoch
 from speechdp.data.shards import ShardHeader, ShardWriter, Utterance
 from speechdp.errors import ConfigError

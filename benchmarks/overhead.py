@@ -39,7 +39,7 @@ from speechdp.comm.failure import guard
 from speechdp.config import TrainOptions
 from speechdp.data.batch import Batch
 from speechdp.data.dataset import Dataset
-from speechdp.data.loader import SplitReader
+from speechdp.data.reader import SplitReader
 from speechdp.train.build import make_model
 
 LOOP, AVERAGING = "bare loop", "model_averaging:period=1000000"

@@ -24,7 +24,7 @@ from speechdp.comm.flat import FlatBuffer
 from speechdp.config import TrainOptions
 from speechdp.data.batch import Batch
 from speechdp.data.dataset import Dataset
-from speechdp.data.loader import SplitReader
+from speechdp.data.reader import SplitReader
 from speechdp.train.build import make_model
 
 

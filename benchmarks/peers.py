@@ -46,7 +46,8 @@ from speechdp.comm.failure import guard
 from speechdp.config import ModelOptions, TrainOptions
 from speechdp.data.batch import Batch
 from speechdp.data.dataset import Dataset
-from speechdp.data.loader import Loader, SplitReader
+from speechdp.data.loader import Loader
+from speechdp.data.reader import SplitReader
 from speechdp.strategies.registry import parse_strategy
 from speechdp.train.build import make_model
 

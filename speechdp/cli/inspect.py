@@ -29,10 +29,16 @@ class InspectCommand:
         dataset = Dataset.open(self.data)
         console.print(describe(dataset))
         if self.verify:
-            dataset.verify()
+            storages = dataset.verify()
             console.print(
                 f"{sum(len(s.shards) for s in dataset.splits.values())} shards, all checksums match"
             )
+            for storage, count in sorted(storages.items()):
+                if storage != "contiguous":
+                    console.print(
+                        f"{count} shards are {storage}: every read unpacks whole chunks; "
+                        "speechdp shard writes them anew, contiguous"
+                    )
         return 0
 
 
@@ -45,8 +51,10 @@ def describe(dataset: Dataset) -> RenderableType:
         for name, used in (("mean", features.mean_normalise), ("variance", features.variance_normalise))
         if used
     ]
+    kind = f"{features.kind} x {dataset.feature_dim}"
+    content = f"audio, for {kind}" if dataset.stored == "audio" else f"{kind} {features.dtype}"
     settings = (
-        f"{dataset.sampling_rate} Hz, {features.kind} x {dataset.feature_dim} {features.dtype}, "
+        f"{dataset.sampling_rate} Hz, {content}, "
         f"{features.frame_length_ms:g} ms every {features.frame_shift_ms:g} ms, "
         f"{' and '.join(normalised) or 'nothing'} normalised\n"
         f"{dataset.num_classes} classes, {dataset.alignment} alignment, split by {dataset.split}"

@@ -28,6 +28,7 @@ SUBCOMMANDS = {
         "prepare", "PrepareCommand", "make a data directory from a corpus or synthetic speech"
     ),
     "inspect": Subcommand("inspect", "InspectCommand", "show a data directory and verify its checksums"),
+    "shard": Subcommand("shard", "ShardCommand", "divide a data directory into another number of shards"),
     "train": Subcommand("train", "TrainCommand", "train a model over the ranks it is started with"),
     "sweep": Subcommand("sweep", "SweepCommand", "train once for each averaging period, decode, report"),
     "compare": Subcommand(

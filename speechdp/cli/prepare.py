@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +13,8 @@ from speechdp.cli.console import make_console
 from speechdp.cli.inspect import describe
 from speechdp.cli.progress import progress_bar
 from speechdp.data.features import FeatureConfig
+from speechdp.data.kaldi_prepare import KaldiPrepared, prepare_kaldi
+from speechdp.data.kaldi_settings import KaldiOptions
 from speechdp.data.prepare import Prepared, PrepareOptions, prepare
 from speechdp.data.shard_jobs import Progress
 from speechdp.data.synthetic import SyntheticOptions, prepare_synthetic
@@ -20,8 +22,26 @@ from speechdp.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class KaldiArguments:
+    """Options of data that Kaldi has aligned."""
+
+    kaldi: Path | None = None
+    """Instead of SOURCE: a Kaldi data directory whose targets are the pdfs Kaldi aligned (--ali)."""
+    ali: Path | None = None
+    """Folder of Kaldi's alignment: ali.*.gz and final.mdl."""
+    ali_pdf: Path | None = None
+    """Output of ali-to-pdf, instead of ali.*.gz; with --ali too, final.mdl says how many pdfs there are."""
+    feats: bool = False
+    """Take Kaldi's features (feats.scp) instead of computing some from the audio of wav.scp."""
+    cmvn: Literal["kaldi", "utterance", "none"] | None = None
+    """How features of --feats are normalised: by cmvn.scp, each utterance by itself, or not at all;
+    --mean-normalise and --variance-normalise hold for the first two.  Without it: by cmvn.scp if there."""
+
+
+@dataclass(frozen=True)
 class PrepareCommand:
-    """Make a data directory: speechdp prepare SOURCE DATA, or speechdp prepare --synthetic HOURS DATA."""
+    """Make a data directory: speechdp prepare SOURCE DATA, or speechdp prepare --synthetic HOURS DATA,
+    or speechdp prepare --kaldi DATA_DIR --ali ALI_DIR DATA."""
 
     paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE] DATA")]
     """SOURCE: a Kaldi data directory (wav.scp, text, utt2spk), or a folder of audio with transcripts
@@ -29,6 +49,7 @@ class PrepareCommand:
     names (--pattern).  DATA: the folder to make."""
     synthetic: float | None = None
     """Instead of SOURCE: hours of digits and commands spoken by eSpeak NG, with exact phone times."""
+    of_kaldi: KaldiArguments = field(default_factory=KaldiArguments)
     split: str | None = None
     """How to divide the corpus: index:test=0-4,dev=5-9 or random:dev=0.05,test=0.05 or
     speaker:test=NAME,dev=NAME.  Without it: by index where the pattern has {index}, else at random."""
@@ -52,6 +73,8 @@ class PrepareCommand:
     """Divide by each utterance's standard deviation."""
     dtype: Literal["float16", "float32"] = "float16"
     """Number format of the stored features."""
+    store: Literal["features", "audio"] = "features"
+    """What the shards hold: features, or the audio to make them from while training."""
     resample: int | None = None
     """Bring all audio to this rate in Hz.  Without it the files' own rate is kept (synthetic: 16000)."""
     lexicon: Path | None = None
@@ -72,14 +95,21 @@ class PrepareCommand:
         with progress_bar(Console(stderr=True)) as progress:
             prepared = self._prepare(progress)
         console.print(describe(prepared.dataset))
-        if prepared.num_too_short:
+        if isinstance(prepared, KaldiPrepared):
+            for notice in prepared.notices:
+                console.print(notice)
+        elif prepared.num_too_short:
             console.print(
                 f"{prepared.num_too_short} utterances have fewer frames than their transcript has states; "
                 "their flat alignment skips states"
             )
         return 0
 
-    def _prepare(self, progress: Progress) -> Prepared:
+    def _prepare(self, progress: Progress) -> Prepared | KaldiPrepared:
+        if self.of_kaldi.kaldi is not None:
+            return self._prepare_kaldi(self.of_kaldi.kaldi, progress)
+        if self.of_kaldi != KaldiArguments():
+            raise ConfigError("--ali, --ali-pdf, --feats and --cmvn go with --kaldi DATA_DIR")
         if self.synthetic is not None:
             return self._prepare_synthetic(self.synthetic, progress)
 
@@ -102,6 +132,7 @@ class PrepareCommand:
                 pattern=self.pattern,
                 overwrite=self.overwrite,
                 num_workers=self.workers,
+                stored=self.store,
             ),
             progress,
         )
@@ -124,9 +155,39 @@ class PrepareCommand:
                 seed=self.seed,
                 overwrite=self.overwrite,
                 num_workers=self.workers,
+                stored=self.store,
             ),
             progress,
         )
+
+    def _prepare_kaldi(self, kaldi_dir: Path, progress: Progress) -> KaldiPrepared:
+        if len(self.paths) != 1:
+            raise ConfigError(
+                "prepare --kaldi DATA_DIR takes one path beside it, the DATA folder to make"
+            )
+        for name in ("synthetic", "lexicon", "pattern", "resample"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"--{name} does not go with --kaldi; leave it out")
+        if self.store != "features":
+            raise ConfigError("--store audio does not go with --kaldi; leave it out")
+        arguments = self.of_kaldi
+        options = KaldiOptions(
+            kaldi_dir=kaldi_dir,
+            data=self.paths[0],
+            ali_dir=arguments.ali,
+            ali_pdf=arguments.ali_pdf,
+            use_feats=arguments.feats,
+            cmvn=arguments.cmvn,
+            split=self.split,
+            held_out_speaker=self.held_out_speaker,
+            num_shards=self.shards,
+            features=self._features(),
+            fit_mel_bins=self.num_mel_bins is None,
+            seed=self.seed,
+            overwrite=self.overwrite,
+            num_workers=self.workers,
+        )
+        return prepare_kaldi(options, progress)
 
     def _features(self) -> FeatureConfig:
         return FeatureConfig(

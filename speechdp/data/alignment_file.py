@@ -15,7 +15,7 @@ import numpy.typing as npt
 from speechdp.atomic_file import atomic_path
 from speechdp.data.contiguous import ArrayPlace, RowReader
 from speechdp.data.hdf5_file import create_hdf5
-from speechdp.data.shard_layout import check_format
+from speechdp.data.shard_layout import check_format, printable
 from speechdp.data.shards import Shard
 from speechdp.errors import ShardError
 
@@ -57,7 +57,7 @@ def write_targets(path: Path, shard: Shard, targets: Sequence[npt.NDArray[np.int
 
 
 class TargetsFile:
-    """Targets of another alignment for one shard; `read` is safe from several threads.
+    """Targets of another alignment for one shard; reading is safe from several threads.
 
     Attributes:
         path: the file.
@@ -67,20 +67,29 @@ class TargetsFile:
     def __init__(self, path: Path, shard: Shard) -> None:
         self.path = path
         self._shard = shard
-        self._starts: list[int] = shard.offsets.tolist()
         self.alignment, self._crc32, self._place = _read_head(path, shard)
         self._reader = RowReader(path)
+        self._verified = np.zeros(shard.num_utterances, dtype=bool)
 
     def read(self, utterance: int) -> npt.NDArray[np.int32]:
         """Read an utterance's (T,) targets.  Raises ShardError if they are damaged."""
-        start = self._starts[utterance]
-        targets: npt.NDArray[np.int32] = self._reader.read(
-            self._place, start, self._starts[utterance + 1] - start
-        )
+        start, end = int(self._shard.offsets[utterance]), int(self._shard.offsets[utterance + 1])
+        targets: npt.NDArray[np.int32] = self._reader.read(self._place, start, end - start)
         if zlib.crc32(targets.data) != self._crc32[utterance]:
-            name = self._shard.utterance_ids[utterance]
+            name = printable(self._shard.utterance_id(utterance))
             raise ShardError(f"{self.path}: targets of utterance {name} are damaged (checksum); {_AGAIN}")
+        self._verified[utterance] = True
         return targets
+
+    def verify(self, utterance: int) -> None:
+        """Compare an utterance's checksum, unless that has been done.  Raises ShardError as `read`."""
+        if not self._verified[utterance]:
+            self.read(utterance)
+
+    @property
+    def dataset(self) -> tuple[RowReader, ArrayPlace]:
+        """What reads the targets and where they are; rows are counted over the shard."""
+        return self._reader, self._place
 
     def close(self) -> None:
         """Close the file; a later read opens it again."""

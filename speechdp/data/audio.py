@@ -101,6 +101,12 @@ def resample(samples: npt.NDArray[np.float32], from_hz: int, to_hz: int) -> npt.
     return changed
 
 
+def to_int16(samples: npt.NDArray[np.float32]) -> npt.NDArray[np.int16]:
+    """Round (S,) samples in [-1, 1] to 16 bits; exact for what was read from 16-bit audio, clipped beyond."""
+    scaled = np.rint(samples.astype(np.float64) * 32768.0)
+    return np.clip(scaled, -32768, 32767).astype(np.int16)
+
+
 def edge_silence(
     samples: npt.NDArray[np.float32], sampling_rate: int, config: FeatureConfig, num_frames: int
 ) -> tuple[int, int]:

@@ -1,12 +1,16 @@
-"""SpecAugment: hide random bands and stretches of the features, so that a small corpus goes further."""
+"""SpecAugment: hide random bands and stretches of the features, so that a small corpus goes further.
+
+Legend: B segments of a batch, T frames of the longest, F input dimensions, M masks of a segment.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-
-from speechdp.data.batch import Batch
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -29,16 +33,61 @@ class SpecAugment:
     band_share: float = 0.2
     stretch_share: float = 0.1
 
-    def apply(self, batch: Batch, rng: np.random.Generator) -> None:
-        """Mask a batch on the CPU in place; the same generator state gives the same masks."""
-        features = batch.features.numpy()  # (B, T, F)
-        for segment, length in zip(features, batch.lengths.tolist(), strict=True):
-            for _ in range(self.num_bands):
-                start, end = _piece(segment.shape[1], self.band_share, rng)
-                segment[:length, start:end] = 0.0
-            for _ in range(self.num_stretches):
-                start, end = _piece(length, self.stretch_share, rng)
+    def apply(self, features: Tensor, lengths: Tensor, rng: np.random.Generator, copies: int = 1) -> None:
+        """Mask segments in place; the same generator state gives the same masks on every device.
+
+        Args:
+            features: (B, T, F).
+            lengths: (B,) int64, on the CPU; frames behind a segment's end stay as they are.
+            rng: what is drawn comes from it.
+            copies: deltas and spliced frames lie in so many parts of equal size along F; a band is hidden
+                in each of them.
+        """
+        num_dims = features.shape[2] // copies
+        pieces = self.draw(lengths.tolist(), num_dims, rng)  # (B, M, 2)
+        if features.device.type == "cpu":
+            self._hide(features.numpy(), lengths.tolist(), pieces, copies)
+        else:
+            self.hide_at_once(features, lengths, torch.from_numpy(pieces), copies)
+
+    def hide_at_once(self, features: Tensor, lengths: Tensor, pieces: Tensor, copies: int) -> None:
+        """Hide pieces (B, M, 2) by a few operations on the whole batch, on the device of `features`."""
+        device, num_frames = features.device, features.shape[1]
+        bands, stretches = torch.split(pieces.to(device), [self.num_bands, self.num_stretches], dim=1)
+        frames = _covered(stretches, num_frames).unsqueeze(2)  # (B, T, 1)
+        hidden = frames | _covered(bands, features.shape[2] // copies).unsqueeze(1)
+        inside = torch.arange(num_frames, device=device) < lengths.to(device).unsqueeze(1)
+        hidden &= inside.unsqueeze(2)  # (B, T, F / copies)
+        features.masked_fill_(hidden.repeat(1, 1, copies), 0.0)
+
+    def draw(self, lengths: list[int], num_dims: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+        """Draw each segment's bands, then its stretches, as (start, end): (B, M, 2)."""
+        extents = [(num_dims, self.band_share)] * self.num_bands
+        pieces = [
+            [_piece(*e, rng) for e in [*extents, *[(n, self.stretch_share)] * self.num_stretches]]
+            for n in lengths
+        ]
+        return np.array(pieces, dtype=np.int64).reshape(len(lengths), self.num_bands + self.num_stretches, 2)
+
+    def _hide(
+        self,
+        features: npt.NDArray[np.float32],
+        lengths: list[int],
+        pieces: npt.NDArray[np.int64],
+        copies: int,
+    ) -> None:
+        for segment, length, masks in zip(features, lengths, pieces.tolist(), strict=True):
+            parts = segment[:length].reshape(length, copies, -1)  # a view: one row of a contiguous batch
+            for start, end in masks[: self.num_bands]:
+                parts[:, :, start:end] = 0.0
+            for start, end in masks[self.num_bands :]:
                 segment[start:end] = 0.0
+
+
+def _covered(pieces: Tensor, extent: int) -> Tensor:
+    """Return which of 0..extent-1 lie in any of the pieces (B, M, 2): (B, extent) bool."""
+    places = torch.arange(extent, device=pieces.device)
+    return ((places >= pieces[:, :, :1]) & (places < pieces[:, :, 1:])).any(dim=1)
 
 
 def _piece(extent: int, largest_share: float, rng: np.random.Generator) -> tuple[int, int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +17,60 @@ import numpy.typing as npt
 
 from speechdp.errors import ShardError
 
+#: (file descriptor, buffers, position) -> bytes read.
+PositionedRead = Callable[[int, Sequence[memoryview], int], int]
+
+#: How all positioned reads are made; a test of failing disks puts its own here.
+preadv: PositionedRead = os.preadv
+
+_AGAIN = "prepare the data again or copy the file anew"
+
 
 @dataclass(frozen=True)
 class ArrayPlace:
-    """Where a dataset lies in its file; `offset_bytes` is None where HDF5 has to be asked (chunked)."""
+    """Where a dataset lies in its file.
+
+    Attributes:
+        name: of the dataset.
+        offset_bytes: of its first byte in the file; None where HDF5 has to be asked (chunked, compressed).
+        shape: rows first.
+        dtype: of its values.
+        storage: "contiguous", "chunked", "chunked gzip", ...
+    """
 
     name: str
     offset_bytes: int | None
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    storage: str = "contiguous"
 
     @classmethod
     def of(cls, dataset: Any) -> ArrayPlace:
         """Take the place of an open h5py dataset."""
-        offset = dataset.id.get_offset() if dataset.chunks is None else None
+        direct = dataset.chunks is None and not dataset.dtype.hasobject
+        offset = dataset.id.get_offset() if direct else None
         if offset is None and dataset.size == 0:
             offset = 0  # HDF5 gives an empty dataset no place; nothing is ever read from it
-        return cls(dataset.name.lstrip("/"), offset, tuple(dataset.shape), dataset.dtype)
+        return cls(dataset.name.lstrip("/"), offset, tuple(dataset.shape), dataset.dtype, _storage(dataset))
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Size of a row."""
+        return self.dtype.itemsize * math.prod(self.shape[1:])
+
+    @property
+    def end_bytes(self) -> int:
+        """Where it ends in the file; 0 where HDF5 has to be asked."""
+        return 0 if self.offset_bytes is None else self.offset_bytes + self.shape[0] * self.row_bytes
 
 
 class RowReader:
     """Read rows of one file's datasets; safe from several threads.
 
-    A positioned read (preadv) into a fresh array costs no lock and no copy, where h5py takes a lock a
-    call; chunked datasets, which other tools may have made, go through h5py.  Files are opened at the
-    first read, in the process that reads, because an HDF5 handle does not survive a fork.
+    A positioned read (preadv) straight into the caller's memory costs no lock and no copy, where h5py
+    takes a lock a call; chunked datasets, which other tools may have made, go through h5py, which reads
+    and unpacks whole chunks however few rows are wanted.  Files are opened at the first read, read-only and
+    unlocked, in the process that reads, because an HDF5 handle does not survive a fork.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,22 +80,41 @@ class RowReader:
         self._file: Any = None
 
     def read(self, place: ArrayPlace, start: int, num: int) -> npt.NDArray[Any]:
-        """Return rows start:start+num of the dataset.  Raises ShardError if the file ends before."""
-        if num == 0:
-            return np.empty((0, *place.shape[1:]), dtype=place.dtype)
-        if place.offset_bytes is None:
-            return self._read_chunked(place, start, num)
+        """Return rows start:start+num of the dataset.  Raises ShardError as `read_into`."""
+        if place.dtype.hasobject:  # strings of variable length, as other tools may write them
+            return self._read_objects(place, start, num)
         rows = np.empty((num, *place.shape[1:]), dtype=place.dtype)
-        row_bytes = rows.nbytes // num
-        position = place.offset_bytes + start * row_bytes
-        fd = self._fd if self._fd is not None else self._open()
-        try:
-            got = os.preadv(fd, [rows.data], position)
-            if got < rows.nbytes:
-                self._read_rest(fd, rows, got, position)
-        except OSError as error:
-            raise ShardError(f"{self._path}: cannot be read ({error.strerror}); check the disk") from error
+        if num:
+            self.read_into(place, start, num, rows.data)
         return rows
+
+    def read_into(self, place: ArrayPlace, start: int, num: int, out: memoryview) -> None:
+        """Read rows start:start+num of the dataset into `out`, of num * place.row_bytes contiguous bytes.
+
+        Raises:
+            ShardError: the file ends before, or the disk fails; names the file.  `out` is then undefined.
+        """
+        num_bytes = num * place.row_bytes
+        assert out.nbytes == num_bytes, (out.nbytes, num_bytes)
+        assert start >= 0 and start + num <= place.shape[0], (start, num, place.shape)
+        if num == 0:
+            return
+        if place.offset_bytes is None:
+            self._read_chunked(place, start, num, out)
+            return
+        fd = self.descriptor()
+        position = place.offset_bytes + start * place.row_bytes
+        try:
+            got = preadv(fd, [out], position)
+            if got < num_bytes:
+                self._read_rest(fd, out, got, position)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ShardError(f"{self._path}: cannot be read ({reason}); check the disk") from error
+
+    def descriptor(self) -> int:
+        """Return the open file's descriptor, for reads of contiguous datasets."""
+        return self._fd if self._fd is not None else self._open()
 
     def close(self) -> None:
         """Close what the reads opened; a later read opens it again."""
@@ -75,13 +126,13 @@ class RowReader:
                 self._file.close()
                 self._file = None
 
-    def _read_rest(self, fd: int, rows: npt.NDArray[Any], got: int, position: int) -> None:
+    def _read_rest(self, fd: int, out: memoryview, got: int, position: int) -> None:
         # The kernel may hand over less than asked (at most 2 GiB a call); only 0 means the end.
-        view = rows.reshape(-1).view(np.uint8).data
+        view = np.frombuffer(out, dtype=np.uint8).data
         while got < len(view):
-            more = os.preadv(fd, [view[got:]], position + got)
+            more = preadv(fd, [view[got:]], position + got)
             if more == 0:
-                raise ShardError(f"{self._path}: truncated; prepare the data again or copy the file anew")
+                raise ShardError(f"{self._path}: truncated; {_AGAIN}")
             got += more
 
     def _open(self) -> int:
@@ -93,14 +144,88 @@ class RowReader:
                     raise ShardError(f"{self._path}: cannot be opened ({error.strerror})") from error
             return self._fd
 
-    def _read_chunked(self, place: ArrayPlace, start: int, num: int) -> npt.NDArray[Any]:
+    def _read_chunked(self, place: ArrayPlace, start: int, num: int, out: memoryview) -> None:
+        rows = np.frombuffer(out, dtype=place.dtype).reshape(num, *place.shape[1:])
         try:
             with self._lock:
-                if self._file is None:
-                    self._file = h5py.File(self._path, "r", locking=False)
-                rows: npt.NDArray[Any] = self._file[place.name][start : start + num]
+                self._dataset(place).read_direct(rows, np.s_[start : start + num])
+        except (OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise self._unreadable(place) from error
+
+    def _read_objects(self, place: ArrayPlace, start: int, num: int) -> npt.NDArray[Any]:
+        try:
+            with self._lock:
+                rows: npt.NDArray[Any] = self._dataset(place)[start : start + num]
         except (OSError, KeyError, RuntimeError) as error:
-            raise ShardError(f"{self._path}: {place.name} cannot be read; prepare the data again") from error
-        if len(rows) != num:
-            raise ShardError(f"{self._path}: {place.name} is truncated; prepare the data again")
+            raise self._unreadable(place) from error
         return rows
+
+    def _dataset(self, place: ArrayPlace) -> Any:
+        if self._file is None:
+            self._file = h5py.File(self._path, "r", locking=False)
+        return self._file[place.name]
+
+    def _unreadable(self, place: ArrayPlace) -> ShardError:
+        return ShardError(f"{self._path}: {place.name} is truncated, damaged or out of reach; {_AGAIN}")
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Rows start:start+num of the dataset of each piece's owner, for bytes begin:end of a common memory.
+
+    Columns of one length: owner, start, num, begin, end.
+    """
+
+    owner: npt.NDArray[np.int64]
+    start: npt.NDArray[np.int64]
+    num: npt.NDArray[np.int64]
+    begin: npt.NDArray[np.int64]
+    end: npt.NDArray[np.int64]
+
+
+def read_pieces(datasets: dict[int, tuple[RowReader, ArrayPlace]], pieces: Pieces, out: memoryview) -> None:
+    """Read pieces of several files' datasets into `out`, in a loop that is short where all are contiguous.
+
+    Args:
+        datasets: by owner.
+        pieces: what goes where.
+        out: the memory, as bytes.
+
+    Raises:
+        ShardError: as `RowReader.read_into`.
+    """
+    if any(place.offset_bytes is None for _, place in datasets.values()):
+        for number in range(len(pieces.owner)):
+            _read_piece(datasets, pieces, number, out)
+        return
+    first = np.zeros(max(datasets) + 1, dtype=np.int64)
+    row_bytes = 0
+    for owner, (_, place) in datasets.items():
+        first[owner], row_bytes = place.offset_bytes or 0, place.row_bytes
+    files = {owner: reader.descriptor() for owner, (reader, _) in datasets.items()}
+    positions = first[pieces.owner] + pieces.start * row_bytes
+    columns = (pieces.owner, positions, pieces.begin, pieces.end)
+    read = preadv
+    for number, (owner, position, begin, end) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        try:
+            got = read(files[owner], (out[begin:end],), position)
+        except OSError:
+            got = -1
+        if got != end - begin:
+            _read_piece(datasets, pieces, number, out)  # goes on after a short read, or says what is wrong
+
+
+def _read_piece(
+    datasets: dict[int, tuple[RowReader, ArrayPlace]], pieces: Pieces, number: int, out: memoryview
+) -> None:
+    reader, place = datasets[int(pieces.owner[number])]
+    into = out[int(pieces.begin[number]) : int(pieces.end[number])]
+    reader.read_into(place, int(pieces.start[number]), int(pieces.num[number]), into)
+
+
+def _storage(dataset: Any) -> str:
+    if dataset.chunks is None:
+        return "contiguous"
+    if dataset.compression is not None:
+        return f"chunked {dataset.compression}"
+    return "chunked" if dataset.id.get_create_plist().get_nfilters() == 0 else "chunked filtered"

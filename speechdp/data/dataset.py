@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from speechdp.atomic_file import write_text_atomically
 from speechdp.data.features import FeatureConfig
-from speechdp.data.shard_layout import check_format
+from speechdp.data.shard_layout import VERSION_OF, ShardHeader, Stored, check_format
 from speechdp.data.shards import Shard
 from speechdp.errors import ShardError
 
 DATA_FORMAT = "speechdp-data"
-DATA_VERSION = 1
 MANIFEST_NAME = "data.json"
 
 
@@ -41,7 +41,7 @@ class SplitEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What data.json says of the whole directory."""
+    """What data.json says of the whole directory; with `stored` "audio", features are still to be made."""
 
     sampling_rate: int
     features: FeatureConfig
@@ -49,12 +49,19 @@ class Manifest:
     alignment: str
     split: str
     splits: dict[str, SplitEntry]
+    stored: Stored = "features"
+
+    def header(self, split: str) -> ShardHeader:
+        """Return what holds for each shard of a split."""
+        return ShardHeader(
+            self.features, self.sampling_rate, self.num_classes, self.alignment, split, self.stored
+        )
 
     def to_json(self) -> str:
         """Return the text of data.json."""
-        values = {
+        values: dict[str, Any] = {
             "format": DATA_FORMAT,
-            "version": DATA_VERSION,
+            "version": VERSION_OF[self.stored],
             "sampling_rate": self.sampling_rate,
             "features": self.features.to_dict(),
             "feature_dim": self.features.feature_dim,
@@ -63,6 +70,8 @@ class Manifest:
             "split": self.split,
             "splits": {name: asdict(split) for name, split in self.splits.items()},
         }
+        if self.stored != "features":
+            values["stored"] = self.stored
         return json.dumps(values, indent=2) + "\n"
 
     def write(self, directory: Path) -> None:
@@ -77,7 +86,8 @@ class Dataset:
         path: the directory.
         checksum: sha256 of data.json, which holds every shard's own: equal only for equal data.
         sampling_rate: in Hz.
-        features: how the features were made.
+        stored: "features", or "audio" to make them from.
+        features: how the features were made, or are to be made.
         feature_dim, num_classes: sizes of a frame and of the targets.
         alignment: "flat" or "exact".
         split: the rule that divided the corpus, e.g. "index:test=0-4,dev=5-9".
@@ -88,6 +98,7 @@ class Dataset:
         self.path = path
         self.checksum = checksum
         self.sampling_rate = manifest.sampling_rate
+        self.stored = manifest.stored
         self.features = manifest.features
         self.feature_dim = manifest.features.feature_dim
         self.num_classes = manifest.num_classes
@@ -148,12 +159,19 @@ class Dataset:
             raise ShardError(f"{shard.path}: is not the shard {MANIFEST_NAME} lists; prepare the data again")
         return shard
 
-    def verify(self) -> None:
-        """Check every checksum of the directory.  Raises ShardError on the first damage."""
+    def verify(self) -> Counter[str]:
+        """Check every checksum of the directory; return how many shards are stored in which way.
+
+        Raises:
+            ShardError: the first damage.
+        """
+        storages: Counter[str] = Counter()
         for name, split in self.splits.items():
             for index in range(len(split.shards)):
                 with self.open_shard(name, index) as shard:
                     shard.verify()
+                    storages[shard.storage] += 1
+        return storages
 
     def _split(self, name: str) -> SplitEntry:
         if name not in self.splits:
@@ -164,7 +182,10 @@ class Dataset:
 def _parse(file: Path, content: bytes) -> Manifest:
     try:
         values: dict[str, Any] = json.loads(content)
-        check_format(file, values, DATA_FORMAT, DATA_VERSION)
+        check_format(file, values, DATA_FORMAT, *VERSION_OF.values())
+        stored: Stored = "audio" if values.get("stored") == "audio" else "features"
+        if VERSION_OF[stored] != values["version"]:
+            raise ValueError(f"version {values['version']} does not store {stored}")
         splits = {name: _parse_split(split) for name, split in values["splits"].items()}
         return Manifest(
             sampling_rate=int(values["sampling_rate"]),
@@ -173,6 +194,7 @@ def _parse(file: Path, content: bytes) -> Manifest:
             alignment=str(values["alignment"]),
             split=str(values["split"]),
             splits=splits,
+            stored=stored,
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ShardError(f"{file}: damaged ({error}); prepare the data again") from error

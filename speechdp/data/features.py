@@ -16,17 +16,20 @@ from speechdp.errors import ConfigError
 #: Kaldi's features are defined on 16-bit sample values.
 _INT16_SCALE = 32768.0
 #: Least standard deviation divided by: digital silence (all frames at the log floor) stays zero.
-_STD_FLOOR = 1e-2
+STD_FLOOR = 1e-2
 #: Kaldi's lowest mel edge, in Hz.
-_LOW_FREQ_HZ = 20.0
+LOW_FREQ_HZ = 20.0
+#: Settings that only data from Kaldi have otherwise.
+_KALDI_DEFAULTS: dict[str, Any] = {"snip_edges": False, "kaldi_dim": 0, "cmvn": "utterance"}
 
 
 @dataclass(frozen=True)
 class FeatureConfig:
     """How features are made; stored in every shard."""
 
-    kind: Literal["log_mel", "mfcc"] = "log_mel"
-    """log_mel: logarithms of mel filter-bank energies; mfcc: their cosine transform."""
+    kind: Literal["log_mel", "mfcc", "kaldi"] = "log_mel"
+    """log_mel: logarithms of mel filter-bank energies; mfcc: their cosine transform; kaldi: Kaldi's own,
+    read and not computed."""
     num_mel_bins: int = 40
     """Number of mel filters."""
     num_ceps: int = 13
@@ -41,21 +44,31 @@ class FeatureConfig:
     """Divide by each utterance's standard deviation of each dimension."""
     dtype: Literal["float16", "float32"] = "float16"
     """Number format in the shards; float16 halves the bytes read."""
+    snip_edges: bool = False
+    """Only frames whose window lies within the recording, as Kaldi's own default has it."""
+    kaldi_dim: int = 0
+    """Number of values a frame (kaldi only)."""
+    cmvn: Literal["utterance", "speaker"] = "utterance"
+    """Whose mean and deviation are taken: the utterance's, or the speaker's from Kaldi's cmvn.scp."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("log_mel", "mfcc"):
+        if self.kind not in ("log_mel", "mfcc", "kaldi"):
             raise ConfigError(f"features {self.kind!r} are not known; choose log_mel or mfcc")
         if self.dtype not in ("float16", "float32"):
             raise ConfigError(f"dtype {self.dtype!r} is not known; choose float16 or float32")
         if self.num_mel_bins < 3 or self.frame_length_ms <= 0 or self.frame_shift_ms <= 0:
             raise ConfigError("num_mel_bins must be at least 3, frame length and shift above 0 ms")
+        if self.cmvn not in ("utterance", "speaker") or (self.kind == "kaldi") != (self.kaldi_dim > 0):
+            raise ConfigError(
+                "kaldi_dim is the number of values of kaldi features; cmvn is utterance or speaker"
+            )
         if self.kind == "mfcc" and not 1 <= self.num_ceps <= self.num_mel_bins:
             raise ConfigError(f"num_ceps {self.num_ceps} must lie in 1..num_mel_bins ({self.num_mel_bins})")
 
     @property
     def feature_dim(self) -> int:
         """Number of values a frame (D)."""
-        return self.num_mel_bins if self.kind == "log_mel" else self.num_ceps
+        return {"log_mel": self.num_mel_bins, "mfcc": self.num_ceps, "kaldi": self.kaldi_dim}[self.kind]
 
     @property
     def frame_shift_s(self) -> float:
@@ -63,8 +76,12 @@ class FeatureConfig:
         return self.frame_shift_ms / 1000.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as they stand in JSON."""
-        return asdict(self)
+        """Return the settings as they stand in JSON.
+
+        Those of Kaldi's data stand there only where they are used: to all other data they mean nothing.
+        """
+        values = asdict(self)
+        return {n: v for n, v in values.items() if n not in _KALDI_DEFAULTS or v != _KALDI_DEFAULTS[n]}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> FeatureConfig:
@@ -78,8 +95,12 @@ class FeatureConfig:
 
 
 def num_frames_of(num_samples: int, sampling_rate: int, config: FeatureConfig) -> int:
-    """Return the number of frames Kaldi makes with snip_edges false: samples / shift, rounded."""
-    shift = _shift_samples(sampling_rate, config)
+    """Return the number of frames Kaldi makes: samples / shift, rounded, or fewer with snip_edges."""
+    shift = shift_samples(sampling_rate, config)
+    if config.snip_edges:
+        window = int(sampling_rate * 0.001 * config.frame_length_ms)
+        num_frames = 1 + (num_samples - window) // shift
+        return num_frames * (num_frames > 0)  # arrays of numbers go through as well
     return (num_samples + shift // 2) // shift
 
 
@@ -94,7 +115,7 @@ def compute_features(
         config: kind, sizes and normalisation.
 
     Returns:
-        (T, D) float32, normalised as `config` says; T = S / shift, rounded.  Dither is 0, so the same
+        (T, D) float32, normalised as `config` says; T as `num_frames_of` has it.  Dither is 0, so the same
         samples always give the same features.
 
     Raises:
@@ -104,7 +125,7 @@ def compute_features(
         raise ConfigError(f"features need one channel of samples, not an array of shape {samples.shape}")
     if not np.isfinite(samples).all():
         raise ConfigError("samples hold NaN or infinity")
-    raw = kaldi_features(samples * _INT16_SCALE, sampling_rate, config)
+    raw = kaldi_features(samples * _INT16_SCALE, sampling_rate, config, snip_edges=config.snip_edges)
     return normalise(raw, config)
 
 
@@ -114,6 +135,8 @@ def kaldi_features(
     """Compute Kaldi's features of (S,) samples in 16-bit scale, not normalised: (T, D) float32."""
     import kaldi_native_fbank as knf  # noqa: PLC0415 - readers of shards do without it
 
+    if config.kind == "kaldi":
+        raise ConfigError("Kaldi's own features are read from feats.scp, they cannot be computed")
     check_mel_bins(sampling_rate, config)
     options = knf.FbankOptions() if config.kind == "log_mel" else knf.MfccOptions()
     options.frame_opts.samp_freq = float(sampling_rate)
@@ -122,7 +145,7 @@ def kaldi_features(
     options.frame_opts.dither = 0.0
     options.frame_opts.snip_edges = snip_edges
     options.mel_opts.num_bins = config.num_mel_bins
-    options.mel_opts.low_freq = _LOW_FREQ_HZ
+    options.mel_opts.low_freq = LOW_FREQ_HZ
     if config.kind == "log_mel":
         computer = knf.OnlineFbank(options)
     else:
@@ -144,7 +167,7 @@ def normalise(features: npt.NDArray[np.float32], config: FeatureConfig) -> npt.N
         features = features - features.mean(axis=0, dtype=np.float64).astype(np.float32)
     if config.variance_normalise:
         std = features.std(axis=0, dtype=np.float64).astype(np.float32)
-        features = features / np.maximum(std, _STD_FLOOR)
+        features = features / np.maximum(std, STD_FLOOR)
     return features
 
 
@@ -163,13 +186,13 @@ def check_mel_bins(sampling_rate: int, config: FeatureConfig) -> None:
     Kaldi aborts the process if a filter covers no point of the spectrum, so the filters are laid out
     here first, as Kaldi does: equally spaced on mel(f) = 1127 ln(1 + f / 700) from 20 Hz to half the rate.
     """
-    window = int(sampling_rate * 0.001 * config.frame_length_ms)
+    window = window_samples(sampling_rate, config)
     if window < 2:
         raise ConfigError(f"a window of {config.frame_length_ms} ms at {sampling_rate} Hz holds no samples")
     num_fft = 1 << (window - 1).bit_length()
-    points = _mel(np.arange(num_fft // 2) * (sampling_rate / num_fft))
+    points = mel_of(np.arange(num_fft // 2) * (sampling_rate / num_fft))
     edges = np.linspace(
-        _mel(np.array(_LOW_FREQ_HZ)), _mel(np.array(sampling_rate / 2)), config.num_mel_bins + 2
+        mel_of(np.array(LOW_FREQ_HZ)), mel_of(np.array(sampling_rate / 2)), config.num_mel_bins + 2
     )
     inside = (points > edges[:-2, None]) & (points < edges[2:, None])  # (bins, points)
     if not inside.any(axis=1).all():
@@ -179,10 +202,17 @@ def check_mel_bins(sampling_rate: int, config: FeatureConfig) -> None:
         )
 
 
-def _mel(frequency_hz: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
+def mel_of(frequency_hz: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
+    """Return frequencies on Kaldi's mel scale."""
     mel: npt.NDArray[np.float64] = 1127.0 * np.log1p(frequency_hz / 700.0)
     return mel
 
 
-def _shift_samples(sampling_rate: int, config: FeatureConfig) -> int:
+def shift_samples(sampling_rate: int, config: FeatureConfig) -> int:
+    """Return the samples between two frames."""
     return int(sampling_rate * 0.001 * config.frame_shift_ms)
+
+
+def window_samples(sampling_rate: int, config: FeatureConfig) -> int:
+    """Return the samples of a frame."""
+    return int(sampling_rate * 0.001 * config.frame_length_ms)

@@ -27,7 +27,7 @@ def read_kaldi_dir(source: Path) -> Corpus:
             f"{source / 'segments'}:1: segments are not read; cut the recordings first, e.g. with Kaldi's "
             "utils/data/extract_wav_segments_data_dir.sh"
         )
-    audio = _read_wav_scp(source)
+    audio = read_wav_scp(source)
     texts = read_table(source / "text", may_be_empty=True)
     speakers = read_table(source / "utt2spk")
     _check_same(source, audio, texts, "text")
@@ -52,7 +52,12 @@ def read_table(path: Path, *, may_be_empty: bool = False) -> dict[str, str]:
     return table
 
 
-def _read_wav_scp(source: Path) -> dict[str, Path]:
+def read_wav_scp(source: Path) -> dict[str, Path]:
+    """Read which audio file each recording is.
+
+    Raises:
+        ConfigError: no such file, a pipe, a malformed line or an id given twice.
+    """
     path = source / "wav.scp"
     for number, line in file_lines(path):
         if line.endswith("|"):
@@ -60,10 +65,11 @@ def _read_wav_scp(source: Path) -> dict[str, Path]:
                 f"{path}:{number}: a pipe ({line.split()[0]}) is not run; write its output to a file, "
                 "e.g. with Kaldi's wav-copy, and name that file here"
             )
-    return {key: _find_audio(source, value) for key, value in read_table(path).items()}
+    return {key: find_file(source, value) for key, value in read_table(path).items()}
 
 
-def _find_audio(source: Path, value: str) -> Path:
+def find_file(source: Path, value: str) -> Path:
+    """Look a path up as Kaldi does, from the working directory, then from the folder `source`."""
     path = Path(value)
     if not path.is_absolute() and not path.exists() and (source / path).exists():
         return source / path

@@ -1,92 +1,23 @@
-"""Read planned batches in a background thread, so that loading overlaps with compute."""
+"""Take this rank's batches from a source in the background, so that loading overlaps with compute."""
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
+from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 
-import numpy as np
+from speechdp.data.assignment import Assignment
+from speechdp.data.batch import Batch
+from speechdp.data.orders import GROUP_BATCHES
+from speechdp.data.source import Pending, SplitSource
 
-from speechdp.data.alignment_file import TargetsFile, open_targets
-from speechdp.data.assignment import Assignment, Place
-from speechdp.data.batch import Batch, Example, collate
-from speechdp.data.dataset import Dataset
-from speechdp.data.plan import CorpusIndex, Segments
-from speechdp.data.shards import Shard
-from speechdp.errors import ShardError
-
-
-@dataclass(frozen=True)
-class Context:
-    """Frames around a segment that are input without being learnt (never beyond the utterance)."""
-
-    left: int = 0
-    right: int = 0
-
-
-class SplitReader:
-    """A split's shards, opened read-only, with the targets of the shards or of an alignment directory.
-
-    Args:
-        dataset: the data directory.
-        split: e.g. "train".
-        alignments: directory with one targets file a shard (same file names), or None for the shards' own.
-    """
-
-    def __init__(
-        self, dataset: Dataset, split: str, alignments: Path | None = None, context: Context | None = None
-    ) -> None:
-        self.feature_dim = dataset.feature_dim
-        self.shards = [dataset.open_shard(split, i) for i in range(len(dataset.shard_paths(split)))]
-        self.targets: list[TargetsFile] | None = None
-        if alignments is not None:
-            if not alignments.is_dir():
-                raise ShardError(f"{alignments}: no such alignment directory; make it with train --realign")
-            self.targets = [open_targets(alignments / shard.path.name, shard) for shard in self.shards]
-        self.index = CorpusIndex.of_lengths([np.diff(shard.offsets) for shard in self.shards])
-        self._context = context or Context()
-        self._verified = [np.zeros(shard.num_utterances, dtype=bool) for shard in self.shards]
-
-    def examples(self, segments: Segments) -> list[Example]:
-        """Read segments.  Raises ShardError on damage; each utterance is verified when first read."""
-        columns = (segments.shard, segments.utterance, segments.start, segments.num_frames)
-        return [self._example(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
-
-    def batch(self, segments: Segments) -> Batch:
-        """Read segments as one batch."""
-        return collate(self.examples(segments), self.feature_dim)
-
-    def _example(self, shard_index: int, utterance: int, start: int, num_frames: int) -> Example:
-        shard = self.shards[shard_index]
-        length = int(shard.offsets[utterance + 1] - shard.offsets[utterance])
-        begin = max(0, start - self._context.left)
-        end = min(length, start + num_frames + self._context.right)
-        if not self._verified[shard_index][utterance]:
-            features, targets = shard.read(utterance, verify=True)
-            features, targets = features[begin:end], targets[begin:end]
-            self._verified[shard_index][utterance] = True
-        else:
-            features, targets = shard.read_frames(utterance, begin, end - begin)
-        if self.targets is not None:
-            targets = self.targets[shard_index].read(utterance)[begin:end]
-        return Example(features, targets, start - begin, num_frames)
-
-    def whole(self, shard_index: int, utterance: int) -> Example:
-        """Read one utterance whole."""
-        shard: Shard = self.shards[shard_index]
-        length = int(shard.offsets[utterance + 1] - shard.offsets[utterance])
-        return self._example(shard_index, utterance, 0, length)
-
-    def close(self) -> None:
-        """Close the files."""
-        for shard in self.shards:
-            shard.close()
-        for targets in self.targets or []:
-            targets.close()
+#: Batches on their way to the GPU or there: one that is computed on, one that is ready.
+_ON_DEVICE = 1
 
 
 @dataclass(frozen=True)
@@ -112,91 +43,189 @@ class Step:
         return self.at.index == self.at.num_steps - 1
 
 
-class Loader(Iterator[Step]):
-    """The batches of this rank's assignments, read ahead by one background thread.
+class StepLoader(Iterator[Step]):
+    """Yields the steps of this rank's assignments; a context manager that closes itself."""
 
-    The thread holds at most `read_ahead` batches and one more in its hand; its errors are raised by
-    `next`; `close` joins it.
-    It starts no process: forking after MPI_Init corrupts memory on some fabrics.
+    @abstractmethod
+    def __next__(self) -> Step: ...
 
-    Args:
-        reader: of the split.
-        assignments: what to read, in order; iterated in the thread.
-        pin: copy batches to pinned memory, for a GPU.
-        read_ahead: batches held.
-        augment: changes a batch in place.
-    """
-
-    def __init__(
-        self,
-        reader: SplitReader,
-        assignments: Iterator[Assignment],
-        *,
-        pin: bool = False,
-        read_ahead: int = 4,
-        augment: Callable[[Batch, Place], None] | None = None,
-    ) -> None:
-        self._reader = reader
-        self._assignments = assignments
-        self._pin = pin
-        self._augment = augment
-        self._queue: queue.Queue[Step | BaseException | None] = queue.Queue(read_ahead)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="speechdp-loader", daemon=True)
-        self._thread.start()
-
-    def __next__(self) -> Step:
-        if self._stop.is_set():
-            raise StopIteration
-        item = self._queue.get()
-        if isinstance(item, Step):
-            return item
-        self._stop.set()
-        if item is None:
-            raise StopIteration
-        raise item
-
-    def _run(self) -> None:
-        end: BaseException | None = None
-        try:
-            for step in self._steps():
-                if not self._put(step):
-                    return
-        except BaseException as error:  # handed to the training thread, which raises it
-            end = error
-            self._put(end)
-            if not isinstance(error, Exception):
-                raise
-            return
-        self._put(end)
-
-    def _steps(self) -> Iterator[Step]:
-        for assignment in self._assignments:
-            batch = self._reader.batch(assignment.segments)
-            if self._augment is not None:
-                self._augment(batch, assignment.place)
-            yield Step(batch.pin() if self._pin else batch, assignment)
-
-    def _put(self, item: Step | BaseException | None) -> bool:
-        while not self._stop.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return True
-        return False
-
+    @abstractmethod
     def close(self) -> None:
-        """Stop reading and join the thread; safe to call twice."""
-        self._stop.set()
-        while not self._queue.empty():
-            self._queue.get_nowait()
-        self._thread.join()
+        """Stop reading and join the threads; safe to call twice."""
 
-    def __enter__(self) -> Loader:
+    def __enter__(self) -> StepLoader:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Loader(StepLoader):
+    """The batches of this rank's assignments, made ahead of time.
+
+    A thread starts batches in order, at most `read_ahead` beyond the one it has in hand; the source may make
+    several at a time.  With `to_device` a second thread takes each in turn and moves it, so that the next
+    batch is on the GPU before the step ends.  Errors are raised by `next`, at the batch they belong to;
+    `close` joins the threads.  No process is started: forking after MPI_Init corrupts memory on some fabrics.
+
+    Args:
+        source: makes the batches.
+        assignments: what to read, in order; iterated in the thread.
+        read_ahead: batches held.
+        to_device: moves a batch to the GPU; returns once that is under way.
+    """
+
+    def __init__(
+        self,
+        source: SplitSource,
+        assignments: Iterator[Assignment],
+        *,
+        read_ahead: int = 4,
+        to_device: Callable[[Batch], Batch] | None = None,
+    ) -> None:
+        self._source = source
+        self._assignments = assignments
+        self._to_device = to_device
+        self._stop = threading.Event()
+        started: queue.Queue[_Item] = queue.Queue(read_ahead)
+        self._queue = started
+        threads = [threading.Thread(target=self._start_batches, args=(started,), name="speechdp-loader")]
+        if to_device is not None and read_ahead > 1:
+            self._queue = queue.Queue(_ON_DEVICE)
+            threads.append(threading.Thread(target=self._move, args=(started,), name="speechdp-to-device"))
+        self._threads = threads
+        for thread in threads:
+            thread.daemon = True
+            thread.start()
+
+    def __next__(self) -> Step:
+        if self._stop.is_set():
+            raise StopIteration
+        item = self._queue.get()
+        if not isinstance(item, _Started):
+            self._stop.set()
+            if item is None:
+                raise StopIteration
+            raise item
+        try:
+            return Step(item.pending.result(), item.at)
+        except BaseException:
+            self._stop.set()
+            raise
+
+    def close(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        while not self._queue.empty():
+            self._queue.get_nowait()
+
+    def _start_batches(self, into: queue.Queue[_Item]) -> None:
+        alone = self._to_device is not None and len(self._threads) == 1
+        try:
+            for at in self._assignments:
+                pending = self._source.start(at.segments, at.place)
+                if not self._put(into, self._moved(pending, at) if alone else _Started(pending, at)):
+                    return
+        except BaseException as error:  # handed to the training thread, which raises it
+            self._put(into, error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        self._put(into, None)
+
+    def _move(self, started: queue.Queue[_Item]) -> None:
+        try:
+            while not self._stop.is_set():
+                try:
+                    item = started.get(timeout=0.1)
+                except queue.Empty:
+                    continue
+                if isinstance(item, _Started):
+                    item = self._moved(item.pending, item.at)
+                if not self._put(self._queue, item) or not isinstance(item, _Started):
+                    return
+        except BaseException as error:  # handed to the training thread, which raises it
+            self._put(self._queue, error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _moved(self, pending: Pending, at: Assignment) -> _Started:
+        assert self._to_device is not None
+        return _Started(_Moved(self._to_device(pending.result())), at)
+
+    def _put(self, into: queue.Queue[_Item], item: _Item) -> bool:
+        while not self._stop.is_set():
+            try:
+                into.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """A batch on the device."""
+
+    batch: Batch
+
+    def result(self) -> Batch:
+        return self.batch
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A batch under way and where it belongs."""
+
+    pending: Pending
+    at: Assignment
+
+
+#: None: there are no more batches.
+_Item = _Started | BaseException | None
+
+
+class BlockingLoader(StepLoader):
+    """The poster's trainloader: a whole group of batches is read when the first of it is asked for.
+
+    The order `blocking-sort` sorts such groups; training stands still meanwhile.  Kept to be measured
+    against.
+
+    Source: Zhang, Cui et al., IBM/NTU poster; the groups of 32 batches are those of public Tacotron code.
+
+    Args: as Loader's.
+    """
+
+    def __init__(
+        self,
+        source: SplitSource,
+        assignments: Iterator[Assignment],
+        *,
+        to_device: Callable[[Batch], Batch] | None = None,
+    ) -> None:
+        self._source = source
+        self._assignments = assignments
+        self._to_device = to_device
+        self._group: deque[Step] = deque()
+
+    def __next__(self) -> Step:
+        if not self._group:
+            self._read_group()
+        if not self._group:
+            raise StopIteration
+        step = self._group.popleft()
+        if self._to_device is None:
+            return step
+        return Step(self._to_device(step.batch), step.at)
+
+    def close(self) -> None:
+        self._group.clear()
+
+    def _read_group(self) -> None:
+        for at in itertools.islice(self._assignments, GROUP_BATCHES):
+            self._group.append(Step(self._source.batch(at.segments, at.place), at))
+            if at.index % GROUP_BATCHES == GROUP_BATCHES - 1 or at.index == at.num_steps - 1:
+                return

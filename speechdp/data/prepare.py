@@ -15,7 +15,7 @@ from speechdp.data.dataset import Dataset, Manifest, SplitEntry
 from speechdp.data.features import FeatureConfig, check_mel_bins, num_frames_of, usual_mel_bins
 from speechdp.data.kaldi_dir import is_kaldi_dir, read_kaldi_dir
 from speechdp.data.shard_jobs import Progress, ShardJob, ShardResult, run_jobs
-from speechdp.data.shards import ShardHeader
+from speechdp.data.shard_layout import Stored
 from speechdp.data.splits import choose_rule, deal, split_corpus
 from speechdp.decode.hmm import StateInventory
 from speechdp.decode.lexicon import Lexicon, lexicon_for
@@ -42,6 +42,7 @@ class PrepareOptions:
         pattern: of labels in file names (audio_folder.py).
         overwrite: replace a data directory that exists.
         num_workers: processes; None means one a core.
+        stored: features, or the audio to make them from while training.
     """
 
     source: Path
@@ -57,6 +58,7 @@ class PrepareOptions:
     pattern: str | None = None
     overwrite: bool = False
     num_workers: int | None = None
+    stored: Stored = "features"
 
     def __post_init__(self) -> None:
         if self.num_shards < 1:
@@ -101,6 +103,7 @@ def prepare(options: PrepareOptions, progress: Progress) -> Prepared:
         alignment="flat",
         split=rule.spec,
         splits={},
+        stored=options.stored,
     )
     seconds = {info.path: info.num_samples / info.sampling_rate for info in infos}
     with new_data_dir(options.data, options.overwrite) as directory:
@@ -130,14 +133,7 @@ def finish(directory: Path, manifest: Manifest, splits: dict[str, SplitEntry], l
     """Write lexicon, classes and, last, data.json, whose presence says that the directory is whole."""
     lexicon.save(directory / "lexicon.txt")
     StateInventory(lexicon.phones).save(directory / "classes.txt")
-    Manifest(
-        sampling_rate=manifest.sampling_rate,
-        features=manifest.features,
-        num_classes=manifest.num_classes,
-        alignment=manifest.alignment,
-        split=manifest.split,
-        splits=splits,
-    ).write(directory)
+    dataclasses.replace(manifest, splits=splits).write(directory)
 
 
 def shards_of_split(name: str, num_shards: int) -> int:
@@ -155,9 +151,7 @@ class _Part:
 def _jobs(
     part: _Part, manifest: Manifest, lexicon: Lexicon, seconds: dict[Path, float], options: PrepareOptions
 ) -> list[ShardJob]:
-    header = ShardHeader(
-        manifest.features, manifest.sampling_rate, manifest.num_classes, manifest.alignment, part.name
-    )
+    header = manifest.header(part.name)
     rate = manifest.sampling_rate
     sizes = [num_frames_of(round(seconds[u.audio] * rate), rate, manifest.features) for u in part.utterances]
     inventory = StateInventory(lexicon.phones)  # of the whole corpus, not of one shard's words

@@ -12,11 +12,12 @@ from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from speechdp.data.audio import edge_silence, read_audio
+from speechdp.data.audio import edge_silence, read_audio, to_int16
 from speechdp.data.corpus import CorpusUtterance
 from speechdp.data.dataset import ShardEntry
-from speechdp.data.features import compute_features
-from speechdp.data.shards import ShardHeader, ShardWriter, Utterance
+from speechdp.data.features import compute_features, num_frames_of
+from speechdp.data.shard_layout import Stored
+from speechdp.data.shards import AudioUtterance, ShardHeader, ShardWriter, Utterance
 from speechdp.decode.hmm import STATES_PER_PHONE, StateInventory, flat_alignment
 from speechdp.decode.lexicon import Lexicon
 from speechdp.errors import ConfigError, RunError
@@ -24,7 +25,7 @@ from speechdp.errors import ConfigError, RunError
 #: Called with what is being done, how much of it is done, and how much there is.
 Progress = Callable[[str, int, int], None]
 
-_STAGE = "computing features"
+_STAGES: dict[Stored, str] = {"features": "computing features", "audio": "reading audio"}
 _FEWEST_FOR_PROCESSES = 64
 _POLL_S = 0.2
 
@@ -62,7 +63,8 @@ def run_jobs(jobs: Sequence[ShardJob], num_workers: int | None, progress: Progre
     """
     total = sum(len(job.utterances) for job in jobs)
     num_workers = min(num_workers or num_cores(), len(jobs))
-    progress(_STAGE, 0, total)
+    stage = _STAGES[jobs[0].header.stored]
+    progress(stage, 0, total)
     if num_workers > 1 and total >= _FEWEST_FOR_PROCESSES:
         return _run_in_processes(jobs, num_workers, progress)
     done = 0
@@ -71,7 +73,7 @@ def run_jobs(jobs: Sequence[ShardJob], num_workers: int | None, progress: Progre
     def advance() -> None:
         nonlocal done
         done += 1
-        progress(_STAGE, done, total)
+        progress(stage, done, total)
 
     for job in jobs:
         results.append(write_shard(job, advance))
@@ -96,11 +98,12 @@ def write_shard(job: ShardJob, advance: Callable[[], None]) -> ShardResult:
     return ShardResult(entry, num_too_short)
 
 
-def _make_utterance(utterance: CorpusUtterance, job: ShardJob) -> tuple[Utterance, bool]:
+def _make_utterance(
+    utterance: CorpusUtterance, job: ShardJob
+) -> tuple[Utterance | AudioUtterance, bool]:
     header = job.header
     samples = read_audio(utterance.audio, header.sampling_rate)
-    features = compute_features(samples, header.sampling_rate, header.features)
-    num_frames = len(features)
+    num_frames = num_frames_of(len(samples), header.sampling_rate, header.features)
     if num_frames == 0:
         raise ConfigError(f"{utterance.audio}: is shorter than one frame; leave it out of the corpus")
     leading, trailing = edge_silence(samples, header.sampling_rate, header.features, num_frames)
@@ -109,8 +112,12 @@ def _make_utterance(utterance: CorpusUtterance, job: ShardJob) -> tuple[Utteranc
     if num_frames - leading - trailing < num_states:
         leading = trailing = 0  # the words need the room
     targets = flat_alignment(utterance.words, num_frames, job.lexicon, job.inventory, leading, trailing)
-    ready = Utterance(utterance.utterance_id, utterance.speaker, utterance.text, features, targets)
-    return ready, num_frames < num_states
+    names = (utterance.utterance_id, utterance.speaker, utterance.text)
+    too_short = num_frames < num_states
+    if header.stored == "audio":
+        return AudioUtterance(*names, to_int16(samples), targets), too_short
+    features = compute_features(samples, header.sampling_rate, header.features)
+    return Utterance(*names, features, targets), too_short
 
 
 def _run_in_processes(jobs: Sequence[ShardJob], num_workers: int, progress: Progress) -> list[ShardResult]:
@@ -118,14 +125,15 @@ def _run_in_processes(jobs: Sequence[ShardJob], num_workers: int, progress: Prog
     context = multiprocessing.get_context("spawn")
     shared = _Shared(context.Value("q", 0), context.Event())
     total = sum(len(job.utterances) for job in jobs)
+    stage = _STAGES[jobs[0].header.stored]
     with ProcessPoolExecutor(num_workers, context, _keep, (shared,)) as pool:
         futures = [pool.submit(_write_counted, job) for job in jobs]
         try:
-            _watch(futures, lambda: progress(_STAGE, shared.num_done.value, total))
+            _watch(futures, lambda: progress(stage, shared.num_done.value, total))
             return [future.result() for future in futures]
         except BrokenProcessPool as error:
             raise RunError(
-                f"{jobs[0].path.parent}: a process computing features was killed (out of memory?); "
+                f"{jobs[0].path.parent}: a process {stage} was killed (out of memory?); "
                 "run again with fewer --workers"
             ) from error
         finally:

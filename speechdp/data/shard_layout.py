@@ -1,6 +1,7 @@
-"""Define what a shard holds (layout version 1: docs/data-format.md).
+"""Define what a shard holds (layout versions 1 and 2: docs/data-format.md).
 
-Legend: U utterances, F frames of the shard, T frames of an utterance, D feature dimensions.
+Legend: U utterances, F frames of the shard, T frames of an utterance, S samples of an utterance,
+D feature dimensions.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +21,16 @@ import speechdp
 from speechdp.data.features import FeatureConfig
 from speechdp.errors import ShardError
 
+#: What a shard stores beside the targets: features made beforehand, or the samples to make them from.
+Stored = Literal["features", "audio"]
+
 SHARD_FORMAT = "speechdp-shard"
-SHARD_VERSION = 1
+#: The layout version of each kind of shard; readers know both.
+VERSION_OF: dict[Stored, int] = {"features": 1, "audio": 2}
+SHARD_VERSIONS = tuple(VERSION_OF.values())
+STRING_NAMES = ("utterance_id", "speaker", "text")
+
+_STRINGS_A_BLOCK = 16384
 
 
 @dataclass(frozen=True)
@@ -33,27 +43,64 @@ class Utterance:
     features: npt.NDArray[Any]
     targets: npt.NDArray[np.int32]
 
+    @property
+    def content(self) -> npt.NDArray[Any]:
+        """What a shard stores beside the targets."""
+        return self.features
+
+
+@dataclass(frozen=True)
+class AudioUtterance:
+    """One utterance whose features are still to be made: samples (S,) int16, targets (T,) int32."""
+
+    utterance_id: str
+    speaker: str
+    text: str
+    samples: npt.NDArray[np.int16]
+    targets: npt.NDArray[np.int32]
+
+    @property
+    def content(self) -> npt.NDArray[Any]:
+        """What a shard stores beside the targets."""
+        return self.samples
+
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What holds for a whole shard."""
+    """What holds for a whole shard; in an audio shard, `features` says what is to be made of the samples."""
 
     features: FeatureConfig
     sampling_rate: int
     num_classes: int
     alignment: str
     split: str
+    stored: Stored = "features"
 
     @property
     def feature_dim(self) -> int:
         """Number of values a frame (D)."""
         return self.features.feature_dim
 
+    @property
+    def content_name(self) -> str:
+        """Name of the dataset beside the targets."""
+        return "samples" if self.stored == "audio" else "features"
+
+    @property
+    def content_dtype(self) -> np.dtype[Any]:
+        """Type of the values of that dataset."""
+        return np.dtype("<i2") if self.stored == "audio" else np.dtype(self.features.dtype).newbyteorder("<")
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one row of that dataset: a sample or a frame."""
+        return () if self.stored == "audio" else (self.feature_dim,)
+
     def attributes(self) -> dict[str, str | int]:
         """Return the shard's root attributes, all but the checksum."""
-        return {
+        values: dict[str, str | int] = {
             "format": SHARD_FORMAT,
-            "version": SHARD_VERSION,
+            "version": VERSION_OF[self.stored],
             "features": json.dumps(self.features.to_dict(), sort_keys=True),
             "sampling_rate": self.sampling_rate,
             "feature_dim": self.feature_dim,
@@ -62,40 +109,81 @@ class ShardHeader:
             "split": self.split,
             "speechdp_version": speechdp.__version__,
         }
+        return values if self.stored == "features" else values | {"stored": self.stored}
+
+    @classmethod
+    def from_attributes(cls, attributes: dict[str, Any]) -> ShardHeader:
+        """Read what `attributes` gave.  Raises KeyError, ValueError or ConfigError on anything else."""
+        stored: Stored = "audio" if attributes.get("stored") == "audio" else "features"
+        if VERSION_OF[stored] != attributes["version"]:
+            raise ValueError(f"version {attributes['version']} does not store {stored}")
+        return cls(
+            features=FeatureConfig.from_dict(json.loads(attributes["features"])),
+            sampling_rate=attributes["sampling_rate"],
+            num_classes=attributes["num_classes"],
+            alignment=attributes["alignment"],
+            split=attributes["split"],
+            stored=stored,
+        )
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Who owns which frames: offsets (U+1,) int64, crc32 (U,) uint32, and U strings of each kind."""
+    """Who owns what: offsets (U+1,) int64, crc32 (U,) uint32 and, of audio, sample_offsets (U+1,) int64."""
 
     offsets: npt.NDArray[np.int64]
     crc32: npt.NDArray[np.uint32]
-    utterance_ids: tuple[str, ...]
-    speakers: tuple[str, ...]
-    texts: tuple[str, ...]
+    sample_offsets: npt.NDArray[np.int64] | None = None
 
-    def sha256(self, attributes: dict[str, Any]) -> str:
-        """Return the checksum over the index and the shard's attributes, as docs/data-format.md gives it."""
-        digest = hashlib.sha256()
-        digest.update(json.dumps(attributes, sort_keys=True).encode())
-        digest.update(np.ascontiguousarray(self.offsets, dtype="<i8").tobytes())
-        digest.update(np.ascontiguousarray(self.crc32, dtype="<u4").tobytes())
-        for strings in (self.utterance_ids, self.speakers, self.texts):
-            digest.update(json.dumps(strings).encode())
+    def sha256(self, attributes: dict[str, Any], columns: Iterable[Iterable[list[str]]]) -> str:
+        """Return the checksum over the index and the shard's attributes, as docs/data-format.md gives it.
+
+        Args:
+            attributes: all root attributes but the checksum.
+            columns: of each of STRING_NAMES, its strings in blocks: they are hashed as one JSON list, but
+                never all in memory.
+        """
+        digest = hashlib.sha256(json.dumps(attributes, sort_keys=True).encode())
+        digest.update(np.ascontiguousarray(self.offsets, dtype="<i8").data)
+        digest.update(np.ascontiguousarray(self.crc32, dtype="<u4").data)
+        if self.sample_offsets is not None:
+            digest.update(np.ascontiguousarray(self.sample_offsets, dtype="<i8").data)
+        for blocks in columns:
+            separator = "["
+            for block in blocks:
+                digest.update((separator + json.dumps(block)[1:-1]).encode())
+                separator = ", "
+            digest.update(b"[]" if separator == "[" else b"]")
         return digest.hexdigest()
 
 
-def utterance_crc32(features: npt.NDArray[Any], targets: npt.NDArray[np.int32]) -> int:
-    """Return the CRC-32 of the feature bytes followed by the target bytes (both little-endian)."""
-    return zlib.crc32(targets.data, zlib.crc32(features.data)) if len(targets) else 0
+def string_blocks(dataset: Any) -> Iterator[list[str]]:
+    """Yield the strings of an open h5py dataset, some thousands at a time.
+
+    Raises:
+        UnicodeDecodeError: a string is damaged.
+    """
+    for start in range(0, dataset.shape[0], _STRINGS_A_BLOCK):
+        yield [text.decode() for text in dataset[start : start + _STRINGS_A_BLOCK].tolist()]
 
 
-def check_format(path: Path, attributes: dict[str, Any], format_name: str, version: int) -> None:
+def printable(utterance_id: str) -> str:
+    """Return an utterance's id as a message of one line can hold it."""
+    return utterance_id if utterance_id.isprintable() else ascii(utterance_id)
+
+
+def utterance_crc32(content: npt.NDArray[Any], targets: npt.NDArray[np.int32]) -> int:
+    """Return the CRC-32 of the feature (or sample) bytes, then the target bytes, both little-endian."""
+    return zlib.crc32(targets.data, zlib.crc32(content.data)) if len(targets) else 0
+
+
+def check_format(path: Path, attributes: dict[str, Any], format_name: str, *versions: int) -> None:
     """Refuse a file of another format, or of a layout version this speechdp does not read."""
     if attributes.get("format") != format_name:
         raise ShardError(f"{path}: is not a {format_name} file; make it with speechdp prepare")
-    if attributes.get("version") != version:
+    if attributes.get("version") not in versions:
+        known = " and ".join(map(str, versions))
         raise ShardError(
-            f"{path}: has layout version {attributes.get('version')}, this speechdp reads version {version}; "
+            f"{path}: has layout version {attributes.get('version')}, this speechdp reads version {known}; "
             "prepare the data again or use the speechdp that wrote it"
         )

@@ -1,167 +1,59 @@
-"""Write and read HDF5 shards (layout version 1: docs/data-format.md).
+"""Read HDF5 shards (layout versions 1 and 2: docs/data-format.md).
 
-Legend: U utterances, F frames of the shard, T frames of an utterance, D feature dimensions.
+Legend: U utterances, F frames of the shard, T frames of an utterance, S samples of an utterance,
+D feature dimensions.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-from contextlib import ExitStack
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.atomic_file import atomic_path
 from speechdp.data.contiguous import ArrayPlace, RowReader
-from speechdp.data.features import FeatureConfig
-from speechdp.data.hdf5_file import copy_rows, create_hdf5, write_all
+from speechdp.data.features import num_frames_of
 from speechdp.data.shard_layout import (
     SHARD_FORMAT,
-    SHARD_VERSION,
+    SHARD_VERSIONS,
+    STRING_NAMES,
+    AudioUtterance,
     ShardHeader,
     ShardIndex,
     Utterance,
     check_format,
+    printable,
+    string_blocks,
     utterance_crc32,
 )
-from speechdp.errors import ConfigError, ShardError
+from speechdp.data.shard_writer import ShardWriter
+from speechdp.errors import ShardError
 
-__all__ = ["Shard", "ShardHeader", "ShardIndex", "ShardWriter", "Utterance"]
+__all__ = ["AudioUtterance", "Shard", "ShardHeader", "ShardIndex", "ShardWriter", "Utterance"]
 
 _AGAIN = "prepare the data again or copy the file anew"
-
-
-class ShardWriter:
-    """Write one shard, utterance by utterance; it appears under its name when the block ends well.
-
-    Frames go to unnamed temporary files in the same folder first, because a contiguous HDF5 dataset
-    needs its size from the start; memory does not grow with the shard.
-    """
-
-    def __init__(self, path: Path, header: ShardHeader) -> None:
-        self.path = path
-        self.header = header
-        self.index_sha256 = ""
-        self._dtype = np.dtype(header.features.dtype).newbyteorder("<")
-        self._lengths: list[int] = []
-        self._crc32: list[int] = []
-        self._strings: list[tuple[str, str, str]] = []
-        self._stack = ExitStack()
-        self._features: IO[bytes]
-        self._targets: IO[bytes]
-
-    @property
-    def num_utterances(self) -> int:
-        """Number of utterances added so far."""
-        return len(self._lengths)
-
-    @property
-    def num_frames(self) -> int:
-        """Number of frames added so far."""
-        return sum(self._lengths)
-
-    def __enter__(self) -> ShardWriter:
-        try:
-            self._features = self._stack.enter_context(_spool(self.path.parent))
-            self._targets = self._stack.enter_context(_spool(self.path.parent))
-        except OSError as error:
-            self._stack.close()
-            raise _cannot_write(self.path, error) from error
-        return self
-
-    def add(self, utterance: Utterance) -> None:
-        """Append an utterance.  Raises ShardError (disk) or ConfigError (values no shard can hold)."""
-        with np.errstate(over="ignore"):  # _check refuses what overflowed
-            features = np.ascontiguousarray(utterance.features, dtype=self._dtype)
-        targets = np.ascontiguousarray(utterance.targets, dtype="<i4")
-        self._check(utterance, features, targets)
-        try:
-            write_all(self._features, features.data)
-            write_all(self._targets, targets.data)
-        except OSError as error:
-            raise _cannot_write(self.path, error) from error
-        self._lengths.append(len(targets))
-        self._crc32.append(utterance_crc32(features, targets))
-        self._strings.append((utterance.utterance_id, utterance.speaker, utterance.text))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._stack:
-            if kind is None:
-                self._commit()
-
-    def _check(
-        self, utterance: Utterance, features: npt.NDArray[Any], targets: npt.NDArray[np.int32]
-    ) -> None:
-        where = f"{self.path}: utterance {utterance.utterance_id}"
-        if features.ndim != 2 or features.shape[1] != self.header.feature_dim:
-            raise ConfigError(
-                f"{where}: features of shape {features.shape}, not (T, {self.header.feature_dim})"
-            )
-        if targets.shape != (features.shape[0],):
-            raise ConfigError(f"{where}: {targets.shape} targets for {features.shape[0]} frames")
-        if len(targets) == 0:
-            raise ConfigError(f"{where}: has no frame; leave it out of the corpus")
-        if targets.min() < 0 or targets.max() >= self.header.num_classes:
-            raise ConfigError(f"{where}: targets outside 0..{self.header.num_classes - 1}")
-        if not np.isfinite(features).all():
-            raise ConfigError(
-                f"{where}: features hold NaN or overflow {self._dtype.name}; use --dtype float32"
-            )
-        if any("\0" in text for text in (utterance.utterance_id, utterance.speaker, utterance.text)):
-            raise ConfigError(f"{where}: its id, speaker or text holds a NUL character")
-
-    def _commit(self) -> None:
-        strings = list(zip(*self._strings, strict=True)) if self._strings else [(), (), ()]
-        offsets = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)]).astype("<i8")
-        index = ShardIndex(offsets, np.array(self._crc32, dtype="<u4"), *map(tuple, strings))
-        try:
-            with atomic_path(self.path) as temporary:
-                self._write_hdf5(temporary, index)
-        except (OSError, RuntimeError) as error:  # HDF5 reports a failed write as either
-            raise _cannot_write(self.path, error) from error
-
-    def _write_hdf5(self, path: Path, index: ShardIndex) -> None:
-        attributes = self.header.attributes()
-        self.index_sha256 = index.sha256(attributes)
-        num_frames = int(index.offsets[-1])
-        columns = _string_columns(index)
-        num_bytes = num_frames * (self._dtype.itemsize * self.header.feature_dim + 4)
-        num_bytes += index.offsets.nbytes + index.crc32.nbytes
-        num_bytes += sum(strings.nbytes for strings in columns.values())
-        with create_hdf5(path, num_bytes) as file:
-            for name, value in attributes.items():
-                file.attrs[name] = value
-            file.attrs["index_sha256"] = self.index_sha256
-            file["offsets"] = index.offsets
-            file["crc32"] = index.crc32
-            for name, strings in columns.items():
-                file[name] = strings
-            features = file.create_dataset("features", (num_frames, self.header.feature_dim), self._dtype)
-            copy_rows(self._features, features)
-            copy_rows(self._targets, file.create_dataset("targets", (num_frames,), np.dtype("<i4")))
 
 
 class Shard:
     """A shard opened for reading; safe from several threads.
 
-    Opening reads the index and checks it (format, version, checksum) and leaves no HDF5 handle open;
-    frames are read straight from the file.
+    Opening reads the index and checks it (format, version, checksum), leaves no HDF5 handle open and keeps
+    20 bytes an utterance; frames and strings are read straight from the file when they are asked for.
 
     Attributes:
         path: the file.
         header: what holds for the whole shard.
         offsets: (U+1,) int64; utterance u owns frames offsets[u]:offsets[u+1].
-        crc32: (U,) uint32, of each utterance's feature bytes and target bytes.
-        utterance_ids, speakers, texts: U strings each.
+        sample_offsets: (U+1,) int64, the same of its samples; None where features are stored.
+        crc32: (U,) uint32, of each utterance's feature (or sample) bytes and target bytes.
         index_sha256: identifies the shard.
+        reader: reads rows of the places below.
+        targets_place: where the targets (F,) int32 lie.
+        storage: how the file is laid out: "contiguous", which reads fastest, "chunked", "chunked gzip", ...
 
     Raises:
         ShardError: not a shard, of another version, truncated or damaged; names file and remedy.
@@ -169,58 +61,131 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.header, index, self.index_sha256, places = _read_index(path)
-        self.offsets = index.offsets
-        self.crc32 = index.crc32
-        self.utterance_ids = index.utterance_ids
-        self.speakers = index.speakers
-        self.texts = index.texts
-        self._features, self._targets = places
-        self._starts: list[int] = index.offsets.tolist()  # Python ints: no numpy scalars on the read path
-        self._reader = RowReader(path)
+        opened = _open(path)
+        self.header = opened.header
+        self.offsets = opened.index.offsets
+        self.sample_offsets = opened.index.sample_offsets
+        self.crc32 = opened.index.crc32
+        self.index_sha256 = opened.index_sha256
+        self.targets_place = opened.places["targets"]
+        self._content = opened.places[self.header.content_name]
+        self._strings = [opened.places[name] for name in STRING_NAMES]
+        slow = {self._content.storage, self.targets_place.storage} - {"contiguous"}
+        self.storage = max(slow, key=len, default="contiguous")  # a compressed array costs most
+        self.reader = RowReader(path)
+        rows = self.offsets if self.sample_offsets is None else self.sample_offsets
+        self._rows: npt.NDArray[np.int64] = rows
 
     @property
     def num_utterances(self) -> int:
         """Number of utterances (U)."""
-        return len(self._starts) - 1
+        return len(self.offsets) - 1
 
     @property
     def num_frames(self) -> int:
         """Number of frames (F)."""
-        return self._starts[-1]
+        return int(self.offsets[-1])
+
+    @property
+    def features_place(self) -> ArrayPlace:
+        """Where the features (F, D) lie.  Raises ShardError in a shard of audio."""
+        self._require("features")
+        return self._content
+
+    @property
+    def samples_place(self) -> ArrayPlace:
+        """Where the samples (sum of S,) int16 lie.  Raises ShardError in a shard of features."""
+        self._require("audio")
+        return self._content
+
+    @property
+    def utterance_ids(self) -> tuple[str, ...]:
+        """All ids, read anew from the file; `utterance_id` reads one."""
+        return self._all_strings(0)
+
+    @property
+    def speakers(self) -> tuple[str, ...]:
+        """All speakers, read anew from the file."""
+        return self._all_strings(1)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All transcripts, read anew from the file; `text` reads one."""
+        return self._all_strings(2)
+
+    def utterance_id(self, utterance: int) -> str:
+        """Read the id of an utterance."""
+        return self._string(0, utterance)
+
+    def speaker(self, utterance: int) -> str:
+        """Read the speaker of an utterance."""
+        return self._string(1, utterance)
+
+    def text(self, utterance: int) -> str:
+        """Read the transcript of an utterance."""
+        return self._string(2, utterance)
 
     def read(self, utterance: int, *, verify: bool = True) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
         """Read an utterance: features (T, D) in the shard's dtype, targets (T,) int32.
 
         Raises:
-            ShardError: the file ends too early, or (with `verify`) the checksum does not match.
+            ShardError: the file ends too early, (with `verify`) the checksum does not match, or the shard
+                stores audio.
         """
-        start = self._starts[utterance]
-        num = self._starts[utterance + 1] - start
-        features = self._reader.read(self._features, start, num)
-        targets = self._reader.read(self._targets, start, num)
-        if verify and utterance_crc32(features, targets) != self.crc32[utterance]:
-            raise ShardError(
-                f"{self.path}: utterance {self.utterance_ids[utterance]} is damaged (checksum); {_AGAIN}"
-            )
-        return features, targets
+        self._require("features")
+        return self._read(utterance, verify)
+
+    def read_samples(
+        self, utterance: int, *, verify: bool = True
+    ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int32]]:
+        """Read an utterance of audio: samples (S,) int16, targets (T,) int32, T by num_frames_of.
+
+        Raises:
+            ShardError: as `read`, or the shard stores features.
+        """
+        self._require("audio")
+        return self._read(utterance, verify)
 
     def read_frames(
         self, utterance: int, start: int, num: int
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
         """Read `num` frames of an utterance from its frame `start` on; no checksum can cover a part."""
-        first = self._starts[utterance] + start
-        assert start >= 0 and num >= 0 and first + num <= self._starts[utterance + 1], (start, num)
-        return self._reader.read(self._features, first, num), self._reader.read(self._targets, first, num)
+        self._require("features")
+        first = int(self.offsets[utterance]) + start
+        assert start >= 0 and num >= 0 and first + num <= self.offsets[utterance + 1], (start, num)
+        return self.reader.read(self._content, first, num), self.reader.read(self.targets_place, first, num)
+
+    def features_into(self, start: int, num: int, out: memoryview) -> None:
+        """Read frames start:start+num of the shard into `out`, unverified.  Raises ShardError."""
+        self.reader.read_into(self.features_place, start, num, out)
+
+    def targets_into(self, start: int, num: int, out: memoryview) -> None:
+        """Read targets start:start+num of the shard into `out`, unverified.  Raises ShardError."""
+        self.reader.read_into(self.targets_place, start, num, out)
+
+    def samples_into(self, start: int, num: int, out: memoryview) -> None:
+        """Read samples start:start+num of the shard into `out`, unverified.  Raises ShardError."""
+        self.reader.read_into(self.samples_place, start, num, out)
+
+    def read_utterance(self, utterance: int) -> Utterance | AudioUtterance:
+        """Read an utterance with its strings, checksum verified.  Raises ShardError."""
+        kind = AudioUtterance if self.header.stored == "audio" else Utterance
+        names = [self._string(column, utterance) for column in range(len(STRING_NAMES))]
+        return kind(*names, *self._read(utterance, verify=True))
 
     def verify(self) -> None:
         """Read every utterance and compare its checksum.  Raises ShardError on the first mismatch."""
         for utterance in range(self.num_utterances):
-            self.read(utterance)
+            self._read(utterance, verify=True)
+
+    def damaged(self, utterance: int) -> ShardError:
+        """Return the error to raise where an utterance's checksum does not match."""
+        name = printable(self.utterance_id(utterance))
+        return ShardError(f"{self.path}: utterance {name} is damaged (checksum); {_AGAIN}")
 
     def close(self) -> None:
         """Close the file; a later read opens it again."""
-        self._reader.close()
+        self.reader.close()
 
     def __enter__(self) -> Shard:
         return self
@@ -228,77 +193,106 @@ class Shard:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _read(self, utterance: int, verify: bool) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+        first, end = int(self._rows[utterance]), int(self._rows[utterance + 1])
+        content = self.reader.read(self._content, first, end - first)
+        first, end = int(self.offsets[utterance]), int(self.offsets[utterance + 1])
+        targets = self.reader.read(self.targets_place, first, end - first)
+        if verify and utterance_crc32(content, targets) != self.crc32[utterance]:
+            raise self.damaged(utterance)
+        return content, targets
 
-def _read_index(path: Path) -> tuple[ShardHeader, ShardIndex, str, tuple[ArrayPlace, ArrayPlace]]:
+    def _require(self, stored: str) -> None:
+        if self.header.stored != stored:
+            raise ShardError(
+                f"{self.path}: stores {self.header.stored}, not {stored}; "
+                f"prepare the data with --store {stored}"
+            )
+
+    def _string(self, column: int, utterance: int) -> str:
+        (text,) = self.reader.read(self._strings[column], utterance, 1).tolist()
+        return _decoded(self.path, text)
+
+    def _all_strings(self, column: int) -> tuple[str, ...]:
+        rows = self.reader.read(self._strings[column], 0, self.num_utterances)
+        return tuple(_decoded(self.path, text) for text in rows.tolist())
+
+
+def _decoded(path: Path, text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:  # the file has changed since its index was checked
+        raise ShardError(f"{path}: its index is damaged ({error.reason}); {_AGAIN}") from error
+
+
+@dataclass(frozen=True)
+class _Opened:
+    header: ShardHeader
+    index: ShardIndex
+    index_sha256: str
+    places: dict[str, ArrayPlace]
+
+
+def _open(path: Path) -> _Opened:
     try:
         with h5py.File(path, "r", locking=False) as file:
             attributes = {name: _plain(value) for name, value in file.attrs.items()}
-            check_format(path, attributes, SHARD_FORMAT, SHARD_VERSION)
-            strings = [tuple(text.decode() for text in file[name][:].tolist()) for name in _STRING_NAMES]
-            index = ShardIndex(file["offsets"][:], file["crc32"][:], *strings)
-            places = (ArrayPlace.of(file["features"]), ArrayPlace.of(file["targets"]))
+            check_format(path, attributes, SHARD_FORMAT, *SHARD_VERSIONS)
+            expected = attributes.pop("index_sha256", "")
+            samples = file["sample_offsets"][:] if "sample_offsets" in file else None
+            index = ShardIndex(file["offsets"][:], file["crc32"][:], samples)
+            columns = (string_blocks(file[name]) for name in STRING_NAMES)
+            if index.sha256(attributes, columns) != expected:
+                raise ShardError(f"{path}: its index is damaged (checksum); {_AGAIN}")
+            header = ShardHeader.from_attributes(attributes)
+            names = (header.content_name, "targets", *STRING_NAMES)
+            places = {name: ArrayPlace.of(file[name]) for name in names}
     except FileNotFoundError as error:
         raise ShardError(f"{path}: no such shard; {_AGAIN}") from error
     except (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         # What HDF5 and h5py raise on a damaged file depends on which byte it was.
         reason = " ".join(str(error).split())
         raise ShardError(f"{path}: truncated, damaged or not HDF5 ({reason}); {_AGAIN}") from error
-    expected = attributes.pop("index_sha256", "")
-    if index.sha256(attributes) != expected:
-        raise ShardError(f"{path}: its index is damaged (checksum); {_AGAIN}")
-    header = ShardHeader(
-        features=FeatureConfig.from_dict(json.loads(attributes["features"])),
-        sampling_rate=attributes["sampling_rate"],
-        num_classes=attributes["num_classes"],
-        alignment=attributes["alignment"],
-        split=attributes["split"],
-    )
-    _check_places(path, header, int(index.offsets[-1]), places)
-    return header, index, expected, places
+    _check_index(path, header, index)
+    _check_places(path, header, index, places)
+    return _Opened(header, index, expected, places)
 
 
-def _check_places(
-    path: Path, header: ShardHeader, num_frames: int, places: tuple[ArrayPlace, ArrayPlace]
-) -> None:
-    features, targets = places
-    dtype = np.dtype(header.features.dtype)
-    if (features.shape, features.dtype) != ((num_frames, header.feature_dim), dtype) or (
-        targets.shape,
-        targets.dtype,
-    ) != ((num_frames,), np.dtype(np.int32)):
-        raise ShardError(f"{path}: features or targets have the wrong shape or type; {_AGAIN}")
+def _check_index(path: Path, header: ShardHeader, index: ShardIndex) -> None:
+    """Refuse an index that no `ShardWriter` wrote: another program may have, checksum and all."""
+    audio = header.stored == "audio"
+    offsets = [index.offsets] if index.sample_offsets is None else [index.offsets, index.sample_offsets]
+    sizes = {(len(index.crc32) + 1,)}
+    if (index.sample_offsets is not None) != audio or {array.shape for array in offsets} != sizes:
+        raise ShardError(f"{path}: its index has the wrong shape; {_AGAIN}")
+    if any(array[0] != 0 or (np.diff(array) < 0).any() for array in offsets):
+        raise ShardError(f"{path}: its offsets do not rise from 0; {_AGAIN}")
+    if audio:
+        num_samples: Any = np.diff(offsets[1])
+        expected: Any = num_frames_of(num_samples, header.sampling_rate, header.features)
+        if (np.diff(index.offsets) != expected).any():
+            raise ShardError(f"{path}: its targets and samples differ in length; {_AGAIN}")
+
+
+def _check_places(path: Path, header: ShardHeader, index: ShardIndex, places: dict[str, ArrayPlace]) -> None:
+    num_frames = int(index.offsets[-1])
+    num_rows = num_frames if index.sample_offsets is None else int(index.sample_offsets[-1])
+    content, targets = places[header.content_name], places["targets"]
+    if not _is(content, (num_rows, *header.row_shape), header.content_dtype) or not _is(
+        targets, (num_frames,), np.dtype(np.int32)
+    ):
+        raise ShardError(f"{path}: {content.name} or targets have the wrong shape or type; {_AGAIN}")
+    if any(places[name].shape != (len(index.crc32),) for name in STRING_NAMES):
+        raise ShardError(f"{path}: its strings have the wrong shape; {_AGAIN}")
     size_bytes = path.stat().st_size
-    for place in places:
-        num_bytes = int(np.prod(place.shape)) * place.dtype.itemsize
-        if place.offset_bytes is not None and place.offset_bytes + num_bytes > size_bytes:
+    for place in places.values():
+        if place.end_bytes > size_bytes:
             raise ShardError(f"{path}: {place.name} is truncated; {_AGAIN}")
 
 
-_STRING_NAMES = ("utterance_id", "speaker", "text")
-
-
-def _string_columns(index: ShardIndex) -> dict[str, npt.NDArray[Any]]:
-    columns = (index.utterance_ids, index.speakers, index.texts)
-    return {name: _fixed_strings(strings) for name, strings in zip(_STRING_NAMES, columns, strict=True)}
-
-
-def _fixed_strings(strings: tuple[str, ...]) -> npt.NDArray[Any]:
-    encoded = [text.encode() for text in strings]
-    width = max([1, *map(len, encoded)])
-    return np.array(encoded, dtype=h5py.string_dtype("utf-8", width))
-
-
-def _spool(folder: Path) -> IO[bytes]:
-    # Unbuffered: a buffer that a full disk keeps from being flushed would raise once more on closing.
-    return tempfile.TemporaryFile(dir=folder, buffering=0)
+def _is(place: ArrayPlace, shape: Sequence[int], dtype: np.dtype[Any]) -> bool:
+    return (place.shape, place.dtype) == (tuple(shape), dtype)
 
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
-
-
-def _cannot_write(path: Path, error: Exception) -> ShardError:
-    reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-    return ShardError(
-        f"{path}: cannot be written ({' '.join(reason.split())}); free some space and run again"
-    )

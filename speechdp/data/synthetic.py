@@ -27,7 +27,8 @@ from speechdp.data.espeak import check_espeak
 from speechdp.data.features import FeatureConfig, check_mel_bins
 from speechdp.data.prepare import Prepared, finish, shards_of_split
 from speechdp.data.shard_jobs import Progress, num_cores
-from speechdp.data.shards import ShardHeader, ShardWriter, Utterance
+from speechdp.data.shard_layout import AudioUtterance, Stored, Utterance
+from speechdp.data.shards import ShardWriter
 from speechdp.data.splits import deal
 from speechdp.data.synthetic_plan import PlannedUtterance, plan_corpus
 from speechdp.data.synthetic_worker import SpeakingJob, SpokenUtterance, read_spoken
@@ -55,6 +56,7 @@ class SyntheticOptions:
         seed: equal seeds give equal bytes.
         overwrite: replace a data directory that exists.
         num_workers: processes at a time; None means one a core.
+        stored: features, or the audio to make them from while training.
     """
 
     hours: float
@@ -65,6 +67,7 @@ class SyntheticOptions:
     seed: int = 1
     overwrite: bool = False
     num_workers: int | None = None
+    stored: Stored = "features"
 
 
 def prepare_synthetic(options: SyntheticOptions, progress: Progress) -> Prepared:
@@ -101,6 +104,7 @@ def prepare_synthetic(options: SyntheticOptions, progress: Progress) -> Prepared
             alignment="exact",
             split=f"synthetic:hours={options.hours:g},seed={options.seed}",
             splits={},
+            stored=options.stored,
         )
         splits = {name: _write_split(name, jobs[name], manifest, lexicon, directory) for name in jobs}
         finish(directory, manifest, splits, lexicon)
@@ -120,6 +124,7 @@ def _jobs(
             options.sampling_rate,
             options.features,
             options.seed,
+            options.stored,
         )
         for number, part in enumerate(dealt)
     ]
@@ -189,17 +194,15 @@ def _usual_variants(counts: Counter[tuple[str, ...]]) -> tuple[tuple[str, ...], 
 def _write_split(
     name: str, jobs: Sequence[SpeakingJob], manifest: Manifest, lexicon: Lexicon, directory: Path
 ) -> SplitEntry:
-    header = ShardHeader(
-        manifest.features, manifest.sampling_rate, manifest.num_classes, manifest.alignment, name
-    )
+    kind = AudioUtterance if manifest.stored == "audio" else Utterance
     inventory = StateInventory(lexicon.phones)
     entries = []
     for job in jobs:
-        with ShardWriter(directory / f"{job.stem.name}.h5", header) as writer:
-            for spoken, features in read_spoken(job):
+        with ShardWriter(directory / f"{job.stem.name}.h5", manifest.header(name)) as writer:
+            for spoken, content in read_spoken(job):
                 targets = _targets(spoken, manifest.features.frame_shift_s, lexicon, inventory)
                 planned = spoken.utterance
-                writer.add(Utterance(planned.utterance_id, planned.speaker, planned.text, features, targets))
+                writer.add(kind(planned.utterance_id, planned.speaker, planned.text, content, targets))
         entries.append(
             ShardEntry(writer.path.name, writer.num_utterances, writer.num_frames, writer.index_sha256)
         )

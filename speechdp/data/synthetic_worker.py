@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.data.audio import resample
+from speechdp.data.audio import resample, to_int16
 from speechdp.data.espeak import Espeak, Speech, Voice
-from speechdp.data.features import FeatureConfig, compute_features
+from speechdp.data.features import FeatureConfig, compute_features, num_frames_of
+from speechdp.data.shard_layout import Stored
 from speechdp.data.synthetic_plan import EDGE_S, PlannedUtterance
 from speechdp.errors import SpeechDPError
 
@@ -30,13 +31,14 @@ _DECAY_S = 0.03
 
 @dataclass(frozen=True)
 class SpeakingJob:
-    """One shard to speak: features go to `stem`.features as raw rows, the rest to `stem`.jsonl."""
+    """One shard to speak: features or samples go to `stem`.rows, the rest to `stem`.jsonl."""
 
     stem: Path
     utterances: tuple[PlannedUtterance, ...]
     sampling_rate: int
     features: FeatureConfig
     seed: int
+    stored: Stored = "features"
 
     def write(self, path: Path) -> None:
         """Write the job for another process to read."""
@@ -46,6 +48,7 @@ class SpeakingJob:
             "sampling_rate": self.sampling_rate,
             "features": self.features.to_dict(),
             "seed": self.seed,
+            "stored": self.stored,
         }
         path.write_text(json.dumps(values), encoding="utf-8")
 
@@ -59,6 +62,7 @@ class SpeakingJob:
             sampling_rate=values["sampling_rate"],
             features=FeatureConfig.from_dict(values["features"]),
             seed=values["seed"],
+            stored=values["stored"],
         )
 
 
@@ -72,17 +76,17 @@ class SpokenUtterance:
 
 
 def read_spoken(job: SpeakingJob) -> Iterator[tuple[SpokenUtterance, npt.NDArray[Any]]]:
-    """Yield what `run_job` wrote, with the features (T, D), in the order of the job."""
-    dtype = np.dtype(job.features.dtype)
-    row_bytes = dtype.itemsize * job.features.feature_dim
+    """Yield what `run_job` wrote, with features (T, D) or samples (S,), in the order of the job."""
+    dtype, shape = np.dtype(job.features.dtype), (-1, job.features.feature_dim)
+    if job.stored == "audio":
+        dtype, shape = np.dtype(np.int16), (-1,)
     lines = job.stem.with_suffix(".jsonl")
-    with lines.open(encoding="utf-8") as text, job.stem.with_suffix(".features").open("rb") as rows:
+    with lines.open(encoding="utf-8") as text, job.stem.with_suffix(".rows").open("rb") as rows:
         for utterance, line in zip(job.utterances, text, strict=True):
             values = json.loads(line)
             words = tuple((word, tuple((p, s, e) for p, s, e in phones)) for word, phones in values["words"])
-            block = rows.read(values["num_frames"] * row_bytes)
-            features = np.frombuffer(block, dtype=dtype).reshape(-1, job.features.feature_dim)
-            yield SpokenUtterance(utterance, values["num_frames"], words), features
+            content = np.frombuffer(rows.read(values["num_bytes"]), dtype=dtype).reshape(shape)
+            yield SpokenUtterance(utterance, values["num_frames"], words), content
 
 
 def run_job(job: SpeakingJob) -> Iterator[int]:
@@ -90,17 +94,27 @@ def run_job(job: SpeakingJob) -> Iterator[int]:
     espeak = Espeak()
     with (
         job.stem.with_suffix(".jsonl").open("w", encoding="utf-8") as text,
-        job.stem.with_suffix(".features").open("wb") as rows,
+        job.stem.with_suffix(".rows").open("wb") as rows,
     ):
         for number, utterance in enumerate(job.utterances):
             voice = Voice(utterance.voice, utterance.rate_wpm, utterance.pitch)
             speech = espeak.speak(utterance.text.split(), voice, seed=number + 1)
             rng = np.random.default_rng([job.seed, *utterance.utterance_id.encode()])
             samples, words = _finish(speech, espeak.sampling_rate, job.sampling_rate, rng)
-            features = compute_features(samples, job.sampling_rate, job.features)
-            rows.write(np.ascontiguousarray(features, dtype=job.features.dtype).data)
-            text.write(json.dumps({"num_frames": len(features), "words": words}) + "\n")
+            content = _content(samples, job)
+            rows.write(content.data)
+            num_frames = num_frames_of(len(samples), job.sampling_rate, job.features)
+            values = {"num_frames": num_frames, "num_bytes": content.nbytes, "words": words}
+            text.write(json.dumps(values) + "\n")
             yield number + 1
+
+
+def _content(samples: npt.NDArray[np.float32], job: SpeakingJob) -> npt.NDArray[Any]:
+    """Return what the shard stores of (S,) samples."""
+    if job.stored == "audio":
+        return to_int16(samples)
+    features = compute_features(samples, job.sampling_rate, job.features)
+    return np.ascontiguousarray(features, dtype=job.features.dtype)
 
 
 _TimedWords = list[tuple[str, list[tuple[str, float, float]]]]

@@ -171,7 +171,7 @@ def align_shards(
             old: list[IntArray] = []
             new: dict[int, IntArray | None] = {}
             for u, log_likelihoods in scorer(_features(shard, previous, old)):
-                new[u] = aligner.align(shard.texts[u].split(), log_likelihoods)
+                new[u] = aligner.align(shard.text(u).split(), log_likelihoods)
             targets = [old[u] if found is None else found for u, found in sorted(new.items())]
             for before, after in zip(old, targets, strict=True):
                 report.add(before, after)

@@ -243,9 +243,9 @@ def _recognise_own(
     hypotheses = []
     for position, words in recogniser.recognise(features):
         shard, i = own[position]
-        ref = " ".join(shard.texts[i].split())
+        ref = " ".join(shard.text(i).split())
         hyp = " ".join(words or ())
-        hypotheses.append(Hypothesis(shard.utterance_ids[i], ref, hyp, found=words is not None))
+        hypotheses.append(Hypothesis(shard.utterance_id(i), ref, hyp, found=words is not None))
     return hypotheses
 
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from speechdp.config import OptimizerOptions, TrainOptions
-from speechdp.data.assignment import Place, augmentation_seed, planned
-from speechdp.data.augment import SpecAugment
-from speechdp.data.batch import Batch
+from speechdp.config import TrainOptions
+from speechdp.config_optimizer import OptimizerOptions
+from speechdp.data.assignment import Assignment, planned
 from speechdp.data.dataset import Dataset
-from speechdp.data.loader import Context, Loader, SplitReader
+from speechdp.data.device_stream import DeviceStream
+from speechdp.data.loader import BlockingLoader, Loader, StepLoader
+from speechdp.data.perturb import speed_of_utterances
 from speechdp.data.plan import EpochPlan, plan_epoch
+from speechdp.data.source import SplitSource
+from speechdp.data.source_options import SourceRequest, Workshop, make_preprocessor, open_local_source
+from speechdp.errors import ConfigError
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.strategies.registry import parse_strategy
 from speechdp.tasks.acoustic import AcousticTask
@@ -33,6 +39,8 @@ from speechdp.train.trainer import Trainer
 
 #: Batches read ahead; asynchronous ranks hold as few as hide the reading, since others may be faster.
 _READ_AHEAD, _READ_AHEAD_APART = 4, 1
+#: Of audio, chunks are shuffled inside windows of so many frames: 64 MB of 40 features, what is kept of them.
+_AUDIO_WINDOW_FRAMES = 400_000
 
 
 def training_ranks(options: TrainOptions, size: int) -> int:
@@ -40,30 +48,54 @@ def training_ranks(options: TrainOptions, size: int) -> int:
     return parse_strategy(options.strategy).shard(0, size)[1]
 
 
-def _readers(session: Session, options: TrainOptions, stack: ExitStack) -> tuple[SplitReader, SplitReader]:
-    batches = options.batches()
-    context = Context(batches.left_context or 0, batches.right_context)
-    readers = []
-    for split in (options.train_split, options.held_out):
-        reader = SplitReader(session.dataset, split, options.alignments, context)
-        stack.callback(reader.close)
-        readers.append(reader)
-    return readers[0], readers[1]
+@dataclass(frozen=True)
+class Sources:
+    """Where the batches of a run come from: the split trained on, and the one held out."""
+
+    training: SplitSource
+    held_out: SplitSource
 
 
-def _planner(reader: SplitReader, options: TrainOptions, size: int) -> Callable[[int], EpochPlan]:
-    parts = training_ranks(options, size)
+def open_sources(session: Session, options: TrainOptions, stack: ExitStack) -> Sources:
+    """Open both splits, on this rank or on the feeders.  Collective."""
+    opened = []
+    for split, augmented in ((options.train_split, True), (options.held_out, False)):
+        source = _open_source(session, options, options.source(split, augmented=augmented))
+        stack.callback(source.close)
+        opened.append(source)
+    return Sources(*opened)
+
+
+def _open_source(session: Session, options: TrainOptions, request: SourceRequest) -> SplitSource:
+    if session.feeders is not None:
+        return session.feeders.open(request)
+    loading = options.loading
+    workshop = Workshop(session.device, loading.preprocess_on, loading.loader_threads, session.comm)
+    return open_local_source(session.dataset, request, workshop)
+
+
+def _planner(
+    session: Session, source: SplitSource, options: TrainOptions
+) -> Callable[[int], EpochPlan]:
+    parts = training_ranks(options, session.comm.size)
+    plan_options = options.plan()
+    if session.dataset.stored == "audio" and plan_options.chunk_frames:
+        # The chunks of an utterance stay near one another: its features are computed once for all of them.
+        plan_options = dataclasses.replace(plan_options, window_frames=_AUDIO_WINDOW_FRAMES)
 
     @functools.lru_cache(maxsize=2)
     def plan(epoch: int) -> EpochPlan:
-        return plan_epoch(reader.index, options.plan(), epoch, parts)
+        index = source.index
+        if options.augment.speed_perturb:
+            index = index.at_speed(speed_of_utterances(options.seed, epoch, len(index.num_frames)))
+        return plan_epoch(index, plan_options, epoch, parts)
 
     return plan
 
 
 def open_loader(
-    session: Session, options: TrainOptions, trainer: Trainer, reader: SplitReader, stack: ExitStack
-) -> tuple[Loader, Dealing | None]:
+    session: Session, options: TrainOptions, trainer: Trainer, source: SplitSource, stack: ExitStack
+) -> tuple[StepLoader, Dealing | None]:
     """Begin reading what this rank trains on next; of an asynchronous run, open the dealing too.  Collective.
 
     Args:
@@ -71,7 +103,7 @@ def open_loader(
         stack: closes the loader; the dealing is to be closed by all ranks together when training has ended.
     """
     comm, strategy = session.comm, trainer.parts.strategy
-    plan = _planner(reader, options, comm.size)
+    plan = _planner(session, source, options)
     dealing = None
     if strategy.synchronous:
         part = strategy.shard(comm.rank, comm.size)[0]
@@ -79,17 +111,30 @@ def open_loader(
     else:
         dealing = _open_dealing(session, options, trainer, plan)
         assignments = dealing.assignments()
-    loader = Loader(
-        reader,
-        assignments,
-        pin=session.device.type == "cuda",
-        read_ahead=_READ_AHEAD if strategy.synchronous else _READ_AHEAD_APART,
-        augment=_augmenter(options),
-    )
+    loader = _make_loader(session, options, source, assignments, together=strategy.synchronous)
     stack.enter_context(loader)
     if dealing is not None:
         stack.callback(dealing.stop_asking)  # before the loader's thread, which asks, is joined
     return loader, dealing
+
+
+def _make_loader(
+    session: Session,
+    options: TrainOptions,
+    source: SplitSource,
+    assignments: Iterator[Assignment],
+    *,
+    together: bool,
+) -> StepLoader:
+    to_device = None
+    if session.device.type == "cuda":
+        to_device = DeviceStream(session.device, source.times).move
+    if options.batch.order == "blocking-sort":
+        if not together:
+            raise ConfigError("--order blocking-sort reads in groups, which ranks apart cannot deal; choose another")
+        return BlockingLoader(source, assignments, to_device=to_device)
+    read_ahead = _READ_AHEAD if together else _READ_AHEAD_APART
+    return Loader(source, assignments, read_ahead=read_ahead, to_device=to_device)
 
 
 def _open_dealing(
@@ -107,18 +152,11 @@ def _open_dealing(
     return Dealing(comm.peers(), roster, plan, desk, lambda: stop is not None and stop.received is not None)
 
 
-def _augmenter(options: TrainOptions) -> Callable[[Batch, Place], None] | None:
-    if not options.batch.spec_augment:
-        return None
-    masks = SpecAugment()
-    # Drawn from the place in training alone, so a resumed run sees the same masks.
-    return lambda batch, place: masks.apply(batch, augmentation_seed(options.seed, place))
-
-
 def make_model(dataset: Dataset, options: TrainOptions) -> LstmAcousticModel:
     """Build the model with weights that depend on the seed alone."""
     torch.manual_seed(options.seed)
-    return LstmAcousticModel(dataset.feature_dim, dataset.num_classes, options.model.lstm())
+    input_dim = make_preprocessor(dataset, options.source(options.train_split, augmented=False)).output_dim
+    return LstmAcousticModel(input_dim, dataset.num_classes, options.model.lstm())
 
 
 def make_replica(model: LstmAcousticModel, options: TrainOptions) -> Replica:
@@ -141,8 +179,8 @@ def _optimizer_maker(
 
 def build_trainer(
     session: Session, options: TrainOptions, run_dir: Path, stack: ExitStack
-) -> tuple[Trainer, SplitReader]:
-    """Build a trainer at step 0 and the reader of its training split.  Collective.
+) -> tuple[Trainer, Sources]:
+    """Build a trainer at step 0 and open the data.  Collective.
 
     Args:
         run_dir: where timeline, metrics and checkpoints go.
@@ -150,7 +188,7 @@ def build_trainer(
     """
     comm = session.comm
     options = options.resolve(training_ranks(options, comm.size))
-    reader, held_out = _readers(session, options, stack)
+    sources = open_sources(session, options, stack)
     model = make_model(session.dataset, options).to(session.device)
     if session.device.type == "cuda":
         model.lstm.flatten_parameters()  # before the weights become views: their layout is kept
@@ -169,7 +207,7 @@ def build_trainer(
         replica=replica,
         strategy=strategy,
         schedule=options.schedule(),
-        evaluator=Evaluator(held_out, options.plan(), comm, session.device),
+        evaluator=Evaluator(sources.held_out, options.plan(), comm, session.device),
         timeline=timeline,
         comm=comm,
         device=session.device,
@@ -177,7 +215,7 @@ def build_trainer(
         on_metrics=_metrics_writer(RunDirectory(run_dir), stack) if comm.rank == 0 else lambda metrics: None,
         slowness=options.slowness(comm.rank),
     )
-    return Trainer(parts, run_dir, options), reader
+    return Trainer(parts, run_dir, options), sources
 
 
 def _metrics_writer(run: RunDirectory, stack: ExitStack) -> Callable[[Metrics], None]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator
-from speechdp.data.loader import SplitReader
 from speechdp.data.plan import PlanOptions, RankPlan, plan_epoch
+from speechdp.data.source import Pending, SplitSource
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.tasks.acoustic import AcousticTask, FrameScores
 from speechdp.train.replica import Replica
@@ -46,24 +47,23 @@ class Evaluator:
     """Scores a model on a held-out split; each rank takes its part, once and for all."""
 
     def __init__(
-        self, reader: SplitReader, options: PlanOptions, comm: Communicator, device: torch.device
+        self, source: SplitSource, options: PlanOptions, comm: Communicator, device: torch.device
     ) -> None:
-        self._reader = reader
+        self._source = source
         self._comm = comm
         self._device = device
-        larger = PlanOptions(options.batch_size * _LARGER, options.chunk_frames, seed=0)
-        self._plan: RankPlan = plan_epoch(reader.index, larger, epoch=0, size=comm.size).ranks[comm.rank]
+        larger = PlanOptions(
+            options.batch_size * _LARGER, options.chunk_frames, batch_frames=options.batch_frames * _LARGER
+        )
+        self._plan: RankPlan = plan_epoch(source.index, larger, epoch=0, size=comm.size).ranks[comm.rank]
 
     def evaluate(self, model: LstmAcousticModel, task: AcousticTask) -> HeldOut:
         """Score `model` on the whole split.  Collective; the same figures on every rank."""
         was_training = model.training
         model.eval()
         sums = np.zeros(3)
-        for index in range(self._plan.num_batches):
-            segments = self._plan.batch(index)
-            if len(segments) == 0:
-                continue
-            batch = self._reader.batch(segments).to(self._device)
+        for pending in self._batches():
+            batch = pending.result().to(self._device)
             scores: FrameScores = task.score(model, batch)
             sums += (scores.log_prob, scores.correct, scores.num_frames)
         model.train(was_training)
@@ -71,6 +71,18 @@ class Evaluator:
         total = self._comm.allreduce(torch.from_numpy(sums), name="held_out")
         log_prob, correct, frames = total.tolist()
         return HeldOut(log_prob / frames, correct / frames, int(frames))
+
+    def _batches(self) -> Iterator[Pending]:
+        """Yield this rank's batches, the next one begun before the one at hand is scored."""
+        begun: deque[Pending] = deque()
+        for index in range(self._plan.num_batches):
+            segments = self._plan.batch(index)
+            if len(segments) == 0:
+                continue
+            begun.append(self._source.start(segments))
+            if len(begun) > 1:
+                yield begun.popleft()
+        yield from begun
 
 
 def choose_final_model(candidates: list[Tensor], replica: Replica, score: Callable[[], HeldOut]) -> int:

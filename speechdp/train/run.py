@@ -12,13 +12,13 @@ import torch
 
 from speechdp.config import TrainOptions
 from speechdp.data.dataset import Dataset
-from speechdp.data.loader import SplitReader
+from speechdp.data.source import SplitSource
 from speechdp.decode.hmm import StateInventory, count_frames_and_runs
 from speechdp.errors import ConfigError
 from speechdp.strategies.base import Strategy
 from speechdp.strategies.registry import describe, parse_strategy
 from speechdp.timing.summary import gather_timing, write_timing
-from speechdp.train.build import build_trainer, make_model, open_loader, training_ranks
+from speechdp.train.build import Sources, build_trainer, make_model, open_loader, training_ranks
 from speechdp.train.checkpoint import RankState, load_checkpoint
 from speechdp.train.model_file import ClassCounts, save_model
 from speechdp.train.run_files import RunDirectory
@@ -54,10 +54,10 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
         session.reporter.notice(_describe_recipe(options, resolved, strategy))
     with ExitStack() as stack:
         stack.callback(session.reporter.end)  # also after a failure: a live bar hides the cursor
-        trainer, reader = build_trainer(session, options, run_dir, stack)
+        trainer, sources = build_trainer(session, options, run_dir, stack)
         if state is not None:
             trainer.restore(state)
-        loader, dealing = open_loader(session, resolved, trainer, reader, stack)
+        loader, dealing = open_loader(session, resolved, trainer, sources.training, stack)
         try:
             trainer.run(loader, StopAgreement(session.stop, session.comm))
         except Stopped:
@@ -66,7 +66,7 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
             raise
         if dealing is not None:
             dealing.close()
-        _conclude(session, run, trainer, count_classes(reader, session), origin)
+        _conclude(session, run, trainer, sources, origin)
 
 
 def _describe_recipe(options: TrainOptions, resolved: TrainOptions, strategy: Strategy) -> str:
@@ -151,23 +151,21 @@ def _origin(dataset: Dataset) -> dict[str, Any]:
     }
 
 
-def count_classes(reader: SplitReader, session: Session) -> ClassCounts:
-    """Count frames and runs of each class over a split.  Collective: each rank counts some shards."""
-    num_classes = session.dataset.num_classes
-    counts = np.zeros((2, num_classes), dtype=np.int64)
-    for shard_index in range(session.comm.rank, len(reader.shards), session.comm.size):
-        for utterance in range(reader.shards[shard_index].num_utterances):
-            targets = reader.whole(shard_index, utterance).targets
-            counts += np.stack(count_frames_and_runs(targets, num_classes))
-    session.comm.allreduce(torch.from_numpy(counts), name="class_counts")
+def count_classes(source: SplitSource, session: Session) -> ClassCounts:
+    """Count frames and runs of each class over a split.  Collective: each rank counts its share."""
+    comm = session.comm
+    counts = source.count_classes(session.dataset.num_classes, comm.rank, comm.size)
+    comm.allreduce(torch.from_numpy(counts), name="class_counts")
     return ClassCounts(counts[0], counts[1])
 
 
 def _conclude(
-    session: Session, run: RunDirectory, trainer: Trainer, counts: ClassCounts, origin: dict[str, Any]
+    session: Session, run: RunDirectory, trainer: Trainer, sources: Sources, origin: dict[str, Any]
 ) -> None:
     parts, comm = trainer.parts, session.comm
-    timing = gather_timing(parts.timeline, comm, trainer.traffic())
+    data = sources.training.times.summary()  # before its targets are counted, which is no part of training
+    timing = gather_timing(parts.timeline, comm, {**trainer.traffic(), "data": data})
+    counts = count_classes(sources.training, session)
     # A run resumed at its very end has timed nothing; its timeline still holds all steps.
     if timing is not None and all(entry["steps"] > 0 for entry in timing["ranks"]):
         write_timing(run.path, timing)

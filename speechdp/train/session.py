@@ -9,6 +9,7 @@ import torch
 
 from speechdp.comm.base import Communicator
 from speechdp.data.dataset import Dataset
+from speechdp.data.source_options import SourceOpener
 from speechdp.train.progress import Reporter, SilentReporter
 from speechdp.train.stop import StopRequest
 
@@ -24,6 +25,7 @@ class Session:
         reporter: where news go.
         stop: the signal that asks to stop, or None.
         facts: recorded in run.json (command, versions, hosts).
+        feeders: opens sources of batches on ranks that feed this one; None: this rank reads itself.
     """
 
     dataset: Dataset
@@ -32,3 +34,4 @@ class Session:
     reporter: Reporter = field(default_factory=SilentReporter)
     stop: StopRequest | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    feeders: SourceOpener | None = None

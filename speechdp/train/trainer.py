@@ -14,7 +14,7 @@ from torch import Tensor
 from speechdp.comm.base import ReduceOp
 from speechdp.config import TrainOptions
 from speechdp.data.assignment import Meeting, MeetingKind, Position
-from speechdp.data.loader import Loader, Step
+from speechdp.data.loader import Step, StepLoader
 from speechdp.errors import RunError
 from speechdp.strategies.base import Progress
 from speechdp.timing.timeline import Span
@@ -59,7 +59,7 @@ class Trainer:
         """Where the loader is to begin."""
         return Position(self.counters.epoch, self.counters.step_in_epoch)
 
-    def run(self, loader: Loader, stop: StopAgreement) -> None:
+    def run(self, loader: StepLoader, stop: StopAgreement) -> None:
         """Train to the end.  Collective.
 
         Raises:
@@ -82,7 +82,7 @@ class Trainer:
         self._choose_final_model()
         parts.strategy.close()
 
-    def _run_together(self, loader: Loader, stop: StopAgreement) -> None:
+    def _run_together(self, loader: StepLoader, stop: StopAgreement) -> None:
         """Take every step at the same time as the other ranks."""
         while not self._is_over and (step := self.advance(loader)) is not None:
             if step.ends_epoch:
@@ -96,7 +96,7 @@ class Trainer:
         stop.drain()
         self.parts.strategy.pause()
 
-    def _run_apart(self, loader: Loader) -> None:
+    def _run_apart(self, loader: StepLoader) -> None:
         """Take steps at this rank's own pace and meet the others where rank 0 says."""
         while (step := self.advance(loader)) is not None:
             if step.at.meeting is not None and self._meet(step.at.meeting):
@@ -154,7 +154,7 @@ class Trainer:
         """Whether --max-steps are done; a run resumed at its end may stand there before the first step."""
         return 0 < self._options.max_steps <= self.counters.step
 
-    def advance(self, loader: Loader) -> Step | None:
+    def advance(self, loader: StepLoader) -> Step | None:
         """Train on the next batch; return its step, None when there is no more.  Collective."""
         with self.parts.timeline.span(Span.DATA_WAIT):
             step = next(loader, None)

@@ -17,8 +17,10 @@ from speechdp.data.alignment_file import write_targets
 from speechdp.data.assignment import Place, Position, planned
 from speechdp.data.batch import IGNORED_TARGET, Batch
 from speechdp.data.dataset import Dataset
-from speechdp.data.loader import Context, Loader, SplitReader, Step
+from speechdp.data.loader import Loader, Step
 from speechdp.data.plan import CorpusIndex, EpochPlan, PlanOptions, Segments, plan_epoch
+from speechdp.data.reader import Context, SplitReader
+from speechdp.data.source import Ready
 from speechdp.errors import ShardError
 from tests.helpers.tiny_data import TinySizes, flip_byte, truncate, write_tiny_data
 
@@ -36,7 +38,7 @@ def no_thread_is_left() -> Any:
     before = threading.active_count()
     yield
     assert threading.active_count() == before
-    assert not [t for t in threading.enumerate() if t.name == "speechdp-loader"]
+    assert not [t for t in threading.enumerate() if t.name.startswith("speechdp")]
 
 
 def opened(
@@ -86,12 +88,12 @@ def test_what_is_read_is_what_stands_in_the_shards(dataset: Dataset) -> None:
             segments = plan.ranks[0].batch(index)
             batch = reader.batch(segments)
             for row in range(len(segments)):
-                learnt += check_row(reader, segments, batch, row)
+                learnt += check_row(dataset, segments, batch, row)
         assert learnt == dataset.num_frames("train")
 
 
-def check_row(reader: SplitReader, segments: Segments, batch: Batch, row: int) -> int:
-    shard = reader.shards[segments.shard[row]]
+def check_row(dataset: Dataset, segments: Segments, batch: Batch, row: int) -> int:
+    shard = dataset.open_shard("train", int(segments.shard[row]))
     features, targets = shard.read(int(segments.utterance[row]))
     start, num = int(segments.start[row]), int(segments.num_frames[row])
     begin, end = max(0, start - 4), min(len(targets), start + num + 3)
@@ -133,19 +135,6 @@ def test_a_rank_without_data_joins_with_no_frames(dataset: Dataset) -> None:
     assert [step.batch.num_frames for step in steps] == [0] and steps[0].at.total_frames > 0
 
 
-def test_augmentation_changes_a_batch_by_its_place_in_training(dataset: Dataset) -> None:
-    places: list[Place] = []
-
-    def note(batch: Batch, at: Place) -> None:
-        places.append(at)
-        batch.features.zero_()
-
-    with opened(dataset) as reader, Loader(reader, planned(planner(reader), 0, 1), augment=note) as loader:
-        steps = list(loader)
-    assert places == [Place(step.epoch, 0, step.at.index) for step in steps]
-    assert not any(step.batch.features.any() for step in steps)
-
-
 # --- the thread ---------------------------------------------------------------------------------------
 
 
@@ -156,11 +145,11 @@ class CountingReader:
         self.num_read = 0
         self.num_good = num_good
 
-    def batch(self, segments: Segments) -> Batch:
+    def start(self, segments: Segments, place: Place) -> Ready:
         self.num_read += 1
         if self.num_read > self.num_good:
             raise ShardError("train-00000.h5: is damaged")
-        return Batch(torch.zeros(1, 1, 1), torch.zeros(1, 1), torch.ones(1), 1)
+        return Ready(Batch(torch.zeros(1, 1, 1), torch.zeros(1, 1), torch.ones(1), 1))
 
 
 def counting_loader(reader: CountingReader, read_ahead: int = 4) -> Loader:
@@ -260,10 +249,10 @@ def test_a_flipped_byte_in_a_chunk_that_is_not_the_first_to_be_read(tmp_path: Pa
     path = dataset.shard_paths("train")[0]
     flip_byte(path, 1)
     with opened(dataset) as reader:
-        last = int(np.diff(reader.shards[0].offsets)[1]) - 1
+        last = int(reader.index.num_frames[1]) - 1
         one = np.ones(1, dtype=np.int64)
         with pytest.raises(ShardError, match="checksum"):
-            reader.examples(Segments(0 * one, one, last * one, one))
+            reader.batch(Segments(0 * one, one, last * one, one))
 
 
 def test_a_shard_truncated_before_training_is_refused_on_opening(tmp_path: Path) -> None:
@@ -295,9 +284,8 @@ def test_a_shard_truncated_during_training_is_an_error_of_next(tmp_path: Path) -
 def align_anew(dataset: Dataset, folder: Path, value: int) -> None:
     """Write targets that are `value` in every frame."""
     folder.mkdir()
-    for path in dataset.shard_paths("train"):
-        with opened(dataset) as reader:
-            shard = next(s for s in reader.shards if s.path == path)
+    for number, path in enumerate(dataset.shard_paths("train")):
+        with dataset.open_shard("train", number) as shard:
             targets = [np.full(n, value, dtype=np.int32) for n in np.diff(shard.offsets)]
             write_targets(folder / path.name, shard, targets, "realigned-1")
 

@@ -1,16 +1,33 @@
-"""The epoch plan: every frame exactly once, whatever the shards, the ranks and the batches."""
+"""The epoch plan: every frame exactly once, whatever the order, the shards, the ranks, the batches, the windows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import tracemalloc
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from speechdp.data.plan import CorpusIndex, EpochPlan, PlanOptions, plan_epoch
+from speechdp.data import windows
+from speechdp.data.plan import (
+    ORDERS,
+    CorpusIndex,
+    EpochPlan,
+    Order,
+    PlanOptions,
+    Segments,
+    padding_share,
+    plan_epoch,
+)
 from speechdp.errors import ConfigError
+
+Row = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -19,63 +36,121 @@ class Case:
 
     shards: list[list[int]]
     size: int
-    batch_size: int
-    chunk_frames: int
-    seed: int
-    epoch: int
+    options: PlanOptions
+    epoch: int = 0
+    window_segments: int = windows.WINDOW_SEGMENTS
 
     @property
     def index(self) -> CorpusIndex:
         return CorpusIndex.of_lengths([np.array(lengths, dtype=np.int64) for lengths in self.shards])
 
     def plan(self, epoch: int | None = None) -> EpochPlan:
-        options = PlanOptions(self.batch_size, self.chunk_frames, self.seed)
-        return plan_epoch(self.index, options, self.epoch if epoch is None else epoch, self.size)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(windows, "WINDOW_SEGMENTS", self.window_segments)
+            return plan_epoch(self.index, self.options, self.epoch if epoch is None else epoch, self.size)
 
 
+def case(shards: list[list[int]], size: int, *options: int, epoch: int = 0) -> Case:
+    return Case(shards, size, PlanOptions(*options), epoch)
+
+
+def rows(segments: Segments) -> list[Row]:
+    columns = (segments.shard, segments.utterance, segments.start, segments.num_frames)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def batches(plan: EpochPlan, rank: int) -> list[list[Row]]:
+    return [rows(plan.ranks[rank].batch(step)) for step in range(plan.num_steps)]
+
+
+all_options = st.builds(
+    PlanOptions,
+    batch_size=st.integers(1, 7),
+    chunk_frames=st.one_of(st.just(0), st.integers(1, 40)),
+    seed=st.integers(0, 2**31),
+    order=st.sampled_from(ORDERS),
+    batch_frames=st.one_of(st.just(0), st.integers(1, 400)),
+    window_frames=st.one_of(st.just(0), st.integers(1, 400)),
+)
 cases = st.builds(
     Case,
     shards=st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=12), min_size=1, max_size=6),
     size=st.integers(1, 9),
-    batch_size=st.integers(1, 7),
-    chunk_frames=st.one_of(st.just(0), st.integers(1, 40)),
-    seed=st.integers(0, 2**31),
+    options=all_options,
     epoch=st.integers(0, 5),
+    window_segments=st.sampled_from([1, 5, 40, windows.WINDOW_SEGMENTS]),
 )
-more_ranks_than_utterances = example(Case([[5], [7]], 9, 2, 0, 1, 0))
+more_ranks_than_utterances = example(case([[5], [7]], 9, 2, 0, 1))
+#: Three windows; the second begins inside the second utterance.
+across_windows = example(Case([[50], [50, 9]], 1, PlanOptions(2, 5, 1, window_frames=40)))
+
+
+def whole_corpus(case: Case) -> Counter[Row]:
+    """What a plan is to contain: utterances cut into chunks."""
+    chunk = case.options.chunk_frames
+    return Counter(
+        (shard, utterance, start, min(chunk or length, length - start))
+        for shard, lengths in enumerate(case.shards)
+        for utterance, length in enumerate(lengths)
+        for start in range(0, length, chunk or length)
+    )
 
 
 @given(cases)
 @more_ranks_than_utterances
-def test_every_frame_is_dealt_exactly_once(case: Case) -> None:
-    times_dealt = [[np.zeros(length, dtype=int) for length in lengths] for lengths in case.shards]
+@across_windows
+def test_every_segment_is_dealt_exactly_once_whatever_the_ranks(case: Case) -> None:
     plan = case.plan()
-    for rank in plan.ranks:
-        for step in range(plan.num_steps):
-            batch = rank.batch(step)
-            for row in range(len(batch)):
-                start, end = batch.start[row], batch.start[row] + batch.num_frames[row]
-                frames = times_dealt[batch.shard[row]][batch.utterance[row]]
-                assert 0 <= start < end <= len(frames)
-                frames[start:end] += 1
-    assert all((frames == 1).all() for shard in times_dealt for frames in shard)
+    dealt = Counter(row for rank in range(case.size) for batch in batches(plan, rank) for row in batch)
+    assert dealt == whole_corpus(case)
+
+
+@given(cases)
+@across_windows
+def test_segments_of_a_rank_are_those_of_its_batches(case: Case) -> None:
+    plan = case.plan()
+    for rank in range(case.size):
+        assert rows(plan.ranks[rank].segments) == [row for batch in batches(plan, rank) for row in batch]
 
 
 @given(cases)
 @more_ranks_than_utterances
-def test_batches_keep_to_their_sizes_and_all_ranks_take_the_same_number_of_steps(case: Case) -> None:
+@across_windows
+def test_frames_of_all_ranks_and_steps_are_those_of_the_batches(case: Case) -> None:
     plan = case.plan()
     assert len(plan.ranks) == case.size
-    assert plan.frames.shape == (case.size, plan.num_steps)
-    assert plan.num_steps == max(rank.num_batches for rank in plan.ranks)
-    for rank, frames in zip(plan.ranks, plan.frames, strict=True):
-        batches = [rank.batch(step) for step in range(plan.num_steps)]
-        assert [int(batch.num_frames.sum()) for batch in batches] == frames.tolist()
-        # Full batches but one; a rank that has fewer joins the others' steps with none.
-        sizes = [len(batch) for batch in batches]
-        assert all(size <= case.batch_size for size in sizes)
-        assert sum(0 < size < case.batch_size for size in sizes) <= 1
-        assert sum(sizes) == len(rank.segments)
+    assert plan.frames.shape == plan.padded_frames.shape == (case.size, plan.num_steps)
+    for rank, part in enumerate(plan.ranks):
+        assert part.num_batches == plan.num_steps
+        lengths = [[row[3] for row in batch] for batch in batches(plan, rank)]
+        assert part.frames.tolist() == plan.frames[rank].tolist() == [sum(batch) for batch in lengths]
+        padded = [len(batch) * max(batch, default=0) for batch in lengths]
+        assert part.padded_frames.tolist() == plan.padded_frames[rank].tolist() == padded
+
+
+@given(cases.filter(lambda case: case.options.batch_frames == 0))
+@more_ranks_than_utterances
+@across_windows
+def test_batches_are_full_but_one(case: Case) -> None:
+    plan, batch_size = case.plan(), case.options.batch_size
+    sizes = np.array([[len(batch) for batch in batches(plan, rank)] for rank in range(case.size)])
+    assert sizes.max() <= batch_size
+    # A rank that has fewer joins the others' steps with none.
+    assert (((sizes > 0) & (sizes < batch_size)).sum(axis=1) <= 1).all()
+    assert plan.num_steps == (sizes > 0).sum(axis=1).max()
+
+
+@given(cases.filter(lambda case: case.options.batch_frames > 0))
+@example(Case([[60, 60, 60, 1, 1, 1, 1, 1]], 2, PlanOptions(0, batch_frames=60)))
+def test_batches_by_frames_hold_no_more_and_ranks_have_as_many(case: Case) -> None:
+    plan = case.plan()
+    sizes = np.array([[len(batch) for batch in batches(plan, rank)] for rank in range(case.size)])
+    assert (plan.padded_frames[sizes > 1] <= case.options.batch_frames).all()
+    assert (sizes > 0).any(axis=0).all()
+    if plan.ranks[0].windows.num_windows == 1:
+        # Only who cannot halve a batch any more has steps without one.
+        for of_rank in sizes:
+            assert (of_rank > 0).all() or of_rank.max() <= 1
 
 
 def test_in_a_step_ranks_have_batches_of_about_the_same_length() -> None:
@@ -100,7 +175,6 @@ def test_the_plan_follows_from_seed_and_epoch_alone(case: Case) -> None:
     one, other = case.plan(), case.plan()
     assert one.frames.tolist() == other.frames.tolist()
     for mine, theirs in zip(one.ranks, other.ranks, strict=True):
-        assert mine.bounds.tolist() == theirs.bounds.tolist()
         for name in ("shard", "utterance", "start", "num_frames"):
             assert getattr(mine.segments, name).tolist() == getattr(theirs.segments, name).tolist()
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from speechdp.data import shards
+from speechdp.data import shard_writer
 from speechdp.data.alignment_file import open_targets, write_targets
 from speechdp.data.features import FeatureConfig
 from speechdp.data.shards import Shard, ShardHeader, ShardWriter, Utterance
@@ -180,7 +180,7 @@ def test_changed_attribute_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("attribute", "value", "message"),
     [
-        ("version", 2, "layout version 2, this speechdp reads version 1"),
+        ("version", 3, "layout version 3, this speechdp reads version 1 and 2"),
         ("format", "x", "not a speechdp-shard"),
     ],
 )
@@ -223,9 +223,10 @@ def test_values_no_shard_can_hold(tmp_path: Path, change: dict[str, object], mes
 
 def test_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
-    for target in ("copy_rows", "_fixed_strings"):
+    for target in ("copy_rows", "_blocks_of_strings"):
         message = r"No space left on device.*free some space"
-        with mock.patch.object(shards, target, side_effect=full), pytest.raises(ShardError, match=message):
+        patch = mock.patch.object(shard_writer, target, side_effect=full)
+        with patch, pytest.raises(ShardError, match=message):
             write_shard(tmp_path / "a.h5")
         assert list(tmp_path.iterdir()) == []
 

@@ -14,7 +14,7 @@ from speechdp.comm import Communicator, create_communicator
 from speechdp.comm.failure import guard
 from speechdp.config import TrainOptions
 from speechdp.data.dataset import Dataset
-from speechdp.data.loader import SplitReader
+from speechdp.data.reader import SplitReader
 from speechdp.data.plan import plan_epoch
 from speechdp.train import stop
 from speechdp.train.checkpoint import checkpoint_steps

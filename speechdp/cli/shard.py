@@ -1,0 +1,51 @@
+"""`speechdp shard`: divide a data directory into another number of shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from rich.console import Console
+
+from speechdp.cli.console import make_console
+from speechdp.cli.inspect import describe
+from speechdp.cli.progress import progress_bar
+from speechdp.data.reshard import ReshardOptions, reshard
+
+
+@dataclass(frozen=True)
+class ShardCommand:
+    """Deal the utterances of a data directory into another number of shards; nothing else changes."""
+
+    data: tyro.conf.Positional[Path]
+    """Data directory that `speechdp prepare` wrote."""
+    out: tyro.conf.Positional[Path]
+    """The folder to make."""
+    shards: int
+    """Number of shards of each split."""
+    balance: Literal["frames", "utterances"] = "frames"
+    """What the shards are to have in equal numbers."""
+    split: str | None = None
+    """Deal only this split, e.g. train, and copy the others as they are."""
+    seed: int = 1
+    """Of the dealing."""
+    overwrite: bool = False
+    """Replace OUT if it is a data directory already."""
+
+    def run(self) -> int:
+        """Write the new directory and print what is in it."""
+        options = ReshardOptions(
+            data=self.data,
+            out=self.out,
+            num_shards=self.shards,
+            balance=self.balance,
+            split=self.split,
+            seed=self.seed,
+            overwrite=self.overwrite,
+        )
+        with progress_bar(Console(stderr=True)) as progress:
+            dataset = reshard(options, progress)
+        make_console().print(describe(dataset))
+        return 0

@@ -1,0 +1,68 @@
+"""Memory for batches that is used again and again, page-locked where a GPU is to read it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+#: Buffers are made this much larger than was asked for, so that a slightly longer batch fits as well.
+_SPARE = 1.25
+#: A buffer more than so many times as large as what is asked for is left for another ...
+_LARGER = 4
+#: ... unless it is small.
+_SMALL_BYTES = 1 << 16
+#: Free buffers kept; more are given back to the system.
+_KEPT = 24
+
+_Bytes = npt.NDArray[np.uint8]
+
+
+class BufferPool:
+    """Lends tensors whose memory returns to the pool when nobody refers to them any more.
+
+    Fresh memory is handed out by the kernel page by page, each zeroed: for batches of megabytes that costs
+    about as much as filling them.  Safe from several threads.
+
+    Args:
+        pin: take page-locked memory, from which copies to a GPU run beside computing.
+    """
+
+    def __init__(self, *, pin: bool = False) -> None:
+        self._pin = pin
+        self._free: list[_Bytes] = []
+        # Re-entrant: a tensor may be collected, and so come back, while this very thread holds it.
+        self._lock = threading.RLock()
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor of this shape and dtype, its values undefined."""
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if num_bytes == 0:
+            return torch.empty(*shape, dtype=dtype)
+        memory = self._find(num_bytes)
+        # One view per loan: torch holds on to it for as long as any tensor uses the memory.
+        view: npt.NDArray[Any] = memory[:num_bytes]
+        weakref.finalize(view, self._give_back, memory).atexit = False
+        return torch.from_numpy(view).view(dtype).view(*shape)
+
+    def _find(self, num_bytes: int) -> _Bytes:
+        with self._lock:
+            # The one that came back last: it may still be in the processor's cache.
+            for place in range(len(self._free) - 1, -1, -1):
+                if num_bytes <= self._free[place].size <= max(_LARGER * num_bytes, _SMALL_BYTES):
+                    return self._free.pop(place)
+        memory: _Bytes = torch.empty(int(num_bytes * _SPARE), dtype=torch.uint8, pin_memory=self._pin).numpy()
+        return memory
+
+    def _give_back(self, memory: _Bytes) -> None:
+        with self._lock:
+            self._free.append(memory)
+            if len(self._free) > _KEPT:
+                # The smallest: the batches have outgrown it.
+                self._free.pop(min(range(len(self._free)), key=lambda i: self._free[i].size))

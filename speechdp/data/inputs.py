@@ -1,0 +1,88 @@
+"""What the model sees beside a frame's own features: their slopes over time, and the frames around it.
+
+Legend: B segments of a batch, T frames of the longest, F feature dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speechdp.errors import ConfigError
+
+#: Frames to each side over which a slope is taken, as in Kaldi's add-deltas.
+_DELTA_WINDOW = 2
+_MAX_DELTAS = 4
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """The model's input, made of the features; training, decoding and alignment use the same."""
+
+    deltas: int = 0
+    """Slopes of the features over time, as Kaldi's add-deltas makes them: 1 adds deltas, 2 also their own."""
+    splice: int = 0
+    """Frames to each side of a frame that are put beside it as input."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.deltas <= _MAX_DELTAS:
+            raise ConfigError(f"--deltas {self.deltas}: must lie in 0..{_MAX_DELTAS}")
+        if self.splice < 0:
+            raise ConfigError(f"--splice {self.splice}: must not be negative")
+
+    @property
+    def copies(self) -> int:
+        """How many values the input has for each feature."""
+        return (self.deltas + 1) * (2 * self.splice + 1)
+
+    def apply(self, features: Tensor, lengths: Tensor) -> Tensor:
+        """Add deltas, then splice.
+
+        Args:
+            features: (B, T, F).
+            lengths: (B,) int64, on the CPU, each above 0; frames behind a segment's end are not looked at,
+                its first and last frame are repeated instead.
+
+        Returns:
+            (B, T, F * copies), arbitrary behind each segment's end; `features` itself where nothing is added.
+        """
+        if self.deltas:
+            features = _add_deltas(features, lengths, self.deltas)
+        if self.splice:
+            around = range(-self.splice, self.splice + 1)
+            features = torch.cat(list(_shifted(features, lengths, self.splice, around)), dim=2)
+        return features
+
+
+def _add_deltas(features: Tensor, lengths: Tensor, order: int) -> Tensor:
+    """Return features and their slopes of order 1 to `order`, side by side: (B, T, F * (order + 1)).
+
+    Source: Kaldi, DeltaFeatures: each order's weights are those of the one below convolved with
+    j / sum j^2, j = -2..2; frames beyond the ends are the outermost.
+    """
+    slope = np.arange(-_DELTA_WINDOW, _DELTA_WINDOW + 1)
+    slope = slope / (slope**2).sum()
+    weights, parts = np.ones(1), [features]
+    for number in range(1, order + 1):
+        weights = np.convolve(weights, slope)
+        reach = number * _DELTA_WINDOW
+        shifted = _shifted(features, lengths, reach, range(-reach, reach + 1))
+        total = torch.zeros_like(features)
+        for weight, frames in zip(weights.tolist(), shifted, strict=True):
+            total.add_(frames, alpha=weight)
+        parts.append(total)
+    return torch.cat(parts, dim=2)
+
+
+def _shifted(features: Tensor, lengths: Tensor, reach: int, offsets: range) -> list[Tensor]:
+    """Return views (B, T, F) of the frames `offset` later, for each offset up to `reach` either way."""
+    num_segments, longest = features.shape[:2]
+    frames = torch.arange(-reach, longest + reach)
+    frames = torch.minimum(frames.clamp_(min=0), (lengths - 1).unsqueeze(1))  # (B, T + 2 reach)
+    rows = frames + longest * torch.arange(num_segments).unsqueeze(1)
+    flat = features.reshape(num_segments * longest, -1)
+    wide = flat[rows.to(features.device)]  # (B, T + 2 reach, F)
+    return [wide[:, reach + offset : reach + offset + longest] for offset in offsets]

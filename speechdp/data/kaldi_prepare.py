@@ -1,0 +1,211 @@
+"""Make a data directory from a Kaldi data directory and the alignment of a Kaldi system."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from speechdp.data.corpus import Corpus, CorpusUtterance
+from speechdp.data.data_dir import check_target, new_data_dir
+from speechdp.data.dataset import Dataset, Manifest, ShardEntry, SplitEntry
+from speechdp.data.kaldi_ali import AlignmentSource, alignment_source
+from speechdp.data.kaldi_dir import read_table, read_wav_scp
+from speechdp.data.kaldi_jobs import AlignedUtterance, KaldiShardJob, run_kaldi_jobs
+from speechdp.data.kaldi_matrix import MatrixPlace, read_scp
+from speechdp.data.kaldi_settings import KaldiOptions, feature_settings
+from speechdp.data.prepare import shards_of_split
+from speechdp.data.shard_jobs import Progress
+from speechdp.data.splits import choose_rule, deal, split_corpus
+from speechdp.decode.kaldi_pdfs import KaldiPdfs
+from speechdp.errors import ConfigError, ShardError
+
+ALIGNMENT = "kaldi"
+_PDFS_NAME = "pdfs.tmp"
+_ALIGNMENT_STAGE = "reading alignments"
+
+
+@dataclass(frozen=True)
+class KaldiPrepared:
+    """What came of it; `notices` say what was left out."""
+
+    dataset: Dataset
+    notices: tuple[str, ...]
+
+
+def prepare_kaldi(options: KaldiOptions, progress: Progress) -> KaldiPrepared:
+    """Write a data directory whose targets are the pdfs of a Kaldi system, whole or not at all.
+
+    Raises:
+        ConfigError: a file of Kaldi's is missing, damaged or does not fit the others.
+        ShardError: the disk is full or cannot be written.
+    """
+    check_target(options.data, options.overwrite)
+    sources = _read_sources(options)
+    speakers = read_table(options.kaldi_dir / "utt2spk")
+    texts = _read_texts(options.kaldi_dir)
+    alignments = alignment_source(options.ali_dir, options.ali_pdf)
+    with new_data_dir(options.data, options.overwrite) as directory:
+        wanted = {u for u in speakers if u in sources}
+        places = _gather_pdfs(alignments, wanted, directory / _PDFS_NAME, progress)
+        utterances = [
+            AlignedUtterance(
+                u, speakers[u], texts.get(u, ""), sources[u], place.first_frame, place.num_frames
+            )
+            for u, place in sorted(places.of.items())
+        ]
+        if not utterances:
+            raise ConfigError(f"{options.kaldi_dir}: none of its utterances has an alignment; check --ali")
+        config, sampling_rate = feature_settings(options, utterances, progress)
+        manifest = Manifest(
+            sampling_rate=sampling_rate,
+            features=config,
+            num_classes=alignments.num_pdfs or places.max_pdf + 1,
+            alignment=ALIGNMENT,
+            split="",
+            splits={},
+        )
+        _write(options, _Corpus(directory, manifest, utterances), progress)
+    notices = _left_out(options, sources, speakers, places)
+    if alignments.num_pdfs is None:
+        notices += (
+            f"{manifest.num_classes} pdfs by the largest in {options.ali_pdf}; --ali ALI_DIR would say",
+        )
+    return KaldiPrepared(Dataset.open(options.data), notices)
+
+
+@dataclass(frozen=True)
+class _Place:
+    first_frame: int
+    num_frames: int
+
+
+@dataclass
+class _Places:
+    """Where the utterances' pdfs stand, and what was found beside them."""
+
+    of: dict[str, _Place] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    max_pdf: int = 0
+
+
+@dataclass(frozen=True)
+class _Corpus:
+    directory: Path
+    manifest: Manifest
+    utterances: list[AlignedUtterance]
+
+
+def _read_sources(options: KaldiOptions) -> dict[str, Path | MatrixPlace]:
+    folder = options.kaldi_dir
+    if options.use_feats:
+        return dict(read_scp(folder / "feats.scp"))
+    if (folder / "segments").exists():
+        raise ConfigError(
+            f"{folder / 'segments'}: segments are not cut out of audio; take Kaldi's features with --feats"
+        )
+    return dict(read_wav_scp(folder))
+
+
+def _read_texts(folder: Path) -> dict[str, str]:
+    path = folder / "text"
+    return read_table(path, may_be_empty=True) if path.exists() else {}
+
+
+def _gather_pdfs(alignments: AlignmentSource, wanted: set[str], path: Path, progress: Progress) -> _Places:
+    """Write the pdfs of all utterances into one file, so that processes find them without holding them."""
+    places, num_frames = _Places(), 0
+    try:
+        with path.open("wb") as file:
+            for utterance, pdfs in alignments.pdfs():
+                if utterance not in wanted:
+                    places.unknown.append(utterance)
+                elif len(pdfs):
+                    file.write(np.ascontiguousarray(pdfs, dtype="<i4").data)
+                    places.of[utterance] = _Place(num_frames, len(pdfs))
+                    places.max_pdf = max(places.max_pdf, int(pdfs.max()))
+                    num_frames += len(pdfs)
+                    progress(_ALIGNMENT_STAGE, len(places.of), len(wanted))
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ShardError(f"{path}: cannot be written ({reason}); free some space and run again") from error
+    return places
+
+
+def _write(options: KaldiOptions, corpus: _Corpus, progress: Progress) -> None:
+    rows = {u.utterance_id: u for u in corpus.utterances}
+    plain = Corpus(
+        options.kaldi_dir,
+        tuple(
+            CorpusUtterance(u.utterance_id, u.speaker, u.text, options.kaldi_dir) for u in corpus.utterances
+        ),
+    )
+    rule = choose_rule(plain, options.split, options.held_out_speaker, options.seed)
+    splits = {
+        name: [rows[u.utterance_id] for u in utterances]
+        for name, utterances in split_corpus(plain, rule).items()
+    }
+    jobs = {name: _jobs(options, corpus, name, utterances) for name, utterances in splits.items()}
+    entries = run_kaldi_jobs([job for part in jobs.values() for job in part], options.num_workers, progress)
+    parts: dict[str, SplitEntry] = {}
+    for name, utterances in splits.items():
+        own, entries = entries[: len(jobs[name])], entries[len(jobs[name]) :]
+        parts[name] = _entry(own, utterances)
+    (corpus.directory / _PDFS_NAME).unlink()
+    manifest = dataclasses.replace(corpus.manifest, split=rule.spec, splits=parts)
+    KaldiPdfs(manifest.num_classes).save(corpus.directory / "classes.txt")
+    manifest.write(corpus.directory)
+
+
+def _jobs(
+    options: KaldiOptions, corpus: _Corpus, name: str, utterances: list[AlignedUtterance]
+) -> list[KaldiShardJob]:
+    manifest = corpus.manifest
+    header = manifest.header(name)
+    sizes = [utterance.num_frames for utterance in utterances]
+    dealt = deal(utterances, sizes, shards_of_split(name, options.num_shards), f"{options.seed} {name}")
+    by_speaker = manifest.features.cmvn == "speaker"
+    return [
+        KaldiShardJob(
+            path=corpus.directory / f"{name}-{number:05d}.h5",
+            header=header,
+            utterances=tuple(part),
+            pdfs=corpus.directory / _PDFS_NAME,
+            cmvn=options.kaldi_dir / "cmvn.scp" if by_speaker else None,
+        )
+        for number, part in enumerate(dealt)
+    ]
+
+
+def _entry(shards: list[ShardEntry], utterances: list[AlignedUtterance]) -> SplitEntry:
+    return SplitEntry(
+        shards=tuple(shards),
+        utterances=len(utterances),
+        frames=sum(shard.frames for shard in shards),
+        speakers=len({utterance.speaker for utterance in utterances}),
+    )
+
+
+def _left_out(
+    options: KaldiOptions,
+    sources: dict[str, Path | MatrixPlace],
+    speakers: dict[str, str],
+    places: _Places,
+) -> tuple[str, ...]:
+    table = "feats.scp" if options.use_feats else "wav.scp"
+    reasons = {
+        f"are not in {table}": [u for u in speakers if u not in sources],
+        "are not in utt2spk": [u for u in sources if u not in speakers],
+        "have no alignment": [u for u in speakers if u in sources and u not in places.of],
+        f"are aligned, but not in {options.kaldi_dir}": [
+            u for u in places.unknown if u not in sources and u not in speakers
+        ],
+    }
+    return tuple(
+        f"left out: {len(names)} utterances that {reason}, first {names[0]}"
+        for reason, names in reasons.items()
+        if names
+    )

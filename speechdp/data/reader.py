@@ -1,0 +1,324 @@
+"""Read planned segments of a split from its shards, straight into the memory of a padded batch.
+
+Legend: B segments of a batch, T frames of the longest, F feature dimensions.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from speechdp.comm.base import Communicator
+from speechdp.data.alignment_file import TargetsFile, open_targets
+from speechdp.data.assignment import Place
+from speechdp.data.batch import IGNORED_TARGET, Batch
+from speechdp.data.buffers import BufferPool
+from speechdp.data.contiguous import ArrayPlace, Pieces, RowReader, read_pieces
+from speechdp.data.dataset import Dataset
+from speechdp.data.plan import CorpusIndex, Segments
+from speechdp.data.shards import Shard
+from speechdp.data.source import Ready, SplitSource
+from speechdp.data.stage_times import StageTimes
+from speechdp.decode.hmm import count_frames_and_runs
+from speechdp.errors import ShardError
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Context:
+    """Frames around a segment that are input without being learnt (never beyond the utterance)."""
+
+    left: int = 0
+    right: int = 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the rows of a batch hold, each column (B,) int64: frames begin:begin+length of an utterance.
+
+    Attributes:
+        shard, utterance: which.
+        position: of the utterance in the index.
+        begin, length: frames, counted at the row's speed.
+        first, learnt: of the row, frames first:first+learnt are to be learnt.
+        speed: percent.
+    """
+
+    shard: IntArray
+    utterance: IntArray
+    position: IntArray
+    begin: IntArray
+    length: IntArray
+    first: IntArray
+    learnt: IntArray
+    speed: IntArray
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    @property
+    def longest(self) -> int:
+        """Frames of the longest row; 0 without rows."""
+        return int(self.length.max(initial=0))
+
+
+class SplitReader(SplitSource):
+    """A split's shards, opened read-only, with the targets of the shards or of an alignment directory.
+
+    Shards are opened when something of them is read first.  Every utterance is verified against its
+    checksum when it is read first; later reads go straight into the batch's memory.  Safe from several
+    threads.
+
+    Args:
+        dataset: the data directory.
+        split: e.g. "train".
+        alignments: directory with one targets file a shard (same file names), or None for the shards' own.
+        context: frames around each segment.
+        comm: ranks that share out the reading of the shards' indices (collective then); None reads all.
+        pin: make batches in page-locked memory.
+
+    Raises:
+        ShardError: damaged shards, or no such alignment directory.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        split: str,
+        alignments: Path | None = None,
+        context: Context | None = None,
+        *,
+        comm: Communicator | None = None,
+        pin: bool = False,
+    ) -> None:
+        if alignments is not None and not alignments.is_dir():
+            raise ShardError(f"{alignments}: no such alignment directory; make it with train --realign")
+        self.feature_dim = dataset.feature_dim
+        self.times = StageTimes()
+        self.pool = BufferPool(pin=pin)
+        self._files = _SplitFiles(dataset, split, alignments)
+        self._context = context or Context()
+        lengths = self._files.lengths(comm)
+        self.index = CorpusIndex.of_lengths(lengths)
+        self._verified = np.zeros(len(self.index.num_frames), dtype=bool)
+        # Where each utterance begins, counted over all shards, and the first utterance of each shard.
+        self._starts = np.concatenate([[0], np.cumsum(self.index.num_frames, dtype=np.int64)])
+        self._first = np.cumsum([0, *map(len, lengths)])
+
+    def start(self, segments: Segments, place: Place | None = None) -> Ready:
+        begun = perf_counter()
+        rows = self.rows(segments)
+        features, targets = self._features(rows), self.targets(rows)
+        read = perf_counter()
+        batch = Batch(
+            self.converted(features, torch.float32),
+            self.converted(targets, torch.int64),
+            torch.from_numpy(rows.length),
+            int(rows.learnt.sum()),
+        )
+        self.times.add("read", read - begun, features.nbytes + targets.nbytes)
+        self.times.add("collate", perf_counter() - read)
+        self.times.count(batch.num_frames, len(rows) * rows.longest)
+        return Ready(batch)
+
+    def rows(self, segments: Segments) -> Rows:
+        """Return what each row of the batch of these segments holds."""
+        position = self._first[segments.shard] + segments.utterance
+        recorded = self._starts[position + 1] - self._starts[position]
+        lengths = (recorded * 100 + segments.speed // 2) // segments.speed
+        begin = np.maximum(0, segments.start - self._context.left)
+        end = np.minimum(lengths, segments.start + segments.num_frames + self._context.right)
+        return Rows(
+            shard=segments.shard,
+            utterance=segments.utterance,
+            position=position,
+            begin=begin,
+            length=end - begin,
+            first=segments.start - begin,
+            learnt=segments.num_frames,
+            speed=segments.speed,
+        )
+
+    def samples(self, shard: int, utterance: int) -> npt.NDArray[np.int16]:
+        """Read an utterance's samples (S,) from an audio shard; verified when read first."""
+        position = self._first[shard] + utterance
+        samples, _ = self._files.open(shard).read_samples(utterance, verify=not self._verified[position])
+        self._verified[position] = True
+        return samples
+
+    def utterance_targets(self, shard: int, utterance: int) -> npt.NDArray[np.int32]:
+        """Read an utterance's targets (T,)."""
+        begin, end = self._starts[self._first[shard] + utterance :][:2] - self._starts[self._first[shard]]
+        return self._files.targets(shard, utterance, int(begin), int(end - begin))
+
+    def targets(self, rows: Rows) -> Tensor:
+        """Read the targets of frames to be learnt into a (B, T) int32 tensor; IGNORED_TARGET elsewhere.
+
+        Rows are at the speed they were recorded at.
+        """
+        longest = rows.longest
+        targets = self.pool.take((len(rows), longest), torch.int32)
+        targets.fill_(IGNORED_TARGET)
+        if targets.numel() == 0:
+            return targets
+        view = memoryview(targets.numpy().reshape(-1).view(np.uint8))
+        places = (np.arange(len(rows)) * longest + rows.first) * 4
+        start = self._frames_in_shard(rows) + rows.first
+        pieces = Pieces(rows.shard, start, rows.learnt, places, places + 4 * rows.learnt)
+        self._files.read_targets(rows, pieces, view)
+        return targets
+
+    def count_classes(self, num_classes: int, share: int, num_shares: int) -> npt.NDArray[np.int64]:
+        counts = np.zeros((2, num_classes), dtype=np.int64)
+        for shard in range(share, len(self._first) - 1, num_shares):
+            for utterance in range(int(self._first[shard + 1] - self._first[shard])):
+                targets = self.utterance_targets(shard, utterance)
+                counts += np.stack(count_frames_and_runs(targets, num_classes))
+        return counts
+
+    def converted(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return `x` in another dtype, in the pool's memory."""
+        return x if x.dtype == dtype else self.pool.take(x.shape, dtype).copy_(x)
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _frames_in_shard(self, rows: Rows) -> IntArray:
+        """Return the first frame of each row, counted over its shard."""
+        starts: IntArray = self._starts[rows.position] - self._starts[self._first[rows.shard]] + rows.begin
+        return starts
+
+    def _features(self, rows: Rows) -> Tensor:
+        """Read the rows' features: (B, T, F) in the shards' dtype, zero behind each row."""
+        longest = rows.longest
+        features = self.pool.take((len(rows), longest, self.feature_dim), self._files.dtype)
+        if features.numel() == 0:
+            return features
+        features[:, int(rows.length.min()) :] = 0
+        array = features.numpy()
+        frame_bytes = self.feature_dim * array.itemsize
+        places = np.arange(len(rows)) * (longest * frame_bytes)
+        start, ends = self._frames_in_shard(rows), places + rows.length * frame_bytes
+        pieces = Pieces(rows.shard, start, rows.length, places, ends)
+        view = memoryview(array.reshape(-1).view(np.uint8))
+        self._verify(rows)
+        self._files.read_features(pieces, view)
+        return features
+
+    def _verify(self, rows: Rows) -> None:
+        """Compare the checksums of utterances that have not been read before."""
+        for row in np.flatnonzero(~self._verified[rows.position]).tolist():
+            self._files.open(int(rows.shard[row])).read(int(rows.utterance[row]), verify=True)
+            self._verified[rows.position[row]] = True
+
+
+class _SplitFiles:
+    """The open shards of a split and their targets files; each opened at its first use.
+
+    Args: as SplitReader's.
+    """
+
+    def __init__(self, dataset: Dataset, split: str, alignments: Path | None) -> None:
+        self._dataset, self._split, self._alignments = dataset, split, alignments
+        self.num_shards = len(dataset.shard_paths(split))
+        self.dtype = getattr(torch, dataset.features.dtype)
+        self._lock = threading.Lock()
+        self._open: list[_Opened | None] = [None] * self.num_shards
+
+    def lengths(self, comm: Communicator | None) -> list[npt.NDArray[Any]]:
+        """Return the frames of each utterance, shard by shard.  Collective where ranks share the reading."""
+        rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+        counts = [entry.utterances for entry in self._dataset.splits[self._split].shards]
+        found = [np.zeros(count, dtype=np.int32) for count in counts]
+        for number in range(rank, self.num_shards, size):
+            lengths = np.diff(self.open(number).offsets)
+            if len(lengths) != counts[number]:
+                raise ShardError(
+                    f"{self.open(number).path}: has {len(lengths)} utterances, data.json says "
+                    f"{counts[number]}; prepare the data again"
+                )
+            found[number][:] = lengths
+        if comm is not None and size > 1:
+            everything = torch.from_numpy(np.concatenate(found))
+            comm.allreduce(everything, name=f"lengths.{self._split}")
+            found = np.split(everything.numpy(), np.cumsum(counts)[:-1])
+        return list(found)
+
+    def open(self, number: int) -> Shard:
+        """Return a shard, opened."""
+        return self._get(number).shard
+
+    def read_features(self, pieces: Pieces, into: memoryview) -> None:
+        """Read pieces of the shards' features."""
+        shards = {number: self.open(number) for number in np.unique(pieces.owner).tolist()}
+        read_pieces({n: (shard.reader, shard.features_place) for n, shard in shards.items()}, pieces, into)
+
+    def read_targets(self, rows: Rows, pieces: Pieces, into: memoryview) -> None:
+        """Read pieces of the shards' targets, or of the alignment's."""
+        opened = {number: self._get(number) for number in np.unique(pieces.owner).tolist()}
+        if self._alignments is not None:
+            for number, utterance in zip(rows.shard.tolist(), rows.utterance.tolist(), strict=True):
+                opened[number].alignment.verify(utterance)
+        read_pieces({number: each.targets for number, each in opened.items()}, pieces, into)
+
+    def targets(self, number: int, utterance: int, frame: int, num: int) -> npt.NDArray[np.int32]:
+        """Read an utterance's targets, frames frame:frame+num of the shard."""
+        opened = self._get(number)
+        if self._alignments is not None:
+            opened.alignment.verify(utterance)
+        reader, place = opened.targets
+        return reader.read(place, frame, num)
+
+    def close(self) -> None:
+        """Close the files; a later read opens them again."""
+        with self._lock:
+            for number, opened in enumerate(self._open):
+                if opened is not None:
+                    opened.close()
+                    self._open[number] = None
+
+    def _get(self, number: int) -> _Opened:
+        opened = self._open[number]
+        if opened is None:
+            with self._lock:
+                opened = self._open[number]
+                if opened is None:
+                    opened = self._open[number] = self._make(number)
+        return opened
+
+    def _make(self, number: int) -> _Opened:
+        shard = self._dataset.open_shard(self._split, number)
+        if self._alignments is None:
+            return _Opened(shard, (shard.reader, shard.targets_place))
+        file = open_targets(self._alignments / shard.path.name, shard)
+        return _Opened(shard, file.dataset, file)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A shard, what reads its targets, and their file where they are not the shard's own."""
+
+    shard: Shard
+    targets: tuple[RowReader, ArrayPlace]
+    targets_file: TargetsFile | None = None
+
+    @property
+    def alignment(self) -> TargetsFile:
+        """The targets' own file."""
+        assert self.targets_file is not None
+        return self.targets_file
+
+    def close(self) -> None:
+        """Close the files."""
+        self.shard.close()
+        if self.targets_file is not None:
+            self.targets_file.close()

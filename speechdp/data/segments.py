@@ -1,0 +1,101 @@
+"""The lengths of a corpus's utterances, and the pieces of utterances that batches are made of.
+
+Legend: U utterances, S segments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+#: What is kept for every utterance of a corpus is kept in 4 bytes.
+Int32Array = npt.NDArray[np.int32]
+
+#: Percent of the recorded speed.
+AS_RECORDED = 100
+
+
+@dataclass(frozen=True)
+class CorpusIndex:
+    """The lengths of a split's utterances, shard by shard, in the order of the shards: 12 bytes each.
+
+    Attributes:
+        shard: (U,) the shard each utterance is in.
+        utterance: (U,) its place in that shard.
+        num_frames: (U,) its length.
+        speed: (U,) the speed it is played at, percent of the recorded; None: all as recorded.
+    """
+
+    shard: Int32Array
+    utterance: Int32Array
+    num_frames: Int32Array
+    speed: npt.NDArray[np.int16] | None = None
+
+    def __len__(self) -> int:
+        return len(self.num_frames)
+
+    @staticmethod
+    def of_lengths(lengths: list[npt.NDArray[Any]]) -> CorpusIndex:
+        """Index shards whose utterances have these lengths in frames."""
+        counts = [len(shard) for shard in lengths]
+        return CorpusIndex(
+            shard=np.repeat(np.arange(len(counts), dtype=np.int32), counts),
+            utterance=np.concatenate([np.arange(n, dtype=np.int32) for n in counts]),
+            num_frames=np.concatenate([shard.astype(np.int32) for shard in lengths]),
+        )
+
+    def at_speed(self, percent: npt.NDArray[Any]) -> CorpusIndex:
+        """Return the index of the utterances played faster or slower.
+
+        Args:
+            percent: (U,) of the recorded speed: 110 leaves an utterance 100 / 110 of its frames, rounded.
+        """
+        assert len(percent) == len(self)
+        speed = percent.astype(np.int64)
+        frames = (self.num_frames.astype(np.int64) * AS_RECORDED + speed // 2) // speed
+        return CorpusIndex(self.shard, self.utterance, frames.astype(np.int32), speed.astype(np.int16))
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Pieces of utterances (S,): frames start:start+num_frames of an utterance of a shard.
+
+    Frames are counted in the utterance as it is played: at `speed` percent of the recorded speed, 100 where
+    none is given.
+    """
+
+    shard: IntArray
+    utterance: IntArray
+    start: IntArray
+    num_frames: IntArray
+    speed: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+    def __post_init__(self) -> None:
+        if len(self.speed) == 0:
+            object.__setattr__(self, "speed", np.full(len(self.shard), AS_RECORDED, dtype=np.int64))
+        assert len(self.speed) == len(self.shard)
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    @staticmethod
+    def none() -> Segments:
+        """Return no segments."""
+        empty = np.empty(0, dtype=np.int64)
+        return Segments(empty, empty, empty, empty, empty)
+
+    def take(self, order: IntArray) -> Segments:
+        """Return the segments at these places, in this order."""
+        columns = (self.shard, self.utterance, self.start, self.num_frames, self.speed)
+        return Segments(*(column[order] for column in columns))
+
+
+def ranges(starts: npt.NDArray[Any], sizes: npt.NDArray[Any]) -> IntArray:
+    """Concatenate start:start+size for every pair."""
+    before = np.cumsum(sizes) - sizes
+    result: IntArray = np.arange(int(sizes.sum())) + np.repeat(starts - before, sizes)
+    return result

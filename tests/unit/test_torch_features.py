@@ -1,0 +1,128 @@
+"""Features in torch: the values of kaldi_native_fbank, whatever else is computed beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import soundfile
+import torch
+
+from speechdp.data.features import FeatureConfig, kaldi_features, normalise, num_frames_of
+from speechdp.data.torch_features import normalise_rows, raw_features
+from speechdp.errors import ConfigError
+from tests.helpers.corpora import fsdd_dir, shared_data, tone
+
+CONFIGS = [
+    (8000, FeatureConfig(num_mel_bins=24)),
+    (8000, FeatureConfig(kind="mfcc", num_mel_bins=23)),
+    (16000, FeatureConfig()),
+    (16000, FeatureConfig(kind="mfcc")),
+    (16000, FeatureConfig(snip_edges=True)),
+    (16000, FeatureConfig(frame_length_ms=8.0, frame_shift_ms=12.5, num_mel_bins=12)),
+    (11025, FeatureConfig(frame_length_ms=20.0, num_mel_bins=20)),
+]
+
+
+def in_torch(
+    waves: Sequence[npt.NDArray[np.float32]], rate: int, config: FeatureConfig
+) -> list[npt.NDArray[np.float32]]:
+    frames = [num_frames_of(len(wave), rate, config) for wave in waves]
+    rows = raw_features([torch.from_numpy(wave) for wave in waves], frames, rate, config)
+    return [part.numpy() for part in torch.split(rows, frames)]
+
+
+def speech_like(seconds: float, rate: int, seed: int = 0) -> npt.NDArray[np.float32]:
+    """Make a swelling hum with an offset over a little noise, rounded as in a recording."""
+    rng, t = np.random.default_rng(seed), np.arange(round(seconds * rate)) / rate
+    hum = sum(np.sin(2 * np.pi * 120 * k * t + k) / k for k in range(1, 20))
+    wave = 3000 * np.hanning(len(t)) * hum + rng.normal(0, 20, len(t)) + 50
+    return np.round(wave).astype(np.float32)
+
+
+@pytest.mark.parametrize(("rate", "config"), CONFIGS)
+@pytest.mark.parametrize("seconds", [0.004, 0.013, 0.03, 0.5, 3.7])
+def test_values_are_those_of_kaldi(rate: int, config: FeatureConfig, seconds: float) -> None:
+    wave = speech_like(seconds, rate)
+    frames = num_frames_of(len(wave), rate, config)
+    if frames == 0:
+        pytest.skip("shorter than a frame")
+    expected = kaldi_features(wave, rate, config, snip_edges=config.snip_edges)
+    np.testing.assert_allclose(in_torch([wave], rate, config)[0], expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 79, 80, 119, 121, 200, 201])
+def test_hardly_any_samples_are_mirrored_as_often_as_it_takes(num_samples: int) -> None:
+    wave = np.random.default_rng(num_samples).normal(0, 1000, num_samples).astype(np.float32)
+    config = FeatureConfig(num_mel_bins=24)
+    expected = kaldi_features(wave, 8000, config)
+    if len(expected):
+        np.testing.assert_allclose(in_torch([wave], 8000, config)[0], expected, rtol=0, atol=1e-3)
+
+
+def test_digital_silence_is_at_the_floor_of_the_logarithm() -> None:
+    for kind in ("log_mel", "mfcc"):
+        config = FeatureConfig(kind=kind)  # type: ignore[arg-type]
+        silence = np.zeros(1600, np.float32)
+        np.testing.assert_allclose(
+            in_torch([silence], 16000, config)[0], kaldi_features(silence, 16000, config), atol=1e-4
+        )
+
+
+def test_values_of_real_speech_are_those_of_kaldi() -> None:
+    for path in sorted(fsdd_dir().glob("*_0.flac"))[:20]:
+        wave, rate = soundfile.read(path, dtype="int16")
+        for kind in ("log_mel", "mfcc"):
+            config = FeatureConfig(kind=kind, num_mel_bins=24)  # type: ignore[arg-type]
+            wave = wave.astype(np.float32)
+            expected = kaldi_features(wave, rate, config)
+            np.testing.assert_allclose(in_torch([wave], rate, config)[0], expected, rtol=0, atol=1e-3)
+
+
+def test_values_of_kaldis_own_test_recording_are_those_of_kaldi() -> None:
+    wave, rate = soundfile.read(shared_data("kaldi", "kaldi_test_data", "test.wav"), dtype="int16")
+    expected = kaldi_features(wave.astype(np.float32), rate, FeatureConfig())
+    found = in_torch([wave.astype(np.float32)], rate, FeatureConfig())[0]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(("rate", "config"), CONFIGS)
+def test_many_at_once_are_as_many_one_by_one(rate: int, config: FeatureConfig) -> None:
+    waves = [speech_like(seconds, rate, seed) for seed, seconds in enumerate([0.3, 0.03, 1.1, 0.021, 0.4])]
+    for wave, found in zip(waves, in_torch(waves, rate, config), strict=True):
+        np.testing.assert_allclose(found, in_torch([wave], rate, config)[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("variance", [True, False])
+def test_normalisation_is_that_of_numpy(mean: bool, variance: bool) -> None:
+    config = FeatureConfig(mean_normalise=mean, variance_normalise=variance)
+    rows = np.random.default_rng(0).normal(5, 3, (60, 40)).astype(np.float32)
+    rows[:9, 3] = 2.5  # no deviation: divided by the floor
+    frames = [9, 1, 50]
+    parts = np.split(rows, np.cumsum(frames)[:-1])
+    expected = np.concatenate([normalise(part, config) for part in parts])
+    np.testing.assert_allclose(normalise_rows(torch.from_numpy(rows), frames, config), expected, atol=1e-5)
+    alone = normalise_rows(torch.from_numpy(parts[2]), frames[2:], config)
+    np.testing.assert_allclose(alone, expected[10:], atol=1e-5)
+
+
+def test_threads_within_an_operation_change_no_bit() -> None:
+    wave = tone(4.0, 16000) * 32768
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            rows = torch.from_numpy(in_torch([wave], 16000, FeatureConfig())[0])
+            found.append(normalise_rows(rows, [len(rows)], FeatureConfig()))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_more_filters_than_the_spectrum_can_fill_are_refused() -> None:
+    with pytest.raises(ConfigError, match="mel bins are too many"):
+        in_torch([tone(0.1)], 8000, FeatureConfig(num_mel_bins=120))
