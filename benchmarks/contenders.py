@@ -17,15 +17,16 @@ import torch
 from torch import nn
 
 from speechdp.comm.base import Communicator
-from speechdp.config import ModelOptions, OptimizerOptions, TrainOptions
+from speechdp.config import ModelOptions, TrainOptions
+from speechdp.config_optimizer import OptimizerOptions
 from speechdp.data.assignment import Assignment, planned
 from speechdp.data.batch import Batch
 from speechdp.data.dataset import Dataset, Manifest, ShardEntry, SplitEntry
 from speechdp.data.features import FeatureConfig
 from speechdp.data.loader import Loader
-from speechdp.data.reader import SplitReader
 from speechdp.data.plan import plan_epoch
 from speechdp.data.shards import ShardHeader, ShardWriter, Utterance
+from speechdp.data.source import SplitSource
 from speechdp.errors import ConfigError
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.strategies.base import Progress
@@ -95,17 +96,17 @@ def options_with(
     )
 
 
-def full_steps(reader: SplitReader, options: TrainOptions, rank: int, size: int) -> Iterator[Assignment]:
+def full_steps(source: SplitSource, options: TrainOptions, rank: int, size: int) -> Iterator[Assignment]:
     """Yield the steps of a rank, without those in which some rank has no frames: peers cannot join these."""
-    plan = lru_cache(maxsize=1)(lambda epoch: plan_epoch(reader.index, options.plan(), epoch, size))
+    plan = lru_cache(maxsize=1)(lambda epoch: plan_epoch(source.index, options.plan(), epoch, size))
     for step in planned(plan, rank, _EPOCHS):
         if (plan(step.place.epoch).frames[:, step.index] > 0).all():
             yield step
 
 
-def open_loader(reader: SplitReader, options: TrainOptions, rank: int, size: int) -> Loader:
+def open_loader(source: SplitSource, options: TrainOptions, rank: int, size: int) -> Loader:
     """Read the batches of `full_steps` in a thread."""
-    return Loader(reader, full_steps(reader, options, rank, size))
+    return Loader(source, full_steps(source, options, rank, size))
 
 
 @contextlib.contextmanager
@@ -114,8 +115,8 @@ def trainer_loop(comm: Communicator, dataset: Dataset, options: TrainOptions) ->
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         session = Session(dataset, comm, torch.device("cpu"), stop=stack.enter_context(StopRequest()))
-        trainer, reader = build_trainer(session, options, folder, stack)
-        loader = stack.enter_context(open_loader(reader, options, comm.rank, comm.size))
+        trainer, sources = build_trainer(session, options, folder, stack)
+        loader = stack.enter_context(open_loader(sources.training, options, comm.rank, comm.size))
         trainer.parts.model.train()
         stop, strategy = StopAgreement(session.stop, comm), trainer.parts.strategy
 

@@ -1,14 +1,15 @@
-"""Kaldi's way of averaging models against persistent ranks: the experiment of Rosciszewski & Kaliski, HPCS 2017.
+"""Kaldi's way of averaging models against persistent ranks, after Rosciszewski & Kaliski (HPCS 2017).
 
-    python benchmarks/hpcs2017.py [DATA] [--store features|audio] [--frames-per-iteration 50k,150k,300k,600k,1.2m]
-        [--total-frames 2.4m] [--jobs 2] [--rounds 1] [--out OUT] [--plot FILE] [-- options of speechdp train]
+    python benchmarks/hpcs2017.py [DATA] [--frames-per-iteration 50k,150k,300k,600k,1.2m] [--jobs 2]
+        [--total-frames 2.4m] [--store features|audio] [--momentum reset|keep] [--rounds 1] [--quick]
+        [--out OUT] [--plot FILE] [-- options of speechdp train]
 
 Kaldi's way (kaldi_way.py): in each iteration processes are started anew, one a job; each reads the model and
 its archive, preprocesses, trains, writes its model, one thing after the other; another program reads the
-models and writes their mean.  Ours: `speechdp launch -np JOBS -- train`, ranks that stay, average over MPI and
-load and preprocess beside training.  Both train on the same batches in the same order with the same model,
-optimizer, learning rates and averaging points, a core each, and forget the optimizer's state at an average
-(--momentum keep lets our ranks keep it).  The average is plain in both.
+models and writes their mean.  Ours: `speechdp launch -np JOBS -- train`, ranks that stay, average over MPI,
+and load and preprocess beside training.  Both train on the same batches in the same order with the same
+model, optimizer, learning rates and averaging points, one torch thread each, and forget the optimizer's state
+at an average (--momentum keep lets our ranks keep it).  The average is plain in both.
 
 Frames an iteration are those of ALL jobs between two averages.  Kaldi's --frames-per-iter counts those of one
 job: with two jobs its 600k is our 1.2m.  Like Kaldi, the figure is a guideline: training is cut into equal
@@ -19,8 +20,11 @@ saved is 1 - ours / Kaldi's way.  Two more say what of it is due to what: with P
 torch most of all, replaced by the 0.3 s that Kaldi's programs need in an iteration, and with loading and
 preprocessing taken out as well, as if Kaldi hid all of it in the background.  Our own start stays as it is.
 
-Without DATA synthetic speech is prepared (with --store audio, the default, features are computed while
-training in both).  OUT keeps what is finished.  Last line: JSON {"saved_at_600k": share, ...}, medians over rounds.
+Without DATA synthetic speech is prepared; with --store audio, the default then, features are computed while
+training, in both.  Our ranks keep features once computed in 64 MB: a small corpus only costs them the first
+epoch, and Kaldi's jobs every iteration.
+
+OUT keeps what is finished.  Last line: JSON {"saved_at_600k": share, ...}, medians over rounds.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -43,6 +48,7 @@ import tyro
 from benchmarks import kaldi_way
 from benchmarks.hpcs2017_plot import draw
 from benchmarks.hpcs2017_results import (
+    WAYS,
     Result,
     read_our_run,
     saved_shares,
@@ -52,6 +58,7 @@ from benchmarks.hpcs2017_results import (
 from speechdp.compare.jobs import JobStarter
 from speechdp.config import TrainOptions
 from speechdp.data.dataset import Dataset
+from speechdp.data.preprocess import AugmentOptions
 from speechdp.launching.command import own_program
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.train.model_file import MODEL_NAME, ClassCounts, save_model
@@ -96,8 +103,10 @@ def make_task(data: Path, given: argparse.Namespace) -> Task:
     options = tyro.cli(
         TrainOptions, args=words, config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     ).resolve(given.jobs)
-    if options.batch.spec_augment:
-        raise SystemExit("--spec-augment: the jobs of Kaldi's way do not change their examples; leave it out")
+    if options.augment != AugmentOptions():
+        raise SystemExit("the jobs of Kaldi's way do not change their examples: leave out what augments them")
+    if Dataset.open(data).stored == "audio" and options.batches().chunk_frames:
+        raise SystemExit("audio is trained on in whole utterances here: give --chunk-frames 0")
     return Task(data, options, words, given.jobs, epochs * frames)
 
 
@@ -159,31 +168,32 @@ class Benchmark:
 
     def pair(self, frames: int, number: int) -> list[Result]:
         """Run both ways, in turn first with every round; finished ones are read back."""
-        folders = {
-            way: self._out / f"round-{number}" / f"{way}-{frames}" for way in ("ours", "kaldi")
-        }
-        found = {way: Result.read(folder / "result.json") for way, folder in folders.items()}
-        if None in found.values():
-            for way in ("ours", "kaldi") if number % 2 else ("kaldi", "ours"):
-                found[way] = self._run(way, frames, folders[way])
-            ours, exp = folders["ours"] / "run", folders["kaldi"] / "exp"
-            last = exp / f"{found['kaldi'].iterations}.safetensors"
-            write_run(exp, ours, self._held_out.load(last))
-            for way, run_dir in (("ours", ours), ("kaldi", exp)):
-                wer = decode(run_dir, self._task.data, self._starter)
-                found[way] = dataclasses.replace(found[way], wer=wer)
+        folders = {way: self._out / f"round-{number}" / f"{way}-{frames}" for way in WAYS}
+        found = {}
+        for way in list(WAYS)[:: 1 if number % 2 else -1]:
+            found[way] = Result.read(folders[way] / "result.json") or self._run(way, frames, folders[way])
+        runs = {"ours": folders["ours"] / "run", "kaldi": folders["kaldi"] / "exp"}
+        if found["kaldi"].wer is None:
+            last = runs["kaldi"] / f"{found['kaldi'].iterations}.safetensors"
+            write_run(runs["kaldi"], runs["ours"], self._held_out.load(last))
+        for way, result in found.items():
+            if result.wer is None:
+                wer = decode(runs[way], self._task.data, self._starter)
+                found[way] = dataclasses.replace(result, wer=wer)
                 found[way].write(folders[way] / "result.json")
-        for result in found.values():
-            print(f"round {number}: {result.describe()}", flush=True)
+            print(f"round {number}: {found[way].describe()}", flush=True)
         return list(found.values())
 
     def _run(self, way: str, frames: int, folder: Path) -> Result:
-        if folder.exists():
-            raise SystemExit(f"{folder}: was begun and not finished; remove it and start again")
+        if folder.exists():  # begun, but not finished
+            shutil.rmtree(folder)
         folder.mkdir(parents=True)
         if way == "ours":
-            return run_ours(self._task, frames, folder, self._starter, self._momentum)
-        return run_kaldi(self._task, frames, folder, self._held_out)
+            result = run_ours(self._task, frames, folder, self._starter, self._momentum)
+        else:
+            result = run_kaldi(self._task, frames, folder, self._held_out)
+        result.write(folder / "result.json")
+        return result
 
 
 def frame_count(text: str) -> int:
@@ -210,7 +220,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--momentum", choices=["reset", "keep"], default="reset", help="of our ranks")
-    parser.add_argument("--quick", action="store_true", help="a few seconds of training, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="train for seconds, to see that it works")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
     ours = list(arguments)
@@ -230,7 +240,7 @@ def open_data(given: argparse.Namespace, out: Path, starter: JobStarter) -> Path
         message = starter.run(1, words, out / "prepare.log")
         if message is not None:
             raise SystemExit(f"synthetic speech cannot be prepared: {message}")
-    stored = getattr(Dataset.open(data), "stored", "features")
+    stored = Dataset.open(data).stored
     if given.store not in (None, stored):
         raise SystemExit(f"{data}: holds {stored}; prepare it anew with --store {given.store}")
     return data

@@ -14,7 +14,8 @@ from rich import box
 from rich.table import Table
 
 from speechdp.cli.console import make_console
-from speechdp.timing.summary import read_run, read_timeline
+from speechdp.timing.jsonl import read_lines
+from speechdp.timing.summary import read_run
 
 #: Start of Kaldi's programs in an iteration, s: C++, no interpreter and no torch to import.
 CPP_START_S = 0.3
@@ -93,11 +94,11 @@ def count(frames: int) -> str:
 def read_our_run(run_dir: Path, frames: int, iterations: int, total_s: float) -> Result:
     """Divide the time of a run of `speechdp launch` into parts.
 
-    Start is what is neither training nor evaluation nor checkpoints: launcher, imports, MPI, opening the data,
-    the final model, the end.  Of a step's communication the shortest of all ranks is averaging, what the
-    others have beyond it is waiting.
+    Start is what is neither training nor evaluation nor checkpoints: launcher, imports, MPI, opening the
+    data, the final model, the end.  Of a step's communication the shortest of all ranks is averaging, what
+    the others have beyond it is waiting.
     """
-    timelines = [read_timeline(path)[:2] for path in sorted((run_dir / "timeline").glob("rank-*.jsonl"))]
+    timelines = [_timeline(path) for path in sorted((run_dir / "timeline").glob("rank-*.jsonl"))]
     sums = [_span_sums(steps) for steps, _ in timelines]
     mean = {name: statistics.mean(each.get(name, 0.0) for each in sums) for name in (*_COMPUTE, *_OTHER)}
     common = [steps for steps, _ in timelines]
@@ -128,6 +129,12 @@ def read_our_run(run_dir: Path, frames: int, iterations: int, total_s: float) ->
         time_s = start_s + each.time_s + checkpoint_s * number / len(evaluations)
         curve.append((int(each.frames), time_s, each.log_prob))
     return Result("ours", frames, iterations, total_s, seconds, curve)
+
+
+def _timeline(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
+    """Read a rank's steps by number, and its evaluations and checkpoints."""
+    records = read_lines(path).records
+    return {r["step"]: r for r in records if "step" in r}, [r for r in records if "event" in r]
 
 
 _COMPUTE, _OTHER = ("h2d", "forward", "backward", "update"), ("data_wait", "comm", "wall")
@@ -192,8 +199,8 @@ def show(results: Sequence[Result]) -> None:
     for name in ("frames an iteration", "", *PARTS.values(), "log-prob", "WER, %"):
         table.add_column(name, justify="right")
     for frames in frame_counts_of(results):
-        for way in WAYS:
-            table.add_row(count(frames), WAYS[way], *_shares(of(results, way, frames)))
+        for way, name in WAYS.items():
+            table.add_row(count(frames), name, *_shares(of(results, way, frames)))
     console.print(table)
 
 

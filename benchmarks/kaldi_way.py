@@ -38,7 +38,7 @@ from benchmarks.kaldi_way_train import (
 from speechdp.config import TrainOptions
 from speechdp.data.batch import Batch
 from speechdp.data.dataset import Dataset
-from speechdp.data.plan import CorpusIndex, EpochPlan, PlanOptions, RankPlan, plan_epoch
+from speechdp.data.plan import CorpusIndex, PlanOptions, plan_epoch
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.train.build import make_model
@@ -120,29 +120,16 @@ def prepare(setting: Setting) -> list[int]:
     (exp / "config.json").write_text(json.dumps(config, indent=1))
     write_weights(exp / "0.safetensors", make_model(dataset, options))
     index, schedule = split_index(dataset, options.train_split), options.schedule()
-    plans = [
-        plan_epoch(index, options.plan(), epoch, setting.jobs) for epoch in range(options.num_epochs)
-    ]
+    plans = [plan_epoch(index, options.plan(), epoch, setting.jobs) for epoch in range(options.num_epochs)]
     steps = [(epoch, i) for epoch, plan in enumerate(plans) for i in range(plan.num_steps)]
     rates = [schedule.at(epoch + i / plans[epoch].num_steps) for epoch, i in steps]
     frames = np.concatenate([plan.frames for plan in plans], axis=1)  # (jobs, steps)
     iterations = cut_into_iterations(frames.mean(axis=0).tolist(), setting.period_frames)
     for number, part in enumerate(iterations):
         for job in range(setting.jobs):
-            archive = _archive(plans, job, steps[part], rates[part])
-            archive.write(exp / "archives" / f"{number}.{job}.npz")
+            batches = [plans[epoch].ranks[job].batch(i) for epoch, i in steps[part]]
+            Archive.of(batches, rates[part]).write(exp / "archives" / f"{number}.{job}.npz")
     return [int(frames[:, part].sum()) for part in iterations]
-
-
-def _archive(
-    plans: Sequence[EpochPlan], job: int, steps: Sequence[tuple[int, int]], rates: Sequence[float]
-) -> Archive:
-    batches = [plans[epoch].ranks[job].batch(i) for epoch, i in steps]
-    columns = [
-        np.concatenate([getattr(batch, name) for batch in batches])
-        for name in ("shard", "utterance", "start", "num_frames")
-    ]
-    return Archive(*columns, np.array([len(batch) for batch in batches]), np.array(rates))
 
 
 def train(setting: Setting, frames: Sequence[int]) -> list[Iteration]:
@@ -212,7 +199,8 @@ class HeldOutSplit:
         plan = options.plan()
         whole = PlanOptions(4 * plan.batch_size, plan.chunk_frames, seed=0)
         part = plan_epoch(split_index(dataset, options.held_out), whole, 0, 1).ranks[0]
-        archive = _whole(part)
+        batches = [part.batch(i) for i in range(part.num_batches)]
+        archive = Archive.of(batches, [0.0] * len(batches))
         raw = read_utterances(dataset, options.held_out, archive, options.alignments)
         self._batches: list[Batch] = make_batches(dataset, options, archive, raw)
         self._model = make_model(dataset, options)
@@ -228,9 +216,3 @@ class HeldOutSplit:
         self._model.load_state_dict(safetensors.torch.load_file(weights))
         torch.set_num_threads(1)
         return self._model.eval()
-
-
-def _whole(part: RankPlan) -> Archive:
-    segments = part.segments
-    columns = (segments.shard, segments.utterance, segments.start, segments.num_frames)
-    return Archive(*columns, np.diff(part.bounds), np.zeros(part.num_batches))

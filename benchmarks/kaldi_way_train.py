@@ -33,11 +33,13 @@ from speechdp.config import TrainOptions
 from speechdp.data.alignment_file import open_targets
 from speechdp.data.batch import IGNORED_TARGET, Batch
 from speechdp.data.dataset import Dataset
+from speechdp.data.preprocess import Preprocessor, UtteranceKey
+from speechdp.data.segments import Segments
+from speechdp.data.source_options import make_preprocessor
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.train.build import make_model, make_replica
-
-_BEGUN_S = time.monotonic()  # all is imported: before this the process was starting
+from speechdp.train.replica import Replica
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,15 @@ class Archive:
     num_frames: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
     learning_rates: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, batches: Sequence[Segments], learning_rates: Sequence[float]) -> Archive:
+        """Put batches one behind the other."""
+        columns = [
+            np.concatenate([getattr(batch, name) for batch in batches])
+            for name in ("shard", "utterance", "start", "num_frames")
+        ]
+        return cls(*columns, np.array([len(batch) for batch in batches]), np.array(learning_rates))
 
     def write(self, path: Path) -> None:
         """Write it as a .npz."""
@@ -88,7 +99,7 @@ def read_utterances(
     for index in np.unique(keys[:, 0]).tolist():
         utterances = keys[keys[:, 0] == index, 1].tolist()
         with dataset.open_shard(split, index) as shard:
-            read = shard.read_samples if is_audio(dataset) else shard.read
+            read = shard.read_samples if dataset.stored == "audio" else shard.read
             raw = {utterance: Raw(*read(utterance, verify=False)) for utterance in utterances}
             if alignments is not None:
                 aligned = open_targets(alignments / shard.path.name, shard)
@@ -98,46 +109,39 @@ def read_utterances(
     return result
 
 
-def is_audio(dataset: Dataset) -> bool:
-    """Say whether the shards hold samples, of which features are still to be computed."""
-    return getattr(dataset, "stored", "features") == "audio"
-
-
 def make_batches(
     dataset: Dataset, options: TrainOptions, archive: Archive, raw: dict[Key, Raw]
 ) -> list[Batch]:
-    """Preprocess: compute features where audio is stored, then cut, convert and pad, batch by batch."""
+    """Preprocess as the loader of `speechdp train` does, by the same code, batch by batch.
+
+    Features are computed where audio is stored (of an utterance once a job), then cut, converted, padded;
+    then come deltas and splicing.
+    """
     batches = options.batches()
     context = (batches.left_context or 0, batches.right_context)
+    preprocessor = make_preprocessor(dataset, options.source(options.train_split, augmented=False))
     ends = np.cumsum(archive.sizes)
     result = []
     for begin, end in zip((ends - archive.sizes).tolist(), ends.tolist(), strict=True):
         places = range(begin, end)
         keys = [(int(archive.shard[i]), int(archive.utterance[i])) for i in places]
-        features = _features(dataset, {key: raw[key] for key in keys})
+        features = _features(preprocessor, {key: raw[key] for key in keys})
         pieces = [
             _cut(features[key], raw[key].targets, int(archive.start[i]), int(archive.num_frames[i]), context)
             for i, key in zip(places, keys, strict=True)
         ]
-        result.append(_pad(pieces, dataset.feature_dim))
+        batch = _pad(pieces, dataset.feature_dim)
+        if not preprocessor.is_plain:
+            batch = dataclasses.replace(batch, features=preprocessor.finish(batch.features, batch.lengths))
+        result.append(batch)
     return result
 
 
-def _features(dataset: Dataset, raw: dict[Key, Raw]) -> dict[Key, npt.NDArray[Any]]:
-    """Return the features (T, F) of utterances, by the code that the loader of `speechdp train` runs."""
-    if not is_audio(dataset) or not raw:
+def _features(preprocessor: Preprocessor, raw: dict[Key, Raw]) -> dict[Key, npt.NDArray[Any]]:
+    """Return the features (T, F) of utterances."""
+    if preprocessor.stored == "features":
         return {key: each.stored for key, each in raw.items()}
-    from speechdp.data.preprocess import (  # noqa: PLC0415 - only where audio is stored
-        AugmentOptions,
-        InputOptions,
-        Preprocessor,
-        UtteranceKey,
-    )
-
-    preprocessor = Preprocessor(
-        dataset.features, dataset.sampling_rate, "audio", InputOptions(), AugmentOptions(), 0
-    )
-    keys = [UtteranceKey(None, shard, utterance, 100) for shard, utterance in raw]
+    keys = [UtteranceKey(None, shard, utterance) for shard, utterance in raw]
     samples = [each.stored for each in raw.values()]
     computed = preprocessor.features_of(samples, keys, torch.device("cpu"))
     return {key: value.numpy() for key, value in zip(raw, computed, strict=True)}
@@ -181,10 +185,10 @@ def _pad(pieces: Sequence[_Piece], feature_dim: int) -> Batch:
 
 
 def train(
-    model: LstmAcousticModel, options: TrainOptions, batches: Sequence[Batch], rates: Sequence[float]
+    model: LstmAcousticModel, replica: Replica, batches: Sequence[Batch], rates: Sequence[float]
 ) -> float:
     """Train on batches in order, each with its learning rate; return the mean loss in nats a frame."""
-    task, replica = AcousticTask(), make_replica(model, options)
+    task = AcousticTask()
     model.train()
     total, frames = 0.0, 0
     for batch, rate in zip(batches, rates, strict=True):
@@ -235,12 +239,14 @@ def main(arguments: Sequence[str]) -> None:
     """Run the job; leave the model and, for the driver, the times."""
     exp, iteration, job, spawned_s = Path(arguments[0]), int(arguments[1]), int(arguments[2]), arguments[3]
     torch.set_num_threads(1)
-    seconds, laps = {"start": _BEGUN_S - float(spawned_s)}, _laps()
-    next(laps)
     config = json.loads((exp / "config.json").read_text())
     options: TrainOptions = options_from_json(TrainOptions, config["options"])
     dataset = Dataset.open(config["data"])
     model = make_model(dataset, options)
+    replica = make_replica(model, options)
+    # Starting ends here: to make its first optimizer torch imports more than half as much again.
+    seconds, laps = {"start": time.monotonic() - float(spawned_s)}, _laps()
+    next(laps)
     model.load_state_dict(safetensors.torch.load_file(exp / f"{iteration}.safetensors"))
     torch.manual_seed(job_seed(options.seed, iteration, job))  # of the dropout, as Kaldi's --srand
     seconds["read_model"] = next(laps)
@@ -249,7 +255,7 @@ def main(arguments: Sequence[str]) -> None:
     seconds["load"] = next(laps)
     batches = make_batches(dataset, options, archive, raw)
     seconds["preprocess"] = next(laps)
-    loss = train(model, options, batches, archive.learning_rates.tolist())
+    loss = train(model, replica, batches, archive.learning_rates.tolist())
     seconds["compute"] = next(laps)
     write_weights(exp / f"{iteration}.{job}.safetensors", model)
     seconds["write"] = next(laps)

@@ -29,7 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import trials
 from benchmarks.trials import Outcome, Trial
-from speechdp.config import BatchOptions, OptimizerOptions, TrainOptions
+from speechdp.config import TrainOptions
+from speechdp.config_batch import BatchOptions
+from speechdp.config_optimizer import OptimizerOptions
 from speechdp.train.recipe import RECIPES
 
 RECIPE = RECIPES["adpsgd-asr"]

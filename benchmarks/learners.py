@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import trials
 from benchmarks.trials import Outcome, Trial
 from speechdp.compare.plan import split_strategies
-from speechdp.config import BatchOptions, OptimizerOptions
+from speechdp.config_batch import BatchOptions
+from speechdp.config_optimizer import OptimizerOptions
 from speechdp.train.recipe import RECIPES
 
 #: Plain SGD, on one rank.

@@ -38,7 +38,8 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.create import create_communicator
 from speechdp.comm.environment import expect_rare_exchanges
 from speechdp.comm.failure import guard
-from speechdp.config import ModelOptions, OptimizerOptions
+from speechdp.config import ModelOptions
+from speechdp.config_optimizer import OptimizerOptions
 from speechdp.data.batch import Batch
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.strategies.registry import parse_strategy

@@ -63,10 +63,10 @@ class TrainOptions:
 
     model: ModelOptions = field(default_factory=ModelOptions)
     batch: BatchOptions = field(default_factory=BatchOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     inputs: InputOptions = field(default_factory=InputOptions)
     augment: AugmentOptions = field(default_factory=AugmentOptions)
     loading: LoadingOptions = field(default_factory=LoadingOptions)
-    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     recipe: RecipeName = "none"
     """Options to train with where none are given; adpsgd-asr: SGD, large batch, learning rate scaled to it
     with a warm-up, as in arXiv 1904.04956 (recalled, not checked against the paper; docs/training.md)."""
@@ -110,6 +110,8 @@ class TrainOptions:
             if value is not None and value < least:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
         _slow_ranks(self.slow_ranks)
+        if self.batch.batch_frames and self.optimizer.base_batch is not None:
+            raise ConfigError("--base-batch counts segments, --batch-frames frames: give --learning-rate instead")
         self.model.lstm()
         batch, optimizer = self._resolve(1)  # with any number of ranks: only divisibility depends on it
         optimizer.schedule()

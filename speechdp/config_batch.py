@@ -41,7 +41,7 @@ class BatchOptions:
             )
         if self.batch_frames < 0:
             raise ConfigError(f"--batch-frames {self.batch_frames}: frames a rank and step, or 0")
-        if self.batch_frames and (self.batch_size is not None or self.global_batch is not None):
+        if self.batch_frames and (self.batch_size or self.global_batch is not None):
             raise ConfigError("--batch-frames excludes --batch-size and --global-batch: give one")
         if self.global_batch is not None and self.global_batch < 1:
             raise ConfigError(f"--global-batch {self.global_batch}: a batch holds at least 1 segment")
@@ -50,12 +50,16 @@ class BatchOptions:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative")
 
     def resolve(self, preset: Preset, recipe: Recipe, size: int | None) -> BatchOptions:
-        """Fill what was not given from `recipe`, then `preset`, for `size` ranks that train."""
+        """Fill what was not given from `recipe`, then `preset`, for `size` ranks that train.
+
+        The result's batch_size is 0 where --batch-frames counts.
+        """
         batch_size = self.batch_size
         if batch_size is None:
             if self.batch_frames and recipe.global_batch is not None:
                 raise ConfigError("--batch-frames: the recipe counts segments; give --global-batch instead")
-            batch_size = self._share(recipe, size) or preset.batch_size
+            share = self._share(recipe, size) or preset.batch_size
+            batch_size = 0 if self.batch_frames else share
         return BatchOptions(
             batch_size=batch_size,
             chunk_frames=preset.chunk_frames if self.chunk_frames is None else self.chunk_frames,

@@ -113,11 +113,14 @@ class CompareCommand:
     def _request(self, plan: ComparePlan) -> CompareRequest:
         from speechdp.compare.run import CompareRequest  # noqa: PLC0415
         from speechdp.data.dataset import Dataset  # noqa: PLC0415
+        from speechdp.decode.kaldi_pdfs import refuse_kaldi_pdfs  # noqa: PLC0415
         from speechdp.launching.cores import available_cores  # noqa: PLC0415
 
         dataset = Dataset.open(self.data)
         for split in filter(None, (self.options.train_split, self.options.held_out, self.decode_split)):
             dataset.shard_paths(split)
+        if self.decode_split:
+            refuse_kaldi_pdfs(dataset.classes_path, '--decode-split ("" for none)')
         return CompareRequest(
             data=self.data,
             data_checksum=dataset.checksum,

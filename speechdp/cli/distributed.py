@@ -1,13 +1,15 @@
-"""What commands that run over ranks do first: communicator, world check, device, signals."""
+"""What commands that run over ranks do first: communicator, world check, device, signals, feeders."""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -15,68 +17,138 @@ import speechdp
 from speechdp.cli.console import make_console
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
-from speechdp.comm.create import choose_backend, create_communicator
+from speechdp.comm.create import choose_backend, create_communicator, create_fed_job
 from speechdp.comm.failure import guard
-from speechdp.comm.world import check_world, versions
+from speechdp.comm.roles import Roles
+from speechdp.comm.world import check_sum, check_world, versions
 from speechdp.config import TrainOptions
 from speechdp.data.dataset import Dataset
+from speechdp.data.fed_source import Feeders
 from speechdp.launching.cores import available_cores
 from speechdp.timing.gpu import gpu_facts
 from speechdp.train.device import choose_device
+from speechdp.train.feeders import open_link, serve_trainers
 from speechdp.train.progress import ConsoleReporter, Reporter, SilentReporter
 from speechdp.train.session import Session
 from speechdp.train.stop import StopRequest
 
+if TYPE_CHECKING:
+    from speechdp.comm.fed_job import FedJob
+
 
 def over_ranks(backend: str, device: str, function: Callable[[Communicator], int | None]) -> int:
     """Run `function` on this rank, so that its failure ends all ranks; return the exit code."""
-    # The device decides about NCCL, so it is needed before the communicator knows the local rank.
-    wants_gpu = device != "cpu" and torch.cuda.is_available()
-    return guard(
-        lambda: create_communicator(backend, torch.device("cuda" if wants_gpu else "cpu")),
-        function,
-    )
+    return guard(lambda: create_communicator(backend, _exchange_device(device)), function)
 
 
-@contextlib.contextmanager
-def open_session(
-    comm: Communicator, data: Path, options: TrainOptions, label: str, others: Mapping[str, object]
-) -> Iterator[Session]:
-    """Yield a session for training over the ranks of `comm`.  Collective.
+@dataclass(frozen=True)
+class SessionRequest:
+    """What a command that trains wants.
 
-    Args:
-        comm: the ranks.
+    Attributes:
         data: the data directory.
         options: of the training.
         label: what the progress calls the run.
         others: the command's other arguments by name: ranks that differ in one would wait for each other.
-
-    Raises:
-        CommunicationError: ranks differ in world, versions, seed, data or options.
-        ConfigError, ShardError: options or data that cannot be used.
     """
-    dataset = Dataset.open(data)
-    facts = {
-        "seed": options.seed,
-        "data checksum": dataset.checksum,
-        "configuration": options.fingerprint(),
-        **{name: str(value) for name, value in others.items()},
-    }
-    check_world(comm, facts)
+
+    data: Path
+    options: TrainOptions
+    label: str
+    others: Mapping[str, object] = field(default_factory=dict)
+
+    def facts(self, dataset: Dataset) -> dict[str, Any]:
+        """Return what must be the same on every rank."""
+        return {
+            "seed": self.options.seed,
+            "data checksum": dataset.checksum,
+            "configuration": self.options.fingerprint(),
+            **{name: str(value) for name, value in self.others.items()},
+        }
+
+
+def train_over_ranks(request: SessionRequest, function: Callable[[Session], int]) -> int:
+    """Run `function` with a session on every rank that trains, while the others feed; return the exit code.
+
+    Ranks that differ in world, versions, seed, data or options are refused.  A failure of any rank ends all.
+    """
+    options = request.options
+    num_feeders = options.loading.feeders
+    if num_feeders == 0:
+        return over_ranks(options.backend, options.device, lambda comm: _train(comm, request, function))
+    return guard(
+        lambda: create_fed_job(options.backend, num_feeders, _exchange_device(options.device)),
+        lambda comm: _train_or_feed(cast("FedJob", comm), request, function),
+    )
+
+
+def _exchange_device(device: str) -> torch.device:
+    # The device decides about NCCL, so it is needed before the communicator knows the local rank.
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _train(comm: Communicator, request: SessionRequest, function: Callable[[Session], int]) -> int:
+    dataset = Dataset.open(request.data)
+    check_world(comm, request.facts(dataset))
+    _share_cores(comm.allgather_object(environment.host_name()))
+    with StopRequest() as stop:
+        return function(_session(comm, request, dataset, stop))
+
+
+def _train_or_feed(job: FedJob, request: SessionRequest, function: Callable[[Session], int]) -> int:
+    """Do this rank's part of a job with feeders; return the exit code that all ranks have agreed on."""
+    dataset = Dataset.open(request.data)
+    check_world(job, request.facts(dataset))
+    _share_cores(job.roles.hosts)
+    # A feeder notes a request to stop as well, and serves on until the ranks that train have ended.
+    with StopRequest() as stop:
+        if job.is_feeder:
+            return serve_trainers(job, job.roles, dataset, request.options.loading.loader_threads)
+        device = choose_device(request.options.device, job.part.local_rank)
+        with open_link(job, job.roles, device) as goodbye:
+            check_sum(job.part)
+            session = _session(job.part, request, dataset, stop, job.roles)
+            goodbye.exit_code = function(dataclasses.replace(session, feeders=Feeders(goodbye.link)))
+        return goodbye.exit_code
+
+
+def _share_cores(hosts: Sequence[str]) -> None:
+    """Give this rank its share of the host's cores.
+
+    Args:
+        hosts: host of every rank, feeders included.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        # As `speechdp launch` has it: the ranks of a host share its cores instead of each taking all.
+        torch.set_num_threads(max(1, available_cores() // hosts.count(environment.host_name())))
+
+
+def _session(
+    comm: Communicator,
+    request: SessionRequest,
+    dataset: Dataset,
+    stop: StopRequest,
+    roles: Roles | None = None,
+) -> Session:
+    """Return a session for training over the ranks of `comm`.  Collective.
+
+    Args:
+        comm: the ranks that train.
+        roles: of all ranks of the job, where some feed.
+    """
+    options = request.options
     device = choose_device(options.device, comm.local_rank)
     reporter: Reporter = SilentReporter()
     if comm.rank == 0:
-        reporter = ConsoleReporter(make_console(), label)
+        reporter = ConsoleReporter(make_console(), request.label)
     notice = choose_backend(options.backend).notice
     if notice:
         reporter.notice(notice)
     hosts = comm.allgather_object(environment.host_name())
-    if "OMP_NUM_THREADS" not in os.environ:
-        # As `speechdp launch` has it: the ranks of a host share its cores instead of each taking all.
-        torch.set_num_threads(max(1, available_cores() // hosts.count(environment.host_name())))
-    reporter.notice(_welcome(comm, device, hosts))
+    num_feeders = 0 if roles is None else len(roles.feeders)
+    reporter.notice(_welcome(comm, device, hosts, num_feeders))
     launch = environment.announced()
-    run_facts = {
+    facts: dict[str, Any] = {
         "hosts": hosts,
         "command": ["speechdp", *sys.argv[1:]],
         "versions": versions(),
@@ -84,11 +156,15 @@ def open_session(
         "launcher": None if launch is None else launch.launcher,
         "gpus": comm.allgather_object(gpu_facts(device)),
     }
-    with StopRequest() as stop:
-        yield Session(dataset, comm, device, reporter, stop, run_facts)
+    if roles is not None:
+        facts["feeders"] = {
+            "ranks": list(roles.feeders),
+            "hosts": [roles.hosts[rank] for rank in roles.feeders],
+        }
+    return Session(dataset, comm, device, reporter, stop, facts)
 
 
-def _welcome(comm: Communicator, device: torch.device, hosts: list[str]) -> str:
+def _welcome(comm: Communicator, device: torch.device, hosts: list[str], num_feeders: int) -> str:
     unique = list(dict.fromkeys(hosts))
     where = unique[0]
     if len(unique) > 1:
@@ -98,5 +174,11 @@ def _welcome(comm: Communicator, device: torch.device, hosts: list[str]) -> str:
         compute = torch.cuda.get_device_name(device)
     elif torch.cuda.is_available():
         compute = "CPU (as asked for)"
-    ranks = "1 rank" if comm.size == 1 else f"{comm.size} ranks"
+    ranks = _counted(comm.size, "rank")
+    if num_feeders:
+        ranks += f" and {_counted(num_feeders, 'feeder')}"
     return f"speechdp {speechdp.__version__}: {ranks} on {where}, back-end {comm.backend}, {compute}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"1 {what}" if number == 1 else f"{number} {what}s"

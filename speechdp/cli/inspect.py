@@ -53,10 +53,12 @@ def describe(dataset: Dataset) -> RenderableType:
     ]
     kind = f"{features.kind} x {dataset.feature_dim}"
     content = f"audio, for {kind}" if dataset.stored == "audio" else f"{kind} {features.dtype}"
+    rate = f"{dataset.sampling_rate} Hz, " if dataset.sampling_rate else ""  # only Kaldi knows its own
+    whose = " by cmvn.scp" if normalised and features.cmvn == "speaker" else ""
     settings = (
-        f"{dataset.sampling_rate} Hz, {content}, "
+        f"{rate}{content}, "
         f"{features.frame_length_ms:g} ms every {features.frame_shift_ms:g} ms, "
-        f"{' and '.join(normalised) or 'nothing'} normalised\n"
+        f"{' and '.join(normalised) or 'nothing'} normalised{whose}\n"
         f"{dataset.num_classes} classes, {dataset.alignment} alignment, split by {dataset.split}"
     )
     table = Table()

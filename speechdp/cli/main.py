@@ -36,6 +36,9 @@ SUBCOMMANDS = {
     ),
     "report": Subcommand("report", "ReportCommand", "table and pictures of a run, a sweep or a comparison"),
     "decode": Subcommand("decode", "DecodeCommand", "recognise a split and count word errors"),
+    "posteriors": Subcommand(
+        "posteriors", "PosteriorsCommand", "write a model's scores for Kaldi's decoders"
+    ),
     "launch": Subcommand(
         "launch", "LaunchCommand", "start any of these over N ranks with mpirun or horovodrun"
     ),

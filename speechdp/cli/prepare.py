@@ -162,14 +162,10 @@ class PrepareCommand:
 
     def _prepare_kaldi(self, kaldi_dir: Path, progress: Progress) -> KaldiPrepared:
         if len(self.paths) != 1:
-            raise ConfigError(
-                "prepare --kaldi DATA_DIR takes one path beside it, the DATA folder to make"
-            )
+            raise ConfigError("prepare --kaldi DATA_DIR takes one path beside it, the DATA folder to make")
         for name in ("synthetic", "lexicon", "pattern", "resample"):
             if getattr(self, name) is not None:
                 raise ConfigError(f"--{name} does not go with --kaldi; leave it out")
-        if self.store != "features":
-            raise ConfigError("--store audio does not go with --kaldi; leave it out")
         arguments = self.of_kaldi
         options = KaldiOptions(
             kaldi_dir=kaldi_dir,
@@ -178,6 +174,7 @@ class PrepareCommand:
             ali_pdf=arguments.ali_pdf,
             use_feats=arguments.feats,
             cmvn=arguments.cmvn,
+            stored=self.store,
             split=self.split,
             held_out_speaker=self.held_out_speaker,
             num_shards=self.shards,

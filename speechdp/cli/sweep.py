@@ -15,6 +15,8 @@ from speechdp.errors import ConfigError
 if TYPE_CHECKING:
     from speechdp.comm.base import Communicator
     from speechdp.train.progress import Reporter
+    from speechdp.train.session import Session
+    from speechdp.train.sweep import SweepPlan
 
 
 @dataclass(frozen=True)
@@ -43,18 +45,17 @@ class SweepCommand:
 
     def run(self) -> int:
         """Run the sweep; return the exit code."""
-        from speechdp.cli.distributed import over_ranks  # noqa: PLC0415 - keeps --help fast
+        from speechdp.cli.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415 - fast --help
 
         if self.options.strategy != TrainOptions().strategy:
             raise ConfigError("--strategy is not for sweep: use --swept, --periods and --reference")
-        return over_ranks(self.options.backend, self.options.device, self._on_rank)
+        sweep = [self.swept, self.periods, self.reference, self.one_rank_steps, self.decode_split]
+        others = {"OUT folder": self.out_dir, "sweep": sweep, "--overwrite": self.overwrite}
+        request = SessionRequest(self.data, self.options, self.out_dir.name, others)
+        return train_over_ranks(request, self._on_rank)
 
-    def _on_rank(self, comm: Communicator) -> int:
-        from speechdp.cli.distributed import open_session  # noqa: PLC0415
-        from speechdp.cli.report import print_report  # noqa: PLC0415
-        from speechdp.cli.train import STOPPED_EXIT_CODE, remove_run  # noqa: PLC0415
-        from speechdp.train.sweep import SweepPlan, run_sweep  # noqa: PLC0415
-        from speechdp.train.trainer import Stopped  # noqa: PLC0415
+    def _plan(self) -> SweepPlan:
+        from speechdp.train.sweep import SweepPlan  # noqa: PLC0415
 
         plan = SweepPlan(
             strategy=self.swept,
@@ -64,18 +65,25 @@ class SweepCommand:
             decode_split=self.decode_split,
         )
         plan.runs()
-        others = {"OUT folder": self.out_dir, "sweep": plan, "--overwrite": self.overwrite}
-        with open_session(comm, self.data, self.options, self.out_dir.name, others) as session:
-            if comm.rank == 0 and self.overwrite:
-                remove_run(self.out_dir)
-            comm.barrier()
-            try:
-                run_sweep(session, self.options, plan, self.out_dir, self._reporter_maker(comm))
-            except Stopped:
-                session.reporter.notice(f"stopped as asked; the same command goes on with {self.out_dir}")
-                return STOPPED_EXIT_CODE
-            if comm.rank == 0:
-                print_report(self.out_dir, self.target)
+        return plan
+
+    def _on_rank(self, session: Session) -> int:
+        from speechdp.cli.report import print_report  # noqa: PLC0415
+        from speechdp.cli.train import STOPPED_EXIT_CODE, remove_run  # noqa: PLC0415
+        from speechdp.train.sweep import run_sweep  # noqa: PLC0415
+        from speechdp.train.trainer import Stopped  # noqa: PLC0415
+
+        comm, plan = session.comm, self._plan()
+        if comm.rank == 0 and self.overwrite:
+            remove_run(self.out_dir)
+        comm.barrier()
+        try:
+            run_sweep(session, self.options, plan, self.out_dir, self._reporter_maker(comm))
+        except Stopped:
+            session.reporter.notice(f"stopped as asked; the same command goes on with {self.out_dir}")
+            return STOPPED_EXIT_CODE
+        if comm.rank == 0:
+            print_report(self.out_dir, self.target)
         return 0
 
     def _reporter_maker(self, comm: Communicator) -> Callable[[str], Reporter]:

@@ -13,7 +13,7 @@ from speechdp.config import TrainOptions
 from speechdp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from speechdp.comm.base import Communicator
+    from speechdp.train.session import Session
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TrainCommand:
 
     def run(self) -> int:
         """Train; return the exit code."""
-        from speechdp.cli.distributed import over_ranks  # noqa: PLC0415 - keeps --help fast
+        from speechdp.cli.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415 - fast --help
         from speechdp.comm.environment import expect_rare_exchanges  # noqa: PLC0415
         from speechdp.strategies import parse_strategy  # noqa: PLC0415
 
@@ -40,27 +40,26 @@ class TrainCommand:
             raise ConfigError("--resume and --overwrite exclude each other")
         if not parse_strategy(self.options.strategy).exchanges_every_step:
             expect_rare_exchanges()
-        return over_ranks(self.options.backend, self.options.device, self._on_rank)
+        others = {"RUN folder": self.run_dir, "--resume": self.resume, "--overwrite": self.overwrite}
+        request = SessionRequest(self.data, self.options, self.run_dir.name, others)
+        return train_over_ranks(request, self._on_rank)
 
-    def _on_rank(self, comm: Communicator) -> int:
-        from speechdp.cli.distributed import open_session  # noqa: PLC0415
+    def _on_rank(self, session: Session) -> int:
         from speechdp.train.realign import train_with_realignment  # noqa: PLC0415
         from speechdp.train.trainer import Stopped  # noqa: PLC0415
 
-        others = {"RUN folder": self.run_dir, "--resume": self.resume, "--overwrite": self.overwrite}
-        with open_session(comm, self.data, self.options, self.run_dir.name, others) as session:
-            if comm.rank == 0 and self.overwrite:
-                remove_run(self.run_dir)
-            comm.barrier()
-            try:
-                train_with_realignment(session, self.options, self.run_dir, resume=self.resume)
-            except Stopped:
-                session.reporter.end()
-                session.reporter.notice(
-                    f"stopped as asked; the same command with --resume goes on: {self.run_dir}"
-                )
-                return STOPPED_EXIT_CODE
-            session.reporter.notice(f"model: {self.run_dir / 'model.safetensors'}")
+        if session.comm.rank == 0 and self.overwrite:
+            remove_run(self.run_dir)
+        session.comm.barrier()
+        try:
+            train_with_realignment(session, self.options, self.run_dir, resume=self.resume)
+        except Stopped:
+            session.reporter.end()
+            session.reporter.notice(
+                f"stopped as asked; the same command with --resume goes on: {self.run_dir}"
+            )
+            return STOPPED_EXIT_CODE
+        session.reporter.notice(f"model: {self.run_dir / 'model.safetensors'}")
         return 0
 
 

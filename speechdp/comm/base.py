@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from speechdp.comm.packets import Allocate, PacketChannel, fresh
 from speechdp.errors import CommunicationError, ConfigError
 
 
@@ -97,6 +98,7 @@ class Communicator(ABC):
         rank: this rank, 0 <= rank < size.
         size: number of ranks.
         local_rank: index of this rank among those on the same host; selects the GPU.
+        role: what this rank does where not all do the same, for messages; "" where it trains.
         sent_bytes: what this rank has sent so far in allreduces and broadcasts, taking a ring for granted.
     """
 
@@ -110,6 +112,7 @@ class Communicator(ABC):
     rank: int
     size: int
     local_rank: int
+    role: str = ""
     sent_bytes: float = 0.0
     #: Whether the back-end, as it was started, has messages between two ranks (`peers`) and groups (`split`).
     has_peers: bool = True
@@ -179,6 +182,19 @@ class Communicator(ABC):
         raise ConfigError(
             f"the {self.backend} back-end has no messages between two ranks as it was started; "
             "start with mpirun, or choose --backend mpi or torch"
+        )
+
+    def packets(self, allocate: Allocate = fresh) -> PacketChannel:
+        """Open a channel for packets, which are sent without waiting.  Collective; each call opens another.
+
+        Args:
+            allocate: returns memory for tensors that arrive.
+
+        Raises:
+            ConfigError: this back-end has none.
+        """
+        raise ConfigError(
+            f"the {self.backend} back-end has no packets between ranks; start with mpirun and --backend mpi"
         )
 
     def split(self, color: int) -> Communicator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -13,6 +13,9 @@ from speechdp.comm import environment
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.errors import CommunicationError, ConfigError
+
+if TYPE_CHECKING:
+    from speechdp.comm.fed_job import FedJob
 
 Backend = Literal["auto", "serial", "horovod", "mpi", "torch"]
 
@@ -90,6 +93,37 @@ def create_communicator(name: Backend | str = "auto", device: torch.device | Non
     else:
         communicator = getattr(module, class_name)()
     return communicator
+
+
+def create_fed_job(name: Backend | str, num_feeders: int, device: torch.device | None = None) -> FedJob:
+    """Return the communicator of a job whose last `num_feeders` ranks of each host feed.  Collective.
+
+    Raises:
+        ConfigError: no such back-end, not started over MPI, or too few ranks on a host.
+        CommunicationError: it is not installed, or cannot start.
+    """
+    choice = choose_backend(name)
+    launch = environment.announced()
+    feeders = f"--feeders {num_feeders}"
+    if launch is None or launch.size == 1 or choice.name == "serial":
+        raise ConfigError(
+            f"{feeders}: takes at least {num_feeders + 1} ranks of a host, but this one is alone; start with "
+            f"speechdp launch -np {num_feeders + 1} -- train ..., and --backend auto"
+        )
+    if environment.started_by_horovodrun() or launch.launcher == "torchrun":
+        raise ConfigError(
+            f"{feeders}: batches travel over MPI, which {launch.launcher} does not start here; start with "
+            "mpirun, or speechdp launch without --launcher"
+        )
+    try:
+        module = importlib.import_module("speechdp.comm.fed_job")
+        job: FedJob = module.FedJob(choice.name, num_feeders, device or torch.device("cpu"))
+    except ImportError as error:
+        raise CommunicationError(
+            f"{feeders} with the {choice.name} back-end is not available ({error}); {_REMEDY[choice.name]}, "
+            f"and {_REMEDY['mpi']}"
+        ) from error
+    return job
 
 
 def _why_not_horovod() -> str | None:

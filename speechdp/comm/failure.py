@@ -104,7 +104,8 @@ def _name(comm: Communicator | None) -> tuple[int, str]:
     rank = comm.rank if comm is not None else launch.rank if launch is not None else 0
     if _is_alone(comm):
         return rank, "speechdp"
-    return rank, f"speechdp: rank {rank} on {environment.host_name()}"
+    role = f" ({comm.role})" if comm is not None and comm.role else ""
+    return rank, f"speechdp: rank {rank}{role} on {environment.host_name()}"
 
 
 def _is_alone(comm: Communicator | None) -> bool:

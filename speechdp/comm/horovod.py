@@ -50,13 +50,18 @@ class HorovodCommunicator(Communicator):
 
     Attributes:
         controller: `gloo` or `mpi`; what carries Horovod's messages and sums.
+
+    Args:
+        part: communicator over MPI of the ranks that Horovod is to know of, where these are not all of the
+            job; to be closed after this one.
     """
 
     backend: ClassVar[str] = "horovod"
     # bfloat16 is unknown to Horovod 0.28; float16 was measured right over MPI and Gloo.
     reducible: ClassVar[frozenset[torch.dtype]] = Communicator.reducible | {torch.float16}
 
-    def __init__(self) -> None:
+    def __init__(self, part: Communicator | None = None) -> None:
+        self._part = part
         self._meeting: GlooMeeting | None = None
         if environment.started_by_horovodrun():
             _checked("hvd.init", hvd.init)
@@ -75,20 +80,26 @@ class HorovodCommunicator(Communicator):
     def _start_over_mpi(self) -> None:
         # mpi4py first: Horovod joins an MPI that is already there, and leaves it to mpi4py to end it.
         # Abort and the comparison of the two worlds need mpi4py anyway.
-        from speechdp.comm.mpi import MpiCommunicator  # noqa: PLC0415
+        from speechdp.comm.mpi import MpiCommunicator, world_rank  # noqa: PLC0415
 
-        mpi = MpiCommunicator()
+        mpi = MpiCommunicator() if self._part is None else self._part
         if gloo_is_better(mpi) and hvd.gloo_built():
             self._meeting = GlooMeeting(mpi)
             with environment.set_meanwhile(self._meeting.settings):
                 _checked("hvd.init", hvd.init)
-        else:
+        elif self._part is None:
             _checked("hvd.init", hvd.init)
-        mpi.close()
+        else:
+            ranks = mpi.allgather_object(world_rank())
+            _checked("hvd.init", lambda: hvd.init(comm=ranks))
+        if self._part is None:
+            mpi.close()
 
     def peers(self) -> PeerCommunicator:
         if not self.has_peers:
             return super().peers()
+        if self._part is not None:
+            return self._part.peers()
         mpi = self._over_mpi()
         channel = mpi.peers()
         mpi.close()
@@ -97,6 +108,8 @@ class HorovodCommunicator(Communicator):
     def split(self, color: int) -> Communicator:
         if not self.has_peers:
             return super().split(color)
+        if self._part is not None:
+            return self._part.split(color)
         mpi = self._over_mpi()
         group = mpi.split(color)
         mpi.close()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
 from speechdp.comm.environment import prepare_open_mpi
+from speechdp.comm.packets import Allocate, PacketChannel, fresh
 from speechdp.comm.patience import sleep_until
 from speechdp.comm.staging import Staged, as_bytes
 from speechdp.errors import CommunicationError
@@ -108,6 +109,11 @@ class MpiCommunicator(Communicator):
 
         return MpiPeers(checked("opening a channel", self._copy), reads_cuda=self._reads_cuda)
 
+    def packets(self, allocate: Allocate = fresh) -> PacketChannel:
+        from speechdp.comm.mpi_packets import MpiPackets  # noqa: PLC0415  imports this module
+
+        return MpiPackets(checked("opening a channel", self._copy), allocate)
+
     def split(self, color: int) -> Communicator:
         def run() -> MpiCommunicator:
             meet(self._sync)
@@ -166,6 +172,11 @@ class MpiCommunicator(Communicator):
 
     def _allgather_bytes(self, data: bytes) -> list[bytes]:
         return checked("allgather", lambda: gather_bytes(self._sync, data))
+
+
+def world_rank() -> int:
+    """Return this process' rank among all that MPI knows of."""
+    return int(MPI.COMM_WORLD.Get_rank())
 
 
 def abort_world(exit_code: int) -> NoReturn:

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
+from speechdp.comm.packets import Allocate, PacketChannel, fresh
 from speechdp.comm.thread_job import Job
+from speechdp.comm.thread_packets import PacketBoxes, ThreadPackets
 from speechdp.comm.thread_peers import Mailboxes, ThreadPeers
 from speechdp.errors import CommunicationError
 
@@ -110,6 +112,11 @@ class ThreadsCommunicator(Communicator):
         shared = self._shared
         boxes = self._exchange("peers", None, lambda parts: Mailboxes(shared.job, shared.members))
         return ThreadPeers(self.rank, boxes, self.barrier)
+
+    def packets(self, allocate: Allocate = fresh) -> PacketChannel:
+        shared = self._shared
+        boxes = self._exchange("packets", None, lambda parts: PacketBoxes(shared.job, shared.members))
+        return ThreadPackets(self.rank, boxes, allocate, self.barrier)
 
     def split(self, color: int) -> Communicator:
         shared = self._shared

@@ -127,17 +127,19 @@ class TorchGroup(Communicator):
 
 
 class TorchCommunicator(TorchGroup):
-    """All ranks of the job.
+    """All ranks of the job, or of a part of it.
 
     Args:
         device: where the tensors live; CUDA selects nccl.
+        part: communicator over MPI of the ranks to be joined, where these are not all of the job.
 
     Raises:
         CommunicationError: the ranks cannot meet.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        meeting = _meet_over_mpi() if environment.torchrun_rendezvous() is None else _meet_by_torchrun()
+    def __init__(self, device: torch.device, part: Communicator | None = None) -> None:
+        by_torchrun = part is None and environment.torchrun_rendezvous() is not None
+        meeting = _meet_by_torchrun() if by_torchrun else _meet_over_mpi(part)
         super().__init__(meeting, None, range(meeting.size), "speechdp")
         self._num_splits = 0
         if device.type == "cuda" and device.index is None:
@@ -176,10 +178,10 @@ class TorchCommunicator(TorchGroup):
         environment.end_process(exit_code)
 
 
-def _meet_over_mpi() -> _Meeting:
+def _meet_over_mpi(part: Communicator | None) -> _Meeting:
     from speechdp.comm.mpi import MpiCommunicator  # noqa: PLC0415  initialises MPI
 
-    mpi = MpiCommunicator()
+    mpi = MpiCommunicator() if part is None else part
     interface = network.interface_between(mpi.rank, mpi.allgather_object(environment.host_name()))
     environment.prefer_gloo_interface(interface.name)
     address = interface.address
@@ -193,7 +195,8 @@ def _meet_over_mpi() -> _Meeting:
             f"reaching rank 0 at {address}:{port}",
             lambda: _store(address, port, mpi.size),
         )
-    mpi.close()
+    if part is None:
+        mpi.close()
     return _Meeting(mpi.rank, mpi.size, mpi.local_rank, store, over_mpi=True)
 
 

@@ -50,7 +50,7 @@ def check_world(comm: Communicator, facts: Mapping[str, Any]) -> None:
     _check_launcher(comm)
     _check_mpi(comm)
     _check_equal(comm, {**versions(), **facts})
-    _check_sum(comm)
+    check_sum(comm)
 
 
 def _check_launcher(comm: Communicator) -> None:
@@ -98,8 +98,14 @@ def _check_equal(comm: Communicator, facts: Mapping[str, Any]) -> None:
             )
 
 
-def _check_sum(comm: Communicator) -> None:
-    """Sum a small vector whose result every rank knows: a broken transport shows here, not in the loss."""
+def check_sum(comm: Communicator) -> None:
+    """Sum a small vector whose result every rank knows: a broken transport shows here, not in the loss.
+
+    Collective.
+
+    Raises:
+        CommunicationError: the sum is wrong.
+    """
     x = torch.tensor([comm.rank + 1.0, 1.0, -0.5])
     comm.allreduce(x, name="speechdp.world")
     n = comm.size

@@ -43,7 +43,7 @@ class Framing:
         return list(itertools.accumulate((rows + self.spare for rows in num_rows), initial=0))
 
     def lay_out(self, waves: Sequence[Tensor], num_rows: Sequence[int], *, reflect: bool) -> Tensor:
-        """Lay utterances (S,) of one device end to end, with room for so many windows each.
+        """Lay utterances (S,) of one device end to end, with room for so many windows each, 1 at least.
 
         Args:
             reflect: mirror the samples at both ends, the outermost repeated, as Kaldi does; else zeros.
@@ -66,6 +66,15 @@ class Framing:
     def rows(self, flat: Tensor) -> Tensor:
         """Return the windows of a layout, a view (R, window)."""
         return flat[max(0, self.first) :].unfold(0, self.window, self.hop)
+
+
+def multiply(x: Tensor, weights: Tensor) -> Tensor:
+    """Return the product of (R, K) float32 and (K, D) float64 weights, rounded to float32.
+
+    Summed in double precision: in which order a library adds depends on its threads and on R, and in
+    single precision that would show.
+    """
+    return (x.double() @ weights).float()
 
 
 def _mirror(size: int, first: int, end: int) -> npt.NDArray[np.int64]:

@@ -57,6 +57,10 @@ class InputOptions:
         return features
 
 
+#: The model sees each frame's features alone.
+FEATURES_ALONE = InputOptions()
+
+
 def _add_deltas(features: Tensor, lengths: Tensor, order: int) -> Tensor:
     """Return features and their slopes of order 1 to `order`, side by side: (B, T, F * (order + 1)).
 

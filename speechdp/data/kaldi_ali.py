@@ -18,6 +18,7 @@ from speechdp.data.kaldi_stream import KaldiStream
 from speechdp.errors import ConfigError
 
 _MOST_PDFS = 1 << 20
+_SIZED_INT32 = np.dtype([("size", "u1"), ("value", "<i4")])
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,20 @@ def read_int_vectors(path: Path) -> Iterator[tuple[str, npt.NDArray[np.int32], K
             if stream.line_is_over:
                 yield utterance, np.empty(0, np.int32), stream
             elif stream.is_binary():
-                yield utterance, stream.int32_vector("the alignment"), stream
+                yield utterance, _sized_integers(stream), stream
             else:
                 yield utterance, _integers(stream), stream
             stream.utterance = ""
+
+
+def _sized_integers(stream: KaldiStream) -> npt.NDArray[np.int32]:
+    """Read what Kaldi's BasicVectorHolder writes: the length and every value, each behind a byte 4."""
+    length = stream.sized_int32("the length of the alignment")
+    raw = stream.take(length * _SIZED_INT32.itemsize, f"an alignment of {length} numbers")
+    sized = np.frombuffer(raw, dtype=_SIZED_INT32)
+    if (sized["size"] != 4).any():
+        raise stream.failure("a number of the alignment has not 4 bytes")
+    return sized["value"].astype(np.int32)
 
 
 def _integers(stream: KaldiStream) -> npt.NDArray[np.int32]:

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.data.audio import read_audio
+from speechdp.data.audio import read_audio, to_int16
 from speechdp.data.dataset import ShardEntry
-from speechdp.data.features import compute_features, normalise
+from speechdp.data.features import compute_features, normalise, num_frames_of
 from speechdp.data.kaldi_cmvn import SpeakerCmvn
 from speechdp.data.kaldi_matrix import MatrixPlace, read_matrix
 from speechdp.data.shard_jobs import Progress, num_cores
-from speechdp.data.shards import ShardHeader, ShardWriter, Utterance
+from speechdp.data.shards import AudioUtterance, ShardHeader, ShardWriter, Utterance
 from speechdp.errors import ConfigError, RunError
 
 _STAGE = "writing shards"
@@ -94,16 +94,28 @@ def write_kaldi_shard(job: KaldiShardJob) -> ShardEntry:
     return ShardEntry(job.path.name, writer.num_utterances, writer.num_frames, writer.index_sha256)
 
 
-def _ready(job: KaldiShardJob) -> Iterator[Utterance]:
+def _ready(job: KaldiShardJob) -> Iterator[Utterance | AudioUtterance]:
     cmvn = None if job.cmvn is None else SpeakerCmvn(job.cmvn)
+    header = job.header
     for utterance in job.utterances:
-        features = _features(utterance, job.header, cmvn)
-        if len(features) != utterance.num_frames:
-            raise frames_differ(utterance.utterance_id, len(features), utterance.num_frames)
+        names = (utterance.utterance_id, utterance.speaker, utterance.text)
         targets = np.fromfile(
             job.pdfs, "<i4", count=utterance.num_frames, offset=_TARGET_BYTES * utterance.first_frame
         )
-        yield Utterance(utterance.utterance_id, utterance.speaker, utterance.text, features, targets)
+        if header.stored == "audio":
+            assert isinstance(utterance.source, Path)
+            samples = to_int16(read_audio(utterance.source, header.sampling_rate))
+            _check_frames(utterance, num_frames_of(len(samples), header.sampling_rate, header.features))
+            yield AudioUtterance(*names, samples, targets)
+        else:
+            features = _features(utterance, header, cmvn)
+            _check_frames(utterance, len(features))
+            yield Utterance(*names, features, targets)
+
+
+def _check_frames(utterance: AlignedUtterance, num_frames: int) -> None:
+    if num_frames != utterance.num_frames:
+        raise frames_differ(utterance.utterance_id, num_frames, utterance.num_frames)
 
 
 def _features(

@@ -67,6 +67,7 @@ def prepare_kaldi(options: KaldiOptions, progress: Progress) -> KaldiPrepared:
             alignment=ALIGNMENT,
             split="",
             splits={},
+            stored=options.stored,
         )
         _write(options, _Corpus(directory, manifest, utterances), progress)
     notices = _left_out(options, sources, speakers, places)

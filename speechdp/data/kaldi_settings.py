@@ -13,6 +13,7 @@ from speechdp.data.features import FeatureConfig, check_mel_bins, num_frames_of,
 from speechdp.data.kaldi_jobs import AlignedUtterance, frames_differ
 from speechdp.data.kaldi_matrix import MatrixPlace, read_matrix
 from speechdp.data.shard_jobs import Progress
+from speechdp.data.shard_layout import Stored
 from speechdp.errors import ConfigError
 
 Cmvn = Literal["kaldi", "utterance", "none"]
@@ -33,6 +34,7 @@ class KaldiOptions:
             cmvn.scp, else utterance.
         split, held_out_speaker, num_shards, seed, overwrite, num_workers: as for other corpora.
         features: what to compute; of feats.scp only how they are normalised and stored.
+        stored: features, or the audio to make them from while training.
         fit_mel_bins: take the usual number of mel filters for the sampling rate.
     """
 
@@ -46,6 +48,7 @@ class KaldiOptions:
     held_out_speaker: str | None = None
     num_shards: int = 8
     features: FeatureConfig = field(default_factory=FeatureConfig)
+    stored: Stored = "features"
     fit_mel_bins: bool = False
     seed: int = 1
     overwrite: bool = False
@@ -57,6 +60,10 @@ class KaldiOptions:
         if self.ali_dir is None and self.ali_pdf is None:
             raise ConfigError(
                 "--kaldi needs the alignment: --ali ALI_DIR (ali.*.gz, final.mdl), or --ali-pdf FILE"
+            )
+        if self.stored == "audio" and self.use_feats:
+            raise ConfigError(
+                "--feats takes Kaldi's features, --store audio makes others; leave one of them out"
             )
         if self.cmvn == "kaldi" and not self.use_feats:
             raise ConfigError("--cmvn kaldi is for features of Kaldi's: add --feats, or leave --cmvn out")

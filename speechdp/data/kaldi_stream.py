@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import os
 import struct
@@ -10,7 +9,7 @@ import zlib
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ from speechdp.errors import ConfigError
 _GZIP_MAGIC = b"\x1f\x8b"
 #: Read this many bytes at once, so that a length that is wrong costs no memory.
 _PIECE_BYTES = 1 << 20
+_PACKED_BYTES = 1 << 16
 _MAX_WORD_BYTES = 4096
 _MAX_LINE_BYTES = 1 << 26
 _SPACE = b" \t\n\r"
@@ -58,7 +58,7 @@ class KaldiStream:
             raise self.failure(f"the file ends at byte {size}")
         stream: BinaryIO = raw
         if self._size is None:
-            stream = self._stack.enter_context(io.BufferedReader(gzip.GzipFile(fileobj=raw)))
+            stream = self._stack.enter_context(io.BufferedReader(_Unpacked(raw)))
         self._stream = stream
 
     def failure(self, reason: str) -> ConfigError:
@@ -166,3 +166,45 @@ class KaldiStream:
             return text.decode("utf-8")
         except UnicodeDecodeError as error:
             raise self.failure("here should be text, and there is none") from error
+
+
+class _Unpacked(io.RawIOBase):
+    """The bytes of gzip members one after the other.
+
+    Unlike gzip.GzipFile it hands out all that stands before the place where a file is cut off, so that errors
+    name the utterance there.
+    """
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self._packed = b""
+        self._member: Any = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            if self._member is None and not self._begin_member():
+                return 0
+            data = self._member.decompress(self._packed, len(buffer))
+            self._packed = self._member.unconsumed_tail
+            if self._member.eof:
+                self._packed, self._member = self._member.unused_data, None
+            if data:
+                buffer[: len(data)] = data
+                return len(data)
+            if self._member is not None and not self._fill():
+                raise EOFError("its gzip stream does not end")
+
+    def _begin_member(self) -> bool:
+        self._packed = self._packed.lstrip(b"\0")  # padding, which gzip skips too
+        while not self._packed and self._fill():
+            self._packed = self._packed.lstrip(b"\0")
+        if self._packed:
+            self._member = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        return bool(self._packed)
+
+    def _fill(self) -> bool:
+        self._packed = self._raw.read(_PACKED_BYTES)
+        return bool(self._packed)

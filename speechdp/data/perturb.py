@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from speechdp.data.framing import Framing
+from speechdp.data.framing import Framing, multiply
 from speechdp.errors import ConfigError
 
 SPEEDS = (90, 100, 110)
@@ -73,7 +73,7 @@ def at_speed(waves: Sequence[Tensor], percent: int) -> list[Tensor]:
     num_rows = [-(-size // num_phases) for size in sizes]
     rows = framing.rows(framing.lay_out(waves, num_rows, reflect=False))  # (R, K)
     starts = framing.starts(num_rows)
-    flat = (rows[: starts[-2] + num_rows[-1]] @ weights).flatten()  # (R * phases,)
+    flat = multiply(rows[: starts[-2] + num_rows[-1]], weights).flatten()  # (R * phases,)
     return [flat[at * num_phases :][:size] for at, size in zip(starts, sizes, strict=False)]
 
 
@@ -147,7 +147,7 @@ def _energies(flat: Tensor, lengths: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _resampling(percent: int, device: torch.device) -> tuple[Tensor, Framing]:
-    """Return the weights of each phase of the output, (K, phases), and where their windows lie."""
+    """Return the weights of each phase of the output, (K, phases) float64, and where their windows lie."""
     common = math.gcd(percent, 100)
     step, num_phases = percent // common, 100 // common
     cutoff = _PASS_SHARE * min(1.0, num_phases / step)
@@ -157,7 +157,7 @@ def _resampling(percent: int, device: torch.device) -> tuple[Tensor, Framing]:
     weights = np.sinc(cutoff * places) * (0.5 + 0.5 * np.cos(np.pi * inside))
     weights /= weights.sum(axis=0)
     framing = Framing(len(weights), step, -width)
-    return torch.from_numpy(weights).to(device, torch.float32), framing
+    return torch.from_numpy(weights).to(device), framing
 
 
 @functools.lru_cache(maxsize=4)

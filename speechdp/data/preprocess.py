@@ -23,7 +23,7 @@ from torch import Tensor
 from speechdp.data.assignment import Place, augmentation_seed
 from speechdp.data.augment import SpecAugment
 from speechdp.data.features import FeatureConfig, num_frames_of
-from speechdp.data.inputs import InputOptions
+from speechdp.data.inputs import FEATURES_ALONE, InputOptions
 from speechdp.data.perturb import NoiseLevel, add_noise, at_speed, draw_noise, perturbed_size
 from speechdp.data.shard_layout import ShardHeader, Stored
 from speechdp.data.torch_features import normalise_rows, raw_features
@@ -70,7 +70,7 @@ class UtteranceKey:
     speed: int = _AS_RECORDED
 
 
-_FEATURES_ALONE, _UNCHANGED = InputOptions(), AugmentOptions()
+_UNCHANGED = AugmentOptions()
 
 
 class Preprocessor:
@@ -100,7 +100,7 @@ class Preprocessor:
         features: FeatureConfig,
         sampling_rate: int,
         stored: Stored,
-        inputs: InputOptions = _FEATURES_ALONE,
+        inputs: InputOptions = FEATURES_ALONE,
         augment: AugmentOptions = _UNCHANGED,
         seed: int = 0,
     ) -> None:
@@ -134,8 +134,26 @@ class Preprocessor:
             (T, F) float32 each, T as `perturb.perturbed_size` of the recorded frames; not to be changed.
         """
         if device.type != "cpu":
-            return self._compute(samples, keys, device) if len(samples) else []
+            return self.compute_together(samples, keys, device) if len(samples) else []
         return [self._compute_once(x, key) for x, key in zip(samples, keys, strict=True)]
+
+    def compute_together(
+        self, samples: Sequence[npt.NDArray[np.int16]], keys: Sequence[UtteranceKey], device: torch.device
+    ) -> list[Tensor]:
+        """Compute what `features_of` does in as few operations as it takes, and keep nothing.
+
+        For a GPU; on the CPU an utterance's values may depend on its neighbours to rounding.
+        """
+        frames = [num_frames_of(len(x), self._sampling_rate, self._features) for x in samples]
+        frames = [perturbed_size(num, key.speed) for num, key in zip(frames, keys, strict=True)]
+        waves = _to_device(samples, device)
+        for speed in {key.speed for key in keys} - {_AS_RECORDED}:
+            changed = [number for number, key in enumerate(keys) if key.speed == speed]
+            for number, wave in zip(changed, at_speed([waves[n] for n in changed], speed), strict=True):
+                waves[number] = wave
+        waves = self._with_noise(waves, keys)
+        rows = raw_features(waves, frames, self._sampling_rate, self._features)
+        return list(torch.split(normalise_rows(rows, frames, self._features), frames))
 
     def finish(self, features: Tensor, lengths: Tensor, place: Place | None = None) -> Tensor:
         """Add deltas, splice, and hide what SpecAugment hides.
@@ -169,7 +187,7 @@ class Preprocessor:
             (T, I) float32.
         """
         if self.stored == "audio":
-            features = self._compute([stored], [UtteranceKey(None, 0, 0)], _CPU)[0]
+            features = self.compute_together([stored], [UtteranceKey(None, 0, 0)], _CPU)[0]
         else:
             features = torch.from_numpy(stored.astype(np.float32))
         finished = self.finish(features.unsqueeze(0), torch.tensor([len(features)]))
@@ -190,23 +208,9 @@ class Preprocessor:
         name = key if self._noise is not None else UtteranceKey(None, key.shard, key.utterance, key.speed)
         features = self._cache.get(name)
         if features is None:
-            features = self._compute([samples], [key], _CPU)[0]
+            features = self.compute_together([samples], [key], _CPU)[0]
             self._cache.put(name, features)
         return features
-
-    def _compute(
-        self, samples: Sequence[npt.NDArray[np.int16]], keys: Sequence[UtteranceKey], device: torch.device
-    ) -> list[Tensor]:
-        frames = [num_frames_of(len(x), self._sampling_rate, self._features) for x in samples]
-        frames = [perturbed_size(num, key.speed) for num, key in zip(frames, keys, strict=True)]
-        waves = _to_device(samples, device)
-        for speed in {key.speed for key in keys} - {_AS_RECORDED}:
-            changed = [number for number, key in enumerate(keys) if key.speed == speed]
-            for number, wave in zip(changed, at_speed([waves[n] for n in changed], speed), strict=True):
-                waves[number] = wave
-        waves = self._with_noise(waves, keys)
-        rows = raw_features(waves, frames, self._sampling_rate, self._features)
-        return list(torch.split(normalise_rows(rows, frames, self._features), frames))
 
     def _with_noise(self, waves: list[Tensor], keys: Sequence[UtteranceKey]) -> list[Tensor]:
         level = self._noise

@@ -170,7 +170,7 @@ class SplitReader(SplitSource):
         targets.fill_(IGNORED_TARGET)
         if targets.numel() == 0:
             return targets
-        view = memoryview(targets.numpy().reshape(-1).view(np.uint8))
+        view = targets.numpy().reshape(-1).view(np.uint8).data
         places = (np.arange(len(rows)) * longest + rows.first) * 4
         start = self._frames_in_shard(rows) + rows.first
         pieces = Pieces(rows.shard, start, rows.learnt, places, places + 4 * rows.learnt)
@@ -209,7 +209,7 @@ class SplitReader(SplitSource):
         places = np.arange(len(rows)) * (longest * frame_bytes)
         start, ends = self._frames_in_shard(rows), places + rows.length * frame_bytes
         pieces = Pieces(rows.shard, start, rows.length, places, ends)
-        view = memoryview(array.reshape(-1).view(np.uint8))
+        view = array.reshape(-1).view(np.uint8).data
         self._verify(rows)
         self._files.read_features(pieces, view)
         return features

@@ -98,9 +98,7 @@ def write_shard(job: ShardJob, advance: Callable[[], None]) -> ShardResult:
     return ShardResult(entry, num_too_short)
 
 
-def _make_utterance(
-    utterance: CorpusUtterance, job: ShardJob
-) -> tuple[Utterance | AudioUtterance, bool]:
+def _make_utterance(utterance: CorpusUtterance, job: ShardJob) -> tuple[Utterance | AudioUtterance, bool]:
     header = job.header
     samples = read_audio(utterance.audio, header.sampling_rate)
     num_frames = num_frames_of(len(samples), header.sampling_rate, header.features)

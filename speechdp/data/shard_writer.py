@@ -156,6 +156,7 @@ class ShardWriter:
     def _write_hdf5(self, path: Path, index: ShardIndex) -> None:
         attributes = self.header.attributes()
         num_frames, num_rows = int(index.offsets[-1]), sum(self._rows)
+        arrays: dict[str, npt.NDArray[Any] | None]
         arrays = {"offsets": index.offsets, "crc32": index.crc32, "sample_offsets": index.sample_offsets}
         present = {name: values for name, values in arrays.items() if values is not None}
         content_shape = (num_rows, *self.header.row_shape)

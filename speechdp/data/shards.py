@@ -170,8 +170,9 @@ class Shard:
     def read_utterance(self, utterance: int) -> Utterance | AudioUtterance:
         """Read an utterance with its strings, checksum verified.  Raises ShardError."""
         kind = AudioUtterance if self.header.stored == "audio" else Utterance
-        names = [self._string(column, utterance) for column in range(len(STRING_NAMES))]
-        return kind(*names, *self._read(utterance, verify=True))
+        content, targets = self._read(utterance, verify=True)
+        names = (self.utterance_id(utterance), self.speaker(utterance), self.text(utterance))
+        return kind(*names, content, targets)
 
     def verify(self) -> None:
         """Read every utterance and compare its checksum.  Raises ShardError on the first mismatch."""

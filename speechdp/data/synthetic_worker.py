@@ -77,9 +77,9 @@ class SpokenUtterance:
 
 def read_spoken(job: SpeakingJob) -> Iterator[tuple[SpokenUtterance, npt.NDArray[Any]]]:
     """Yield what `run_job` wrote, with features (T, D) or samples (S,), in the order of the job."""
-    dtype, shape = np.dtype(job.features.dtype), (-1, job.features.feature_dim)
-    if job.stored == "audio":
-        dtype, shape = np.dtype(np.int16), (-1,)
+    audio = job.stored == "audio"
+    dtype = np.int16 if audio else np.dtype(job.features.dtype)
+    shape = (-1,) if audio else (-1, job.features.feature_dim)
     lines = job.stem.with_suffix(".jsonl")
     with lines.open(encoding="utf-8") as text, job.stem.with_suffix(".rows").open("rb") as rows:
         for utterance, line in zip(job.utterances, text, strict=True):

@@ -27,7 +27,7 @@ from speechdp.data.features import (
     shift_samples,
     window_samples,
 )
-from speechdp.data.framing import Framing
+from speechdp.data.framing import Framing, multiply
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -46,8 +46,8 @@ class _Tables:
         framing: where the windows lie.
         window: (W,) Povey's window.
         num_fft: points of the transform.
-        mel: (P, bins) the filters, without the point at half the rate.
-        cosines: (bins, D) cosine transform and lifter; None for log_mel.
+        mel: (P, bins) float64, the filters, without the point at half the rate.
+        cosines: (bins, D) float64, cosine transform and lifter; None for log_mel.
     """
 
     framing: Framing
@@ -121,10 +121,10 @@ def _block(frames: Tensor, emphasised: Tensor, tables: _Tables) -> Tensor:
     spectrum = torch.view_as_real(torch.fft.rfft(windowed))[:, : tables.num_fft // 2]  # (R, P, 2)
     power = spectrum[..., 0].square()
     power.addcmul_(spectrum[..., 1], spectrum[..., 1])
-    log_mel = (power @ tables.mel).clamp_(min=_EPSILON).log_()
+    log_mel = multiply(power, tables.mel).clamp_(min=_EPSILON).log_()
     if tables.cosines is None:
         return log_mel
-    cepstra = log_mel @ tables.cosines
+    cepstra = multiply(log_mel, tables.cosines)
     # Kaldi puts the log-energy of the window, before pre-emphasis, in the place of C0.
     cepstra[:, 0] = (frames - means).square_().sum(dim=1).clamp_(min=_EPSILON).log_()
     return cepstra
@@ -154,12 +154,12 @@ def _tables(sampling_rate: int, config: FeatureConfig, device: torch.device) -> 
     window = (0.5 - 0.5 * np.cos(2 * np.pi / (size - 1) * np.arange(size))) ** 0.85
     cosines = None
     if config.kind == "mfcc":
-        cosines = _on(_cosines(config.num_mel_bins, config.num_ceps), device)
+        cosines = torch.from_numpy(_cosines(config.num_mel_bins, config.num_ceps)).to(device)
     return _Tables(
         framing=Framing(size, hop, 0 if config.snip_edges else hop // 2 - size // 2),
-        window=_on(window, device),
+        window=torch.from_numpy(window).to(device, torch.float32),
         num_fft=num_fft,
-        mel=_on(_mel_filters(sampling_rate, num_fft, config.num_mel_bins), device),
+        mel=torch.from_numpy(_mel_filters(sampling_rate, num_fft, config.num_mel_bins)).to(device),
         cosines=cosines,
     )
 
@@ -184,7 +184,3 @@ def _cosines(num_bins: int, num_ceps: int) -> FloatArray:
     transform[:, 0] = np.sqrt(1 / num_bins)
     transform *= 1 + 0.5 * _LIFTER * np.sin(np.pi * k / _LIFTER)
     return transform
-
-
-def _on(values: FloatArray, device: torch.device) -> Tensor:
-    return torch.from_numpy(values).to(device, torch.float32)

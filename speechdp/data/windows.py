@@ -85,6 +85,7 @@ class Windows:
         self._edges = self._place_windows()
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[int, int], Window] = OrderedDict()
+        self._num_kept = 0  # segments of these
         frames, padded = self._count()
         self.first_step = np.cumsum([0, *(part.shape[1] for part in frames)])
         self.frames, self.padded = np.concatenate(frames, axis=1), np.concatenate(padded, axis=1)
@@ -109,10 +110,10 @@ class Windows:
             window = self._kept.get((rank, number))
             if window is None:
                 window = self._kept[rank, number] = self._make(rank, number)
+                self._num_kept += len(window.pieces)
             self._kept.move_to_end((rank, number))
-            kept = sum(len(w.pieces) for w in self._kept.values())
-            while kept > _KEPT_SEGMENTS and len(self._kept) > 2:
-                kept -= len(self._kept.popitem(last=False)[1].pieces)
+            while self._num_kept > _KEPT_SEGMENTS and len(self._kept) > 2:
+                self._num_kept -= len(self._kept.popitem(last=False)[1].pieces)
             return window
 
     def _make(self, rank: int, number: int) -> Window:

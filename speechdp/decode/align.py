@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speechdp.data.alignment_file import TargetsFile, open_targets, write_targets
+from speechdp.data.inputs import FEATURES_ALONE, InputOptions
+from speechdp.data.preprocess import Preprocessor
 from speechdp.data.shards import Shard
 from speechdp.decode.graph import LexiconTransducer, transcript, word_ids_of
 from speechdp.decode.hmm import FloatArray, IntArray, count_frames_and_runs
@@ -143,7 +145,12 @@ class AlignmentReport:
 
 
 def align_shards(
-    jobs: Iterable[AlignmentJob], aligner: Aligner, scorer: Scorer, report: AlignmentReport, alignment: str
+    jobs: Iterable[AlignmentJob],
+    aligner: Aligner,
+    scorer: Scorer,
+    report: AlignmentReport,
+    alignment: str,
+    inputs: InputOptions = FEATURES_ALONE,
 ) -> AlignmentReport:
     """Align shards anew and write each one's targets beside it.
 
@@ -156,6 +163,7 @@ def align_shards(
         scorer: gives the log-likelihoods, e.g. `AcousticScorer(...).score`.
         report: where the counts are added; returned.
         alignment: name of the new alignment, e.g. "realigned-1".
+        inputs: what the scorer's model sees of the features.
 
     Raises:
         ShardError: a shard or its previous targets are damaged, or the disk is full.
@@ -170,7 +178,7 @@ def align_shards(
                 previous = stack.enter_context(closing(open_targets(job.previous, shard)))
             old: list[IntArray] = []
             new: dict[int, IntArray | None] = {}
-            for u, log_likelihoods in scorer(_features(shard, previous, old)):
+            for u, log_likelihoods in scorer(_features(shard, inputs, previous, old)):
                 new[u] = aligner.align(shard.text(u).split(), log_likelihoods)
             targets = [old[u] if found is None else found for u, found in sorted(new.items())]
             for before, after in zip(old, targets, strict=True):
@@ -181,9 +189,12 @@ def align_shards(
     return report
 
 
-def _features(shard: Shard, previous: TargetsFile | None, old: list[IntArray]) -> Iterator[FloatArray]:
-    """Read a shard's features in order; append each utterance's present targets to `old` on the way."""
+def _features(
+    shard: Shard, inputs: InputOptions, previous: TargetsFile | None, old: list[IntArray]
+) -> Iterator[FloatArray]:
+    """Read the model's input utterance by utterance; append the present targets of each to `old`."""
+    preprocessor = Preprocessor.for_shard(shard.header, inputs)
     for u in range(shard.num_utterances):
-        features, targets = shard.read(u)
+        features, targets = preprocessor.read(shard, u)
         old.append(targets if previous is None else previous.read(u))
-        yield features.astype(np.float32)
+        yield features

@@ -9,15 +9,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from speechdp.atomic_file import write_text_atomically
 from speechdp.comm.base import Communicator
 from speechdp.data.dataset import Dataset
+from speechdp.data.preprocess import InputOptions, Preprocessor, inputs_of
 from speechdp.data.shards import Shard
 from speechdp.decode.graph import Grammar, LexiconTransducer, build_graph, choose_grammar
 from speechdp.decode.hmm import FloatArray, StateInventory
+from speechdp.decode.kaldi_pdfs import KaldiPdfs, refuse_kaldi_pdfs
 from speechdp.decode.lexicon import Lexicon
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.decode.search import Searcher, SearchOptions
@@ -185,8 +186,9 @@ def decode_split(
         ShardError: a shard is damaged.
         RunError: the model gives NaN, or the results cannot be written.
     """
+    refuse_kaldi_pdfs(dataset.classes_path, "decode")
     inventory = StateInventory.load(dataset.classes_path)
-    _check_origin(trained.config, dataset, inventory)
+    check_origin(trained.config, dataset, inventory)
     with ExitStack() as stack:
         num_shards = len(dataset.shard_paths(split))
         shards = [stack.enter_context(dataset.open_shard(split, i)) for i in range(num_shards)]
@@ -195,7 +197,8 @@ def decode_split(
             raise ConfigError(f"{dataset.path}: split {split!r} has no reference words; there is no WER")
         lexicon = Lexicon.load(dataset.lexicon_path)
         recogniser = Recogniser(trained, lexicon, inventory, options, transcripts)
-        own = _recognise_own(recogniser, shards, range(comm.rank, len(transcripts), comm.size))
+        owners = [(shard, i) for shard in shards for i in range(shard.num_utterances)]
+        own = _recognise_own(recogniser, owners[comm.rank :: comm.size], inputs_of(trained.config))
     parts = comm.allgather_object(
         {"hypotheses": [asdict(h) for h in own], "retried": recogniser.searcher.num_retried}
     )
@@ -217,12 +220,12 @@ def wer_path(run_dir: Path, split: str) -> Path:
     return run_dir / f"wer-{split}.json"
 
 
-def _check_origin(config: dict[str, Any], dataset: Dataset, inventory: StateInventory) -> None:
-    """Refuse data made otherwise than those of training; nothing else might notice."""
-    if config.get("classes_sha256", inventory.sha256) != inventory.sha256:
+def check_origin(config: dict[str, Any], dataset: Dataset, classes: StateInventory | KaldiPdfs) -> None:
+    """Refuse data made otherwise than those of training, by ConfigError; nothing else might notice."""
+    if config.get("classes_sha256", classes.sha256) != classes.sha256:
         raise ConfigError(
             f"{dataset.classes_path}: is not the class list the model was trained on; prepare the data with "
-            "the lexicon of the training data (--lexicon TRAINING_DATA/lexicon.txt)"
+            "the lexicon (or the Kaldi model) of the training data, e.g. --lexicon TRAINING_DATA/lexicon.txt"
         )
     of_data = {"sampling_rate": dataset.sampling_rate, "features": dataset.features.to_dict()}
     for name, value in of_data.items():
@@ -234,12 +237,10 @@ def _check_origin(config: dict[str, Any], dataset: Dataset, inventory: StateInve
 
 
 def _recognise_own(
-    recogniser: Recogniser, shards: Sequence[Shard], utterances: Sequence[int]
+    recogniser: Recogniser, own: Sequence[tuple[Shard, int]], inputs: InputOptions
 ) -> list[Hypothesis]:
-    """Recognise some of a split's utterances, which are counted over all its shards."""
-    owners = [(shard, i) for shard in shards for i in range(shard.num_utterances)]
-    own = [owners[u] for u in utterances]
-    features = (shard.read(i)[0].astype(np.float32) for shard, i in own)
+    """Recognise utterances, each given by its shard and its place there, with a model of these inputs."""
+    features = (Preprocessor.for_shard(shard.header, inputs).read(shard, i)[0] for shard, i in own)
     hypotheses = []
     for position, words in recogniser.recognise(features):
         shard, i = own[position]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from speechdp.timing import wording
+from speechdp.timing.cautions import find_cautions
+from speechdp.timing.data_answer import data_advice, other_waits
 from speechdp.timing.derived import RunFigures
 from speechdp.timing.results import WordErrors
 
@@ -14,8 +16,6 @@ from speechdp.timing.results import WordErrors
 LOG_PROB_TOLERANCE = 0.02
 #: Shares of the step time below this hold nothing back.
 SMALL_SHARE = 0.03
-#: Runs that trained on numbers of frames further apart are not compared without a word of caution.
-FRAMES_TOLERANCE = 0.01
 
 RULE = (
     "Rule: the fastest finished run whose final held-out log-probability is within "
@@ -32,6 +32,7 @@ class Answer:
         headline: one sentence that names the choice.
         details: what speaks for it and what it was compared with.
         limit: what holds the chosen run back, with figures; empty where nothing was timed.
+        data: what is wrong with its data path and what to try; empty where nothing is.
         cautions: what the reader must know before trusting the above.
         chosen: the run named; None where no run allows a choice.
     """
@@ -39,8 +40,14 @@ class Answer:
     headline: str
     details: tuple[str, ...]
     limit: str
+    data: tuple[str, ...]
     cautions: tuple[str, ...]
     chosen: RunFigures | None
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """All of it, in the order to be read."""
+        return tuple(filter(None, (self.headline, *self.details, self.limit, *self.data, *self.cautions)))
 
 
 def find_answer(rows: Sequence[RunFigures]) -> Answer:
@@ -48,7 +55,7 @@ def find_answer(rows: Sequence[RunFigures]) -> Answer:
     labels = wording.run_labels([row.run for row in rows])
     finished = [row for row in rows if row.run.status == "complete" and not row.run.is_baseline]
     comparable = [row for row in finished if row.frames_per_s is not None and row.log_prob is not None]
-    cautions = _cautions(rows, comparable, labels)
+    cautions = find_cautions(rows, comparable, labels)
     if not comparable:
         return _without_comparison(rows, finished, cautions)
     best = max(comparable, key=lambda row: row.log_prob or 0.0)
@@ -58,7 +65,8 @@ def find_answer(rows: Sequence[RunFigures]) -> Answer:
     if chosen.run.model_period is None:
         details.append(_best_period(comparable, eligible, labels))
     headline, limit = _headline(chosen, comparable, labels), _limit(chosen, labels)
-    return Answer(headline, tuple(filter(None, details)), limit, cautions, chosen)
+    data = _data(rows, chosen, labels)
+    return Answer(headline, tuple(filter(None, details)), limit, data, cautions, chosen)
 
 
 def _without_comparison(
@@ -66,14 +74,15 @@ def _without_comparison(
 ) -> Answer:
     timed = [row for row in finished or rows if row.frames_per_s is not None]
     if not timed:
-        return Answer("No run was timed, so there is nothing to choose from yet.", (), "", cautions, None)
+        return Answer("No run was timed, so there is nothing to choose from yet.", (), "", (), cautions, None)
     labels = wording.run_labels([row.run for row in rows])
     fastest = max(timed, key=_rate)
     headline = (
-        f"{_capital(labels[fastest.run.name])} is the fastest with {_speed(fastest)}; how accurate the runs "
-        "are is not known, because no finished run has a held-out evaluation."
+        f"{wording.capital(labels[fastest.run.name])} is the fastest with {_speed(fastest)}; how accurate "
+        "the runs are is not known, because no finished run has a held-out evaluation."
     )
-    return Answer(headline, (), _limit(fastest, labels), cautions, None)
+    data = _data(rows, fastest, labels)
+    return Answer(headline, (), _limit(fastest, labels), data, cautions, None)
 
 
 class Accuracy(Protocol):
@@ -115,7 +124,7 @@ def accurate_enough(rows: Sequence[Row], best: Row, tolerance: float = LOG_PROB_
 
 
 def _headline(chosen: RunFigures, rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
-    label = _capital(labels[chosen.run.name])
+    label = wording.capital(labels[chosen.run.name])
     if len(rows) == 1:
         return f"{label}: {_speed(chosen)}, with {_accuracy(chosen)}."
     return (
@@ -142,7 +151,7 @@ def _comparison(
         assert best.log_prob is not None
         behind = best.log_prob - fastest.log_prob
         sentences.append(
-            f"{_capital(labels[fastest.run.name])} is faster "
+            f"{wording.capital(labels[fastest.run.name])} is faster "
             f"({wording.count(fastest.frames_per_s)} frames/s) but not accurate enough: {behind:.3f} "
             "nats/frame below the best" + (f", WER {_wer(fastest)}." if fastest.word_errors else ".")
         )
@@ -191,35 +200,17 @@ def _limit(row: RunFigures, labels: dict[str, str]) -> str:
     )
 
 
+def _data(rows: Sequence[RunFigures], named: RunFigures, labels: dict[str, str]) -> tuple[str, ...]:
+    """Say what the data path of the run named lacks, and which other runs wait for data."""
+    others = other_waits([row for row in rows if row is not named], labels)
+    return tuple(filter(None, (*data_advice(named, labels[named.run.name]), others)))
+
+
 def _straggler(row: RunFigures) -> str:
     if row.skew is None or row.skew.straggler is None:
         return ""
     host = f" on {row.skew.straggler_host}" if row.skew.straggler_host else ""
     return f" (the slowest is rank {row.skew.straggler}{host})"
-
-
-def _cautions(
-    rows: Sequence[RunFigures], comparable: Sequence[RunFigures], labels: dict[str, str]
-) -> tuple[str, ...]:
-    notes: list[str] = []
-    for status in ("missing", "unfinished"):
-        names = [labels[row.run.name] for row in rows if row.run.status == status]
-        if names:
-            notes.append(f"Not compared, because {status}: {', '.join(names)}.")
-    trained = [row.frames_trained for row in comparable if row.frames_trained]
-    if trained and max(trained) > min(trained) * (1 + FRAMES_TOLERANCE):
-        notes.append(
-            f"The runs trained on different amounts of speech ({wording.count(min(trained))} to "
-            f"{wording.count(max(trained))} frames), so their accuracies are not strictly comparable."
-        )
-    without = [labels[row.run.name] for row in comparable if row.word_errors is None]
-    if without and len(without) == len(comparable):
-        notes.append("No run was decoded: the word error rate played no part in the choice.")
-    elif without:
-        notes.append(f"Not eligible, because not decoded: {', '.join(without)}.")
-    if len(comparable) > 1 and all(row.speedup is None for row in comparable):
-        notes.append("There is no timed run of one rank, so speed-up and efficiency are not known.")
-    return tuple(notes)
 
 
 def _speed(row: RunFigures) -> str:
@@ -246,8 +237,3 @@ def _wer(row: RunFigures) -> str:
 
 def _rate(row: RunFigures) -> float:
     return row.frames_per_s or 0.0
-
-
-def _capital(text: str) -> str:
-    """Upper-case the first letter of a label, but leave folder names as they are."""
-    return text[:1].upper() + text[1:] if " " in text else text

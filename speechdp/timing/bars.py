@@ -1,11 +1,13 @@
-"""Draw where the time of a step goes: one bar for each rank of each run."""
+"""Draw bars: where each rank's time of a step goes, and what each run's data path could deliver."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
 
+from speechdp.timing import wording
 from speechdp.timing.canvas import Canvas, style_axes
 from speechdp.timing.derived import RunFigures
 from speechdp.timing.results import RankTiming
@@ -68,6 +70,43 @@ def shown_ranks(ranks: Sequence[RankTiming]) -> list[RankTiming]:
 def num_bars(rows: Sequence[RunFigures]) -> int:
     """Return how many bars `draw_shares` draws, to size the figure by."""
     return sum(len(shown_ranks(row.run.timing.ranks)) for row in rows if row.run.timing is not None)
+
+
+def rows_with_rates(rows: Sequence[RunFigures]) -> list[RunFigures]:
+    """Return the runs of which both is known: what the data path could deliver and what training took."""
+    return [row for row in rows if row.frames_per_s and row.data and row.data.deliverable_per_s]
+
+
+def draw_data_rates(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> bool:
+    """Draw what each run trained on a second over what its data path could deliver.
+
+    Returns:
+        False, with nothing drawn, where no run recorded it.
+    """
+    shown = rows_with_rates(rows)
+    if not shown:
+        return False
+    style_axes(ax, "Could be delivered (thin) and was trained on (thick)", "frames/s", canvas.theme)
+    rates = [(row, row.frames_per_s or 0.0, row.data.deliverable_per_s or 0.0) for row in shown if row.data]
+    for y, (row, trained, deliverable) in enumerate(rates):
+        label = canvas.labels[row.run.name]
+        for value, height, colour, what in (
+            (deliverable, 0.24, canvas.theme.baseline, "could deliver about"),
+            (trained, 0.6, canvas.colours[row.run.name], "trained on"),
+        ):
+            (bar,) = ax.barh(y, value, height=height, color=colour, linewidth=0)
+            canvas.tip(bar, f"{label}: {what} {wording.count(value)} frames/s")
+        ax.annotate(
+            wording.count(deliverable), (max(deliverable, trained), y), xytext=(5, 0),
+            textcoords="offset points", va="center", color=canvas.theme.muted, fontsize="small",
+        )  # fmt: skip
+    ax.set_yticks(range(len(shown)), [canvas.labels[row.run.name] for row in shown])
+    ax.set_ylim(len(shown) - 0.4, -0.6)
+    ax.set_xlim(0, 1.1 * max(max(trained, deliverable) for _, trained, deliverable in rates))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+    ax.grid(visible=False, axis="y")
+    ax.grid(axis="x", color=canvas.theme.grid, linewidth=0.8)
+    return True
 
 
 def _draw_bar(ax: Axes, y: float, rank: RankTiming, label: str, canvas: Canvas) -> None:

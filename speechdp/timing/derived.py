@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from speechdp.timing.data_path import DataFigures, DataWait, data_figures, data_wait
 from speechdp.timing.results import Evaluation, RankTiming, RunResult, Sweep, Timing, WordErrors
 
 #: Ranks whose compute times differ by less are called even (share of the mean).
@@ -50,7 +51,8 @@ class RunFigures:
     speedup: float | None
     efficiency: float | None
     comm_share: float | None
-    data_wait_share: float | None
+    data_wait: DataWait | None
+    data: DataFigures | None
     skew: RankSkew | None
     losses: Losses | None
     log_prob: float | None
@@ -60,6 +62,11 @@ class RunFigures:
     frames_trained: float | None
     training_time_s: float | None
     time_to_target_s: float | None
+
+    @property
+    def data_wait_share(self) -> float | None:
+        """Share of the step time without a batch to work on, mean over ranks."""
+        return None if self.data_wait is None else self.data_wait.mean
 
 
 def frames_per_s(timing: Timing) -> float | None:
@@ -149,7 +156,8 @@ def run_figures(run: RunResult, baseline: Timing | None, target: float | None) -
         speedup=speedup,
         efficiency=speedup / run.size if speedup is not None and run.size else None,
         comm_share=mean_share(timing, [r.comm_s for r in timing.ranks]) if timing else None,
-        data_wait_share=mean_share(timing, [r.data_wait_s for r in timing.ranks]) if timing else None,
+        data_wait=data_wait(timing) if timing else None,
+        data=data_figures(timing, run.order) if timing else None,
         skew=rank_skew(timing) if timing else None,
         losses=losses(timing, baseline) if timing else None,
         log_prob=last.log_prob if last else None,

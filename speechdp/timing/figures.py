@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
 from speechdp.timing import plots
-from speechdp.timing.bars import SPAN_TITLES, draw_shares, num_bars
+from speechdp.timing.bars import SPAN_TITLES, draw_data_rates, draw_shares, num_bars, rows_with_rates
 from speechdp.timing.canvas import Canvas, make_canvas
 from speechdp.timing.derived import RunFigures
 from speechdp.timing.theme import PAGE, PRINT, SPAN_COLOURS, with_variables
@@ -59,7 +59,7 @@ def _draw_throughput(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> bo
 
 def make_plots(rows: Sequence[RunFigures]) -> list[Plot]:
     """Return the report's plots in their order on the page; one run has no use for a period axis."""
-    small, medium = (4.4, 3.1), (5.6, 3.4)
+    small = (4.4, 3.1)
     compared = sum(not row.run.is_baseline for row in rows) > 1
     by_period = [
         Plot("throughput", "Frames per second against the averaging period", small, _draw_throughput),
@@ -76,7 +76,12 @@ def make_plots(rows: Sequence[RunFigures]) -> list[Plot]:
             lambda ax, rows, canvas: plots.draw_by_period(ax, rows, plots.WORD_ERRORS, canvas),
         ),
     ]
-    return (by_period if compared else []) + [
+    return (by_period if compared else []) + _learning_and_time(rows) + _data_path(rows)
+
+
+def _learning_and_time(rows: Sequence[RunFigures]) -> list[Plot]:
+    medium = (5.6, 3.4)
+    return [
         Plot(
             "learning-frames",
             "Held-out log-probability over the frames trained on",
@@ -96,6 +101,15 @@ def make_plots(rows: Sequence[RunFigures]) -> list[Plot]:
             draw_shares,
         ),
     ]
+
+
+def _data_path(rows: Sequence[RunFigures]) -> list[Plot]:
+    """Return the data path's plot; none, rather than an empty one, where no run recorded it."""
+    num_bars = len(rows_with_rates(rows))
+    if num_bars == 0:
+        return []
+    description = "Frames per second that the data path could deliver, and that were trained on"
+    return [Plot("data-rates", description, (11.0, 0.8 + 0.34 * max(num_bars, 2)), draw_data_rates)]
 
 
 def render_svg(plot: Plot, rows: Sequence[RunFigures]) -> str | None:

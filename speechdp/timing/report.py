@@ -11,15 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup, escape
+from rich.console import Group, RenderableType
 
 from speechdp.timing import figures, theme, wording
 from speechdp.timing.answer import RULE, find_answer
 from speechdp.timing.canvas import make_canvas
+from speechdp.timing.columns import COLUMNS
+from speechdp.timing.data_answer import path_sentences
+from speechdp.timing.data_columns import CSV_COLUMNS, DATA_COLUMNS
 from speechdp.timing.derived import RunFigures, common_target, sweep_figures
 from speechdp.timing.pages import WrittenReport, check_target, page_templates, writing_into
 from speechdp.timing.results import Sweep
 from speechdp.timing.summary import read_sweep
-from speechdp.timing.tables import COLUMNS, TerminalTable, csv_text, page_rows
+from speechdp.timing.tables import TerminalTable, csv_text, page_rows, target_caption
 
 #: Settings shown for each run, in this order; run.json may hold more.
 SETTINGS = {
@@ -59,14 +63,12 @@ def write_report(out_dir: Path, target: float | None = None) -> WrittenReport:
     folder = out_dir / "report"
     html_path, csv_path, png_path = (folder / f"report.{kind}" for kind in ("html", "csv", "png"))
     with writing_into(folder):
-        csv_path.write_text(csv_text(rows, target), encoding="utf-8")
+        csv_path.write_text(csv_text(rows, target, COLUMNS, CSV_COLUMNS), encoding="utf-8")
         png_written = figures.render_png(png_path, rows)
         html_path.write_text(render_page(sweep, rows, target), encoding="utf-8")
-    answer = find_answer(rows)
-    sentences = tuple(s for s in (answer.headline, *answer.details, answer.limit, *answer.cautions) if s)
-    return WrittenReport(
-        html_path, csv_path, png_path if png_written else None, TerminalTable(rows, target), sentences
-    )
+    sentences = find_answer(rows).sentences
+    png = png_path if png_written else None
+    return WrittenReport(html_path, csv_path, png, _terminal_tables(rows, target), sentences)
 
 
 def render_page(sweep: Sweep, rows: Sequence[RunFigures], target: float | None) -> str:
@@ -82,8 +84,10 @@ def render_page(sweep: Sweep, rows: Sequence[RunFigures], target: float | None) 
         rule=RULE,
         target=None if target is None else wording.nats(target),
         columns=COLUMNS,
-        rows=page_rows(rows),
-        labels=wording.run_labels([row.run for row in rows]),
+        rows=page_rows(rows, COLUMNS),
+        data_columns=DATA_COLUMNS,
+        data_rows=page_rows([row for row in rows if row.data is not None], DATA_COLUMNS),
+        data_notes=_data_path_notes(rows),
         colours={name: theme.with_variables(colour) for name, colour in colours.items()},
         # Our own drawings, whose every text matplotlib or html.escape has escaped.
         svgs={name: Markup(svg) for name, svg in svgs.items() if svg is not None},
@@ -93,6 +97,20 @@ def render_page(sweep: Sweep, rows: Sequence[RunFigures], target: float | None) 
         dark_colours=theme.css_variables(dark=True),
         warmup_steps=max((row.run.timing.warmup_steps for row in rows if row.run.timing), default=0),
     )
+
+
+def _terminal_tables(rows: Sequence[RunFigures], target: float | None) -> RenderableType:
+    """Return the tables to print; that of the data path only where a run recorded it."""
+    main = TerminalTable(rows, COLUMNS, caption=target_caption(target))
+    recorded = [row for row in rows if row.data is not None]
+    return Group(main, TerminalTable(recorded, DATA_COLUMNS, title="Data path")) if recorded else main
+
+
+def _data_path_notes(rows: Sequence[RunFigures]) -> list[tuple[str, list[str]]]:
+    """Return (label, sentences) of each run that recorded its data path."""
+    labels = wording.run_labels([row.run for row in rows])
+    notes = ((labels[row.run.name], path_sentences(row, labels[row.run.name])) for row in rows)
+    return [(label, sentences) for label, sentences in notes if sentences]
 
 
 def _breakable(name: str) -> Markup:

@@ -6,8 +6,45 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from speechdp.timing.records import words
+
 #: Name of the run that a sweep makes for the throughput of one rank.
 ONE_RANK = "one-rank"
+#: The stages that a batch passes before training has it, in order (speechdp/data/stage_times.py).
+DATA_STAGES = ("read", "preprocess", "collate", "send", "h2d")
+
+
+@dataclass(frozen=True)
+class DataTimes:
+    """Sums of the data path of one rank or feeder over all its training batches, warm-up included.
+
+    What was not recorded is None or empty.
+
+    Attributes:
+        stages_s: seconds a stage was busy, summed over its threads.
+        frames: frames to be learnt.
+        computed_frames: frames computed on: those, context and padding.
+        threads: that preprocess.
+        preprocess_on: `cpu` or `cuda`.
+        storage: how the shards are stored: `contiguous`, `chunked gzip`, ...
+    """
+
+    stages_s: dict[str, float] = field(default_factory=dict)
+    read_bytes: float | None = None
+    frames: float | None = None
+    computed_frames: float | None = None
+    threads: int | None = None
+    preprocess_on: str = ""
+    storage: str = ""
+
+
+@dataclass(frozen=True)
+class Feeder:
+    """A rank that made batches ready for others."""
+
+    rank: int | None
+    host: str
+    data: DataTimes
 
 
 @dataclass(frozen=True)
@@ -18,6 +55,7 @@ class RankTiming:
         sent_bytes: payload this rank sent while training, warm-up included; None where it was not counted.
         trained_s: training time of the same steps.
         statistics: what the strategy tells besides; e.g. `staleness`: counts of exchanges by age.
+        data: its data path; None where it was not recorded.
     """
 
     rank: int
@@ -31,6 +69,7 @@ class RankTiming:
     sent_bytes: float | None = None
     trained_s: float | None = None
     statistics: dict[str, Any] = field(default_factory=dict)
+    data: DataTimes | None = None
 
     @property
     def comm_s(self) -> float:
@@ -58,11 +97,13 @@ class Timing:
     """Every rank's sums, in rank order.  `warmup_steps` of each rank are left out.
 
     `exchange_s` is the sum over steps of the shortest communication of all ranks; None where unknown.
+    `feeders` made the batches of all ranks; none: each rank made its own.
     """
 
     warmup_steps: int
     ranks: tuple[RankTiming, ...]
     exchange_s: float | None = None
+    feeders: tuple[Feeder, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,6 +196,19 @@ class RunResult:
         if isinstance(size, int) and size > 0:
             return size
         return len(self.timing.ranks) if self.timing else None
+
+    @property
+    def order(self) -> str:
+        """How utterances were put in order, e.g. `pooled`; empty where it is not known."""
+        value: Any = self.settings
+        for key in ("options", "batch", "order"):
+            value = value.get(key) if isinstance(value, dict) else None
+        return words(value)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Say whether the model ran on GPUs."""
+        return str(self.settings.get("device", "")).startswith("cuda")
 
     @property
     def is_baseline(self) -> bool:

@@ -7,7 +7,6 @@ file is named among its problems.
 from __future__ import annotations
 
 import json
-import math
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +18,10 @@ from speechdp.atomic_file import write_text_atomically
 from speechdp.comm.base import Communicator, ReduceOp
 from speechdp.errors import ConfigError, RunError
 from speechdp.timing.jsonl import read_lines
-from speechdp.timing.results import Evaluation, RankTiming, RunResult, Sweep, Timing, WordErrors
+from speechdp.timing.records import number, read_object
+from speechdp.timing.results import Evaluation, RunResult, Sweep, WordErrors
 from speechdp.timing.timeline import Timeline
-
-DEFAULT_WARMUP_STEPS = 4
+from speechdp.timing.timing_file import read_timing
 
 
 def gather_timing(
@@ -99,9 +98,9 @@ def read_run(run_dir: Path) -> RunResult:
     if not run_dir.is_dir():
         return RunResult(name, run_dir, {}, (), None, None, False, False, (f"{run_dir}: missing",))
     problems: list[str] = []
-    settings = _read_object(run_dir / "run.json", problems) or {}
+    settings = read_object(run_dir / "run.json", problems) or {}
     evaluations = _read_evaluations(run_dir / "metrics.jsonl", problems)
-    timing = _read_timing(run_dir, problems)
+    timing = read_timing(run_dir, problems)
     word_errors = _find_word_errors(run_dir, problems)
     completed = (run_dir / "completed.json").is_file()
     if not completed:
@@ -111,26 +110,10 @@ def read_run(run_dir: Path) -> RunResult:
     )
 
 
-def read_timeline(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]], int]:
-    """Read one rank's timeline.
-
-    Returns:
-        Steps by number (of a step that a resumed run repeated, the last record), the evaluations and
-        checkpoints, and the number of damaged lines.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    lines = read_lines(path)
-    steps = {r["step"]: r for r in lines.records if isinstance(r.get("step"), int)}
-    events = [r for r in lines.records if "event" in r]
-    return dict(sorted(steps.items())), events, lines.num_damaged
-
-
 def _sweep_names(out: Path) -> list[str]:
     """Return the names of the sweep's runs; they are folders below `out`, never elsewhere."""
     problems: list[str] = []
-    sweep = _read_object(out / "sweep.json", problems)
+    sweep = read_object(out / "sweep.json", problems)
     names = (sweep or {}).get("runs")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         reason = problems[0] if problems else "sweep.json: no list of runs"
@@ -141,23 +124,6 @@ def _sweep_names(out: Path) -> list[str]:
                 f"{out}/sweep.json: {name!r} is not the name of a folder beside it; mend the file"
             )
     return names
-
-
-def _read_object(path: Path, problems: list[str]) -> dict[str, Any] | None:
-    """Return a JSON object, or None after noting what is wrong with the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        problems.append(f"{path.name}: missing")
-    except OSError as error:
-        problems.append(f"{path.name}: cannot be read ({error.strerror})")
-    except ValueError:
-        problems.append(f"{path.name}: not valid JSON")
-    else:
-        if isinstance(value, dict):
-            return value
-        problems.append(f"{path.name}: not a JSON object")
-    return None
 
 
 def _read_evaluations(path: Path, problems: list[str]) -> tuple[Evaluation, ...]:
@@ -179,110 +145,14 @@ def _read_evaluations(path: Path, problems: list[str]) -> tuple[Evaluation, ...]
 def _evaluation(record: dict[str, Any]) -> Evaluation:
     return Evaluation(
         step=record["step"],
-        epoch=_number(record, "epoch"),
-        frames=_number(record, "frames"),
-        time_s=_number(record, "time_s"),
-        log_prob=_number(record, "heldout_log_prob"),
-        accuracy=_number(record, "heldout_frame_accuracy"),
-        train_loss=_number(record, "train_loss"),
-        replica_distance=_number(record, "replica_distance"),
+        epoch=number(record, "epoch"),
+        frames=number(record, "frames"),
+        time_s=number(record, "time_s"),
+        log_prob=number(record, "heldout_log_prob"),
+        accuracy=number(record, "heldout_frame_accuracy"),
+        train_loss=number(record, "train_loss"),
+        replica_distance=number(record, "replica_distance"),
     )
-
-
-def _read_timing(run_dir: Path, problems: list[str]) -> Timing | None:
-    """Read timing.json; for a run that never wrote it, sum its timelines."""
-    path = run_dir / "timing.json"
-    if path.is_file():
-        record = _read_object(path, problems)
-        entries = record.get("ranks") if record else None
-        if isinstance(entries, list) and entries:
-            ranks = [_rank_timing(entry) for entry in entries]
-            if None not in ranks:
-                warmup = record.get("warmup_steps") if record else None
-                kept = tuple(rank for rank in ranks if rank is not None)
-                exchange_s = _number(record, "exchange_s") if record else None
-                return Timing(warmup if isinstance(warmup, int) else 0, kept, exchange_s)
-        if record is not None:
-            problems.append("timing.json: ranks missing or incomplete")
-    timing = _timing_from_timelines(run_dir, problems)
-    source = f"summed timeline/ of {len(timing.ranks)} rank(s) instead" if timing else "no timeline/ either"
-    problems.append(
-        f"timing.json: not usable; {source}" if path.is_file() else f"timing.json: missing; {source}"
-    )
-    return timing
-
-
-def _rank_timing(entry: Any) -> RankTiming | None:
-    """Return a rank's sums, or None where the entry lacks one."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("spans_s"), dict):
-        return None
-    numbers = {key: _number(entry, key) for key in ("rank", "steps", "frames", "wall_s")}
-    spans = {str(name): _number(entry["spans_s"], name) for name in entry["spans_s"]}
-    if None in numbers.values() or None in spans.values():
-        return None
-    return RankTiming(
-        rank=int(numbers["rank"] or 0),
-        host=str(entry.get("host", "")),
-        steps=int(numbers["steps"] or 0),
-        frames=int(numbers["frames"] or 0),
-        wall_s=numbers["wall_s"] or 0.0,
-        spans_s={name: seconds or 0.0 for name, seconds in spans.items()},
-        eval_s=_number(entry, "eval_s") or 0.0,
-        checkpoint_s=_number(entry, "checkpoint_s") or 0.0,
-        sent_bytes=_number(entry, "sent_bytes"),
-        trained_s=_number(entry, "trained_s"),
-        statistics=entry["statistics"] if isinstance(entry.get("statistics"), dict) else {},
-    )
-
-
-def _timing_from_timelines(run_dir: Path, problems: list[str]) -> Timing | None:
-    ranks: list[RankTiming] = []
-    warmup_used = DEFAULT_WARMUP_STEPS
-    for path in sorted((run_dir / "timeline").glob("rank-*.jsonl")):
-        try:
-            steps, events, num_damaged = read_timeline(path)
-        except OSError as error:
-            problems.append(f"timeline/{path.name}: cannot be read ({error.strerror})")
-            continue
-        if num_damaged:
-            problems.append(f"timeline/{path.name}: {num_damaged} damaged line(s) passed over")
-        if len(steps) <= DEFAULT_WARMUP_STEPS:
-            warmup_used = 0
-        rank = int(path.stem.removeprefix("rank-")) if path.stem[5:].isdigit() else len(ranks)
-        ranks.append(_sum_steps(rank, list(steps.values()), events))
-    ranks = [rank for rank in ranks if rank.steps > 0]
-    return Timing(warmup_used, tuple(ranks)) if ranks else None
-
-
-def _sum_steps(rank: int, steps: list[dict[str, Any]], events: list[dict[str, Any]]) -> RankTiming:
-    """Sum the records of a rank's steps, the first ones left out where there are enough."""
-    kept = steps[DEFAULT_WARMUP_STEPS:] or steps
-    spans: dict[str, float] = {}
-    for step in kept:
-        for name, seconds in _span_pieces(step):
-            spans[name] = spans.get(name, 0.0) + seconds
-    event_s = {
-        kind: math.fsum(_number(e, "wall") or 0.0 for e in events if e["event"] == kind)
-        for kind in ("eval", "checkpoint")
-    }
-    return RankTiming(
-        rank=rank,
-        host="",
-        steps=len(kept),
-        frames=sum(int(_number(step, "frames") or 0) for step in kept),
-        wall_s=math.fsum(_number(step, "wall") or 0.0 for step in kept),
-        spans_s=spans,
-        eval_s=event_s["eval"],
-        checkpoint_s=event_s["checkpoint"],
-    )
-
-
-def _span_pieces(step: dict[str, Any]) -> list[tuple[str, float]]:
-    """Return (span, seconds) of a step's well-formed pieces."""
-    pieces = step.get("spans")
-    if not isinstance(pieces, list):
-        return []
-    return [(str(p[0]), _finite(p[2]) or 0.0) for p in pieces if isinstance(p, list) and len(p) == 3]
 
 
 def _find_word_errors(run_dir: Path, problems: list[str]) -> WordErrors | None:
@@ -296,31 +166,20 @@ def _find_word_errors(run_dir: Path, problems: list[str]) -> WordErrors | None:
 
 
 def _read_word_errors(path: Path, problems: list[str]) -> WordErrors | None:
-    record = _read_object(path, problems)
+    record = read_object(path, problems)
     if record is None:
         return None
-    wer = _number(record, "wer")
+    wer = number(record, "wer")
     if wer is None:
         problems.append(f"{path.name}: no word error rate in it; decode the run again")
         return None
-    counts = {key: _number(record, key) for key in ("words", "insertions", "deletions", "substitutions")}
+    counts = {key: number(record, key) for key in ("words", "insertions", "deletions", "substitutions")}
     whole = {key: None if value is None else int(value) for key, value in counts.items()}
     return WordErrors(
         wer=wer,
-        low=_number(record, "wer_low"),
-        high=_number(record, "wer_high"),
+        low=number(record, "wer_low"),
+        high=number(record, "wer_high"),
         split=str(record.get("split", "")),
         grammar=str(record.get("grammar", "")),
         **whole,
     )
-
-
-def _number(record: dict[str, Any], key: str) -> float | None:
-    """Return a finite number, or None where there is none."""
-    return _finite(record.get(key))
-
-
-def _finite(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)

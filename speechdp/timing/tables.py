@@ -1,4 +1,4 @@
-"""The report's table: its columns once, written for the terminal, as CSV and for the page."""
+"""Write columns of figures as a table for the terminal, as CSV and for the page."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from speechdp.timing.derived import RunFigures
 
 #: Columns of a terminal that holds a run's figures on one line.
 WIDE_COLUMNS = 160
+#: Units that a figure needs not say where its title stands alone.
+_PLAIN_UNITS = ("", "times", "nats/frame")
 
 Value = float | int | str | None
 
@@ -27,7 +29,10 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """One column: heading, what it means, how a row's cell is written and what it is sorted by."""
+    """One column: heading, what it means, how a row's cell is written and what it is sorted by.
+
+    `is_notable` says of a row whether its cell is to catch the eye.
+    """
 
     key: str
     title: str
@@ -36,6 +41,7 @@ class Column(Generic[Row]):
     text: Callable[[Row], str]
     value: Callable[[Row], Value]
     is_number: bool = True
+    is_notable: Callable[[Row], bool] = lambda row: False
 
 
 @dataclass(frozen=True)
@@ -45,204 +51,108 @@ class Cell:
     column: Column[Any]
     text: str
     sort_key: str
-
-
-def _period(row: RunFigures) -> str:
-    return row.run.period or wording.MISSING
-
-
-def _skew(row: RunFigures) -> str:
-    if row.skew is None:
-        return wording.MISSING
-    text = wording.percent(row.skew.value)
-    return text if row.skew.straggler is None else f"{text} (rank {row.skew.straggler})"
-
-
-def _wer(row: RunFigures) -> float | None:
-    return None if row.word_errors is None else row.word_errors.wer
-
-
-def _time_to_target(row: RunFigures) -> str:
-    return wording.seconds(row.time_to_target_s)
-
-
-COLUMNS: tuple[Column[RunFigures], ...] = (
-    Column(
-        "strategy",
-        "strategy",
-        "",
-        "How the ranks keep one model.",
-        lambda row: row.run.strategy.replace("_", " ") or wording.MISSING,
-        lambda row: row.run.strategy,
-        is_number=False,
-    ),
-    Column("period", "period", "", "Steps between averages, unless a unit is given.", _period, _period),
-    Column(
-        "ranks",
-        "ranks",
-        "",
-        "Number of ranks.",
-        lambda row: wording.MISSING if row.run.size is None else str(row.run.size),
-        lambda row: row.run.size,
-    ),
-    Column(
-        "frames_per_s",
-        "frames/s",
-        "",
-        "Frames of all ranks over the longest rank's step time, warm-up left out.",
-        lambda row: wording.count(row.frames_per_s),
-        lambda row: row.frames_per_s,
-    ),
-    Column(
-        "speedup",
-        "speed-up",
-        "times",
-        "Frames/s over those of one rank.",
-        lambda row: wording.times(row.speedup),
-        lambda row: row.speedup,
-    ),
-    Column(
-        "efficiency",
-        "efficiency",
-        "%",
-        "Speed-up over the number of ranks.",
-        lambda row: wording.percent(row.efficiency),
-        lambda row: row.efficiency,
-    ),
-    Column(
-        "communication_share",
-        "communi\u00adcation",
-        "%",
-        "Share of the step time in exchanges, waiting for other ranks included; mean over ranks.",
-        lambda row: wording.percent(row.comm_share, 1),
-        lambda row: row.comm_share,
-    ),
-    Column(
-        "data_wait_share",
-        "data wait",
-        "%",
-        "Share of the step time without a batch to work on; mean over ranks.",
-        lambda row: wording.percent(row.data_wait_share, 1),
-        lambda row: row.data_wait_share,
-    ),
-    Column(
-        "rank_skew",
-        "rank skew",
-        "%",
-        "Slowest minus fastest rank's own work a step, over the mean; the straggler is named from 5 % on.",
-        _skew,
-        lambda row: None if row.skew is None else row.skew.value,
-    ),
-    Column(
-        "heldout_log_prob",
-        "log-prob",
-        "nats/frame",
-        "Mean held-out log-probability of the aligned state, at the end of training.",
-        lambda row: wording.nats(row.log_prob),
-        lambda row: row.log_prob,
-    ),
-    Column(
-        "frame_accuracy",
-        "frame acc.",
-        "%",
-        "Held-out frames whose most probable state is the aligned one, at the end of training.",
-        lambda row: wording.percent(row.accuracy, 1),
-        lambda row: row.accuracy,
-    ),
-    Column(
-        "wer",
-        "WER",
-        "%",
-        "Word error rate of the final model and its 95 % bootstrap interval.",
-        lambda row: wording.word_errors(row.word_errors),
-        _wer,
-    ),
-    Column(
-        "time_to_target_s",
-        "to target",
-        "",
-        "Training time until the first evaluation at or above the target log-probability.",
-        _time_to_target,
-        lambda row: row.time_to_target_s,
-    ),
-)
+    is_notable: bool = False
 
 
 @dataclass(frozen=True)
 class TerminalTable:
-    """The table for a terminal: a run a line where that fits, else a figure a line."""
+    """A table for a terminal: a run a line where that fits, else a figure a line."""
 
     rows: Sequence[RunFigures]
-    target: float | None
+    columns: Sequence[Column[RunFigures]]
+    title: str = ""
+    caption: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the form that fits; rich calls this."""
-        yield (_wide if options.max_width >= WIDE_COLUMNS else _tall)(self.rows, _caption(self.target))
+        yield (_wide if options.max_width >= WIDE_COLUMNS else _tall)(self)
 
 
-def _caption(target: float | None) -> str:
+def target_caption(target: float | None) -> str:
+    """Return what stands under the main table: until when the time to target counts."""
     if target is None:
         return ""
     return f"time to target: until {wording.nats(target)} nats/frame on held-out data"
 
 
-def _wide(rows: Sequence[RunFigures], caption: str) -> Table:
+def _empty_table(table: TerminalTable) -> Table:
+    return Table(
+        title=table.title or None,
+        title_justify="left",
+        title_style="bold",
+        caption=table.caption,
+        caption_justify="left",
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+    )
+
+
+def _wide(shown: TerminalTable) -> Table:
     """Return one line a run; names are plain text, never markup."""
-    table = Table(caption=caption, caption_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    table = _empty_table(shown)
     table.add_column("run", overflow="fold", min_width=12)
-    for column in COLUMNS:
+    for column in shown.columns:
         title = column.title.replace("\u00ad", "")
         heading = f"{title}\n{column.unit}" if column.unit else title
         justify = "right" if column.is_number else "left"
         table.add_column(heading, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    for row in rows:
+    for row in shown.rows:
         style = "" if row.run.status == "complete" else "dim"
-        cells = [Text(name_and_status(row))] + [Text(column.text(row)) for column in COLUMNS]
+        cells = [Text(name_and_status(row)), *(_terminal_cell(column, row) for column in shown.columns)]
         table.add_row(*cells, style=style)
     return table
 
 
-def _tall(rows: Sequence[RunFigures], caption: str) -> Table:
+def _tall(shown: TerminalTable) -> Table:
     """Return one line a figure and one column a run, under the runs' short names."""
-    labels = wording.run_labels([row.run for row in rows])
-    table = Table(
-        caption=caption,
-        caption_justify="left",
-        header_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    labels = wording.run_labels([row.run for row in shown.rows])
+    table = _empty_table(shown)
+    table.padding = (0, 1, 0, 0)
     table.add_column("", no_wrap=True)
-    for row in rows:
+    for row in shown.rows:
         heading = labels[row.run.name]
         if row.run.status != "complete":
             heading += f" ({row.run.status})"
         table.add_column(Text(heading), justify="right", overflow="fold")
-    for column in COLUMNS:
+    for column in shown.columns:
         title = column.title.replace("\u00ad", "")
-        name = f"{title}, %" if column.unit == "%" else title
-        table.add_row(Text(name), *(Text(column.text(row)) for row in rows))
+        name = title if column.unit in _PLAIN_UNITS else f"{title}, {column.unit}"
+        table.add_row(Text(name), *(_terminal_cell(column, row) for row in shown.rows))
     return table
 
 
-def page_rows(rows: Sequence[RunFigures]) -> list[tuple[RunFigures, list[Cell]]]:
+def _terminal_cell(column: Column[RunFigures], row: RunFigures) -> Text:
+    return Text(column.text(row), style="bold yellow" if column.is_notable(row) else "")
+
+
+def page_rows(
+    rows: Sequence[RunFigures], columns: Sequence[Column[RunFigures]]
+) -> list[tuple[RunFigures, list[Cell]]]:
     """Return each row with its cells, for the page."""
-    return [(row, [make_cell(column, row) for column in COLUMNS]) for row in rows]
+    return [(row, [make_cell(column, row) for column in columns]) for row in rows]
 
 
-def csv_text(rows: Sequence[RunFigures], target: float | None) -> str:
-    """Return the table as CSV, in plain units: shares and rates 0 to 1, times in s, empty for unknown."""
+def csv_text(
+    rows: Sequence[RunFigures],
+    target: float | None,
+    columns: Sequence[Column[RunFigures]],
+    more: Sequence[Column[RunFigures]] = (),
+) -> str:
+    """Return `columns`, what belongs to them, and `more` columns as CSV, in plain units.
+
+    Shares and rates are 0 to 1, times in s; what is not known is empty.
+    """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     extra = ("straggler_rank", "heldout_log_prob_best", "wer_low", "wer_high", "words", "target_log_prob")
-    writer.writerow(["run", "status", *(column.key for column in COLUMNS), *extra])
+    writer.writerow(["run", "status", *(column.key for column in columns), *extra, *(c.key for c in more)])
     for row in rows:
         errors = row.word_errors
         values: list[Value] = [row.run.name, row.run.status]
-        values += [column.value(row) for column in COLUMNS]
+        values += [column.value(row) for column in columns]
         values += [row.skew.straggler if row.skew else None, row.best_log_prob]
         values += [errors.low, errors.high, errors.words] if errors else [None, None, None]
-        values.append(target)
+        values += [target, *(column.value(row) for column in more)]
         writer.writerow("" if value is None else value for value in values)
     return buffer.getvalue()
 
@@ -260,4 +170,4 @@ def make_cell(column: Column[Row], row: Row) -> Cell:
         sort_key = value.zfill(12) if value.isdigit() else value
     else:
         sort_key = "" if value is None else repr(float(value))
-    return Cell(column, column.text(row), sort_key)
+    return Cell(column, column.text(row), sort_key, column.is_notable(row))

@@ -46,6 +46,16 @@ def seconds(value: float | None) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def megabytes(value: float | None) -> str:
+    """Write bytes (a second) in 10^6: `1,240`, `3.4`."""
+    return MISSING if value is None else count(value / 1e6)
+
+
+def capital(text: str) -> str:
+    """Upper-case the first letter of a label, but leave folder names as they are."""
+    return text[:1].upper() + text[1:] if " " in text else text
+
+
 def word_errors(value: WordErrors | None) -> str:
     """Write a word error rate and its interval, in percent without the sign: `1.3 [0.3, 2.7]`."""
     if value is None:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from speechdp.config import TrainOptions
 from speechdp.data.dataset import Dataset
+from speechdp.data.preprocess import inputs_of
 from speechdp.decode.align import Aligner, AlignmentJob, AlignmentReport, align_shards
 from speechdp.decode.graph import LexiconTransducer
 from speechdp.decode.hmm import StateInventory
+from speechdp.decode.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.decode.lexicon import Lexicon
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.errors import RunError
@@ -43,8 +45,13 @@ def make_alignments(session: Session, options: TrainOptions, out_dir: Path) -> P
 
     Round k trains in OUT/realign/k and leaves targets in OUT/alignments/k.  What is done already is not
     done again.  Without rounds the alignment is the one in `options`.
+
+    Raises:
+        as `train_run`; ConfigError where the targets are Kaldi's pdfs, which have no pronunciations here.
     """
     alignments = options.alignments
+    if options.realign:
+        refuse_kaldi_pdfs(session.dataset.classes_path, "--realign")
     for number in range(1, options.realign + 1):
         output = out_dir / "alignments" / str(number)
         round_dir = out_dir / "realign" / str(number)
@@ -90,7 +97,8 @@ def align(
     ]
     report = AlignmentReport.empty(dataset.num_classes)
     scorer = _scorer(trained, session)
-    align_shards(jobs, _aligner(dataset, trained), scorer.score, report, f"realigned-{output.name}")
+    alignment, inputs = f"realigned-{output.name}", inputs_of(trained.config)
+    align_shards(jobs, _aligner(dataset, trained), scorer.score, report, alignment, inputs)
     merged = AlignmentReport.merge(comm.allgather_object(report.to_dict()))
     if merged.failed == merged.utterances:
         raise RunError(f"{output}: no utterance could be aligned; train more --realign-epochs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 from speechdp.config import TrainOptions
 from speechdp.data.dataset import Dataset
 from speechdp.data.source import SplitSource
-from speechdp.decode.hmm import StateInventory, count_frames_and_runs
+from speechdp.decode.hmm import count_frames_and_runs
+from speechdp.decode.kaldi_pdfs import load_classes
 from speechdp.errors import ConfigError
 from speechdp.strategies.base import Strategy
 from speechdp.strategies.registry import describe, parse_strategy
@@ -42,7 +44,7 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
     resolved = options.resolve(training_ranks(options, session.comm.size))
     strategy = parse_strategy(options.strategy)
     strategy.check_ranks(session.comm)
-    origin = _origin(session.dataset)
+    origin = _origin(session.dataset, options)
     for split in (options.train_split, options.held_out):
         session.dataset.shard_paths(split)  # refuses a split there is none of, before a run is begun
     run = RunDirectory(run_dir)
@@ -139,12 +141,13 @@ def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
     }
 
 
-def _origin(dataset: Dataset) -> dict[str, Any]:
+def _origin(dataset: Dataset, options: TrainOptions) -> dict[str, Any]:
     """Return what the model file says of the data; before training, lest a missing file be found after it."""
     return {
-        "feature_dim": dataset.feature_dim,
+        "feature_dim": dataset.feature_dim * options.inputs.copies,
+        "inputs": dataclasses.asdict(options.inputs),
         "num_classes": dataset.num_classes,
-        "classes_sha256": StateInventory.load(dataset.classes_path).sha256,
+        "classes_sha256": load_classes(dataset.classes_path).sha256,
         "data_checksum": dataset.checksum,
         "features": dataset.features.to_dict(),
         "sampling_rate": dataset.sampling_rate,

@@ -11,6 +11,7 @@ from pathlib import Path
 from speechdp.atomic_file import write_text_atomically
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.config import TrainOptions
+from speechdp.decode.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.decode.recognise import DecodingOptions, decode_split, wer_path
 from speechdp.errors import ConfigError, RunError
 from speechdp.strategies.period import Period, PeriodUnit
@@ -92,6 +93,8 @@ def run_sweep(
     runs = plan.runs()
     with_baseline = session.comm.size > 1 and plan.one_rank_steps > 0
     names = [*([ONE_RANK] if with_baseline else []), *runs]
+    if plan.decode_split:
+        refuse_kaldi_pdfs(session.dataset.classes_path, '--decode-split ("" for none)')
     if session.comm.rank == 0:
         _write_sweep(out_dir, names, completed=False)
     session.comm.barrier()

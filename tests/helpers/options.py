@@ -5,12 +5,22 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from speechdp.config import BatchOptions, ModelOptions, OptimizerOptions, TrainOptions
+from speechdp.config import ModelOptions, TrainOptions
+from speechdp.config_batch import BatchOptions, LoadingOptions
+from speechdp.config_optimizer import OptimizerOptions
+from speechdp.data.preprocess import AugmentOptions, InputOptions
 
 
 def options_with(**given: Any) -> TrainOptions:
     """Return options that these are given of, whatever component they belong to."""
-    kinds = {"model": ModelOptions, "batch": BatchOptions, "optimizer": OptimizerOptions}
+    kinds = {
+        "model": ModelOptions,
+        "batch": BatchOptions,
+        "optimizer": OptimizerOptions,
+        "inputs": InputOptions,
+        "augment": AugmentOptions,
+        "loading": LoadingOptions,
+    }
     parts: dict[str, Any] = {}
     for part, kind in kinds.items():
         names = {f.name for f in dataclasses.fields(kind)}

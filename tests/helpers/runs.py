@@ -14,7 +14,11 @@ SPANS = ("data_wait", "h2d", "forward", "backward", "comm", "update")
 
 @dataclass
 class MadeUpRun:
-    """A run to write.  Shares are of each rank's step time; `rank_spans` overrides `spans` by rank."""
+    """A run to write.  Shares are of each rank's step time; `rank_spans` overrides `spans` by rank.
+
+    `data` is every rank's entry of the data path, `feeders` those of the feeders; None leaves them out.
+    `last_gain` is by how much the last evaluation is above the one before, nats/frame.
+    """
 
     name: str
     strategy_name: str = "model_averaging"
@@ -28,6 +32,9 @@ class MadeUpRun:
     num_evaluations: int = 12
     completed: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
+    data: Any = None
+    feeders: Any = None
+    last_gain: float | None = None
 
 
 def write_run(run: MadeUpRun, parent: Path) -> Path:
@@ -50,7 +57,8 @@ def write_run(run: MadeUpRun, parent: Path) -> Path:
         lines = [json.dumps(_evaluation(run, i)) for i in range(1, run.num_evaluations + 1)]
         (path / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     ranks = [_rank(run, rank) for rank in range(run.size)]
-    _write(path / "timing.json", {"warmup_steps": 4, "ranks": ranks})
+    fed = {} if run.feeders is None else {"feeders": run.feeders}
+    _write(path / "timing.json", {"warmup_steps": 4, "ranks": ranks, **fed})
     if run.wer is not None:
         rate, low, high = run.wer
         _write(path / "wer-test.json", {
@@ -101,6 +109,8 @@ def _evaluation(run: MadeUpRun, index: int) -> dict[str, Any]:
     """Return the evaluation after `index` epochs of 98,000 frames: a curve that ends at the final value."""
     progress = index / run.num_evaluations
     gap = 1.9 * (math.exp(-4.2 * progress) - math.exp(-4.2))
+    if run.last_gain is not None and index == run.num_evaluations - 1:
+        gap = run.last_gain
     log_prob = run.final_log_prob - gap
     frames = 98_000 * index
     return {
@@ -113,10 +123,11 @@ def _evaluation(run: MadeUpRun, index: int) -> dict[str, Any]:
 def _rank(run: MadeUpRun, rank: int) -> dict[str, Any]:
     """Return a rank's entry of timing.json for one minute of steps."""
     shares = run.rank_spans.get(rank, run.spans)
+    data = {} if run.data is None else {"data": run.data}
     return {
         "rank": rank, "host": "node-a", "steps": 600, "frames": int(60 * run.frames_per_s / run.size),
         "wall_s": 60.0, "spans_s": {name: 60 * s for name, s in zip(SPANS, shares, strict=True)},
-        "eval_s": 4.2, "checkpoint_s": 0.8,
+        "eval_s": 4.2, "checkpoint_s": 0.8, **data,
     }  # fmt: skip
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from speechdp.config import BatchOptions, ModelOptions, OptimizerOptions, TrainOptions
+from speechdp.config import ModelOptions, TrainOptions
+from speechdp.config_batch import BatchOptions
+from speechdp.config_optimizer import OptimizerOptions
+from speechdp.data.preprocess import AugmentOptions
 from tests.helpers.tiny_data import TinySizes
 
 CHECKPOINT_STEPS = 4
@@ -13,7 +16,7 @@ _MODEL = ModelOptions(layers=1, cells=8, dropout=0.2)
 _DEEPER = ModelOptions(layers=2, cells=6, dropout=0.3, bottleneck=5)
 _CAUSAL = ModelOptions(layers=2, cells=6, dropout=0.3, bidirectional=False, projection=4)
 _BATCHES = BatchOptions(batch_size=2)
-_CHUNKS = BatchOptions(batch_size=4, chunk_frames=8, left_context=3, spec_augment=True)
+_CHUNKS = BatchOptions(batch_size=4, chunk_frames=8, left_context=3)
 _SGD = OptimizerOptions("sgd", weight_decay=0.01, warmup_epochs=0.5, anneal_from=1)
 _ADAM = OptimizerOptions("adam", learning_rate=0.01)
 _ADAMW = OptimizerOptions("adamw", weight_decay=0.01, max_gradient_norm=0.0)
@@ -23,7 +26,13 @@ def _options(
     strategy: str, model: ModelOptions, batch: BatchOptions, optimizer: OptimizerOptions
 ) -> TrainOptions:
     return TrainOptions(
-        model, batch, optimizer, strategy=strategy, epochs=2, checkpoint_steps=CHECKPOINT_STEPS
+        model,
+        batch,
+        optimizer,
+        augment=AugmentOptions(spec_augment=batch is _CHUNKS),
+        strategy=strategy,
+        epochs=2,
+        checkpoint_steps=CHECKPOINT_STEPS,
     )
 
 

@@ -51,7 +51,12 @@ def test_masks_are_drawn_segment_by_segment_bands_before_stretches_width_before_
     SpecAugment().apply(features, LENGTHS, np.random.default_rng(5))
     expected, rng = make_features(), np.random.default_rng(5)
     for row, length in enumerate(LENGTHS.tolist()):
-        for extent, widest, axis in ((40, 8, 1), (40, 8, 1), (length, length // 10, 0), (length, length // 10, 0)):
+        for extent, widest, axis in (
+            (40, 8, 1),
+            (40, 8, 1),
+            (length, length // 10, 0),
+            (length, length // 10, 0),
+        ):
             width = rng.integers(0, widest + 1)
             start = rng.integers(0, extent - width + 1)
             expected[row, :length].narrow(axis, int(start), int(width)).zero_()

@@ -21,7 +21,10 @@ from speechdp.compare.plan import (
 )
 from speechdp.compare.record import COMPLETE, FAILED, PENDING, Record, RunRecord, read_record, write_record
 from speechdp.compare.run import estimate_left_s, plan_time_runs
-from speechdp.config import BatchOptions, ModelOptions, OptimizerOptions, TrainOptions
+from speechdp.config import ModelOptions, TrainOptions
+from speechdp.config_batch import BatchOptions, LoadingOptions
+from speechdp.config_optimizer import OptimizerOptions
+from speechdp.data.preprocess import AugmentOptions, InputOptions
 from speechdp.errors import ConfigError
 from speechdp.launching.supervise import JobEnd
 from tests.helpers.comparisons import MadeUpStrategy, write_comparison
@@ -173,7 +176,10 @@ def test_the_time_left_is_that_of_runs_with_as_many_ranks() -> None:
         TrainOptions(),
         TrainOptions(
             model=ModelOptions(preset="kaldi-4x800", bidirectional=True, layers=1, dropout=0.0),
-            batch=BatchOptions(batch_size=3, spec_augment=True, right_context=2),
+            batch=BatchOptions(batch_size=3, right_context=2, order="laplace"),
+            augment=AugmentOptions(spec_augment=True, noise_snr_db="10-30"),
+            inputs=InputOptions(deltas=2),
+            loading=LoadingOptions(feeders=1),
             optimizer=OptimizerOptions(
                 optimizer="sgd", anneal_from=-1, warmup_epochs=1.5, learning_rate=1e-5
             ),

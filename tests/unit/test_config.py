@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from speechdp.config import BatchOptions, ModelOptions, OptimizerOptions, TrainOptions
+from speechdp.config import ModelOptions, TrainOptions
+from speechdp.config_batch import BatchOptions
+from speechdp.config_optimizer import OptimizerOptions
 from speechdp.data.plan import PlanOptions
 from speechdp.errors import ConfigError
 from speechdp.models.presets import PRESETS

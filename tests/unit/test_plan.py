@@ -1,15 +1,14 @@
-"""The epoch plan: every frame exactly once, whatever the order, the shards, the ranks, the batches, the windows."""
+"""The epoch plan: every frame exactly once, whatever the order, shards, ranks, batches and windows."""
 
 from __future__ import annotations
 
 import hashlib
-import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -22,7 +21,6 @@ from speechdp.data.plan import (
     Order,
     PlanOptions,
     Segments,
-    padding_share,
     plan_epoch,
 )
 from speechdp.errors import ConfigError
@@ -66,7 +64,7 @@ def batches(plan: EpochPlan, rank: int) -> list[list[Row]]:
 all_options = st.builds(
     PlanOptions,
     batch_size=st.integers(1, 7),
-    chunk_frames=st.one_of(st.just(0), st.integers(1, 40)),
+    chunk_frames=st.one_of(st.just(0), st.integers(4, 40)),
     seed=st.integers(0, 2**31),
     order=st.sampled_from(ORDERS),
     batch_frames=st.one_of(st.just(0), st.integers(1, 400)),
@@ -74,7 +72,7 @@ all_options = st.builds(
 )
 cases = st.builds(
     Case,
-    shards=st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=12), min_size=1, max_size=6),
+    shards=st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=9), min_size=1, max_size=5),
     size=st.integers(1, 9),
     options=all_options,
     epoch=st.integers(0, 5),
@@ -153,13 +151,7 @@ def test_batches_by_frames_hold_no_more_and_ranks_have_as_many(case: Case) -> No
             assert (of_rank > 0).all() or of_rank.max() <= 1
 
 
-def test_in_a_step_ranks_have_batches_of_about_the_same_length() -> None:
-    lengths = np.random.default_rng(5).integers(20, 200, size=4000)
-    frames = plan_epoch(CorpusIndex.of_lengths([lengths]), PlanOptions(10, seed=3), 0, 4).frames[:, :-1]
-    own_steps = frames.std() / frames.mean()
-    waited = (frames.max(axis=0) - frames.mean(axis=0)).mean() / frames.mean()
-    # Without matching the longest of 4 would be about one standard deviation longer than their mean.
-    assert waited < own_steps / 4, (waited, own_steps)
+# --- who gets what, and when --------------------------------------------------------------------------
 
 
 @given(cases)
@@ -170,71 +162,149 @@ def test_ranks_get_equal_numbers_of_frames_to_within_an_utterance(case: Case) ->
     assert np.abs(frames - frames.sum() / case.size).max() <= longest
 
 
-@given(cases)
-def test_the_plan_follows_from_seed_and_epoch_alone(case: Case) -> None:
-    one, other = case.plan(), case.plan()
-    assert one.frames.tolist() == other.frames.tolist()
-    for mine, theirs in zip(one.ranks, other.ranks, strict=True):
-        for name in ("shard", "utterance", "start", "num_frames"):
-            assert getattr(mine.segments, name).tolist() == getattr(theirs.segments, name).tolist()
-
-
-def order(plan: EpochPlan) -> list[tuple[int, int]]:
-    segments = plan.ranks[0].segments
-    return list(zip(segments.shard.tolist(), segments.utterance.tolist(), strict=True))
-
-
-def test_another_epoch_or_seed_is_another_order() -> None:
-    lengths = np.random.default_rng(0).integers(5, 50, size=(4, 20)).tolist()
-    case = Case(lengths, 1, 4, 0, 3, 0)
-    orders = [order(case.plan(epoch)) for epoch in range(3)]
-    orders.append(order(Case(lengths, 1, 4, 0, 4, 0).plan()))
-    assert len({tuple(o) for o in orders}) == 4
-    assert len({frozenset(o) for o in orders}) == 1
-
-
-def test_a_rank_gets_other_data_in_another_epoch() -> None:
-    case = Case([[10] * 10 for _ in range(8)], 2, 4, 0, 1, 0)
-    parts = [frozenset(order(case.plan(epoch))) for epoch in range(4)]
-    assert len(set(parts)) > 1
-
-
 def test_a_rank_reads_few_shards() -> None:
     """Its stretch of the shards laid end to end: with as many shards as ranks about one."""
-    plan = Case([[10] * 20 for _ in range(8)], 4, 5, 0, 1, 2).plan()
+    plan = case([[10] * 20 for _ in range(8)], 4, 5, 0, 1, epoch=2).plan()
     for rank in plan.ranks:
         assert len(set(rank.segments.shard.tolist())) == 2
 
 
-@given(cases.filter(lambda case: case.chunk_frames > 0))
-def test_chunks_are_whole_but_the_last_of_an_utterance(case: Case) -> None:
-    for rank in case.plan().ranks:
-        segments = rank.segments
-        lengths = np.array(
-            [case.shards[s][u] for s, u in zip(segments.shard, segments.utterance, strict=True)]
-        )
-        assert (segments.start % case.chunk_frames == 0).all()
-        ends_utterance = segments.start + segments.num_frames == lengths
-        assert (segments.num_frames[~ends_utterance] == case.chunk_frames).all()
-        assert (segments.num_frames <= case.chunk_frames).all()
+def test_chunks_of_an_utterance_come_in_one_window() -> None:
+    index = CorpusIndex.of_lengths([np.full(300, 50)])
+    options = PlanOptions(8, 10, batch_frames=0, window_frames=2000)  # 200 chunks: 40 utterances, 25 batches
+    plan = plan_epoch(index, options, 0, 1)
+    steps_of: dict[int, list[int]] = {}
+    for step, batch in enumerate(batches(plan, 0)):
+        for _, utterance, _, _ in batch:
+            steps_of.setdefault(utterance, []).append(step)
+    first_step = plan.ranks[0].windows.first_step
+    assert np.diff(first_step).tolist() == [25] * 7 + [13]
+    assert all(max(steps) // 25 == min(steps) // 25 for steps in steps_of.values())
+    # And yet every window has utterances from all over the corpus, and its chunks are shuffled.
+    first = [row[1] for batch in batches(plan, 0)[:25] for row in batch]
+    assert len(set(first)) == 40 and max(first) - min(first) > 200
+    assert sum(one == other for one, other in pairwise(first)) < 40
 
 
-def test_segments_of_a_batch_are_of_similar_length() -> None:
-    """Little padding: sorted inside pools, which shuffled batches alone would not give."""
-    lengths = np.random.default_rng(0).integers(10, 300, size=(1, 512)).tolist()
-    rank = Case(lengths, 1, 8, 0, 0, 0).plan().ranks[0]
-    batches = [rank.batch(step).num_frames for step in range(rank.num_batches)]
-    padded = sum(len(batch) * batch.max() for batch in batches)
-    assert padded < 1.12 * sum(lengths[0])
-    # Yet short and long batches come in random order.
-    longest = [int(batch.max()) for batch in batches]
-    assert longest != sorted(longest)
+# --- the same plan for the same arguments -------------------------------------------------------------
+
+
+@given(cases)
+def test_the_plan_follows_from_seed_and_epoch_alone(case: Case) -> None:
+    one, other = case.plan(), case.plan()
+    for rank in range(case.size):
+        # Batches may be asked for in any order.
+        backwards = [rows(other.ranks[rank].batch(step)) for step in reversed(range(other.num_steps))]
+        assert batches(one, rank) == backwards[::-1]
+
+
+def utterances(plan: EpochPlan) -> list[tuple[int, int]]:
+    return [row[:2] for row in rows(plan.ranks[0].segments)]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("window_segments", [1, windows.WINDOW_SEGMENTS])
+def test_another_epoch_or_seed_is_another_order(order: Order, window_segments: int) -> None:
+    lengths = np.random.default_rng(0).integers(5, 50, size=(4, 40)).tolist()
+    one = Case(lengths, 1, PlanOptions(1, 0, 3, order), 0, window_segments)
+    found = [utterances(one.plan(epoch)) for epoch in range(3)]
+    found.append(utterances(replace(one, options=PlanOptions(1, 0, 4, order)).plan()))
+    assert len({tuple(o) for o in found}) == 4
+    assert len({frozenset(o) for o in found}) == 1
+
+
+def test_a_rank_gets_other_data_in_another_epoch() -> None:
+    one = case([[10] * 10 for _ in range(8)], 2, 4, 0, 1)
+    shards = [frozenset(shard for shard, _ in utterances(one.plan(epoch))) for epoch in range(4)]
+    assert len(set(shards)) > 1
+
+
+def fingerprint(options: PlanOptions, epoch: int, size: int) -> str:
+    rng = np.random.default_rng(11)
+    counts = (180, 40, 95, 260, 7)
+    lengths = [np.round(np.exp(rng.normal(4.5, 0.6, n))).astype(np.int64) + 1 for n in counts]
+    plan = plan_epoch(CorpusIndex.of_lengths(lengths), options, epoch, size)
+    digest = hashlib.sha256()
+    for part in plan.ranks:
+        for step in range(plan.num_steps):
+            batch = part.batch(step)
+            for column in (batch.shard, batch.utterance, batch.start, batch.num_frames):
+                digest.update(column.astype("<i8").tobytes())
+    digest.update(plan.frames.astype("<i8").tobytes())
+    return digest.hexdigest()[:16]
+
+
+@pytest.mark.parametrize(
+    ("options", "epoch", "golden"),
+    [
+        (PlanOptions(8, 0, 3), 0, ["f51bf8e8b8ef4760", "36f8585abec9d553", "2656435cd115563d"]),
+        (PlanOptions(16, 21, 5), 2, ["1367e66aa242b92f", "aaf444b2c0d005e6", "3d760a277b783b59"]),
+    ],
+)
+def test_plans_of_small_corpora_stay_what_runs_were_made_with(
+    options: PlanOptions, epoch: int, golden: list[str]
+) -> None:
+    """A checkpoint of an earlier version goes on with the batches it would have had."""
+    assert [fingerprint(options, epoch, size) for size in (1, 2, 4)] == golden
+
+
+# --- large corpora ------------------------------------------------------------------------------------
+
+
+def test_threads_get_the_batches_one_thread_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "_KEPT_SEGMENTS", 128)
+    plan = Case([[5, 9, 30] * 200], 2, PlanOptions(2, 3, 1), window_segments=64).plan()
+    assert plan.ranks[0].windows.num_windows > 20
+    expected = [batches(plan, rank) for rank in range(2)]
+
+    def walk(seed: int) -> bool:
+        order = np.random.default_rng(seed).integers(0, plan.num_steps, 150).tolist()
+        return all(rows(plan.ranks[seed % 2].batch(i)) == expected[seed % 2][i] for i in order)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(walk, range(4)))
+
+
+# --- speed, and mistakes ------------------------------------------------------------------------------
+
+
+def test_utterances_played_faster_are_shorter() -> None:
+    index = CorpusIndex.of_lengths([np.array([100, 3]), np.array([1, 55, 7])])
+    fast = index.at_speed(np.array([90, 100, 110, 110, 90]))
+    assert fast.num_frames.tolist() == [111, 3, 1, 50, 8]
+    plan = plan_epoch(fast, PlanOptions(2, 20), 0, 2)
+    speeds = {(0, 0): 90, (0, 1): 100, (1, 0): 110, (1, 1): 110, (1, 2): 90}
+    parts = [rank.segments for rank in plan.ranks]
+    assert sum(int(part.num_frames.sum()) for part in parts) == 173
+    for part in parts:
+        keys = zip(part.shard.tolist(), part.utterance.tolist(), strict=True)
+        assert part.speed.tolist() == [speeds[key] for key in keys]
+    assert fast.num_frames.dtype == np.int32 and parts[0].speed.dtype == np.int64
+
+
+def test_speed_is_as_recorded_where_nothing_is_said() -> None:
+    one = np.ones(3, dtype=np.int64)
+    segments = Segments(one, one, one, one)
+    assert segments.speed.tolist() == [100, 100, 100]
+    assert segments.take(np.array([1, 0])).speed.tolist() == [100, 100]
+    assert len(Segments.none().speed) == 0
+    assert case([[5, 6]], 1, 2).plan().ranks[0].batch(0).speed.tolist() == [100, 100]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [((0, 0), "--batch-size 0: a batch holds at least 1"), ((1, -1), "--chunk-frames -1: 0")],
+    [
+        ({"batch_size": 0}, "--batch-size 0: a batch holds at least 1"),
+        ({"batch_size": -1, "batch_frames": 100}, "--batch-size -1: a batch"),
+        ({"batch_size": 1, "chunk_frames": -1}, "--chunk-frames -1: 0"),
+        ({"batch_size": 1, "batch_frames": -1}, "--batch-frames -1: 0"),
+        ({"batch_size": 1, "window_frames": -1}, "window of -1 frames: 0"),
+        (
+            {"batch_size": 1, "order": "sorted"},
+            "--order sorted: there are shuffled, pooled, laplace, blocking",
+        ),
+    ],
 )
-def test_impossible_options_are_named(options: tuple[int, int], message: str) -> None:
+def test_impossible_options_are_named(options: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        PlanOptions(*options)
+        PlanOptions(**options)  # type: ignore[arg-type]

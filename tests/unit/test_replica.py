@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speechdp.config import OptimizerOptions, TrainOptions
+from speechdp.config import TrainOptions
+from speechdp.config_optimizer import OptimizerOptions
 from speechdp.data.features import FeatureConfig
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.train.build import make_replica

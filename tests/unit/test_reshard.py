@@ -54,15 +54,15 @@ def test_utterances_stay_the_same_to_the_last_bit(dataset: Dataset, tmp_path: Pa
 def test_shards_are_balanced(dataset: Dataset, tmp_path: Path, balance: Balance, unit: str) -> None:
     new = reshard(ReshardOptions(dataset.path, tmp_path / "new", 6, balance, "train"), no_progress)
     sums = [getattr(shard, unit) for shard in new.splits["train"].shards]
-    # Utterances of the tiny data have at least 14 frames: by luck alone sums would differ by more.
-    assert max(sums) - min(sums) <= (14 if unit == "frames" else 1)
+    # Of 6 or 7 utterances of 14 to 50 frames each: by chance alone, sums would differ by more than 50.
+    assert max(sums) - min(sums) <= (25 if unit == "frames" else 1)
     assert sum(sums) == getattr(dataset.splits["train"], unit)
 
 
 def test_dealing_balances_very_unequal_utterances() -> None:
     lengths = np.random.default_rng(0).lognormal(5, 1, 20_000).astype(np.int64) + 1
     sums = np.bincount(deal_by_frames(lengths, 64, 3), weights=lengths)
-    assert sums.max() - sums.min() <= lengths.min() + 2
+    assert sums.max() - sums.min() < 1e-3 * sums.mean()
     assert np.bincount(deal_by_frames(np.ones(8, np.int64), 8, 0)).tolist() == [1] * 8
 
 
@@ -170,6 +170,15 @@ def test_a_failing_disk_leaves_nothing_behind(dataset: Dataset, tmp_path: Path) 
         with faulty_disk(fails_at, full()), pytest.raises((ShardError, OSError)):
             reshard(again, no_progress)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "new"]
+
+
+@pytest.mark.parametrize("name", ["../dev", "/dev", "..", ""])
+def test_names_that_lead_out_of_the_directory_are_refused(dataset: Dataset, name: str) -> None:
+    text = (dataset.path / "data.json").read_text()
+    for place, new in (('"dev": {', f'"{name}": {{'), ('"dev-00000.h5"', f'"{name}"')):
+        (dataset.path / "data.json").write_text(text.replace(place, new))
+        with pytest.raises(ShardError, match=r"data\.json: damaged \('.*' is not a plain name\)"):
+            Dataset.open(dataset.path)
 
 
 def test_the_command(dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

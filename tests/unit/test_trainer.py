@@ -15,7 +15,8 @@ import torch
 from speechdp.comm.base import Communicator, ReduceOp, Work
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads import ThreadsCommunicator, run_threads
-from speechdp.config import BatchOptions, ModelOptions, TrainOptions
+from speechdp.config import ModelOptions, TrainOptions
+from speechdp.config_batch import BatchOptions
 from speechdp.data.assignment import planned
 from speechdp.data.dataset import Dataset
 from speechdp.data.loader import Loader
@@ -274,11 +275,12 @@ def advance(
 ) -> None:
     """Train epoch after epoch with another task."""
     with ExitStack() as stack:
-        mine, reader = build_trainer(Session(dataset, comm, CPU), options, run, stack)
+        mine, sources = build_trainer(Session(dataset, comm, CPU), options, run, stack)
         mine.parts = dataclasses.replace(mine.parts, task=task)
-        index, plan = reader.index, options.plan()
+        source, plan = sources.training, options.plan()
         loader = Loader(
-            reader, planned(lambda e: plan_epoch(index, plan, e, comm.size), comm.rank, options.num_epochs)
+            source,
+            planned(lambda e: plan_epoch(source.index, plan, e, comm.size), comm.rank, options.num_epochs),
         )
         mine.run(stack.enter_context(loader), stop.StopAgreement(None, comm))
 

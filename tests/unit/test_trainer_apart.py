@@ -11,7 +11,8 @@ import torch
 
 from speechdp.comm.base import Communicator
 from speechdp.comm.threads import run_threads
-from speechdp.config import BatchOptions, ModelOptions, TrainOptions
+from speechdp.config import ModelOptions, TrainOptions
+from speechdp.config_batch import BatchOptions
 from speechdp.data.dataset import Dataset
 from speechdp.train.checkpoint import checkpoint_steps
 from speechdp.train.progress import SilentReporter

@@ -1,0 +1,66 @@
+"""`speechdp posteriors`: write a model's scores of a split for Kaldi's decoders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+if TYPE_CHECKING:
+    from speechdp.comm.base import Communicator
+
+
+@dataclass(frozen=True)
+class PosteriorsCommand:
+    """Write a Kaldi archive of scores: speechdp posteriors RUN DATA --split dev -o OUT.ark --scp OUT.scp."""
+
+    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Run directory that `speechdp train` wrote."""
+    data: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DATA")]
+    """Data directory that `speechdp prepare` wrote."""
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
+    """Archive to write: a matrix an utterance, a row a frame, a column a class (pdf), sorted by id."""
+    split: str = "test"
+    """Split to score."""
+    scp: Path | None = None
+    """Table to write beside the archive."""
+    kind: Literal["log_likelihood", "log_posterior"] = "log_likelihood"
+    """log_likelihood: posteriors with the classes' priors divided out, for latgen-faster-mapped;
+    log_posterior: the network's output as it is."""
+    prior_scale: float = 1.0
+    """How much of the class priors is divided out (log_likelihood), 0 to 1."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the network runs; auto: on a GPU where there is one."""
+
+    def run(self) -> int:
+        """Write the archive and say what is in it."""
+        from speechdp.cli.distributed import over_ranks  # noqa: PLC0415 - keeps --help fast
+
+        return over_ranks("auto", self.device, self._on_rank)
+
+    def _on_rank(self, comm: Communicator) -> int:
+        from rich.console import Console  # noqa: PLC0415
+
+        from speechdp.cli.progress import progress_bar  # noqa: PLC0415
+        from speechdp.data.dataset import Dataset  # noqa: PLC0415
+        from speechdp.decode.posteriors import PosteriorOptions, write_posteriors  # noqa: PLC0415
+        from speechdp.errors import ConfigError  # noqa: PLC0415
+        from speechdp.train.device import choose_device  # noqa: PLC0415
+        from speechdp.train.model_file import load_model  # noqa: PLC0415
+
+        if comm.size > 1:
+            raise ConfigError(f"posteriors writes one archive and runs on one rank, not {comm.size}")
+        options = PosteriorOptions(self.split, self.out, self.scp, self.kind, self.prior_scale)
+        dataset = Dataset.open(self.data)
+        trained = load_model(self.run_dir, choose_device(self.device, comm.local_rank))
+        with progress_bar(Console(stderr=True)) as progress:
+            result = write_posteriors(
+                trained, dataset, options, lambda done, total: progress("scoring", done, total)
+            )
+        print(
+            f"{self.out}: {result.num_utterances:,} utterances, {result.num_frames:,} frames, "
+            f"{result.num_classes} classes, {self.kind}"
+        )
+        return 0

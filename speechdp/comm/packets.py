@@ -1,0 +1,136 @@
+"""Packets between ranks: a small JSON-like head and tensors behind it, sent and received without waiting.
+
+Where `PeerCommunicator` has messages whose size the receiver knows and whose sender waits, a packet says
+itself what is in it, and its sender goes on at once: what feeders send batches with.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from speechdp.errors import CommunicationError
+
+#: Returns memory for a tensor of this shape and dtype that is about to arrive.
+Allocate: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
+#: Told when a packet has left, and how many seconds that took.
+Sent: TypeAlias = Callable[[float], None]
+
+_FIRST_SLEEP_S, _LONGEST_SLEEP_S, _LONGEST_SLEEP_MOVING_S = 20e-6, 1e-3, 100e-6
+#: For so long after the last packet a tensor on its way is looked after without sleeping: through shared
+#: memory without single copies its pieces come as fast as both ranks fetch them.
+_BUSY_S = 2e-3
+
+
+def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Allocate in the ordinary way."""
+    return torch.empty(*shape, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Packet:
+    """What another rank has sent.
+
+    Attributes:
+        source: rank of the sender.
+        head: JSON-like.
+        tensors: on the CPU.
+    """
+
+    source: int
+    head: dict[str, Any]
+    tensors: tuple[Tensor, ...] = ()
+
+
+class PacketChannel(ABC):
+    """Packets between any two ranks, on a channel of their own; nothing here is collective but `close`.
+
+    Packets from one rank to another arrive in the order in which they were sent.  Everything moves only while
+    somebody calls `receive`, which one thread of a rank does at a time; any thread may send.
+
+    Attributes:
+        sent_bytes: payload this rank has sent.
+    """
+
+    rank: int
+    size: int
+    sent_bytes: int = 0
+
+    @abstractmethod
+    def send(
+        self, dest: int, head: dict[str, Any], tensors: Sequence[Tensor] = (), sent: Sent | None = None
+    ) -> None:
+        """Begin to send a packet and return at once.
+
+        Args:
+            dest: another rank.
+            head: JSON-like.
+            tensors: contiguous, on the CPU; held until they have left, and not to be written before.
+            sent: called when they have left, by whoever calls `receive`.
+
+        Raises:
+            CommunicationError: it cannot be sent.
+        """
+
+    @abstractmethod
+    def receive(self) -> Packet | None:
+        """Return a packet that has arrived, or None; moves along what is on its way, and never waits.
+
+        Raises:
+            CommunicationError: the transport has failed.
+        """
+
+    @property
+    @abstractmethod
+    def is_moving(self) -> bool:
+        """Whether something is on its way from here, or half arrived."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the channel.  Collective; nothing may be on its way; safe to call twice."""
+
+    def check(self, dest: int, tensors: Sequence[Tensor]) -> None:
+        """Refuse what cannot be sent."""
+        if dest == self.rank or not 0 <= dest < self.size:
+            raise CommunicationError(
+                f"rank {self.rank} cannot send to rank {dest}: not another rank of the {self.size} there are"
+            )
+        for tensor in tensors:
+            if tensor.is_cuda or not tensor.is_contiguous():
+                raise CommunicationError(f"rank {self.rank} can send contiguous tensors on the CPU only")
+
+
+class Pacing:
+    """How long to sleep between two looks at a channel: an eighth of the time waited so far, to 1 ms."""
+
+    def __init__(self) -> None:
+        self._since_s = time.monotonic()
+
+    def reset(self) -> None:
+        """Begin anew: something has come."""
+        self._since_s = time.monotonic()
+
+    def sleep(self, *, moving: bool) -> None:
+        """Sleep until the next look; with something on its way it comes sooner."""
+        waited_s = time.monotonic() - self._since_s
+        if moving and waited_s < _BUSY_S:
+            time.sleep(0)
+            return
+        longest_s = _LONGEST_SLEEP_MOVING_S if moving else _LONGEST_SLEEP_S
+        time.sleep(min(max(waited_s / 8, _FIRST_SLEEP_S), longest_s))
+
+
+def describe(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    """Return dtype and shape of each tensor, JSON-like."""
+    return [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+
+
+def make_room(description: list[list[Any]], allocate: Allocate) -> tuple[Tensor, ...]:
+    """Return memory for tensors that were described so."""
+    return tuple(allocate(shape, getattr(torch, dtype)) for dtype, shape in description)

@@ -1,0 +1,192 @@
+"""A trainer's link to the ranks that feed it: whoever is free is asked, replies come as they are ready."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from speechdp.comm.packets import Pacing, Packet, PacketChannel
+from speechdp.errors import CommunicationError, ConfigError, RunError, ShardError, SpeechDPError
+
+#: Batches asked of a feeder that have not come yet: one is on its way while it makes the next.  More would
+#: bind batches to a slow feeder that a faster one could make.
+DEPTH = 2
+#: Errors that travel, by name.
+TRAVELLING: dict[str, type[SpeechDPError]] = {
+    error.__name__: error for error in (ConfigError, ShardError, RunError, CommunicationError)
+}
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A batch that nobody has been asked for yet."""
+
+    head: dict[str, Any]
+    tensors: tuple[Tensor, ...]
+    answer: Future[Packet] = field(default_factory=Future)
+
+
+class FeederLink:
+    """One trainer's link; safe from several threads.
+
+    A thread receives: it sleeps while nothing is expected.  Batches beyond `DEPTH` a feeder wait here and go
+    to whichever feeder answers first, so faster feeders make more of them.
+
+    Args:
+        channel: nobody else receives from it here.
+        feeders: ranks in the channel, in the order in which they are asked first.
+    """
+
+    def __init__(self, channel: PacketChannel, feeders: Sequence[int]) -> None:
+        self.feeders = tuple(feeders)
+        self._channel = channel
+        self._changed = threading.Condition()
+        self._waiting: deque[_Question] = deque()
+        self._expected: dict[int, tuple[int, Future[Packet]]] = {}
+        self._num_asked = 0
+        self._batches = dict.fromkeys(self.feeders, 0)
+        self._turn = 0
+        self._ending = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._receive, name="speechdp-fed", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether questions can still be asked."""
+        return self._error is None and not self._ending
+
+    def ask(self, feeder: int, head: dict[str, Any], tensors: Sequence[Tensor] = ()) -> Future[Packet]:
+        """Ask this feeder; its answer raises what went wrong there."""
+        answer: Future[Packet] = Future()
+        with self._changed:
+            self._check()
+            self._send(feeder, head, tensors, answer)
+        return answer
+
+    def ask_for_batch(self, head: dict[str, Any], tensors: Sequence[Tensor]) -> Future[Packet]:
+        """Ask for a batch, of whichever feeder has least to do, as soon as one has room."""
+        question = _Question(head, tuple(tensors))
+        with self._changed:
+            self._check()
+            self._waiting.append(question)
+            self._deal()
+        return question.answer
+
+    def forget(self, source: int) -> None:
+        """Drop what nobody has been asked for yet of a source."""
+        with self._changed:
+            dropped = [question for question in self._waiting if question.head["source"] == source]
+            self._waiting = deque(q for q in self._waiting if q.head["source"] != source)
+        for question in dropped:
+            question.answer.cancel()
+
+    def close(self, exit_code: int = 0) -> None:
+        """Wait for what is on its way, say goodbye to the feeders, and join the thread; safe to call twice.
+
+        Args:
+            exit_code: the one this job's ranks have agreed on, for the feeders to leave with.
+        """
+        with self._changed:
+            self._waiting.clear()
+            while self._expected and self._error is None:
+                self._changed.wait()
+            if self._error is None and not self._ending:
+                for feeder in self.feeders:
+                    self._channel.send(feeder, {"op": "bye", "exit_code": exit_code})
+        self.abandon()
+        if self._error is not None:
+            raise self._error
+
+    def abandon(self) -> None:
+        """Join the thread without a word to the feeders: the job is ending."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._ending:
+            raise CommunicationError("the link to the feeders is closed")
+
+    def _deal(self) -> None:
+        while self._waiting and (feeder := self._free_feeder()) is not None:
+            question = self._waiting.popleft()
+            self._batches[feeder] += 1
+            self._send(feeder, question.head, question.tensors, question.answer)
+
+    def _free_feeder(self) -> int | None:
+        """Return the feeder with the fewest batches to make, in turn among equals; None: all have enough."""
+        in_turn = self.feeders[self._turn :] + self.feeders[: self._turn]
+        feeder = min(in_turn, key=self._batches.__getitem__)
+        if self._batches[feeder] >= DEPTH:
+            return None
+        self._turn = (self.feeders.index(feeder) + 1) % len(self.feeders)
+        return feeder
+
+    def _send(
+        self, feeder: int, head: dict[str, Any], tensors: Sequence[Tensor], answer: Future[Packet]
+    ) -> None:
+        number = self._num_asked
+        self._num_asked += 1
+        self._expected[number] = (feeder, answer)
+        self._channel.send(feeder, {**head, "number": number}, tensors)
+        self._changed.notify_all()
+
+    def _receive(self) -> None:
+        pacing = Pacing()
+        try:
+            while self._wait_for_need(pacing):
+                packet = self._channel.receive()
+                if packet is None:
+                    pacing.sleep(moving=self._channel.is_moving)
+                else:
+                    pacing.reset()
+                    self._take(packet)
+        except BaseException as error:  # handed to those who wait, who raise it
+            self._fail(error)
+            if not isinstance(error, SpeechDPError):
+                raise
+
+    def _wait_for_need(self, pacing: Pacing) -> bool:
+        """Sleep until there is something to receive or to move; return False at the end."""
+        with self._changed:
+            while not self._expected and not self._channel.is_moving:
+                if self._ending:
+                    return False
+                self._changed.wait()
+                pacing.reset()
+            return not (self._ending and self._expected)
+
+    def _take(self, packet: Packet) -> None:
+        with self._changed:
+            feeder, answer = self._expected.pop(packet.head["number"])
+            if packet.head.get("op") == "batch":
+                self._batches[feeder] -= 1
+                self._deal()
+            self._changed.notify_all()
+        error = packet.head.get("error")
+        if error is None:
+            answer.set_result(packet)
+        else:
+            name, text = error
+            answer.set_exception(TRAVELLING[name](f"feeder rank {feeder}: {text}"))
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            unanswered = [answer for _, answer in self._expected.values()]
+            unanswered += [question.answer for question in self._waiting]
+            self._expected.clear()
+            self._waiting.clear()
+            self._changed.notify_all()
+        for answer in unanswered:
+            answer.set_exception(error)

@@ -1,0 +1,138 @@
+"""The columns of the report's main table."""
+
+from __future__ import annotations
+
+from speechdp.timing import wording
+from speechdp.timing.data_answer import waits_too_long
+from speechdp.timing.derived import RunFigures
+from speechdp.timing.tables import Column
+
+
+def _period(row: RunFigures) -> str:
+    return row.run.period or wording.MISSING
+
+
+def _skew(row: RunFigures) -> str:
+    if row.skew is None:
+        return wording.MISSING
+    text = wording.percent(row.skew.value)
+    return text if row.skew.straggler is None else f"{text} (rank {row.skew.straggler})"
+
+
+def _data_wait(row: RunFigures) -> str:
+    wait = row.data_wait
+    if wait is None:
+        return wording.MISSING
+    mean, largest = wording.percent(wait.mean, 1), wording.percent(wait.largest, 1)
+    return mean if mean == largest else f"{mean} ({largest})"
+
+
+def _wer(row: RunFigures) -> float | None:
+    return None if row.word_errors is None else row.word_errors.wer
+
+
+def _time_to_target(row: RunFigures) -> str:
+    return wording.seconds(row.time_to_target_s)
+
+
+COLUMNS: tuple[Column[RunFigures], ...] = (
+    Column(
+        "strategy",
+        "strategy",
+        "",
+        "How the ranks keep one model.",
+        lambda row: row.run.strategy.replace("_", " ") or wording.MISSING,
+        lambda row: row.run.strategy,
+        is_number=False,
+    ),
+    Column("period", "period", "", "Steps between averages, unless a unit is given.", _period, _period),
+    Column(
+        "ranks",
+        "ranks",
+        "",
+        "Number of ranks.",
+        lambda row: wording.MISSING if row.run.size is None else str(row.run.size),
+        lambda row: row.run.size,
+    ),
+    Column(
+        "frames_per_s",
+        "frames/s",
+        "",
+        "Frames of all ranks over the longest rank's step time, warm-up left out.",
+        lambda row: wording.count(row.frames_per_s),
+        lambda row: row.frames_per_s,
+    ),
+    Column(
+        "speedup",
+        "speed-up",
+        "times",
+        "Frames/s over those of one rank.",
+        lambda row: wording.times(row.speedup),
+        lambda row: row.speedup,
+    ),
+    Column(
+        "efficiency",
+        "efficiency",
+        "%",
+        "Speed-up over the number of ranks.",
+        lambda row: wording.percent(row.efficiency),
+        lambda row: row.efficiency,
+    ),
+    Column(
+        "communication_share",
+        "communi\u00adcation",
+        "%",
+        "Share of the step time in exchanges, waiting for other ranks included; mean over ranks.",
+        lambda row: wording.percent(row.comm_share, 1),
+        lambda row: row.comm_share,
+    ),
+    Column(
+        "data_wait_share",
+        "data wait",
+        "% (most)",
+        "Share of the step time without a batch to work on: mean over ranks (the rank that waits most).",
+        _data_wait,
+        lambda row: row.data_wait_share,
+        is_notable=waits_too_long,
+    ),
+    Column(
+        "rank_skew",
+        "rank skew",
+        "%",
+        "Slowest minus fastest rank's own work a step, over the mean; the straggler is named from 5 % on.",
+        _skew,
+        lambda row: None if row.skew is None else row.skew.value,
+    ),
+    Column(
+        "heldout_log_prob",
+        "log-prob",
+        "nats/frame",
+        "Mean held-out log-probability of the aligned state, at the end of training.",
+        lambda row: wording.nats(row.log_prob),
+        lambda row: row.log_prob,
+    ),
+    Column(
+        "frame_accuracy",
+        "frame acc.",
+        "%",
+        "Held-out frames whose most probable state is the aligned one, at the end of training.",
+        lambda row: wording.percent(row.accuracy, 1),
+        lambda row: row.accuracy,
+    ),
+    Column(
+        "wer",
+        "WER",
+        "%",
+        "Word error rate of the final model and its 95 % bootstrap interval.",
+        lambda row: wording.word_errors(row.word_errors),
+        _wer,
+    ),
+    Column(
+        "time_to_target_s",
+        "to target",
+        "",
+        "Training time until the first evaluation at or above the target log-probability.",
+        _time_to_target,
+        lambda row: row.time_to_target_s,
+    ),
+)

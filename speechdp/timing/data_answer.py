@@ -1,0 +1,162 @@
+"""Say in words whether training waits for data, which stage of the data path is slow, and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from speechdp.timing import wording
+from speechdp.timing.data_path import BLOCKING_ORDER, Bottleneck, DataFigures, FeederLoad
+from speechdp.timing.derived import RunFigures
+
+#: A larger share of the step time spent waiting for data is too much (of the rank that waits most).
+DATA_WAIT_AIM = 0.02
+#: A stage that is busy for less of the training time is not what a batch waits for, on the average.
+IDLE_BOTTLENECK = 0.5
+#: A larger share of padding and context is worth another order.
+MUCH_PADDING = 0.15
+
+#: What a stage does, and what to call it in a heading.
+STAGE_TITLES = {
+    "read": "reading",
+    "preprocess": "preprocessing",
+    "collate": "collating",
+    "send": "sending",
+    "h2d": "copy to GPU",
+}
+
+
+def waits_too_long(row: RunFigures) -> bool:
+    """Say whether a rank of this run waits for data longer than the aim."""
+    return row.data_wait is not None and row.data_wait.largest > DATA_WAIT_AIM
+
+
+def data_advice(row: RunFigures, label: str) -> list[str]:
+    """Return what is to be said about a run's data path; nothing where it is as it should be."""
+    sentences: list[str] = []
+    if row.run.order == BLOCKING_ORDER:
+        sentences.append(_standing_still(row, label))
+    if waits_too_long(row):
+        sentences.append(f"{_waiting(row, label)} {_cause(row)}")
+    if row.data is not None and row.data.is_slow_storage:
+        sentences.append(_slow_storage(row.data, label))
+    return sentences
+
+
+def other_waits(rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
+    """Name the runs of a sweep, with their shares, that wait for data too; empty where none does."""
+    named = [
+        f"{labels[row.run.name]} {wording.percent(row.data_wait.largest, 1)}\u00a0%"
+        for row in rows
+        if row.data_wait is not None and waits_too_long(row)
+    ]
+    if not named:
+        return ""
+    return f"Other runs with a rank that waits for data more than {_aim()}: {', '.join(named)}."
+
+
+def path_sentences(row: RunFigures, label: str) -> list[str]:
+    """Describe a run's data path: what it could deliver, its feeders, and what is wrong with it."""
+    data = row.data
+    if data is None:
+        return []
+    sentences: list[str] = []
+    stage = _stage(data.bottleneck)
+    if data.deliverable_per_s is not None and row.frames_per_s is not None and stage:
+        sentences.append(
+            f"The data path could deliver about {wording.count(data.deliverable_per_s)} frames/s, estimated "
+            f"from its slowest stage ({stage}); training took {wording.count(row.frames_per_s)}."
+        )
+    if data.feeders:
+        sentences.append(f"Feeders: {', '.join(map(_feeder, data.feeders))}.")
+    return sentences + data_advice(row, label)
+
+
+def _waiting(row: RunFigures, label: str) -> str:
+    wait = row.data_wait
+    assert wait is not None
+    text = f"{wording.capital(label)} waits for data {wording.percent(wait.mean, 1)} % of the step time"
+    if wording.percent(wait.largest, 1) != wording.percent(wait.mean, 1):
+        text += f" (rank {wait.rank}: {wording.percent(wait.largest, 1)} %)"
+    return f"{text}; up to {_aim()} is none to speak of."
+
+
+def _standing_still(row: RunFigures, label: str) -> str:
+    share = "" if row.data_wait is None else f" ({wording.percent(row.data_wait.mean, 1)} % of the step time)"
+    return (
+        f"With --order {BLOCKING_ORDER} training of {label} stands still while data are read{share}; "
+        "every other --order reads while training goes on."
+    )
+
+
+def _cause(row: RunFigures) -> str:
+    """Name the stage that holds the batches up, and the remedies for it."""
+    data = row.data
+    if data is None or data.bottleneck is None:
+        return "Which stage of the data path is slow was not recorded."
+    stage, busy = STAGE_TITLES[data.bottleneck.stage], data.bottleneck.busy
+    if row.run.order == BLOCKING_ORDER:
+        return f"Most of it is {stage}: try --order pooled."
+    if busy is not None and busy < IDLE_BOTTLENECK:
+        return (
+            f"No stage of the data path is busy all the time (most of all {stage}, "
+            f"{wording.percent(busy)} % of it), so single batches are late or the loader's threads lack "
+            f"cores: try fewer compute threads a rank, or {_feeders(data)}."
+        )
+    share = "" if busy is None else f", busy {wording.percent(min(busy, 1.0))} % of the training time"
+    return f"The bottleneck of its data path is {stage}{share}: try {_listed(_remedies(row, data))}."
+
+
+def _remedies(row: RunFigures, data: DataFigures) -> list[str]:
+    assert data.bottleneck is not None
+    stage = data.bottleneck.stage
+    on_gpu = data.preprocess_on == "cuda"
+    can_use_gpu = row.run.on_gpu and not on_gpu and not data.feeders
+    remedies: list[str] = []
+    if stage == "read" and data.is_slow_storage:
+        remedies.append("`speechdp shard`, which writes contiguous shards")
+    if stage == "preprocess" and on_gpu:
+        remedies.append("--preprocess-on cpu with several --loader-threads")
+    elif stage == "preprocess":
+        remedies.append(f"--loader-threads {2 * (data.threads or 1)}")
+    if stage in ("preprocess", "h2d") and can_use_gpu:
+        remedies.append("--preprocess-on gpu")
+    if stage != "h2d" and not on_gpu:
+        remedies.append(_feeders(data))
+    wasteful = data.padding is not None and data.padding > MUCH_PADDING
+    if (wasteful or not remedies) and row.run.order != "laplace":
+        padding = f" ({wording.percent(data.padding)} % are padding and context)" if wasteful else ""
+        remedies.append(f"another --order, e.g. laplace{padding}")
+    return remedies or ["larger batches (--batch-size)"]
+
+
+def _slow_storage(data: DataFigures, label: str) -> str:
+    rate = data.read_bytes_per_s
+    speed = "" if rate is None else f" and are read at {wording.megabytes(rate)} MB/s"
+    return (
+        f"The shards of {label} are stored {data.storage}{speed}; `speechdp shard` writes them anew, "
+        "contiguous, which reads as fast as the disk."
+    )
+
+
+def _feeders(data: DataFigures) -> str:
+    return "more --feeders" if data.feeders else "--feeders 1"
+
+
+def _feeder(feeder: FeederLoad) -> str:
+    rank = "a rank" if feeder.rank is None else f"rank {feeder.rank}"
+    host = f" on {feeder.host}" if feeder.host else ""
+    busy = "not timed" if feeder.busy is None else f"{wording.percent(feeder.busy)} % busy"
+    return f"{rank}{host} {busy}"
+
+
+def _listed(items: Sequence[str]) -> str:
+    """Write `a`, `a or b`, `a, b or c`."""
+    return " or ".join(filter(None, (", ".join(items[:-1]), items[-1])))
+
+
+def _stage(bottleneck: Bottleneck | None) -> str:
+    return "" if bottleneck is None else STAGE_TITLES[bottleneck.stage]
+
+
+def _aim() -> str:
+    return f"{wording.percent(DATA_WAIT_AIM)} %"

@@ -1,0 +1,62 @@
+"""Read JSON files that may be missing, damaged or odd: what is wrong becomes a line, never an error."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+#: Longest text taken from a file where a word or two are expected.
+_LONGEST_WORDS = 60
+
+
+def read_object(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    """Return a JSON object, or None after noting what is wrong with the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        problems.append(f"{path.name}: missing")
+    except OSError as error:
+        problems.append(f"{path.name}: cannot be read ({error.strerror})")
+    except ValueError:
+        problems.append(f"{path.name}: not valid JSON")
+    else:
+        if isinstance(value, dict):
+            return value
+        problems.append(f"{path.name}: not a JSON object")
+    return None
+
+
+def number(record: dict[str, Any], key: str) -> float | None:
+    """Return a finite number, or None where there is none."""
+    return finite(record.get(key))
+
+
+def finite(value: Any) -> float | None:
+    """Return `value` if it is a finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        converted = float(value)
+    except OverflowError:  # JSON's integers have no bound
+        return None
+    return converted if math.isfinite(converted) else None
+
+
+def amount(record: dict[str, Any], key: str) -> float | None:
+    """Return a finite number that is not negative, or None where there is none."""
+    value = number(record, key)
+    return None if value is None or value < 0 else value
+
+
+def words(value: Any) -> str:
+    """Return a short text in one line without control characters; empty where `value` holds none.
+
+    Several (a list, or the keys of an object) are joined by commas.
+    """
+    if isinstance(value, (list, dict)):
+        return ", ".join(dict.fromkeys(filter(None, map(words, value))))[:_LONGEST_WORDS]
+    if not isinstance(value, str):
+        return ""
+    return "".join(c if c.isprintable() else " " for c in value[:_LONGEST_WORDS]).strip()

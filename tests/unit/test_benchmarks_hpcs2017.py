@@ -1,0 +1,221 @@
+"""The benchmark of Kaldi's way: its programs train and average as they should, its times add up."""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+
+from benchmarks import kaldi_way, kaldi_way_average, kaldi_way_train
+from benchmarks.hpcs2017 import Task, frame_count, parse, write_run
+from benchmarks.hpcs2017_plot import draw
+from benchmarks.hpcs2017_results import Result, count, kaldi_times, read_our_run, saved_shares, write_csv
+from speechdp.config import TrainOptions
+from speechdp.data.dataset import Dataset
+from speechdp.data.source_options import Workshop, open_local_source
+from speechdp.strategies.base import Progress
+from speechdp.strategies.model_averaging import ModelAveraging
+from speechdp.strategies.period import Period
+from speechdp.tasks.acoustic import AcousticTask
+from speechdp.train.build import make_model, make_replica
+from speechdp.train.model_file import ClassCounts, load_model, save_model
+from tests.helpers.options import options_with
+from tests.helpers.tiny_data import write_tiny_data
+
+
+def tiny_options(**given: object) -> TrainOptions:
+    """Options of two short epochs of a tiny model."""
+    values = {"layers": 1, "cells": 8, "dropout": 0.0, "batch_size": 4, "optimizer": "sgd", "epochs": 2}
+    return options_with(**{**values, "learning_rate": 0.1, **given}).resolve(1)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    return write_tiny_data(tmp_path / "data")
+
+
+def setting(dataset: Dataset, exp: Path, options: TrainOptions, jobs: int, period: int) -> kaldi_way.Setting:
+    return kaldi_way.Setting(dataset.path, options, jobs, period, exp)
+
+
+def test_the_averaging_program_writes_the_mean(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    models = [{"a": rng.standard_normal((3, 2)).astype(np.float32), "b": np.float32([n])} for n in range(3)]
+    paths = [tmp_path / f"{number}.safetensors" for number in range(3)]
+    for path, model in zip(paths, models, strict=True):
+        safetensors.numpy.save_file(model, path)
+    out, report = tmp_path / "mean.safetensors", tmp_path / "report.json"
+    kaldi_way_average.main([str(time.monotonic()), str(report), str(out), *map(str, paths)])
+    mean = safetensors.numpy.load_file(out)
+    np.testing.assert_allclose(mean["a"], sum(m["a"] for m in models) / 3, atol=1e-7)
+    assert mean["b"].tolist() == [1.0] and mean["b"].dtype == np.float32
+    assert json.loads(report.read_text())["seconds"]["average"] > 0
+
+
+def test_one_job_and_one_iteration_is_plain_training(tmp_path: Path, dataset: Dataset) -> None:
+    options = tiny_options(momentum=0.9)
+    exp = tmp_path / "exp"
+    (frames,) = kaldi_way.prepare(setting(dataset, exp, options, 1, 10**9))
+    assert frames == 2 * dataset.splits["train"].frames
+    threads = torch.get_num_threads()
+    try:
+        kaldi_way_train.main([str(exp), "0", "0", str(time.monotonic())])
+    finally:
+        torch.set_num_threads(threads)
+    trained = safetensors.torch.load_file(exp / "0.0.safetensors")
+    expected = _train_here(dataset, options)
+    begun = safetensors.torch.load_file(exp / "0.safetensors")
+    for name, value in expected.items():
+        torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-6)
+        assert not torch.equal(begun[name], value)
+    seconds = json.loads((exp / "log" / "0.0.json").read_text())["seconds"]
+    assert set(seconds) <= set(kaldi_way.PARTS)
+
+
+def _train_here(dataset: Dataset, options: TrainOptions) -> dict[str, torch.Tensor]:
+    """Train on what the loader of `speechdp train` reads."""
+    model = make_model(dataset, options)
+    replica, schedule = make_replica(model, options), options.schedule()
+    source = open_local_source(dataset, options.source("train", augmented=True), Workshop())
+    for epoch in range(options.num_epochs):
+        plan = kaldi_way.plan_epoch(source.index, options.plan(), epoch, 1)
+        for step in range(plan.num_steps):
+            batch = source.batch(plan.ranks[0].batch(step))
+            replica.set_learning_rate(schedule.at(epoch + step / plan.num_steps))
+            AcousticTask().loss(model, batch).total.backward()
+            replica.apply_gradients(batch.num_frames)
+    source.close()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_iterations_end_where_model_averaging_averages() -> None:
+    rng = np.random.default_rng(1)
+    frames = rng.integers(50, 200, 40).astype(float).tolist()
+    strategy = ModelAveraging(period=Period.parse("500f"))
+    strategy._last_frames = done = 0.0
+    ends = []
+    for step, each in enumerate(frames, start=1):
+        done += each
+        if strategy.is_due(Progress(step, done, 0.0, 0.0, 1)):
+            ends.append(step)
+            strategy._last_frames = done
+    parts = kaldi_way.cut_into_iterations(frames, 500)
+    assert [part.stop for part in parts if part.stop in ends] == ends
+    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(40))
+    assert kaldi_way.cut_into_iterations([100.0], 1000) == [slice(0, 1)]
+
+
+def test_kaldis_way_runs_and_its_model_can_be_decoded_with(tmp_path: Path, dataset: Dataset) -> None:
+    options, exp = tiny_options(epochs=1), tmp_path / "exp"
+    one = setting(dataset, exp, options, 2, 10**9)
+    (iteration,) = kaldi_way.train(one, kaldi_way.prepare(one))
+    assert iteration.frames == dataset.splits["train"].frames
+    assert sum(iteration.seconds.values()) == pytest.approx(iteration.total_s)
+    assert iteration.seconds["start"] > iteration.seconds["read_model"] > 0
+    assert not list(exp.glob("0.[01].safetensors"))  # the jobs' models have gone
+    held_out = kaldi_way.HeldOutSplit(dataset.path, options)
+    assert held_out.log_prob(exp / "1.safetensors") > held_out.log_prob(exp / "0.safetensors")
+
+    like = tmp_path / "ours"
+    like.mkdir()
+    counts = ClassCounts(np.ones(dataset.num_classes, np.int64), np.ones(dataset.num_classes, np.int64))
+    facts = {"feature_dim": dataset.feature_dim, "num_classes": dataset.num_classes}
+    save_model(like, make_model(dataset, options), counts, facts)
+    write_run(exp, like, held_out.load(exp / "1.safetensors"))
+    loaded = load_model(exp, torch.device("cpu"))
+    weights = safetensors.torch.load_file(exp / "1.safetensors")
+    assert all(torch.equal(value, weights[name]) for name, value in loaded.model.state_dict().items())
+
+
+def test_a_program_that_fails_is_named(
+    tmp_path: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = setting(dataset, tmp_path / "exp", tiny_options(epochs=1), 1, 10**9)
+    frames = kaldi_way.prepare(one)
+    (tmp_path / "kaldi_way_train.py").write_text("raise SystemExit('the disk is full')")
+    monkeypatch.setattr(kaldi_way, "_PROGRAMS", tmp_path)
+    with pytest.raises(SystemExit, match=r"kaldi_way_train\.py .* ended with 1\nthe disk is full"):
+        kaldi_way.train(one, frames)
+
+
+def test_options_survive_their_json(tmp_path: Path) -> None:
+    options = tiny_options(alignments=tmp_path, max_gradient_norm=0.5)
+    values = kaldi_way_train.options_to_json(options)
+    assert kaldi_way_train.options_from_json(TrainOptions, json.loads(json.dumps(values))) == options
+
+
+def _our_run(run_dir: Path) -> Path:
+    """Write a run of two ranks and two steps: 3 s of start, 1 s of evaluation, 0.5 s of checkpoints."""
+    (run_dir / "timeline").mkdir(parents=True)
+    for rank, comms in enumerate(((0.1, 0.4), (0.3, 0.2))):
+        steps = [
+            {"step": i + 1, "epoch": 0, "t": 1.0 + i, "wall": 1.0, "frames": 10,
+             "spans": [["data_wait", 0.0, 0.1], ["forward", 0.1, 0.2], ["backward", 0.3, 0.2],
+                       ["comm", 0.5, comm], ["update", 0.9, 0.05]]}
+            for i, comm in enumerate(comms)
+        ]  # fmt: skip
+        events = [{"event": "eval", "t": 3.0, "wall": 1.0}, {"event": "checkpoint", "t": 4.0, "wall": 0.5}]
+        lines = [json.dumps(record) for record in (*steps, *events)]
+        (run_dir / "timeline" / f"rank-{rank:04}.jsonl").write_text("\n".join(lines) + "\n")
+    metrics = {"epoch": 1.0, "step": 2, "frames": 40, "time_s": 2.0, "heldout_log_prob": -1.5}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+    return run_dir
+
+
+def test_our_times_add_up(tmp_path: Path) -> None:
+    result = read_our_run(_our_run(tmp_path / "run"), 600_000, 1, 6.5)
+    assert result.total_s == pytest.approx(5.5)  # no evaluation
+    assert sum(result.seconds.values()) == pytest.approx(result.total_s)
+    expected = {"start": 3.0, "load": 0.2, "compute": 0.9, "write": 0.5, "average": 0.3, "wait": 0.2}
+    assert {name: result.seconds[name] for name in expected} == pytest.approx(expected)
+    assert result.curve == [(40, pytest.approx(5.5), -1.5)]
+
+
+def _result(way: str, total_s: float, start_s: float, load_s: float) -> Result:
+    seconds = {"start": start_s, "load": load_s, "preprocess": 0.0, "compute": total_s - start_s - load_s}
+    return Result(way, 600_000, 4, total_s, seconds, [(10, 1.0, -2.0), (20, 2.0, -1.0)], 0.05)
+
+
+def test_saved_shares() -> None:
+    results = [_result("kaldi", 100.0, 41.2, 10.0), _result("ours", 40.0, 4.0, 0.0)]
+    assert kaldi_times(results[0]) == pytest.approx((100.0, 60.0, 50.0))  # 4 iterations, 0.3 s each
+    assert saved_shares(results, 600_000) == pytest.approx(
+        {
+            "saved_at_600k": 0.6,
+            "saved_at_600k_cpp_start": 1 / 3,
+            "saved_at_600k_cpp_start_loading_hidden": 0.2,
+        }
+    )
+
+
+def test_results_are_kept_and_drawn(tmp_path: Path) -> None:
+    results = [_result("kaldi", 100.0, 41.2, 10.0), _result("ours", 40.0, 4.0, 0.0)]
+    results[0].write(tmp_path / "r.json")
+    assert Result.read(tmp_path / "r.json") == results[0]
+    assert Result.read(tmp_path / "none.json") is None
+    write_csv(tmp_path / "r.csv", results)
+    rows = list(csv.DictReader((tmp_path / "r.csv").open()))
+    assert [(row["way"], row["start_s"]) for row in rows] == [("kaldi", "41.2"), ("ours", "4.0")]
+    draw(tmp_path / "r.png", results)
+    assert (tmp_path / "r.png").stat().st_size > 5_000
+
+
+def test_frames_an_iteration_are_those_of_all_jobs(dataset: Dataset) -> None:
+    task = Task(dataset.path, tiny_options(), [], jobs=2, frames=2_310_000)
+    assert (task.num_iterations(600_000), task.period_frames(600_000)) == (4, 288_750)
+    assert task.num_iterations(9_000_000) == 1
+    assert [frame_count(text) for text in ("50k", "1.2m", "700")] == [50_000, 1_200_000, 700]
+    assert [count(frames) for frames in (50_000, 1_200_000)] == ["50k", "1.2m"]
+
+
+def test_what_stands_behind_two_dashes_goes_to_train() -> None:
+    given = parse(["DATA", "--frames-per-iteration", "50k,1m", "--", "--cells", "9"])
+    assert given.frames_per_iteration == [50_000, 1_000_000] and given.options == ["--cells", "9"]
+    assert parse(["DATA"]).total_frames == 2_400_000
