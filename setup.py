@@ -45,6 +45,7 @@ EXTRAS_REQUIRE = {
         "pytest-timeout>=2.3,<3",
         "hypothesis>=6.100,<7",
         "selenium>=4.20,<5",
+        "kaldi-native-io>=1.23,<2",
         "ruff>=0.17,<0.18",
         "mypy>=2,<3",
     ],

@@ -73,7 +73,7 @@ def prepare_kaldi(options: KaldiOptions, progress: Progress) -> KaldiPrepared:
     notices = _left_out(options, sources, speakers, places)
     if alignments.num_pdfs is None:
         notices += (
-            f"{manifest.num_classes} pdfs by the largest in {options.ali_pdf}; --ali ALI_DIR would say",
+            f"{manifest.num_classes} pdfs, by the largest in {options.ali_pdf}; --ali would count them",
         )
     return KaldiPrepared(Dataset.open(options.data), notices)
 

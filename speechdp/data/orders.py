@@ -181,12 +181,10 @@ def steps_of(costs: Costs, num_steps: int, options: PlanOptions, rng: np.random.
     if options.order == "blocking-sort":
         return np.lexsort((rng.random(num_steps), np.arange(num_steps) // GROUP_BATCHES))
     shuffled: IntArray = rng.permutation(num_steps)
-    if options.order == "pooled" and options.batch_frames == 0:
-        return shuffled
     # The k-th costliest batches of all ranks meet.  Pooled batches by frames all have about the same number
     # of padded frames; what keeps ranks waiting then is the longest segment of a recurrent network.
     first, second = costs.padded, costs.longest
-    if options.order == "pooled":
+    if options.order == "pooled" and options.batch_frames > 0:
         first, second = second, first
     costliest = np.lexsort((-second, -first))
     return np.concatenate([costliest, np.arange(len(costliest), num_steps)])[shuffled]

@@ -49,7 +49,9 @@ class PreprocessingSource(SplitSource):
         self.times.facts |= {"threads": num_threads, "preprocess_on": device.type}
         # One thread on a GPU: its kernels are queued one after the other anyway.
         self._threads = ThreadPoolExecutor(
-            1 if device.type == "cuda" else num_threads, thread_name_prefix="speechdp-preprocess"
+            1 if device.type == "cuda" else num_threads,
+            thread_name_prefix="speechdp-preprocess",
+            initializer=_compute_alone,
         )
         self._stream: Any = None
         if device.type == "cuda":
@@ -150,6 +152,11 @@ class PreprocessingSource(SplitSource):
             # What the copies read returns to its pool when this thread lets go of it.
             ready.synchronize()
         return Batch(features, targets, lengths, num_frames, ready)
+
+
+def _compute_alone() -> None:
+    """Keep torch from starting threads for each of the threads that preprocess."""
+    torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)

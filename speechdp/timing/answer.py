@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from speechdp.timing import wording
 from speechdp.timing.cautions import find_cautions
-from speechdp.timing.data_answer import data_advice, other_waits
+from speechdp.timing.data_answer import data_advice, other_runs
 from speechdp.timing.derived import RunFigures
 from speechdp.timing.results import WordErrors
 
@@ -202,8 +202,8 @@ def _limit(row: RunFigures, labels: dict[str, str]) -> str:
 
 def _data(rows: Sequence[RunFigures], named: RunFigures, labels: dict[str, str]) -> tuple[str, ...]:
     """Say what the data path of the run named lacks, and which other runs wait for data."""
-    others = other_waits([row for row in rows if row is not named], labels)
-    return tuple(filter(None, (*data_advice(named, labels[named.run.name]), others)))
+    others = other_runs([row for row in rows if row is not named], labels)
+    return (*data_advice(named, labels[named.run.name]), *others)
 
 
 def _straggler(row: RunFigures) -> str:

@@ -86,18 +86,25 @@ def draw_data_rates(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> boo
     shown = rows_with_rates(rows)
     if not shown:
         return False
-    style_axes(ax, "Could be delivered (thin) and was trained on (thick)", "frames/s", canvas.theme)
+    style_axes(
+        ax, "What the data path could deliver (thin) and training took (thick)", "frames/s", canvas.theme
+    )
     rates = [(row, row.frames_per_s or 0.0, row.data.deliverable_per_s or 0.0) for row in shown if row.data]
     for y, (row, trained, deliverable) in enumerate(rates):
         label = canvas.labels[row.run.name]
         for value, height, colour, what in (
-            (deliverable, 0.24, canvas.theme.baseline, "could deliver about"),
-            (trained, 0.6, canvas.colours[row.run.name], "trained on"),
+            (
+                deliverable,
+                0.24,
+                canvas.theme.baseline,
+                f"could deliver about {wording.estimate(deliverable)}",
+            ),
+            (trained, 0.6, canvas.colours[row.run.name], f"trained on {wording.count(trained)}"),
         ):
             (bar,) = ax.barh(y, value, height=height, color=colour, linewidth=0)
-            canvas.tip(bar, f"{label}: {what} {wording.count(value)} frames/s")
+            canvas.tip(bar, f"{label}: {what} frames/s")
         ax.annotate(
-            wording.count(deliverable), (max(deliverable, trained), y), xytext=(5, 0),
+            wording.estimate(deliverable), (max(deliverable, trained), y), xytext=(5, 0),
             textcoords="offset points", va="center", color=canvas.theme.muted, fontsize="small",
         )  # fmt: skip
     ax.set_yticks(range(len(shown)), [canvas.labels[row.run.name] for row in shown])

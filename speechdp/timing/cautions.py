@@ -65,4 +65,7 @@ def _improving(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
     if not named:
         return ""
     who = "Every run was still improving" if len(named) == len(comparable) else "Still improving"
-    return f"{who} at the last evaluation: {', '.join(named)}. After more epochs they may stand in another order."
+    return (
+        f"{who} at the last evaluation: {', '.join(named)}. After more epochs the runs may stand in "
+        "another order."
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from speechdp.timing import wording
-from speechdp.timing.data_answer import waits_too_long
+from speechdp.timing.data_columns import DATA_WAIT
 from speechdp.timing.derived import RunFigures
 from speechdp.timing.tables import Column
 
@@ -17,14 +17,6 @@ def _skew(row: RunFigures) -> str:
         return wording.MISSING
     text = wording.percent(row.skew.value)
     return text if row.skew.straggler is None else f"{text} (rank {row.skew.straggler})"
-
-
-def _data_wait(row: RunFigures) -> str:
-    wait = row.data_wait
-    if wait is None:
-        return wording.MISSING
-    mean, largest = wording.percent(wait.mean, 1), wording.percent(wait.largest, 1)
-    return mean if mean == largest else f"{mean} ({largest})"
 
 
 def _wer(row: RunFigures) -> float | None:
@@ -86,15 +78,7 @@ COLUMNS: tuple[Column[RunFigures], ...] = (
         lambda row: wording.percent(row.comm_share, 1),
         lambda row: row.comm_share,
     ),
-    Column(
-        "data_wait_share",
-        "data wait",
-        "% (most)",
-        "Share of the step time without a batch to work on: mean over ranks (the rank that waits most).",
-        _data_wait,
-        lambda row: row.data_wait_share,
-        is_notable=waits_too_long,
-    ),
+    DATA_WAIT,
     Column(
         "rank_skew",
         "rank skew",

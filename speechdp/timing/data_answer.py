@@ -34,7 +34,7 @@ def data_advice(row: RunFigures, label: str) -> list[str]:
     """Return what is to be said about a run's data path; nothing where it is as it should be."""
     sentences: list[str] = []
     if row.run.order == BLOCKING_ORDER:
-        sentences.append(_standing_still(row, label))
+        sentences.append(standing_still(row, label))
     if waits_too_long(row):
         sentences.append(f"{_waiting(row, label)} {_cause(row)}")
     if row.data is not None and row.data.is_slow_storage:
@@ -42,8 +42,14 @@ def data_advice(row: RunFigures, label: str) -> list[str]:
     return sentences
 
 
-def other_waits(rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
-    """Name the runs of a sweep, with their shares, that wait for data too; empty where none does."""
+def other_runs(rows: Sequence[RunFigures], labels: dict[str, str]) -> list[str]:
+    """Return what is to be said about the data path of runs beside the one named."""
+    blocking = [row for row in rows if row.run.order == BLOCKING_ORDER]
+    sentences = [standing_still(row, labels[row.run.name]) for row in blocking]
+    return [*sentences, *filter(None, [_other_waits(rows, labels)])]
+
+
+def _other_waits(rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
     named = [
         f"{labels[row.run.name]} {wording.percent(row.data_wait.largest, 1)}\u00a0%"
         for row in rows
@@ -63,8 +69,8 @@ def path_sentences(row: RunFigures, label: str) -> list[str]:
     stage = _stage(data.bottleneck)
     if data.deliverable_per_s is not None and row.frames_per_s is not None and stage:
         sentences.append(
-            f"The data path could deliver about {wording.count(data.deliverable_per_s)} frames/s, estimated "
-            f"from its slowest stage ({stage}); training took {wording.count(row.frames_per_s)}."
+            f"The data path could deliver about {wording.estimate(data.deliverable_per_s)} frames/s, "
+            f"estimated from its slowest stage ({stage}); training took {wording.count(row.frames_per_s)}."
         )
     if data.feeders:
         sentences.append(f"Feeders: {', '.join(map(_feeder, data.feeders))}.")
@@ -77,10 +83,11 @@ def _waiting(row: RunFigures, label: str) -> str:
     text = f"{wording.capital(label)} waits for data {wording.percent(wait.mean, 1)} % of the step time"
     if wording.percent(wait.largest, 1) != wording.percent(wait.mean, 1):
         text += f" (rank {wait.rank}: {wording.percent(wait.largest, 1)} %)"
-    return f"{text}; up to {_aim()} is none to speak of."
+    return f"{text}, where at most {_aim()} is aimed for."
 
 
-def _standing_still(row: RunFigures, label: str) -> str:
+def standing_still(row: RunFigures, label: str) -> str:
+    """Say what the blocking order does to a run."""
     share = "" if row.data_wait is None else f" ({wording.percent(row.data_wait.mean, 1)} % of the step time)"
     return (
         f"With --order {BLOCKING_ORDER} training of {label} stands still while data are read{share}; "

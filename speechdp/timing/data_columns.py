@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from speechdp.timing import wording
-from speechdp.timing.data_answer import STAGE_TITLES, waits_too_long
+from speechdp.timing.data_answer import waits_too_long
 from speechdp.timing.data_path import DataFigures
 from speechdp.timing.derived import RunFigures
 from speechdp.timing.results import DATA_STAGES
@@ -14,7 +14,13 @@ from speechdp.timing.tables import Column, Value
 #: What a run's table calls `data.preprocess_on`.
 _PLACES = {"cpu": "CPU", "cuda": "GPU"}
 
-PADDING_TITLE = "padding, context"
+_HEADINGS = {
+    "read": "reading",
+    "preprocess": "prepro\u00adcessing",
+    "collate": "collating",
+    "send": "sending",
+    "h2d": "copy to GPU",
+}
 
 
 def _column(
@@ -40,7 +46,7 @@ def _column(
 
 def _stage(stage: str) -> Column[RunFigures]:
     return _column(
-        (f"data_{stage}_busy", STAGE_TITLES[stage], "cores"),
+        (f"data_{stage}_busy", _HEADINGS[stage], "cores"),
         "Busy seconds of this stage a second of training, all ranks, feeders and threads.",
         lambda data: data.busy.get(stage),
         lambda data: f"{data.busy[stage]:.2f}" if stage in data.busy else wording.MISSING,
@@ -55,8 +61,37 @@ def _place(data: DataFigures) -> str:
     return _PLACES.get(data.preprocess_on, data.preprocess_on) or wording.MISSING
 
 
-#: The worst rank's wait; the mean over ranks is a column of the main table.
-LARGEST_WAIT: Column[RunFigures] = Column(
+def _place_and_threads(data: DataFigures) -> str:
+    return _place(data) if data.threads is None else f"{_place(data)} ({data.threads})"
+
+
+def _feeders(data: DataFigures) -> str:
+    if not data.feeders:
+        return wording.MISSING
+    busy = _busiest_feeder(data)
+    return f"{len(data.feeders)} ({wording.percent(busy)})"
+
+
+def _wait(row: RunFigures) -> str:
+    wait = row.data_wait
+    if wait is None:
+        return wording.MISSING
+    mean, largest = wording.percent(wait.mean, 1), wording.percent(wait.largest, 1)
+    return mean if mean == largest else f"{mean} ({largest})"
+
+
+#: In the main table, too.
+DATA_WAIT: Column[RunFigures] = Column(
+    "data_wait_share",
+    "data wait",
+    "% (most)",
+    "Share of the step time without a batch to work on: mean over ranks (the rank that waits most).",
+    _wait,
+    lambda row: row.data_wait_share,
+    is_notable=waits_too_long,
+)
+
+_LARGEST_WAIT: Column[RunFigures] = Column(
     "data_wait_share_max",
     "data wait, most",
     "%",
@@ -66,28 +101,8 @@ LARGEST_WAIT: Column[RunFigures] = Column(
     is_notable=waits_too_long,
 )
 
-_CONSUMED: Column[RunFigures] = Column(
-    "frames_per_s",
-    "trained on",
-    "frames/s",
-    "Frames of all ranks over the longest rank's step time.",
-    lambda row: wording.count(row.frames_per_s),
-    lambda row: row.frames_per_s,
-)
-
-_WAIT: Column[RunFigures] = Column(
-    "data_wait_share",
-    "data wait, mean",
-    "%",
-    "Share of the step time without a batch to work on, mean over ranks.",
-    lambda row: wording.percent(row.data_wait_share, 1),
-    lambda row: row.data_wait_share,
-    is_notable=waits_too_long,
-)
-
-#: What the report's CSV holds of the data path beside the main table's columns.
-CSV_COLUMNS: tuple[Column[RunFigures], ...] = (
-    LARGEST_WAIT,
+#: What the stages do and what they could deliver.
+_SPEEDS: tuple[Column[RunFigures], ...] = (
     *map(_stage, DATA_STAGES),
     _column(
         ("data_read_bytes_per_s", "read", "MB/s"),
@@ -99,23 +114,31 @@ CSV_COLUMNS: tuple[Column[RunFigures], ...] = (
         ("data_deliverable_frames_per_s", "could deliver", "frames/s"),
         "Frames over the busy seconds of the slowest stage, all ranks or feeders: an estimate.",
         lambda data: data.deliverable_per_s,
-        lambda data: wording.count(data.deliverable_per_s),
+        lambda data: wording.estimate(data.deliverable_per_s),
     ),
     _column(
-        ("padding_and_context_share", PADDING_TITLE, "%"),
+        ("padding_and_context_share", "padding, context", "%"),
         "Computed frames that nothing is learnt from: padding, and context before and after segments.",
         lambda data: data.padding,
         lambda data: wording.percent(data.padding, 1),
     ),
+)
+
+_STORAGE = _column(
+    ("storage", "storage", ""),
+    "How the shards are stored; contiguous ones read as fast as the disk.",
+    lambda data: data.storage or None,
+    lambda data: data.storage or wording.MISSING,
+    is_number=False,
+)
+
+#: What the report's CSV holds of the data path beside the main table's columns.
+CSV_COLUMNS: tuple[Column[RunFigures], ...] = (
+    _LARGEST_WAIT,
+    *_SPEEDS,
+    _STORAGE,
     _column(
-        ("storage", "storage", ""),
-        "How the shards are stored; contiguous ones read as fast as the disk.",
-        lambda data: data.storage or None,
-        lambda data: data.storage or wording.MISSING,
-        is_number=False,
-    ),
-    _column(
-        ("loader_threads", "threads", ""),
+        ("loader_threads", "loader threads", ""),
         "Threads that preprocess, of a rank or feeder.",
         lambda data: data.threads,
         lambda data: wording.MISSING if data.threads is None else str(data.threads),
@@ -141,10 +164,34 @@ CSV_COLUMNS: tuple[Column[RunFigures], ...] = (
     ),
 )
 
-#: The data path's table.
-DATA_COLUMNS = (
-    _WAIT,
-    *CSV_COLUMNS[: 1 + len(DATA_STAGES) + 2],
-    _CONSUMED,
-    *CSV_COLUMNS[3 + len(DATA_STAGES) :],
+_CONSUMED: Column[RunFigures] = Column(
+    "frames_per_s",
+    "trained on",
+    "frames/s",
+    "Frames of all ranks over the longest rank's step time.",
+    lambda row: wording.count(row.frames_per_s),
+    lambda row: row.frames_per_s,
 )
+
+_PREPROCESSED = _column(
+    ("preprocess_on", "prepro\u00adcessed on", "(threads)"),
+    "Where features, deltas and augmentation are computed, and by how many threads of a rank or feeder.",
+    lambda data: data.preprocess_on or data.threads,
+    _place_and_threads,
+    is_number=False,
+)
+
+_FEEDERS = _column(
+    ("feeders", "feeders", "(busy, %)"),
+    "Ranks that make batches ready for the others, and the busiest one's share of the training time.",
+    lambda data: len(data.feeders) or None,
+    _feeders,
+)
+
+#: The data path's table.
+_TABLE = (DATA_WAIT, _CONSUMED, *_SPEEDS, _STORAGE, _PREPROCESSED, _FEEDERS)
+
+
+def shown_columns(rows: Sequence[RunFigures]) -> list[Column[RunFigures]]:
+    """Return the columns of the data path's table in which any of these runs has something."""
+    return [column for column in _TABLE if any(column.value(row) is not None for row in rows)]

@@ -18,13 +18,15 @@ from speechdp.timing.answer import RULE, find_answer
 from speechdp.timing.canvas import make_canvas
 from speechdp.timing.columns import COLUMNS
 from speechdp.timing.data_answer import path_sentences
-from speechdp.timing.data_columns import CSV_COLUMNS, DATA_COLUMNS
+from speechdp.timing.data_columns import CSV_COLUMNS, shown_columns
 from speechdp.timing.derived import RunFigures, common_target, sweep_figures
 from speechdp.timing.pages import WrittenReport, check_target, page_templates, writing_into
 from speechdp.timing.results import Sweep
 from speechdp.timing.summary import read_sweep
 from speechdp.timing.tables import TerminalTable, csv_text, page_rows, target_caption
 
+#: Columns of a terminal that holds a run's data path on one line.
+_WIDE_DATA_COLUMNS = 230
 #: Settings shown for each run, in this order; run.json may hold more.
 SETTINGS = {
     "strategy": "strategy",
@@ -77,6 +79,8 @@ def render_page(sweep: Sweep, rows: Sequence[RunFigures], target: float | None) 
     environment.filters["breakable"] = _breakable
     svgs = {plot.name: figures.render_svg(plot, rows) for plot in figures.make_plots(rows)}
     colours = make_canvas(rows, theme.PAGE).colours
+    recorded = [row for row in rows if row.data is not None]
+    data_columns = shown_columns(recorded)
     return environment.get_template("report.html.j2").render(
         title=sweep.path.resolve().name,
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
@@ -85,8 +89,8 @@ def render_page(sweep: Sweep, rows: Sequence[RunFigures], target: float | None) 
         target=None if target is None else wording.nats(target),
         columns=COLUMNS,
         rows=page_rows(rows, COLUMNS),
-        data_columns=DATA_COLUMNS,
-        data_rows=page_rows([row for row in rows if row.data is not None], DATA_COLUMNS),
+        data_columns=data_columns,
+        data_rows=page_rows(recorded, data_columns),
         data_notes=_data_path_notes(rows),
         colours={name: theme.with_variables(colour) for name, colour in colours.items()},
         # Our own drawings, whose every text matplotlib or html.escape has escaped.
@@ -103,7 +107,9 @@ def _terminal_tables(rows: Sequence[RunFigures], target: float | None) -> Render
     """Return the tables to print; that of the data path only where a run recorded it."""
     main = TerminalTable(rows, COLUMNS, caption=target_caption(target))
     recorded = [row for row in rows if row.data is not None]
-    return Group(main, TerminalTable(recorded, DATA_COLUMNS, title="Data path")) if recorded else main
+    columns = shown_columns(recorded)
+    data = TerminalTable(recorded, columns, wide_columns=_WIDE_DATA_COLUMNS, title="Data path")
+    return Group(main, data) if recorded else main
 
 
 def _data_path_notes(rows: Sequence[RunFigures]) -> list[tuple[str, list[str]]]:

@@ -60,12 +60,13 @@ class TerminalTable:
 
     rows: Sequence[RunFigures]
     columns: Sequence[Column[RunFigures]]
+    wide_columns: int = WIDE_COLUMNS
     title: str = ""
     caption: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the form that fits; rich calls this."""
-        yield (_wide if options.max_width >= WIDE_COLUMNS else _tall)(self)
+        yield (_wide if options.max_width >= self.wide_columns else _tall)(self)
 
 
 def target_caption(target: float | None) -> str:

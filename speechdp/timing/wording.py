@@ -19,6 +19,11 @@ def count(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def estimate(value: float | None) -> str:
+    """Write a rate that is known roughly: two digits, `21,000`."""
+    return MISSING if value is None else count(float(f"{value:.2g}"))
+
+
 def times(value: float | None) -> str:
     """Write a ratio: `1.72`."""
     return MISSING if value is None else f"{value:.2f}"

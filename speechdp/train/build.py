@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from speechdp.data.device_stream import DeviceStream
 from speechdp.data.loader import BlockingLoader, Loader, StepLoader
 from speechdp.data.perturb import speed_of_utterances
 from speechdp.data.plan import EpochPlan, plan_epoch
+from speechdp.data.planner import Planner
 from speechdp.data.source import SplitSource
 from speechdp.data.source_options import SourceRequest, Workshop, make_preprocessor, open_local_source
 from speechdp.errors import ConfigError
@@ -74,23 +74,20 @@ def _open_source(session: Session, options: TrainOptions, request: SourceRequest
     return open_local_source(session.dataset, request, workshop)
 
 
-def _planner(
-    session: Session, source: SplitSource, options: TrainOptions
-) -> Callable[[int], EpochPlan]:
+def _planner(session: Session, source: SplitSource, options: TrainOptions) -> Planner:
     parts = training_ranks(options, session.comm.size)
     plan_options = options.plan()
     if session.dataset.stored == "audio" and plan_options.chunk_frames:
         # The chunks of an utterance stay near one another: its features are computed once for all of them.
         plan_options = dataclasses.replace(plan_options, window_frames=_AUDIO_WINDOW_FRAMES)
 
-    @functools.lru_cache(maxsize=2)
     def plan(epoch: int) -> EpochPlan:
         index = source.index
         if options.augment.speed_perturb:
             index = index.at_speed(speed_of_utterances(options.seed, epoch, len(index.num_frames)))
         return plan_epoch(index, plan_options, epoch, parts)
 
-    return plan
+    return Planner(plan, options.num_epochs)
 
 
 def open_loader(
@@ -104,6 +101,7 @@ def open_loader(
     """
     comm, strategy = session.comm, trainer.parts.strategy
     plan = _planner(session, source, options)
+    stack.callback(plan.close)
     dealing = None
     if strategy.synchronous:
         part = strategy.shard(comm.rank, comm.size)[0]

@@ -122,7 +122,7 @@ def write_alignments(path: Path, alignments: Mapping[str, Sequence[int]], *, tex
 def write_feats(
     folder: Path, features: Mapping[str, npt.NDArray[np.float32]], *, name: str = "feats", kind: str = "float"
 ) -> Path:
-    """Write FOLDER/NAME.scp and its archive with kaldi_native_io; kind: float, double, text or a compression."""
+    """Write FOLDER/NAME.scp and its archive with kaldi_native_io: float, double, text or a compression."""
     folder.mkdir(parents=True, exist_ok=True)
     target = f"ark{',t' if kind == 'text' else ''},scp:{folder / f'{name}.ark'},{folder / f'{name}.scp'}"
     if kind in ("float", "text"):

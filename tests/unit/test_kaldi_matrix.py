@@ -102,7 +102,7 @@ def test_a_place_behind_the_end_or_in_the_middle_of_something_is_refused(tmp_pat
         ConfigError, match=f"feats.ark: utterance utt2, byte {size}: the file ends at byte {size}"
     ):
         read_matrix(MatrixPlace(place.path, size), "utt2")
-    with pytest.raises(ConfigError, match=rf"utt2, byte \d+: "):
+    with pytest.raises(ConfigError, match=r"utt2, byte \d+: "):
         read_matrix(MatrixPlace(place.path, place.offset_bytes + 1), "utt2")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_matrix(MatrixPlace(tmp_path / "no.ark", 0), "utt2")

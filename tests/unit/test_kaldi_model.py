@@ -101,7 +101,7 @@ def test_gzip_members_in_a_row_are_one_archive_and_a_missing_end_is_noticed(tmp_
     read = {utterance: values.tolist() for utterance, values, _ in read_int_vectors(both)}
     assert read == {"utt0": [1, 2], "utt1": [3]}
     both.write_bytes(first.read_bytes() + second.read_bytes()[:-3])
-    with pytest.raises(ConfigError, match="both.gz: byte .*truncated or damaged"):
+    with pytest.raises(ConfigError, match=r"both\.gz: byte .*truncated or damaged"):
         list(read_int_vectors(both))
 
 
@@ -118,7 +118,7 @@ def test_a_damaged_gzip_archive_is_refused_wherever_the_damage_is(tmp_path: Path
 def test_absurd_lengths_and_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "ali.ark"
     contents = {
-        b"utt0 \0B\4\xff\xff\xff\x7f\4\1\0\0\0": "utterance utt0, byte 12: an alignment of 2147483647 numbers",
+        b"utt0 \0B\4\xff\xff\xff\x7f\4\1\0\0\0": "utt0, byte 12: an alignment of 2147483647 numbers",
         b"utt0 \0B\4\xff\xff\xff\xff": "should have -5 bytes",
         b"utt0 \0B\x08\1\0\0\0\0\0\0\0": "no 4-byte number",
         b"utt0 \0B\4\1\0\0\0\x08\1\0\0\0": "has not 4 bytes",
@@ -147,7 +147,7 @@ def test_numbers_that_are_none_of_the_models_are_refused(tmp_path: Path) -> None
 def test_an_alignment_given_twice_and_one_that_is_missing_are_refused(tmp_path: Path) -> None:
     folder = ali_dir(tmp_path / "ali", {"utt0": [1], "utt1": [1]})
     write_alignments(folder / "ali.2.gz", {"utt0": [1]})
-    with pytest.raises(ConfigError, match="utt0.*has an alignment already"):
+    with pytest.raises(ConfigError, match=r"utt0.*has an alignment already"):
         list(alignment_source(folder, None).pdfs())
     (folder / "ali.2.gz").unlink()
     with pytest.raises(ConfigError, match=r"ali\.2\.gz: is missing, num_jobs says 2"):

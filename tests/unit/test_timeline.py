@@ -14,8 +14,8 @@ import torch
 from speechdp.errors import RunError
 from speechdp.timing.device_events import CudaEvents
 from speechdp.timing.steps import STEP_SPAN_NAMES, exclusive_pieces
-from speechdp.timing.timing_file import read_timeline
 from speechdp.timing.timeline import STEP_SPANS, Span, Timeline
+from speechdp.timing.timing_file import read_timeline
 
 CPU = torch.device("cpu")
 
