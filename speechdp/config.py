@@ -111,7 +111,7 @@ class TrainOptions:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
         _slow_ranks(self.slow_ranks)
         if self.batch.batch_frames and self.optimizer.base_batch is not None:
-            raise ConfigError("--base-batch counts segments, --batch-frames frames: give --learning-rate instead")
+            raise ConfigError("--base-batch counts segments, --batch-frames frames: give --learning-rate")
         self.model.lstm()
         batch, optimizer = self._resolve(1)  # with any number of ranks: only divisibility depends on it
         optimizer.schedule()

@@ -13,6 +13,7 @@ from speechdp.errors import ConfigError
 from speechdp.models.presets import Preset
 from speechdp.train.recipe import Recipe
 
+
 @dataclass(frozen=True)
 class BatchOptions:
     """How utterances become batches; options default to the preset's."""
@@ -28,11 +29,12 @@ class BatchOptions:
     right_context: int = 0
     """Frames after a segment that are input only."""
     batch_frames: int = 0
-    """Instead of --batch-size: as many segments a rank and step as fit in so many frames, padding included."""
+    """Instead of --batch-size: a rank and step take as many segments as fit in so many frames, padding
+    included."""
     order: Order = "pooled"
-    """shuffled: entirely at random; pooled: sorted by length inside shuffled pools, batches shuffled; laplace:
-    shuffled bins, sorted inside alternately up and down; blocking-sort: the IBM poster's trainloader, which
-    reads and sorts 32 batches while training waits, to measure against."""
+    """shuffled: entirely at random; pooled: sorted by length inside shuffled pools, batches shuffled;
+    laplace: shuffled bins, sorted inside alternately up and down; blocking-sort: the IBM poster's trainloader,
+    which reads and sorts 32 batches while training waits, to measure against."""
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.global_batch is not None:
@@ -105,4 +107,4 @@ class LoadingOptions:
         if self.loader_threads < 1:
             raise ConfigError(f"--loader-threads {self.loader_threads}: at least 1")
         if self.feeders and self.preprocess_on == "gpu":
-            raise ConfigError("--feeders preprocess on the CPU: leave out --preprocess-on gpu, or the feeders")
+            raise ConfigError("--feeders preprocess on CPUs: leave out --preprocess-on gpu, or the feeders")

@@ -13,6 +13,7 @@ from speechdp.errors import ConfigError
 from speechdp.train.recipe import OptimizerName, Recipe
 from speechdp.train.schedule import Schedule
 
+
 @dataclass(frozen=True)
 class OptimizerOptions:
     """The optimizer and its learning rate over epochs; what is not given comes from --recipe."""

@@ -117,10 +117,10 @@ class CompareCommand:
         from speechdp.launching.cores import available_cores  # noqa: PLC0415
 
         dataset = Dataset.open(self.data)
-        for split in filter(None, (self.options.train_split, self.options.held_out, self.decode_split)):
-            dataset.shard_paths(split)
         if self.decode_split:
             refuse_kaldi_pdfs(dataset.classes_path, '--decode-split ("" for none)')
+        for split in filter(None, (self.options.train_split, self.options.held_out, self.decode_split)):
+            dataset.shard_paths(split)
         return CompareRequest(
             data=self.data,
             data_checksum=dataset.checksum,

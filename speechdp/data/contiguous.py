@@ -183,13 +183,21 @@ class Pieces:
     end: npt.NDArray[np.int64]
 
 
-def read_pieces(datasets: dict[int, tuple[RowReader, ArrayPlace]], pieces: Pieces, out: memoryview) -> None:
+def read_pieces(
+    datasets: dict[int, tuple[RowReader, ArrayPlace]],
+    pieces: Pieces,
+    out: memoryview,
+    *,
+    announce: bool = False,
+) -> None:
     """Read pieces of several files' datasets into `out`, in a loop that is short where all are contiguous.
 
     Args:
         datasets: by owner.
         pieces: what goes where.
         out: the memory, as bytes.
+        announce: name all pieces to the kernel before the first is read: a disk that has to move or a network
+            between then serves many at a time.  From the page cache it costs half as much as reading.
 
     Raises:
         ShardError: as `RowReader.read_into`.
@@ -205,8 +213,12 @@ def read_pieces(datasets: dict[int, tuple[RowReader, ArrayPlace]], pieces: Piece
     files = {owner: reader.descriptor() for owner, (reader, _) in datasets.items()}
     positions = first[pieces.owner] + pieces.start * row_bytes
     columns = (pieces.owner, positions, pieces.begin, pieces.end)
+    rows = list(zip(*(column.tolist() for column in columns), strict=True))
+    if announce:
+        for owner, position, begin, end in rows:
+            os.posix_fadvise(files[owner], position, end - begin, os.POSIX_FADV_WILLNEED)
     read = preadv
-    for number, (owner, position, begin, end) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+    for number, (owner, position, begin, end) in enumerate(rows):
         try:
             got = read(files[owner], (out[begin:end],), position)
         except OSError:

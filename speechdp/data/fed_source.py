@@ -125,6 +125,11 @@ class FedBatch:
         self._source, self._answer = source, answer
         self._batch: Batch | None = None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._answer.done()
+
     def result(self) -> Batch:
         """Wait for the batch.  Raises what went wrong on the feeder, with its rank."""
         if self._batch is None:

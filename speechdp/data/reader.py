@@ -31,6 +31,10 @@ from speechdp.decode.hmm import count_frames_and_runs
 from speechdp.errors import ShardError
 
 IntArray = npt.NDArray[np.int64]
+#: Reads slower than so many bytes a second come from a disk or a network, not from the page cache ...
+_MEMORY_RATE = 1e9
+#: ... if they are large enough to tell.
+_TELLING_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,10 @@ class SplitReader(SplitSource):
         self._files = _SplitFiles(dataset, split, alignments)
         self._context = context or Context()
         lengths = self._files.lengths(comm)
+        self.times.facts |= {"stored": dataset.stored, "storage": self._files.storage}
         self.index = CorpusIndex.of_lengths(lengths)
         self._verified = np.zeros(len(self.index.num_frames), dtype=bool)
+        self._is_disk_slow = False
         # Where each utterance begins, counted over all shards, and the first utterance of each shard.
         self._starts = np.concatenate([[0], np.cumsum(self.index.num_frames, dtype=np.int64)])
         self._first = np.cumsum([0, *map(len, lengths)])
@@ -211,7 +217,10 @@ class SplitReader(SplitSource):
         pieces = Pieces(rows.shard, start, rows.length, places, ends)
         view = array.reshape(-1).view(np.uint8).data
         self._verify(rows)
-        self._files.read_features(pieces, view)
+        begun = perf_counter()
+        self._files.read_features(pieces, view, announce=self._is_disk_slow)
+        if features.nbytes > _TELLING_BYTES:
+            self._is_disk_slow = features.nbytes < _MEMORY_RATE * (perf_counter() - begun)
         return features
 
     def _verify(self, rows: Rows) -> None:
@@ -253,14 +262,21 @@ class _SplitFiles:
             found = np.split(everything.numpy(), np.cumsum(counts)[:-1])
         return list(found)
 
+    @property
+    def storage(self) -> str:
+        """How the shards opened so far are laid out; the costliest way there is."""
+        kinds = {opened.shard.storage for opened in self._open if opened is not None}
+        return max(kinds, key=len, default="contiguous")
+
     def open(self, number: int) -> Shard:
         """Return a shard, opened."""
         return self._get(number).shard
 
-    def read_features(self, pieces: Pieces, into: memoryview) -> None:
-        """Read pieces of the shards' features."""
+    def read_features(self, pieces: Pieces, into: memoryview, *, announce: bool) -> None:
+        """Read pieces of the shards' features, all named to the kernel beforehand if asked to."""
         shards = {number: self.open(number) for number in np.unique(pieces.owner).tolist()}
-        read_pieces({n: (shard.reader, shard.features_place) for n, shard in shards.items()}, pieces, into)
+        datasets = {number: (shard.reader, shard.features_place) for number, shard in shards.items()}
+        read_pieces(datasets, pieces, into, announce=announce)
 
     def read_targets(self, rows: Rows, pieces: Pieces, into: memoryview) -> None:
         """Read pieces of the shards' targets, or of the alignment's."""

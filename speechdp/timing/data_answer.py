@@ -66,11 +66,10 @@ def path_sentences(row: RunFigures, label: str) -> list[str]:
     if data is None:
         return []
     sentences: list[str] = []
-    stage = _stage(data.bottleneck)
-    if data.deliverable_per_s is not None and row.frames_per_s is not None and stage:
+    if data.deliverable_per_s is not None and row.frames_per_s is not None:
         sentences.append(
             f"The data path could deliver about {wording.estimate(data.deliverable_per_s)} frames/s, "
-            f"estimated from its slowest stage ({stage}); training took {wording.count(row.frames_per_s)}."
+            f"estimated from {_basis(row, data.bottleneck)}; training took {wording.count(row.frames_per_s)}."
         )
     if data.feeders:
         sentences.append(f"Feeders: {', '.join(map(_feeder, data.feeders))}.")
@@ -161,8 +160,12 @@ def _listed(items: Sequence[str]) -> str:
     return " or ".join(filter(None, (", ".join(items[:-1]), items[-1])))
 
 
-def _stage(bottleneck: Bottleneck | None) -> str:
-    return "" if bottleneck is None else STAGE_TITLES[bottleneck.stage]
+def _basis(row: RunFigures, bottleneck: Bottleneck | None) -> str:
+    """Say what limits the rate that could be delivered."""
+    if row.run.order == BLOCKING_ORDER:
+        return "its stages one after the other"
+    stage = "" if bottleneck is None else f" ({STAGE_TITLES[bottleneck.stage]})"
+    return f"its slowest stage{stage}"
 
 
 def _aim() -> str:

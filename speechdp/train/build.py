@@ -129,7 +129,9 @@ def _make_loader(
         to_device = DeviceStream(session.device, source.times).move
     if options.batch.order == "blocking-sort":
         if not together:
-            raise ConfigError("--order blocking-sort reads in groups, which ranks apart cannot deal; choose another")
+            raise ConfigError(
+                "--order blocking-sort: not with an asynchronous strategy, which reads batch by batch"
+            )
         return BlockingLoader(source, assignments, to_device=to_device)
     read_ahead = _READ_AHEAD if together else _READ_AHEAD_APART
     return Loader(source, assignments, read_ahead=read_ahead, to_device=to_device)

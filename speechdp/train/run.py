@@ -8,13 +8,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from speechdp.config import TrainOptions
 from speechdp.data.dataset import Dataset
 from speechdp.data.source import SplitSource
-from speechdp.decode.hmm import count_frames_and_runs
 from speechdp.decode.kaldi_pdfs import load_classes
 from speechdp.errors import ConfigError
 from speechdp.strategies.base import Strategy

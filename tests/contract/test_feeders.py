@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,27 @@ import pytest
 import torch
 
 from speechdp.comm.base import Communicator
-from speechdp.comm.roles import Roles, assign_roles
+from speechdp.comm.packets import Packet
 from speechdp.comm.threads import run_threads
 from speechdp.data import feeding
 from speechdp.data.alignment_file import write_targets
 from speechdp.data.assignment import Place, planned
-from speechdp.data.batch import Batch
 from speechdp.data.buffers import BufferPool
 from speechdp.data.dataset import Dataset
-from speechdp.data.fed_source import Feeders, FedSource, gather_feeder_times
+from speechdp.data.fed_source import FedSource, gather_feeder_times
+from speechdp.data.feeder_link import DEPTH
 from speechdp.data.loader import Loader
-from speechdp.data.plan import PlanOptions, plan_epoch
+from speechdp.data.plan import PlanOptions, Segments, plan_epoch
 from speechdp.data.preprocess import AugmentOptions, InputOptions
 from speechdp.data.reader import Context
 from speechdp.data.shards import Shard
-from speechdp.data.source import SplitSource
+from speechdp.data.source import Pending, SplitSource
 from speechdp.data.source_options import SourceRequest, Workshop, open_local_source
 from speechdp.errors import CommunicationError, ShardError
-from speechdp.train.feeders import open_link, serve_trainers
+from speechdp.train import feeders
 from tests.helpers.feeding import Trainer, assert_same_batch, fed
-from tests.helpers.tiny_data import TinySizes, flip_byte, write_tiny_data
+from tests.helpers.packet_checks import CHECKS
+from tests.helpers.tiny_data import TinySizes, flip_byte, truncate, write_tiny_data
 
 PLAN = PlanOptions(batch_size=3, chunk_frames=11, seed=1)
 PLAIN = SourceRequest("train", context=Context(3, 2))
@@ -46,7 +46,7 @@ AUGMENTED = SourceRequest(
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return write_tiny_data(tmp_path_factory.mktemp("feeders") / "data")
+    return write_tiny_data(tmp_path_factory.mktemp("feeders") / "data", TinySizes(shards=3))
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,32 @@ def no_thread_is_left() -> Iterator[None]:
     assert set(threading.enumerate()) - before == set()
 
 
-def assert_identical(trainer: Trainer, local: SplitSource, request: SourceRequest) -> int:
+@pytest.fixture
+def only_feeders_open_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Dataset.open_shard
+
+    def open_shard(self: Dataset, split: str, index: int) -> Shard:
+        assert threading.current_thread().name == "speechdp-feeder", "a trainer opens a shard"
+        return original(self, split, index)
+
+    monkeypatch.setattr(Dataset, "open_shard", open_shard)
+
+
+def segments_of(source: SplitSource, num: int) -> list[Segments]:
+    """Return the first `num` batches of an epoch for one rank, epochs one after another."""
+    plans = [plan_epoch(source.index, PLAN, epoch, 1).ranks[0] for epoch in range(3)]
+    batches = [plan.batch(index) for plan in plans for index in range(plan.num_batches)]
+    assert len(batches) >= num
+    return batches[:num]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+def test_packets(check: Callable[[Communicator], None], size: int) -> None:
+    run_threads(size, check, timeout_s=20)
+
+
+def compare_epochs(trainer: Trainer, local: SplitSource, request: SourceRequest) -> int:
     """Take two epochs of this trainer's part through a loader and compare with local loading."""
     with closing(trainer.feeders.open(request)) as source:
         assert source.feature_dim == local.feature_dim
@@ -67,27 +92,243 @@ def assert_identical(trainer: Trainer, local: SplitSource, request: SourceReques
             ours, theirs = getattr(source.index, name), getattr(local.index, name)
             assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
         plans = [plan_epoch(source.index, PLAN, epoch, trainer.comm.size) for epoch in range(2)]
-        with Loader(
-            source, planned(plans.__getitem__, trainer.comm.rank, 2), read_ahead=source.read_ahead
-        ) as loader:
+        assignments = planned(plans.__getitem__, trainer.comm.rank, 2)
+        with Loader(source, assignments, read_ahead=source.read_ahead) as loader:
             steps = list(loader)
         for step in steps:
             assert_same_batch(step.batch, local.batch(step.at.segments, step.at.place))
             assert_same_batch(source.batch(step.at.segments), local.batch(step.at.segments))
+        assert_same_batch(source.batch(Segments.none()), local.batch(Segments.none()))
         return len(steps)
 
 
 @pytest.mark.parametrize("num_feeders", [1, 2, 3])
 @pytest.mark.parametrize("num_trainers", [1, 2, 3])
-@pytest.mark.parametrize("request_", [PLAIN, AUGMENTED], ids=["plain", "augmented"])
+@pytest.mark.parametrize("wanted", [PLAIN, AUGMENTED], ids=["plain", "augmented"])
 def test_batches_are_bitwise_those_of_local_loading(
-    dataset: Dataset, request_: SourceRequest, num_trainers: int, num_feeders: int
+    dataset: Dataset, wanted: SourceRequest, num_trainers: int, num_feeders: int
 ) -> None:
-    local = open_local_source(dataset, request_, Workshop())
-
-    def train(trainer: Trainer) -> int:
-        return assert_identical(trainer, local, request_)
-
-    with closing(local):
-        counts = fed(num_trainers, num_feeders, dataset, train)
+    with closing(open_local_source(dataset, wanted, Workshop())) as local:
+        counts = fed(
+            num_trainers, num_feeders, lambda feeder: dataset, lambda t: compare_epochs(t, local, wanted)
+        )
     assert len(set(counts)) == 1 and counts[0] > 2
+
+
+def test_alignments_and_several_sources_at_a_time(dataset: Dataset, tmp_path: Path) -> None:
+    for number, path in enumerate(dataset.shard_paths("train")):
+        with Shard(path) as shard:
+            targets = np.roll(np.concatenate([shard.read(u)[1] for u in range(shard.num_utterances)]), 1)
+            write_targets(tmp_path / path.name, shard, targets, f"alignment {number}")
+    aligned = SourceRequest("train", alignments=tmp_path)
+    held_out = SourceRequest("dev")
+
+    def train(trainer: Trainer) -> None:
+        for _ in range(2):  # as rounds of realignment: opened, closed, opened again
+            with closing(trainer.feeders.open(aligned)) as one, closing(trainer.feeders.open(held_out)) as two:
+                for batch in segments_of(two, 2):
+                    assert_same_batch(one.batch(batch, Place(0, 0, 0)), locals_[0].batch(batch))
+                    assert_same_batch(two.batch(batch), locals_[1].batch(batch))
+
+    locals_ = [open_local_source(dataset, wanted, Workshop()) for wanted in (aligned, held_out)]
+    fed(2, 2, lambda feeder: dataset, train)
+    shards_own = open_local_source(dataset, PLAIN, Workshop())
+    batch = segments_of(shards_own, 1)[0]
+    assert not torch.equal(locals_[0].batch(batch).targets, shards_own.batch(batch).targets)
+
+
+@pytest.mark.usefixtures("only_feeders_open_shards")
+def test_trainers_open_no_shard(dataset: Dataset) -> None:
+    def train(trainer: Trainer) -> Any:
+        with closing(trainer.feeders.open(PLAIN)) as source:
+            for segments in segments_of(source, 4):
+                source.batch(segments)
+            comm = trainer.comm
+            counts = torch.from_numpy(source.count_classes(dataset.num_classes, comm.rank, comm.size))
+            comm.allreduce(counts, name="counts")
+            return counts
+
+    (mine, other) = fed(2, 3, lambda feeder: dataset, train)
+    assert torch.equal(mine, other)
+    assert int(mine[0].sum()) == dataset.num_frames("train")
+
+
+def test_classes_are_counted_as_locally(dataset: Dataset) -> None:
+    with closing(open_local_source(dataset, PLAIN, Workshop())) as local:
+        expected = [local.count_classes(dataset.num_classes, share, 2) for share in range(2)]
+
+    def train(trainer: Trainer) -> None:
+        with closing(trainer.feeders.open(PLAIN)) as source:
+            for share in range(2):
+                np.testing.assert_array_equal(
+                    source.count_classes(dataset.num_classes, share, 2), expected[share]
+                )
+
+    fed(1, 2, lambda feeder: dataset, train)
+
+
+class Gated(SplitSource):
+    """A source that stands still until it is let go."""
+
+    def __init__(self, source: SplitSource, gate: threading.Event) -> None:
+        self._source, self._gate = source, gate
+        self.index, self.feature_dim, self.times = source.index, source.feature_dim, source.times
+
+    def start(self, segments: Segments, place: Place | None = None) -> Pending:
+        assert self._gate.wait(30)
+        return self._source.start(segments, place)
+
+    def count_classes(self, num_classes: int, share: int, num_shares: int) -> Any:
+        return self._source.count_classes(num_classes, share, num_shares)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def test_a_slow_feeder_gets_fewer_batches(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One feeder stands still: it keeps the two batches it was asked for, the other makes all the rest."""
+    gate = threading.Event()
+    slow = Dataset.open(dataset.path)
+
+    def open_source(data: Dataset, wanted: SourceRequest, workshop: Workshop) -> SplitSource:
+        source = open_local_source(data, wanted, workshop)
+        return Gated(source, gate) if data is slow else source
+
+    monkeypatch.setattr(feeding, "open_local_source", open_source)
+
+    def train(trainer: Trainer) -> dict[str, int]:
+        with closing(trainer.feeders.open(PLAIN)) as source:
+            pendings = [source.start(segments) for segments in segments_of(source, 20)]
+            deadline = time.monotonic() + 30
+            while sum(p.is_ready for p in pendings) < 20 - DEPTH and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert sum(p.is_ready for p in pendings) == 20 - DEPTH
+            gate.set()
+            for pending in pendings:
+                pending.result()
+            return dict(source.times.facts["batches_of_feeders"])
+
+    (counts,) = fed(1, 2, lambda feeder: slow if feeder == 1 else dataset, train)
+    assert counts == {"1": 20 - DEPTH, "2": DEPTH}
+
+
+def test_equal_feeders_take_turns(dataset: Dataset) -> None:
+    def train(trainer: Trainer) -> dict[str, int]:
+        with closing(trainer.feeders.open(PLAIN)) as source:
+            for segments in segments_of(source, 12):
+                source.batch(segments)
+            return dict(source.times.facts["batches_of_feeders"])
+
+    (counts,) = fed(1, 3, lambda feeder: dataset, train)
+    assert counts == {"1": 4, "2": 4, "3": 4}
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated"])
+def test_a_shard_damaged_in_mid_epoch_is_told_with_file_and_feeder(tmp_path: Path, how: str) -> None:
+    dataset = write_tiny_data(tmp_path / "data", TinySizes(shards=1))
+    path = dataset.shard_paths("train")[0]
+    last = dataset.num_utterances("train") - 1
+
+    def train(trainer: Trainer) -> None:
+        with closing(trainer.feeders.open(PLAIN)) as source:
+            plan = [plan_epoch(source.index, PLAN, 0, trainer.comm.size)]
+            with Loader(source, planned(plan.__getitem__, trainer.comm.rank, 1)) as loader:
+                next(loader)
+            trainer.comm.barrier()
+            if trainer.comm.rank == 0:
+                if how == "flipped":
+                    flip_byte(path, last)
+                else:
+                    truncate(path, path.stat().st_size // 2)
+            trainer.comm.barrier()
+            with Loader(source, planned(plan.__getitem__, trainer.comm.rank, 1)) as loader:
+                for _ in loader:
+                    pass
+
+    with pytest.raises(ShardError, match=rf"^feeder rank [23]: .*{path.name}"):
+        fed(2, 2, lambda feeder: dataset, train)
+
+
+def test_what_cannot_be_opened_is_told_with_the_feeder(dataset: Dataset, tmp_path: Path) -> None:
+    wanted = SourceRequest("train", alignments=tmp_path / "nowhere")
+    with pytest.raises(ShardError, match="^feeder rank 1: .*nowhere: no such alignment directory"):
+        fed(1, 1, lambda feeder: dataset, lambda trainer: trainer.feeders.open(wanted))
+
+
+def test_a_defect_on_a_feeder_ends_the_job(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_source(*args: object) -> SplitSource:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(feeding, "open_local_source", open_source)
+    woken: list[str] = []
+
+    def train(trainer: Trainer) -> FedSource:
+        try:
+            return trainer.feeders.open(PLAIN)
+        except CommunicationError as error:
+            woken.append(str(error))
+            raise
+
+    with pytest.raises(ValueError, match="a defect") as caught:
+        fed(2, 1, lambda feeder: dataset, train)
+    assert caught.value.__notes__ == ["raised on rank 2 of 3"]
+    assert [text.startswith("rank 2 failed (ValueError)") for text in woken] == [True, True]
+
+
+def test_feeders_leave_with_the_exit_code_of_the_trainers(dataset: Dataset) -> None:
+    """Also where a trainer leaves with batches under way, as one that is asked to stop does."""
+
+    def train(trainer: Trainer) -> None:
+        source = trainer.feeders.open(PLAIN)
+        for segments in segments_of(source, 9):
+            source.start(segments)
+        source.close()
+        source.close()
+
+    fed(2, 2, lambda feeder: dataset, train, exit_code=75)
+
+
+def test_epochs_leave_nothing_behind(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers are used again and again, and no packet outlives its batch."""
+    monkeypatch.setattr(feeders, "_SMALL_BYTES", 0)
+    taken: list[Any] = []
+    original = BufferPool._find
+
+    def find(self: BufferPool, num_bytes: int) -> Any:
+        memory = original(self, num_bytes)
+        if threading.current_thread().name == "speechdp-fed" and not any(memory is m for m in taken):
+            taken.append(memory)
+        return memory
+
+    monkeypatch.setattr(BufferPool, "_find", find)
+
+    def train(trainer: Trainer) -> None:
+        with closing(trainer.feeders.open(PLAIN)) as source:
+            plan = plan_epoch(source.index, PLAN, 0, 1)
+            made = []
+            for _ in range(4):
+                with Loader(source, planned(lambda epoch: plan, 0, 1)) as loader:
+                    for step in loader:
+                        assert step.batch.features.shape[0] > 0
+                    del step
+                gc.collect()
+                assert not [thing for thing in gc.get_objects() if isinstance(thing, Packet)]
+                made.append(len(taken))
+            assert 0 < made[-1] <= 3 * (source.read_ahead + 6)  # 3 tensors a batch
+            assert made[-1] - made[1] <= 3, made
+
+    fed(1, 1, lambda feeder: dataset, train)
+
+
+def test_times_of_every_feeder_are_gathered_once(dataset: Dataset) -> None:
+    def train(trainer: Trainer) -> list[dict[str, Any]]:
+        with closing(trainer.feeders.open(PLAIN)) as source:
+            for segments in segments_of(source, 6):
+                source.batch(segments)
+            return gather_feeder_times(source, trainer.comm)
+
+    mine, other = fed(2, 2, lambda feeder: dataset, train)
+    assert mine == other
+    assert [entry["rank"] for entry in mine] == [2, 3]
+    assert sum(entry["batches"] for entry in mine) == 12
+    assert all({"read", "send"} <= entry["stages_s"].keys() for entry in mine)

@@ -14,6 +14,7 @@ from speechdp.comm.threads import run_threads
 from speechdp.data.batch import Batch
 from speechdp.data.dataset import Dataset
 from speechdp.data.fed_source import Feeders
+from speechdp.data.feeder_link import FeederLink
 from speechdp.train.feeders import open_link, serve_trainers
 
 T = TypeVar("T")
@@ -21,22 +22,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Trainer:
-    """A rank that trains: the communicator of those that do, and what opens sources on its feeders."""
+    """A rank that trains: the communicator of those that do, its link, and what opens sources over it."""
 
     comm: Communicator
+    link: FeederLink
     feeders: Feeders
 
 
 def fed(
     num_trainers: int,
     num_feeders: int,
-    dataset: Dataset,
+    dataset_of: Callable[[int], Dataset],
     train: Callable[[Trainer], T],
     *,
     exit_code: int = 0,
-    timeout_s: float = 60.0,
 ) -> list[T]:
-    """Run `train` on ranks that are fed by others; return its results, in order of rank."""
+    """Run `train` on ranks that are fed by others; return its results, in order of rank.
+
+    Args:
+        dataset_of: returns the data of a feeder, given its number from 0.
+        exit_code: what the trainers leave with, and hence the feeders.
+    """
     size = num_trainers + num_feeders
     roles = assign_roles(["host"] * size, num_feeders)
 
@@ -44,12 +50,12 @@ def fed(
         is_feeder = job.rank in roles.feeders
         part = job.split(int(is_feeder))
         if is_feeder:
-            return serve_trainers(job, roles, dataset)
+            return serve_trainers(job, roles, dataset_of(part.rank))
         with open_link(job, roles, torch.device("cpu")) as goodbye:
             goodbye.exit_code = exit_code
-            return train(Trainer(part, Feeders(goodbye.link)))
+            return train(Trainer(part, goodbye.link, Feeders(goodbye.link)))
 
-    results = run_threads(size, work, timeout_s=timeout_s)
+    results = run_threads(size, work)
     assert results[num_trainers:] == [exit_code] * num_feeders
     return results[:num_trainers]  # type: ignore[return-value]
 

@@ -36,7 +36,9 @@ class Filling:
 
 def assignments() -> list[Assignment]:
     places = (Place(0, 0, index) for index in range(NUM))
-    return [Assignment(s, p, p.index, NUM, 1.0, 1) for s, p in zip(repeat(Segments.none()), places, strict=False)]
+    return [
+        Assignment(s, p, p.index, NUM, 1.0, 1) for s, p in zip(repeat(Segments.none()), places, strict=False)
+    ]
 
 
 @pytest.mark.parametrize("read_ahead", [1, 4])

@@ -80,11 +80,12 @@ def test_nothing_to_do_needs_no_second_stage(stored: dict[str, Dataset]) -> None
 
 
 @pytest.mark.parametrize("options", [CHUNKS, PlanOptions(5)])
-def test_batches_from_audio_are_those_from_features(
-    stored: dict[str, Dataset], options: PlanOptions
-) -> None:
+def test_batches_from_audio_are_those_from_features(stored: dict[str, Dataset], options: PlanOptions) -> None:
     request = dataclasses.replace(TRAIN, context=Context(4, 2))
-    with closing(opened(stored["audio"], request)) as audio, closing(opened(stored["features"], request)) as plain:
+    with (
+        closing(opened(stored["audio"], request)) as audio,
+        closing(opened(stored["features"], request)) as plain,
+    ):
         assert audio.feature_dim == plain.feature_dim
         np.testing.assert_array_equal(audio.index.num_frames, plain.index.num_frames)
         plan = plan_of(plain, options)
@@ -115,7 +116,10 @@ def test_threads_and_order_of_asking_change_nothing(stored: dict[str, Dataset], 
 
 def test_masks_depend_on_the_place_alone_and_evaluation_has_none(stored: dict[str, Dataset]) -> None:
     request = dataclasses.replace(TRAIN, augment=AugmentOptions(spec_augment=True))
-    with closing(opened(stored["features"], request)) as masked, closing(opened(stored["features"], TRAIN)) as plain:
+    with (
+        closing(opened(stored["features"], request)) as masked,
+        closing(opened(stored["features"], TRAIN)) as plain,
+    ):
         segments = plan_of(plain, PlanOptions(6)).ranks[0].batch(0)
         original = plain.batch(segments)
         for place in (Place(0, 0, 0), Place(1, 0, 0), Place(0, 1, 0)):
@@ -144,7 +148,10 @@ def test_utterances_at_another_speed_have_the_planned_frames_and_their_own_targe
                 with stored["audio"].open_shard("train", shard) as file:
                     recorded = file.read_samples(utterance)[1]
                 expected = perturbed_targets(
-                    recorded, int(segments.speed[row]), int(segments.start[row]), int(segments.num_frames[row])
+                    recorded,
+                    int(segments.speed[row]),
+                    int(segments.start[row]),
+                    int(segments.num_frames[row]),
                 )
                 found = batch.targets[row, : int(batch.lengths[row])]
                 np.testing.assert_array_equal(found.numpy(), expected)

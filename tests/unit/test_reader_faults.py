@@ -15,14 +15,15 @@ import pytest
 import torch
 
 from speechdp.comm.base import Communicator
+from speechdp.comm.threads import run_threads
 from speechdp.data import contiguous
+from speechdp.data import reader as reader_module
 from speechdp.data.assignment import planned
 from speechdp.data.dataset import Dataset
 from speechdp.data.loader import Loader
 from speechdp.data.plan import EpochPlan, PlanOptions, plan_epoch
 from speechdp.data.reader import Context, SplitReader
 from speechdp.errors import ShardError
-from speechdp.comm.threads import run_threads
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 
 OPTIONS = PlanOptions(3, chunk_frames=9, seed=4)
@@ -158,3 +159,30 @@ def test_memory_and_files_do_not_grow_with_epochs(dataset: Dataset) -> None:
         tracemalloc.stop()
         assert descriptors() == before
         assert last - first < 100_000
+
+
+def test_a_slow_disk_is_told_what_will_be_read(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is named every piece of a batch, once reads have been slower than memory is."""
+    announced: list[tuple[int, int]] = []
+    read: list[tuple[int, int]] = []
+
+    def advise(fd: int, position: int, num_bytes: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        announced.append((position, num_bytes))
+
+    def note(fd: int, buffers: Sequence[memoryview], position: int) -> int:
+        read.append((position, len(buffers[0])))
+        return os.preadv(fd, buffers, position)
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(reader_module, "_TELLING_BYTES", 0)
+    with closing(SplitReader(dataset, "train")) as reader:
+        segments = plan_of(reader).ranks[0].batch(0)
+        for rate, is_announced in ((0.0, False), (1e15, False), (1e15, True)):
+            monkeypatch.setattr(reader_module, "_MEMORY_RATE", rate)
+            reader.batch(segments)
+            assert bool(announced) == is_announced
+        monkeypatch.setattr(contiguous, "preadv", note)
+        announced.clear()
+        reader.batch(segments)
+    assert announced == read[: len(segments)]

@@ -14,8 +14,8 @@ from speechdp.comm import Communicator, create_communicator
 from speechdp.comm.failure import guard
 from speechdp.config import TrainOptions
 from speechdp.data.dataset import Dataset
-from speechdp.data.reader import SplitReader
 from speechdp.data.plan import plan_epoch
+from speechdp.data.reader import SplitReader
 from speechdp.train import stop
 from speechdp.train.checkpoint import checkpoint_steps
 from speechdp.train.progress import SilentReporter
