@@ -33,8 +33,7 @@ class BatchOptions:
     included."""
     order: Order = "pooled"
     """shuffled: entirely at random; pooled: sorted by length inside shuffled pools, batches shuffled;
-    laplace: shuffled bins, sorted inside alternately up and down; blocking-sort: the IBM poster's trainloader,
-    which reads and sorts 32 batches while training waits, to measure against."""
+    laplace: shuffled bins, sorted inside, up and down in turn; blocking-sort: the IBM poster's trainloader, which reads and sorts 32 batches while training waits, to measure against."""
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.global_batch is not None:

@@ -145,12 +145,10 @@ class FeederLink:
         pacing = Pacing()
         try:
             while self._wait_for_need(pacing):
-                packet = self._channel.receive()
-                if packet is None:
-                    pacing.sleep(moving=self._channel.is_moving)
-                else:
+                if self._take_one():
                     pacing.reset()
-                    self._take(packet)
+                else:
+                    pacing.sleep(moving=self._channel.is_moving)
         except BaseException as error:  # handed to those who wait, who raise it
             self._fail(error)
             if not isinstance(error, SpeechDPError):
@@ -166,7 +164,14 @@ class FeederLink:
                 pacing.reset()
             return not (self._ending and self._expected)
 
-    def _take(self, packet: Packet) -> None:
+    def _take_one(self) -> bool:
+        """Hand over a packet to whoever waits for it, if one has come; return whether one had.
+
+        No trace of it stays in this thread, which may sleep for long: its batch goes with its user.
+        """
+        packet = self._channel.receive()
+        if packet is None:
+            return False
         with self._changed:
             feeder, answer = self._expected.pop(packet.head["number"])
             if packet.head.get("op") == "batch":
@@ -179,6 +184,7 @@ class FeederLink:
         else:
             name, text = error
             answer.set_exception(TRAVELLING[name](f"feeder rank {feeder}: {text}"))
+        return True
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:

@@ -130,7 +130,7 @@ def _make_loader(
     if options.batch.order == "blocking-sort":
         if not together:
             raise ConfigError(
-                "--order blocking-sort: not with an asynchronous strategy, which reads batch by batch"
+                "--order blocking-sort is for synchronous strategies: ranks apart read batch by batch"
             )
         return BlockingLoader(source, assignments, to_device=to_device)
     read_ahead = _READ_AHEAD if together else _READ_AHEAD_APART

@@ -31,9 +31,24 @@ __all__ = ["browser"]
 pytestmark = needs_chromium
 
 
+#: A rank's data path in a minute; every stage there is, so that the table has all its columns.
+_DATA = {
+    "stages_s": {"read": 6.1, "preprocess": 58.0, "collate": 2.4, "send": 1.2, "h2d": 0.8},
+    "read_bytes": 1_900_000_000,
+    "frames": 640_000,
+    "computed_frames": 700_000,
+    "threads": 2,
+    "preprocess_on": "cpu",
+    "storage": "chunked gzip",
+}
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = realistic_sweep()
+    for run in runs:
+        run.data = _DATA
+    runs[2].feeders = [{"rank": 2, "host": "<b>node</b>", "data": _DATA}]
     runs.append(MadeUpRun("model_averaging-256", period="256", completed=False, wer=None, num_evaluations=4))
     runs.append(MadeUpRun("<img src=x onerror=alert(1)>", "<b>bold</b>", "1024", size=4))
     return write_report(write_sweep(tmp_path_factory.mktemp("sweep"), runs, missing=["gone"])).html
@@ -53,9 +68,9 @@ def test_table_and_plots_are_visible(browser: webdriver.Chrome, page: Path) -> N
     assert "21,650" in rows[4].text
     assert "unfinished" in rows[6].text
     assert rows[7].text.startswith("<img src=x onerror=alert(1)>")
-    assert not browser.find_elements(By.CSS_SELECTOR, "td b, img")
+    assert not browser.find_elements(By.CSS_SELECTOR, "td b, dd b, img")
     figures = browser.find_elements(By.CSS_SELECTOR, "figure svg")
-    assert len(figures) == 6
+    assert len(figures) == 7
     for figure in figures:
         assert figure.is_displayed()
         assert figure.size["width"] > 300
@@ -72,6 +87,21 @@ def test_nothing_overflows_to_the_side(browser: webdriver.Chrome, page: Path, wi
 def test_the_realistic_table_fits_a_laptop(browser: webdriver.Chrome, tmp_path: Path) -> None:
     page = write_report(write_sweep(tmp_path / "sweep", realistic_sweep())).html
     assert_table_needs_no_scrolling(browser, page)
+
+
+def test_the_data_path_is_shown_whole_on_a_laptop(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    runs = realistic_sweep()
+    for run in runs:
+        run.data, run.feeders = _DATA, [{"rank": 2, "host": "node-a", "data": _DATA}]
+    open_page(browser, write_report(write_sweep(tmp_path / "sweep", runs)).html, 1366)
+    table = browser.find_element(By.CSS_SELECTOR, "#data-path")
+    assert len(table.find_elements(By.CSS_SELECTOR, "tbody tr")) == 6
+    inner, outer = script(
+        browser, "const t = document.querySelector('#data-path').parentElement;"
+        "return [t.scrollWidth, t.clientWidth]"
+    )  # fmt: skip
+    assert inner <= outer
+    assert "chunked gzip" in browser.find_element(By.CSS_SELECTOR, "#data-notes").text
 
 
 def test_plot_text_stays_inside_its_frame_and_legible(browser: webdriver.Chrome, tmp_path: Path) -> None:
@@ -97,7 +127,10 @@ def test_the_page_follows_a_dark_setting(browser: webdriver.Chrome, page: Path) 
 
 
 def test_the_printed_page_holds_the_whole_table(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    page = write_report(write_sweep(tmp_path / "sweep", realistic_sweep())).html
+    runs = realistic_sweep()
+    for run in runs:
+        run.data = _DATA
+    page = write_report(write_sweep(tmp_path / "sweep", runs)).html
     with printed(browser, page):
         name = browser.find_elements(By.CSS_SELECTOR, "#figures tbody th")[1]
         assert name.size["height"] < 60  # not one letter a line

@@ -72,6 +72,8 @@ def test_batches_are_moved_one_by_one(dataset: Dataset) -> None:
         moved.append(batch.num_frames)
         return batch
 
-    with closing(SplitReader(dataset, "train")) as reader:
-        with BlockingLoader(reader, assignments(reader), to_device=move) as loader:
-            assert [next(loader).batch.num_frames for _ in range(3)] == moved
+    with (
+        closing(SplitReader(dataset, "train")) as reader,
+        BlockingLoader(reader, assignments(reader), to_device=move) as loader,
+    ):
+        assert [next(loader).batch.num_frames for _ in range(3)] == moved

@@ -42,9 +42,8 @@ def test_lent_memory_is_nobody_elses() -> None:
         held = []
         for turn in range(300):
             size = int(torch.randint(1, 2000, (1,), generator=generator))
-            held.append(
-                (pool.take((size, 40), torch.int32).fill_(1000 * number + turn), 1000 * number + turn)
-            )
+            value = 1000 * number + turn
+            held.append((pool.take((size, 40), torch.int32).fill_(value), value))
             if len(held) > 3:
                 tensor, value = held.pop(0)
                 wrong.extend([value] * int((tensor != value).any()))
