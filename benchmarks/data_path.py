@@ -6,7 +6,7 @@
 Generated speech features (40 values a frame, utterances of 1 to 20 s) are written once in every format and
 are in the page cache before the clock starts.  Each contender delivers the same batches of 32 segments,
 (B, T, F) float32 features, (B, T) int64 targets and lengths, in a process of its own, in turn; ratios within
-a round, medians over rounds.  What each delivers is added up and compared before.  The limit moves the same
+a round, medians over rounds.  What each delivers is added up and compared.  The limit moves the same
 bytes and does nothing else: reading the files into one buffer, or copying within memory, whichever is slower.
 CPU share is processor time over wall time, worker processes included.
 
@@ -136,22 +136,19 @@ def time_epochs(epoch: Epoch, seconds: float) -> dict[str, float]:
 
 
 def run_contender(arguments: argparse.Namespace) -> dict[str, float]:
-    """Be a contender: return its checksum, or an epoch's frames and seconds."""
+    """Be a contender: return an epoch's frames and seconds, and (--check) what was delivered."""
     torch.set_num_threads(1)
     contender = next(c for c in CONTENDERS if c.name == arguments.contender)
     task = contender.task(arguments.folder)
     with ExitStack() as stack:
         epoch = READERS[contender.reader](task, stack)
-        if arguments.check:
-            return dataclasses.asdict(checksum(epoch()))
-        if contender.first_epoch:
-            times = time_epochs(epoch, 0.0)
-        else:
+        if not contender.first_epoch:
             for _ in epoch():
                 pass
-            times = time_epochs(epoch, arguments.seconds)
+        times = time_epochs(epoch, 0.0 if contender.first_epoch else arguments.seconds)
+        delivered = dataclasses.asdict(checksum(epoch())) if arguments.check else {}
     frames = Dataset.open(task.folder).num_frames("train")
-    return {"frames": frames, **times}
+    return {"rate": frames / times["wall_s"], "cpu_share": times["cpu_s"] / times["wall_s"], **delivered}
 
 
 def start(contender: Contender, arguments: argparse.Namespace, *more: str) -> dict[str, float]:
@@ -160,14 +157,15 @@ def start(contender: Contender, arguments: argparse.Namespace, *more: str) -> di
     return run_job([*command, "--seconds", str(arguments.seconds), *more], timeout_s=1800)
 
 
-def check(contenders: Sequence[Contender], arguments: argparse.Namespace) -> None:
-    """Compare what is delivered over the same corpus, which also warms the page cache."""
-    expected: dict[tuple[str, int], Checksum] = {}
-    for contender in contenders:
-        if contender.moves_only:
-            continue
-        found = Checksum(**start(contender, arguments, "--check"))  # type: ignore[arg-type]
-        first = expected.setdefault((contender.corpus, contender.chunk_frames), found)
+class Agreement:
+    """Compares what contenders delivered from the same corpus with what the first of them did."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, int], Checksum] = {}
+
+    def check(self, contender: Contender, found: Checksum) -> None:
+        """Print what was delivered, or end the benchmark if it is something else."""
+        first = self._first.setdefault((contender.corpus, contender.chunk_frames), found)
         near = _TOLERANCE.get(contender.reader, 1e-9)
         same = (found.frames, found.batches) == (first.frames, first.batches) and all(
             math.isclose(getattr(found, name), getattr(first, name), rel_tol=near)
@@ -221,16 +219,21 @@ def show(rates: Rates, shares: dict[str, list[float]], megabytes: float) -> None
 
 
 def measure_all(arguments: argparse.Namespace, contenders: Sequence[Contender]) -> dict[str, float]:
-    """Check and time all contenders; return the ratios."""
+    """Time all contenders, and check in the first round what they deliver; return the ratios."""
     shares: dict[str, list[float]] = {c.name: [] for c in contenders}
     by_name = {c.name: c for c in contenders}
+    agreement = Agreement()
 
     def measure(name: str) -> float:
-        found = start(by_name[name], arguments)
-        shares[name].append(found["cpu_s"] / found["wall_s"])
-        return found["frames"] / found["wall_s"]
+        contender = by_name[name]
+        checked = not shares[name] and not contender.moves_only
+        found = start(contender, arguments, *["--check"] * checked)
+        if checked:
+            fields = {field.name for field in dataclasses.fields(Checksum)}
+            agreement.check(contender, Checksum(**{name: found[name] for name in fields}))  # type: ignore[arg-type]
+        shares[name].append(found["cpu_share"])
+        return found["rate"]
 
-    check(contenders, arguments)
     rates = run_rounds(list(by_name), measure, arguments.rounds, "frames/s")
     show(rates, shares, arguments.megabytes)
     return summarise(rates, contenders)

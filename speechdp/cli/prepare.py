@@ -31,6 +31,9 @@ class KaldiArguments:
     """Folder of Kaldi's alignment: ali.*.gz and final.mdl."""
     ali_pdf: Path | None = None
     """Output of ali-to-pdf, instead of ali.*.gz; with --ali too, final.mdl says how many pdfs there are."""
+    like: Path | None = None
+    """Instead of an alignment: the DATA a model was trained on.  The new data are only to be scored (speechdp
+    posteriors): all of them are the split test, made with the same settings."""
     feats: bool = False
     """Take Kaldi's features (feats.scp) instead of computing some from the audio of wav.scp."""
     cmvn: Literal["kaldi", "utterance", "none"] | None = None
@@ -49,7 +52,7 @@ class PrepareCommand:
     names (--pattern).  DATA: the folder to make."""
     synthetic: float | None = None
     """Instead of SOURCE: hours of digits and commands spoken by eSpeak NG, with exact phone times."""
-    of_kaldi: KaldiArguments = field(default_factory=KaldiArguments)
+    from_kaldi: KaldiArguments = field(default_factory=KaldiArguments)
     split: str | None = None
     """How to divide the corpus: index:test=0-4,dev=5-9 or random:dev=0.05,test=0.05 or
     speaker:test=NAME,dev=NAME.  Without it: by index where the pattern has {index}, else at random."""
@@ -106,10 +109,10 @@ class PrepareCommand:
         return 0
 
     def _prepare(self, progress: Progress) -> Prepared | KaldiPrepared:
-        if self.of_kaldi.kaldi is not None:
-            return self._prepare_kaldi(self.of_kaldi.kaldi, progress)
-        if self.of_kaldi != KaldiArguments():
-            raise ConfigError("--ali, --ali-pdf, --feats and --cmvn go with --kaldi DATA_DIR")
+        if self.from_kaldi.kaldi is not None:
+            return self._prepare_kaldi(self.from_kaldi.kaldi, progress)
+        if self.from_kaldi != KaldiArguments():
+            raise ConfigError("--ali, --ali-pdf, --like, --feats and --cmvn go with --kaldi DATA_DIR")
         if self.synthetic is not None:
             return self._prepare_synthetic(self.synthetic, progress)
 
@@ -166,12 +169,17 @@ class PrepareCommand:
         for name in ("synthetic", "lexicon", "pattern", "resample"):
             if getattr(self, name) is not None:
                 raise ConfigError(f"--{name} does not go with --kaldi; leave it out")
-        arguments = self.of_kaldi
+        arguments = self.from_kaldi
+        if arguments.like is not None and not self._leaves_settings():
+            raise ConfigError(
+                "--like takes all settings of the features (and --split) from that DATA; leave yours out"
+            )
         options = KaldiOptions(
             kaldi_dir=kaldi_dir,
             data=self.paths[0],
             ali_dir=arguments.ali,
             ali_pdf=arguments.ali_pdf,
+            like=arguments.like,
             use_feats=arguments.feats,
             cmvn=arguments.cmvn,
             stored=self.store,
@@ -185,6 +193,10 @@ class PrepareCommand:
             num_workers=self.workers,
         )
         return prepare_kaldi(options, progress)
+
+    def _leaves_settings(self) -> bool:
+        chosen = (self.num_mel_bins, self.split, self.held_out_speaker, self.from_kaldi.cmvn)
+        return chosen == (None,) * 4 and self._features() == FeatureConfig()
 
     def _features(self) -> FeatureConfig:
         return FeatureConfig(

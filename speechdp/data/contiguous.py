@@ -170,7 +170,7 @@ class RowReader:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class Extents:
     """Rows start:start+num of the dataset of each piece's owner, for bytes begin:end of a common memory.
 
     Columns of one length: owner, start, num, begin, end.
@@ -185,7 +185,7 @@ class Pieces:
 
 def read_pieces(
     datasets: dict[int, tuple[RowReader, ArrayPlace]],
-    pieces: Pieces,
+    extents: Extents,
     out: memoryview,
     *,
     announce: bool = False,
@@ -203,16 +203,16 @@ def read_pieces(
         ShardError: as `RowReader.read_into`.
     """
     if any(place.offset_bytes is None for _, place in datasets.values()):
-        for number in range(len(pieces.owner)):
-            _read_piece(datasets, pieces, number, out)
+        for number in range(len(extents.owner)):
+            _read_piece(datasets, extents, number, out)
         return
     first = np.zeros(max(datasets) + 1, dtype=np.int64)
     row_bytes = 0
     for owner, (_, place) in datasets.items():
         first[owner], row_bytes = place.offset_bytes or 0, place.row_bytes
     files = {owner: reader.descriptor() for owner, (reader, _) in datasets.items()}
-    positions = first[pieces.owner] + pieces.start * row_bytes
-    columns = (pieces.owner, positions, pieces.begin, pieces.end)
+    positions = first[extents.owner] + extents.start * row_bytes
+    columns = (extents.owner, positions, extents.begin, extents.end)
     rows = list(zip(*(column.tolist() for column in columns), strict=True))
     if announce:
         for owner, position, begin, end in rows:
@@ -224,15 +224,15 @@ def read_pieces(
         except OSError:
             got = -1
         if got != end - begin:
-            _read_piece(datasets, pieces, number, out)  # goes on after a short read, or says what is wrong
+            _read_piece(datasets, extents, number, out)  # goes on after a short read, or says what is wrong
 
 
 def _read_piece(
-    datasets: dict[int, tuple[RowReader, ArrayPlace]], pieces: Pieces, number: int, out: memoryview
+    datasets: dict[int, tuple[RowReader, ArrayPlace]], extents: Extents, number: int, out: memoryview
 ) -> None:
-    reader, place = datasets[int(pieces.owner[number])]
-    into = out[int(pieces.begin[number]) : int(pieces.end[number])]
-    reader.read_into(place, int(pieces.start[number]), int(pieces.num[number]), into)
+    reader, place = datasets[int(extents.owner[number])]
+    into = out[int(extents.begin[number]) : int(extents.end[number])]
+    reader.read_into(place, int(extents.start[number]), int(extents.num[number]), into)
 
 
 def _storage(dataset: Any) -> str:

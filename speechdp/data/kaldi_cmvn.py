@@ -33,7 +33,8 @@ class SpeakerStatistics:
             result -= self.mean
         if config.variance_normalise:
             result /= self.std
-        return result.astype(np.float32)
+        with np.errstate(over="ignore"):  # the shard refuses what overflowed
+            return result.astype(np.float32)
 
 
 class SpeakerCmvn:

@@ -24,6 +24,8 @@ from speechdp.errors import ConfigError, RunError
 _STAGE = "writing shards"
 _FEWEST_FRAMES_FOR_PROCESSES = 200_000
 _TARGET_BYTES = 4
+#: Place of the pdfs of an utterance that has none; its targets are 0 and mean nothing.
+NOT_ALIGNED = -1
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class AlignedUtterance:
 
     Attributes:
         source: an audio file, or the place of the features.
-        first_frame: where its pdfs start in the file of all pdfs, in frames.
-        num_frames: number of pdfs (T).
+        first_frame: where its pdfs start in the file of all pdfs, in frames; NOT_ALIGNED: nowhere.
+        num_frames: number of frames, and of pdfs (T).
     """
 
     utterance_id: str
@@ -99,9 +101,7 @@ def _ready(job: KaldiShardJob) -> Iterator[Utterance | AudioUtterance]:
     header = job.header
     for utterance in job.utterances:
         names = (utterance.utterance_id, utterance.speaker, utterance.text)
-        targets = np.fromfile(
-            job.pdfs, "<i4", count=utterance.num_frames, offset=_TARGET_BYTES * utterance.first_frame
-        )
+        targets = _targets(utterance, job.pdfs)
         if header.stored == "audio":
             assert isinstance(utterance.source, Path)
             samples = to_int16(read_audio(utterance.source, header.sampling_rate))
@@ -111,6 +111,13 @@ def _ready(job: KaldiShardJob) -> Iterator[Utterance | AudioUtterance]:
             features = _features(utterance, header, cmvn)
             _check_frames(utterance, len(features))
             yield Utterance(*names, features, targets)
+
+
+def _targets(utterance: AlignedUtterance, pdfs: Path) -> npt.NDArray[np.int32]:
+    if utterance.first_frame == NOT_ALIGNED:
+        return np.zeros(utterance.num_frames, dtype=np.int32)
+    start = _TARGET_BYTES * utterance.first_frame
+    return np.fromfile(pdfs, "<i4", count=utterance.num_frames, offset=start)
 
 
 def _check_frames(utterance: AlignedUtterance, num_frames: int) -> None:
@@ -125,7 +132,8 @@ def _features(
     if isinstance(utterance.source, Path):
         samples = read_audio(utterance.source, header.sampling_rate)
         return compute_features(samples, header.sampling_rate, config)
-    features = read_matrix(utterance.source, utterance.utterance_id).astype(np.float32)
+    with np.errstate(over="ignore"):  # the shard refuses what overflowed
+        features = read_matrix(utterance.source, utterance.utterance_id).astype(np.float32)
     if features.shape[1] != config.feature_dim:
         raise ConfigError(
             f"{utterance.source.path}: utterance {utterance.utterance_id} has {features.shape[1]} values a "

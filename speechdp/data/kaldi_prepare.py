@@ -17,6 +17,7 @@ from speechdp.data.kaldi_dir import read_table, read_wav_scp
 from speechdp.data.kaldi_jobs import AlignedUtterance, KaldiShardJob, run_kaldi_jobs
 from speechdp.data.kaldi_matrix import MatrixPlace, read_scp
 from speechdp.data.kaldi_settings import KaldiOptions, feature_settings
+from speechdp.data.kaldi_unaligned import Unaligned, manifest_like, with_frames
 from speechdp.data.prepare import shards_of_split
 from speechdp.data.shard_jobs import Progress
 from speechdp.data.splits import choose_rule, deal, split_corpus
@@ -44,6 +45,8 @@ def prepare_kaldi(options: KaldiOptions, progress: Progress) -> KaldiPrepared:
         ShardError: the disk is full or cannot be written.
     """
     check_target(options.data, options.overwrite)
+    if options.like is not None:
+        return _prepare_unaligned(options, Dataset.open(options.like), progress)
     sources = _read_sources(options)
     speakers = read_table(options.kaldi_dir / "utt2spk")
     texts = _read_texts(options.kaldi_dir)
@@ -69,13 +72,33 @@ def prepare_kaldi(options: KaldiOptions, progress: Progress) -> KaldiPrepared:
             splits={},
             stored=options.stored,
         )
-        _write(options, _Corpus(directory, manifest, utterances), progress)
+        spec, splits = _divide(options, utterances)
+        corpus = _Corpus(directory, dataclasses.replace(manifest, split=spec), splits)
+        _write(options, corpus, progress)
     notices = _left_out(options, sources, speakers, places)
     if alignments.num_pdfs is None:
         notices += (
             f"{manifest.num_classes} pdfs, by the largest in {options.ali_pdf}; --ali would count them",
         )
     return KaldiPrepared(Dataset.open(options.data), notices)
+
+
+def _prepare_unaligned(options: KaldiOptions, like: Dataset, progress: Progress) -> KaldiPrepared:
+    """Write data to be scored only, all in the split `test`, made as `like` was."""
+    options = dataclasses.replace(options, use_feats=like.features.kind == "kaldi")
+    manifest = manifest_like(like, options.stored)
+    sources = _read_sources(options)
+    speakers = read_table(options.kaldi_dir / "utt2spk")
+    texts = _read_texts(options.kaldi_dir)
+    wanted = [Unaligned(u, speakers[u], texts.get(u, ""), sources[u]) for u in speakers if u in sources]
+    places = _Places()
+    with new_data_dir(options.data, options.overwrite) as directory:
+        utterances = list(with_frames(wanted, manifest, progress))
+        if not utterances:
+            raise ConfigError(f"{options.kaldi_dir}: has no utterance to score; check feats.scp or wav.scp")
+        places.of.update({u.utterance_id: _Place(u.first_frame, u.num_frames) for u in utterances})
+        _write(options, _Corpus(directory, manifest, {"test": utterances}), progress)
+    return KaldiPrepared(Dataset.open(options.data), _left_out(options, sources, speakers, places))
 
 
 @dataclass(frozen=True)
@@ -97,7 +120,7 @@ class _Places:
 class _Corpus:
     directory: Path
     manifest: Manifest
-    utterances: list[AlignedUtterance]
+    splits: dict[str, list[AlignedUtterance]]
 
 
 def _read_sources(options: KaldiOptions) -> dict[str, Path | MatrixPlace]:
@@ -136,27 +159,28 @@ def _gather_pdfs(alignments: AlignmentSource, wanted: set[str], path: Path, prog
     return places
 
 
+def _divide(
+    options: KaldiOptions, utterances: list[AlignedUtterance]
+) -> tuple[str, dict[str, list[AlignedUtterance]]]:
+    """Return the rule that divides the utterances, as data.json has it, and the splits."""
+    rows = {u.utterance_id: u for u in utterances}
+    plain = (CorpusUtterance(u.utterance_id, u.speaker, u.text, options.kaldi_dir) for u in utterances)
+    corpus = Corpus(options.kaldi_dir, tuple(plain))
+    rule = choose_rule(corpus, options.split, options.held_out_speaker, options.seed)
+    parts = split_corpus(corpus, rule)
+    return rule.spec, {name: [rows[u.utterance_id] for u in part] for name, part in parts.items()}
+
+
 def _write(options: KaldiOptions, corpus: _Corpus, progress: Progress) -> None:
-    rows = {u.utterance_id: u for u in corpus.utterances}
-    plain = Corpus(
-        options.kaldi_dir,
-        tuple(
-            CorpusUtterance(u.utterance_id, u.speaker, u.text, options.kaldi_dir) for u in corpus.utterances
-        ),
-    )
-    rule = choose_rule(plain, options.split, options.held_out_speaker, options.seed)
-    splits = {
-        name: [rows[u.utterance_id] for u in utterances]
-        for name, utterances in split_corpus(plain, rule).items()
-    }
+    splits = corpus.splits
     jobs = {name: _jobs(options, corpus, name, utterances) for name, utterances in splits.items()}
     entries = run_kaldi_jobs([job for part in jobs.values() for job in part], options.num_workers, progress)
     parts: dict[str, SplitEntry] = {}
     for name, utterances in splits.items():
         own, entries = entries[: len(jobs[name])], entries[len(jobs[name]) :]
         parts[name] = _entry(own, utterances)
-    (corpus.directory / _PDFS_NAME).unlink()
-    manifest = dataclasses.replace(corpus.manifest, split=rule.spec, splits=parts)
+    (corpus.directory / _PDFS_NAME).unlink(missing_ok=True)
+    manifest = dataclasses.replace(corpus.manifest, splits=parts)
     KaldiPdfs(manifest.num_classes).save(corpus.directory / "classes.txt")
     manifest.write(corpus.directory)
 
@@ -197,10 +221,11 @@ def _left_out(
     places: _Places,
 ) -> tuple[str, ...]:
     table = "feats.scp" if options.use_feats else "wav.scp"
+    lacking = "have no frame" if options.like else "have no alignment"
     reasons = {
         f"are not in {table}": [u for u in speakers if u not in sources],
         "are not in utt2spk": [u for u in sources if u not in speakers],
-        "have no alignment": [u for u in speakers if u in sources and u not in places.of],
+        lacking: [u for u in speakers if u in sources and u not in places.of],
         f"are aligned, but not in {options.kaldi_dir}": [
             u for u in places.unknown if u not in sources and u not in speakers
         ],

@@ -29,6 +29,7 @@ class KaldiOptions:
         kaldi_dir: Kaldi's data directory.
         data: the data directory to make.
         ali_dir, ali_pdf: see kaldi_ali.alignment_source.
+        like: instead of an alignment, the data directory a model was trained on: settings are as there.
         use_feats: take the features of feats.scp instead of computing some from wav.scp.
         cmvn: by which statistics features of feats.scp are normalised; None: kaldi where there is a
             cmvn.scp, else utterance.
@@ -42,6 +43,7 @@ class KaldiOptions:
     data: Path
     ali_dir: Path | None = None
     ali_pdf: Path | None = None
+    like: Path | None = None
     use_feats: bool = False
     cmvn: Cmvn | None = None
     split: str | None = None
@@ -57,9 +59,11 @@ class KaldiOptions:
     def __post_init__(self) -> None:
         if self.num_shards < 1:
             raise ConfigError(f"--shards {self.num_shards}: give at least 1")
-        if self.ali_dir is None and self.ali_pdf is None:
+        is_aligned = self.ali_dir is not None or self.ali_pdf is not None
+        if is_aligned == (self.like is not None):
             raise ConfigError(
-                "--kaldi needs the alignment: --ali ALI_DIR (ali.*.gz, final.mdl), or --ali-pdf FILE"
+                "--kaldi needs the alignment: --ali ALI_DIR (ali.*.gz, final.mdl), or --ali-pdf FILE; "
+                "or, to score data that have none, --like DATA alone"
             )
         if self.stored == "audio" and self.use_feats:
             raise ConfigError(

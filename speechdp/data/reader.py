@@ -21,7 +21,7 @@ from speechdp.data.alignment_file import TargetsFile, open_targets
 from speechdp.data.assignment import Place
 from speechdp.data.batch import IGNORED_TARGET, Batch
 from speechdp.data.buffers import BufferPool
-from speechdp.data.contiguous import ArrayPlace, Pieces, RowReader, read_pieces
+from speechdp.data.contiguous import ArrayPlace, Extents, RowReader, read_pieces
 from speechdp.data.dataset import Dataset
 from speechdp.data.plan import CorpusIndex, Segments
 from speechdp.data.shards import Shard
@@ -179,8 +179,8 @@ class SplitReader(SplitSource):
         view = targets.numpy().reshape(-1).view(np.uint8).data
         places = (np.arange(len(rows)) * longest + rows.first) * 4
         start = self._frames_in_shard(rows) + rows.first
-        pieces = Pieces(rows.shard, start, rows.learnt, places, places + 4 * rows.learnt)
-        self._files.read_targets(rows, pieces, view)
+        extents = Extents(rows.shard, start, rows.learnt, places, places + 4 * rows.learnt)
+        self._files.read_targets(rows, extents, view)
         return targets
 
     def count_classes(self, num_classes: int, share: int, num_shares: int) -> npt.NDArray[np.int64]:
@@ -214,11 +214,11 @@ class SplitReader(SplitSource):
         frame_bytes = self.feature_dim * array.itemsize
         places = np.arange(len(rows)) * (longest * frame_bytes)
         start, ends = self._frames_in_shard(rows), places + rows.length * frame_bytes
-        pieces = Pieces(rows.shard, start, rows.length, places, ends)
+        extents = Extents(rows.shard, start, rows.length, places, ends)
         view = array.reshape(-1).view(np.uint8).data
         self._verify(rows)
         begun = perf_counter()
-        self._files.read_features(pieces, view, announce=self._is_disk_slow)
+        self._files.read_features(extents, view, announce=self._is_disk_slow)
         if features.nbytes > _TELLING_BYTES:
             self._is_disk_slow = features.nbytes < _MEMORY_RATE * (perf_counter() - begun)
         return features
@@ -272,19 +272,19 @@ class _SplitFiles:
         """Return a shard, opened."""
         return self._get(number).shard
 
-    def read_features(self, pieces: Pieces, into: memoryview, *, announce: bool) -> None:
+    def read_features(self, extents: Extents, into: memoryview, *, announce: bool) -> None:
         """Read pieces of the shards' features, all named to the kernel beforehand if asked to."""
-        shards = {number: self.open(number) for number in np.unique(pieces.owner).tolist()}
+        shards = {number: self.open(number) for number in np.unique(extents.owner).tolist()}
         datasets = {number: (shard.reader, shard.features_place) for number, shard in shards.items()}
-        read_pieces(datasets, pieces, into, announce=announce)
+        read_pieces(datasets, extents, into, announce=announce)
 
-    def read_targets(self, rows: Rows, pieces: Pieces, into: memoryview) -> None:
+    def read_targets(self, rows: Rows, extents: Extents, into: memoryview) -> None:
         """Read pieces of the shards' targets, or of the alignment's."""
-        opened = {number: self._get(number) for number in np.unique(pieces.owner).tolist()}
+        opened = {number: self._get(number) for number in np.unique(extents.owner).tolist()}
         if self._alignments is not None:
             for number, utterance in zip(rows.shard.tolist(), rows.utterance.tolist(), strict=True):
                 opened[number].alignment.verify(utterance)
-        read_pieces({number: each.targets for number, each in opened.items()}, pieces, into)
+        read_pieces({number: each.targets for number, each in opened.items()}, extents, into)
 
     def targets(self, number: int, utterance: int, frame: int, num: int) -> npt.NDArray[np.int32]:
         """Read an utterance's targets, frames frame:frame+num of the shard."""

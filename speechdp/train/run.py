@@ -12,6 +12,7 @@ import torch
 
 from speechdp.config import TrainOptions
 from speechdp.data.dataset import Dataset
+from speechdp.data.kaldi_unaligned import UNALIGNED
 from speechdp.data.source import SplitSource
 from speechdp.decode.kaldi_pdfs import load_classes
 from speechdp.errors import ConfigError
@@ -42,6 +43,8 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
     resolved = options.resolve(training_ranks(options, session.comm.size))
     strategy = parse_strategy(options.strategy)
     strategy.check_ranks(session.comm)
+    if session.dataset.alignment == UNALIGNED:
+        raise ConfigError(f"{session.dataset.path}: has no alignment (prepare --like), it can only be scored")
     origin = _origin(session.dataset, options)
     for split in (options.train_split, options.held_out):
         session.dataset.shard_paths(split)  # refuses a split there is none of, before a run is begun

@@ -126,9 +126,9 @@ def test_alignments_and_several_sources_at_a_time(dataset: Dataset, tmp_path: Pa
     def train(trainer: Trainer) -> None:
         for _ in range(2):  # as rounds of realignment: opened, closed, opened again
             with closing(trainer.feeders.open(aligned)) as one, closing(trainer.feeders.open(held_out)) as two:
-                for batch in segments_of(two, 2):
-                    assert_same_batch(one.batch(batch, Place(0, 0, 0)), locals_[0].batch(batch))
-                    assert_same_batch(two.batch(batch), locals_[1].batch(batch))
+                for mine, theirs in zip(segments_of(one, 2), segments_of(two, 2), strict=True):
+                    assert_same_batch(one.batch(mine, Place(0, 0, 0)), locals_[0].batch(mine))
+                    assert_same_batch(two.batch(theirs), locals_[1].batch(theirs))
 
     locals_ = [open_local_source(dataset, wanted, Workshop()) for wanted in (aligned, held_out)]
     fed(2, 2, lambda feeder: dataset, train)
@@ -305,7 +305,6 @@ def test_epochs_leave_nothing_behind(dataset: Dataset, monkeypatch: pytest.Monke
     def train(trainer: Trainer) -> None:
         with closing(trainer.feeders.open(PLAIN)) as source:
             plan = plan_epoch(source.index, PLAN, 0, 1)
-            made = []
             for _ in range(4):
                 with Loader(source, planned(lambda epoch: plan, 0, 1)) as loader:
                     for step in loader:
@@ -313,9 +312,8 @@ def test_epochs_leave_nothing_behind(dataset: Dataset, monkeypatch: pytest.Monke
                     del step
                 gc.collect()
                 assert not [thing for thing in gc.get_objects() if type(thing) is Packet]
-                made.append(len(taken))
-            assert 0 < made[-1] <= 3 * (source.read_ahead + 6)  # 3 tensors a batch
-            assert made[-1] - made[1] <= 3, made
+            # 3 tensors a batch; a few batches are held at a time, and some need larger buffers than others.
+            assert 0 < len(taken) <= 3 * 10 < 3 * 4 * plan.num_steps / 2
 
     fed(1, 1, lambda feeder: dataset, train)
 

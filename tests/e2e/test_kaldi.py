@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from speechdp.cli.main import run as speechdp
 from speechdp.data.dataset import Dataset
 from speechdp.data.kaldi_ali import alignment_source
 from speechdp.decode.graph import DecodingGraph
@@ -88,13 +89,29 @@ def test_kaldis_training_graphs_and_search_find_kaldis_alignment(
     assert np.concatenate(hits).mean() > 0.8
 
 
+def test_data_without_an_alignment_are_scored_as_with_one(
+    data: Dataset, run: Path, scores: dict[str, npt.NDArray[np.float32]]
+) -> None:
+    kaldi, test, ark = (run.with_name(name) for name in ("train_yesno", "test", "test.ark"))
+    ended = ended_within(60, alone("prepare", "--kaldi", kaldi, "--like", data.path, test))
+    assert ended.exit_code == 0, ended.output
+    ended = ended_within(60, alone("posteriors", run, test, "-o", ark))
+    assert ended.exit_code == 0, ended.output
+    with kaldi_native_io.SequentialFloatMatrixReader(f"ark:{ark}") as reader:
+        found = {key: np.array(matrix) for key, matrix in reader}
+    assert len(found) == 31
+    for name, expected in scores.items():
+        np.testing.assert_allclose(found[name], expected, atol=1e-4)
+    ended = ended_within(60, alone("train", test, run.with_name("other"), "--train-split", "test"))
+    assert ended.exit_code == 1 and "has no alignment (prepare --like)" in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("command", "what"),
     [
         (["decode", "RUN", "DATA", "--split", "dev"], "decode"),
         (["train", "DATA", "OTHER", "--realign", "1"], "--realign"),
         (["sweep", "DATA", "OTHER", "--epochs", "1"], "--decode-split"),
-        (["compare", "DATA", "OTHER", "--strategies", "gradient_averaging"], "--decode-split"),
     ],
 )
 def test_what_needs_pronunciations_is_refused_at_once(
@@ -107,6 +124,15 @@ def test_what_needs_pronunciations_is_refused_at_once(
     assert ended.exit_code == 1 and line.startswith(f"speechdp: {what}")
     assert "targets are Kaldi pdfs; write posteriors with speechdp posteriors" in line
     assert not (other / "run.json").exists()
+
+
+def test_a_comparison_that_decodes_is_refused_before_it_trains(
+    data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert speechdp(["compare", str(data.path), str(out), "--strategies", "gradient_averaging"]) == 1
+    assert "targets are Kaldi pdfs" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_kaldis_compressed_features_with_pdfs_by_file(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from benchmarks import data_path
-from benchmarks.data_contenders import READERS, checksum, pad
+from benchmarks.data_contenders import READERS, Checksum, checksum, pad
 from benchmarks.data_corpora import BATCH_SIZE, CORPORA, NUM_ARCHIVES, lengths_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -68,16 +69,14 @@ def test_ours_is_compared_with_the_best_peer_and_the_slower_limit() -> None:
     assert data_path.summarise(rates, chosen) == {"vs_dataloader": 2.5, "vs_limit": 0.633}
 
 
-def test_a_contender_that_delivers_other_frames_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    good = {"frames": 9, "batches": 2, "padded_sum": 1.0, "weighted_sum": 5.0}
-    chosen = [c for c in data_path.CONTENDERS if c.name in ("ours", "DataLoader over h5py")]
-
-    def start(contender: data_path.Contender, *_: object) -> dict[str, float]:
-        return good if contender.name == "ours" else {**good, "weighted_sum": 5.1}
-
-    monkeypatch.setattr(data_path, "start", start)
+def test_a_contender_that_delivers_other_frames_ends_the_benchmark() -> None:
+    ours, peer = (c for c in data_path.CONTENDERS if c.name in ("ours", "DataLoader over h5py"))
+    good = Checksum(frames=9, batches=2, padded_sum=1.0, weighted_sum=5.0)
+    agreement = data_path.Agreement()
+    agreement.check(ours, good)
+    agreement.check(peer, good)
     with pytest.raises(SystemExit, match="DataLoader over h5py delivers"):
-        data_path.check(chosen, argparse.Namespace())
+        agreement.check(peer, replace(good, weighted_sum=5.1))
 
 
 def test_the_checksum_finds_swapped_targets_and_dirty_padding() -> None:

@@ -22,7 +22,7 @@ from speechdp.data.shards import AudioUtterance, Utterance
 from speechdp.decode.kaldi_pdfs import KaldiPdfs, load_classes
 from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.errors import ConfigError, ShardError
-from tests.helpers.corpora import kaldi_folder, no_progress
+from tests.helpers.corpora import kaldi_folder, no_progress, write_tone
 from tests.helpers.kaldi_files import (
     PDFS_OF_TUPLES,
     ali_dir,
@@ -312,6 +312,7 @@ def test_the_command_line(options: KaldiOptions, capsys: pytest.CaptureFixture[s
         ("--overwrite", "--feats", "--store", "audio"): "leave one of them out",
         ("--overwrite", "--cmvn", "kaldi"): "add --feats",
         ("--overwrite",): "wav.scp: cannot be read",
+        ("--like", "x"): "--like takes all settings",
     }.items():
         assert speechdp([*arguments, *extra]) == 1
         error = capsys.readouterr().err.splitlines()[-1]
@@ -320,6 +321,39 @@ def test_the_command_line(options: KaldiOptions, capsys: pytest.CaptureFixture[s
     assert "--kaldi needs the alignment" in capsys.readouterr().err
     assert speechdp(["prepare", "--feats", str(options.kaldi_dir), str(options.data)]) == 1
     assert "go with --kaldi" in capsys.readouterr().err
+
+
+def test_data_without_an_alignment_are_made_like_those_trained_on(options: KaldiOptions) -> None:
+    config = FeatureConfig(variance_normalise=False, dtype="float32")
+    like = prepared(dataclasses.replace(options, features=config)).dataset
+    other = KaldiOptions(
+        kaldi_dir=options.kaldi_dir, data=options.data.with_name("test"), like=like.path, num_shards=4
+    )
+    result = prepared(other)
+    dataset = result.dataset
+    assert result.notices == () and dataset.alignment == "none" and dataset.split_names == ("test",)
+    assert (dataset.features, dataset.num_classes) == (like.features, 6)
+    trained, scored = utterances_of(like), utterances_of(dataset)
+    assert trained.keys() == scored.keys()
+    for name, utterance in scored.items():
+        np.testing.assert_array_equal(utterance.content, trained[name].content)
+        assert not utterance.targets.any()
+    with pytest.raises(ConfigError, match="or, to score data that have none, --like DATA alone"):
+        dataclasses.replace(options, like=like.path)
+
+
+def test_audio_without_an_alignment_needs_the_rate_trained_on(tmp_path: Path) -> None:
+    folder = kaldi_folder(tmp_path / "kaldi", num_utterances=2)
+    ali = ali_dir(tmp_path / "ali", {"utt0": [1] * 48, "utt1": [1] * 48})
+    like = KaldiOptions(
+        kaldi_dir=folder, data=tmp_path / "data", ali_dir=ali, split=NO_SPLIT, fit_mel_bins=True
+    )
+    assert prepared(like).dataset.features.snip_edges
+    other = KaldiOptions(kaldi_dir=folder, data=tmp_path / "test", like=like.data)
+    assert prepared(other).dataset.num_frames("test") == 96
+    write_tone(folder / "wav" / "utt1.wav", sampling_rate=16000)
+    with pytest.raises(ConfigError, match=r"utt1\.wav: has 16000 Hz, the data of --like have 8000 Hz"):
+        prepare_kaldi(dataclasses.replace(other, overwrite=True), no_progress)
 
 
 def test_decoding_such_data_is_refused_with_the_remedy(options: KaldiOptions) -> None:
