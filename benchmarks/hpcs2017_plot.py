@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from benchmarks.hpcs2017_results import PARTS, WAYS, Result, count, frame_counts_of, of, saved
+from benchmarks.hpcs2017_results import PARTS, SAVED, WAYS, Result, count, frame_counts_of, of, saved
 from speechdp.timing.canvas import style_axes
 from speechdp.timing.figures import STYLE
 from speechdp.timing.theme import PRINT, RUN_COLOURS
@@ -56,14 +56,13 @@ def _draw_times(ax: Axes, results: Sequence[Result]) -> None:
 def _draw_saved(ax: Axes, results: Sequence[Result]) -> None:
     style_axes(ax, "Time saved, of Kaldi's way", "%", PRINT)
     frames = frame_counts_of(results)
-    columns = zip(*(saved(results, number) for number in frames), strict=True)
-    labels = ("measured", "with the start of C++ programs", "and loading hidden")
-    for column, label, colour in zip(columns, labels, RUN_COLOURS, strict=False):
-        shares = [100 * share for share in column]
-        ax.plot(frames, shares, color=colour, marker="o", label=label)
+    found = [saved(results, number) for number in frames]
+    for (name, (_, label)), colour in zip(SAVED.items(), RUN_COLOURS, strict=False):
+        shares = [100 * getattr(each, name) for each in found]
+        ax.plot(frames, shares, color=colour, marker="o", label="measured" if name == "measured" else label)
     ax.plot(
         _PAPER[0], 100 * _PAPER[1], "*", color=PRINT.ink, markersize=13, linestyle="",
-        label="HPCS 2017, on 8 GPUs: 54.9",
+        label="HPCS 2017, on 8 GPUs: 54.9 %",
     )  # fmt: skip
     ax.set_xscale("log")
     ax.set_xticks(frames, [count(number) for number in frames])

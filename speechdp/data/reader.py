@@ -5,11 +5,9 @@ Legend: B segments of a batch, T frames of the longest, F feature dimensions.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +15,14 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator
-from speechdp.data.alignment_file import TargetsFile, open_targets
 from speechdp.data.assignment import Place
 from speechdp.data.batch import IGNORED_TARGET, Batch
 from speechdp.data.buffers import BufferPool
-from speechdp.data.contiguous import ArrayPlace, Extents, RowReader, read_pieces
 from speechdp.data.dataset import Dataset
+from speechdp.data.extents import Extents
 from speechdp.data.plan import CorpusIndex, Segments
-from speechdp.data.shards import Shard
 from speechdp.data.source import Ready, SplitSource
+from speechdp.data.split_files import SplitFiles
 from speechdp.data.stage_times import StageTimes
 from speechdp.decode.hmm import count_frames_and_runs
 from speechdp.errors import ShardError
@@ -109,7 +106,7 @@ class SplitReader(SplitSource):
         self.feature_dim = dataset.feature_dim
         self.times = StageTimes()
         self.pool = BufferPool(pin=pin)
-        self._files = _SplitFiles(dataset, split, alignments)
+        self._files = SplitFiles(dataset, split, alignments)
         self._context = context or Context()
         lengths = self._files.lengths(comm)
         self.times.facts |= {"stored": dataset.stored, "storage": self._files.storage}
@@ -180,7 +177,7 @@ class SplitReader(SplitSource):
         places = (np.arange(len(rows)) * longest + rows.first) * 4
         start = self._frames_in_shard(rows) + rows.first
         extents = Extents(rows.shard, start, rows.learnt, places, places + 4 * rows.learnt)
-        self._files.read_targets(rows, extents, view)
+        self._files.read_targets(rows.utterance, extents, view)
         return targets
 
     def count_classes(self, num_classes: int, share: int, num_shares: int) -> npt.NDArray[np.int64]:
@@ -228,113 +225,3 @@ class SplitReader(SplitSource):
         for row in np.flatnonzero(~self._verified[rows.position]).tolist():
             self._files.open(int(rows.shard[row])).read(int(rows.utterance[row]), verify=True)
             self._verified[rows.position[row]] = True
-
-
-class _SplitFiles:
-    """The open shards of a split and their targets files; each opened at its first use.
-
-    Args: as SplitReader's.
-    """
-
-    def __init__(self, dataset: Dataset, split: str, alignments: Path | None) -> None:
-        self._dataset, self._split, self._alignments = dataset, split, alignments
-        self.num_shards = len(dataset.shard_paths(split))
-        self.dtype = getattr(torch, dataset.features.dtype)
-        self._lock = threading.Lock()
-        self._open: list[_Opened | None] = [None] * self.num_shards
-
-    def lengths(self, comm: Communicator | None) -> list[npt.NDArray[Any]]:
-        """Return the frames of each utterance, shard by shard.  Collective where ranks share the reading."""
-        rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-        counts = [entry.utterances for entry in self._dataset.splits[self._split].shards]
-        found = [np.zeros(count, dtype=np.int32) for count in counts]
-        for number in range(rank, self.num_shards, size):
-            lengths = np.diff(self.open(number).offsets)
-            if len(lengths) != counts[number]:
-                raise ShardError(
-                    f"{self.open(number).path}: has {len(lengths)} utterances, data.json says "
-                    f"{counts[number]}; prepare the data again"
-                )
-            found[number][:] = lengths
-        if comm is not None and size > 1:
-            everything = torch.from_numpy(np.concatenate(found))
-            comm.allreduce(everything, name=f"lengths.{self._split}")
-            found = np.split(everything.numpy(), np.cumsum(counts)[:-1])
-        return list(found)
-
-    @property
-    def storage(self) -> str:
-        """How the shards opened so far are laid out; the costliest way there is."""
-        kinds = {opened.shard.storage for opened in self._open if opened is not None}
-        return max(kinds, key=len, default="contiguous")
-
-    def open(self, number: int) -> Shard:
-        """Return a shard, opened."""
-        return self._get(number).shard
-
-    def read_features(self, extents: Extents, into: memoryview, *, announce: bool) -> None:
-        """Read pieces of the shards' features, all named to the kernel beforehand if asked to."""
-        shards = {number: self.open(number) for number in np.unique(extents.owner).tolist()}
-        datasets = {number: (shard.reader, shard.features_place) for number, shard in shards.items()}
-        read_pieces(datasets, extents, into, announce=announce)
-
-    def read_targets(self, rows: Rows, extents: Extents, into: memoryview) -> None:
-        """Read pieces of the shards' targets, or of the alignment's."""
-        opened = {number: self._get(number) for number in np.unique(extents.owner).tolist()}
-        if self._alignments is not None:
-            for number, utterance in zip(rows.shard.tolist(), rows.utterance.tolist(), strict=True):
-                opened[number].alignment.verify(utterance)
-        read_pieces({number: each.targets for number, each in opened.items()}, extents, into)
-
-    def targets(self, number: int, utterance: int, frame: int, num: int) -> npt.NDArray[np.int32]:
-        """Read an utterance's targets, frames frame:frame+num of the shard."""
-        opened = self._get(number)
-        if self._alignments is not None:
-            opened.alignment.verify(utterance)
-        reader, place = opened.targets
-        return reader.read(place, frame, num)
-
-    def close(self) -> None:
-        """Close the files; a later read opens them again."""
-        with self._lock:
-            for number, opened in enumerate(self._open):
-                if opened is not None:
-                    opened.close()
-                    self._open[number] = None
-
-    def _get(self, number: int) -> _Opened:
-        opened = self._open[number]
-        if opened is None:
-            with self._lock:
-                opened = self._open[number]
-                if opened is None:
-                    opened = self._open[number] = self._make(number)
-        return opened
-
-    def _make(self, number: int) -> _Opened:
-        shard = self._dataset.open_shard(self._split, number)
-        if self._alignments is None:
-            return _Opened(shard, (shard.reader, shard.targets_place))
-        file = open_targets(self._alignments / shard.path.name, shard)
-        return _Opened(shard, file.dataset, file)
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """A shard, what reads its targets, and their file where they are not the shard's own."""
-
-    shard: Shard
-    targets: tuple[RowReader, ArrayPlace]
-    targets_file: TargetsFile | None = None
-
-    @property
-    def alignment(self) -> TargetsFile:
-        """The targets' own file."""
-        assert self.targets_file is not None
-        return self.targets_file
-
-    def close(self) -> None:
-        """Close the files."""
-        self.shard.close()
-        if self.targets_file is not None:
-            self.targets_file.close()

@@ -125,7 +125,10 @@ def test_alignments_and_several_sources_at_a_time(dataset: Dataset, tmp_path: Pa
 
     def train(trainer: Trainer) -> None:
         for _ in range(2):  # as rounds of realignment: opened, closed, opened again
-            with closing(trainer.feeders.open(aligned)) as one, closing(trainer.feeders.open(held_out)) as two:
+            with (
+                closing(trainer.feeders.open(aligned)) as one,
+                closing(trainer.feeders.open(held_out)) as two,
+            ):
                 for mine, theirs in zip(segments_of(one, 2), segments_of(two, 2), strict=True):
                     assert_same_batch(one.batch(mine, Place(0, 0, 0)), locals_[0].batch(mine))
                     assert_same_batch(two.batch(theirs), locals_[1].batch(theirs))

@@ -35,9 +35,9 @@ from tests.helpers.packet_checks import CHECKS
 
 OPTIONS = TrainOptions(
     ModelOptions(layers=1, cells=8, dropout=0.2),
-    BatchOptions(batch_size=2, chunk_frames=16, left_context=3),
+    BatchOptions(batch_size=64, chunk_frames=16, left_context=3),
     augment=AugmentOptions(spec_augment=True),
-    epochs=2,
+    epochs=1,
 )
 #: Whole utterances, all of them at once: larger than what MPI sends without asking the receiver.
 LARGE = PlanOptions(batch_size=10_000)

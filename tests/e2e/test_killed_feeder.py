@@ -1,0 +1,105 @@
+"""A feeder that dies ends the job clearly; one that is asked to stop serves on; a failing one says what it is."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from speechdp.comm.environment import host_name
+from speechdp.data.dataset import Dataset
+from speechdp.train.checkpoint import checkpoint_steps
+from tests.helpers.jobs import by_launch, ended_within, our_lines, started
+from tests.helpers.mpi import run_mpi
+from tests.helpers.tiny_data import TINY_MODEL, TinySizes, flip_byte, write_tiny_data
+
+OPTIONS = (*TINY_MODEL, "--batch-size", "1", "--epochs", "10", "--checkpoint-steps", "37")
+FED = ("--feeders", "1", "--backend", "mpi")
+#: Of 3 ranks on one host the last.
+FEEDER = 2
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return write_tiny_data(tmp_path_factory.mktemp("killed_feeder") / "data", TinySizes(train=200))
+
+
+def last_step(run: Path) -> int:
+    return next(checkpoint_steps(run), 0)
+
+
+def test_a_killed_feeder_ends_the_job_and_the_run_goes_on(dataset: Dataset, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ["train", dataset.path, run, *OPTIONS, *FED]
+    with started(by_launch(3, *arguments), run) as job:
+        job.wait_until(lambda: last_step(run), "a checkpoint")
+        job.signal(signal.SIGKILL, job.rank_pid(FEEDER))
+        ended = job.finish(within_s=30)
+    assert ended.exit_code == 137, ended.output
+    assert not (run / "completed.json").exists()
+    assert f"process rank {FEEDER} " in ended.stderr and "signal 9" in ended.stderr, ended.output
+    (line,) = [line for line in our_lines(ended) if line.startswith("speechdp launch:")]
+    assert "(a rank was killed by signal 9); last checkpoint: " in line, line
+    saved = last_step(run)
+    ended = ended_within(120, by_launch(3, *arguments, "--resume"))
+    assert ended.exit_code == 0, ended.output
+    assert f"{run}: going on from step {saved}" in ended.stdout, ended.output
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    frames = dataset.num_frames("train")
+    assert [line["frames"] for line in lines] == [frames * (epoch + 1) for epoch in range(10)]
+
+
+def test_a_stop_request_reaches_the_trainers_and_feeders_serve_to_the_end(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    arguments = ["train", dataset.path, run, *OPTIONS, *FED]
+    with started(by_launch(3, *arguments), run) as job:
+        job.wait_until(lambda: last_step(run), "a checkpoint")
+        job.signal(signal.SIGTERM)
+        ended = job.finish(within_s=60)
+    assert ended.exit_code == 75, ended.output
+    assert "stopped as asked" in ended.stdout, ended.output
+    assert last_step(run) > 0
+    facts = json.loads((run / "run.json").read_text())
+    assert facts["size"] == 2 and facts["hosts"] == [host_name()] * 2
+    assert facts["feeders"] == {"ranks": [FEEDER], "hosts": [host_name()]}
+    assert "2 ranks and 1 feeder on" in ended.stdout, ended.output
+
+
+def test_damaged_data_is_told_by_the_trainer_with_file_and_feeder(tmp_path: Path) -> None:
+    dataset = write_tiny_data(tmp_path / "data", TinySizes(shards=1))
+    name = flip_byte(dataset.shard_paths("train")[0], 3)
+    ended = ended_within(60, by_launch(2, "train", dataset.path, tmp_path / "run", *OPTIONS, *FED))
+    assert ended.exit_code == 1, ended.output
+    line = next(line for line in our_lines(ended) if line.startswith("speechdp: rank"))
+    assert line.startswith(f"speechdp: rank 0 on {host_name()}: feeder rank 1: "), line
+    assert dataset.shard_paths("train")[0].name in line and name in line, line
+    assert "Traceback" not in ended.stderr, ended.output
+
+
+def test_a_defect_on_a_feeder_names_it_as_one(dataset: Dataset, tmp_path: Path) -> None:
+    """What reads as no error of the user's: a source of batches that breaks down."""
+    program = tmp_path / "broken.py"
+    program.write_text(_BROKEN)
+    ended = run_mpi(2, [program, dataset.path, tmp_path / "run"], timeout_s=60)
+    assert ended.exit_code == 1, ended.output
+    assert f"speechdp: rank 1 (feeder) on {host_name()}: ended by an unexpected ValueError" in ended.stderr
+
+
+_BROKEN = """
+import sys
+from speechdp.cli.main import main
+from speechdp.data import feeding
+
+
+def broken(*args):
+    raise ValueError("a defect")
+
+
+feeding.open_local_source = broken
+sys.argv = ["speechdp", "train", *sys.argv[1:], "--layers", "1", "--cells", "8", "--feeders", "1"]
+sys.exit(main())
+"""
