@@ -16,10 +16,10 @@ job: with two jobs its 600k is our 1.2m.  Like Kaldi, the figure is a guideline:
 iterations whose number comes closest, and into whole epochs.
 
 Total time is that of everything, from the first process to the end of the last, but evaluations.  The share
-saved is 1 - ours / Kaldi's way.  Three more say what of it is due to what.  Most of a start is Python's import
-of torch, which Kaldi's C++ programs do not have: one figure puts the 0.3 s that those need in place of it in
-every iteration, leaving ours as it was; one puts 0.3 s in place of our own start, too; the last also takes
-loading and preprocessing out of Kaldi's way, as if it hid all of it in the background.
+saved is 1 - ours / Kaldi's way.  Three more say what of it is due to what.  Most of a start is Python's
+import of torch, which Kaldi's C++ programs do not have: one figure puts the 0.3 s that those need in place of
+it in every iteration, leaving ours as it was; one puts 0.3 s in place of our own start, too; the last also
+takes loading and preprocessing out of Kaldi's way, as if it hid all of it in the background.
 
 Without DATA synthetic speech is prepared; with --store audio, the default then, features are computed while
 training, in both.  Our ranks keep features once computed in 64 MB: a small corpus only costs them the first

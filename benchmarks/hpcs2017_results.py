@@ -157,7 +157,7 @@ class Saved:
         measured: as both were.
         their_start: with the start of compiled programs in Kaldi's way, ours as it was.
         both_starts: with that in both, once in ours: its start holds opening the data and the end as well.
-        loading_hidden: the same, and Kaldi's loading and preprocessing taken out, as if all of it were hidden.
+        loading_hidden: the same, and Kaldi's loading and preprocessing taken out, as if it hid all of it.
     """
 
     measured: float

@@ -25,7 +25,7 @@ class Subcommand:
 
 SUBCOMMANDS = {
     "prepare": Subcommand(
-        "prepare", "PrepareCommand", "make a data directory from a corpus or synthetic speech"
+        "prepare", "PrepareCommand", "make a data directory from a corpus, Kaldi's files or synthetic speech"
     ),
     "inspect": Subcommand("inspect", "InspectCommand", "show a data directory and verify its checksums"),
     "shard": Subcommand("shard", "ShardCommand", "divide a data directory into another number of shards"),
@@ -96,7 +96,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _overview() -> str:
-    lines = [f"  {name:<9} {command.summary}" for name, command in SUBCOMMANDS.items()]
+    lines = [f"  {name:<10} {command.summary}" for name, command in SUBCOMMANDS.items()]
     return "\n".join(
         [
             "usage: speechdp COMMAND ...",

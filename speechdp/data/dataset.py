@@ -89,7 +89,7 @@ class Dataset:
         stored: "features", or "audio" to make them from.
         features: how the features were made, or are to be made.
         feature_dim, num_classes: sizes of a frame and of the targets.
-        alignment: "flat" or "exact".
+        alignment: "flat", "exact", "kaldi" or "none" (to be scored only).
         split: the rule that divided the corpus, e.g. "index:test=0-4,dev=5-9".
         splits: what data.json says of each split.
     """

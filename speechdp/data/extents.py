@@ -39,8 +39,8 @@ def read_extents(
         datasets: by owner.
         extents: what goes where.
         out: the memory, as bytes.
-        announce: name all extents to the kernel before the first is read: a disk that has to move or a network
-            between then serves many at a time.  From the page cache it costs half as much as reading.
+        announce: name all extents to the kernel before the first is read: a disk or a network then serves
+            many at a time.  From the page cache it costs half as much as reading.
 
     Raises:
         ShardError: as `RowReader.read_into`.

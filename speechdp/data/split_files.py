@@ -1,4 +1,4 @@
-"""The files behind a split: its shards and, where the targets are another alignment's, their targets files."""
+"""The files behind a split: its shards and, where the targets are of another alignment, theirs."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class SplitFiles:
         datasets = {number: (shard.reader, shard.features_place) for number, shard in shards.items()}
         read_extents(datasets, extents, into, announce=announce)
 
-    def read_targets(self, rows: Rows, extents: Extents, into: memoryview) -> None:
-        """Read extents of the shards' targets, or of the alignment's."""
+    def read_targets(self, utterances: IntArray, extents: Extents, into: memoryview) -> None:
+        """Read extents of the targets of utterances, each counted in its shard."""
         opened = {number: self._get(number) for number in np.unique(extents.owner).tolist()}
         if self._alignments is not None:
             for number, utterance in zip(extents.owner.tolist(), utterances.tolist(), strict=True):
