@@ -64,5 +64,4 @@ class BufferPool:
         with self._lock:
             self._free.append(memory)
             if len(self._free) > _KEPT:
-                # The smallest: the batches have outgrown it.
-                self._free.pop(min(range(len(self._free)), key=lambda i: self._free[i].size))
+                del self._free[0]  # the one unused for longest
