@@ -141,7 +141,7 @@ _COMPUTE, _OTHER = ("h2d", "forward", "backward", "update"), ("data_wait", "comm
 
 
 def _spent(step: dict[str, Any], name: str) -> float:
-    return sum(duration for span, _, duration in step["spans"] if span == name)
+    return float(sum(duration for span, _, duration in step["spans"] if span == name))
 
 
 def _span_sums(steps: dict[int, dict[str, Any]]) -> dict[str, float]:

@@ -66,7 +66,8 @@ class Archive:
             np.concatenate([getattr(batch, name) for batch in batches])
             for name in ("shard", "utterance", "start", "num_frames")
         ]
-        return cls(*columns, np.array([len(batch) for batch in batches]), np.array(learning_rates))
+        sizes = np.array([len(batch) for batch in batches])
+        return cls(*columns, sizes=sizes, learning_rates=np.array(learning_rates))
 
     def write(self, path: Path) -> None:
         """Write it as a .npz."""
@@ -196,7 +197,7 @@ def train(
             continue
         replica.set_learning_rate(rate)
         loss = task.loss(model, batch)
-        loss.total.backward()
+        loss.total.backward()  # type: ignore[no-untyped-call]
         replica.apply_gradients(batch.num_frames)
         total, frames = total + loss.total.item(), frames + batch.num_frames
     return total / max(frames, 1)
@@ -204,7 +205,8 @@ def train(
 
 def options_to_json(options: TrainOptions) -> dict[str, Any]:
     """Return options as JSON-like values."""
-    return json.loads(json.dumps(dataclasses.asdict(options), default=str))
+    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(options), default=str))
+    return values
 
 
 def options_from_json(kind: type[Any], values: dict[str, Any]) -> Any:
@@ -213,7 +215,7 @@ def options_from_json(kind: type[Any], values: dict[str, Any]) -> Any:
     given: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         value, hint = values[field.name], hints[field.name]
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             value = options_from_json(hint, value)
         elif value is not None and (hint is Path or Path in typing.get_args(hint)):
             value = Path(value)

@@ -34,7 +34,8 @@ class CompareCommand:
     """Strategies with their options, separated by commas: a,b:period=16,momentum=reset,c are three (an
     option=value belongs to the strategy before it)."""
     ranks: str = "1,2"
-    """Numbers of ranks, separated by commas.  On 1 rank plain training is the reference for all."""
+    """Numbers of ranks that train, separated by commas; --feeders start besides.  On 1 rank plain training is
+    the reference for all."""
     seeds: str = "1"
     """Seeds, separated by commas; every strategy is trained with each.  A claim needs three."""
     modes: str = "frames,time"
@@ -146,7 +147,10 @@ class CompareCommand:
             raise ConfigError(
                 f"--launch-args {self.launch_args!r} cannot be split into words ({error})"
             ) from error
-        most_ranks = max(int(word) for word in self.ranks.split(",") if word.strip())
+        feeders = self.options.loading.feeders
+        if feeders and self.hostfile is not None:
+            raise ConfigError("--feeders: compare counts them on one machine only; leave out --hostfile")
+        most_ranks = feeders + max(int(word) for word in self.ranks.split(",") if word.strip())
         if self.hostfile is not None:
             launch_options += ["--hostfile", str(self.hostfile.absolute())]
         environment = dict(os.environ)

@@ -182,7 +182,9 @@ class Comparer:
         if ranks == 1:  # other back-ends have nothing to do there, and some need a launcher
             options = dataclasses.replace(options, backend="auto")
         words = ["train", str(self._request.data.absolute()), str(run_dir), *train_arguments(options)]
-        message = self._starter.run(ranks, [*words, "--resume"], self._log(run_dir))
+        # The ranks of a comparison are those that train.
+        num_ranks = ranks + options.loading.feeders
+        message = self._starter.run(num_ranks, [*words, "--resume"], self._log(run_dir))
         if message is None and not (run_dir / "completed.json").is_file():
             return "the job ended well but left no completed.json (a host may have been lost)"
         return message

@@ -125,10 +125,8 @@ def test_alignments_and_several_sources_at_a_time(dataset: Dataset, tmp_path: Pa
 
     def train(trainer: Trainer) -> None:
         for _ in range(2):  # as rounds of realignment: opened, closed, opened again
-            with (
-                closing(trainer.feeders.open(aligned)) as one,
-                closing(trainer.feeders.open(held_out)) as two,
-            ):
+            one, two = (trainer.feeders.open(wanted) for wanted in (aligned, held_out))
+            with closing(one), closing(two):
                 for mine, theirs in zip(segments_of(one, 2), segments_of(two, 2), strict=True):
                     assert_same_batch(one.batch(mine, Place(0, 0, 0)), locals_[0].batch(mine))
                     assert_same_batch(two.batch(theirs), locals_[1].batch(theirs))
@@ -230,21 +228,19 @@ def test_equal_feeders_take_turns(dataset: Dataset) -> None:
 def test_a_shard_damaged_in_mid_epoch_is_told_with_file_and_feeder(tmp_path: Path, how: str) -> None:
     dataset = write_tiny_data(tmp_path / "data", TinySizes(shards=1))
     path = dataset.shard_paths("train")[0]
-    last = dataset.num_utterances("train") - 1
 
     def train(trainer: Trainer) -> None:
         with closing(trainer.feeders.open(PLAIN)) as source:
-            plan = [plan_epoch(source.index, PLAN, 0, trainer.comm.size)]
-            with Loader(source, planned(plan.__getitem__, trainer.comm.rank, 1)) as loader:
-                next(loader)
+            plan = plan_epoch(source.index, PLAN, 0, trainer.comm.size)
+            source.batch(plan.ranks[trainer.comm.rank].batch(0))
             trainer.comm.barrier()
-            if trainer.comm.rank == 0:
-                if how == "flipped":
-                    flip_byte(path, last)
-                else:
-                    truncate(path, path.stat().st_size // 2)
+            if trainer.comm.rank == 0 and how == "flipped":
+                read = {int(u) for part in plan.ranks for u in part.batch(0).utterance}
+                flip_byte(path, min(set(range(len(source.index))) - read))
+            elif trainer.comm.rank == 0:
+                truncate(path, path.stat().st_size // 2)
             trainer.comm.barrier()
-            with Loader(source, planned(plan.__getitem__, trainer.comm.rank, 1)) as loader:
+            with Loader(source, planned(lambda epoch: plan, trainer.comm.rank, 1)) as loader:
                 for _ in loader:
                     pass
 
@@ -254,7 +250,7 @@ def test_a_shard_damaged_in_mid_epoch_is_told_with_file_and_feeder(tmp_path: Pat
 
 def test_what_cannot_be_opened_is_told_with_the_feeder(dataset: Dataset, tmp_path: Path) -> None:
     wanted = SourceRequest("train", alignments=tmp_path / "nowhere")
-    with pytest.raises(ShardError, match="^feeder rank 1: .*nowhere: no such alignment directory"):
+    with pytest.raises(ShardError, match=r"^feeder rank 1: .*nowhere: no such alignment directory"):
         fed(1, 1, lambda feeder: dataset, lambda trainer: trainer.feeders.open(wanted))
 
 

@@ -1,4 +1,4 @@
-"""A feeder that dies ends the job clearly; one that is asked to stop serves on; a failing one says what it is."""
+"""A killed feeder ends the job clearly; one asked to stop serves on; a failing one says what it is."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from benchmarks.hpcs2017_plot import draw
 from benchmarks.hpcs2017_results import Result, count, read_our_run, saved_shares, write_csv
 from speechdp.config import TrainOptions
 from speechdp.data.dataset import Dataset
+from speechdp.data.plan import plan_epoch
 from speechdp.data.source_options import Workshop, open_local_source
 from speechdp.strategies.base import Progress
 from speechdp.strategies.model_averaging import ModelAveraging
@@ -47,7 +48,10 @@ def setting(dataset: Dataset, exp: Path, options: TrainOptions, jobs: int, perio
 
 def test_the_averaging_program_writes_the_mean(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    models = [{"a": rng.standard_normal((3, 2)).astype(np.float32), "b": np.float32([n])} for n in range(3)]
+    models = [
+        {"a": rng.standard_normal((3, 2)).astype(np.float32), "b": np.array([n], np.float32)}
+        for n in range(3)
+    ]
     paths = [tmp_path / f"{number}.safetensors" for number in range(3)]
     for path, model in zip(paths, models, strict=True):
         safetensors.numpy.save_file(model, path)
@@ -85,7 +89,7 @@ def _train_here(dataset: Dataset, options: TrainOptions) -> dict[str, torch.Tens
     replica, schedule = make_replica(model, options), options.schedule()
     source = open_local_source(dataset, options.source("train", augmented=True), Workshop())
     for epoch in range(options.num_epochs):
-        plan = kaldi_way.plan_epoch(source.index, options.plan(), epoch, 1)
+        plan = plan_epoch(source.index, options.plan(), epoch, 1)
         for step in range(plan.num_steps):
             batch = source.batch(plan.ranks[0].batch(step))
             replica.set_learning_rate(schedule.at(epoch + step / plan.num_steps))

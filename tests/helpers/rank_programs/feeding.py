@@ -1,7 +1,7 @@
 """One rank of a job with feeders: `feeding.py BACKEND NUM_FEEDERS DATA OUT`.
 
-Checks packets over all ranks; then the trainers train by themselves and, once they can open no shard any more,
-fed by the others, to the same bits.
+Checks packets over all ranks; then the trainers train by themselves and, once they can open no shard any
+more, fed by the others, to the same bits.
 """
 
 from __future__ import annotations
