@@ -54,6 +54,7 @@ class MpiPackets(PacketChannel):
         # Heads and tensors of a packet follow each other; no other thread's may come between.
         self._lock = threading.Lock()
         self._leaving: list[_Leaving] = []
+        self._left_s = 0.0
         self._arriving: list[_Arriving] = []
         self._head: tuple[int, Any, bytearray] | None = None
         self._closed = False
@@ -110,8 +111,11 @@ class MpiPackets(PacketChannel):
         for leaving in self._leaving:
             if not MPI.Request.Testall(leaving.requests):
                 still.append(leaving)
-            elif leaving.sent is not None:
-                leaving.sent(time.monotonic() - leaving.begun_s)
+                continue
+            now_s = time.monotonic()
+            if leaving.sent is not None:
+                leaving.sent(now_s - max(leaving.begun_s, self._left_s))
+            self._left_s = now_s
         self._leaving = still
 
     def _next_head(self) -> bool:

@@ -19,7 +19,7 @@ from speechdp.errors import CommunicationError
 
 #: Returns memory for a tensor of this shape and dtype that is about to arrive.
 Allocate: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
-#: Told when a packet has left, and how many seconds that took.
+#: Told when a packet has left, and for how many seconds it had the way out to itself.
 Sent: TypeAlias = Callable[[float], None]
 
 _FIRST_SLEEP_S, _LONGEST_SLEEP_S, _LONGEST_SLEEP_MOVING_S = 20e-6, 1e-3, 100e-6
@@ -72,7 +72,8 @@ class PacketChannel(ABC):
             dest: another rank.
             head: JSON-like.
             tensors: contiguous, on the CPU; held until they have left, and not to be written before.
-            sent: called when they have left, by whoever calls `receive`.
+            sent: called when they have left, by whoever calls `receive`; its seconds begin when the packet
+                before has left, so that their sum is how long the way out was in use.
 
         Raises:
             CommunicationError: it cannot be sent.

@@ -145,6 +145,9 @@ def gather_feeder_times(source: SplitSource, comm: Communicator) -> list[dict[st
     Args:
         source: of this rank.
         comm: the ranks that train.
+
+    Returns:
+        What stands in timing.json as `feeders`: rank in the job, host, and as `data` the stages' summary.
     """
     comm.barrier()  # all batches have been made
     own = source.feeder_times() if isinstance(source, FedSource) else []

@@ -197,7 +197,7 @@ class _Maker:
     def _times(self, asked: Packet) -> tuple[dict[str, Any], list[Tensor]]:
         source = self._sources[asked.source, asked.head["source"]].source
         place = {"rank": self._channel.rank, "host": environment.host_name()}
-        return {"times": {**place, **source.times.summary()}}, []
+        return {"times": {**place, "data": source.times.summary()}}, []
 
     def _close(self, asked: Packet) -> tuple[dict[str, Any], list[Tensor]]:
         opened = self._sources.pop((asked.source, asked.head["source"]), None)
