@@ -180,11 +180,13 @@ class TrainOptions:
         return values if size is None else {**values, "resolved": self.resolve(size).to_json()}
 
     def fingerprint(self) -> str:
-        """Return a hash of all options: ranks compare it, and a resumed run must have the same.
+        """Return a hash of all options that change what is computed; a resumed run must have the same.
 
         What they come to is hashed as well: a recipe that another version has changed is another run.
         """
-        return hashlib.sha256(json.dumps(self.to_json(1), sort_keys=True).encode()).hexdigest()[:16]
+        loading = LoadingOptions(preprocess_on=self.loading.preprocess_on)  # a GPU rounds in another way
+        values = dataclasses.replace(self, loading=loading).to_json(1)
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _slow_ranks(text: str) -> dict[int, float]:

@@ -33,7 +33,8 @@ class BatchOptions:
     included."""
     order: Order = "pooled"
     """shuffled: entirely at random; pooled: sorted by length inside shuffled pools, batches shuffled;
-    laplace: shuffled bins, sorted inside, up and down in turn; blocking-sort: the IBM poster's trainloader, which reads and sorts 32 batches while training waits, to measure against."""
+    laplace: shuffled bins, sorted inside, up and down in turn; blocking-sort: the IBM poster's trainloader,
+    to measure against: it reads and sorts 32 batches while training waits."""
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.global_batch is not None:
@@ -44,6 +45,8 @@ class BatchOptions:
             raise ConfigError(f"--batch-frames {self.batch_frames}: frames a rank and step, or 0")
         if self.batch_frames and (self.batch_size or self.global_batch is not None):
             raise ConfigError("--batch-frames excludes --batch-size and --global-batch: give one")
+        if self.batch_frames and self.order == "blocking-sort":
+            raise ConfigError("--order blocking-sort has batches of equal numbers: leave out --batch-frames")
         if self.global_batch is not None and self.global_batch < 1:
             raise ConfigError(f"--global-batch {self.global_batch}: a batch holds at least 1 segment")
         for name in ("left_context", "right_context"):

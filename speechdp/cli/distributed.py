@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +64,7 @@ class SessionRequest:
             "seed": self.options.seed,
             "data checksum": dataset.checksum,
             "configuration": self.options.fingerprint(),
+            "options of loading": str(self.options.loading),
             **{name: str(value) for name, value in self.others.items()},
         }
 
@@ -90,6 +92,7 @@ def _exchange_device(device: str) -> torch.device:
 def _train(comm: Communicator, request: SessionRequest, function: Callable[[Session], int]) -> int:
     dataset = Dataset.open(request.data)
     check_world(comm, request.facts(dataset))
+    _raise_file_limit()
     _share_cores(comm.allgather_object(environment.host_name()))
     with StopRequest() as stop:
         return function(_session(comm, request, dataset, stop))
@@ -99,6 +102,7 @@ def _train_or_feed(job: FedJob, request: SessionRequest, function: Callable[[Ses
     """Do this rank's part of a job with feeders; return the exit code that all ranks have agreed on."""
     dataset = Dataset.open(request.data)
     check_world(job, request.facts(dataset))
+    _raise_file_limit()
     _share_cores(job.roles.hosts)
     # A feeder notes a request to stop as well, and serves on until the ranks that train have ended.
     with StopRequest() as stop:
@@ -110,6 +114,13 @@ def _train_or_feed(job: FedJob, request: SessionRequest, function: Callable[[Ses
             session = _session(job.part, request, dataset, stop, job.roles)
             goodbye.exit_code = function(dataclasses.replace(session, feeders=Feeders(goodbye.link)))
         return goodbye.exit_code
+
+
+def _raise_file_limit() -> None:
+    """Let this rank open as many files as the system lets it: a shard in use is one."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _share_cores(hosts: Sequence[str]) -> None:

@@ -37,8 +37,7 @@ class BufferPool:
     def __init__(self, *, pin: bool = False) -> None:
         self._pin = pin
         self._free: list[_Bytes] = []
-        # Re-entrant: a tensor may be collected, and so come back, while this very thread holds it.
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor of this shape and dtype, its values undefined."""
@@ -53,6 +52,7 @@ class BufferPool:
 
     def _find(self, num_bytes: int) -> _Bytes:
         with self._lock:
+            del self._free[:-_KEPT]  # those unused for longest
             # The one that came back last: it may still be in the processor's cache.
             for place in range(len(self._free) - 1, -1, -1):
                 if num_bytes <= self._free[place].size <= max(_LARGER * num_bytes, _SMALL_BYTES):
@@ -61,7 +61,5 @@ class BufferPool:
         return memory
 
     def _give_back(self, memory: _Bytes) -> None:
-        with self._lock:
-            self._free.append(memory)
-            if len(self._free) > _KEPT:
-                del self._free[0]  # the one unused for longest
+        # Nothing else: a collection may bring memory back in the midst of this thread's own search.
+        self._free.append(memory)

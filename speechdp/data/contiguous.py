@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import threading
@@ -141,7 +142,12 @@ class RowReader:
                 try:
                     self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
                 except OSError as error:
-                    raise ShardError(f"{self._path}: cannot be opened ({error.strerror})") from error
+                    remedy = "check the path"
+                    if error.errno == errno.EMFILE:
+                        remedy = "raise `ulimit -n`, or write fewer shards with `speechdp shard`"
+                    raise ShardError(
+                        f"{self._path}: cannot be opened ({error.strerror}); {remedy}"
+                    ) from error
             return self._fd
 
     def _read_chunked(self, place: ArrayPlace, start: int, num: int, out: memoryview) -> None:

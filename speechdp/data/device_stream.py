@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import deque
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ class DeviceStream:
         """Start copying a batch; whoever uses the result first calls its `to`, which waits for the copy."""
         if batch.features.is_cuda:
             return batch
-        begun_s = perf_counter()
         with self._lock, torch.cuda.stream(self._stream):
             started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             started.record(self._stream)
@@ -49,7 +47,6 @@ class DeviceStream:
             ended.record(self._stream)
             self._under_way.append((batch, started, ended))
             self._release()
-        self._times.add("h2d", perf_counter() - begun_s)
         return moved
 
     def _release(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 
@@ -58,8 +59,9 @@ def read_extents(
     columns = (extents.owner, positions, extents.begin, extents.end)
     rows = list(zip(*(column.tolist() for column in columns), strict=True))
     if announce:
-        for owner, position, begin, end in rows:
-            os.posix_fadvise(files[owner], position, end - begin, os.POSIX_FADV_WILLNEED)
+        with contextlib.suppress(OSError):  # what is wrong with a file, reading it will say
+            for owner, position, begin, end in rows:
+                os.posix_fadvise(files[owner], position, end - begin, os.POSIX_FADV_WILLNEED)
     read = contiguous.preadv
     for number, (owner, position, begin, end) in enumerate(rows):
         try:

@@ -16,6 +16,7 @@ from speechdp.errors import ConfigError
 #: Frames to each side over which a slope is taken, as in Kaldi's add-deltas.
 _DELTA_WINDOW = 2
 _MAX_DELTAS = 4
+_MAX_SPLICE = 100
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class InputOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.deltas <= _MAX_DELTAS:
             raise ConfigError(f"--deltas {self.deltas}: must lie in 0..{_MAX_DELTAS}")
-        if self.splice < 0:
-            raise ConfigError(f"--splice {self.splice}: must not be negative")
+        if not 0 <= self.splice <= _MAX_SPLICE:
+            raise ConfigError(f"--splice {self.splice}: must lie in 0..{_MAX_SPLICE}")
 
     @property
     def copies(self) -> int:

@@ -13,10 +13,11 @@ from types import TracebackType
 
 from speechdp.data.assignment import Assignment
 from speechdp.data.batch import Batch
+from speechdp.data.loader_threads import keep_to_one_thread
 from speechdp.data.orders import GROUP_BATCHES
-from speechdp.data.source import Pending, SplitSource
+from speechdp.data.source import Pending, Ready, SplitSource
 
-#: Batches on their way to the GPU or there: one that is computed on, one that is ready.
+#: Batches that wait on the GPU; one more is on its way there.
 _ON_DEVICE = 1
 
 
@@ -124,6 +125,7 @@ class Loader(StepLoader):
 
     def _start_batches(self, into: queue.Queue[_Item]) -> None:
         alone = self._to_device is not None and len(self._threads) == 1
+        keep_to_one_thread()
         try:
             for at in self._assignments:
                 pending = self._source.start(at.segments, at.place)
@@ -154,7 +156,7 @@ class Loader(StepLoader):
 
     def _moved(self, pending: Pending, at: Assignment) -> _Started:
         assert self._to_device is not None
-        return _Started(_Moved(self._to_device(pending.result())), at)
+        return _Started(Ready(self._to_device(pending.result())), at)
 
     def _put(self, into: queue.Queue[_Item], item: _Item) -> bool:
         while not self._stop.is_set():
@@ -164,16 +166,6 @@ class Loader(StepLoader):
                 continue
             return True
         return False
-
-
-@dataclass(frozen=True)
-class _Moved:
-    """A batch on the device."""
-
-    batch: Batch
-
-    def result(self) -> Batch:
-        return self.batch
 
 
 @dataclass(frozen=True)
@@ -225,7 +217,9 @@ class BlockingLoader(StepLoader):
         self._group.clear()
 
     def _read_group(self) -> None:
+        started = []
         for at in itertools.islice(self._assignments, GROUP_BATCHES):
-            self._group.append(Step(self._source.batch(at.segments, at.place), at))
+            started.append(_Started(self._source.start(at.segments, at.place), at))
             if at.index % GROUP_BATCHES == GROUP_BATCHES - 1 or at.index == at.num_steps - 1:
-                return
+                break
+        self._group.extend(Step(item.pending.result(), item.at) for item in started)

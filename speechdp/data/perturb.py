@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from speechdp.data.framing import Framing, multiply
+from speechdp.data.segments import size_at_speed
 from speechdp.errors import ConfigError
 
 SPEEDS = (90, 100, 110)
@@ -34,11 +35,6 @@ def speed_of_utterances(seed: int, epoch: int, num_utterances: int) -> npt.NDArr
     """
     rng = np.random.default_rng([seed, epoch, _SPEED_STREAM])
     return rng.choice(np.array(SPEEDS, dtype=np.int64), size=num_utterances)
-
-
-def perturbed_size(size: int, percent: int) -> int:
-    """Return how many samples, or frames, `size` are at another speed."""
-    return (size * 100 + percent // 2) // percent
 
 
 def perturbed_targets(
@@ -63,13 +59,13 @@ def at_speed(waves: Sequence[Tensor], percent: int) -> list[Tensor]:
     cosine, cut off below both rates' half; the weights of each of the output's phases sum to 1.
 
     Returns:
-        (perturbed_size(S, percent),) float32 each.
+        (size_at_speed(S, percent),) float32 each.
     """
     if percent == 100:
         return list(waves)
     weights, framing = _resampling(percent, waves[0].device)
     num_phases = weights.shape[1]
-    sizes = [perturbed_size(len(wave), percent) for wave in waves]
+    sizes = [size_at_speed(len(wave), percent) for wave in waves]
     num_rows = [-(-size // num_phases) for size in sizes]
     rows = framing.rows(framing.lay_out(waves, num_rows, reflect=False))  # (R, K)
     starts = framing.starts(num_rows)

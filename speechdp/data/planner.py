@@ -25,10 +25,13 @@ class Planner:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="speechdp-planner")
         self._plans: dict[int, Future[EpochPlan]] = {}
         self._lock = threading.Lock()
+        self._is_closed = False
 
     def __call__(self, epoch: int) -> EpochPlan:
         """Return the plan of an epoch.  Raises what went wrong in making it."""
         with self._lock:
+            if self._is_closed:
+                return self._make(epoch)
             for wanted in (epoch, epoch + 1):
                 if wanted not in self._plans and (wanted < self._num_epochs or wanted == epoch):
                     self._plans[wanted] = self._thread.submit(self._make, wanted)
@@ -38,5 +41,7 @@ class Planner:
         return plan.result()
 
     def close(self) -> None:
-        """Join the thread; safe to call twice."""
+        """Join the thread; safe to call twice.  Plans asked for later are made by whoever asks."""
+        with self._lock:
+            self._is_closed = True
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -24,7 +24,8 @@ from speechdp.data.assignment import Place, augmentation_seed
 from speechdp.data.augment import SpecAugment
 from speechdp.data.features import FeatureConfig, num_frames_of
 from speechdp.data.inputs import FEATURES_ALONE, InputOptions
-from speechdp.data.perturb import NoiseLevel, add_noise, at_speed, draw_noise, perturbed_size
+from speechdp.data.perturb import NoiseLevel, add_noise, at_speed, draw_noise
+from speechdp.data.segments import AS_RECORDED, size_at_speed
 from speechdp.data.shard_layout import ShardHeader, Stored
 from speechdp.data.torch_features import normalise_rows, raw_features
 from speechdp.errors import ConfigError
@@ -35,9 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["AugmentOptions", "InputOptions", "Preprocessor", "UtteranceKey", "inputs_of"]
 
 #: Features kept because other chunks of the same utterance come soon.
-_CACHE_BYTES = 64 << 20
+CACHE_BYTES = 64 << 20
 _CPU = torch.device("cpu")
-_AS_RECORDED = 100
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class UtteranceKey:
     epoch: int | None
     shard: int
     utterance: int
-    speed: int = _AS_RECORDED
+    speed: int = AS_RECORDED
 
 
 _UNCHANGED = AugmentOptions()
@@ -83,6 +83,8 @@ class Preprocessor:
         inputs: what the model sees beside the features.
         augment: what is changed at random.
         seed: of what is random.
+        cache_bytes: of features computed from audio that are kept, because chunks of one utterance come in
+            several batches.
 
     Attributes:
         stored: as given.
@@ -103,6 +105,8 @@ class Preprocessor:
         inputs: InputOptions = FEATURES_ALONE,
         augment: AugmentOptions = _UNCHANGED,
         seed: int = 0,
+        *,
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
         _check(features, stored, augment)
         self.stored: Stored = stored
@@ -113,7 +117,7 @@ class Preprocessor:
         self._inputs, self._seed = inputs, seed
         self._noise = augment.noise()
         self._masks = SpecAugment() if augment.spec_augment else None
-        self._cache = _FeatureCache(_CACHE_BYTES)
+        self._cache = _FeatureCache(cache_bytes)
 
     @classmethod
     def for_shard(cls, header: ShardHeader, inputs: InputOptions) -> Preprocessor:
@@ -131,7 +135,7 @@ class Preprocessor:
             device: where to compute and where the results are.
 
         Returns:
-            (T, F) float32 each, T as `perturb.perturbed_size` of the recorded frames; not to be changed.
+            (T, F) float32 each, T as `perturb.size_at_speed` of the recorded frames; not to be changed.
         """
         if device.type != "cpu":
             return self.compute_together(samples, keys, device) if len(samples) else []
@@ -145,9 +149,9 @@ class Preprocessor:
         For a GPU; on the CPU an utterance's values may depend on its neighbours to rounding.
         """
         frames = [num_frames_of(len(x), self._sampling_rate, self._features) for x in samples]
-        frames = [perturbed_size(num, key.speed) for num, key in zip(frames, keys, strict=True)]
+        frames = [size_at_speed(num, key.speed) for num, key in zip(frames, keys, strict=True)]
         waves = _to_device(samples, device)
-        for speed in {key.speed for key in keys} - {_AS_RECORDED}:
+        for speed in {key.speed for key in keys} - {AS_RECORDED}:
             changed = [number for number, key in enumerate(keys) if key.speed == speed]
             for number, wave in zip(changed, at_speed([waves[n] for n in changed], speed), strict=True):
                 waves[number] = wave

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from speechdp.data.assignment import Place
 from speechdp.data.batch import IGNORED_TARGET, Batch
+from speechdp.data.loader_threads import keep_to_one_thread
 from speechdp.data.perturb import perturbed_targets
 from speechdp.data.plan import Segments
 from speechdp.data.preprocess import Preprocessor, UtteranceKey
 from speechdp.data.reader import Rows, SplitReader
+from speechdp.data.segments import AS_RECORDED
 from speechdp.data.source import Pending, SplitSource
-
-_AS_RECORDED = 100
 
 
 class PreprocessingSource(SplitSource):
@@ -48,10 +48,11 @@ class PreprocessingSource(SplitSource):
         self.feature_dim = preprocessor.output_dim
         self.times.facts |= {"threads": num_threads, "preprocess_on": device.type}
         # One thread on a GPU: its kernels are queued one after the other anyway.
+        self.read_ahead = num_threads + 1
         self._threads = ThreadPoolExecutor(
             1 if device.type == "cuda" else num_threads,
             thread_name_prefix="speechdp-preprocess",
-            initializer=_compute_alone,
+            initializer=keep_to_one_thread,
         )
         self._stream: Any = None
         if device.type == "cuda":
@@ -79,7 +80,7 @@ class PreprocessingSource(SplitSource):
             utterances = list(dict.fromkeys(owners))
             samples = [self._reader.samples(shard, utterance) for shard, utterance, _ in utterances]
             numbers = {utterance: number for number, utterance in enumerate(utterances)}
-            if all(speed == _AS_RECORDED for *_, speed in utterances):
+            if all(speed == AS_RECORDED for *_, speed in utterances):
                 targets = self._reader.targets(rows)
             else:
                 targets = self._perturbed_targets(rows)
@@ -100,10 +101,9 @@ class PreprocessingSource(SplitSource):
         return targets
 
     def _from_features(self, batch: Batch, place: Place | None) -> Batch:
-        with self._on_device():
-            with self.times.stage("preprocess"):
-                moved = batch if self._stream is None else self._moved(batch)
-                features = self._preprocessor.finish(moved.features, moved.lengths, place)
+        with self._on_device(), self.times.stage("preprocess"):
+            moved = batch.to(self._device)
+            features = self._preprocessor.finish(moved.features, moved.lengths, place)
             return self._finished(features, moved.targets, batch.lengths, batch.num_frames)
 
     def _from_audio(self, audio: _Audio, place: Place | None) -> Batch:
@@ -115,15 +115,13 @@ class PreprocessingSource(SplitSource):
                 whole = self._preprocessor.features_of(audio.samples, keys, self._device)
             with self.times.stage("collate"):
                 features = self._padded(whole, audio)
-                targets = self._reader.converted(audio.targets, torch.int64)
-                if self._stream is not None:
-                    targets = targets.to(self._device, non_blocking=True)
+                targets = self._reader.converted(audio.targets, torch.int64).to(self._device)
+            num_frames = int(rows.learnt.sum())
+            self.times.count(num_frames, len(rows) * rows.longest)
             with self.times.stage("preprocess"):
                 lengths = torch.from_numpy(rows.length)
                 features = self._preprocessor.finish(features, lengths, place)
-            num_frames = int(rows.learnt.sum())
-            self.times.count(num_frames, len(rows) * rows.longest)
-            return self._finished(features, targets, lengths, num_frames)
+                return self._finished(features, targets, lengths, num_frames)
 
     def _padded(self, whole: Sequence[Tensor], audio: _Audio) -> Tensor:
         """Cut each row out of its utterance's features: (B, T, F), zero behind each row."""
@@ -138,9 +136,6 @@ class PreprocessingSource(SplitSource):
             features[row, :length] = whole[owner][begin : begin + length]
         return features
 
-    def _moved(self, batch: Batch) -> Batch:
-        return batch.to(self._device)
-
     def _on_device(self) -> Any:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
@@ -149,14 +144,8 @@ class PreprocessingSource(SplitSource):
         if self._stream is not None:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(self._stream)
-            # What the copies read returns to its pool when this thread lets go of it.
-            ready.synchronize()
+            ready.synchronize()  # it is this stage's time, and nobody else waits meanwhile
         return Batch(features, targets, lengths, num_frames, ready)
-
-
-def _compute_alone() -> None:
-    """Keep torch from starting threads for each of the threads that preprocess."""
-    torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)

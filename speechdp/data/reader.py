@@ -21,6 +21,7 @@ from speechdp.data.buffers import BufferPool
 from speechdp.data.dataset import Dataset
 from speechdp.data.extents import Extents
 from speechdp.data.plan import CorpusIndex, Segments
+from speechdp.data.segments import size_at_speed
 from speechdp.data.source import Ready, SplitSource
 from speechdp.data.split_files import SplitFiles
 from speechdp.data.stage_times import StageTimes
@@ -137,7 +138,7 @@ class SplitReader(SplitSource):
         """Return what each row of the batch of these segments holds."""
         position = self._first[segments.shard] + segments.utterance
         recorded = self._starts[position + 1] - self._starts[position]
-        lengths = (recorded * 100 + segments.speed // 2) // segments.speed
+        lengths = size_at_speed(recorded, segments.speed)
         begin = np.maximum(0, segments.start - self._context.left)
         end = np.minimum(lengths, segments.start + segments.num_frames + self._context.right)
         return Rows(
@@ -154,7 +155,9 @@ class SplitReader(SplitSource):
     def samples(self, shard: int, utterance: int) -> npt.NDArray[np.int16]:
         """Read an utterance's samples (S,) from an audio shard; verified when read first."""
         position = self._first[shard] + utterance
-        samples, _ = self._files.open(shard).read_samples(utterance, verify=not self._verified[position])
+        if self._verified[position]:
+            return self._files.open(shard).samples(utterance)
+        samples, _ = self._files.open(shard).read_samples(utterance, verify=True)
         self._verified[position] = True
         return samples
 

@@ -60,7 +60,8 @@ class ReshardOptions:
     def __post_init__(self) -> None:
         if self.num_shards < 1:
             raise ConfigError(f"--shards {self.num_shards}: give at least 1")
-        if self.out.absolute() in (self.data.absolute(), *self.data.absolute().parents):
+        data = self.data.resolve()
+        if self.out.resolve() in (data, *data.parents):
             raise ConfigError(f"{self.out}: holds what is to be read; give another folder")
 
 

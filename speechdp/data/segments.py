@@ -6,7 +6,7 @@ Legend: U utterances, S segments.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,14 @@ Int32Array = npt.NDArray[np.int32]
 
 #: Percent of the recorded speed.
 AS_RECORDED = 100
+
+
+Size = TypeVar("Size", int, IntArray)
+
+
+def size_at_speed(size: Size, percent: Size) -> Size:
+    """Return how many frames, or samples, there are of `size` at another speed, rounded."""
+    return (size * AS_RECORDED + percent // 2) // percent
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class CorpusIndex:
         """
         assert len(percent) == len(self)
         speed = percent.astype(np.int64)
-        frames = (self.num_frames.astype(np.int64) * AS_RECORDED + speed // 2) // speed
+        frames = size_at_speed(self.num_frames.astype(np.int64), speed)
         return CorpusIndex(self.shard, self.utterance, frames.astype(np.int32), speed.astype(np.int16))
 
 

@@ -146,26 +146,12 @@ class Shard:
         self._require("audio")
         return self._read(utterance, verify)
 
-    def read_frames(
-        self, utterance: int, start: int, num: int
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-        """Read `num` frames of an utterance from its frame `start` on; no checksum can cover a part."""
-        self._require("features")
-        first = int(self.offsets[utterance]) + start
-        assert start >= 0 and num >= 0 and first + num <= self.offsets[utterance + 1], (start, num)
-        return self.reader.read(self._content, first, num), self.reader.read(self.targets_place, first, num)
-
-    def features_into(self, start: int, num: int, out: memoryview) -> None:
-        """Read frames start:start+num of the shard into `out`, unverified.  Raises ShardError."""
-        self.reader.read_into(self.features_place, start, num, out)
-
-    def targets_into(self, start: int, num: int, out: memoryview) -> None:
-        """Read targets start:start+num of the shard into `out`, unverified.  Raises ShardError."""
-        self.reader.read_into(self.targets_place, start, num, out)
-
-    def samples_into(self, start: int, num: int, out: memoryview) -> None:
-        """Read samples start:start+num of the shard into `out`, unverified.  Raises ShardError."""
-        self.reader.read_into(self.samples_place, start, num, out)
+    def samples(self, utterance: int) -> npt.NDArray[np.int16]:
+        """Read an utterance's samples (S,) alone, unverified.  Raises ShardError."""
+        self._require("audio")
+        first, end = int(self._rows[utterance]), int(self._rows[utterance + 1])
+        samples: npt.NDArray[np.int16] = self.reader.read(self._content, first, end - first)
+        return samples
 
     def read_utterance(self, utterance: int) -> Utterance | AudioUtterance:
         """Read an utterance with its strings, checksum verified.  Raises ShardError."""

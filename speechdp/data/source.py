@@ -41,11 +41,13 @@ class SplitSource(ABC):
         index: the utterances of the split.
         feature_dim: values a frame of its batches has: the model's input.
         times: where its time goes.
+        read_ahead: batches that should be under way, lest some of those who make them stand idle.
     """
 
     index: CorpusIndex
     feature_dim: int
     times: StageTimes
+    read_ahead: int = 1
 
     @abstractmethod
     def start(self, segments: Segments, place: Place | None = None) -> Pending:

@@ -10,7 +10,7 @@ import torch
 
 from speechdp.comm.base import Communicator
 from speechdp.data.dataset import Dataset
-from speechdp.data.preprocess import AugmentOptions, InputOptions, Preprocessor
+from speechdp.data.preprocess import CACHE_BYTES, AugmentOptions, InputOptions, Preprocessor
 from speechdp.data.preprocessing_source import PreprocessingSource
 from speechdp.data.reader import Context, SplitReader
 from speechdp.data.source import SplitSource
@@ -70,19 +70,27 @@ class Workshop:
         device: the GPU that batches are for, or the CPU.
         preprocess_on: "cpu" or "gpu".
         num_threads: threads that preprocess on the CPU.
+        num_ranks: that the batches are for: each has a window of its own, for which features are kept.
         comm: ranks that share out the reading of the shards' indices, or None.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     preprocess_on: Literal["cpu", "gpu"] = "cpu"
     num_threads: int = 1
+    num_ranks: int = 1
     comm: Communicator | None = None
 
 
-def make_preprocessor(dataset: Dataset, request: SourceRequest) -> Preprocessor:
+def make_preprocessor(dataset: Dataset, request: SourceRequest, num_ranks: int = 1) -> Preprocessor:
     """Build what stands between a split's shards and the model.  Raises ConfigError if it does not fit."""
     return Preprocessor(
-        dataset.features, dataset.sampling_rate, dataset.stored, request.inputs, request.augment, request.seed
+        dataset.features,
+        dataset.sampling_rate,
+        dataset.stored,
+        request.inputs,
+        request.augment,
+        request.seed,
+        cache_bytes=num_ranks * CACHE_BYTES,
     )
 
 
@@ -93,7 +101,7 @@ def open_local_source(dataset: Dataset, request: SourceRequest, workshop: Worksh
         ConfigError: preprocessing that the data cannot have.
         ShardError: damaged data.
     """
-    preprocessor = make_preprocessor(dataset, request)
+    preprocessor = make_preprocessor(dataset, request, workshop.num_ranks)
     reader = SplitReader(
         dataset,
         request.split,

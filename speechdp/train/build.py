@@ -18,12 +18,14 @@ from speechdp.data.dataset import Dataset
 from speechdp.data.device_stream import DeviceStream
 from speechdp.data.loader import BlockingLoader, Loader, StepLoader
 from speechdp.data.perturb import speed_of_utterances
-from speechdp.data.plan import EpochPlan, plan_epoch
+from speechdp.data.plan import EpochPlan, PlanOptions, plan_epoch
 from speechdp.data.planner import Planner
+from speechdp.data.preprocess import CACHE_BYTES
 from speechdp.data.source import SplitSource
 from speechdp.data.source_options import SourceRequest, Workshop, make_preprocessor, open_local_source
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, ShardError
 from speechdp.models.lstm_am import LstmAcousticModel
+from speechdp.strategies.base import Strategy
 from speechdp.strategies.registry import parse_strategy
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.timing.timeline import Timeline
@@ -39,8 +41,6 @@ from speechdp.train.trainer import Trainer
 
 #: Batches read ahead; asynchronous ranks hold as few as hide the reading, since others may be faster.
 _READ_AHEAD, _READ_AHEAD_APART = 4, 1
-#: Of audio, chunks are shuffled inside windows of so many frames: 64 MB of 40 features, what is kept of them.
-_AUDIO_WINDOW_FRAMES = 400_000
 
 
 def training_ranks(options: TrainOptions, size: int) -> int:
@@ -54,6 +54,33 @@ class Sources:
 
     training: SplitSource
     held_out: SplitSource
+
+
+def check_sources(session: Session, options: TrainOptions, strategy: Strategy) -> None:
+    """Refuse data, and ways of making batches of them, that cannot be.
+
+    Raises:
+        ConfigError: perturbation of stored features, a GPU there is none of, ...
+        ShardError: there is no such split, or alignment.
+    """
+    for split, augmented in ((options.train_split, True), (options.held_out, False)):
+        session.dataset.shard_paths(split)
+        make_preprocessor(session.dataset, options.source(split, augmented=augmented))
+    if options.alignments is not None and not options.alignments.is_dir():
+        raise ShardError(f"{options.alignments}: no such alignment directory; make it with train --realign")
+    if options.loading.preprocess_on == "gpu" and session.device.type != "cuda":
+        raise ConfigError("--preprocess-on gpu: this rank computes on the CPU; leave it out, or see to a GPU")
+    if options.batch.order == "blocking-sort" and not strategy.synchronous:
+        raise ConfigError(
+            f"--order blocking-sort: {strategy.name} reads batch by batch; choose another order or strategy"
+        )
+
+
+def notice_loading(session: Session, options: TrainOptions) -> None:
+    """Say which options of loading have nothing to do."""
+    plain = make_preprocessor(session.dataset, options.source(options.train_split, augmented=True)).is_plain
+    if plain and (options.loading.loader_threads > 1 or options.loading.preprocess_on == "gpu"):
+        session.reporter.notice("nothing to preprocess: --loader-threads and --preprocess-on have no effect")
 
 
 def open_sources(session: Session, options: TrainOptions, stack: ExitStack) -> Sources:
@@ -70,16 +97,25 @@ def _open_source(session: Session, options: TrainOptions, request: SourceRequest
     if session.feeders is not None:
         return session.feeders.open(request)
     loading = options.loading
-    workshop = Workshop(session.device, loading.preprocess_on, loading.loader_threads, session.comm)
+    workshop = Workshop(session.device, loading.preprocess_on, loading.loader_threads, comm=session.comm)
     return open_local_source(session.dataset, request, workshop)
+
+
+def plan_options_for(dataset: Dataset, options: TrainOptions) -> PlanOptions:
+    """Return how these data are cut into batches.
+
+    The chunks of an utterance of an audio shard stay near one another: its features are computed once and
+    kept for all of them.
+    """
+    plan_options = options.plan()
+    if dataset.stored == "features" or not plan_options.chunk_frames or plan_options.order == "blocking-sort":
+        return plan_options
+    return dataclasses.replace(plan_options, window_frames=CACHE_BYTES // (4 * dataset.feature_dim))
 
 
 def _planner(session: Session, source: SplitSource, options: TrainOptions) -> Planner:
     parts = training_ranks(options, session.comm.size)
-    plan_options = options.plan()
-    if session.dataset.stored == "audio" and plan_options.chunk_frames:
-        # The chunks of an utterance stay near one another: its features are computed once for all of them.
-        plan_options = dataclasses.replace(plan_options, window_frames=_AUDIO_WINDOW_FRAMES)
+    plan_options = plan_options_for(session.dataset, options)
 
     def plan(epoch: int) -> EpochPlan:
         index = source.index
@@ -128,12 +164,8 @@ def _make_loader(
     if session.device.type == "cuda":
         to_device = DeviceStream(session.device, source.times).move
     if options.batch.order == "blocking-sort":
-        if not together:
-            raise ConfigError(
-                "--order blocking-sort is for synchronous strategies: ranks apart read batch by batch"
-            )
         return BlockingLoader(source, assignments, to_device=to_device)
-    read_ahead = _READ_AHEAD if together else _READ_AHEAD_APART
+    read_ahead = max(_READ_AHEAD, source.read_ahead) if together else _READ_AHEAD_APART
     return Loader(source, assignments, read_ahead=read_ahead, to_device=to_device)
 
 
@@ -188,6 +220,7 @@ def build_trainer(
     """
     comm = session.comm
     options = options.resolve(training_ranks(options, comm.size))
+    scoring = plan_options_for(session.dataset, options)
     sources = open_sources(session, options, stack)
     model = make_model(session.dataset, options).to(session.device)
     if session.device.type == "cuda":
@@ -207,7 +240,7 @@ def build_trainer(
         replica=replica,
         strategy=strategy,
         schedule=options.schedule(),
-        evaluator=Evaluator(sources.held_out, options.plan(), comm, session.device),
+        evaluator=Evaluator(sources.held_out, scoring, comm, session.device),
         timeline=timeline,
         comm=comm,
         device=session.device,

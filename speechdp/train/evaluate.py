@@ -53,7 +53,10 @@ class Evaluator:
         self._comm = comm
         self._device = device
         larger = PlanOptions(
-            options.batch_size * _LARGER, options.chunk_frames, batch_frames=options.batch_frames * _LARGER
+            options.batch_size * _LARGER,
+            options.chunk_frames,
+            batch_frames=options.batch_frames * _LARGER,
+            window_frames=options.window_frames,
         )
         self._plan: RankPlan = plan_epoch(source.index, larger, epoch=0, size=comm.size).ranks[comm.rank]
 

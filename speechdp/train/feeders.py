@@ -65,7 +65,8 @@ def serve_trainers(job: Communicator, roles: Roles, dataset: Dataset, num_thread
         as `feed`.
     """
     channel = job.packets()
-    exit_code = feed(channel, roles.trainers_of(job.rank), dataset, Workshop(num_threads=num_threads))
+    trainers = roles.trainers_of(job.rank)
+    exit_code = feed(channel, trainers, dataset, Workshop(num_threads=num_threads, num_ranks=len(trainers)))
     channel.close()
     return exit_code
 

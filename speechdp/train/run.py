@@ -12,6 +12,7 @@ import torch
 
 from speechdp.config import TrainOptions
 from speechdp.data.dataset import Dataset
+from speechdp.data.fed_source import gather_feeder_times
 from speechdp.data.kaldi_unaligned import UNALIGNED
 from speechdp.data.source import SplitSource
 from speechdp.decode.kaldi_pdfs import load_classes
@@ -19,7 +20,15 @@ from speechdp.errors import ConfigError
 from speechdp.strategies.base import Strategy
 from speechdp.strategies.registry import describe, parse_strategy
 from speechdp.timing.summary import gather_timing, write_timing
-from speechdp.train.build import Sources, build_trainer, make_model, open_loader, training_ranks
+from speechdp.train.build import (
+    Sources,
+    build_trainer,
+    check_sources,
+    make_model,
+    notice_loading,
+    open_loader,
+    training_ranks,
+)
 from speechdp.train.checkpoint import RankState, load_checkpoint
 from speechdp.train.model_file import ClassCounts, save_model
 from speechdp.train.run_files import RunDirectory
@@ -46,12 +55,12 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
     if session.dataset.alignment == UNALIGNED:
         raise ConfigError(f"{session.dataset.path}: has no alignment (prepare --like), it can only be scored")
     origin = _origin(session.dataset, options)
-    for split in (options.train_split, options.held_out):
-        session.dataset.shard_paths(split)  # refuses a split there is none of, before a run is begun
+    check_sources(session, resolved, strategy)  # before a run is begun, which would be in the way later
     run = RunDirectory(run_dir)
     if resume and session.comm.broadcast_object(run.is_complete):
         _keep_complete(session, options, run)
         return
+    notice_loading(session, resolved)
     state = _prepare_folder(session, options, run, resume=resume)
     if options.recipe != "none":
         session.reporter.notice(_describe_recipe(options, resolved, strategy))
@@ -121,8 +130,9 @@ def _prepare_folder(
 def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
     strategy = parse_strategy(options.strategy)
     workers = training_ranks(options, session.comm.size)
+    resolved = options.resolve(workers)
     with torch.device("meta"):  # only to count: the weights themselves are made when training is built
-        num_parameters = sum(p.numel() for p in make_model(session.dataset, options).parameters())
+        num_parameters = sum(p.numel() for p in make_model(session.dataset, resolved).parameters())
     period = getattr(strategy, "period", getattr(strategy, "every", None))
     return {
         "strategy": describe(strategy),
@@ -133,7 +143,7 @@ def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
         "device": str(session.device.type),
         "seed": options.seed,
         "preset": options.model.preset,
-        "batch_size": options.resolve(workers).batches().batch_size,
+        "batch_size": resolved.batches().batch_size,
         "num_parameters": num_parameters,
         "options": options.to_json(workers),
         "fingerprint": options.fingerprint(),
@@ -169,6 +179,9 @@ def _conclude(
     parts, comm = trainer.parts, session.comm
     data = sources.training.times.summary()  # before its targets are counted, which is no part of training
     timing = gather_timing(parts.timeline, comm, {**trainer.traffic(), "data": data})
+    feeders = gather_feeder_times(sources.training, comm)
+    if timing is not None and feeders:
+        timing["feeders"] = feeders
     counts = count_classes(sources.training, session)
     # A run resumed at its very end has timed nothing; its timeline still holds all steps.
     if timing is not None and all(entry["steps"] > 0 for entry in timing["ranks"]):

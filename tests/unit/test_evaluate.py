@@ -13,8 +13,8 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads import run_threads
 from speechdp.data.dataset import Dataset
-from speechdp.data.reader import Context, SplitReader
 from speechdp.data.plan import PlanOptions
+from speechdp.data.reader import Context, SplitReader
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.train.evaluate import Evaluator, HeldOut

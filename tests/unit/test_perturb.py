@@ -13,10 +13,10 @@ from speechdp.data.perturb import (
     add_noise,
     at_speed,
     draw_noise,
-    perturbed_size,
     perturbed_targets,
     speed_of_utterances,
 )
+from speechdp.data.segments import size_at_speed
 from speechdp.errors import ConfigError
 
 
@@ -30,7 +30,7 @@ def test_a_tone_is_shorter_and_higher_or_longer_and_lower_and_as_loud(
     percent: int, frequency_hz: float
 ) -> None:
     (found,) = at_speed([sine(frequency_hz, 8000)], percent)
-    assert len(found) == perturbed_size(8000, percent)
+    assert len(found) == size_at_speed(8000, percent)
     expected = sine(frequency_hz * percent / 100, len(found))
     np.testing.assert_allclose(found[100:-100], expected[100:-100], atol=2e-3)
 
@@ -54,15 +54,15 @@ def test_recordings_resampled_together_are_as_one_by_one(percent: int) -> None:
 def test_frames_of_the_new_recording_are_those_of_the_plan_to_within_one(percent: int) -> None:
     config = FeatureConfig()
     for size in range(80, 4000, 7):
-        frames = perturbed_size(num_frames_of(size, 8000, config), percent)
+        frames = size_at_speed(num_frames_of(size, 8000, config), percent)
         assert frames > 0
-        assert abs(frames - num_frames_of(perturbed_size(size, percent), 8000, config)) <= 1
+        assert abs(frames - num_frames_of(size_at_speed(size, percent), 8000, config)) <= 1
 
 
 def test_each_frame_has_the_target_of_the_recorded_frame_under_its_centre() -> None:
     targets = np.arange(1000, 1047, dtype=np.int32)
     for percent in (90, 100, 110):
-        num = perturbed_size(len(targets), percent)
+        num = size_at_speed(len(targets), percent)
         centres = (np.arange(num) + 0.5) * percent / 100  # in recorded frames
         expected = targets[np.clip(np.floor(centres + 1e-9).astype(int), 0, 46)]
         found = perturbed_targets(targets, percent, 0, num)

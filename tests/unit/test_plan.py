@@ -241,9 +241,7 @@ def fingerprint(options: PlanOptions, epoch: int, size: int) -> str:
         (PlanOptions(16, 21, 5), 2, ["e211b968a88b512b", "00a14f0267d92b4b", "75c75103f182e23b"]),
     ],
 )
-def test_plans_stay_what_runs_were_made_with(
-    options: PlanOptions, epoch: int, golden: list[str]
-) -> None:
+def test_plans_stay_what_runs_were_made_with(options: PlanOptions, epoch: int, golden: list[str]) -> None:
     """A run goes on with the batches it would have had, whatever has been done to the code meanwhile."""
     assert [fingerprint(options, epoch, size) for size in (1, 2, 4)] == golden
 

@@ -9,11 +9,17 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from speechdp.data import preprocess
 from speechdp.data.assignment import Place
 from speechdp.data.features import FeatureConfig, compute_features, num_frames_of
 from speechdp.data.inputs import FEATURES_ALONE
-from speechdp.data.preprocess import AugmentOptions, InputOptions, Preprocessor, UtteranceKey, inputs_of
+from speechdp.data.preprocess import (
+    CACHE_BYTES,
+    AugmentOptions,
+    InputOptions,
+    Preprocessor,
+    UtteranceKey,
+    inputs_of,
+)
 from speechdp.errors import ConfigError
 
 RATE = 8000
@@ -32,8 +38,12 @@ def keys(num: int = 12, epoch: int | None = 2) -> list[UtteranceKey]:
     return [UtteranceKey(epoch, n % 3, n, (90, 100, 110)[n % 3]) for n in range(num)]
 
 
-def of_audio(augment: AugmentOptions = EVERYTHING, inputs: InputOptions = FEATURES_ALONE) -> Preprocessor:
-    return Preprocessor(CONFIG, RATE, "audio", inputs, augment, seed=4)
+def of_audio(
+    augment: AugmentOptions = EVERYTHING,
+    inputs: InputOptions = FEATURES_ALONE,
+    cache_bytes: int = CACHE_BYTES,
+) -> Preprocessor:
+    return Preprocessor(CONFIG, RATE, "audio", inputs, augment, seed=4, cache_bytes=cache_bytes)
 
 
 def of_features(inputs: InputOptions = FEATURES_ALONE, *, spec_augment: bool = False) -> Preprocessor:
@@ -101,9 +111,8 @@ def test_features_are_kept_over_epochs_unless_there_is_noise() -> None:
         assert made.features_of(samples, [UtteranceKey(1, 0, 0, 110)], CPU)[0] is not second
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preprocess, "_CACHE_BYTES", 20_000)
-    samples, names, made = recordings(), keys(), of_audio()
+def test_what_is_kept_is_bounded() -> None:
+    samples, names, made = recordings(), keys(), of_audio(cache_bytes=20_000)
     first = made.features_of(samples, names, CPU)
     kept = sum(
         made.features_of([x], [key], CPU)[0] is features
