@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 import weakref
 from collections.abc import Sequence
@@ -24,6 +26,13 @@ _KEPT = 24
 _Bytes = npt.NDArray[np.uint8]
 
 
+class _Loan(weakref.ref[npt.NDArray[Any]]):
+    """Notices when nobody uses an array any more."""
+
+    __slots__ = ("memory",)
+    memory: _Bytes
+
+
 class BufferPool:
     """Lends tensors whose memory returns to the pool when nobody refers to them any more.
 
@@ -37,29 +46,39 @@ class BufferPool:
     def __init__(self, *, pin: bool = False) -> None:
         self._pin = pin
         self._free: list[_Bytes] = []
+        self._loans: dict[int, _Loan] = {}
         self._lock = threading.Lock()
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor of this shape and dtype, its values undefined."""
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes == 0:
             return torch.empty(*shape, dtype=dtype)
         memory = self._find(num_bytes)
-        # One view per loan: torch holds on to it for as long as any tensor uses the memory.
-        view: npt.NDArray[Any] = memory[:num_bytes]
-        weakref.finalize(view, self._give_back, memory).atexit = False
-        return torch.from_numpy(view).view(dtype).view(*shape)
+        # Torch holds on to this very array for as long as any tensor uses the memory.
+        array = memory[:num_bytes].view(_numpy_dtype(dtype)).reshape(shape)
+        loan = _Loan(array, self._give_back)
+        loan.memory = memory
+        self._loans[id(loan)] = loan
+        return torch.from_numpy(array)
 
     def _find(self, num_bytes: int) -> _Bytes:
         with self._lock:
-            del self._free[:-_KEPT]  # those unused for longest
+            free = self._free
+            del free[:-_KEPT]  # those unused for longest
             # The one that came back last: it may still be in the processor's cache.
-            for place in range(len(self._free) - 1, -1, -1):
-                if num_bytes <= self._free[place].size <= max(_LARGER * num_bytes, _SMALL_BYTES):
-                    return self._free.pop(place)
+            for place in range(len(free) - 1, -1, -1):
+                if num_bytes <= free[place].size <= max(_LARGER * num_bytes, _SMALL_BYTES):
+                    return free.pop(place)
         memory: _Bytes = torch.empty(int(num_bytes * _SPARE), dtype=torch.uint8, pin_memory=self._pin).numpy()
         return memory
 
-    def _give_back(self, memory: _Bytes) -> None:
+    def _give_back(self, loan: _Loan) -> None:
         # Nothing else: a collection may bring memory back in the midst of this thread's own search.
-        self._free.append(memory)
+        self._free.append(loan.memory)
+        del self._loans[id(loan)]
+
+
+@functools.cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    return torch.empty(0, dtype=dtype).numpy().dtype

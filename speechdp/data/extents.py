@@ -4,77 +4,95 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
 
 from speechdp.data import contiguous
 from speechdp.data.contiguous import ArrayPlace, RowReader
 
+#: Stand for an offset: not asked for yet, and one that only HDF5 knows.
+_UNKNOWN, _CHUNKED = -1, -2
+
 
 @dataclass(frozen=True)
 class Extents:
-    """Rows start:start+num of the dataset of each extent's owner, for bytes begin:end of a common memory.
+    """Rows start:start+num of the dataset of each extent's owner, for memory from byte `begin` on.
 
-    Columns of one length: owner, start, num, begin, end.
+    Columns of one length.  Lists: a loop over them is faster than over arrays.
     """
 
-    owner: npt.NDArray[np.int64]
-    start: npt.NDArray[np.int64]
-    num: npt.NDArray[np.int64]
-    begin: npt.NDArray[np.int64]
-    end: npt.NDArray[np.int64]
+    owner: list[int]
+    start: list[int]
+    num: list[int]
+    begin: list[int]
 
 
-def read_extents(
-    datasets: dict[int, tuple[RowReader, ArrayPlace]],
-    extents: Extents,
-    out: memoryview,
-    *,
-    announce: bool = False,
-) -> None:
-    """Read extents of several files' datasets into `out`, in a loop that is short where all are contiguous.
+class DatasetTable:
+    """One dataset of each of several files, all of one kind of rows; safe from several threads.
 
     Args:
-        datasets: by owner.
-        extents: what goes where.
-        out: the memory, as bytes.
-        announce: name all extents to the kernel before the first is read: a disk or a network then serves
-            many at a time.  From the page cache it costs half as much as reading.
-
-    Raises:
-        ShardError: as `RowReader.read_into`.
+        num_files: there are; owners are 0 to num_files - 1.
+        open_file: returns what reads a file and where its dataset lies; called at the first read.
     """
-    if any(place.offset_bytes is None for _, place in datasets.values()):
-        for number in range(len(extents.owner)):
-            _read_extent(datasets, extents, number, out)
-        return
-    first = np.zeros(max(datasets) + 1, dtype=np.int64)
-    row_bytes = 0
-    for owner, (_, place) in datasets.items():
-        first[owner], row_bytes = place.offset_bytes or 0, place.row_bytes
-    files = {owner: reader.descriptor() for owner, (reader, _) in datasets.items()}
-    positions = first[extents.owner] + extents.start * row_bytes
-    columns = (extents.owner, positions, extents.begin, extents.end)
-    rows = list(zip(*(column.tolist() for column in columns), strict=True))
-    if announce:
-        with contextlib.suppress(OSError):  # what is wrong with a file, reading it will say
-            for owner, position, begin, end in rows:
-                os.posix_fadvise(files[owner], position, end - begin, os.POSIX_FADV_WILLNEED)
-    read = contiguous.preadv
-    for number, (owner, position, begin, end) in enumerate(rows):
-        try:
-            got = read(files[owner], (out[begin:end],), position)
-        except OSError:
-            got = -1
-        if got != end - begin:
-            _read_extent(datasets, extents, number, out)  # goes on after a short read, or says what is wrong
 
+    def __init__(self, num_files: int, open_file: Callable[[int], tuple[RowReader, ArrayPlace]]) -> None:
+        self._open_file = open_file
+        self._lock = threading.Lock()
+        self._datasets: list[tuple[RowReader, ArrayPlace] | None] = [None] * num_files
+        self._offsets = [_UNKNOWN] * num_files
+        self._descriptors = [_UNKNOWN] * num_files
 
-def _read_extent(
-    datasets: dict[int, tuple[RowReader, ArrayPlace]], extents: Extents, number: int, out: memoryview
-) -> None:
-    reader, place = datasets[int(extents.owner[number])]
-    into = out[int(extents.begin[number]) : int(extents.end[number])]
-    reader.read_into(place, int(extents.start[number]), int(extents.num[number]), into)
+    def read(self, extents: Extents, row_bytes: int, out: memoryview, *, announce: bool = False) -> None:
+        """Read extents into `out`, in a loop that is short where datasets are contiguous.
+
+        Args:
+            extents: what goes where.
+            row_bytes: size of a row.
+            out: the memory, as bytes.
+            announce: name all extents to the kernel before the first is read: a disk or a network then serves
+                many at a time.  From the page cache it costs half as much as reading.
+
+        Raises:
+            ShardError: as `RowReader.read_into`.
+        """
+        offsets, descriptors = self._offsets, self._descriptors
+        for owner in set(extents.owner):
+            if offsets[owner] == _UNKNOWN:
+                self._open(owner)
+        rows = list(zip(extents.owner, extents.start, extents.num, extents.begin, strict=True))
+        if announce:
+            with contextlib.suppress(OSError):  # what is wrong with a file, reading it will say
+                for owner, start, num, _ in rows:
+                    place = max(0, offsets[owner]) + start * row_bytes
+                    os.posix_fadvise(descriptors[owner], place, num * row_bytes, os.POSIX_FADV_WILLNEED)
+        read = contiguous.preadv
+        for owner, start, num, begin in rows:
+            num_bytes = num * row_bytes
+            into = out[begin : begin + num_bytes]
+            offset = offsets[owner]
+            if offset >= 0:
+                try:
+                    if read(descriptors[owner], (into,), offset + start * row_bytes) == num_bytes:
+                        continue
+                except OSError:
+                    pass  # what is wrong, the other way of reading says; it also goes on after a short read
+            self._read_slowly(owner, start, num, into)
+
+    def close(self) -> None:
+        """Forget the files; a later read opens them again."""
+        with self._lock:
+            count = len(self._offsets)
+            self._offsets, self._descriptors = [_UNKNOWN] * count, [_UNKNOWN] * count
+            self._datasets = [None] * count
+
+    def _open(self, owner: int) -> None:
+        with self._lock:
+            reader, place = self._datasets[owner] = self._open_file(owner)
+            self._descriptors[owner] = reader.descriptor()
+            self._offsets[owner] = _CHUNKED if place.offset_bytes is None else place.offset_bytes
+
+    def _read_slowly(self, owner: int, start: int, num: int, into: memoryview) -> None:
+        dataset = self._datasets[owner]
+        assert dataset is not None
+        dataset[0].read_into(dataset[1], start, num, into)

@@ -176,11 +176,10 @@ class SplitReader(SplitSource):
         targets.fill_(IGNORED_TARGET)
         if targets.numel() == 0:
             return targets
-        view = targets.numpy().reshape(-1).view(np.uint8).data
-        places = (np.arange(len(rows)) * longest + rows.first) * 4
+        begin = (np.arange(0, len(rows) * longest, longest) + rows.first) * 4
         start = self._frames_in_shard(rows) + rows.first
-        extents = Extents(rows.shard, start, rows.learnt, places, places + 4 * rows.learnt)
-        self._files.read_targets(rows.utterance, extents, view)
+        extents = Extents(rows.shard.tolist(), start.tolist(), rows.learnt.tolist(), begin.tolist())
+        self._files.read_targets(rows.utterance, extents, targets.numpy().reshape(-1).view(np.uint8).data)
         return targets
 
     def count_classes(self, num_classes: int, share: int, num_shares: int) -> npt.NDArray[np.int64]:
@@ -209,22 +208,26 @@ class SplitReader(SplitSource):
         features = self.pool.take((len(rows), longest, self.feature_dim), self._files.dtype)
         if features.numel() == 0:
             return features
-        features[:, int(rows.length.min()) :] = 0
-        array = features.numpy()
-        frame_bytes = self.feature_dim * array.itemsize
-        places = np.arange(len(rows)) * (longest * frame_bytes)
-        start, ends = self._frames_in_shard(rows), places + rows.length * frame_bytes
-        extents = Extents(rows.shard, start, rows.length, places, ends)
-        view = array.reshape(-1).view(np.uint8).data
         self._verify(rows)
+        frame_bytes = self.feature_dim * features.itemsize
+        flat = features.numpy().reshape(-1).view(np.uint8)
+        begins = range(0, flat.size, longest * frame_bytes)
+        lengths = rows.length.tolist()
         begun = perf_counter()
-        self._files.read_features(extents, view, announce=self._is_disk_slow)
-        if features.nbytes > _TELLING_BYTES:
-            self._is_disk_slow = features.nbytes < _MEMORY_RATE * (perf_counter() - begun)
+        extents = Extents(rows.shard.tolist(), self._frames_in_shard(rows).tolist(), lengths, list(begins))
+        self._files.features.read(extents, frame_bytes, flat.data, announce=self._is_disk_slow)
+        if flat.size > _TELLING_BYTES:
+            self._is_disk_slow = flat.size < _MEMORY_RATE * (perf_counter() - begun)
+        for begin, length in zip(begins, lengths, strict=True):
+            if length < longest:
+                flat[begin + length * frame_bytes : begin + longest * frame_bytes] = 0
         return features
 
     def _verify(self, rows: Rows) -> None:
         """Compare the checksums of utterances that have not been read before."""
-        for row in np.flatnonzero(~self._verified[rows.position]).tolist():
+        verified = self._verified[rows.position]
+        if verified.all():
+            return
+        for row in np.flatnonzero(~verified).tolist():
             self._files.open(int(rows.shard[row])).read(int(rows.utterance[row]), verify=True)
             self._verified[rows.position[row]] = True

@@ -15,7 +15,7 @@ from speechdp.comm.base import Communicator
 from speechdp.data.alignment_file import TargetsFile, open_targets
 from speechdp.data.contiguous import ArrayPlace, RowReader
 from speechdp.data.dataset import Dataset
-from speechdp.data.extents import Extents, read_extents
+from speechdp.data.extents import DatasetTable, Extents
 from speechdp.data.shards import Shard
 from speechdp.errors import ShardError
 
@@ -34,6 +34,8 @@ class SplitFiles:
         self.dtype = getattr(torch, dataset.features.dtype)
         self._lock = threading.Lock()
         self._open: list[_Opened | None] = [None] * self.num_shards
+        self.features = DatasetTable(self.num_shards, self._features_of)
+        self._targets = DatasetTable(self.num_shards, lambda number: self._get(number).targets)
 
     def lengths(self, comm: Communicator | None) -> list[npt.NDArray[Any]]:
         """Return the frames of each utterance, shard by shard.  Collective where ranks share the reading."""
@@ -64,19 +66,12 @@ class SplitFiles:
         """Return a shard, opened."""
         return self._get(number).shard
 
-    def read_features(self, extents: Extents, into: memoryview, *, announce: bool) -> None:
-        """Read extents of the shards' features, all named to the kernel beforehand if asked to."""
-        shards = {number: self.open(number) for number in np.unique(extents.owner).tolist()}
-        datasets = {number: (shard.reader, shard.features_place) for number, shard in shards.items()}
-        read_extents(datasets, extents, into, announce=announce)
-
     def read_targets(self, utterances: IntArray, extents: Extents, into: memoryview) -> None:
         """Read extents of the targets of utterances, each counted in its shard."""
-        opened = {number: self._get(number) for number in np.unique(extents.owner).tolist()}
         if self._alignments is not None:
-            for number, utterance in zip(extents.owner.tolist(), utterances.tolist(), strict=True):
-                opened[number].alignment.verify(utterance)
-        read_extents({number: each.targets for number, each in opened.items()}, extents, into)
+            for number, utterance in zip(extents.owner, utterances.tolist(), strict=True):
+                self._get(number).alignment.verify(utterance)
+        self._targets.read(extents, 4, into)
 
     def targets(self, number: int, utterance: int, frame: int, num: int) -> npt.NDArray[np.int32]:
         """Read an utterance's targets, frames frame:frame+num of the shard."""
@@ -88,11 +83,17 @@ class SplitFiles:
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""
+        self.features.close()
+        self._targets.close()
         with self._lock:
             for number, opened in enumerate(self._open):
                 if opened is not None:
                     opened.close()
                     self._open[number] = None
+
+    def _features_of(self, number: int) -> tuple[RowReader, ArrayPlace]:
+        shard = self.open(number)
+        return shard.reader, shard.features_place
 
     def _get(self, number: int) -> _Opened:
         opened = self._open[number]
