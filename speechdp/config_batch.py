@@ -99,7 +99,8 @@ class LoadingOptions:
     feeders: int = 0
     """Ranks of each host that read and preprocess for the others, which then touch no shard."""
     loader_threads: int = 1
-    """Threads of a rank that preprocess, where there is something to preprocess."""
+    """Threads of a rank, or a feeder, that make batches ready: they preprocess, or where there is nothing to
+    preprocess, read."""
     preprocess_on: Literal["cpu", "gpu"] = "cpu"
     """Where features, deltas and augmentation are computed."""
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from speechdp.data.plan import EpochPlan
 
-#: Batches a rank holds that it has not trained on yet: one read ahead, one in the loader's hand, one in work.
-BACKLOG = 3
+#: Batches a rank holds that it has not trained on yet: one read ahead, one in work.
+BACKLOG = 2
 #: Batches after which a team's pace is trusted.
 _PACED = 3
 

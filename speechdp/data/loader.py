@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -66,15 +67,15 @@ class StepLoader(Iterator[Step]):
 class Loader(StepLoader):
     """The batches of this rank's assignments, made ahead of time.
 
-    A thread starts batches in order, at most `read_ahead` beyond the one it has in hand; the source may make
-    several at a time.  With `to_device` a second thread takes each in turn and moves it, so that the next
+    A thread starts batches in order, at most `read_ahead` beyond the one that was handed out last; the source
+    may make several at a time.  With `to_device` a second thread takes each in turn and moves it, so that the next
     batch is on the GPU before the step ends.  Errors are raised by `next`, at the batch they belong to;
     `close` joins the threads.  No process is started: forking after MPI_Init corrupts memory on some fabrics.
 
     Args:
         source: makes the batches.
         assignments: what to read, in order; iterated in the thread.
-        read_ahead: batches held.
+        read_ahead: batches held, those under way included.
         to_device: moves a batch to the GPU; returns once that is under way.
     """
 
@@ -90,8 +91,12 @@ class Loader(StepLoader):
         self._assignments = assignments
         self._to_device = to_device
         self._stop = threading.Event()
-        started: queue.Queue[_Item] = queue.Queue(read_ahead)
-        self._queue = started
+        # A token is taken before a batch is begun, so that no more of them take memory than are allowed.
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(read_ahead):
+            self._room.put(None)
+        started: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._queue: queue.Queue[_Item] | queue.SimpleQueue[_Item] = started
         threads = [threading.Thread(target=self._start_batches, args=(started,), name="speechdp-loader")]
         if to_device is not None and read_ahead > 1:
             self._queue = queue.Queue(_ON_DEVICE)
@@ -105,6 +110,8 @@ class Loader(StepLoader):
         if self._stop.is_set():
             raise StopIteration
         item = self._queue.get()
+        if len(self._threads) == 1:
+            self._room.put(None)
         if not isinstance(item, _Started):
             self._stop.set()
             if item is None:
@@ -123,34 +130,44 @@ class Loader(StepLoader):
         while not self._queue.empty():
             self._queue.get_nowait()
 
-    def _start_batches(self, into: queue.Queue[_Item]) -> None:
+    def _start_batches(self, into: queue.SimpleQueue[_Item]) -> None:
         alone = self._to_device is not None and len(self._threads) == 1
         keep_to_one_thread()
         try:
             for at in self._assignments:
-                pending = self._source.start(at.segments, at.place)
-                if not self._put(into, self._moved(pending, at) if alone else _Started(pending, at)):
+                if not self._wait_for_room():
                     return
+                pending = self._source.start(at.segments, at.place)
+                into.put(self._moved(pending, at) if alone else _Started(pending, at))
+                del pending  # its memory is to come back as soon as the batch has been used
         except BaseException as error:  # handed to the training thread, which raises it
-            self._put(into, error)
+            into.put(error)
             if not isinstance(error, Exception):
                 raise
             return
-        self._put(into, None)
+        into.put(None)
 
-    def _move(self, started: queue.Queue[_Item]) -> None:
+    def _wait_for_room(self) -> bool:
+        while not self._stop.is_set():
+            with contextlib.suppress(queue.Empty):
+                self._room.get(timeout=0.1)
+                return True
+        return False
+
+    def _move(self, started: queue.SimpleQueue[_Item]) -> None:
         try:
             while not self._stop.is_set():
                 try:
                     item = started.get(timeout=0.1)
                 except queue.Empty:
                     continue
+                self._room.put(None)
                 if isinstance(item, _Started):
                     item = self._moved(item.pending, item.at)
-                if not self._put(self._queue, item) or not isinstance(item, _Started):
+                if not self._put(item) or not isinstance(item, _Started):
                     return
         except BaseException as error:  # handed to the training thread, which raises it
-            self._put(self._queue, error)
+            self._put(error)
             if not isinstance(error, Exception):
                 raise
 
@@ -158,13 +175,11 @@ class Loader(StepLoader):
         assert self._to_device is not None
         return _Started(Ready(self._to_device(pending.result())), at)
 
-    def _put(self, into: queue.Queue[_Item], item: _Item) -> bool:
+    def _put(self, item: _Item) -> bool:
         while not self._stop.is_set():
-            try:
-                into.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return True
+            with contextlib.suppress(queue.Full):
+                self._queue.put(item, timeout=0.1)
+                return True
         return False
 
 

@@ -14,6 +14,7 @@ from speechdp.data.preprocess import CACHE_BYTES, AugmentOptions, InputOptions, 
 from speechdp.data.preprocessing_source import PreprocessingSource
 from speechdp.data.reader import Context, SplitReader
 from speechdp.data.source import SplitSource
+from speechdp.data.threaded_source import ThreadedSource
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Workshop:
     Attributes:
         device: the GPU that batches are for, or the CPU.
         preprocess_on: "cpu" or "gpu".
-        num_threads: threads that preprocess on the CPU.
+        num_threads: threads that read, or preprocess on the CPU where there is something to preprocess.
         num_ranks: that the batches are for: each has a window of its own, for which features are kept.
         comm: ranks that share out the reading of the shards' indices, or None.
     """
@@ -111,6 +112,6 @@ def open_local_source(dataset: Dataset, request: SourceRequest, workshop: Worksh
         pin=workshop.device.type == "cuda",
     )
     if preprocessor.is_plain:
-        return reader
+        return reader if workshop.num_threads == 1 else ThreadedSource(reader, workshop.num_threads)
     device = workshop.device if workshop.preprocess_on == "gpu" else torch.device("cpu")
     return PreprocessingSource(reader, preprocessor, num_threads=workshop.num_threads, device=device)

@@ -76,13 +76,6 @@ def check_sources(session: Session, options: TrainOptions, strategy: Strategy) -
         )
 
 
-def notice_loading(session: Session, options: TrainOptions) -> None:
-    """Say which options of loading have nothing to do."""
-    plain = make_preprocessor(session.dataset, options.source(options.train_split, augmented=True)).is_plain
-    if plain and (options.loading.loader_threads > 1 or options.loading.preprocess_on == "gpu"):
-        session.reporter.notice("nothing to preprocess: --loader-threads and --preprocess-on have no effect")
-
-
 def open_sources(session: Session, options: TrainOptions, stack: ExitStack) -> Sources:
     """Open both splits, on this rank or on the feeders.  Collective."""
     opened = []

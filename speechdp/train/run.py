@@ -25,7 +25,6 @@ from speechdp.train.build import (
     build_trainer,
     check_sources,
     make_model,
-    notice_loading,
     open_loader,
     training_ranks,
 )
@@ -60,7 +59,6 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
     if resume and session.comm.broadcast_object(run.is_complete):
         _keep_complete(session, options, run)
         return
-    notice_loading(session, resolved)
     state = _prepare_folder(session, options, run, resume=resume)
     if options.recipe != "none":
         session.reporter.notice(_describe_recipe(options, resolved, strategy))

@@ -23,6 +23,7 @@ from speechdp.data.preprocess import AugmentOptions, InputOptions
 from speechdp.data.reader import Context, SplitReader
 from speechdp.data.source import SplitSource
 from speechdp.data.source_options import SourceRequest, Workshop, open_local_source
+from speechdp.data.threaded_source import ThreadedSource
 from speechdp.errors import ConfigError
 from tests.helpers.corpora import digit_folder, no_progress
 
@@ -70,6 +71,21 @@ def plan_of(source: SplitSource, options: PlanOptions = CHUNKS) -> EpochPlan:
 
 def places(plan: EpochPlan) -> list[Place]:
     return [Place(0, 0, index) for index in range(plan.num_steps)]
+
+
+def test_plain_batches_read_by_several_threads_are_the_same(stored: dict[str, Dataset]) -> None:
+    with (
+        closing(opened(stored["features"], TRAIN, num_threads=3)) as threads,
+        closing(opened(stored["features"], TRAIN)) as one,
+    ):
+        assert isinstance(threads, ThreadedSource)
+        plan = plan_of(one)
+        pending = [threads.start(plan.ranks[0].batch(p.index), p) for p in places(plan)]
+        for place, item in zip(places(plan), pending, strict=True):
+            expected, found = one.batch(plan.ranks[0].batch(place.index)), item.result()
+            assert torch.equal(found.features, expected.features)
+            assert torch.equal(found.targets, expected.targets)
+        np.testing.assert_array_equal(threads.count_classes(60, 0, 1), one.count_classes(60, 0, 1))
 
 
 def test_nothing_to_do_needs_no_second_stage(stored: dict[str, Dataset]) -> None:

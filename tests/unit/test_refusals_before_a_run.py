@@ -16,7 +16,6 @@ from speechdp.config_batch import BatchOptions, LoadingOptions
 from speechdp.data.dataset import Dataset
 from speechdp.data.preprocess import AugmentOptions, InputOptions
 from speechdp.errors import ConfigError, ShardError
-from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from tests.helpers.tiny_data import write_tiny_data
@@ -24,21 +23,13 @@ from tests.helpers.tiny_data import write_tiny_data
 OPTIONS = TrainOptions(ModelOptions(layers=1, cells=4), BatchOptions(batch_size=4), epochs=1)
 
 
-class Noting(SilentReporter):
-    def __init__(self) -> None:
-        self.notices: list[str] = []
-
-    def notice(self, text: str) -> None:
-        self.notices.append(text)
-
-
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return write_tiny_data(tmp_path_factory.mktemp("refusals") / "data")
 
 
-def train(dataset: Dataset, run: Path, reporter: Any = None, *, resume: bool = False, **changes: Any) -> None:
-    session = Session(dataset, SerialCommunicator(), torch.device("cpu"), reporter or SilentReporter())
+def train(dataset: Dataset, run: Path, *, resume: bool = False, **changes: Any) -> None:
+    session = Session(dataset, SerialCommunicator(), torch.device("cpu"))
     train_run(session, dataclasses.replace(OPTIONS, **changes), run, resume=resume)
 
 
@@ -67,12 +58,8 @@ def test_a_global_batch_and_batches_by_frames_train(dataset: Dataset, tmp_path: 
         assert (tmp_path / name / "completed.json").is_file()
 
 
-def test_threads_with_nothing_to_do_are_mentioned_and_may_change_on_resume(
-    dataset: Dataset, tmp_path: Path
-) -> None:
-    reporter = Noting()
-    train(dataset, tmp_path / "run", reporter, loading=LoadingOptions(loader_threads=3))
-    assert [text for text in reporter.notices if "nothing to preprocess" in text]
+def test_where_batches_are_made_may_change_on_resume(dataset: Dataset, tmp_path: Path) -> None:
+    train(dataset, tmp_path / "run", loading=LoadingOptions(loader_threads=3))
     train(dataset, tmp_path / "run", resume=True, loading=LoadingOptions(loader_threads=2))
     with pytest.raises(ConfigError):
         train(dataset, tmp_path / "run", resume=True, inputs=InputOptions(deltas=1))
