@@ -68,8 +68,8 @@ class Loader(StepLoader):
     """The batches of this rank's assignments, made ahead of time.
 
     A thread starts batches in order, at most `read_ahead` beyond the one that was handed out last; the source
-    may make several at a time.  With `to_device` a second thread takes each in turn and moves it, so that the next
-    batch is on the GPU before the step ends.  Errors are raised by `next`, at the batch they belong to;
+    may make several at a time.  With `to_device` a second thread takes each in turn and moves it, so that the
+    next batch is on the GPU before the step ends.  Errors are raised by `next`, at the batch they belong to;
     `close` joins the threads.  No process is started: forking after MPI_Init corrupts memory on some fabrics.
 
     Args:
