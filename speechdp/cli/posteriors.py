@@ -33,6 +33,8 @@ class PosteriorsCommand:
     """How much of the class priors is divided out (log_likelihood), 0 to 1."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the network runs; auto: on a GPU where there is one."""
+    overwrite: bool = False
+    """Replace files that exist."""
 
     def run(self) -> int:
         """Write the archive and say what is in it."""
@@ -52,6 +54,9 @@ class PosteriorsCommand:
 
         if comm.size > 1:
             raise ConfigError(f"posteriors writes one archive and runs on one rank, not {comm.size}")
+        for path in filter(None, (self.out, self.scp)):
+            if path.exists() and not self.overwrite:
+                raise ConfigError(f"{path}: exists; give another name or add --overwrite")
         options = PosteriorOptions(self.split, self.out, self.scp, self.kind, self.prior_scale)
         dataset = Dataset.open(self.data)
         trained = load_model(self.run_dir, choose_device(self.device, comm.local_rank))

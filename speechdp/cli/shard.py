@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -19,9 +19,9 @@ from speechdp.data.reshard import ReshardOptions, reshard
 class ShardCommand:
     """Deal the utterances of a data directory into another number of shards; nothing else changes."""
 
-    data: tyro.conf.Positional[Path]
+    data: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DATA")]
     """Data directory that `speechdp prepare` wrote."""
-    out: tyro.conf.Positional[Path]
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """The folder to make."""
     shards: int
     """Number of shards of each split."""

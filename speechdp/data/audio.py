@@ -42,7 +42,7 @@ def probe(path: Path) -> AudioInfo:
     try:
         info = soundfile.info(str(path))
     except (soundfile.LibsndfileError, OSError) as error:
-        raise ConfigError(f"{path}: unreadable audio ({_reason(path, error)}); {_REMEDY}") from error
+        raise _unreadable(path, error) from error
     if info.channels != 1:
         raise ConfigError(
             f"{path}: has {info.channels} channels; write one file a channel, e.g. sox IN OUT remix 1"
@@ -83,7 +83,7 @@ def read_audio(path: Path, sampling_rate: int) -> npt.NDArray[np.float32]:
             announced, rate = file.frames, file.samplerate
             samples: npt.NDArray[np.float32] = file.read(dtype="float32", always_2d=True)
     except (soundfile.LibsndfileError, OSError) as error:
-        raise ConfigError(f"{path}: unreadable audio ({_reason(path, error)}); {_REMEDY}") from error
+        raise _unreadable(path, error) from error
     if samples.shape[1] != 1:
         raise ConfigError(f"{path}: has {samples.shape[1]} channels; write one file a channel")
     if len(samples) == 0 or len(samples) < announced:
@@ -135,7 +135,8 @@ def edge_silence(
     )
 
 
-def _reason(path: Path, error: Exception) -> str:
+def _unreadable(path: Path, error: Exception) -> ConfigError:
     if not path.exists():
-        return "no such file"
-    return " ".join(str(getattr(error, "error_string", error)).split()).rstrip(".")
+        return ConfigError(f"{path}: no such audio file (relative names count from here); check the path")
+    reason = " ".join(str(getattr(error, "error_string", error)).split()).rstrip(".")
+    return ConfigError(f"{path}: unreadable audio ({reason}); {_REMEDY}")

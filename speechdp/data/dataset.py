@@ -175,7 +175,8 @@ class Dataset:
 
     def _split(self, name: str) -> SplitEntry:
         if name not in self.splits:
-            raise ShardError(f"{self.path}: has no split {name!r}, only {', '.join(self.splits)}")
+            known = ", ".join(self.splits)
+            raise ShardError(f"{self.path}: has no split {name!r}, only {known}; name one of these")
         return self.splits[name]
 
 

@@ -24,7 +24,8 @@ class InputOptions:
     """The model's input, made of the features; training, decoding and alignment use the same."""
 
     deltas: int = 0
-    """Slopes of the features over time, as Kaldi's add-deltas makes them: 1 adds deltas, 2 also their own."""
+    """Slopes of the features over time, as Kaldi's add-deltas makes them: 1 adds deltas, 2 also their own;
+    at most 4."""
     splice: int = 0
     """Frames to each side of a frame that are put beside it as input."""
 

@@ -191,9 +191,10 @@ def _write_split(
 def _check_count(dataset: Dataset, split: str, num_shards: int) -> None:
     num_utterances = dataset.num_utterances(split)
     if num_shards > num_utterances:
+        other = "" if split == "train" else ", or choose --split train"
         raise ConfigError(
             f"{dataset.path}: {split} has {num_utterances} utterances, too few for --shards {num_shards}; "
-            "ask for fewer or choose --split train"
+            f"ask for fewer{other}"
         )
 
 

@@ -185,7 +185,7 @@ def split_corpus(corpus: Corpus, rule: SplitRule) -> dict[str, list[CorpusUttera
         if not splits[name]:
             raise ConfigError(
                 f"{corpus.source}: no utterance falls into {name} by '{rule.spec}' "
-                f"(of {len(corpus.utterances)}); choose another --split"
+                f"(of {len(corpus.utterances)}); choose another --split, e.g. random:dev=0.2,test=0.2"
             )
     return {name: utterances for name, utterances in splits.items() if utterances}
 

@@ -109,7 +109,14 @@ def _cause(row: RunFigures) -> str:
             f"cores: try fewer compute threads a rank, or {_feeders(data)}."
         )
     share = "" if busy is None else f", busy {wording.percent(min(busy, 1.0))} % of the training time"
-    return f"The bottleneck of its data path is {stage}{share}: try {_listed(_remedies(row, data))}."
+    remedies = _listed(_remedies(row, data))
+    text = f"The bottleneck of its data path is {stage}{share}: try {remedies}."
+    if "--feeders" in remedies or "--loader-threads" in remedies:
+        text += (
+            " Threads and feeders need cores that are idle; feeders pay if their threads outnumber those of "
+            "the ranks they feed."
+        )
+    return text
 
 
 def _remedies(row: RunFigures, data: DataFigures) -> list[str]:
@@ -122,7 +129,7 @@ def _remedies(row: RunFigures, data: DataFigures) -> list[str]:
         remedies.append("`speechdp shard`, which writes contiguous shards")
     if stage == "preprocess" and on_gpu:
         remedies.append("--preprocess-on cpu with several --loader-threads")
-    elif stage == "preprocess":
+    elif stage in ("preprocess", "read"):
         remedies.append(f"--loader-threads {2 * (data.threads or 1)}")
     if stage in ("preprocess", "h2d") and can_use_gpu:
         remedies.append("--preprocess-on gpu")
@@ -145,7 +152,7 @@ def _slow_storage(data: DataFigures, label: str) -> str:
 
 
 def _feeders(data: DataFigures) -> str:
-    return "more --feeders" if data.feeders else "--feeders 1"
+    return "more --feeders" if data.feeders else "--feeders"
 
 
 def _feeder(feeder: FeederLoad) -> str:

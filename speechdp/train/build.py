@@ -64,7 +64,11 @@ def check_sources(session: Session, options: TrainOptions, strategy: Strategy) -
         ShardError: there is no such split, or alignment.
     """
     for split, augmented in ((options.train_split, True), (options.held_out, False)):
-        session.dataset.shard_paths(split)
+        if split not in session.dataset.splits:
+            raise ShardError(
+                f"{session.dataset.path}: has no split {split!r}, only {', '.join(session.dataset.splits)}; "
+                "choose with --train-split and --held-out, or prepare with another --split"
+            )
         make_preprocessor(session.dataset, options.source(split, augmented=augmented))
     if options.alignments is not None and not options.alignments.is_dir():
         raise ShardError(f"{options.alignments}: no such alignment directory; make it with train --realign")

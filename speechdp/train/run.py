@@ -93,7 +93,7 @@ def _describe_recipe(options: TrainOptions, resolved: TrainOptions, strategy: St
 
 def _keep_complete(session: Session, options: TrainOptions, run: RunDirectory) -> None:
     """Leave a run that has ended well as it is: training no step would still replace its timing."""
-    run.check_same(options.fingerprint(), session.dataset.checksum)
+    run.check_same(options.fingerprint(), session.dataset.checksum, options.to_json())
     if session.comm.rank == 0:
         run.complete_again()
     session.comm.barrier()
@@ -108,7 +108,7 @@ def _prepare_folder(
         if not resume and run.is_begun:
             raise ConfigError(f"{run.path}: already holds a run; go on with --resume, or --overwrite it")
         if run.is_begun:
-            run.check_same(options.fingerprint(), session.dataset.checksum)
+            run.check_same(options.fingerprint(), session.dataset.checksum, options.to_json())
     comm.barrier()
     notices: list[str] = []
     state = load_checkpoint(run.path, comm, notices) if resume else None

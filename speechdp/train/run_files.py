@@ -71,8 +71,18 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             write_text_atomically(self.path / "run.json", json.dumps(head, indent=2) + "\n")
 
-    def check_same(self, fingerprint: str, data_checksum: str) -> None:
-        """Raise ConfigError unless the run was begun with the options of this fingerprint, on this data."""
+    def check_same(self, fingerprint: str, data_checksum: str, options: dict[str, Any] | None = None) -> None:
+        """Refuse to go on with a run that was begun otherwise.
+
+        Args:
+            fingerprint: of the options given, which must be the run's.
+            data_checksum: of the data given.
+            options: those given, as they stand in run.json, to name one that differs.
+
+        Raises:
+            ConfigError: other options or data.
+            RunError: run.json cannot be read.
+        """
         path = self.path / "run.json"
         try:
             record = json.loads(path.read_text())
@@ -84,8 +94,8 @@ class RunDirectory:
             ) from error
         if begun != fingerprint:
             raise ConfigError(
-                f"{path}: the run was begun with other options; repeat its command (it stands in run.json) "
-                "with --resume, or choose another folder"
+                f"{path}: the run was begun with other options{_difference(record.get('options'), options)}; "
+                "repeat its command (it stands in run.json) with --resume, or choose another folder"
             )
         if not same_data:
             raise ConfigError(
@@ -139,3 +149,18 @@ def _step_of(line: str) -> float:
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _difference(begun: Any, given: dict[str, Any] | None) -> str:
+    """Name the first option that differs between what run.json holds and what was given."""
+    if not isinstance(begun, dict) or given is None:
+        return ""
+    for name, value in given.items():
+        before = begun.get(name)
+        if isinstance(value, dict) and isinstance(before, dict):
+            inner = _difference(before, value)
+            if inner:
+                return inner
+        elif name != "resolved" and before != value:
+            return f" (--{name.replace('_', '-')} was {before}, is {value})"
+    return ""

@@ -58,8 +58,12 @@ def test_every_command_has_help_for_every_option(name: str, capsys: pytest.Captu
     assert out.startswith(f"usage: speechdp {name} ")
     command = getattr(importlib.import_module(f"speechdp.cli.{SUBCOMMANDS[name].module}"), class_name(name))
     for field in dataclasses.fields(command):
-        if field.name not in ("options", "num_ranks") and "Positional" not in str(field.type):
-            assert f"--{field.name.replace('_', '-')}" in out, field.name
+        if dataclasses.is_dataclass(field.default_factory):
+            inner = [f.name for f in dataclasses.fields(field.default_factory)]
+        else:
+            inner = [field.name] if "Positional" not in str(field.type) else []
+        for option in inner if field.name not in ("options", "num_ranks") else []:
+            assert f"--{option.replace('_', '-')}" in out, option
 
 
 def class_name(name: str) -> str:
@@ -176,7 +180,7 @@ def test_a_folder_that_holds_a_run_is_not_written_to(
     assert train(dataset, run) == 1
     assert "already holds a run" in one_line(capsys)
     assert train(dataset, run, "--resume", "--seed", "5") == 1
-    assert "the run was begun with other options; repeat its command" in one_line(capsys)
+    assert "the run was begun with other options (--seed was 1, is 5); repeat its command" in one_line(capsys)
     (tmp_path / "completed.json").rename(run / "completed.json")
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*")}.keys() == before.keys()
     assert train(dataset, run, "--overwrite", "--seed", "5") == 0

@@ -165,7 +165,7 @@ def test_page_table_and_csv_show_the_data_path(tmp_path: Path) -> None:
             {},
             "is preprocessing, busy 95 % of the training time: try --loader-threads 4",
         ),
-        ({"preprocess": 59.0}, {"threads": 1}, "try --loader-threads 2 or --feeders 1."),
+        ({"preprocess": 59.0}, {"threads": 1}, "try --loader-threads 2 or --feeders. Threads"),
         (
             {"preprocess": 59.0},
             {"preprocess_on": "cuda"},
@@ -176,7 +176,7 @@ def test_page_table_and_csv_show_the_data_path(tmp_path: Path) -> None:
             {"storage": "chunked gzip"},
             "is reading, busy 83 % of the training time: try `speechdp",
         ),
-        ({"read": 50.0}, {}, "try --feeders 1."),
+        ({"read": 50.0}, {"threads": 1}, "try --loader-threads 2 or --feeders. Threads"),
         (
             {"collate": 50.0},
             {"computed_frames": 900_000},
