@@ -96,6 +96,16 @@ class TargetsFile:
         self._reader.close()
 
 
+def check_alignments(directory: Path | None) -> None:
+    """Refuse a directory of targets files that is not there; None stands for the shards' own targets.
+
+    Raises:
+        ShardError: there is no such directory.
+    """
+    if directory is not None and not directory.is_dir():
+        raise ShardError(f"{directory}: no such alignment directory; make it with train --realign")
+
+
 def open_targets(path: Path, shard: Shard) -> TargetsFile:
     """Open the targets that were written for `shard`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from speechdp.atomic_file import write_text_atomically
 from speechdp.data.features import FeatureConfig
 from speechdp.data.shard_layout import VERSION_OF, ShardHeader, Stored, check_format
+from speechdp.data.shard_writer import ShardWriter
 from speechdp.data.shards import Shard
 from speechdp.errors import ShardError
 
@@ -28,6 +30,11 @@ class ShardEntry:
     frames: int
     index_sha256: str
 
+    @classmethod
+    def of(cls, writer: ShardWriter) -> ShardEntry:
+        """Describe a shard that has been written."""
+        return cls(writer.path.name, writer.num_utterances, writer.num_frames, writer.index_sha256)
+
 
 @dataclass(frozen=True)
 class SplitEntry:
@@ -37,6 +44,16 @@ class SplitEntry:
     utterances: int
     frames: int
     speakers: int
+
+    @classmethod
+    def of(cls, shards: Sequence[ShardEntry], speakers: Iterable[str]) -> SplitEntry:
+        """Sum up a split's shards; `speakers` names that of every utterance."""
+        return cls(
+            shards=tuple(shards),
+            utterances=sum(shard.utterances for shard in shards),
+            frames=sum(shard.frames for shard in shards),
+            speakers=len(set(speakers)),
+        )
 
 
 @dataclass(frozen=True)

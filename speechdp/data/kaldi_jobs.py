@@ -93,7 +93,7 @@ def write_kaldi_shard(job: KaldiShardJob) -> ShardEntry:
     with ShardWriter(job.path, job.header) as writer:
         for utterance in _ready(job):
             writer.add(utterance)
-    return ShardEntry(job.path.name, writer.num_utterances, writer.num_frames, writer.index_sha256)
+    return ShardEntry.of(writer)
 
 
 def _ready(job: KaldiShardJob) -> Iterator[Utterance | AudioUtterance]:

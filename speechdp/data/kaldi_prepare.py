@@ -11,7 +11,7 @@ import numpy as np
 
 from speechdp.data.corpus import Corpus, CorpusUtterance
 from speechdp.data.data_dir import check_target, new_data_dir
-from speechdp.data.dataset import Dataset, Manifest, ShardEntry, SplitEntry
+from speechdp.data.dataset import Dataset, Manifest, SplitEntry
 from speechdp.data.kaldi_ali import AlignmentSource, alignment_source
 from speechdp.data.kaldi_dir import read_table, read_wav_scp
 from speechdp.data.kaldi_jobs import AlignedUtterance, KaldiShardJob, run_kaldi_jobs
@@ -178,7 +178,7 @@ def _write(options: KaldiOptions, corpus: _Corpus, progress: Progress) -> None:
     parts: dict[str, SplitEntry] = {}
     for name, utterances in splits.items():
         own, entries = entries[: len(jobs[name])], entries[len(jobs[name]) :]
-        parts[name] = _entry(own, utterances)
+        parts[name] = SplitEntry.of(own, (utterance.speaker for utterance in utterances))
     (corpus.directory / _PDFS_NAME).unlink(missing_ok=True)
     manifest = dataclasses.replace(corpus.manifest, splits=parts)
     KaldiPdfs(manifest.num_classes).save(corpus.directory / "classes.txt")
@@ -203,15 +203,6 @@ def _jobs(
         )
         for number, part in enumerate(dealt)
     ]
-
-
-def _entry(shards: list[ShardEntry], utterances: list[AlignedUtterance]) -> SplitEntry:
-    return SplitEntry(
-        shards=tuple(shards),
-        utterances=len(utterances),
-        frames=sum(shard.frames for shard in shards),
-        speakers=len({utterance.speaker for utterance in utterances}),
-    )
 
 
 def _left_out(

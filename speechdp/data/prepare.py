@@ -173,12 +173,7 @@ def _entry(
     name: str, utterances: list[CorpusUtterance], jobs: Sequence[ShardJob], results: Sequence[ShardResult]
 ) -> SplitEntry:
     entries = tuple(r.entry for job, r in zip(jobs, results, strict=True) if job.header.split == name)
-    return SplitEntry(
-        shards=entries,
-        utterances=len(utterances),
-        frames=sum(entry.frames for entry in entries),
-        speakers=len({utterance.speaker for utterance in utterances}),
-    )
+    return SplitEntry.of(entries, (utterance.speaker for utterance in utterances))
 
 
 def _probe(corpus: Corpus, progress: Progress) -> list[AudioInfo]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator
+from speechdp.data.alignment_file import check_alignments
 from speechdp.data.assignment import Place
 from speechdp.data.batch import IGNORED_TARGET, Batch
 from speechdp.data.buffers import BufferPool
@@ -26,7 +27,6 @@ from speechdp.data.source import Ready, SplitSource
 from speechdp.data.split_files import SplitFiles
 from speechdp.data.stage_times import StageTimes
 from speechdp.decode.hmm import count_frames_and_runs
-from speechdp.errors import ShardError
 
 IntArray = npt.NDArray[np.int64]
 #: Reads slower than so many bytes a second come from a disk or a network, not from the page cache ...
@@ -102,8 +102,7 @@ class SplitReader(SplitSource):
         comm: Communicator | None = None,
         pin: bool = False,
     ) -> None:
-        if alignments is not None and not alignments.is_dir():
-            raise ShardError(f"{alignments}: no such alignment directory; make it with train --realign")
+        check_alignments(alignments)
         self.feature_dim = dataset.feature_dim
         self.times = StageTimes()
         self.pool = BufferPool(pin=pin)

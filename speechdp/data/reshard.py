@@ -184,7 +184,7 @@ def _write_split(
                 shard, place = source.find(int(utterance))
                 writer.add(shard.read_utterance(place))
                 count.advance()
-        entries.append(ShardEntry(path.name, writer.num_utterances, writer.num_frames, writer.index_sha256))
+        entries.append(ShardEntry.of(writer))
     return entries
 
 

@@ -94,7 +94,7 @@ def write_shard(job: ShardJob, advance: Callable[[], None]) -> ShardResult:
             writer.add(ready)
             num_too_short += too_short
             advance()
-    entry = ShardEntry(job.path.name, writer.num_utterances, writer.num_frames, writer.index_sha256)
+    entry = ShardEntry.of(writer)
     return ShardResult(entry, num_too_short)
 
 

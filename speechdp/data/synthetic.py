@@ -203,15 +203,8 @@ def _write_split(
                 targets = _targets(spoken, manifest.features.frame_shift_s, lexicon, inventory)
                 planned = spoken.utterance
                 writer.add(kind(planned.utterance_id, planned.speaker, planned.text, content, targets))
-        entries.append(
-            ShardEntry(writer.path.name, writer.num_utterances, writer.num_frames, writer.index_sha256)
-        )
-    return SplitEntry(
-        shards=tuple(entries),
-        utterances=sum(entry.utterances for entry in entries),
-        frames=sum(entry.frames for entry in entries),
-        speakers=len({utterance.speaker for job in jobs for utterance in job.utterances}),
-    )
+        entries.append(ShardEntry.of(writer))
+    return SplitEntry.of(entries, (utterance.speaker for job in jobs for utterance in job.utterances))
 
 
 def _targets(

@@ -13,6 +13,7 @@ from torch import nn
 
 from speechdp.config import TrainOptions
 from speechdp.config_optimizer import OptimizerOptions
+from speechdp.data.alignment_file import check_alignments
 from speechdp.data.assignment import Assignment, planned
 from speechdp.data.dataset import Dataset
 from speechdp.data.device_stream import DeviceStream
@@ -70,8 +71,7 @@ def check_sources(session: Session, options: TrainOptions, strategy: Strategy) -
                 "choose with --train-split and --held-out, or prepare with another --split"
             )
         make_preprocessor(session.dataset, options.source(split, augmented=augmented))
-    if options.alignments is not None and not options.alignments.is_dir():
-        raise ShardError(f"{options.alignments}: no such alignment directory; make it with train --realign")
+    check_alignments(options.alignments)
     if options.loading.preprocess_on == "gpu" and session.device.type != "cuda":
         raise ConfigError("--preprocess-on gpu: this rank computes on the CPU; leave it out, or see to a GPU")
     if options.batch.order == "blocking-sort" and not strategy.synchronous:
