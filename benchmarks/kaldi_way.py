@@ -41,7 +41,7 @@ from speechdp.data.dataset import Dataset
 from speechdp.data.plan import CorpusIndex, PlanOptions, plan_epoch
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.tasks.acoustic import AcousticTask
-from speechdp.train.build import make_model
+from speechdp.train.models import make_acoustic_model
 
 _PROGRAMS = Path(__file__).resolve().parent
 #: What an iteration's time is made up of; "start" is that of processes, their ends included.
@@ -118,7 +118,7 @@ def prepare(setting: Setting) -> list[int]:
         (exp / name).mkdir(parents=True)
     config = {"data": str(setting.data.absolute()), "options": options_to_json(options)}
     (exp / "config.json").write_text(json.dumps(config, indent=1))
-    write_weights(exp / "0.safetensors", make_model(dataset, options))
+    write_weights(exp / "0.safetensors", make_acoustic_model(dataset, options))
     index, schedule = split_index(dataset, options.train_split), options.schedule()
     plans = [plan_epoch(index, options.plan(), epoch, setting.jobs) for epoch in range(options.num_epochs)]
     steps = [(epoch, i) for epoch, plan in enumerate(plans) for i in range(plan.num_steps)]
@@ -203,7 +203,7 @@ class HeldOutSplit:
         archive = Archive.of(batches, [0.0] * len(batches))
         raw = read_utterances(dataset, options.held_out, archive, options.alignments)
         self._batches: list[Batch] = make_batches(dataset, options, archive, raw)
-        self._model = make_model(dataset, options)
+        self._model = make_acoustic_model(dataset, options)
 
     def log_prob(self, weights: Path) -> float:
         """Return the mean log-probability of the aligned class, nats a frame, of a model on disk."""

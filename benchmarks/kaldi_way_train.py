@@ -38,7 +38,8 @@ from speechdp.data.segments import Segments
 from speechdp.data.source_options import make_preprocessor
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.tasks.acoustic import AcousticTask
-from speechdp.train.build import make_model, make_replica
+from speechdp.train.build import make_replica
+from speechdp.train.models import make_acoustic_model
 from speechdp.train.replica import Replica
 
 
@@ -244,7 +245,7 @@ def main(arguments: Sequence[str]) -> None:
     config = json.loads((exp / "config.json").read_text())
     options: TrainOptions = options_from_json(TrainOptions, config["options"])
     dataset = Dataset.open(config["data"])
-    model = make_model(dataset, options)
+    model = make_acoustic_model(dataset, options)
     replica = make_replica(model, options)
     # Starting ends here: to make its first optimizer torch imports more than half as much again.
     seconds, laps = {"start": time.monotonic() - float(spawned_s)}, _laps()

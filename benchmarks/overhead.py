@@ -40,7 +40,7 @@ from speechdp.config import TrainOptions
 from speechdp.data.batch import Batch
 from speechdp.data.dataset import Dataset
 from speechdp.data.reader import SplitReader
-from speechdp.train.build import make_model
+from speechdp.train.models import make_acoustic_model
 
 LOOP, AVERAGING = "bare loop", "model_averaging:period=1000000"
 DDP = "torch DDP (gloo)"
@@ -73,7 +73,7 @@ def peer_step(model: nn.Module, options: TrainOptions) -> Callable[[Batch], None
 def measure_peer(comm: Communicator, dataset: Dataset, contender: str, seconds: float) -> tuple[int, float]:
     """Return frames of this rank and wall seconds of a bare loop, with or without DDP."""
     options = options_for(contender)
-    model: nn.Module = make_model(dataset, options)
+    model: nn.Module = make_acoustic_model(dataset, options)
     if contender == DDP:
         model = nn.parallel.DistributedDataParallel(model)
     step = peer_step(model, options)

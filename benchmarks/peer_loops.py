@@ -25,7 +25,7 @@ from speechdp.config import TrainOptions
 from speechdp.data.batch import Batch
 from speechdp.data.dataset import Dataset
 from speechdp.data.reader import SplitReader
-from speechdp.train.build import make_model
+from speechdp.train.models import make_acoustic_model
 
 
 class Ranks:
@@ -291,7 +291,7 @@ def _measure(ranks: Ranks, run: Run, options: TrainOptions) -> None:
     dataset = Dataset.open(run.data)
     setting = Setting(
         ranks,
-        Lossy(make_model(dataset, options)),
+        Lossy(make_acoustic_model(dataset, options)),
         options.schedule().learning_rate,
         options.optimizer.max_gradient_norm,
         run.period,

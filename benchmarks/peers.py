@@ -49,7 +49,7 @@ from speechdp.data.dataset import Dataset
 from speechdp.data.loader import Loader
 from speechdp.data.reader import SplitReader
 from speechdp.strategies.registry import parse_strategy
-from speechdp.train.build import make_model
+from speechdp.train.models import make_acoustic_model
 
 #: What is compared with what: peers of the kind, and strategies of ours that do the same.
 GRADIENTS, PARAMETERS, OVERLAPPED = "gradients at every step", "parameters once a period", "overlapped"
@@ -127,7 +127,7 @@ def on_rank(comm: Communicator, ours: Ours, options: TrainOptions, arguments: ar
             reader = SplitReader(dataset, "train")
             stack.callback(reader.close)
             loader = stack.enter_context(open_loader(reader, options, comm.rank, comm.size))
-            model = make_model(dataset, options)
+            model = make_acoustic_model(dataset, options)
             advance = stack.enter_context(strategy_loop(comm, model, options, batches(loader)))
         frames, wall_s = timed(comm, advance, arguments.seconds, whole=arguments.period)
     print_rate(comm, frames, wall_s)

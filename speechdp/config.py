@@ -14,47 +14,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from speechdp.config_batch import BatchOptions, LoadingOptions
+from speechdp.config_model import ModelOptions
 from speechdp.config_optimizer import OptimizerOptions
+from speechdp.data.dataset import TaskName
 from speechdp.data.plan import PlanOptions
 from speechdp.data.preprocess import AugmentOptions, InputOptions
 from speechdp.data.reader import Context
 from speechdp.data.source_options import SourceRequest
 from speechdp.errors import ConfigError
-from speechdp.models.lstm_am import LstmConfig
-from speechdp.models.presets import PRESETS, Preset
+from speechdp.models.presets import Preset
 from speechdp.train.recipe import RecipeName, find_recipe
 from speechdp.train.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """The acoustic model."""
-
-    preset: Literal["tiny", "kaldi-4x800", "swb2000"] = "tiny"
-    """Sizes to start from; the options below change single ones."""
-    layers: int | None = None
-    """LSTM layers."""
-    cells: int | None = None
-    """Cells a layer and direction."""
-    bidirectional: bool | None = None
-    """BLSTM (True) or LSTM (False)."""
-    projection: int | None = None
-    """Size of the recurrent projection (LSTMP), 0 for none."""
-    bottleneck: int | None = None
-    """Size of the linear layer before the softmax, 0 for none."""
-    dropout: float | None = None
-    """Dropout between layers and before the output."""
-
-    def base(self) -> Preset:
-        """Return the preset."""
-        return PRESETS[self.preset]
-
-    def lstm(self) -> LstmConfig:
-        """Return the sizes: the preset's, changed by the options given."""
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(LstmConfig)}
-        return dataclasses.replace(
-            self.base().model, **{name: value for name, value in given.items() if value is not None}
-        )
 
 
 @dataclass(frozen=True)
@@ -67,6 +37,9 @@ class TrainOptions:
     inputs: InputOptions = field(default_factory=InputOptions)
     augment: AugmentOptions = field(default_factory=AugmentOptions)
     loading: LoadingOptions = field(default_factory=LoadingOptions)
+    task: TaskName = "acoustic"
+    """What to train: an acoustic model (BLSTM over HMM states), or a synthesis model (text to spectrograms), on
+    data prepared with --task synthesis."""
     recipe: RecipeName = "none"
     """Options to train with where none are given; adpsgd-asr: SGD, large batch, learning rate scaled to it
     with a warm-up, as in arXiv 1904.04956 (recalled, not checked against the paper; docs/training.md)."""
@@ -112,10 +85,21 @@ class TrainOptions:
         _slow_ranks(self.slow_ranks)
         if self.batch.batch_frames and self.optimizer.base_batch is not None:
             raise ConfigError("--base-batch counts segments, --batch-frames frames: give --learning-rate")
-        self.model.lstm()
+        self.preset  # noqa: B018 - refuses one of another task
+        self.model.check(self.task)
         batch, optimizer = self._resolve(1)  # with any number of ranks: only divisibility depends on it
         optimizer.schedule()
         batch.plan(self.seed)
+
+    @property
+    def preset(self) -> Preset:
+        """The model to start from.  Raises ConfigError if it is another task's."""
+        return self.model.base(self.task)
+
+    @property
+    def preset_name(self) -> str:
+        """Name of the model to start from."""
+        return self.model.name(self.task)
 
     @property
     def num_epochs(self) -> int:
@@ -137,7 +121,7 @@ class TrainOptions:
 
     def _resolve(self, size: int | None) -> tuple[BatchOptions, OptimizerOptions]:
         recipe = find_recipe(self.recipe)
-        batch = self.batch.resolve(self.model.base(), recipe, size)
+        batch = self.batch.resolve(self.preset, recipe, size)
         assert batch.batch_size is not None
         global_batch = None if size is None else batch.batch_size * size
         return batch, self.optimizer.resolve(recipe, self.num_epochs, global_batch)
@@ -169,6 +153,10 @@ class TrainOptions:
             augment=self.augment if augmented else AugmentOptions(),
             seed=self.seed,
         )
+
+    def to_decode(self, split: str) -> str:
+        """Return the split whose words are to be recognised after training; "" for none: only speech has any."""
+        return split if self.task == "acoustic" else ""
 
     def slowness(self, rank: int) -> float:
         """Return how many times as long as it takes `rank` pretends to compute."""

@@ -94,7 +94,7 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class LoadingOptions:
-    """Where batches are made ready; none of it changes what is in them."""
+    """Where batches are made ready, and what is noted meanwhile; none of it changes what is in them."""
 
     feeders: int = 0
     """Ranks of each host that read and preprocess for the others, which then touch no shard."""
@@ -103,11 +103,15 @@ class LoadingOptions:
     preprocess, read."""
     preprocess_on: Literal["cpu", "gpu"] = "cpu"
     """Where features, deltas and augmentation are computed."""
+    sample_hz: float = 10.0
+    """Times a second that the use of GPUs and processes is noted, for the report; 0: never."""
 
     def __post_init__(self) -> None:
         if self.feeders < 0:
             raise ConfigError(f"--feeders {self.feeders}: ranks of each host, or 0")
         if self.loader_threads < 1:
             raise ConfigError(f"--loader-threads {self.loader_threads}: at least 1")
+        if not 0 <= self.sample_hz <= 100:
+            raise ConfigError(f"--sample-hz {self.sample_hz:g}: times a second, at most 100, or 0")
         if self.feeders and self.preprocess_on == "gpu":
             raise ConfigError("--feeders preprocess on CPUs: leave out --preprocess-on gpu, or the feeders")

@@ -41,7 +41,7 @@ class CompareCommand:
     modes: str = "frames,time"
     """frames: the same epochs for all.  time: then again, for about as long as the slowest of them took."""
     decode_split: str = "test"
-    """Split whose word error rate is reported; empty for none."""
+    """Split whose word error rate is reported; empty for none.  Synthesis has none."""
     hostfile: Path | None = None
     """File with one line `host slots=N` a host; without it: this machine."""
     launch_args: str = ""
@@ -118,9 +118,10 @@ class CompareCommand:
         from speechdp.launching.cores import available_cores  # noqa: PLC0415
 
         dataset = Dataset.open(self.data)
-        if self.decode_split:
+        decode_split = self.options.to_decode(self.decode_split)
+        if decode_split:
             refuse_kaldi_pdfs(dataset.classes_path, '--decode-split ("" for none)')
-        for split in filter(None, (self.options.train_split, self.options.held_out, self.decode_split)):
+        for split in filter(None, (self.options.train_split, self.options.held_out, decode_split)):
             dataset.shard_paths(split)
         return CompareRequest(
             data=self.data,
@@ -128,7 +129,7 @@ class CompareCommand:
             out=self.out_dir,
             options=self.options,
             plan=plan,
-            decode_split=self.decode_split,
+            decode_split=decode_split,
             most_decoding_ranks=available_cores() if self.hostfile is None else None,
         )
 

@@ -151,7 +151,7 @@ def _session(
     device = choose_device(options.device, comm.local_rank)
     reporter: Reporter = SilentReporter()
     if comm.rank == 0:
-        reporter = ConsoleReporter(make_console(), request.label)
+        reporter = ConsoleReporter(make_console(), request.label, options.task)
     notice = choose_backend(options.backend).notice
     if notice:
         reporter.notice(notice)

@@ -36,6 +36,9 @@ SUBCOMMANDS = {
     ),
     "report": Subcommand("report", "ReportCommand", "table and pictures of a run, a sweep or a comparison"),
     "decode": Subcommand("decode", "DecodeCommand", "recognise a split and count word errors"),
+    "synthesize": Subcommand(
+        "synthesize", "SynthesizeCommand", "say texts, and measure how well they are said"
+    ),
     "posteriors": Subcommand(
         "posteriors", "PosteriorsCommand", "write a model's scores for Kaldi's decoders"
     ),

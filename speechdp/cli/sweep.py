@@ -37,7 +37,7 @@ class SweepCommand:
     one_rank_steps: int = 200
     """Steps of the run on one rank that the speed-up refers to; 0: none."""
     decode_split: str = "test"
-    """Split whose word error rate is reported; empty for none."""
+    """Split whose word error rate is reported; empty for none.  Synthesis has none."""
     target: float | None = None
     """Held-out log-probability whose time is reported; default: the highest that every run reached."""
     overwrite: bool = False
@@ -62,7 +62,7 @@ class SweepCommand:
             periods=tuple(filter(None, self.periods.split(","))),
             reference=tuple(filter(None, [self.reference])),
             one_rank_steps=self.one_rank_steps,
-            decode_split=self.decode_split,
+            decode_split=self.options.to_decode(self.decode_split),
         )
         plan.runs()
         return plan
@@ -93,4 +93,4 @@ class SweepCommand:
         if comm.rank != 0:
             return lambda name: SilentReporter()
         console = make_console()
-        return lambda name: ConsoleReporter(console, name)
+        return lambda name: ConsoleReporter(console, name, self.options.task)

@@ -8,17 +8,19 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from speechdp.atomic_file import write_text_atomically
 from speechdp.data.features import FeatureConfig
-from speechdp.data.shard_layout import VERSION_OF, ShardHeader, Stored, check_format
+from speechdp.data.shard_layout import VERSION_OF, ShardHeader, Stored, check_format, stored_in
 from speechdp.data.shard_writer import ShardWriter
 from speechdp.data.shards import Shard
 from speechdp.errors import ShardError
 
 DATA_FORMAT = "speechdp-data"
 MANIFEST_NAME = "data.json"
+#: What a model is trained for.
+TaskName = Literal["acoustic", "synthesis"]
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,10 @@ class Dataset:
         path: the directory.
         checksum: sha256 of data.json, which holds every shard's own: equal only for equal data.
         sampling_rate: in Hz.
-        stored: "features", or "audio" to make them from.
+        stored: "features", "audio" to make them from, or "spectrograms" to be learnt from texts.
         features: how the features were made, or are to be made.
         feature_dim, num_classes: sizes of a frame and of the targets.
-        alignment: "flat", "exact", "kaldi" or "none" (to be scored only).
+        alignment: "flat", "exact", "kaldi", "none" (to be scored only), or "text" of spectrograms.
         split: the rule that divided the corpus, e.g. "index:test=0-4,dev=5-9".
         splits: what data.json says of each split.
     """
@@ -156,6 +158,16 @@ class Dataset:
         """The names of the classes, one a line."""
         return self.path / "classes.txt"
 
+    @property
+    def symbols_path(self) -> Path:
+        """The symbols that texts are written in; only beside spectrograms."""
+        return self.path / "symbols.json"
+
+    @property
+    def task(self) -> TaskName:
+        """What a model can be trained for on these data."""
+        return "synthesis" if self.stored == "spectrograms" else "acoustic"
+
     def shard_paths(self, split: str) -> list[Path]:
         """Return the shards of a split, in the order of data.json."""
         return [self.path / shard.file for shard in self._split(split).shards]
@@ -201,9 +213,7 @@ def _parse(file: Path, content: bytes) -> Manifest:
     try:
         values: dict[str, Any] = json.loads(content)
         check_format(file, values, DATA_FORMAT, *VERSION_OF.values())
-        stored: Stored = "audio" if values.get("stored") == "audio" else "features"
-        if VERSION_OF[stored] != values["version"]:
-            raise ValueError(f"version {values['version']} does not store {stored}")
+        stored = stored_in(values)
         splits = {name: _parse_split(split) for name, split in values["splits"].items()}
         # Both become names of files: nothing outside the directory is to be read or written.
         for name in (*splits, *(entry.file for split in splits.values() for entry in split.shards)):

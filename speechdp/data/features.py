@@ -1,4 +1,4 @@
-"""Turn samples into log-mel or MFCC features, by Kaldi's definitions.
+"""Turn samples into log-mel or MFCC features, by Kaldi's definitions, or into spectrograms for synthesis.
 
 Legend: S samples, T frames, D feature dimensions.
 """
@@ -21,15 +21,17 @@ STD_FLOOR = 1e-2
 LOW_FREQ_HZ = 20.0
 #: Settings that only data from Kaldi have otherwise.
 _KALDI_DEFAULTS: dict[str, Any] = {"snip_edges": False, "kaldi_dim": 0, "cmvn": "utterance"}
+#: Settings that only spectrograms have.
+_SPECTROGRAM_FIELDS = ("num_fft", "preemphasis", "min_level_db", "ref_level_db")
 
 
 @dataclass(frozen=True)
 class FeatureConfig:
     """How features are made; stored in every shard."""
 
-    kind: Literal["log_mel", "mfcc", "kaldi"] = "log_mel"
+    kind: Literal["log_mel", "mfcc", "kaldi", "spectrogram"] = "log_mel"
     """log_mel: logarithms of mel filter-bank energies; mfcc: their cosine transform; kaldi: Kaldi's own,
-    read and not computed."""
+    read and not computed; spectrogram: mel and linear magnitudes to synthesise speech from."""
     num_mel_bins: int = 40
     """Number of mel filters."""
     num_ceps: int = 13
@@ -50,9 +52,17 @@ class FeatureConfig:
     """Number of values a frame (kaldi only)."""
     cmvn: Literal["utterance", "speaker"] = "utterance"
     """Whose mean and deviation are taken: the utterance's, or the speaker's from Kaldi's cmvn.scp."""
+    num_fft: int = 0
+    """Points of the Fourier transform (spectrogram only)."""
+    preemphasis: float = 0.0
+    """Weight of the sample before that is subtracted from each (spectrogram only)."""
+    min_level_db: float = -100.0
+    """Level that becomes 0, in dB under ref_level_db (spectrogram only)."""
+    ref_level_db: float = 20.0
+    """Level that becomes 1, in dB (spectrogram only)."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("log_mel", "mfcc", "kaldi"):
+        if self.kind not in ("log_mel", "mfcc", "kaldi", "spectrogram"):
             raise ConfigError(f"features {self.kind!r} are not known; choose log_mel or mfcc")
         if self.dtype not in ("float16", "float32"):
             raise ConfigError(f"dtype {self.dtype!r} is not known; choose float16 or float32")
@@ -64,11 +74,33 @@ class FeatureConfig:
             )
         if self.kind == "mfcc" and not 1 <= self.num_ceps <= self.num_mel_bins:
             raise ConfigError(f"num_ceps {self.num_ceps} must lie in 1..num_mel_bins ({self.num_mel_bins})")
+        if self.kind == "spectrogram":
+            self._check_spectrogram()
+
+    def _check_spectrogram(self) -> None:
+        if self.num_fft < 4 or self.num_fft % 2:
+            raise ConfigError(f"num_fft {self.num_fft} of a spectrogram must be even and above 3, e.g. 512")
+        if not 0.0 <= self.preemphasis < 1.0:
+            raise ConfigError(f"preemphasis {self.preemphasis} must lie in 0..1, 1 excluded, e.g. 0.97")
+        if self.min_level_db >= 0.0:
+            raise ConfigError(f"min_level_db {self.min_level_db} must be below 0, e.g. -100")
+        if self.mean_normalise or self.variance_normalise:
+            raise ConfigError("spectrograms are scaled by their level; set no mean or variance normalisation")
 
     @property
     def feature_dim(self) -> int:
         """Number of values a frame (D)."""
-        return {"log_mel": self.num_mel_bins, "mfcc": self.num_ceps, "kaldi": self.kaldi_dim}[self.kind]
+        return {
+            "log_mel": self.num_mel_bins,
+            "mfcc": self.num_ceps,
+            "kaldi": self.kaldi_dim,
+            "spectrogram": self.num_mel_bins + self.linear_dim,
+        }[self.kind]
+
+    @property
+    def linear_dim(self) -> int:
+        """Number of lines of the linear spectrum, which stand behind the mel values of a frame (L)."""
+        return self.num_fft // 2 + 1
 
     @property
     def frame_shift_s(self) -> float:
@@ -78,9 +110,12 @@ class FeatureConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as they stand in JSON.
 
-        Those of Kaldi's data stand there only where they are used: to all other data they mean nothing.
+        Those of Kaldi's data and of spectrograms stand there only where they are used: to all other data they
+        mean nothing.
         """
         values = asdict(self)
+        if self.kind != "spectrogram":
+            values = {name: value for name, value in values.items() if name not in _SPECTROGRAM_FIELDS}
         return {n: v for n, v in values.items() if n not in _KALDI_DEFAULTS or v != _KALDI_DEFAULTS[n]}
 
     @classmethod
@@ -95,8 +130,13 @@ class FeatureConfig:
 
 
 def num_frames_of(num_samples: int, sampling_rate: int, config: FeatureConfig) -> int:
-    """Return the number of frames Kaldi makes: samples / shift, rounded, or fewer with snip_edges."""
+    """Return the number of frames Kaldi makes: samples / shift, rounded, or fewer with snip_edges.
+
+    A spectrogram has 1 + samples / shift, rounded down: its first frame is centred at the first sample.
+    """
     shift = shift_samples(sampling_rate, config)
+    if config.kind == "spectrogram":
+        return (num_samples + shift) // shift * (num_samples > 0)
     if config.snip_edges:
         window = int(sampling_rate * 0.001 * config.frame_length_ms)
         num_frames = 1 + (num_samples - window) // shift
@@ -121,12 +161,21 @@ def compute_features(
     Raises:
         ConfigError: no sample, NaN among the samples, or more mel bins than the sampling rate can fill.
     """
+    if config.kind == "spectrogram":
+        from speechdp.data.spectrogram import compute_spectrogram  # noqa: PLC0415 - it needs this module
+
+        return compute_spectrogram(samples, sampling_rate, config)
+    check_samples(samples)
+    raw = kaldi_features(samples * _INT16_SCALE, sampling_rate, config, snip_edges=config.snip_edges)
+    return normalise(raw, config)
+
+
+def check_samples(samples: npt.NDArray[np.float32]) -> None:
+    """Refuse samples that are none, not of one channel, or not finite.  Raises ConfigError."""
     if samples.ndim != 1 or samples.size == 0:
         raise ConfigError(f"features need one channel of samples, not an array of shape {samples.shape}")
     if not np.isfinite(samples).all():
         raise ConfigError("samples hold NaN or infinity")
-    raw = kaldi_features(samples * _INT16_SCALE, sampling_rate, config, snip_edges=config.snip_edges)
-    return normalise(raw, config)
 
 
 def kaldi_features(
@@ -137,6 +186,7 @@ def kaldi_features(
 
     if config.kind == "kaldi":
         raise ConfigError("Kaldi's own features are read from feats.scp, they cannot be computed")
+    assert config.kind in ("log_mel", "mfcc")
     check_mel_bins(sampling_rate, config)
     options = knf.FbankOptions() if config.kind == "log_mel" else knf.MfccOptions()
     options.frame_opts.samp_freq = float(sampling_rate)

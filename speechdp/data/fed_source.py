@@ -111,7 +111,7 @@ class FedSource(SplitSource):
         features, targets, lengths = packet.tensors
         batch = Batch(features, targets, lengths, int(packet.head["num_frames"]))
         self._made_by[str(packet.source)] += 1
-        self.times.count(batch.num_frames, targets.numel())
+        self.times.count(batch.num_frames, features.shape[0] * features.shape[1])
         return batch
 
     def _ask(self, feeder: int, head: dict[str, Any]) -> Future[Packet]:

@@ -90,7 +90,7 @@ def prepare(options: PrepareOptions, progress: Progress) -> Prepared:
     lexicon = lexicon_for(corpus.words, options.lexicon)
     rule = choose_rule(corpus, options.split, options.held_out_speaker, options.seed)
     splits = split_corpus(corpus, rule)
-    infos = _probe(corpus, progress)
+    infos = probe_corpus(corpus, progress)
     sampling_rate = common_sampling_rate(infos, options.resample_hz)
     features = options.features
     if options.fit_mel_bins:
@@ -127,6 +127,17 @@ def open_corpus(source: Path, pattern: str | None) -> Corpus:
             )
         return read_kaldi_dir(source)
     return read_audio_folder(source, pattern)
+
+
+def probe_corpus(corpus: Corpus, progress: Progress) -> list[AudioInfo]:
+    """Read the headers of all audio.  Raises ConfigError on what is no audio of one channel."""
+    total = len(corpus.utterances)
+    infos = []
+    for number, utterance in enumerate(corpus.utterances, 1):
+        infos.append(probe(utterance.audio))
+        if number % 100 == 0 or number == total:
+            progress(_PROBE_STAGE, number, total)
+    return infos
 
 
 def finish(directory: Path, manifest: Manifest, splits: dict[str, SplitEntry], lexicon: Lexicon) -> None:
@@ -174,16 +185,6 @@ def _entry(
 ) -> SplitEntry:
     entries = tuple(r.entry for job, r in zip(jobs, results, strict=True) if job.header.split == name)
     return SplitEntry.of(entries, (utterance.speaker for utterance in utterances))
-
-
-def _probe(corpus: Corpus, progress: Progress) -> list[AudioInfo]:
-    total = len(corpus.utterances)
-    infos = []
-    for number, utterance in enumerate(corpus.utterances, 1):
-        infos.append(probe(utterance.audio))
-        if number % 100 == 0 or number == total:
-            progress(_PROBE_STAGE, number, total)
-    return infos
 
 
 def _spelling(corpus: Corpus, user_lexicon: Path | None) -> dict[str, str]:

@@ -109,10 +109,15 @@ class Preprocessor:
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         _check(features, stored, augment)
+        if stored == "spectrograms" and (inputs.copies > 1 or augment.spec_augment):
+            raise ConfigError(
+                "--deltas, --splice and --spec-augment change what a model sees; spectrograms are what a "
+                "synthesis model is to put out: leave them out"
+            )
         self.stored: Stored = stored
         self.base_dim = features.feature_dim
         self.output_dim = features.feature_dim * inputs.copies
-        self.is_plain = stored == "features" and inputs.copies == 1 and not augment.spec_augment
+        self.is_plain = stored != "audio" and inputs.copies == 1 and not augment.spec_augment
         self._features, self._sampling_rate = features, sampling_rate
         self._inputs, self._seed = inputs, seed
         self._noise = augment.noise()
@@ -234,7 +239,7 @@ def _check(features: FeatureConfig, stored: Stored, augment: AugmentOptions) -> 
     for option, given in perturbing.items():
         if given and stored != "audio":
             raise ConfigError(
-                f"{option}: needs a data directory prepared with --store audio; this one holds features"
+                f"{option}: needs a data directory prepared with --store audio; this one holds {stored}"
             )
     if stored == "audio" and (features.kind == "kaldi" or features.cmvn != "utterance"):
         raise ConfigError(

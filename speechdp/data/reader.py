@@ -111,6 +111,7 @@ class SplitReader(SplitSource):
         lengths = self._files.lengths(comm)
         self.times.facts |= {"stored": dataset.stored, "storage": self._files.storage}
         self.index = CorpusIndex.of_lengths(lengths)
+        self._has_texts = dataset.task == "synthesis"
         self._verified = np.zeros(len(self.index.num_frames), dtype=bool)
         self._is_disk_slow = False
         # Where each utterance begins, counted over all shards, and the first utterance of each shard.
@@ -120,7 +121,8 @@ class SplitReader(SplitSource):
     def start(self, segments: Segments, place: Place | None = None) -> Ready:
         begun = perf_counter()
         rows = self.rows(segments)
-        features, targets = self._features(rows), self.targets(rows)
+        features = self._features(rows)
+        targets = self._symbols(rows) if self._has_texts else self.targets(rows)
         read = perf_counter()
         batch = Batch(
             self.converted(features, torch.float32),
@@ -161,9 +163,9 @@ class SplitReader(SplitSource):
         return samples
 
     def utterance_targets(self, shard: int, utterance: int) -> npt.NDArray[np.int32]:
-        """Read an utterance's targets (T,)."""
-        begin, end = self._starts[self._first[shard] + utterance :][:2] - self._starts[self._first[shard]]
-        return self._files.targets(shard, utterance, int(begin), int(end - begin))
+        """Read an utterance's targets (T,), or symbols (S,)."""
+        begin, end = self._files.open(shard).target_offsets[utterance : utterance + 2].tolist()
+        return self._files.targets(shard, utterance, begin, end - begin)
 
     def targets(self, rows: Rows) -> Tensor:
         """Read the targets of frames to be learnt into a (B, T) int32 tensor; IGNORED_TARGET elsewhere.
@@ -180,6 +182,21 @@ class SplitReader(SplitSource):
         extents = Extents(rows.shard.tolist(), start.tolist(), rows.learnt.tolist(), begin.tolist())
         self._files.read_targets(rows.utterance, extents, targets.numpy().reshape(-1).view(np.uint8).data)
         return targets
+
+    def _symbols(self, rows: Rows) -> Tensor:
+        """Read the rows' texts into a (B, S) int32 tensor; IGNORED_TARGET behind each."""
+        places = zip(rows.shard.tolist(), rows.utterance.tolist(), strict=True)
+        spans = [self._files.open(shard).target_offsets[u : u + 2].tolist() for shard, u in places]
+        numbers = [end - begin for begin, end in spans]
+        longest = max(numbers, default=0)
+        symbols = self.pool.take((len(rows), longest), torch.int32)
+        symbols.fill_(IGNORED_TARGET)
+        if symbols.numel() == 0:
+            return symbols
+        into = list(range(0, symbols.numel() * 4, longest * 4))
+        extents = Extents(rows.shard.tolist(), [begin for begin, _ in spans], numbers, into)
+        self._files.read_targets(rows.utterance, extents, symbols.numpy().reshape(-1).view(np.uint8).data)
+        return symbols
 
     def count_classes(self, num_classes: int, share: int, num_shares: int) -> npt.NDArray[np.int64]:
         counts = np.zeros((2, num_classes), dtype=np.int64)

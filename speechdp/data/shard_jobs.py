@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Protocol
 
 from speechdp.data.audio import edge_silence, read_audio, to_int16
 from speechdp.data.corpus import CorpusUtterance
@@ -31,6 +32,37 @@ _POLL_S = 0.2
 
 
 @dataclass(frozen=True)
+class ShardResult:
+    """A shard written: its line of data.json, and how many utterances had fewer frames than states."""
+
+    entry: ShardEntry
+    num_too_short: int
+
+
+class Job(Protocol):
+    """One shard to write, in this process or in another."""
+
+    @property
+    def path(self) -> Path:
+        """The shard."""
+        ...
+
+    @property
+    def num_utterances(self) -> int:
+        """Number of utterances of the shard."""
+        ...
+
+    @property
+    def stage(self) -> str:
+        """What the job does, for people."""
+        ...
+
+    def write(self, advance: Callable[[], None]) -> ShardResult:
+        """Write the shard, calling `advance` after each utterance."""
+        ...
+
+
+@dataclass(frozen=True)
 class ShardJob:
     """One shard to write from audio, with flat-start targets."""
 
@@ -40,16 +72,29 @@ class ShardJob:
     lexicon: Lexicon
     inventory: StateInventory
 
+    @property
+    def num_utterances(self) -> int:
+        """Number of utterances of the shard."""
+        return len(self.utterances)
 
-@dataclass(frozen=True)
-class ShardResult:
-    """A shard written: its line of data.json, and how many utterances had fewer frames than states."""
+    @property
+    def stage(self) -> str:
+        """What the job does, for people."""
+        return _STAGES[self.header.stored]
 
-    entry: ShardEntry
-    num_too_short: int
+    def write(self, advance: Callable[[], None]) -> ShardResult:
+        """Write the shard, utterance by utterance, calling `advance` after each."""
+        num_too_short = 0
+        with ShardWriter(self.path, self.header) as writer:
+            for utterance in self.utterances:
+                ready, too_short = _make_utterance(utterance, self)
+                writer.add(ready)
+                num_too_short += too_short
+                advance()
+        return ShardResult(ShardEntry.of(writer), num_too_short)
 
 
-def run_jobs(jobs: Sequence[ShardJob], num_workers: int | None, progress: Progress) -> list[ShardResult]:
+def run_jobs(jobs: Sequence[Job], num_workers: int | None, progress: Progress) -> list[ShardResult]:
     """Write all shards, in parallel where that pays.
 
     Args:
@@ -61,9 +106,9 @@ def run_jobs(jobs: Sequence[ShardJob], num_workers: int | None, progress: Progre
         ConfigError, ShardError: from the first job that failed; the others are stopped.
         RunError: a process was killed.
     """
-    total = sum(len(job.utterances) for job in jobs)
+    total = sum(job.num_utterances for job in jobs)
     num_workers = min(num_workers or num_cores(), len(jobs))
-    stage = _STAGES[jobs[0].header.stored]
+    stage = jobs[0].stage
     progress(stage, 0, total)
     if num_workers > 1 and total >= _FEWEST_FOR_PROCESSES:
         return _run_in_processes(jobs, num_workers, progress)
@@ -76,26 +121,13 @@ def run_jobs(jobs: Sequence[ShardJob], num_workers: int | None, progress: Progre
         progress(stage, done, total)
 
     for job in jobs:
-        results.append(write_shard(job, advance))
+        results.append(job.write(advance))
     return results
 
 
 def num_cores() -> int:
     """Return how many cores this process may use; an allocation often gives fewer than the machine has."""
     return len(os.sched_getaffinity(0))
-
-
-def write_shard(job: ShardJob, advance: Callable[[], None]) -> ShardResult:
-    """Write one shard, utterance by utterance, calling `advance` after each."""
-    num_too_short = 0
-    with ShardWriter(job.path, job.header) as writer:
-        for utterance in job.utterances:
-            ready, too_short = _make_utterance(utterance, job)
-            writer.add(ready)
-            num_too_short += too_short
-            advance()
-    entry = ShardEntry.of(writer)
-    return ShardResult(entry, num_too_short)
 
 
 def _make_utterance(utterance: CorpusUtterance, job: ShardJob) -> tuple[Utterance | AudioUtterance, bool]:
@@ -118,12 +150,12 @@ def _make_utterance(utterance: CorpusUtterance, job: ShardJob) -> tuple[Utteranc
     return Utterance(*names, features, targets), too_short
 
 
-def _run_in_processes(jobs: Sequence[ShardJob], num_workers: int, progress: Progress) -> list[ShardResult]:
+def _run_in_processes(jobs: Sequence[Job], num_workers: int, progress: Progress) -> list[ShardResult]:
     # Spawned, not forked: the caller may have threads, and HDF5 does not survive a fork.
     context = multiprocessing.get_context("spawn")
     shared = _Shared(context.Value("q", 0), context.Event())
-    total = sum(len(job.utterances) for job in jobs)
-    stage = _STAGES[jobs[0].header.stored]
+    total = sum(job.num_utterances for job in jobs)
+    stage = jobs[0].stage
     with ProcessPoolExecutor(num_workers, context, _keep, (shared,)) as pool:
         futures = [pool.submit(_write_counted, job) for job in jobs]
         try:
@@ -165,7 +197,7 @@ def _keep(shared: _Shared) -> None:
     _shared.append(shared)
 
 
-def _write_counted(job: ShardJob) -> ShardResult:
+def _write_counted(job: Job) -> ShardResult:
     (shared,) = _shared
 
     def advance() -> None:
@@ -174,4 +206,4 @@ def _write_counted(job: ShardJob) -> ShardResult:
         with shared.num_done.get_lock():
             shared.num_done.value += 1
 
-    return write_shard(job, advance)
+    return job.write(advance)

@@ -1,6 +1,6 @@
-"""Define what a shard holds (layout versions 1 and 2: docs/data-format.md).
+"""Define what a shard holds (layout versions 1 to 3: docs/data-format.md).
 
-Legend: U utterances, F frames of the shard, T frames of an utterance, S samples of an utterance,
+Legend: U utterances, F frames of the shard, T frames of an utterance, S samples (or symbols) of an utterance,
 D feature dimensions.
 """
 
@@ -21,12 +21,13 @@ import speechdp
 from speechdp.data.features import FeatureConfig
 from speechdp.errors import ShardError
 
-#: What a shard stores beside the targets: features made beforehand, or the samples to make them from.
-Stored = Literal["features", "audio"]
+#: What a shard stores beside the targets: features made beforehand, the samples to make them from, or
+#: spectrograms to be learnt from texts, whose targets are the symbols of each utterance, not one a frame.
+Stored = Literal["features", "audio", "spectrograms"]
 
 SHARD_FORMAT = "speechdp-shard"
 #: The layout version of each kind of shard; readers know both.
-VERSION_OF: dict[Stored, int] = {"features": 1, "audio": 2}
+VERSION_OF: dict[Stored, int] = {"features": 1, "audio": 2, "spectrograms": 3}
 SHARD_VERSIONS = tuple(VERSION_OF.values())
 STRING_NAMES = ("utterance_id", "speaker", "text")
 
@@ -35,7 +36,10 @@ _STRINGS_A_BLOCK = 16384
 
 @dataclass(frozen=True)
 class Utterance:
-    """One utterance, ready to be trained on: features (T, D), targets (T,) int32 class indices."""
+    """One utterance, ready to be trained on: features (T, D), targets (T,) int32 class indices.
+
+    In a shard of spectrograms the targets are its symbols, (S,) int32.
+    """
 
     utterance_id: str
     speaker: str
@@ -114,9 +118,7 @@ class ShardHeader:
     @classmethod
     def from_attributes(cls, attributes: dict[str, Any]) -> ShardHeader:
         """Read what `attributes` gave.  Raises KeyError, ValueError or ConfigError on anything else."""
-        stored: Stored = "audio" if attributes.get("stored") == "audio" else "features"
-        if VERSION_OF[stored] != attributes["version"]:
-            raise ValueError(f"version {attributes['version']} does not store {stored}")
+        stored = stored_in(attributes)
         return cls(
             features=FeatureConfig.from_dict(json.loads(attributes["features"])),
             sampling_rate=attributes["sampling_rate"],
@@ -129,11 +131,15 @@ class ShardHeader:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Who owns what: offsets (U+1,) int64, crc32 (U,) uint32 and, of audio, sample_offsets (U+1,) int64."""
+    """Who owns what: offsets (U+1,) int64 of frames and crc32 (U,) uint32.
+
+    Of audio, sample_offsets (U+1,) int64 too; of spectrograms, target_offsets (U+1,) int64.
+    """
 
     offsets: npt.NDArray[np.int64]
     crc32: npt.NDArray[np.uint32]
     sample_offsets: npt.NDArray[np.int64] | None = None
+    target_offsets: npt.NDArray[np.int64] | None = None
 
     def sha256(self, attributes: dict[str, Any], columns: Iterable[Iterable[list[str]]]) -> str:
         """Return the checksum over the index and the shard's attributes, as docs/data-format.md gives it.
@@ -146,8 +152,9 @@ class ShardIndex:
         digest = hashlib.sha256(json.dumps(attributes, sort_keys=True).encode())
         digest.update(np.ascontiguousarray(self.offsets, dtype="<i8").data)
         digest.update(np.ascontiguousarray(self.crc32, dtype="<u4").data)
-        if self.sample_offsets is not None:
-            digest.update(np.ascontiguousarray(self.sample_offsets, dtype="<i8").data)
+        for offsets in (self.sample_offsets, self.target_offsets):
+            if offsets is not None:
+                digest.update(np.ascontiguousarray(offsets, dtype="<i8").data)
         for blocks in columns:
             separator = "["
             for block in blocks:
@@ -167,6 +174,19 @@ def string_blocks(dataset: Any) -> Iterator[list[str]]:
         yield [text.decode() for text in dataset[start : start + _STRINGS_A_BLOCK].tolist()]
 
 
+def stored_in(attributes: dict[str, Any]) -> Stored:
+    """Return what a shard (or data.json) of these attributes stores.
+
+    Raises:
+        ValueError: its layout version does not store that.
+        KeyError: it names no version, or something unknown.
+    """
+    stored: Stored = attributes.get("stored", "features")
+    if VERSION_OF[stored] != attributes["version"]:
+        raise ValueError(f"version {attributes['version']} does not store {stored}")
+    return stored
+
+
 def printable(utterance_id: str) -> str:
     """Return an utterance's id as a message of one line can hold it."""
     return utterance_id if utterance_id.isprintable() else ascii(utterance_id)
@@ -174,7 +194,7 @@ def printable(utterance_id: str) -> str:
 
 def utterance_crc32(content: npt.NDArray[Any], targets: npt.NDArray[np.int32]) -> int:
     """Return the CRC-32 of the feature (or sample) bytes, then the target bytes, both little-endian."""
-    return zlib.crc32(targets.data, zlib.crc32(content.data)) if len(targets) else 0
+    return zlib.crc32(targets.data, zlib.crc32(content.data)) if len(targets) and len(content) else 0
 
 
 def check_format(path: Path, attributes: dict[str, Any], format_name: str, *versions: int) -> None:
@@ -182,7 +202,7 @@ def check_format(path: Path, attributes: dict[str, Any], format_name: str, *vers
     if attributes.get("format") != format_name:
         raise ShardError(f"{path}: is not a {format_name} file; make it with speechdp prepare")
     if attributes.get("version") not in versions:
-        known = " and ".join(map(str, versions))
+        known = ", ".join(map(str, versions))
         raise ShardError(
             f"{path}: has layout version {attributes.get('version')}, this speechdp reads version {known}; "
             "prepare the data again or use the speechdp that wrote it"

@@ -1,4 +1,4 @@
-"""Write HDF5 shards (layout versions 1 and 2: docs/data-format.md).
+"""Write HDF5 shards (layout versions 1 to 3: docs/data-format.md).
 
 Legend: U utterances, F frames of the shard, T frames of an utterance, S samples of an utterance.
 """
@@ -52,6 +52,7 @@ class ShardWriter:
         self.index_sha256 = ""
         self._frames = array("q")  # of each utterance
         self._rows = array("q")  # of the content: frames or samples
+        self._symbols = array("q")  # of each utterance, where the targets are its text
         self._crc32 = array("I")
         self._widths = [1] * len(STRING_NAMES)  # of the longest string of each kind, in bytes
         self._stack = ExitStack()
@@ -98,7 +99,9 @@ class ShardWriter:
             write_all(self._strings, json.dumps(strings).encode() + b"\n")
         except OSError as error:
             raise _cannot_write(self.path, error) from error
-        self._frames.append(len(targets))
+        if self.header.stored == "spectrograms":
+            self._symbols.append(len(targets))
+        self._frames.append(len(content) if self._symbols else len(targets))
         self._rows.append(len(content))
         self._crc32.append(utterance_crc32(content, targets))
         lengths = (len(text.encode()) for text in strings)
@@ -125,9 +128,12 @@ class ShardWriter:
         num_frames = len(content)
         if header.stored == "audio":
             num_frames = num_frames_of(len(content), header.sampling_rate, header.features)
-        if targets.shape != (num_frames,):
+        if header.stored == "spectrograms":
+            if targets.ndim != 1 or len(targets) == 0:
+                raise ConfigError(f"{where}: has no text; leave it out of the corpus")
+        elif targets.shape != (num_frames,):
             raise ConfigError(f"{where}: {targets.shape} targets for {num_frames} frames")
-        if len(targets) == 0:
+        if num_frames == 0:
             raise ConfigError(f"{where}: has no frame; leave it out of the corpus")
         if targets.min() < 0 or targets.max() >= header.num_classes:
             raise ConfigError(f"{where}: targets outside 0..{header.num_classes - 1}")
@@ -146,6 +152,7 @@ class ShardWriter:
             _offsets(self._frames),
             np.array(self._crc32, dtype="<u4"),
             _offsets(self._rows) if self.header.stored == "audio" else None,
+            _offsets(self._symbols) if self.header.stored == "spectrograms" else None,
         )
         try:
             with atomic_path(self.path) as temporary:
@@ -155,12 +162,19 @@ class ShardWriter:
 
     def _write_hdf5(self, path: Path, index: ShardIndex) -> None:
         attributes = self.header.attributes()
-        num_frames, num_rows = int(index.offsets[-1]), sum(self._rows)
+        num_rows, num_targets = sum(self._rows), int(index.offsets[-1])
+        if index.target_offsets is not None:
+            num_targets = int(index.target_offsets[-1])
         arrays: dict[str, npt.NDArray[Any] | None]
-        arrays = {"offsets": index.offsets, "crc32": index.crc32, "sample_offsets": index.sample_offsets}
+        arrays = {
+            "offsets": index.offsets,
+            "crc32": index.crc32,
+            "sample_offsets": index.sample_offsets,
+            "target_offsets": index.target_offsets,
+        }
         present = {name: values for name, values in arrays.items() if values is not None}
         content_shape = (num_rows, *self.header.row_shape)
-        num_bytes = int(np.prod(content_shape)) * self.header.content_dtype.itemsize + 4 * num_frames
+        num_bytes = int(np.prod(content_shape)) * self.header.content_dtype.itemsize + 4 * num_targets
         num_bytes += sum(values.nbytes for values in present.values())
         num_bytes += self.num_utterances * sum(self._widths)
         with create_hdf5(path, num_bytes) as file:
@@ -173,7 +187,7 @@ class ShardWriter:
             file.attrs["index_sha256"] = self.index_sha256
             content = file.create_dataset(self.header.content_name, content_shape, self.header.content_dtype)
             copy_rows(self._content, content)
-            copy_rows(self._targets, file.create_dataset("targets", (num_frames,), np.dtype("<i4")))
+            copy_rows(self._targets, file.create_dataset("targets", (num_targets,), np.dtype("<i4")))
 
     def _write_strings(self, file: Any) -> list[Any]:
         dtypes = [h5py.string_dtype("utf-8", width) for width in self._widths]

@@ -1,4 +1,4 @@
-"""Read HDF5 shards (layout versions 1 and 2: docs/data-format.md).
+"""Read HDF5 shards (layout versions 1 to 3: docs/data-format.md).
 
 Legend: U utterances, F frames of the shard, T frames of an utterance, S samples of an utterance,
 D feature dimensions.
@@ -49,10 +49,11 @@ class Shard:
         header: what holds for the whole shard.
         offsets: (U+1,) int64; utterance u owns frames offsets[u]:offsets[u+1].
         sample_offsets: (U+1,) int64, the same of its samples; None where features are stored.
+        target_offsets: (U+1,) int64, the same of its targets: of spectrograms its symbols, else its frames.
         crc32: (U,) uint32, of each utterance's feature (or sample) bytes and target bytes.
         index_sha256: identifies the shard.
         reader: reads rows of the places below.
-        targets_place: where the targets (F,) int32 lie.
+        targets_place: where the targets int32 lie: (F,), or as many as there are symbols.
         storage: how the file is laid out: "contiguous", which reads fastest, "chunked", "chunked gzip", ...
 
     Raises:
@@ -65,6 +66,8 @@ class Shard:
         self.header = opened.header
         self.offsets = opened.index.offsets
         self.sample_offsets = opened.index.sample_offsets
+        symbols = opened.index.target_offsets
+        self.target_offsets = self.offsets if symbols is None else symbols
         self.crc32 = opened.index.crc32
         self.index_sha256 = opened.index_sha256
         self.targets_place = opened.places["targets"]
@@ -89,13 +92,13 @@ class Shard:
     @property
     def features_place(self) -> ArrayPlace:
         """Where the features (F, D) lie.  Raises ShardError in a shard of audio."""
-        self._require("features")
+        self._refuse_audio()
         return self._content
 
     @property
     def samples_place(self) -> ArrayPlace:
         """Where the samples (sum of S,) int16 lie.  Raises ShardError in a shard of features."""
-        self._require("audio")
+        self._require_audio()
         return self._content
 
     @property
@@ -132,7 +135,7 @@ class Shard:
             ShardError: the file ends too early, (with `verify`) the checksum does not match, or the shard
                 stores audio.
         """
-        self._require("features")
+        self._refuse_audio()
         return self._read(utterance, verify)
 
     def read_samples(
@@ -143,12 +146,12 @@ class Shard:
         Raises:
             ShardError: as `read`, or the shard stores features.
         """
-        self._require("audio")
+        self._require_audio()
         return self._read(utterance, verify)
 
     def samples(self, utterance: int) -> npt.NDArray[np.int16]:
         """Read an utterance's samples (S,) alone, unverified.  Raises ShardError."""
-        self._require("audio")
+        self._require_audio()
         first, end = int(self._rows[utterance]), int(self._rows[utterance + 1])
         samples: npt.NDArray[np.int16] = self.reader.read(self._content, first, end - first)
         return samples
@@ -183,17 +186,22 @@ class Shard:
     def _read(self, utterance: int, verify: bool) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
         first, end = int(self._rows[utterance]), int(self._rows[utterance + 1])
         content = self.reader.read(self._content, first, end - first)
-        first, end = int(self.offsets[utterance]), int(self.offsets[utterance + 1])
+        first, end = int(self.target_offsets[utterance]), int(self.target_offsets[utterance + 1])
         targets = self.reader.read(self.targets_place, first, end - first)
         if verify and utterance_crc32(content, targets) != self.crc32[utterance]:
             raise self.damaged(utterance)
         return content, targets
 
-    def _require(self, stored: str) -> None:
-        if self.header.stored != stored:
+    def _require_audio(self) -> None:
+        if self.header.stored != "audio":
             raise ShardError(
-                f"{self.path}: stores {self.header.stored}, not {stored}; "
-                f"prepare the data with --store {stored}"
+                f"{self.path}: stores {self.header.stored}, not audio; prepare the data with --store audio"
+            )
+
+    def _refuse_audio(self) -> None:
+        if self.header.stored == "audio":
+            raise ShardError(
+                f"{self.path}: stores audio, not features; prepare the data with --store features"
             )
 
     def _string(self, column: int, utterance: int) -> str:
@@ -226,8 +234,10 @@ def _open(path: Path) -> _Opened:
             attributes = {name: _plain(value) for name, value in file.attrs.items()}
             check_format(path, attributes, SHARD_FORMAT, *SHARD_VERSIONS)
             expected = attributes.pop("index_sha256", "")
-            samples = file["sample_offsets"][:] if "sample_offsets" in file else None
-            index = ShardIndex(file["offsets"][:], file["crc32"][:], samples)
+            samples, symbols = (
+                file[name][:] if name in file else None for name in ("sample_offsets", "target_offsets")
+            )
+            index = ShardIndex(file["offsets"][:], file["crc32"][:], samples, symbols)
             columns = (string_blocks(file[name]) for name in STRING_NAMES)
             if index.sha256(attributes, columns) != expected:
                 raise ShardError(f"{path}: its index is damaged (checksum); {_AGAIN}")
@@ -248,9 +258,11 @@ def _open(path: Path) -> _Opened:
 def _check_index(path: Path, header: ShardHeader, index: ShardIndex) -> None:
     """Refuse an index that no `ShardWriter` wrote: another program may have, checksum and all."""
     audio = header.stored == "audio"
-    offsets = [index.offsets] if index.sample_offsets is None else [index.offsets, index.sample_offsets]
+    optional = (index.sample_offsets, index.target_offsets)
+    offsets = [index.offsets, *(array for array in optional if array is not None)]
     sizes = {(len(index.crc32) + 1,)}
-    if (index.sample_offsets is not None) != audio or {array.shape for array in offsets} != sizes:
+    expected_ones = [audio, header.stored == "spectrograms"]
+    if [array is not None for array in optional] != expected_ones or {a.shape for a in offsets} != sizes:
         raise ShardError(f"{path}: its index has the wrong shape; {_AGAIN}")
     if any(array[0] != 0 or (np.diff(array) < 0).any() for array in offsets):
         raise ShardError(f"{path}: its offsets do not rise from 0; {_AGAIN}")
@@ -264,9 +276,10 @@ def _check_index(path: Path, header: ShardHeader, index: ShardIndex) -> None:
 def _check_places(path: Path, header: ShardHeader, index: ShardIndex, places: dict[str, ArrayPlace]) -> None:
     num_frames = int(index.offsets[-1])
     num_rows = num_frames if index.sample_offsets is None else int(index.sample_offsets[-1])
+    num_targets = num_frames if index.target_offsets is None else int(index.target_offsets[-1])
     content, targets = places[header.content_name], places["targets"]
     if not _is(content, (num_rows, *header.row_shape), header.content_dtype) or not _is(
-        targets, (num_frames,), np.dtype(np.int32)
+        targets, (num_targets,), np.dtype(np.int32)
     ):
         raise ShardError(f"{path}: {content.name} or targets have the wrong shape or type; {_AGAIN}")
     if any(places[name].shape != (len(index.crc32),) for name in STRING_NAMES):

@@ -82,8 +82,7 @@ def prepare_synthetic(options: SyntheticOptions, progress: Progress) -> Prepared
         ShardError: the disk is full or cannot be written.
         RunError: a synthesis process died.
     """
-    if not 0 < options.hours <= _MAX_HOURS:
-        raise ConfigError(f"--synthetic {options.hours:g}: give hours of speech above 0, e.g. 1")
+    check_hours(options.hours)
     if options.num_shards < 1:
         raise ConfigError(f"--shards {options.num_shards}: give at least 1")
     check_espeak()
@@ -95,8 +94,8 @@ def prepare_synthetic(options: SyntheticOptions, progress: Progress) -> Prepared
         tempfile.TemporaryDirectory(prefix=".speaking-", dir=directory) as scratch,
     ):
         jobs = {name: _jobs(name, plan[name], Path(scratch), options) for name in plan}
-        _speak_all([job for of_split in jobs.values() for job in of_split], options.num_workers, progress)
-        lexicon = _collect_lexicon(jobs["train"])
+        speak_all([job for of_split in jobs.values() for job in of_split], options.num_workers, progress)
+        lexicon = collect_lexicon(jobs["train"])
         manifest = Manifest(
             sampling_rate=options.sampling_rate,
             features=options.features,
@@ -109,6 +108,12 @@ def prepare_synthetic(options: SyntheticOptions, progress: Progress) -> Prepared
         splits = {name: _write_split(name, jobs[name], manifest, lexicon, directory) for name in jobs}
         finish(directory, manifest, splits, lexicon)
     return Prepared(Dataset.open(options.data), 0)
+
+
+def check_hours(hours: float) -> None:
+    """Refuse hours that cannot be spoken.  Raises ConfigError."""
+    if not 0 < hours <= _MAX_HOURS:
+        raise ConfigError(f"--synthetic {hours:g}: give hours of speech above 0, e.g. 1")
 
 
 def _jobs(
@@ -130,7 +135,13 @@ def _jobs(
     ]
 
 
-def _speak_all(jobs: Sequence[SpeakingJob], num_workers: int | None, progress: Progress) -> None:
+def speak_all(jobs: Sequence[SpeakingJob], num_workers: int | None, progress: Progress) -> None:
+    """Run all jobs, each in a process of its own.
+
+    Raises:
+        ConfigError: eSpeak NG does not do it.
+        RunError: a process died.
+    """
     total = sum(len(job.utterances) for job in jobs)
     lock = threading.Lock()
     stop = threading.Event()
@@ -174,7 +185,7 @@ def _speak(job: SpeakingJob, advance: Callable[[], None], stop: threading.Event)
         raise RunError(f"{job.stem.name}: its process ended with status {process.returncode}; run it again")
 
 
-def _collect_lexicon(jobs: Sequence[SpeakingJob]) -> Lexicon:
+def collect_lexicon(jobs: Sequence[SpeakingJob]) -> Lexicon:
     """Take each word's pronunciations from what eSpeak NG said in the training part."""
     counts: dict[str, Counter[tuple[str, ...]]] = {}
     for job in jobs:

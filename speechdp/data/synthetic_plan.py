@@ -91,7 +91,7 @@ def plan_corpus(hours: float, seed: int) -> dict[str, list[PlannedUtterance]]:
 def _plan_split(name: str, variants: Sequence[str], seconds: float, seed: int) -> Iterator[PlannedUtterance]:
     rng = random.Random(f"{seed} {name}")
     speakers = _make_speakers(variants, seconds, rng)
-    digits, commands = _deck(digit_words(), rng), _deck(command_words(), rng)
+    digits, commands = deck(digit_words(), rng), deck(command_words(), rng)
     planned_s, number = 0.0, 0
     fewest = _fewest_utterances()
     while planned_s < seconds or number < fewest:
@@ -134,7 +134,7 @@ def _make_speakers(variants: Sequence[str], seconds: float, rng: random.Random) 
     ]
 
 
-def _deck(words: Sequence[str], rng: random.Random) -> Iterator[str]:
+def deck(words: Sequence[str], rng: random.Random) -> Iterator[str]:
     """Deal the words without end, each once a shuffle, so that all are equally frequent."""
     while True:
         order = list(words)

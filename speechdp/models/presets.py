@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from speechdp.models.lstm_am import LstmConfig
+from speechdp.models.tacotron import config as tacotron
+from speechdp.models.tacotron.config import TacotronConfig
 
 
 @dataclass(frozen=True)
@@ -16,12 +19,19 @@ class Preset:
         batch_size: segments a rank and step.
         chunk_frames: frames a segment, 0 for whole utterances.
         left_context: frames before a chunk that are input only.
+        guided_attention: weight of attention far from the diagonal in the loss of a synthesis model.
     """
 
-    model: LstmConfig
+    model: LstmConfig | TacotronConfig
     batch_size: int
     chunk_frames: int = 0
     left_context: int = 0
+    guided_attention: float = 0.0
+
+    @property
+    def task(self) -> Literal["acoustic", "synthesis"]:
+        """What the model is for."""
+        return "acoustic" if isinstance(self.model, LstmConfig) else "synthesis"
 
 
 PRESETS: dict[str, Preset] = {
@@ -37,4 +47,9 @@ PRESETS: dict[str, Preset] = {
     "swb2000": Preset(
         LstmConfig(layers=6, cells=512, bidirectional=True, bottleneck=256), batch_size=256, chunk_frames=21
     ),
+    # Spoken digits on a CPU; guided attention (Tachibana et al. 2018) finds the diagonal with little speech.
+    "tacotron-tiny": Preset(tacotron.TINY, batch_size=32, guided_attention=1.0),
+    "tacotron-small": Preset(tacotron.SMALL, batch_size=64, guided_attention=1.0),
+    # Wang et al. 2017; 150 utterances a GPU as on the IBM/NTU poster.
+    "tacotron": Preset(tacotron.PAPER, batch_size=150),
 }

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from speechdp.data.batch import IGNORED_TARGET, Batch
 from speechdp.models.lstm_am import LstmAcousticModel
+from speechdp.tasks.base import FrameScores, LossSum, Task
+
+__all__ = ["AcousticTask", "FrameScores", "LossSum"]
 
 
-@dataclass(frozen=True)
-class LossSum:
-    """A loss as a sum and a count, never a mean: right also when ranks hold different numbers of frames.
-
-    Attributes:
-        total: scalar, nats summed over frames; differentiable.
-        num_frames: frames summed over.
-    """
-
-    total: Tensor
-    num_frames: int
-
-
-@dataclass(frozen=True)
-class FrameScores:
-    """Sums over held-out frames.
-
-    Attributes:
-        log_prob: log-probability of the aligned class, nats.
-        correct: frames whose most probable class is the aligned one.
-        num_frames: frames scored.
-    """
-
-    log_prob: float
-    correct: int
-    num_frames: int
-
-
-class AcousticTask:
+class AcousticTask(Task):
     """What an acoustic model is trained for and judged by."""
+
+    name = "acoustic"
 
     def loss(self, model: LstmAcousticModel, batch: Batch) -> LossSum:
         """Return the summed cross-entropy of a batch with at least one frame."""

@@ -18,6 +18,7 @@ from speechdp.timing import plots
 from speechdp.timing.bars import SPAN_TITLES, draw_data_rates, draw_shares, num_bars, rows_with_rates
 from speechdp.timing.canvas import Canvas, make_canvas
 from speechdp.timing.derived import RunFigures
+from speechdp.timing.resources import draw_ranks_memory, draw_runs_utilisation, has_memory, has_samples
 from speechdp.timing.theme import PAGE, PRINT, SPAN_COLOURS, with_variables
 
 #: Text stays text (searchable, in the page's font); names of runs are never read as formulas; element
@@ -76,7 +77,7 @@ def make_plots(rows: Sequence[RunFigures]) -> list[Plot]:
             lambda ax, rows, canvas: plots.draw_by_period(ax, rows, plots.WORD_ERRORS, canvas),
         ),
     ]
-    return (by_period if compared else []) + _learning_and_time(rows) + _data_path(rows)
+    return (by_period if compared else []) + _learning_and_time(rows) + _data_path(rows) + _resources(rows)
 
 
 def _learning_and_time(rows: Sequence[RunFigures]) -> list[Plot]:
@@ -110,6 +111,15 @@ def _data_path(rows: Sequence[RunFigures]) -> list[Plot]:
         return []
     description = "Frames per second that the data path could deliver, and that were trained on"
     return [Plot("data-rates", description, (11.0, 0.8 + 0.34 * max(num_bars, 2)), draw_data_rates)]
+
+
+def _resources(rows: Sequence[RunFigures]) -> list[Plot]:
+    """Return the plots of what runs have used, where that was recorded."""
+    size = (5.6, max(3.6, 0.9 + 0.24 * len(rows)))
+    over_time = Plot("utilisation", "Utilisation of GPUs or processes over time", size, draw_runs_utilisation)
+    memory = Plot("memory", "Most memory that each rank has held", size, draw_ranks_memory)
+    drawn = [(has_samples(rows), over_time), (has_memory(rows), memory)]
+    return [plot for recorded, plot in drawn if recorded]
 
 
 def render_svg(plot: Plot, rows: Sequence[RunFigures]) -> str | None:

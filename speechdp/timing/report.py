@@ -21,6 +21,7 @@ from speechdp.timing.data_answer import path_sentences
 from speechdp.timing.data_columns import CSV_COLUMNS, shown_columns
 from speechdp.timing.derived import RunFigures, common_target, sweep_figures
 from speechdp.timing.pages import WrittenReport, check_target, page_templates, writing_into
+from speechdp.timing.resources import sampling_notices
 from speechdp.timing.results import Sweep
 from speechdp.timing.summary import read_sweep
 from speechdp.timing.tables import TerminalTable, csv_text, page_rows, target_caption
@@ -99,6 +100,7 @@ def render_page(sweep: Sweep, rows: Sequence[RunFigures], target: float | None) 
         settings=[(row, _settings(row.run.settings)) for row in rows],
         light_colours=theme.css_variables(dark=False),
         dark_colours=theme.css_variables(dark=True),
+        sampling_notices=sampling_notices(rows),
         warmup_steps=max((row.run.timing.warmup_steps for row in rows if row.run.timing), default=0),
     )
 

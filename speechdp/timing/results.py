@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.timing.records import words
+from speechdp.timing.samples import Samples
 
 #: Name of the run that a sweep makes for the throughput of one rank.
 ONE_RANK = "one-rank"
@@ -48,6 +49,19 @@ class Feeder:
 
 
 @dataclass(frozen=True)
+class RankMemory:
+    """The most memory that a rank has held, bytes; what was not recorded is None.
+
+    Attributes:
+        rss: of its process.
+        gpu: of tensors on its GPU.
+    """
+
+    rss: float | None = None
+    gpu: float | None = None
+
+
+@dataclass(frozen=True)
 class RankTiming:
     """Sums of one rank over the steps after its warm-up; times in s.
 
@@ -56,6 +70,7 @@ class RankTiming:
         trained_s: training time of the same steps.
         statistics: what the strategy tells besides; e.g. `staleness`: counts of exchanges by age.
         data: its data path; None where it was not recorded.
+        memory: what it has held at most.
     """
 
     rank: int
@@ -70,6 +85,7 @@ class RankTiming:
     trained_s: float | None = None
     statistics: dict[str, Any] = field(default_factory=dict)
     data: DataTimes | None = None
+    memory: RankMemory = RankMemory()
 
     @property
     def comm_s(self) -> float:
@@ -154,6 +170,7 @@ class RunResult:
         problems: what is missing or damaged, one line each, naming the file.
         completed: completed.json is there.
         exists: the folder is there.
+        samples: utilisation over time, one entry a host; read with a sweep only.
     """
 
     name: str
@@ -165,6 +182,7 @@ class RunResult:
     completed: bool
     exists: bool
     problems: tuple[str, ...]
+    samples: tuple[Samples, ...] = ()
 
     @property
     def status(self) -> str:

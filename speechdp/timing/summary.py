@@ -20,6 +20,7 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.timing.jsonl import read_lines
 from speechdp.timing.records import number, read_object
 from speechdp.timing.results import Evaluation, RunResult, Sweep, WordErrors
+from speechdp.timing.samples import read_samples
 from speechdp.timing.timeline import Timeline
 from speechdp.timing.timing_file import read_timing
 
@@ -73,18 +74,35 @@ def read_sweep(out: Path) -> Sweep:
     """
     if (out / "sweep.json").is_file():
         names = _sweep_names(out)
-        return Sweep(out, tuple(_without_accuracy(read_run(out / name)) for name in names))
+        return Sweep(out, tuple(_without_accuracy(_read_with_samples(out / name)) for name in names))
     if (out / "run.json").is_file():
-        return Sweep(out, (read_run(out),))
+        return Sweep(out, (_read_with_samples(out),))
     if not out.is_dir():
         raise ConfigError(f"{out}: no such folder; give the folder of a run or the OUT of `speechdp sweep`")
-    runs = [read_run(folder) for folder in sorted(out.iterdir()) if (folder / "run.json").is_file()]
+    folders = [folder for folder in sorted(out.iterdir()) if (folder / "run.json").is_file()]
+    runs = [_read_with_samples(folder) for folder in folders]
     if not runs:
         raise ConfigError(
             f"{out}: neither a sweep (sweep.json) nor a run (run.json) nor a folder of runs; "
             "give the folder of a run or the OUT of `speechdp sweep`"
         )
     return Sweep(out, tuple(runs))
+
+
+def _read_with_samples(run_dir: Path) -> RunResult:
+    """Read a run with its samples, which are by far its largest files."""
+    run = read_run(run_dir)
+    samples, problems = [], list(run.problems)
+    for path in sorted((run_dir / "timeline").glob("samples-*.jsonl")):
+        try:
+            found = read_samples(path)
+        except RunError as error:
+            problems.append(f"timeline/{path.name}: {str(error).removeprefix(f'{path}: ')}")
+            continue
+        if found.num_damaged:
+            problems.append(f"timeline/{path.name}: {found.num_damaged} damaged line(s) passed over")
+        samples.append(found)
+    return replace(run, samples=tuple(samples), problems=tuple(problems))
 
 
 def _without_accuracy(run: RunResult) -> RunResult:

@@ -162,6 +162,11 @@ class Timeline:
         self._resumed_time_s = time_s
 
     @property
+    def origin_s(self) -> float:
+        """When the times of the steps' records are 0, by `time.perf_counter`."""
+        return self._origin_ns / 1e9 - self._resumed_time_s
+
+    @property
     def training_time_s(self) -> float:
         """Training time of the run so far, s; evaluation and checkpoints left out."""
         running = 0

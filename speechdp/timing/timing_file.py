@@ -8,7 +8,7 @@ from typing import Any
 
 from speechdp.timing.jsonl import read_lines
 from speechdp.timing.records import amount, finite, number, read_object, words
-from speechdp.timing.results import DATA_STAGES, DataTimes, Feeder, RankTiming, Timing
+from speechdp.timing.results import DATA_STAGES, DataTimes, Feeder, RankMemory, RankTiming, Timing
 
 DEFAULT_WARMUP_STEPS = 4
 
@@ -83,7 +83,14 @@ def _rank_timing(entry: Any) -> RankTiming | None:
         trained_s=number(entry, "trained_s"),
         statistics=entry["statistics"] if isinstance(entry.get("statistics"), dict) else {},
         data=_data_times(entry.get("data")),
+        memory=_memory(entry.get("memory")),
     )
+
+
+def _memory(entry: Any) -> RankMemory:
+    if not isinstance(entry, dict):
+        return RankMemory()
+    return RankMemory(amount(entry, "peak_rss_bytes"), amount(entry, "gpu_peak_bytes"))
 
 
 def _data_times(entry: Any) -> DataTimes | None:

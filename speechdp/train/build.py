@@ -25,14 +25,13 @@ from speechdp.data.preprocess import CACHE_BYTES
 from speechdp.data.source import SplitSource
 from speechdp.data.source_options import SourceRequest, Workshop, make_preprocessor, open_local_source
 from speechdp.errors import ConfigError, ShardError
-from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.strategies.base import Strategy
 from speechdp.strategies.registry import parse_strategy
-from speechdp.tasks.acoustic import AcousticTask
 from speechdp.timing.timeline import Timeline
 from speechdp.train.dealing import Dealing
 from speechdp.train.desk import DealingLimits, Desk, Roster
 from speechdp.train.evaluate import Evaluator
+from speechdp.train.models import make_model, make_task
 from speechdp.train.parts import TrainingParts
 from speechdp.train.progress import Scalars
 from speechdp.train.replica import Replica
@@ -105,7 +104,7 @@ def plan_options_for(dataset: Dataset, options: TrainOptions) -> PlanOptions:
     kept for all of them.
     """
     plan_options = options.plan()
-    if dataset.stored == "features" or not plan_options.chunk_frames or plan_options.order == "blocking-sort":
+    if dataset.stored != "audio" or not plan_options.chunk_frames or plan_options.order == "blocking-sort":
         return plan_options
     return dataclasses.replace(plan_options, window_frames=CACHE_BYTES // (4 * dataset.feature_dim))
 
@@ -181,14 +180,7 @@ def _open_dealing(
     return Dealing(comm.peers(), roster, plan, desk, lambda: stop is not None and stop.received is not None)
 
 
-def make_model(dataset: Dataset, options: TrainOptions) -> LstmAcousticModel:
-    """Build the model with weights that depend on the seed alone."""
-    torch.manual_seed(options.seed)
-    input_dim = make_preprocessor(dataset, options.source(options.train_split, augmented=False)).output_dim
-    return LstmAcousticModel(input_dim, dataset.num_classes, options.model.lstm())
-
-
-def make_replica(model: LstmAcousticModel, options: TrainOptions) -> Replica:
+def make_replica(model: nn.Module, options: TrainOptions) -> Replica:
     """Put a model's parameters into flat vectors with the optimizer of `options`."""
     make = _optimizer_maker(options.optimizing())
     return Replica(model, make, max_gradient_norm=options.optimizer.max_gradient_norm)
@@ -207,13 +199,18 @@ def _optimizer_maker(
 
 
 def build_trainer(
-    session: Session, options: TrainOptions, run_dir: Path, stack: ExitStack
+    session: Session,
+    options: TrainOptions,
+    run_dir: Path,
+    stack: ExitStack,
+    timeline: Timeline | None = None,
 ) -> tuple[Trainer, Sources]:
     """Build a trainer at step 0 and open the data.  Collective.
 
     Args:
         run_dir: where timeline, metrics and checkpoints go.
         stack: closes what was opened.
+        timeline: takes this rank's times; None: one is opened in `run_dir`.
     """
     comm = session.comm
     options = options.resolve(training_ranks(options, comm.size))
@@ -221,18 +218,21 @@ def build_trainer(
     sources = open_sources(session, options, stack)
     model = make_model(session.dataset, options).to(session.device)
     if session.device.type == "cuda":
-        model.lstm.flatten_parameters()  # before the weights become views: their layout is kept
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()  # before the weights become views: their layout is kept
     replica = make_replica(model, options)
-    timeline = Timeline(
-        run_dir / "timeline" / f"rank-{comm.rank:04d}.jsonl", rank=comm.rank, device=session.device
-    )
+    if timeline is None:
+        timeline = Timeline(
+            run_dir / "timeline" / f"rank-{comm.rank:04d}.jsonl", rank=comm.rank, device=session.device
+        )
     stack.callback(timeline.close)
     strategy = parse_strategy(options.strategy)
     strategy.attach(replica, comm, timeline)
     # From here on ranks draw different random numbers (dropout).
     torch.manual_seed(options.seed * 65_537 + comm.rank)
     parts = TrainingParts(
-        task=AcousticTask(),
+        task=make_task(options),
         model=model,
         replica=replica,
         strategy=strategy,

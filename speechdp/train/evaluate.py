@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from speechdp.comm.base import Communicator
 from speechdp.data.plan import PlanOptions, RankPlan, plan_epoch
 from speechdp.data.source import Pending, SplitSource
-from speechdp.models.lstm_am import LstmAcousticModel
-from speechdp.tasks.acoustic import AcousticTask, FrameScores
+from speechdp.tasks.base import FrameScores, Task
 from speechdp.train.replica import Replica
 
 #: Held-out segments scored at a time, relative to a training batch: there is no backward pass to keep.
@@ -27,8 +26,10 @@ class HeldOut:
     """Figures over all held-out frames.
 
     Attributes:
-        log_prob: mean log-probability of the aligned class, nats a frame (Kaldi's "average log-prob").
-        frame_accuracy: share of frames whose most probable class is the aligned one.
+        log_prob: mean log-probability of the aligned class, nats a frame (Kaldi's "average log-prob"); of
+            synthesis minus the absolute error a frame.
+        frame_accuracy: share of frames whose most probable class is the aligned one; of synthesis the
+            attention's mean maximum.
         num_frames: frames scored.
     """
 
@@ -60,7 +61,7 @@ class Evaluator:
         )
         self._plan: RankPlan = plan_epoch(source.index, larger, epoch=0, size=comm.size).ranks[comm.rank]
 
-    def evaluate(self, model: LstmAcousticModel, task: AcousticTask) -> HeldOut:
+    def evaluate(self, model: nn.Module, task: Task) -> HeldOut:
         """Score `model` on the whole split.  Collective; the same figures on every rank."""
         was_training = model.training
         model.eval()

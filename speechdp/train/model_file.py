@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,16 @@ import numpy.typing as npt
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from speechdp.atomic_file import atomic_path
+from speechdp.data.features import FeatureConfig
+from speechdp.data.symbols import SymbolInventory
 from speechdp.decode.hmm import log_priors, self_loop_probabilities
-from speechdp.errors import RunError
+from speechdp.errors import ConfigError, RunError
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.models.tacotron.config import TacotronConfig
+from speechdp.models.tacotron.model import Tacotron
 
 MODEL_NAME = "model.safetensors"
 _FORMAT = "speechdp-model"
@@ -56,6 +62,25 @@ class LoadedModel:
     config: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class LoadedSynthesis:
+    """A model ready to synthesise with.
+
+    Attributes:
+        model: in evaluation mode.
+        symbols: what texts are written in.
+        features: how the spectrograms it makes were defined.
+        sampling_rate: of the speech it was trained on, in Hz.
+        config: all that the file's head says.
+    """
+
+    model: Tacotron
+    symbols: SymbolInventory
+    features: FeatureConfig
+    sampling_rate: int
+    config: dict[str, Any]
+
+
 def save_model(run_dir: Path, model: LstmAcousticModel, counts: ClassCounts, facts: dict[str, Any]) -> Path:
     """Write RUN/model.safetensors atomically.
 
@@ -65,11 +90,27 @@ def save_model(run_dir: Path, model: LstmAcousticModel, counts: ClassCounts, fac
     Raises:
         RunError: the disk is full.
     """
+    tensors = {"class_frames": torch.from_numpy(counts.frames), "class_runs": torch.from_numpy(counts.runs)}
+    return _save(run_dir, model, {"lstm": dataclasses.asdict(model.config), **facts}, tensors)
+
+
+def save_synthesis_model(run_dir: Path, model: Tacotron, facts: dict[str, Any]) -> Path:
+    """Write RUN/model.safetensors of a synthesis model atomically; otherwise as `save_model`."""
+    sizes = {
+        "task": "synthesis",
+        "tacotron": dataclasses.asdict(model.config),
+        "num_symbols": model.num_symbols,
+        "mel_dim": model.mel_dim,
+        "linear_dim": model.linear_dim,
+    }
+    return _save(run_dir, model, {**sizes, **facts}, {})
+
+
+def _save(run_dir: Path, model: nn.Module, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
     path = run_dir / MODEL_NAME
-    tensors = {f"model.{name}": value.detach().cpu().clone() for name, value in model.state_dict().items()}
-    tensors["class_frames"] = torch.from_numpy(counts.frames)
-    tensors["class_runs"] = torch.from_numpy(counts.runs)
-    head = {"format": _FORMAT, "version": _VERSION, "lstm": dataclasses.asdict(model.config), **facts}
+    weights = {f"model.{name}": value.detach().cpu().clone() for name, value in model.state_dict().items()}
+    head = {"format": _FORMAT, "version": _VERSION, **facts}
+    tensors = {**weights, **tensors}
     content = safetensors.torch.save(tensors, {"speechdp": json.dumps(head)})
     try:
         with atomic_path(path) as temporary:
@@ -88,6 +129,55 @@ def load_model(run_dir: Path, device: torch.device) -> LoadedModel:
     Raises:
         RunError: missing, damaged or of another version.
     """
+    with _reading(run_dir) as file:
+        if file.head.get("task", "acoustic") != "acoustic":
+            raise RunError(f"{file.path}: is a synthesis model; use it with speechdp synthesize")
+        head = file.head
+        model = LstmAcousticModel(head["feature_dim"], head["num_classes"], LstmConfig(**head["lstm"]))
+        model.load_state_dict(file.weights)
+        frames, runs = file.tensors["class_frames"].numpy(), file.tensors["class_runs"].numpy()
+    return LoadedModel(
+        model=model.to(device).eval(),
+        class_log_prior=torch.from_numpy(log_priors(frames)),
+        self_loop=torch.from_numpy(self_loop_probabilities(frames, runs)),
+        config=head,
+    )
+
+
+def load_synthesis_model(run_dir: Path, device: torch.device) -> LoadedSynthesis:
+    """Load RUN/model.safetensors of a synthesis model.
+
+    Raises:
+        RunError: missing, damaged, of another version, or an acoustic model.
+    """
+    with _reading(run_dir) as file:
+        head = file.head
+        if head.get("task", "acoustic") != "synthesis":
+            raise RunError(f"{file.path}: is an acoustic model; use it with speechdp decode")
+        config = TacotronConfig(**head["tacotron"])
+        model = Tacotron(head["num_symbols"], head["mel_dim"], head["linear_dim"], config)
+        model.load_state_dict(file.weights)
+        symbols = SymbolInventory.from_dict(head["symbols"])
+        features = FeatureConfig.from_dict(head["features"])
+        sampling_rate = int(head["sampling_rate"])
+    return LoadedSynthesis(model.to(device).eval(), symbols, features, sampling_rate, head)
+
+
+@dataclass(frozen=True)
+class _ModelFile:
+    path: Path
+    head: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The model's state_dict."""
+        return {k.removeprefix("model."): v for k, v in self.tensors.items() if k.startswith("model.")}
+
+
+@contextmanager
+def _reading(run_dir: Path) -> Iterator[_ModelFile]:
+    """Read a model file; what the block finds wrong with it is told in one line."""
     path = run_dir / MODEL_NAME
     if not path.is_file():
         raise RunError(f"{path}: no such model; {run_dir} is not a finished run, train it or use --resume")
@@ -97,16 +187,16 @@ def load_model(run_dir: Path, device: torch.device) -> LoadedModel:
             head = json.loads(file.metadata()["speechdp"])
         if head["format"] != _FORMAT or head["version"] != _VERSION:
             raise RunError(f"{path}: written by another version of speechdp; train again")
-        model = LstmAcousticModel(head["feature_dim"], head["num_classes"], LstmConfig(**head["lstm"]))
-        weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
-        model.load_state_dict(weights)
-        frames, runs = tensors["class_frames"].numpy(), tensors["class_runs"].numpy()
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
+        yield _ModelFile(path, head, tensors)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        ConfigError,
+        safetensors.SafetensorError,
+    ) as error:
         reason = " ".join(str(error).split())
         raise RunError(f"{path}: damaged ({reason}); train again or copy the file anew") from error
-    return LoadedModel(
-        model=model.to(device).eval(),
-        class_log_prior=torch.from_numpy(log_priors(frames)),
-        self_loop=torch.from_numpy(self_loop_probabilities(frames, runs)),
-        config=head,
-    )

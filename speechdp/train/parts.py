@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from speechdp.comm.base import Communicator
 from speechdp.errors import RunError
-from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.strategies.base import Strategy
-from speechdp.tasks.acoustic import AcousticTask
+from speechdp.tasks.base import Task
 from speechdp.timing.timeline import Timeline
 from speechdp.train.checkpoint import RankState, join_state, split_state
 from speechdp.train.evaluate import Evaluator
@@ -22,6 +21,7 @@ from speechdp.train.progress import Reporter
 from speechdp.train.replica import Replica
 from speechdp.train.run_files import Metrics
 from speechdp.train.schedule import Schedule
+from speechdp.train.statistics import running_statistics, share_statistics
 
 
 @dataclass
@@ -53,8 +53,8 @@ class Counters:
 class TrainingParts:
     """What a trainer drives."""
 
-    task: AcousticTask
-    model: LstmAcousticModel
+    task: Task
+    model: nn.Module
     replica: Replica
     strategy: Strategy
     schedule: Schedule
@@ -96,6 +96,8 @@ def collect_state(parts: TrainingParts, at: Standing) -> RankState:
         tensors["parameters"] = parts.replica.parameters.values
         for name, tensor in parts.replica.optimizer_tensors().items():
             tensors[f"optimizer.{name}"] = tensor
+    if parts.comm.rank == 0:  # averaged just before, so the same on every rank
+        tensors |= {f"statistics.{n}": x for n, x in running_statistics(parts.model).items()}
     values = {
         "counters": vars(at.counters),
         "strategy": strategy.values,
@@ -125,6 +127,7 @@ def restore_state(parts: TrainingParts, state: RankState, run_dir: Path) -> Stan
         parts.replica.load_optimizer_tensors({k.removeprefix("optimizer."): v for k, v in optimizer.items()})
     if parts.strategy.replicas_equal:
         _share_replica(parts.replica, parts.comm)
+    share_statistics(parts.model, tensors, parts.comm)
     # After the parameters: a strategy may keep what depends on them.
     parts.strategy.load_state_dict(join_state("strategy", state.values["strategy"], tensors))
     torch.set_rng_state(tensors["random.cpu"])

@@ -10,6 +10,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from speechdp.data.dataset import TaskName
 from speechdp.train.run_files import Metrics
 
 #: Seconds between log lines where the output is not a terminal, and between updates of the rate.
@@ -58,8 +59,9 @@ class SilentReporter:
 class ConsoleReporter(SilentReporter):
     """A live bar with frames/s, loss and time left on a terminal; a log line every 10 s elsewhere."""
 
-    def __init__(self, console: Console, label: str) -> None:
+    def __init__(self, console: Console, label: str, task: TaskName = "acoustic") -> None:
         self._console = console
+        self._task_name: TaskName = task
         self._label = label
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -106,10 +108,15 @@ class ConsoleReporter(SilentReporter):
         self.notice(
             f"{self._label}: epoch {metrics.epoch:g}/{self._num_epochs}, "
             f"{metrics.frames / max(metrics.time_s, 1e-9):,.0f} frames/s, "
-            f"train loss {metrics.train_loss:.3f}, held-out log-prob {metrics.heldout_log_prob:.3f}/frame, "
-            f"frame accuracy {100 * metrics.heldout_frame_accuracy:.1f} %"
+            f"train loss {metrics.train_loss:.3f}, {self._held_out(metrics)}"
         )
         self._window_frames, self._window_start_s = 0, time.monotonic()
+
+    def _held_out(self, metrics: Metrics) -> str:
+        percent = f"{100 * metrics.heldout_frame_accuracy:.1f} %"
+        if self._task_name == "synthesis":
+            return f"held-out L1 {-metrics.heldout_log_prob:.3f}/frame, attention {percent} on one symbol"
+        return f"held-out log-prob {metrics.heldout_log_prob:.3f}/frame, frame accuracy {percent}"
 
     def end(self) -> None:
         if self._bar is not None:

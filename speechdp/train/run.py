@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,26 +10,24 @@ from typing import Any
 import torch
 
 from speechdp.config import TrainOptions
-from speechdp.data.dataset import Dataset
 from speechdp.data.fed_source import gather_feeder_times
 from speechdp.data.kaldi_unaligned import UNALIGNED
-from speechdp.data.source import SplitSource
-from speechdp.decode.kaldi_pdfs import load_classes
 from speechdp.errors import ConfigError
 from speechdp.strategies.base import Strategy
 from speechdp.strategies.registry import describe, parse_strategy
+from speechdp.timing.memory import peak_memory
 from speechdp.timing.summary import gather_timing, write_timing
 from speechdp.train.build import (
     Sources,
     build_trainer,
     check_sources,
-    make_model,
     open_loader,
     training_ranks,
 )
 from speechdp.train.checkpoint import RankState, load_checkpoint
-from speechdp.train.model_file import ClassCounts, save_model
+from speechdp.train.models import check_task, describe_data, make_model, save_trained
 from speechdp.train.run_files import RunDirectory
+from speechdp.train.sampling import sampled
 from speechdp.train.session import Session
 from speechdp.train.stop import StopAgreement
 from speechdp.train.trainer import Stopped, Trainer
@@ -53,7 +50,8 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
     strategy.check_ranks(session.comm)
     if session.dataset.alignment == UNALIGNED:
         raise ConfigError(f"{session.dataset.path}: has no alignment (prepare --like), it can only be scored")
-    origin = _origin(session.dataset, options)
+    check_task(session.dataset, resolved)
+    origin = describe_data(session.dataset, options)
     check_sources(session, resolved, strategy)  # before a run is begun, which would be in the way later
     run = RunDirectory(run_dir)
     if resume and session.comm.broadcast_object(run.is_complete):
@@ -69,7 +67,8 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
             trainer.restore(state)
         loader, dealing = open_loader(session, resolved, trainer, sources.training, stack)
         try:
-            trainer.run(loader, StopAgreement(session.stop, session.comm))
+            with sampled(session, options.loading.sample_hz, run_dir, trainer.parts.timeline):
+                trainer.run(loader, StopAgreement(session.stop, session.comm))
         except Stopped:
             if dealing is not None:
                 dealing.close()
@@ -140,7 +139,8 @@ def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
         "size": session.comm.size,
         "device": str(session.device.type),
         "seed": options.seed,
-        "preset": options.model.preset,
+        "task": options.task,
+        "preset": options.preset_name,
         "batch_size": resolved.batches().batch_size,
         "num_parameters": num_parameters,
         "options": options.to_json(workers),
@@ -150,43 +150,23 @@ def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
     }
 
 
-def _origin(dataset: Dataset, options: TrainOptions) -> dict[str, Any]:
-    """Return what the model file says of the data; before training, lest a missing file be found after it."""
-    return {
-        "feature_dim": dataset.feature_dim * options.inputs.copies,
-        "inputs": dataclasses.asdict(options.inputs),
-        "num_classes": dataset.num_classes,
-        "classes_sha256": load_classes(dataset.classes_path).sha256,
-        "data_checksum": dataset.checksum,
-        "features": dataset.features.to_dict(),
-        "sampling_rate": dataset.sampling_rate,
-    }
-
-
-def count_classes(source: SplitSource, session: Session) -> ClassCounts:
-    """Count frames and runs of each class over a split.  Collective: each rank counts its share."""
-    comm = session.comm
-    counts = source.count_classes(session.dataset.num_classes, comm.rank, comm.size)
-    comm.allreduce(torch.from_numpy(counts), name="class_counts")
-    return ClassCounts(counts[0], counts[1])
-
-
 def _conclude(
     session: Session, run: RunDirectory, trainer: Trainer, sources: Sources, origin: dict[str, Any]
 ) -> None:
     parts, comm = trainer.parts, session.comm
     data = sources.training.times.summary()  # before its targets are counted, which is no part of training
-    timing = gather_timing(parts.timeline, comm, {**trainer.traffic(), "data": data})
+    timing = gather_timing(
+        parts.timeline, comm, {**trainer.traffic(), "data": data, "memory": peak_memory(session.device)}
+    )
     feeders = gather_feeder_times(sources.training, comm)
     if timing is not None and feeders:
         timing["feeders"] = feeders
-    counts = count_classes(sources.training, session)
     # A run resumed at its very end has timed nothing; its timeline still holds all steps.
     if timing is not None and all(entry["steps"] > 0 for entry in timing["ranks"]):
         write_timing(run.path, timing)
     parts.reporter.end()
+    save_trained(session, sources.training, run.path, parts.model, origin)
     if comm.rank == 0:
-        save_model(run.path, parts.model, counts, origin)
         counters = trainer.counters
         run.complete({"step": counters.step, "epochs": counters.epoch, "host": socket.gethostname()})
     comm.barrier()

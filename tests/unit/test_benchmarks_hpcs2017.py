@@ -25,7 +25,8 @@ from speechdp.strategies.base import Progress
 from speechdp.strategies.model_averaging import ModelAveraging
 from speechdp.strategies.period import Period
 from speechdp.tasks.acoustic import AcousticTask
-from speechdp.train.build import make_model, make_replica
+from speechdp.train.build import make_replica
+from speechdp.train.models import make_acoustic_model
 from speechdp.train.model_file import ClassCounts, load_model, save_model
 from tests.helpers.options import options_with
 from tests.helpers.tiny_data import write_tiny_data
@@ -85,7 +86,7 @@ def test_one_job_and_one_iteration_is_plain_training(tmp_path: Path, dataset: Da
 
 def _train_here(dataset: Dataset, options: TrainOptions) -> dict[str, torch.Tensor]:
     """Train on what the loader of `speechdp train` reads."""
-    model = make_model(dataset, options)
+    model = make_acoustic_model(dataset, options)
     replica, schedule = make_replica(model, options), options.schedule()
     source = open_local_source(dataset, options.source("train", augmented=True), Workshop())
     for epoch in range(options.num_epochs):
@@ -131,7 +132,7 @@ def test_kaldis_way_runs_and_its_model_can_be_decoded_with(tmp_path: Path, datas
     like.mkdir()
     counts = ClassCounts(np.ones(dataset.num_classes, np.int64), np.ones(dataset.num_classes, np.int64))
     facts = {"feature_dim": dataset.feature_dim, "num_classes": dataset.num_classes}
-    save_model(like, make_model(dataset, options), counts, facts)
+    save_model(like, make_acoustic_model(dataset, options), counts, facts)
     write_run(exp, like, held_out.load(exp / "1.safetensors"))
     loaded = load_model(exp, torch.device("cpu"))
     weights = safetensors.torch.load_file(exp / "1.safetensors")
