@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from speechdp.compare.groups import Group
 from speechdp.compare.plan import FRAMES, TIME
 from speechdp.timing import wording
-from speechdp.timing.answer import LOG_PROB_TOLERANCE, accurate_enough
+from speechdp.timing.answer import LOG_PROB_TOLERANCE, accurate_enough, near_enough
+from speechdp.timing.cautions import SYNTHESIS_NOTE
 
 #: Seeds that a claim needs.
 CLAIM_SEEDS = 3
@@ -53,7 +54,9 @@ def choose(groups: Sequence[Group]) -> Choice:
 
 def _tolerance(best: Group) -> float:
     deviation = best.log_probs.deviation if best.log_probs else None
-    return max(LOG_PROB_TOLERANCE, deviation or 0.0)
+    result = best.finished[0].result
+    assert result is not None
+    return max(near_enough(best.log_prob, result), deviation or 0.0)
 
 
 def _headline(chosen: dict[int, Group], groups: Sequence[Group]) -> str:
@@ -120,7 +123,9 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
         notes.append(
             f"{waiting} runs have not finished yet; the command of the comparison goes on with them."
         )
-    if groups and all(group.word_errors is None for group in groups):
+    if any(run.result is not None and run.result.is_synthesis for group in groups for run in group.runs):
+        notes.append(SYNTHESIS_NOTE)
+    elif groups and all(group.word_errors is None for group in groups):
         notes.append("No run was decoded: the word error rate played no part in the choice.")
     return tuple(notes)
 

@@ -10,10 +10,12 @@ from speechdp.timing import wording
 from speechdp.timing.cautions import find_cautions
 from speechdp.timing.data_answer import data_advice, other_runs
 from speechdp.timing.derived import RunFigures
-from speechdp.timing.results import WordErrors
+from speechdp.timing.results import RunResult, WordErrors
 
 #: A run keeps the accuracy if its final held-out log-probability is this close to the best, nats/frame.
 LOG_PROB_TOLERANCE = 0.02
+#: The same of synthesis, whose log-probability is minus an error: a share of the best.
+SYNTHESIS_TOLERANCE = 0.02
 #: Shares of the step time below this hold nothing back.
 SMALL_SHARE = 0.03
 
@@ -59,7 +61,7 @@ def find_answer(rows: Sequence[RunFigures]) -> Answer:
     if not comparable:
         return _without_comparison(rows, finished, cautions)
     best = max(comparable, key=lambda row: row.log_prob or 0.0)
-    eligible = accurate_enough(comparable, best)
+    eligible = accurate_enough(comparable, best, near_enough(best.log_prob, best.run))
     chosen = max(eligible, key=_rate)
     details = _comparison(comparable, chosen, best, labels)
     if chosen.run.model_period is None:
@@ -83,6 +85,11 @@ def _without_comparison(
     )
     data = _data(rows, fastest, labels)
     return Answer(headline, (), _limit(fastest, labels), data, cautions, None)
+
+
+def near_enough(log_prob: float | None, run: RunResult) -> float:
+    """Return how far below the best run's log-probability another still keeps the accuracy, nats/frame."""
+    return SYNTHESIS_TOLERANCE * abs(log_prob or 0.0) if run.is_synthesis else LOG_PROB_TOLERANCE
 
 
 class Accuracy(Protocol):

@@ -11,6 +11,12 @@ from speechdp.timing.derived import RunFigures
 FRAMES_TOLERANCE = 0.01
 #: A log-probability that rose by more than this part of its magnitude had not come to rest.
 STILL_IMPROVING = 0.01
+#: How the figures of synthesis are to be read.
+SYNTHESIS_NOTE = (
+    "These runs train synthesis: the log-probability is minus the absolute error a frame (mel and linear "
+    "spectrogram, each a mean over bins from 0 to 1), the frame accuracy is the attention's mean maximum, "
+    "and a run keeps the accuracy within 2 % of the smallest error."
+)
 
 
 def find_cautions(
@@ -19,7 +25,9 @@ def find_cautions(
     """Return one sentence a reservation; `comparable` are the rows that the choice is made from."""
     notes = [*_left_out(rows, labels), _unequal(comparable), _improving(comparable, labels)]
     without = [labels[row.run.name] for row in comparable if row.word_errors is None]
-    if without and len(without) == len(comparable):
+    if any(row.run.is_synthesis for row in rows):
+        notes.insert(0, SYNTHESIS_NOTE)
+    elif without and len(without) == len(comparable):
         notes.append("No run was decoded: the word error rate played no part in the choice.")
     elif without:
         notes.append(f"Not eligible, because not decoded: {', '.join(without)}.")

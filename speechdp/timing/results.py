@@ -208,6 +208,11 @@ class RunResult:
         return self.period if "period=" in str(self.settings.get("strategy")) else None
 
     @property
+    def is_synthesis(self) -> bool:
+        """Whether it trained spectrograms: its log-probability is then minus the absolute error a frame."""
+        return self.settings.get("task") == "synthesis"
+
+    @property
     def size(self) -> int | None:
         """Number of ranks."""
         size = self.settings.get("size")

@@ -21,7 +21,7 @@ from speechdp.train.progress import Reporter
 from speechdp.train.replica import Replica
 from speechdp.train.run_files import Metrics
 from speechdp.train.schedule import Schedule
-from speechdp.train.statistics import running_statistics, share_statistics
+from speechdp.train.statistics import load_statistics, running_statistics
 
 
 @dataclass
@@ -96,8 +96,7 @@ def collect_state(parts: TrainingParts, at: Standing) -> RankState:
         tensors["parameters"] = parts.replica.parameters.values
         for name, tensor in parts.replica.optimizer_tensors().items():
             tensors[f"optimizer.{name}"] = tensor
-    if parts.comm.rank == 0:  # averaged just before, so the same on every rank
-        tensors |= {f"statistics.{n}": x for n, x in running_statistics(parts.model).items()}
+    tensors |= {f"statistics.{name}": x for name, x in running_statistics(parts.model).items()}
     values = {
         "counters": vars(at.counters),
         "strategy": strategy.values,
@@ -127,7 +126,8 @@ def restore_state(parts: TrainingParts, state: RankState, run_dir: Path) -> Stan
         parts.replica.load_optimizer_tensors({k.removeprefix("optimizer."): v for k, v in optimizer.items()})
     if parts.strategy.replicas_equal:
         _share_replica(parts.replica, parts.comm)
-    share_statistics(parts.model, tensors, parts.comm)
+    statistics = {k.removeprefix("statistics."): v for k, v in tensors.items() if k.startswith("statistics.")}
+    load_statistics(parts.model, statistics)
     # After the parameters: a strategy may keep what depends on them.
     parts.strategy.load_state_dict(join_state("strategy", state.values["strategy"], tensors))
     torch.set_rng_state(tensors["random.cpu"])

@@ -1,14 +1,15 @@
 """Running statistics of batch normalisation: no parameters, so no strategy exchanges them; averaged here.
 
 Each rank normalises by the statistics of its own batches while it trains, as torch's DistributedDataParallel
-has it, and keeps their running means.  A model in evaluation mode uses those, so they are averaged over the
-ranks whenever a model is judged, saved or finished.  Running means are linear in what they are means of:
-averaging them more often changes nothing but the last digits.
+has it, and keeps their running means.  A model in evaluation mode uses those, so it is judged, and in the end
+saved, with their average over the ranks.  Meanwhile every rank goes on with its own: what a run comes to does
+not depend on how often it is evaluated or saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +43,18 @@ def average_statistics(model: nn.Module, comm: Communicator, *, has_trained: boo
         buffer.copy_(mean.view(buffer.shape))
 
 
-def share_statistics(model: nn.Module, saved: Mapping[str, Tensor], comm: Communicator) -> None:
-    """Take up the statistics that rank 0 has saved as "statistics.NAME".  Collective."""
+@contextmanager
+def averaged_statistics(model: nn.Module, comm: Communicator, *, has_trained: bool) -> Iterator[None]:
+    """Give the model the ranks' average for the block, then this rank's own again.  Collective."""
+    own = {name: buffer.clone() for name, buffer in running_statistics(model).items()}
+    average_statistics(model, comm, has_trained=has_trained)
+    yield
     for name, buffer in running_statistics(model).items():
-        value = saved.get(f"statistics.{name}", buffer).detach().cpu().clone()
-        comm.broadcast(value, name=f"statistics.{name}")
-        buffer.copy_(value)
+        buffer.copy_(own[name])
+
+
+def load_statistics(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Take up what this rank's checkpoint has of `running_statistics`."""
+    for name, buffer in running_statistics(model).items():
+        if name in saved:
+            buffer.copy_(saved[name])

@@ -22,7 +22,7 @@ from speechdp.train.checkpoint import RankState, last_checkpoint_note, save_chec
 from speechdp.train.evaluate import HeldOut, choose_final_model, relative_distance
 from speechdp.train.parts import Counters, Standing, TrainingParts, collect_state, restore_state
 from speechdp.train.run_files import Metrics
-from speechdp.train.statistics import average_statistics
+from speechdp.train.statistics import average_statistics, averaged_statistics
 from speechdp.train.stop import StopAgreement
 
 #: On a GPU the loss is looked at once in so many steps: each look makes the host wait for the device.
@@ -80,14 +80,14 @@ class Trainer:
             parts.strategy.close()
             raise
         parts.strategy.finish()
-        self._average_statistics()
+        average_statistics(parts.model, parts.comm, has_trained=self._has_trained)
         self._choose_final_model()
         parts.strategy.close()
 
-    def _average_statistics(self) -> None:
-        parts = self.parts
-        part, _ = parts.strategy.shard(parts.comm.rank, parts.comm.size)
-        average_statistics(parts.model, parts.comm, has_trained=part is not None)
+    @property
+    def _has_trained(self) -> bool:
+        """Whether this rank trains; with some strategies others only serve."""
+        return self.parts.strategy.shard(self.parts.comm.rank, self.parts.comm.size)[0] is not None
 
     def _run_together(self, loader: StepLoader, stop: StopAgreement) -> None:
         """Take every step at the same time as the other ranks."""
@@ -263,10 +263,10 @@ class Trainer:
     def _evaluate(self) -> tuple[HeldOut, float]:
         """Score the model the strategy shows; return the farthest replica's distance too.  Collective."""
         parts = self.parts
-        self._average_statistics()
         values = parts.replica.parameters.values
         own = None if parts.strategy.replicas_equal else values.clone()
-        with parts.strategy.evaluation_parameters():
+        statistics = averaged_statistics(parts.model, parts.comm, has_trained=self._has_trained)
+        with parts.strategy.evaluation_parameters(), statistics:
             distance = torch.zeros(1, dtype=torch.float64) if own is None else relative_distance(own, values)
             held_out = parts.evaluator.evaluate(parts.model, parts.task)
         if own is not None:
@@ -286,7 +286,6 @@ class Trainer:
             return self._last_saved[1]
         self.counters.time_s = self.parts.timeline.training_time_s
         with self.parts.timeline.event(Span.CHECKPOINT):
-            self._average_statistics()
             path = save_checkpoint(
                 self._run_dir, self.counters.step, collect_state(self.parts, self._at), self.parts.comm
             )

@@ -35,6 +35,7 @@ from speechdp.train import feeders
 from tests.helpers.corpora import digit_folder, no_progress
 from tests.helpers.feeding import Trainer, assert_same_batch, fed
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
+from tests.helpers.tiny_speech import write_tiny_speech
 
 PLAN = PlanOptions(batch_size=3, chunk_frames=11, seed=1)
 PLAIN = SourceRequest("train", context=Context(3, 2))
@@ -276,3 +277,20 @@ def test_times_of_every_feeder_are_gathered_once(dataset: Dataset) -> None:
     assert [entry["rank"] for entry in mine] == [2, 3]
     assert sum(entry["data"]["batches"] for entry in mine) == 12
     assert all({"read", "send"} <= entry["data"]["stages_s"].keys() for entry in mine)
+
+
+def test_spectrograms_are_fed_with_their_texts(tmp_path: Path) -> None:
+    speech = write_tiny_speech(tmp_path / "data", TinySizes(shards=2))
+    wanted, whole = SourceRequest("train"), PlanOptions(batch_size=3, chunk_frames=0, seed=1)
+
+    def train(trainer: Trainer) -> int:
+        with closing(trainer.feeders.open(wanted)) as source:
+            plan = plan_epoch(source.index, whole, 0, 1).ranks[0]
+            batches = [plan.batch(index) for index in range(plan.num_batches)]
+            for segments in batches:
+                assert_same_batch(source.batch(segments), local.batch(segments))
+            assert source.times.summary()["computed_frames"] >= source.times.summary()["frames"] > 0
+            return len(batches)
+
+    with closing(open_local_source(speech, wanted, Workshop())) as local:
+        assert fed(2, 1, lambda feeder: speech, train) == [8, 8]

@@ -54,3 +54,17 @@ CASES = {
     "delayed": _options("delayed_averaging:period=6,fragments=2,delay=2", _DEEPER, _CHUNKS, _SGD),
     "decentralised": _options("dpsgd:topology=random", _MODEL, _BATCHES, _ADAM),
 }
+
+#: The same for a synthesis model, whose batch normalisation keeps statistics on every rank.
+SYNTHESIS_CASES = {
+    name: TrainOptions(
+        ModelOptions(reduction=2),
+        _BATCHES,
+        OptimizerOptions("adam", learning_rate=0.01),
+        strategy=strategy,
+        task="synthesis",
+        epochs=2,
+        checkpoint_steps=CHECKPOINT_STEPS,
+    )
+    for name, strategy in {"gradients": "gradient_averaging", "period-3": "model_averaging:period=3"}.items()
+}

@@ -9,7 +9,8 @@ import pytest
 from speechdp.data.dataset import Dataset
 from tests.helpers.mpi import run_mpi
 from tests.helpers.tiny_data import write_tiny_data
-from tests.helpers.training_cases import CASES, SIZES
+from tests.helpers.tiny_speech import write_tiny_speech
+from tests.helpers.training_cases import CASES, SIZES, SYNTHESIS_CASES
 from tests.parallel.test_communicator_backends import needs_horovod
 
 PROGRAM = "-m", "tests.helpers.rank_programs.training"
@@ -31,3 +32,12 @@ def test_resumed_runs_are_bitwise_those_not_interrupted(
     ended = run_mpi(size, program, timeout_s=280)
     assert ended.exit_code == 0, ended.output
     assert f"{len(CASES)} runs resumed bitwise on {size} ranks" in ended.stdout, ended.output
+
+
+@pytest.mark.parametrize("backend", ["mpi", pytest.param("horovod", marks=needs_horovod)])
+def test_synthesis_resumes_bitwise_with_each_rank_s_own_statistics(tmp_path: Path, backend: str) -> None:
+    dataset = write_tiny_speech(tmp_path / "data", SIZES)
+    program = [*PROGRAM, backend, "2", dataset.path, tmp_path / "runs"]
+    ended = run_mpi(2, program, timeout_s=200)
+    assert ended.exit_code == 0, ended.output
+    assert f"{len(SYNTHESIS_CASES)} runs resumed bitwise on 2 ranks" in ended.stdout, ended.output

@@ -24,7 +24,7 @@ from speechdp.train.session import Session
 from speechdp.train.stop import StopRequest
 from speechdp.train.trainer import Stopped
 from tests.helpers.finished_run import assert_equal_runs
-from tests.helpers.training_cases import CASES, CHECKPOINT_STEPS
+from tests.helpers.training_cases import CASES, CHECKPOINT_STEPS, SYNTHESIS_CASES
 
 
 class Interruption(SilentReporter):
@@ -100,13 +100,14 @@ def main(comm: Communicator) -> None:
     assert comm.size == int(sys.argv[2])
     stop._INTERVAL_S = 0.0  # agree at every step
     dataset = Dataset.open(sys.argv[3])
-    for name, options in CASES.items():
+    cases = CASES if dataset.task == "acoustic" else SYNTHESIS_CASES
+    for name, options in cases.items():
         try:
             check(comm, dataset, options, Path(sys.argv[4]) / name)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
     if comm.rank == 0:
-        print(f"{len(CASES)} runs resumed bitwise on {comm.size} ranks")
+        print(f"{len(cases)} runs resumed bitwise on {comm.size} ranks")
 
 
 sys.exit(guard(lambda: create_communicator(sys.argv[1]), main))
