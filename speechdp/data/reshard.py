@@ -21,6 +21,7 @@ import numpy.typing as npt
 from speechdp.atomic_file import write_text_atomically
 from speechdp.data.data_dir import check_target, new_data_dir
 from speechdp.data.dataset import MANIFEST_NAME, Dataset, ShardEntry
+from speechdp.data.recordings import RECORDINGS_NAME
 from speechdp.data.shard_jobs import Progress
 from speechdp.data.shard_writer import ShardWriter
 from speechdp.data.shards import Shard
@@ -199,7 +200,7 @@ def _check_count(dataset: Dataset, split: str, num_shards: int) -> None:
 
 
 def _copy_rest(dataset: Dataset, directory: Path, dealt: tuple[str, ...]) -> None:
-    """Copy the shards of the other splits, verified, and all files that are no shards."""
+    """Copy the shards of the other splits, verified, all files that are no shards, and recordings."""
     names = {entry.file for split in dataset.splits.values() for entry in split.shards}
     rest = [p for p in sorted(dataset.path.iterdir()) if p.is_file() and not p.name.startswith(".")]
     rest = [path for path in rest if path.name not in names | {MANIFEST_NAME}]
@@ -209,9 +210,13 @@ def _copy_rest(dataset: Dataset, directory: Path, dealt: tuple[str, ...]) -> Non
                 for shard in source.shards:
                     shard.verify()
             rest += dataset.shard_paths(split)
+    recordings = dataset.path / RECORDINGS_NAME
+    if recordings.is_dir():
+        (directory / RECORDINGS_NAME).mkdir()
+        rest += sorted(recordings.iterdir())
     for path in rest:
         try:
-            shutil.copyfile(path, directory / path.name)
+            shutil.copyfile(path, directory / path.relative_to(dataset.path))
         except OSError as error:
             raise ShardError(
                 f"{path}: cannot be copied to {directory} ({error.strerror}); free some space and run again"

@@ -109,7 +109,8 @@ def plan_options_for(dataset: Dataset, options: TrainOptions) -> PlanOptions:
     return dataclasses.replace(plan_options, window_frames=CACHE_BYTES // (4 * dataset.feature_dim))
 
 
-def _planner(session: Session, source: SplitSource, options: TrainOptions) -> Planner:
+def epoch_planner(session: Session, source: SplitSource, options: TrainOptions) -> Callable[[int], EpochPlan]:
+    """Return the pure function that plans an epoch of these data, with resolved options, over these ranks."""
     parts = training_ranks(options, session.comm.size)
     plan_options = plan_options_for(session.dataset, options)
 
@@ -119,7 +120,7 @@ def _planner(session: Session, source: SplitSource, options: TrainOptions) -> Pl
             index = index.at_speed(speed_of_utterances(options.seed, epoch, len(index.num_frames)))
         return plan_epoch(index, plan_options, epoch, parts)
 
-    return Planner(plan, options.num_epochs)
+    return plan
 
 
 def open_loader(
@@ -132,7 +133,7 @@ def open_loader(
         stack: closes the loader; the dealing is to be closed by all ranks together when training has ended.
     """
     comm, strategy = session.comm, trainer.parts.strategy
-    plan = _planner(session, source, options)
+    plan = Planner(epoch_planner(session, source, options), options.num_epochs)
     stack.callback(plan.close)
     dealing = None
     if strategy.synchronous:

@@ -8,6 +8,7 @@ import pytest
 
 from speechdp.timing.report import write_report
 from tests.helpers.runs import MadeUpRun, realistic_sweep, write_sweep
+from tests.helpers.usage_files import GB, add_memory, write_samples
 
 pytest.importorskip("selenium", reason="selenium is not installed")
 from selenium import webdriver
@@ -51,7 +52,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs[2].feeders = [{"rank": 2, "host": "<b>node</b>", "data": _DATA}]
     runs.append(MadeUpRun("model_averaging-256", period="256", completed=False, wer=None, num_evaluations=4))
     runs.append(MadeUpRun("<img src=x onerror=alert(1)>", "<b>bold</b>", "1024", size=4))
-    return write_report(write_sweep(tmp_path_factory.mktemp("sweep"), runs, missing=["gone"])).html
+    sweep = write_sweep(tmp_path_factory.mktemp("sweep"), runs, missing=["gone"])
+    for run in runs:
+        write_samples(sweep / run.name, "a", [[95.0] * 300] * run.size)
+        add_memory(sweep / run.name, [0.4 * GB + 1e6 * rank for rank in range(run.size)])
+    return write_report(sweep).html
 
 
 def test_the_page_loads_alone_and_without_a_complaint(browser: webdriver.Chrome, page: Path) -> None:
@@ -70,7 +75,7 @@ def test_table_and_plots_are_visible(browser: webdriver.Chrome, page: Path) -> N
     assert rows[7].text.startswith("<img src=x onerror=alert(1)>")
     assert not browser.find_elements(By.CSS_SELECTOR, "td b, dd b, img")
     figures = browser.find_elements(By.CSS_SELECTOR, "figure svg")
-    assert len(figures) == 7
+    assert len(figures) == 9
     for figure in figures:
         assert figure.is_displayed()
         assert figure.size["width"] > 300

@@ -1,0 +1,223 @@
+"""`speechdp profile`: the time of every function of a training step, over numbers of ranks."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from speechdp.config import TrainOptions
+from speechdp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from speechdp.compare.jobs import JobStarter
+    from speechdp.profile.jobs import ProfileRequest
+    from speechdp.profile.plan import ProfilePlan
+    from speechdp.profile.record import Settings
+    from speechdp.train.session import Session
+
+
+@dataclass(frozen=True)
+class ProfileCommand:
+    """Time the functions of a training step over ranks: speechdp profile DATA OUT --ranks 1,2,4."""
+
+    data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+    """Data directory that `speechdp prepare` wrote."""
+    out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")] = Path("profile")
+    """Folder for what is recorded and for the page.  Finished jobs there are kept."""
+    options: TrainOptions = field(default_factory=TrainOptions)
+    ranks: str = "1,2"
+    """Numbers of ranks, separated by commas."""
+    only: str = ""
+    """Jobs of these kinds alone, separated by commas: weak, strong, encoder, decoder, postproc, output,
+    blocking, pooled, fed."""
+    strong: bool = False
+    """Measure with the batch of all ranks constant too, not only with a rank's."""
+    steps: int = 20
+    """Training steps of each rank."""
+    warmup: int = 3
+    """First steps that are recorded but left out of means."""
+    loader_steps: int | None = None
+    """Steps of the jobs that compare trainloaders; default: two groups of the blocking one, that
+    is 64, and --warmup."""
+    poster_iterations: bool = False
+    """N ranks take N times as many steps, as on the IBM/NTU poster."""
+    hostfile: Path | None = None
+    """File with one line `host slots=N` a host; without it: this machine."""
+    launch_args: str = ""
+    """More options for `speechdp launch`, in one word: "--launcher horovodrun"."""
+    threads: int | None = None
+    """CPU threads of a rank, the same in all jobs; default: cores by the most ranks, at least 1."""
+    overwrite: bool = False
+    """Delete the profile that is in OUT and start anew."""
+    job: str = ""
+    """Not for you: how `profile` tells the ranks that it starts which job they are of."""
+
+    def run(self) -> int:
+        """Run all jobs and write the page, or be a rank of one job; return the exit code."""
+        return self._be_a_rank() if self.job else self._run_all()
+
+    def _be_a_rank(self) -> int:
+        from speechdp.cli.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415 - fast --help
+
+        others = {"OUT folder": self.out_dir, "--job": self.job, "--steps": self.steps}
+        return train_over_ranks(SessionRequest(self.data, self.options, self.job, others), self._on_rank)
+
+    def _on_rank(self, session: Session) -> int:
+        from speechdp.profile.ranks import JobRequest, profile_rank  # noqa: PLC0415
+        from speechdp.profile.record import MODULES  # noqa: PLC0415
+
+        kind = self.job.rpartition("-")[0]
+        request = JobRequest(
+            folder=self.out_dir / self.job,
+            module=kind if kind in MODULES else "",
+            steps=self.steps,
+            sample_hz=self.options.loading.sample_hz,
+        )
+        profile_rank(session, self.options, request)
+        return 0
+
+    def _run_all(self) -> int:
+        from speechdp.cli.console import make_console  # noqa: PLC0415
+        from speechdp.compare.jobs import Stopped  # noqa: PLC0415
+        from speechdp.profile.jobs import Profiler  # noqa: PLC0415
+        from speechdp.profile.record import FAILED  # noqa: PLC0415
+
+        request, starter = self._request(self._plan()), self._starter()
+        if self.overwrite:
+            _remove(self.out_dir)
+        console = make_console()
+
+        def say(line: str) -> None:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+        for note in request.settings.notes:
+            say(f"note: {note}")
+        try:
+            record = Profiler(request, starter, say).run()
+        except Stopped as stopped:
+            say(f"stopped as asked; the same command goes on with {self.out_dir}")
+            return stopped.exit_code
+        failed = [job for job in record.jobs if job.state == FAILED]
+        if len(failed) < len(record.jobs):
+            from speechdp.profile.page import write_profile_page  # noqa: PLC0415
+
+            report = write_profile_page(self.out_dir)
+            for line in report.answer:
+                say(line)
+            for path in (report.html, report.csv, report.png):
+                if path is not None:
+                    say(str(path))
+        if failed:
+            print(
+                f"speechdp: {len(failed)} of {len(record.jobs)} jobs failed; their messages stand above, "
+                f"their output in {self.out_dir / 'logs'}; the same command tries them again",
+                file=sys.stderr,
+            )
+        return 1 if failed else 0
+
+    def _plan(self) -> ProfilePlan:
+        from speechdp.compare.plan import whole_numbers  # noqa: PLC0415
+        from speechdp.profile.plan import ProfilePlan  # noqa: PLC0415
+
+        return ProfilePlan(
+            ranks=tuple(sorted(whole_numbers("ranks", self.ranks, least=1))),
+            only=tuple(word.strip() for word in self.only.split(",") if word.strip()),
+            strong=self.strong,
+            steps=self.steps,
+            warmup=self.warmup,
+            loader_steps=self.loader_steps,
+            poster_iterations=self.poster_iterations,
+        )
+
+    def _request(self, plan: ProfilePlan) -> ProfileRequest:
+        from speechdp.data.dataset import Dataset  # noqa: PLC0415
+        from speechdp.profile.jobs import ProfileRequest  # noqa: PLC0415
+        from speechdp.train.models import check_task  # noqa: PLC0415
+
+        dataset = Dataset.open(self.data)
+        check_task(dataset, self.options)
+        for split in (self.options.train_split, self.options.held_out):
+            dataset.shard_paths(split)
+        jobs = plan.jobs(self.options)
+        if self.hostfile is not None and self.options.loading.feeders:
+            raise ConfigError("--feeders: profile counts them on one machine only; leave out --hostfile")
+        return ProfileRequest(self.data, self.out_dir, jobs, self._settings(plan, dataset.checksum))
+
+    def _settings(self, plan: ProfilePlan, checksum: str) -> Settings:
+        from speechdp.config_model import DEFAULT_PRESET  # noqa: PLC0415
+        from speechdp.launching.cores import available_cores  # noqa: PLC0415
+        from speechdp.profile.notes import notes_on  # noqa: PLC0415
+        from speechdp.profile.plan import batch_of_rank  # noqa: PLC0415
+        from speechdp.profile.record import Settings  # noqa: PLC0415
+
+        options = self.options
+        is_synthesis = options.task == "synthesis"
+        config = options.model.tacotron() if is_synthesis else None
+        return Settings(
+            task=options.task,
+            preset=options.model.preset or DEFAULT_PRESET[options.task],
+            decoder="" if config is None else config.decoder,
+            batch_size=batch_of_rank(options),
+            reduction=0 if config is None else config.reduction,
+            steps=plan.steps,
+            warmup_steps=plan.warmup,
+            device="CPU",
+            machine=f"{platform.system()} {platform.machine()}",
+            cores=available_cores(),
+            command=("speechdp", *sys.argv[1:]),
+            threads=self._num_threads(),
+            notes=tuple(notes_on(plan, options, on_this_machine=self.hostfile is None)),
+            options={**options.to_json(), "data": checksum},
+        )
+
+    def _starter(self) -> JobStarter:
+        from speechdp.comm.environment import announced  # noqa: PLC0415
+        from speechdp.compare.jobs import JobStarter  # noqa: PLC0415
+        from speechdp.launching.command import own_program  # noqa: PLC0415
+
+        if announced() is not None:
+            raise ConfigError(
+                "profile starts its own jobs: give the command without mpirun, horovodrun, launch"
+            )
+        try:
+            launch_options = shlex.split(self.launch_args)
+        except ValueError as error:
+            raise ConfigError(
+                f"--launch-args {self.launch_args!r} cannot be split into words ({error})"
+            ) from error
+        if self.hostfile is not None:
+            launch_options += ["--hostfile", str(self.hostfile.absolute())]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self._num_threads())}
+        return JobStarter(own_program(Path(sys.executable)), environment, tuple(launch_options))
+
+    def _num_threads(self) -> int:
+        """Return the threads of a rank: in every job the same, or times could not be compared."""
+        from speechdp.launching.cores import available_cores  # noqa: PLC0415
+        from speechdp.launching.hostfile import read_hostfile  # noqa: PLC0415
+
+        if self.threads is not None:
+            return max(1, self.threads)
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        if given.isdigit() and int(given) > 0:
+            return int(given)
+        most = self.options.loading.feeders + max(self._plan().ranks)
+        if self.hostfile is not None:
+            most = max(host.slots for host in read_hostfile(self.hostfile).allocate(most))
+        return max(1, available_cores() // most)
+
+
+def _remove(out: Path) -> None:
+    """Delete a profile's folder.  Raises ConfigError where it holds something else."""
+    if not out.exists():
+        return
+    if not (out / "profile.json").is_file():
+        raise ConfigError(f"{out}: --overwrite deletes only folders with a profile.json; remove it yourself")
+    shutil.rmtree(out)

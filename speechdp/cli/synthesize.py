@@ -1,0 +1,176 @@
+"""`speechdp synthesize`: say texts with a trained model, or measure how well it says held-out ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from speechdp.cli.decode import GrammarName
+from speechdp.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from speechdp.comm.base import Communicator
+    from speechdp.synthesis.generate import Synthesiser
+    from speechdp.synthesis.recognition import Listener
+
+_ENDINGS = {
+    "stop": "",
+    "attention": "; it did not stop by itself and was ended where attention rested on the text's end",
+    "limit": "; it did not stop by itself and was cut at --max-seconds",
+}
+
+
+@dataclass(frozen=True)
+class SynthesizeCommand:
+    """Say texts: speechdp synthesize RUN "three five seven" -o out.wav [--picture]
+
+    Or measure on held-out texts: speechdp synthesize RUN --data DATA [--split test]
+    [--recogniser AM_RUN --recogniser-data AM_DATA]."""
+
+    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Run directory that `speechdp train DATA RUN --task synthesis` wrote."""
+    texts: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
+    """What to say; several texts become OUT-1.wav, OUT-2.wav, ..."""
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("speech.wav")
+    """WAV file to write, 16 bit."""
+    picture: bool = False
+    """Write a PNG of attention and spectrograms beside each WAV."""
+    data: Path | None = None
+    """Data directory whose held-out texts are said and compared with their recordings."""
+    split: str = "test"
+    """Split to measure."""
+    max_utterances: int = 0
+    """Measure on so many at most, spread evenly over the split; 0: on all."""
+    recogniser: Path | None = None
+    """Run directory of a recogniser that is to hear the speech; its word errors are counted."""
+    recogniser_data: Path | None = None
+    """Data directory that recogniser was trained on (lexicon, classes, features)."""
+    grammar: GrammarName = "auto"
+    """Which word sequences the recogniser allows, as in `speechdp decode`."""
+    iterations: int = 60
+    """Iterations of Griffin-Lim, which turns spectrograms into sound."""
+    max_seconds: float = 20.0
+    """Speech that does not stop by itself is cut here."""
+    attention_end: bool = True
+    """End speech that does not stop by itself once attention has rested on the end of the text."""
+    dropout: bool = False
+    """Keep the dropout of the decoder's pre-net on: each seed says a text in another way."""
+    seed: int = 1
+    """Of --dropout; without it nothing is random."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the network runs; auto: on a GPU where there is one."""
+    overwrite: bool = False
+    """Replace WAV and PNG files that exist."""
+
+    def run(self) -> int:
+        """Say the texts, or measure."""
+        from speechdp.cli.distributed import over_ranks  # noqa: PLC0415 - keeps --help fast
+
+        self._check()
+        return over_ranks("auto", self.device, self._on_rank)
+
+    def _check(self) -> None:
+        if bool(self.texts) == (self.data is not None):
+            raise ConfigError(
+                'give either texts to say (speechdp synthesize RUN "three five seven" -o out.wav) or --data'
+            )
+        if (self.recogniser is None) != (self.recogniser_data is None):
+            raise ConfigError("--recogniser and --recogniser-data belong together; give both")
+        if self.recogniser is not None and self.data is None:
+            raise ConfigError("--recogniser hears the texts of a data directory; add --data")
+        if self.texts and self.out.suffix.lower() != ".wav":
+            raise ConfigError(f"{self.out}: only WAV is written; give a name that ends in .wav")
+        for path in self._outputs() if self.texts else ():
+            if not path.absolute().parent.is_dir():
+                raise ConfigError(f"{path}: no such folder; make it first")
+            if path.is_dir() or (path.exists() and not self.overwrite):
+                raise ConfigError(f"{path}: exists; give another name or add --overwrite")
+
+    def _outputs(self) -> list[Path]:
+        """List the files that are to be written, WAV by WAV, each followed by its PNG."""
+        number_of_digits = len(str(len(self.texts)))
+        waves = [
+            self.out.with_name(f"{self.out.stem}-{number:0{number_of_digits}}{self.out.suffix}")
+            for number in range(1, len(self.texts) + 1)
+        ]
+        waves = waves if len(self.texts) > 1 else [self.out]
+        return [
+            path for wave in waves for path in ([wave, wave.with_suffix(".png")] if self.picture else [wave])
+        ]
+
+    def _on_rank(self, comm: Communicator) -> int:
+        from speechdp.synthesis.generate import Synthesiser, SynthesisOptions  # noqa: PLC0415
+        from speechdp.train.device import choose_device  # noqa: PLC0415
+        from speechdp.train.model_file import load_synthesis_model  # noqa: PLC0415
+
+        if comm.size > 1:
+            raise ConfigError(f"synthesize runs on one rank, not {comm.size}")
+        options = SynthesisOptions(
+            self.iterations, self.max_seconds, self.seed, self.dropout, self.attention_end
+        )
+        device = choose_device(self.device, comm.local_rank)
+        synthesiser = Synthesiser(load_synthesis_model(self.run_dir, device), options)
+        if self.data is None:
+            return self._say(synthesiser)
+        return self._measure(synthesiser, self.data, device)
+
+    def _say(self, synthesiser: Synthesiser) -> int:
+        from speechdp.synthesis.generate import write_wav  # noqa: PLC0415
+        from speechdp.synthesis.pictures import draw_picture  # noqa: PLC0415
+        from speechdp.synthesis.showcase import picture_of  # noqa: PLC0415
+
+        loaded = synthesiser.loaded
+        encoded = synthesiser.encode(self.texts)
+        outputs = iter(self._outputs())
+        for number, speech in sorted(synthesiser.say(encoded)):
+            path, text = next(outputs), self.texts[number]
+            samples = synthesiser.samples(speech.linear)
+            write_wav(path, samples, loaded.sampling_rate)
+            seconds = len(samples) / loaded.sampling_rate
+            print(f"{path}: {seconds:.2f} s, {loaded.sampling_rate} Hz{_ENDINGS[speech.ending]}")
+            if self.picture:
+                picture = next(outputs)
+                draw_picture(picture_of(text, encoded[number], speech, loaded), picture)
+                print(f"{picture}: attention and spectrograms")
+        return 0
+
+    def _measure(self, synthesiser: Synthesiser, data: Path, device: torch.device) -> int:
+        from rich.console import Console  # noqa: PLC0415
+
+        from speechdp.cli.console import make_console  # noqa: PLC0415
+        from speechdp.cli.progress import progress_bar  # noqa: PLC0415
+        from speechdp.cli.synthesis_table import print_result  # noqa: PLC0415
+        from speechdp.data.dataset import Dataset  # noqa: PLC0415
+        from speechdp.decode.graph import Grammar  # noqa: PLC0415
+        from speechdp.synthesis.held_out import EvaluationRequest, evaluate_split  # noqa: PLC0415
+
+        request = EvaluationRequest(
+            self.run_dir,
+            self.split,
+            self.max_utterances,
+            listener=self._listener(device),
+            grammar=None if self.grammar == "auto" else Grammar(self.grammar),
+        )
+        with progress_bar(Console(stderr=True)) as progress:
+            result = evaluate_split(
+                synthesiser,
+                Dataset.open(data),
+                request,
+                lambda done, total: progress("synthesising", done, total),
+            )
+        path = result.write(self.run_dir)
+        print_result(make_console(), result)
+        print(f"{path}; pictures and sound: {', '.join(result.pictures)}")
+        return 0
+
+    def _listener(self, device: torch.device) -> Listener | None:
+        from speechdp.synthesis.recognition import Listener  # noqa: PLC0415
+
+        if self.recogniser is None or self.recogniser_data is None:
+            return None
+        return Listener.load(self.recogniser, self.recogniser_data, device)

@@ -1,0 +1,83 @@
+"""Bring a text into the form that is spoken letter by letter: lower case, numbers in words, few signs."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+from speechdp.errors import ConfigError
+
+#: Signs that are kept, for they are heard as pauses or intonation; the apostrophe belongs to its word.
+PUNCTUATION = ("!", ",", ".", "?")
+_ALL_PUNCTUATION = "".join(PUNCTUATION)
+
+# fmt: off
+_ONES = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)
+# fmt: on
+_TENS = ("zero", "ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_MAX_NUMBER = 999_999
+_NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?", re.ASCII)
+_SIGNS = str.maketrans(
+    {
+        **dict.fromkeys("\u2018\u2019\u02bc", "'"),
+        **dict.fromkeys('\u201c\u201d\u00ab\u00bb"()[]', " "),
+        **dict.fromkeys("-\u2010\u2011", " "),
+        **dict.fromkeys(":;\u2013\u2014", ","),
+    }
+)
+_SPACE_BEFORE_SIGN = re.compile(r"\s+([!,.?])")
+
+
+def normalise(text: str) -> str:
+    """Return a text in lower case, with numbers in words and single spaces: "3 5 7" -> "three five seven".
+
+    Brackets and quotation marks are dropped, hyphens part words, colons and dashes become commas.  Characters
+    that mean nothing here stay, for the inventory to refuse by name.
+
+    Raises:
+        ConfigError: a number above 999,999.
+    """
+    plain = unicodedata.normalize("NFKC", text).lower().translate(_SIGNS)
+    words = _NUMBER.sub(lambda match: f" {_spoken(match.group())} ", plain)
+    return _SPACE_BEFORE_SIGN.sub(r"\1", " ".join(words.split()))
+
+
+def plain_words(text: str) -> list[str]:
+    """Return the words of a normalised text without their punctuation."""
+    stripped = (word.rstrip(_ALL_PUNCTUATION) for word in text.split())
+    return [word for word in stripped if word]
+
+
+def number_in_words(number: int) -> str:
+    """Return a number of 0 to 999,999 in English words, as they are said: 342 -> three hundred forty two.
+
+    Raises:
+        ConfigError: the number is outside.
+    """
+    if not 0 <= number <= _MAX_NUMBER:
+        raise ConfigError(
+            f"the number {number} is not put into words (0 to {_MAX_NUMBER}); write it as words"
+        )
+    if number < len(_ONES):
+        return _ONES[number]
+    for unit, name in ((1000, "thousand"), (100, "hundred")):
+        if number >= unit:
+            more = f" {number_in_words(number % unit)}" if number % unit else ""
+            return f"{number_in_words(number // unit)} {name}{more}"
+    ones = f" {_ONES[number % 10]}" if number % 10 else ""
+    return f"{_TENS[number // 10]}{ones}"
+
+
+def _spoken(digits: str) -> str:
+    """Return the words of a number as it is written; one that begins with zero is read digit by digit."""
+    whole, point, fraction = digits.replace(",", "").partition(".")
+    leading_zero = len(whole) > 1 and whole[0] == "0"
+    words = _one_by_one(whole) if leading_zero else number_in_words(int(whole))
+    return f"{words} point {_one_by_one(fraction)}" if point else words
+
+
+def _one_by_one(digits: str) -> str:
+    return " ".join(_ONES[int(digit)] for digit in digits)

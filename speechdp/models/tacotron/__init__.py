@@ -1,0 +1,1 @@
+"""Tacotron: text to spectrograms, in three parts that are profiled apart: encoder, decoder, postproc."""

@@ -1,0 +1,223 @@
+"""The attention decoder: memory to mel frames, r frames a step.
+
+Legend: B batch, S symbols, C memory values a symbol, T frames, N decoder steps, r frames a step,
+M mel bins, A config.attention_dim, D config.decoder_dim, P config.prenet_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from speechdp.errors import ConfigError
+from speechdp.models.tacotron.attention_rnn import attention_rnn
+from speechdp.models.tacotron.attention_steps import AttentionWeights
+from speechdp.models.tacotron.config import TacotronConfig
+from speechdp.models.tacotron.padding import frame_mask
+from speechdp.models.tacotron.prenet import Keep, Prenet
+from speechdp.models.tacotron.recurrent import gru_sequence
+
+
+@dataclass(frozen=True)
+class DecoderOutput:
+    """What the decoder makes when it is taught.
+
+    Attributes:
+        mel: (B, T, M), zero behind each utterance's end.
+        stop_logits: (B, N), of "the last frame is among those made so far".
+        attention: (B, N, S), rows sum to 1 over an utterance's own symbols.
+    """
+
+    mel: Tensor
+    stop_logits: Tensor
+    attention: Tensor
+
+
+@dataclass(frozen=True)
+class FreeRun:
+    """What the decoder makes when it hears itself; the attributes are as in `model.Generated`."""
+
+    mel: Tensor
+    attention: Tensor
+    lengths: Tensor
+    stopped: Tensor
+
+
+@dataclass(frozen=True)
+class _Text:
+    """What a step attends to: memory (B, S, C), keys (B, S, A), mask (B, S) bool, true for a symbol."""
+
+    memory: Tensor
+    keys: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a step hands to the next: hidden (B, A), context (B, C), two residual (B, D)."""
+
+    hidden: Tensor
+    context: Tensor
+    residual: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """What steps make, whole or one: mel (..., B, rM), stop logits (..., B), attention (..., B, S)."""
+
+    mel: Tensor
+    stop: Tensor
+    attention: Tensor
+
+
+class Decoder(nn.Module):
+    """Pre-net, attention GRU, two residual GRUs, mel and stop layers (Wang et al. 2017, section 3.3).
+
+    A step hears the last frame of the step before (zeros at first). Taught, all those frames are known
+    beforehand, and only the attention GRU with its context must run step by step; config.decoder says
+    whether that is used ("fast"), or every layer runs a step at a time as public code does ("loop"). Both
+    draw the same dropout and give the same numbers with the same parameters.
+    """
+
+    def __init__(self, mel_dim: int, config: TacotronConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.mel_dim = mel_dim
+        attention, decoder, memory = config.attention_dim, config.decoder_dim, config.memory_dim
+        self.prenet = Prenet(mel_dim, config.prenet_hidden, config.prenet_dim, config.dropout)
+        self.attention_gru = nn.GRUCell(config.prenet_dim + memory, attention)
+        self.key = nn.Linear(memory, attention)
+        self.query = nn.Linear(attention, attention, bias=False)
+        self.score = nn.Parameter(torch.empty(1, attention))
+        nn.init.xavier_uniform_(self.score)
+        self.project = nn.Linear(attention + memory, decoder)
+        self.residual_1 = nn.GRUCell(decoder, decoder)
+        self.residual_2 = nn.GRUCell(decoder, decoder)
+        self.mel = nn.Linear(decoder, config.reduction * mel_dim)
+        self.stop = nn.Linear(decoder + memory, 1)
+
+    def forward(self, memory: Tensor, symbols: Tensor, mel: Tensor, lengths: Tensor) -> DecoderOutput:
+        """Decode memory (B, S, C) of symbols (B, S), taught with mel (B, T, M) of CPU lengths (B,)."""
+        num_frames = mel.shape[1]
+        heard = self._frames_heard(mel)  # (N, B, M)
+        keep = self.prenet.draw(*heard.shape[:2], like=heard) if self.training else None
+        text = self._text(memory, symbols)
+        run = self._run_fast if self.config.decoder == "fast" else self._run_loop
+        steps = run(heard, keep, text)
+        mask = frame_mask(lengths, num_frames, mel.device).unsqueeze(2)
+        return DecoderOutput(
+            mel=self._unfold(steps.mel)[:, :num_frames] * mask,
+            stop_logits=steps.stop.transpose(0, 1),
+            attention=steps.attention.transpose(0, 1),
+        )
+
+    @torch.no_grad()
+    def run_freely(
+        self, memory: Tensor, symbols: Tensor, max_frames: int, *, dropout: bool = False
+    ) -> FreeRun:
+        """Decode until the stop predictor passes 0.5 for each utterance, or max_frames are made."""
+        if max_frames < 1:
+            raise ConfigError(f"max_frames {max_frames}: must be at least 1")
+        text = self._text(memory, symbols)
+        batch_size = memory.shape[0]
+        state = self._first_state(memory)
+        frame = memory.new_zeros(batch_size, self.mel_dim)
+        stopped = torch.zeros(batch_size, dtype=torch.bool, device=memory.device)
+        num_steps = torch.zeros(batch_size, dtype=torch.int64, device=memory.device)
+        made: list[_Steps] = []
+        for _ in range(self.config.num_steps(max_frames)):
+            keep = self.prenet.draw(batch_size, like=frame) if dropout else None
+            step, state = self._step(self.prenet(frame, keep), text, state)
+            made.append(step)
+            num_steps = num_steps + (~stopped).long()
+            stopped = stopped | (step.stop > 0)
+            if bool(stopped.all()):
+                break
+            frame = step.mel[:, -self.mel_dim :]
+        lengths = (num_steps * self.config.reduction).clamp(max=max_frames)
+        num_frames = min(max_frames, len(made) * self.config.reduction)
+        frames = frame_mask(lengths, num_frames, memory.device).unsqueeze(2)
+        steps = frame_mask(num_steps, len(made), memory.device).unsqueeze(2)
+        return FreeRun(
+            mel=self._unfold(torch.stack([step.mel for step in made]))[:, :num_frames] * frames,
+            attention=torch.stack([step.attention for step in made], dim=1) * steps,
+            lengths=lengths.cpu(),
+            stopped=stopped.cpu(),
+        )
+
+    def _frames_heard(self, mel: Tensor) -> Tensor:
+        """Return (N, B, M): zeros, then the last frame of every group of r but the last group."""
+        reduction = self.config.reduction
+        last = (self.config.num_steps(mel.shape[1]) - 1) * reduction
+        heard = mel[:, reduction - 1 : last : reduction].transpose(0, 1)  # (N - 1, B, M)
+        return torch.cat([mel.new_zeros(1, mel.shape[0], mel.shape[2]), heard])
+
+    def _unfold(self, mel: Tensor) -> Tensor:
+        """Return (B, N r, M) for (N, B, rM)."""
+        num_steps, batch_size, _ = mel.shape
+        groups = mel.view(num_steps, batch_size, self.config.reduction, self.mel_dim)
+        return groups.transpose(0, 1).reshape(batch_size, -1, self.mel_dim)
+
+    def _text(self, memory: Tensor, symbols: Tensor) -> _Text:
+        return _Text(memory, self.key(memory), symbols >= 0)
+
+    def _first_state(self, memory: Tensor) -> _State:
+        batch_size = memory.shape[0]
+        zeros = memory.new_zeros(batch_size, self.config.decoder_dim)
+        return _State(
+            hidden=memory.new_zeros(batch_size, self.config.attention_dim),
+            context=memory.new_zeros(batch_size, memory.shape[2]),
+            residual=(zeros, zeros),
+        )
+
+    def _run_loop(self, heard: Tensor, keep: Keep | None, text: _Text) -> _Steps:
+        state = self._first_state(text.memory)
+        made: list[_Steps] = []
+        for index, frame in enumerate(heard):
+            prenet = self.prenet(frame, (keep[0][index], keep[1][index]) if keep else None)
+            step, state = self._step(prenet, text, state)
+            made.append(step)
+        return _Steps(
+            mel=torch.stack([step.mel for step in made]),
+            stop=torch.stack([step.stop for step in made]),
+            attention=torch.stack([step.attention for step in made]),
+        )
+
+    def _step(self, prenet: Tensor, text: _Text, state: _State) -> tuple[_Steps, _State]:
+        """Make r frames from prenet (B, P): one step of every layer."""
+        hidden = self.attention_gru(torch.cat([prenet, state.context], dim=1), state.hidden)
+        met = torch.tanh(text.keys + self.query(hidden).unsqueeze(1))  # (B, S, A)
+        energies = (met @ self.score[0]).masked_fill(~text.mask, -torch.inf)  # (B, S)
+        attention = torch.softmax(energies, dim=1)
+        context = torch.bmm(attention.unsqueeze(1), text.memory).squeeze(1)  # (B, C)
+        inputs = self.project(torch.cat([hidden, context], dim=1))  # (B, D)
+        first = self.residual_1(inputs, state.residual[0])
+        inputs = inputs + first
+        second = self.residual_2(inputs, state.residual[1])
+        steps = self._make(inputs + second, context, attention)
+        return steps, _State(hidden, context, (first, second))
+
+    def _run_fast(self, heard: Tensor, keep: Keep | None, text: _Text) -> _Steps:
+        gru = self.attention_gru
+        weights = AttentionWeights(
+            weight_ih=gru.weight_ih,
+            weight_hh=gru.weight_hh,
+            bias_ih=gru.bias_ih,
+            bias_hh=gru.bias_hh,
+            query=self.query.weight,
+            v=self.score[0],
+        )
+        hidden, context, attention = attention_rnn(
+            self.prenet(heard, keep), text.memory, text.keys, text.mask, weights
+        )
+        inputs = self.project(torch.cat([hidden, context], dim=2))  # (N, B, D)
+        for cell in (self.residual_1, self.residual_2):
+            inputs = inputs + gru_sequence(inputs, cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh)
+        return self._make(inputs, context, attention)
+
+    def _make(self, hidden: Tensor, context: Tensor, attention: Tensor) -> _Steps:
+        """Make frames and stop logits of hidden (..., B, D) and context (..., B, C)."""
+        stop = self.stop(torch.cat([hidden, context], dim=-1)).squeeze(-1)
+        return _Steps(self.mel(hidden), stop, attention)

@@ -1,0 +1,141 @@
+"""GRUs over whole sequences. Legend: T steps, B batch, I inputs, H hidden units, D directions.
+
+On a CPU `nn.GRU` runs many small operations a step, and as many again backward. `gru_directions` computes
+the inputs' part of all steps by one matrix product, has few operations in place a step, and knows the
+derivatives of all gates before its backward loop begins. On a GPU cuDNN does all that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from speechdp.models.tacotron import gru_steps
+from speechdp.models.tacotron.gru_steps import Gates, GruWeights
+
+
+def gru_sequence(x: Tensor, weight_ih: Tensor, weight_hh: Tensor, bias_ih: Tensor, bias_hh: Tensor) -> Tensor:
+    """Return hidden states (T, B, H) of a GRU over `x` (T, B, I), T at least 1, beginning at zero.
+
+    Weights as in `GruWeights`.
+    """
+    if not x.is_cuda:
+        weights = (weight.unsqueeze(0) for weight in (weight_ih, weight_hh, bias_ih, bias_hh))
+        return gru_directions(x.unsqueeze(0), *weights)[0]
+    start = x.new_zeros(1, x.shape[1], weight_hh.shape[1])
+    layer = _in_one_piece([weight_ih, weight_hh, bias_ih, bias_hh])
+    # has_biases, num_layers, dropout, train, bidirectional, batch_first
+    hidden: Tensor = torch.gru(x, start, layer, True, 1, 0.0, torch.is_grad_enabled(), False, False)[0]
+    return hidden
+
+
+def gru_directions(
+    x: Tensor, weight_ih: Tensor, weight_hh: Tensor, bias_ih: Tensor, bias_hh: Tensor
+) -> Tensor:
+    """Return hidden states (D, T, B, H) of D GRUs of one size, side by side over `x` (D, T, B, I).
+
+    T is at least 1; weights as in `GruWeights`, each with D in front.
+    """
+    assert x.shape[1] >= 1, "a GRU needs at least one step"
+    hidden: Tensor = _GruDirections.apply(x, weight_ih, weight_hh, bias_ih, bias_hh)  # type: ignore[no-untyped-call]
+    return hidden
+
+
+class BiGru(nn.Module):
+    """One bidirectional GRU layer, weights named as in `nn.GRU`, right for padded rows.
+
+    The backward direction begins at each row's own end; what stands behind the ends reaches no frame
+    before them.
+    """
+
+    def __init__(self, input_dim: int, hidden: int) -> None:
+        super().__init__()
+        self.input_dim = input_dim
+        self.hidden = hidden
+        like = nn.GRU(input_dim, hidden, bidirectional=True)  # for its names, shapes and first values
+        for name, parameter in like.named_parameters():
+            self.register_parameter(name, parameter)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """Return (B, T, 2H), forward and backward halves, for `x` (B, T, I) and CPU lengths (B,)."""
+        inputs = x.transpose(0, 1)  # (T, B, I)
+        turn = turned_indices(lengths, x.shape[1]).to(x.device, non_blocking=True)  # (T, B)
+        batch = torch.arange(x.shape[0], device=x.device)
+        turned = inputs[turn, batch]
+        weights = self._weights("l0"), self._weights("l0_reverse")
+        if x.is_cuda:
+            forward, backward = gru_sequence(inputs, *weights[0]), gru_sequence(turned, *weights[1])
+        else:
+            pairs = (torch.stack(pair) for pair in zip(*weights, strict=True))
+            forward, backward = gru_directions(torch.stack([inputs, turned]), *pairs)
+        return torch.cat([forward, backward[turn, batch]], dim=2).transpose(0, 1)
+
+    def _weights(self, suffix: str) -> GruWeights:
+        return GruWeights(*(self.get_parameter(f"{name}_{suffix}") for name in GruWeights._fields))
+
+
+def _in_one_piece(weights: list[Tensor]) -> list[Tensor]:
+    """Return `weights` as views of one vector: cuDNN copies, and torch warns of, any that are apart."""
+    whole = torch.cat([weight.reshape(-1) for weight in weights])
+    pieces = torch.split_with_sizes(whole, [weight.numel() for weight in weights])
+    return [piece.view_as(weight) for piece, weight in zip(pieces, weights, strict=True)]
+
+
+def turned_indices(lengths: Tensor, num_frames: int) -> Tensor:
+    """Return (T, B) indices that turn each row's frames round and leave its padding where it is."""
+    frame = torch.arange(num_frames, device=lengths.device).unsqueeze(1)  # (T, 1)
+    return torch.where(frame < lengths, lengths - 1 - frame, frame)
+
+
+class _GruDirections(torch.autograd.Function):
+    """`gru_directions` and its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        weight_hh = weights[1]
+        sums = x.new_empty(*x.shape[:3], 4 * weight_hh.shape[2])  # (D, T, B, 4H)
+        for direction, one in enumerate(zip(*weights, strict=True)):
+            gru_steps.project_inputs_(sums[direction], x[direction], GruWeights(*one))
+        hidden = sums.new_empty(*x.shape[:3], weight_hh.shape[2])
+        recurrent = weight_hh.transpose(1, 2)  # (D, H, 3H)
+        previous = hidden.new_zeros(hidden[:, 0].shape)
+        for step, (gates, out) in enumerate(zip(Gates.views(sums).steps(1), hidden.unbind(1), strict=True)):
+            if step:
+                gates.of_hidden.baddbmm_(previous, recurrent)
+            gru_steps.step_(gates, previous, out)
+            previous = out
+        ctx.save_for_backward(x, *weights, sums, hidden)
+        return hidden
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor, ...]:
+        x, weight_ih, weight_hh, _, _, sums, hidden = ctx.saved_tensors
+        gates = Gates.views(sums)
+        previous = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], dim=1)
+        d_sums = gru_steps.derivatives(gates, previous)
+        d_hidden = d_output.clone(memory_format=torch.contiguous_format)
+        steps = Gates.views(d_sums).steps(1)
+        blocks = d_sums.view(*d_sums.shape[:3], 4, -1).unbind(1)  # (D, B, 4, H) a step
+        updates, d_outs = gates.update.unbind(1), d_hidden.unbind(1)
+        for step in reversed(range(len(steps))):
+            blocks[step].mul_(d_outs[step].unsqueeze(2))
+            if step:
+                d_outs[step - 1].baddbmm_(steps[step].of_hidden, weight_hh)
+                d_outs[step - 1].addcmul_(d_outs[step], updates[step])
+        parts = [_gradients(*one) for one in zip(d_sums, x, hidden, weight_ih, strict=True)]
+        return tuple(torch.stack(gradients) for gradients in zip(*parts, strict=True))
+
+
+def _gradients(d_sums: Tensor, x: Tensor, hidden: Tensor, weight_ih: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of one direction's x (T, B, I) and four weights; `d_sums` (T, B, 4H)."""
+    views = Gates.views(d_sums)
+    return (
+        gru_steps.input_gradient(views, weight_ih),
+        gru_steps.input_weight_gradient(views, x),
+        gru_steps.hidden_weight_gradient(views, hidden),
+        *gru_steps.bias_gradients(views),
+    )

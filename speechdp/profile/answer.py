@@ -1,0 +1,284 @@
+"""Put a profile's result into words: what scales, what does not, what memory and trainloader cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from speechdp.profile.cautions import find_cautions
+from speechdp.profile.derived import (
+    STEP,
+    WAITING_FUNCTIONS,
+    Loading,
+    Scaling,
+    first_step_factor,
+    job_costs,
+    job_steps,
+    main_job,
+    make_loading,
+    waiting_s,
+)
+from speechdp.profile.record import BLOCKING, FED, POOLED, STRONG, WEAK, Profile, ProfileJob
+from speechdp.profile.words import milliseconds, number, rank_count
+from speechdp.timing import wording
+
+#: Functions below this share of the step on the most ranks are not judged.
+JUDGED_SHARE = 0.03
+#: From this efficiency on a function counts as one that scales.
+SCALES = 0.85
+#: A largest peak below so many times the smallest is called balanced.
+BALANCED = 1.1
+#: Not to be named where single functions are.
+_NOT_OF_THE_MODEL = WAITING_FUNCTIONS | {STEP}
+
+
+RULE = (
+    "Times are the median step after the warm-up, mean over ranks, forward and backward. Efficiency is "
+    "t1 / tN where a rank's batch is constant (weak), t1 / (N·tN) where that of all ranks is (strong). "
+    f"Functions with less than {JUDGED_SHARE:.0%} of the step are not judged; from {SCALES:.0%} on a "
+    "function counts as one that scales."
+).replace("%", " %")
+
+
+@dataclass(frozen=True)
+class ProfileAnswer:
+    """The result in words.
+
+    Attributes:
+        headline: one sentence: what scales worst, and what it costs.
+        details: one sentence a subject.
+        cautions: what the reader must know before trusting the above.
+    """
+
+    headline: str
+    details: tuple[str, ...]
+    cautions: tuple[str, ...]
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """All of it, in the order to be read."""
+        return (self.headline, *self.details, *self.cautions)
+
+
+def find_answer(profile: Profile, scalings: Sequence[Scaling]) -> ProfileAnswer:
+    """Return what the profile says."""
+    of_kind = {scaling.kind: scaling for scaling in scalings}
+    compared = [s for s in scalings if len(s.ranks) > 1]
+    job = main_job(profile)
+    details = [
+        _others(of_kind.get(WEAK)),
+        _step(of_kind.get(WEAK)),
+        _strong(of_kind.get(STRONG)),
+        _single([s for s in compared if s.kind not in (WEAK, STRONG)], of_kind.get(WEAK)),
+        *_of_job(profile, job),
+        *loading_sentences(profile),
+    ]
+    return ProfileAnswer(
+        _headline(of_kind, compared), tuple(filter(None, details)), find_cautions(profile, scalings)
+    )
+
+
+def _judged(scaling: Scaling) -> list[tuple[float, str]]:
+    """Return (efficiency, function), worst first, of what is large enough to matter."""
+    most = scaling.ranks[-1]
+    found = [
+        (efficiency, name)
+        for name, costs in scaling.costs.items()
+        if name not in _NOT_OF_THE_MODEL
+        and most in costs
+        and costs[most].share >= JUDGED_SHARE
+        and (efficiency := scaling.efficiency(name, most)) is not None
+    ]
+    return sorted(found)
+
+
+def _headline(of_kind: dict[str, Scaling], compared: Sequence[Scaling]) -> str:
+    weak = of_kind.get(WEAK)
+    if weak is not None and len(weak.ranks) > 1 and (judged := _judged(weak)):
+        return _worst(weak, *judged[0])
+    if compared:
+        name = compared[0].kind
+        if name not in (WEAK, STRONG):
+            return f"Alone, {_pace(compared[0], name)}."
+        return f"With all ranks' batch constant {_pace(compared[0], STEP)}."
+    if of_kind:
+        return _unscaled(weak or next(iter(of_kind.values())))
+    return "No job of this profile has finished a step, so there is nothing to say yet."
+
+
+def _unscaled(only: Scaling) -> str:
+    """Say what takes the time where there is one number of ranks."""
+    ranks = only.ranks[-1]
+    were = "was" if ranks == 1 else "were"
+    text = f"Only {rank_count(ranks)} {were} profiled, so nothing can be said about scaling"
+    shares = [(costs[ranks].share, name) for name, costs in only.costs.items() if name != STEP]
+    if only.kind not in (WEAK, STRONG) or not shares:
+        return f"{text}."
+    return f"{text}; {max(shares)[1]} takes most of the step, {wording.percent(max(shares)[0])} %."
+
+
+def _worst(weak: Scaling, efficiency: float, name: str) -> str:
+    few, most = weak.ranks[0], weak.ranks[-1]
+    cost, first = weak.costs[name][most], weak.costs[name][few]
+    share = wording.percent(cost.share)
+    if efficiency >= SCALES:
+        return (
+            f"Every function scales to {rank_count(most)}: the worst, {name}, keeps an efficiency of "
+            f"{wording.percent(efficiency)} %."
+        )
+    return (
+        f"{name.capitalize()} scales worst: on {rank_count(most)} it takes "
+        f"{cost.total_s / first.total_s:.2f} times as long as on {few}, which is an efficiency of "
+        f"{wording.percent(efficiency)} %, and has {share} % of the step."
+    )
+
+
+def _pace(scaling: Scaling, name: str) -> str:
+    most = scaling.ranks[-1]
+    efficiency = scaling.efficiency(name, most)
+    what = "the " + name
+    if efficiency is None:
+        return f"{what} was not timed on both {scaling.ranks[0]} and {most} ranks"
+    return f"{what} keeps an efficiency of {wording.percent(efficiency)} % on {rank_count(most)}"
+
+
+def _others(weak: Scaling | None) -> str:
+    """Name what scales and what else does not."""
+    if weak is None or len(weak.ranks) < 2:
+        return ""
+    judged = _judged(weak)
+    good = [f"{name} {wording.percent(e)} %" for e, name in reversed(judged) if e >= SCALES]
+    bad = [f"{name} {wording.percent(e)} %" for e, name in judged[1:] if e < SCALES]
+    text = ""
+    if good and len(good) < len(judged):
+        text = f"These scale: {', '.join(good)}. "
+    if bad:
+        text += f"These do not either: {', '.join(bad)}."
+    return text.strip()
+
+
+def _step(weak: Scaling | None) -> str:
+    if weak is None or len(weak.ranks) < 2:
+        return ""
+    few, most = weak.ranks[0], weak.ranks[-1]
+    efficiency = weak.efficiency(STEP, most)
+    if efficiency is None:
+        return ""
+    costs = weak.costs[STEP]
+    text = (
+        f"The whole step takes {milliseconds(costs[most].total_s)} ms on {rank_count(most)} and "
+        f"{milliseconds(costs[few].total_s)} ms on {few}: {wording.percent(efficiency)} % efficiency at a "
+        "constant batch a rank"
+    )
+    exchange = weak.costs.get("exchange", {}).get(most)
+    if exchange is None:
+        return text + "."
+    waited = sum(waiting_s(weak.jobs[-1]).values())
+    exchanged = sum(step.seconds("exchange") for together in job_steps(weak.jobs[-1]) for step in together)
+    part = f", {wording.percent(waited / exchanged)} % of it waiting for the last rank" if exchanged else ""
+    return f"{text}; exchange has {wording.percent(exchange.share, 1)} % of the step{part}."
+
+
+def _strong(strong: Scaling | None) -> str:
+    if strong is None or len(strong.ranks) < 2:
+        return ""
+    most = strong.ranks[-1]
+    efficiency, judged = strong.efficiency(STEP, most), _judged(strong)
+    if efficiency is None:
+        return ""
+    text = (
+        f"With all ranks' batch constant the step keeps {wording.percent(efficiency)} % on {rank_count(most)}"
+    )
+    if judged:
+        text += f"; worst {judged[0][1]} with {wording.percent(judged[0][0])} %"
+    return text + "."
+
+
+def _single(singles: Sequence[Scaling], weak: Scaling | None) -> str:
+    """Say how each module scales alone, and in the whole step."""
+    parts = []
+    for scaling in singles:
+        alone = scaling.efficiency(scaling.kind, scaling.ranks[-1])
+        if alone is None:
+            continue
+        text = f"{scaling.kind} {wording.percent(alone)} %"
+        inside = weak is not None and scaling.kind in weak.costs and weak.ranks[-1] == scaling.ranks[-1]
+        within = weak.efficiency(scaling.kind, weak.ranks[-1]) if weak is not None and inside else None
+        parts.append(text if within is None else f"{text} (in the whole step {wording.percent(within)} %)")
+    if not parts:
+        return ""
+    return f"Alone, with the other modules off, on {rank_count(singles[0].ranks[-1])}: {', '.join(parts)}."
+
+
+def _of_job(profile: Profile, job: ProfileJob | None) -> list[str]:
+    if job is None:
+        return []
+    return [_memory(job), _first_steps(job, profile.settings.warmup_steps)]
+
+
+def _memory(job: ProfileJob) -> str:
+    if job.memory is None or len(job.memory.ranks) < 2:
+        return ""
+    ranks = sorted(job.memory.ranks, key=lambda rank: rank.peak_bytes)
+    least, most = ranks[0], ranks[-1]
+    what = "GPU memory" if job.memory.unit == "gpu" else "memory of the process"
+    state = "is balanced" if job.memory.balance < BALANCED else "is not balanced"
+    return (
+        f"Memory {state} over {rank_count(job.ranks)}: the largest peak is {job.memory.balance:.2f} times "
+        f"the smallest (rank {most.rank}: {wording.megabytes(most.peak_bytes)} MB, rank {least.rank}: "
+        f"{wording.megabytes(least.peak_bytes)} MB; {what})."
+    )
+
+
+def _first_steps(job: ProfileJob, warmup_steps: int) -> str:
+    whole = first_step_factor(job, STEP, warmup_steps)
+    if whole is None or len(job_steps(job)) < 2 or job_steps(job)[0][0].step > warmup_steps:
+        return ""
+    factors = [
+        (factor, name)
+        for name, cost in job_costs(job, warmup_steps).items()
+        if name not in _NOT_OF_THE_MODEL
+        and cost.share >= JUDGED_SHARE
+        and (factor := first_step_factor(job, name, warmup_steps)) is not None
+    ]
+    worst = f", {max(factors)[1]} {max(factors)[0]:.1f} times" if factors else ""
+    steps = "first step is" if warmup_steps == 1 else f"first {warmup_steps} steps are"
+    return (
+        f"The first step takes {whole:.1f} times as long as the usual one{worst}: the {steps} left out of "
+        "all figures."
+    )
+
+
+def loading_sentences(profile: Profile) -> list[str]:
+    """Say what waiting for batches costs with each kind of trainloader."""
+    found = {
+        kind: make_loading(jobs[-1], profile.settings.warmup_steps)
+        for kind in (BLOCKING, POOLED, FED)
+        if (jobs := profile.of_kind(kind))
+    }
+    sentences = []
+    if BLOCKING in found:
+        sentences.append(_blocking(found[BLOCKING], found.get(POOLED)))
+    elif POOLED in found:
+        sentences.append(f"Waiting for batches takes {_share(found[POOLED])} of the step.")
+    if FED in found:
+        loading = found[FED]
+        sentences.append(
+            f"With feeder ranks waiting takes {_share(loading)}, at {number(loading.frames_per_s)} frames/s."
+        )
+    return sentences
+
+
+def _blocking(blocking: Loading, pooled: Loading | None) -> str:
+    text = f"A blocking trainloader takes {_share(blocking)} of the step on {rank_count(blocking.job.ranks)}"
+    if pooled is None:
+        return text + "."
+    text += f", one that works beside training {_share(pooled)}"
+    if not blocking.frames_per_s:
+        return text + "."
+    more = pooled.frames_per_s / blocking.frames_per_s
+    return f"{text}, with {more:.2f} times as many frames a second."
+
+
+def _share(loading: Loading) -> str:
+    return f"{wording.percent(loading.share, 1)} %"

@@ -1,0 +1,74 @@
+"""Write what the ranks of a profile's job have recorded (docs/profile.md)."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speechdp.comm.environment import host_name
+from speechdp.errors import RunError
+from speechdp.profile.common_start import CommonStart
+from speechdp.profile.measured import (
+    FACTS_NAME,
+    MEMORY_NAME,
+    Memory,
+    RankMemory,
+    StepRecord,
+    rank_path,
+    write_json,
+)
+from speechdp.timing.memory import peak_memory
+from speechdp.train.parts import TrainingParts
+from speechdp.train.session import Session
+
+
+def write_steps(session: Session, folder: Path, start: CommonStart, records: list[StepRecord]) -> None:
+    """Write this rank's file.  Raises RunError (disk)."""
+    rank = session.comm.rank
+    lines: list[dict[str, Any]] = [
+        {"rank": rank, "host": host_name(), "pid": os.getpid(), "clock_offset_s": start.clock_offset_s}
+    ]
+    for record in records:
+        functions = [[f.name, f.phase, round(f.start_s, 7), round(f.duration_s, 7)] for f in record.functions]
+        lines.append({
+            "step": record.step, "start_s": round(record.start_s, 7), "wall_s": round(record.wall_s, 7),
+            "frames": record.frames, "functions": functions,
+        })  # fmt: skip
+    path = rank_path(folder, rank)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}); free some space") from error
+
+
+def write_facts(session: Session, folder: Path, parts: TrainingParts) -> None:
+    """Have rank 0 write memory and facts of all ranks.  Collective.  Raises RunError (disk)."""
+    comm, device = session.comm, session.device
+    replica, on_gpu, peaks = parts.replica, device.type == "cuda", peak_memory(device)
+    rss, gpu_peak = peaks["peak_rss_bytes"], peaks.get("gpu_peak_bytes")
+    own = RankMemory(
+        rank=comm.rank,
+        peak_bytes=rss if gpu_peak is None else gpu_peak,
+        rss_bytes=rss,
+        parameters_bytes=replica.parameters.whole.nbytes + replica.gradients.whole.nbytes,
+        optimizer_bytes=sum(x.nbytes for x in replica.optimizer_tensors().values()),
+        gpu_peak_bytes=gpu_peak,
+    )
+    ranks = tuple(RankMemory(**each) for each in comm.allgather_object(asdict(own)))
+    if comm.rank == 0:
+        write_json(folder / MEMORY_NAME, asdict(Memory("gpu" if on_gpu else "rss", ranks)))
+        facts = {
+            **session.facts,
+            "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",
+            "backend": comm.backend,
+            "threads": torch.get_num_threads(),
+            "num_parameters": sum(p.numel() for p in parts.model.parameters()),
+        }
+        write_json(folder / FACTS_NAME, facts)
+    comm.barrier()

@@ -1,0 +1,1 @@
+"""Speech from text with a trained model, and how good it is."""

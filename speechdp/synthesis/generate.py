@@ -1,0 +1,194 @@
+"""Say texts with a trained model: symbols to spectrograms to samples.
+
+Legend: T frames, M mel bins, L linear bins, N decoder steps, S symbols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import soundfile
+import torch
+
+from speechdp.atomic_file import atomic_path
+from speechdp.data.audio import to_int16
+from speechdp.data.batch import IGNORED_TARGET
+from speechdp.data.features import shift_samples
+from speechdp.data.spectrogram import invert_linear
+from speechdp.errors import ConfigError, RunError
+from speechdp.synthesis.record import Ending
+from speechdp.train.model_file import LoadedSynthesis
+
+FloatArray = npt.NDArray[np.float32]
+Symbols = npt.NDArray[np.int32]
+
+#: Symbols of a text: far more than attention can follow in one breath.
+MAX_SYMBOLS = 1000
+_BATCH_SIZE = 32
+#: Speech whose attention has rested on the last symbol for so long has said its text.
+_REST_S = 0.25
+#: Largest sample of a WAV: what Griffin-Lim makes may go beyond 1.
+_PEAK = 0.99
+
+
+@dataclass(frozen=True)
+class SynthesisOptions:
+    """How to synthesise; recorded in synthesis.json.
+
+    Attributes:
+        iterations: of Griffin-Lim, which finds the phases.
+        max_seconds: a model that does not stop is cut here.
+        seed: of what is random: `dropout` only.
+        dropout: keep that of the decoder's pre-net on, so that each seed says a text in another way.
+        attention_end: where the stop prediction does not fire, end after attention has rested on the last
+            symbol for a quarter of a second.
+    """
+
+    iterations: int = 60
+    max_seconds: float = 20.0
+    seed: int = 1
+    dropout: bool = False
+    attention_end: bool = True
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1:
+            raise ConfigError(f"--iterations {self.iterations}: must be at least 1")
+        if not 0 < self.max_seconds <= 600:
+            raise ConfigError(f"--max-seconds {self.max_seconds:g}: must be more than 0 and at most 600")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"--seed {self.seed}: must lie in 0..4294967295")
+
+
+@dataclass(frozen=True)
+class Speech:
+    """What the model has said.
+
+    Attributes:
+        mel: (T, M), in [0, 1] as data directories have it.
+        linear: (T, L), the same.
+        attention: (N, S), rows sum to 1.
+        ending: the stop prediction, attention that had come to the text's end, or `max_seconds`.
+    """
+
+    mel: FloatArray
+    linear: FloatArray
+    attention: FloatArray
+    ending: Ending
+
+
+@dataclass(frozen=True)
+class Synthesiser:
+    """Says texts with one model.
+
+    Attributes:
+        loaded: the model, its symbols and its features.
+        options: how to say them.
+    """
+
+    loaded: LoadedSynthesis
+    options: SynthesisOptions
+
+    def encode(self, texts: Sequence[str]) -> list[Symbols]:
+        """Turn texts into symbols.
+
+        Raises:
+            ConfigError: a text has no word, is too long, or has characters or words the model does not know.
+        """
+        encoded = [self.loaded.symbols.encode(text) for text in texts]
+        for text, symbols in zip(texts, encoded, strict=True):
+            if len(symbols) > MAX_SYMBOLS:
+                raise ConfigError(
+                    f"the text beginning {text[:30]!r} has {len(symbols)} symbols; at most {MAX_SYMBOLS} "
+                    "can be said at once, divide it into sentences"
+                )
+        return encoded
+
+    def say(self, texts: Sequence[Symbols]) -> Iterator[tuple[int, Speech]]:
+        """Yield (position in `texts`, speech), not in order: texts of like length are said together.
+
+        What a text sounds like does not depend on the others, unless there is dropout.
+        """
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
+        for first in range(0, len(order), _BATCH_SIZE):
+            chosen = order[first : first + _BATCH_SIZE]
+            yield from zip(chosen, self._say_together([texts[index] for index in chosen]), strict=True)
+
+    def samples(self, linear: FloatArray) -> FloatArray:
+        """Turn a linear spectrogram (T, L) into samples by Griffin-Lim: S = (T - 1) * samples of a shift.
+
+        Raises:
+            ConfigError: librosa is missing.
+        """
+        rate, features = self.loaded.sampling_rate, self.loaded.features
+        shift = shift_samples(rate, features)
+        # Griffin-Lim wants one whole window at least: silence behind, which is taken off again.
+        missing = max(0, -(-features.num_fft // shift) + 1 - len(linear))
+        padded = np.pad(linear, ((0, missing), (0, 0)))
+        found = invert_linear(padded, rate, features, num_iterations=self.options.iterations)
+        return found[: (len(linear) - 1) * shift]
+
+    @property
+    def max_frames(self) -> int:
+        """Frames after which an utterance is cut."""
+        return max(1, round(self.options.max_seconds / self.loaded.features.frame_shift_s))
+
+    def _say_together(self, texts: Sequence[Symbols]) -> Iterator[Speech]:
+        model = self.loaded.model
+        symbols = torch.nn.utils.rnn.pad_sequence(
+            [torch.from_numpy(text.astype(np.int64)) for text in texts],
+            batch_first=True,
+            padding_value=IGNORED_TARGET,
+        )
+        torch.manual_seed(self.options.seed)
+        device = next(model.parameters()).device
+        dropout = self.options.dropout
+        said = model.generate(symbols.to(device), max_frames=self.max_frames, dropout=dropout)
+        mel, linear, attention = (x.float().cpu().numpy() for x in (said.mel, said.linear, said.attention))
+        if not np.isfinite(linear).all():
+            raise RunError("the model says NaN or infinity; train it again, with a smaller learning rate")
+        for row, (text, num_frames) in enumerate(zip(texts, said.lengths.tolist(), strict=True)):
+            num_steps = model.config.num_steps(num_frames)
+            attended = attention[row, :num_steps, : len(text)]
+            if not said.stopped[row] and self.options.attention_end:
+                attended = attended[: self._end_of_text(attended)]
+            kept = min(num_frames, len(attended) * model.config.reduction)
+            shortened: Ending = "attention" if kept < num_frames else "limit"
+            yield Speech(
+                mel=np.clip(mel[row, :kept], 0.0, 1.0),
+                linear=np.clip(linear[row, :kept], 0.0, 1.0),
+                attention=attended,
+                ending="stop" if said.stopped[row] else shortened,
+            )
+
+    def _end_of_text(self, attention: FloatArray) -> int:
+        """Return how many steps of attention (N, S) to keep: until it has rested on the last symbol."""
+        step_s = self.loaded.model.config.reduction * self.loaded.features.frame_shift_s
+        rest = max(1, round(_REST_S / step_s))
+        resting = 0
+        for step, symbol in enumerate(attention.argmax(axis=1).tolist()):
+            resting = resting + 1 if symbol == attention.shape[1] - 1 else 0
+            if resting == rest:
+                return step + 1
+        return len(attention)
+
+
+def write_wav(path: Path, samples: FloatArray, sampling_rate: int) -> None:
+    """Write samples (S,) as 16-bit WAV; made softer as a whole where they go beyond 1, never cut off.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    peak = float(np.abs(samples).max(initial=0.0))
+    samples = samples * (_PEAK / peak) if peak > _PEAK else samples
+    try:
+        with atomic_path(path) as temporary:
+            soundfile.write(temporary, to_int16(samples), sampling_rate, format="WAV", subtype="PCM_16")
+    except (OSError, soundfile.LibsndfileError) as error:
+        reason = getattr(error, "strerror", None) or getattr(error, "error_string", error)
+        raise RunError(
+            f"{path}: cannot be written ({reason}); check the folder and free some space"
+        ) from error

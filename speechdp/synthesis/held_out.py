@@ -1,0 +1,236 @@
+"""Say the texts of a split that training has not seen, and measure what comes out.
+
+Legend: T frames, M mel bins, L linear bins, S symbols (or samples, of sound).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from speechdp.data.audio import read_audio
+from speechdp.data.dataset import Dataset
+from speechdp.data.recordings import recording_path
+from speechdp.data.shards import Shard
+from speechdp.data.symbols import SymbolInventory
+from speechdp.decode.graph import Grammar
+from speechdp.decode.wer import word_error_rate
+from speechdp.errors import ConfigError
+from speechdp.synthesis.generate import Speech, Synthesiser
+from speechdp.synthesis.quality import diagonality, focus_rate, mel_cepstral_distortion
+from speechdp.synthesis.recognition import Ear, Listener
+from speechdp.synthesis.record import SOURCES, SaidUtterance, Source, SynthesisResult
+from speechdp.synthesis.showcase import Example, show
+from speechdp.train.model_file import LoadedSynthesis
+
+FloatArray = npt.NDArray[np.float32]
+
+#: Utterances whose spectrograms and samples are held at once.
+_GROUP_SIZE = 64
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """What is measured, and where it goes.
+
+    Attributes:
+        run_dir: the run; pictures and sound go to RUN/synthesis.
+        split: name of the split.
+        max_utterances: as many at most, spread evenly over the split; 0: all.
+        num_pictures: utterances that are drawn and written as sound.
+        listener: hears the speech; None: nobody.
+        grammar: what the listener allows; None: chosen by the texts.
+    """
+
+    run_dir: Path
+    split: str
+    max_utterances: int = 0
+    num_pictures: int = 3
+    listener: Listener | None = None
+    grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_utterances < 0:
+            raise ConfigError(f"--max-utterances {self.max_utterances}: give 0 (all) or more")
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """An utterance of the split: id, text, symbols (S,), and the recording's mel (T, M) and linear (T, L)."""
+
+    utterance_id: str
+    text: str
+    symbols: npt.NDArray[np.int32]
+    mel: FloatArray
+    linear: FloatArray
+
+
+def check_data(dataset: Dataset, loaded: LoadedSynthesis) -> None:
+    """Refuse data made otherwise than those of training, by ConfigError."""
+    if dataset.task != "synthesis":
+        raise ConfigError(
+            f"{dataset.path}: holds {dataset.stored}, not spectrograms; prepare it with --task synthesis"
+        )
+    ours = {
+        "sampling rate": (loaded.sampling_rate, dataset.sampling_rate),
+        "features": (loaded.features.to_dict(), dataset.features.to_dict()),
+        "symbols": (loaded.symbols.names, SymbolInventory.load(dataset.symbols_path).names),
+    }
+    for name, (of_model, of_data) in ours.items():
+        if of_model != of_data:
+            raise ConfigError(
+                f"{dataset.path}: the {name} differ from what the model was trained on; prepare the data "
+                "with the settings of the training data"
+            )
+
+
+def evaluate_split(
+    synthesiser: Synthesiser,
+    dataset: Dataset,
+    request: EvaluationRequest,
+    advance: Callable[[int, int], None],
+) -> SynthesisResult:
+    """Say every held-out text (free running), compare with the recordings, draw a few.
+
+    Args:
+        synthesiser: the model.
+        dataset: a data directory made as that of training.
+        request: what to measure.
+        advance: told how many utterances are done, and of how many.
+
+    Raises:
+        ConfigError: the data do not fit the model or the listener, or librosa is missing.
+        ShardError: a shard is damaged, or there is no such split.
+        RunError: the model gives NaN, or the disk refuses.
+    """
+    check_data(dataset, synthesiser.loaded)
+    with ExitStack() as stack:
+        num_shards = len(dataset.shard_paths(request.split))
+        shards = [stack.enter_context(dataset.open_shard(request.split, i)) for i in range(num_shards)]
+        everything = [(shard, i) for shard in shards for i in range(shard.num_utterances)]
+        owners = [everything[i] for i in spread(len(everything), request.max_utterances)]
+        if not owners:
+            raise ConfigError(f"{dataset.path}: split {request.split!r} has no utterances; name another")
+        evaluation = _Evaluation(synthesiser, request, dataset, [shard.text(i) for shard, i in owners])
+        for first in range(0, len(owners), _GROUP_SIZE):
+            advance(first, len(owners))
+            group = owners[first : first + _GROUP_SIZE]
+            evaluation.add([_read(shard, i, dataset.features.num_mel_bins) for shard, i in group])
+        advance(len(owners), len(owners))
+    return evaluation.result(len(everything))
+
+
+def spread(size: int, at_most: int) -> list[int]:
+    """Choose places of `size`, all (0) or so many, evenly spaced: shards may be sorted by speaker or text."""
+    if at_most == 0 or at_most >= size:
+        return list(range(size))
+    return [number * size // at_most for number in range(at_most)]
+
+
+class _Evaluation:
+    """Collects what was said, group by group; `texts` are all that will come, in their order."""
+
+    def __init__(
+        self, synthesiser: Synthesiser, request: EvaluationRequest, dataset: Dataset, texts: Sequence[str]
+    ) -> None:
+        self._synthesiser, self._request, self._dataset = synthesiser, request, dataset
+        self._ear: Ear | None = None
+        self._references: list[str] = []
+        if request.listener is not None:
+            self._references = request.listener.references(texts)
+            self._ear = request.listener.ear(self._references, request.grammar)
+        self._drawn = set(spread(len(texts), request.num_pictures)) if request.num_pictures else set()
+        self._said: list[SaidUtterance] = []
+        self._pictures: list[str] = []
+
+    def add(self, group: Sequence[HeldOut]) -> None:
+        """Say a group's texts, measure, listen and draw."""
+        speeches = dict(self._synthesiser.say([one.symbols for one in group]))
+        drawn = {number for number in range(len(group)) if len(self._said) + number in self._drawn}
+        wanted = set(range(len(group))) if self._ear is not None else drawn
+        sound = {number: self._sound(group[number], speeches[number]) for number in sorted(wanted)}
+        heard = self._listen(sound)
+        for number, one in enumerate(group):
+            if number in drawn:
+                self._pictures.append(self._show(one, speeches[number], sound[number]))
+            self._said.append(self._measure(one, speeches[number], heard.get(number, {})))
+
+    def result(self, of_split: int) -> SynthesisResult:
+        """Sum up."""
+        errors = {}
+        for source in SOURCES if self._ear is not None else ():
+            heard = [one.heard.get(source) for one in self._said]
+            # A source that some utterances lack would be counted over other words than the rest.
+            if None not in heard:
+                errors[source] = word_error_rate(self._references, [words or "" for words in heard])
+        said = tuple(sorted(self._said, key=lambda one: one.utterance_id))
+        return SynthesisResult(
+            self._request.split, of_split, said, errors, self._facts(), tuple(self._pictures)
+        )
+
+    def _sound(self, one: HeldOut, speech: Speech) -> dict[Source, FloatArray]:
+        """Make the samples of an utterance from each source there is."""
+        sound: dict[Source, FloatArray] = {
+            "synthetic": self._synthesiser.samples(speech.linear),
+            "copy": self._synthesiser.samples(one.linear),
+        }
+        path = recording_path(self._dataset.path, one.utterance_id)
+        if path.is_file():
+            sound["recorded"] = read_audio(path, self._dataset.sampling_rate)
+        return sound
+
+    def _listen(self, sound: Mapping[int, Mapping[Source, FloatArray]]) -> dict[int, dict[Source, str]]:
+        heard: dict[int, dict[Source, str]] = {number: {} for number in sound}
+        if self._ear is None:
+            return heard
+        for source in SOURCES:
+            numbers = [number for number in sound if source in sound[number]]
+            rate = self._synthesiser.loaded.sampling_rate
+            words = self._ear.hear([sound[number][source] for number in numbers], rate)
+            for number, text in zip(numbers, words, strict=True):
+                heard[number][source] = text
+        return heard
+
+    def _measure(self, one: HeldOut, speech: Speech, heard: Mapping[Source, str]) -> SaidUtterance:
+        return SaidUtterance(
+            utterance_id=one.utterance_id,
+            text=one.text,
+            frames=len(speech.mel),
+            recorded_frames=len(one.mel),
+            mcd_db=mel_cepstral_distortion(speech.mel, one.mel, self._synthesiser.loaded.features),
+            focus_rate=focus_rate(speech.attention),
+            diagonality=diagonality(speech.attention),
+            ending=speech.ending,
+            heard=heard,
+        )
+
+    def _show(self, one: HeldOut, speech: Speech, sound: Mapping[Source, FloatArray]) -> str:
+        example = Example(one.utterance_id, one.text, one.symbols, speech, one.mel, sound)
+        return show(example, self._synthesiser.loaded, self._request.run_dir, self._request.split)
+
+    def _facts(self) -> dict[str, object]:
+        listener = self._request.listener
+        hearing = None
+        if listener is not None and self._ear is not None:
+            hearing = {
+                "run": str(listener.run_dir),
+                "data": str(listener.dataset.path),
+                "grammar": self._ear.recogniser.grammar.value,
+            }
+        return {
+            "data": {"path": str(self._dataset.path), "checksum": self._dataset.checksum},
+            "options": asdict(self._synthesiser.options),
+            "recogniser": hearing,
+        }
+
+
+def _read(shard: Shard, utterance: int, num_mel_bins: int) -> HeldOut:
+    rows, symbols = shard.read(utterance)
+    values = rows.astype(np.float32)
+    name, text = shard.utterance_id(utterance), shard.text(utterance)
+    return HeldOut(name, text, symbols, values[:, :num_mel_bins], values[:, num_mel_bins:])

@@ -1,0 +1,110 @@
+"""How near synthetic speech is to a recording, and how well the decoder attends to the text.
+
+Legend: T frames, M mel bins, K cepstra, N decoder steps, S symbols.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from speechdp.data.features import FeatureConfig
+from speechdp.errors import ConfigError
+
+FloatArray = npt.NDArray[np.float64]
+
+#: Cepstra that are compared: 1 to 13.  Coefficient 0 is the level, which a recording has by chance.
+NUM_CEPSTRA = 13
+#: Turns a distance of cepstra, in nats of amplitude, into dB; see `mel_cepstral_distortion`.
+MCD_SCALE = 10.0 * np.sqrt(2.0) / np.log(10.0)
+
+
+def cepstra(mel: npt.NDArray[Any], features: FeatureConfig) -> FloatArray:
+    """Return the mel cepstra of a spectrogram as it is stored, (T, M) in [0, 1]: (T, K), K = min(13, M - 1).
+
+    The stored values are turned back into the natural logarithm of the mel filters' amplitude,
+
+        ln a = (ref_level_db + min_level_db - min_level_db * value) * ln(10) / 20,
+
+    of which the cepstra are the coefficients of the cosine series, without the constant one:
+
+        c_k = 2 / M * sum_m ln a_m cos(pi k (m + 1/2) / M),   k = 1, ..., K,
+
+    so that, were there all of them, ln a_m = c_0 / 2 + sum_k c_k cos(pi k (m + 1/2) / M).
+    """
+    level_db = features.ref_level_db + features.min_level_db - features.min_level_db * mel.astype(np.float64)
+    log_amplitude = level_db * (np.log(10.0) / 20.0)
+    num_bins = mel.shape[1]
+    k, m = np.arange(1, min(NUM_CEPSTRA, num_bins - 1) + 1)[:, None], np.arange(num_bins)
+    series: FloatArray = log_amplitude @ np.cos(np.pi * k * (m + 0.5) / num_bins).T * (2.0 / num_bins)
+    return series
+
+
+def mel_cepstral_distortion(
+    synthetic: npt.NDArray[Any], recorded: npt.NDArray[Any], features: FeatureConfig
+) -> float:
+    """Return the mel-cepstral distortion of two spectrograms (T1, M), (T2, M), in dB.
+
+        MCD = 10 sqrt(2) / ln 10 * mean over the path of sqrt(sum_k (c_k - c'_k)^2)
+
+    The path is that of dynamic time warping (Euclidean distance of the cepstra, steps of one frame in
+    either or both, all of one weight), so a difference in speed costs nothing.  Silence counts as speech
+    does.  A frame's term is the root mean square, over the mel bins, of the difference of the two
+    smoothed spectra in dB, their levels taken out: with all cepstra instead of 13 it is so exactly.
+
+    Source: Kubichek, "Mel-cepstral distance measure for objective speech quality assessment", IEEE PACRIM
+    1993, equation 1; the warping as in later work (often called MCD-DTW).
+
+    Raises:
+        ConfigError: librosa is missing.
+    """
+    from_synthetic, from_recorded = cepstra(synthetic, features), cepstra(recorded, features)
+    squares = (from_synthetic**2).sum(axis=1)[:, None] + (from_recorded**2).sum(axis=1)
+    distances = np.sqrt(np.maximum(squares - 2.0 * from_synthetic @ from_recorded.T, 0.0))  # (T1, T2)
+    path = warping_path(distances)
+    return float(MCD_SCALE * distances[path[:, 0], path[:, 1]].mean())
+
+
+def warping_path(distances: FloatArray) -> npt.NDArray[np.int64]:
+    """Return the cheapest path through (T1, T2) distances from corner to corner: (P, 2) places.
+
+    Raises:
+        ConfigError: librosa is missing.
+    """
+    try:
+        from librosa.sequence import dtw  # noqa: PLC0415 - an extra, and slow to import
+    except ImportError as error:
+        raise ConfigError(
+            "librosa is not installed, which compares spectrograms; pip install 'speechdp[synthesis]'"
+        ) from error
+    path: npt.NDArray[np.int64] = dtw(C=distances)[1][::-1]
+    return path
+
+
+def focus_rate(attention: npt.NDArray[Any]) -> float:
+    """Return the mean over the steps of attention (N, S) of its largest weight: 1 is a clear choice.
+
+    Source: Ren et al., "FastSpeech: fast, robust and controllable text to speech", NeurIPS 2019,
+    section 3.3, equation 1 (there over target frames, here over decoder steps).
+    """
+    return float(attention.max(axis=1).mean())
+
+
+def diagonality(attention: npt.NDArray[Any]) -> float:
+    """Return how near attention (N, S) is to the diagonal: 1 on it, 0 if spread evenly, less if far off.
+
+    One step, or one symbol, has no diagonal: 0.
+
+        1 - d(attention) / d(even),   d(a) = 1 / N sum_n sum_s a_ns |s / (S - 1) - n / (N - 1)|
+
+    The distance is that of guided attention (Tachibana et al., "Efficiently trainable text-to-speech
+    system based on deep convolutional networks with guided attention", ICASSP 2018, section 4.1) without
+    its square and exponential; the scale is ours.
+    """
+    steps, symbols = attention.shape
+    if min(steps, symbols) < 2:
+        return 0.0
+    far = np.abs(np.linspace(0.0, 1.0, symbols) - np.linspace(0.0, 1.0, steps)[:, None])  # (N, S)
+    return float(1.0 - (attention * far).sum(axis=1).mean() / far.mean())

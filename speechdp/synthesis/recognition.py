@@ -1,0 +1,139 @@
+"""Let our own recogniser hear speech, as a listener that never tires: word errors of waveforms.
+
+Legend: S samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from speechdp.data.audio import resample
+from speechdp.data.dataset import Dataset
+from speechdp.data.features import compute_features, num_frames_of
+from speechdp.data.preprocess import Preprocessor, inputs_of
+from speechdp.data.text_normalise import normalise, plain_words
+from speechdp.decode.graph import Grammar
+from speechdp.decode.hmm import FloatArray, StateInventory
+from speechdp.decode.kaldi_pdfs import refuse_kaldi_pdfs
+from speechdp.decode.lexicon import Lexicon
+from speechdp.decode.recognise import DecodingOptions, Recogniser, TrainedModel, check_origin
+from speechdp.errors import ConfigError
+from speechdp.train.model_file import load_model
+
+Samples = npt.NDArray[np.float32]
+_MAX_LISTED = 5
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A trained recogniser, with the settings it was trained with.
+
+    Attributes:
+        run_dir: its run.
+        trained: the model.
+        dataset: its data directory: classes, features and sampling rate are taken from there.
+        lexicon: the words it can hear.
+        inventory: its classes.
+    """
+
+    run_dir: Path
+    trained: TrainedModel
+    dataset: Dataset
+    lexicon: Lexicon
+    inventory: StateInventory
+
+    @classmethod
+    def load(cls, run_dir: Path, data: Path, device: torch.device) -> Listener:
+        """Load the run of a recogniser and its data directory.
+
+        Raises:
+            ConfigError: the two do not belong together, or the features are Kaldi's own.
+            RunError: no finished run of a recogniser.
+            ShardError: no complete data directory.
+        """
+        dataset = Dataset.open(data)
+        if dataset.features.kind not in ("log_mel", "mfcc"):
+            raise ConfigError(
+                f"{data}: its features ({dataset.features.kind}) are not those of a recogniser that can hear "
+                "samples; give one trained on log_mel or mfcc, and its data"
+            )
+        refuse_kaldi_pdfs(dataset.classes_path, "recognise speech")
+        trained = load_model(run_dir, device)
+        inventory = StateInventory.load(dataset.classes_path)
+        check_origin(trained.config, dataset, inventory)
+        return cls(run_dir, trained, dataset, Lexicon.load(dataset.lexicon_path), inventory)
+
+    def references(self, texts: Iterable[str]) -> list[str]:
+        """Turn texts into words as the lexicon spells them: normalised, without punctuation.
+
+        Raises:
+            ConfigError: words that the recogniser cannot know: each would be an error.
+        """
+        spelling = {word.lower(): word for word in reversed(self.lexicon.words)}
+        spoken = [plain_words(normalise(text)) for text in texts]
+        unknown = sorted({word for words in spoken for word in words if word not in spelling})
+        if unknown:
+            more = f" and {len(unknown) - _MAX_LISTED} more" if len(unknown) > _MAX_LISTED else ""
+            raise ConfigError(
+                f"{self.dataset.lexicon_path}: lacks {len(unknown)} word(s) of the texts: "
+                f"{' '.join(unknown[:_MAX_LISTED])}{more}; give a recogniser trained on these words"
+            )
+        return [" ".join(spelling[word] for word in words) for words in spoken]
+
+    def ear(self, references: Sequence[str], grammar: Grammar | None = None) -> Ear:
+        """Return what hears the words of `references`.
+
+        Args:
+            references: words as the lexicon spells them, from `references`.
+            grammar: word sequences allowed; None: digit-loop if all references are digits, else word-loop.
+        """
+        options = DecodingOptions(grammar=grammar)
+        transcripts = [text.split() for text in references]
+        return Ear(self, Recogniser(self.trained, self.lexicon, self.inventory, options, transcripts))
+
+
+@dataclass(frozen=True)
+class Ear:
+    """A listener who expects one grammar."""
+
+    listener: Listener
+    recogniser: Recogniser
+
+    def hear(self, utterances: Sequence[Samples], sampling_rate: int) -> list[str]:
+        """Recognise utterances.
+
+        Args:
+            utterances: samples (S,) in [-1, 1] of each.
+            sampling_rate: theirs, in Hz; they are resampled to the recogniser's.
+
+        Returns:
+            The words of each; "" where no path was found, where an utterance is too short for one frame, or
+            is nothing but digital silence.
+        """
+        own_rate = self.listener.dataset.sampling_rate
+        resampled = [resample(samples, sampling_rate, own_rate) for samples in utterances]
+        audible = [index for index, samples in enumerate(resampled) if self._is_audible(samples)]
+        hypotheses = [""] * len(utterances)
+        for position, words in self.recogniser.recognise(self._inputs(resampled[i] for i in audible)):
+            hypotheses[audible[position]] = " ".join(words or ())
+        return hypotheses
+
+    def _is_audible(self, samples: Samples) -> bool:
+        dataset = self.listener.dataset
+        return num_frames_of(len(samples), dataset.sampling_rate, dataset.features) > 0 and bool(
+            samples.any()
+        )
+
+    def _inputs(self, utterances: Iterable[Samples]) -> Iterator[FloatArray]:
+        """Yield the model's input for each utterance, made as its training data were."""
+        rate, features = self.listener.dataset.sampling_rate, self.listener.dataset.features
+        inputs = inputs_of(self.listener.trained.config)
+        preprocessor = Preprocessor(features, rate, "features", inputs)
+        for samples in utterances:
+            yield preprocessor.whole(compute_features(samples, rate, features))

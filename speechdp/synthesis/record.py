@@ -1,0 +1,167 @@
+"""What was measured on held-out texts, and its record RUN/synthesis.json."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from speechdp.atomic_file import write_text_atomically
+from speechdp.decode.wer import WerResult
+from speechdp.errors import RunError
+
+FORMAT = "speechdp-synthesis"
+VERSION = 1
+RECORD_NAME = "synthesis.json"
+
+#: Whose samples the recogniser hears: the model's speech; the recording's spectrogram through the same
+#: Griffin-Lim, which says what that alone costs; the recording itself.
+Source = Literal["synthetic", "copy", "recorded"]
+SOURCES: tuple[Source, ...] = ("recorded", "copy", "synthetic")
+#: What may end an utterance; see `generate.Speech`.
+Ending = Literal["stop", "attention", "limit"]
+ENDINGS: tuple[Ending, ...] = ("stop", "attention", "limit")
+
+_NUM_RESAMPLES = 1000
+_PERCENTILES = (2.5, 97.5)
+
+
+@dataclass(frozen=True)
+class SaidUtterance:
+    """One held-out text, as the model says it.
+
+    Attributes:
+        utterance_id, text: as the data have them.
+        frames, recorded_frames: lengths of the synthetic speech and of the recording.
+        mcd_db: mel-cepstral distortion, in dB (quality.py).
+        focus_rate, diagonality: of the attention (quality.py).
+        ending: what ended it: its stop prediction, its attention, or the limit (generate.py).
+        heard: the recogniser's words by source; empty without a recogniser.
+    """
+
+    utterance_id: str
+    text: str
+    frames: int
+    recorded_frames: int
+    mcd_db: float
+    focus_rate: float
+    diagonality: float
+    ending: Ending
+    heard: Mapping[Source, str]
+
+    @property
+    def mcd_sl_db(self) -> float:
+        """Mel-cepstral distortion times the longer length over the shorter one.
+
+        Warping alone is kind to speech that does not end: all that is too much is laid upon the frames of
+        the recording that it resembles most.
+
+        Source: Chen et al., "V2C: visual voice cloning", CVPR 2022 (there MCD-DTW-SL).
+        """
+        lengths = self.frames, self.recorded_frames
+        return self.mcd_db * max(lengths) / min(lengths)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over utterances with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], seed: int = 1) -> Mean:
+        """Compute it, the interval by percentile bootstrap over utterances, as word errors have it."""
+        array = np.asarray(values, dtype=np.float64)
+        drawn = np.random.default_rng(seed).integers(len(array), size=(_NUM_RESAMPLES, len(array)))
+        low, high = np.percentile(array[drawn].mean(axis=1), _PERCENTILES)
+        return cls(float(array.mean()), float(low), float(high))
+
+
+@dataclass(frozen=True)
+class SynthesisResult:
+    """A split as the model says it.
+
+    Attributes:
+        split: its name.
+        of_split: utterances of the whole split; fewer may have been said.
+        said: the utterances, sorted by id.
+        word_errors: of the recogniser, by source; empty without one.
+        facts: JSON-like; how it was made (data, options, recogniser and its grammar).
+        pictures: files drawn, relative to the run.
+    """
+
+    split: str
+    of_split: int
+    said: tuple[SaidUtterance, ...]
+    word_errors: Mapping[Source, WerResult]
+    facts: Mapping[str, Any]
+    pictures: tuple[str, ...]
+
+    @property
+    def mcd_db(self) -> Mean:
+        """Mel-cepstral distortion in dB."""
+        return Mean.of([one.mcd_db for one in self.said])
+
+    @property
+    def mcd_sl_db(self) -> Mean:
+        """The same, times the longer length over the shorter one."""
+        return Mean.of([one.mcd_sl_db for one in self.said])
+
+    @property
+    def focus_rate(self) -> Mean:
+        """Mean of the attention's largest weight."""
+        return Mean.of([one.focus_rate for one in self.said])
+
+    @property
+    def diagonality(self) -> Mean:
+        """Nearness of the attention to the diagonal."""
+        return Mean.of([one.diagonality for one in self.said])
+
+    @property
+    def endings(self) -> dict[Ending, int]:
+        """How many utterances were ended by what."""
+        found = Counter(one.ending for one in self.said)
+        return {ending: found[ending] for ending in ENDINGS}
+
+    @property
+    def length_ratio(self) -> float:
+        """Frames of all synthetic speech over frames of all recordings."""
+        return sum(one.frames for one in self.said) / sum(one.recorded_frames for one in self.said)
+
+    def to_json(self) -> str:
+        """Return the text of synthesis.json."""
+        values = {
+            "format": FORMAT,
+            "version": VERSION,
+            "split": self.split,
+            "utterances": len(self.said),
+            "utterances_of_split": self.of_split,
+            "mcd_db": asdict(self.mcd_db),
+            "mcd_sl_db": asdict(self.mcd_sl_db),
+            "focus_rate": asdict(self.focus_rate),
+            "diagonality": asdict(self.diagonality),
+            "endings": self.endings,
+            "stopped_share": self.endings["stop"] / len(self.said),
+            "length_ratio": self.length_ratio,
+            "word_errors": {source: asdict(wer) for source, wer in self.word_errors.items()},
+            **self.facts,
+            "pictures": list(self.pictures),
+            "said": [asdict(one) for one in self.said],
+        }
+        return json.dumps(values, indent=2) + "\n"
+
+    def write(self, run_dir: Path) -> Path:
+        """Write RUN/synthesis.json.  Raises RunError if the disk refuses."""
+        path = run_dir / RECORD_NAME
+        try:
+            write_text_atomically(path, self.to_json())
+        except OSError as error:
+            raise RunError(f"{path}: cannot be written ({error.strerror}); free some space") from error
+        return path

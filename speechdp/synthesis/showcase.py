@@ -1,0 +1,82 @@
+"""Put a few held-out utterances where they can be seen and heard: RUN/synthesis."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from speechdp.errors import RunError
+from speechdp.synthesis.generate import Speech, write_wav
+from speechdp.synthesis.pictures import Picture, draw_picture
+from speechdp.synthesis.record import Source
+from speechdp.train.model_file import LoadedSynthesis
+
+FOLDER = "synthesis"
+_UNSAFE = re.compile(r"[^\w.+-]+")
+_MAX_NAME = 80
+_ENDINGS = {"stop": "", "attention": " (ended by its attention)", "limit": " (did not stop; cut)"}
+
+
+@dataclass(frozen=True)
+class Example:
+    """One utterance: what was said, and the recording.
+
+    Attributes:
+        utterance_id, text: as the data have them; the id names the files.
+        symbols: (S,) of the text.
+        speech: what the model said.
+        recorded_mel: (T, M); None: there is no recording.
+        sound: samples by source.
+    """
+
+    utterance_id: str
+    text: str
+    symbols: npt.NDArray[np.int32]
+    speech: Speech
+    recorded_mel: npt.NDArray[np.float32] | None
+    sound: Mapping[Source, npt.NDArray[np.float32]]
+
+
+def picture_of(
+    text: str,
+    symbols: npt.NDArray[np.int32],
+    speech: Speech,
+    loaded: LoadedSynthesis,
+    recorded_mel: npt.NDArray[np.float32] | None = None,
+) -> Picture:
+    """Return the picture of what was said."""
+    names = loaded.symbols.decode(symbols.tolist())
+    return Picture(
+        title=text + _ENDINGS[speech.ending],
+        symbols=names,
+        attention=speech.attention,
+        mel=speech.mel,
+        linear=speech.linear,
+        recorded_mel=recorded_mel,
+        sampling_rate=loaded.sampling_rate,
+        frame_shift_s=loaded.features.frame_shift_s,
+    )
+
+
+def show(example: Example, loaded: LoadedSynthesis, run_dir: Path, split: str) -> str:
+    """Write RUN/synthesis/SPLIT-ID.png and a WAV a source beside it; return the picture's name in the run.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    folder = run_dir / FOLDER
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{folder}: cannot be made ({error.strerror}); check the run's rights") from error
+    name = _UNSAFE.sub("_", f"{split}-{example.utterance_id}")[:_MAX_NAME]
+    picture = picture_of(example.text, example.symbols, example.speech, loaded, example.recorded_mel)
+    draw_picture(picture, folder / f"{name}.png")
+    for source, samples in example.sound.items():
+        write_wav(folder / f"{name}-{source}.wav", samples, loaded.sampling_rate)
+    return f"{FOLDER}/{name}.png"

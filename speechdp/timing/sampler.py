@@ -1,0 +1,194 @@
+"""Note several times a second how busy the ranks and GPUs of this host are, in a thread beside training.
+
+The lines are described in docs/timing.md; `samples.py` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from speechdp.comm.environment import host_name
+from speechdp.errors import RunError
+from speechdp.timing.gpu import GpuReader, visible_gpus
+from speechdp.timing.jsonl import LineFile
+
+#: Longest wait for the thread at the end, s: a driver that does not answer must not hold up the run.
+_JOIN_S = 10.0
+
+
+class Sampler:
+    """Samples the processes and GPUs of one host while its block runs; one rank of each host has one.
+
+    It never ends what it samples: what cannot be read is left out of the lines and named once in the file;
+    a file that cannot be written ends the sampling, and `problem` says so.
+
+    Attributes:
+        problem: why nothing more was recorded, one line; None where all went well.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        ranks: Mapping[int, int],
+        *,
+        hz: float = 10.0,
+        gpus: bool = True,
+        origin_s: float | None = None,
+        gpu_of_rank: Mapping[int, str] | None = None,
+    ) -> None:
+        """Prepare; nothing is opened before the block begins.
+
+        Args:
+            path: JSONL file to append to.
+            ranks: process id of each rank on this host.
+            hz: samples a second, above 0.
+            gpus: whether GPUs are sampled, where there are any.
+            origin_s: time by `time.perf_counter` that `t_s` counts from; None: the block's begin.
+            gpu_of_rank: UUID of the GPU that a rank uses, as `gpu_uuid` returns it; only these are sampled.
+                None: all that CUDA_VISIBLE_DEVICES shows this process.
+        """
+        assert hz > 0, hz
+        self.problem: str | None = None
+        self._path = path
+        self._pids = dict(sorted(ranks.items()))
+        self._interval_s = 1 / hz
+        self._hz = hz
+        self._wants_gpus = gpus
+        self._origin_s = origin_s
+        self._gpu_of_rank = gpu_of_rank
+        self._processes: dict[int, psutil.Process] = {}
+        self._noticed: set[str] = set()
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._gpus: GpuReader | None = None
+        self._file: LineFile | None = None
+
+    def __enter__(self) -> Sampler:
+        if self._origin_s is None:
+            self._origin_s = time.perf_counter()
+        try:
+            self._file = LineFile(self._path)
+        except RunError as error:
+            self._give_up(error)
+            return self
+        self._thread = threading.Thread(target=self._run, name="speechdp-sampler", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
+            if self._thread.is_alive() and self.problem is None:
+                self.problem = (
+                    f"{self._path}: the sampler did not end (a driver that is silent?); training goes on"
+                )
+            self._thread = None
+
+    def _run(self) -> None:
+        """Sample until the block ends or the file cannot be written; the thread owns file and readers."""
+        assert self._file is not None
+        try:
+            self._begin()
+            due_s = time.perf_counter() + self._interval_s
+            while not self._end.wait(max(0.0, due_s - time.perf_counter())):
+                self._sample()
+                # What was missed is not made up for: CPU time counts in hundredths of a second, of which
+                # samples that follow one another closely would say nothing.
+                due_s = max(due_s + self._interval_s, time.perf_counter() + self._interval_s / 2)
+        except RunError as error:
+            self._give_up(error)
+        finally:
+            if self._gpus is not None:
+                self._gpus.close()
+            try:
+                self._file.close()
+            except RunError as error:
+                self._give_up(error)
+
+    def _begin(self) -> None:
+        """Open what is sampled and write the head line."""
+        problems = [problem for rank, pid in self._pids.items() if (problem := self._open(rank, pid))]
+        if self._wants_gpus:
+            self._gpus = GpuReader(self._gpus_to_sample())
+        names = [] if self._gpus is None else self._gpus.names
+        index = {} if self._gpus is None else {uuid: i for i, uuid in enumerate(self._gpus.uuids)}
+        used = {rank: index[uuid] for rank, uuid in (self._gpu_of_rank or {}).items() if uuid in index}
+        head = {
+            "kind": "gpu" if names else "cpu",
+            "hz": self._hz,
+            "host": host_name(),
+            "ranks": self._pids,
+            "gpus": names,
+            "gpu_of_rank": used,
+            "cores": psutil.cpu_count(),
+        }
+        self._write(head)
+        self._notice(problems)
+
+    def _gpus_to_sample(self) -> list[str]:
+        if self._gpu_of_rank is None:
+            return visible_gpus()
+        return list(dict.fromkeys(uuid for _, uuid in sorted(self._gpu_of_rank.items())))
+
+    def _open(self, rank: int, pid: int) -> str | None:
+        try:
+            process = psutil.Process(pid)
+            process.cpu_percent()  # begins its count
+        except psutil.Error as error:
+            return f"rank {rank}: {error}"
+        self._processes[rank] = process
+        return None
+
+    def _sample(self) -> None:
+        assert self._origin_s is not None
+        problems: list[str] = []
+        line: dict[str, Any] = {
+            "t_s": round(time.perf_counter() - self._origin_s, 3),
+            "ranks": self._read_ranks(problems),
+        }
+        if self._gpus is not None and (rows := self._gpus.read(problems)):
+            line["gpus"] = rows
+        self._write(line)
+        self._notice(problems)
+
+    def _read_ranks(self, problems: list[str]) -> list[tuple[int, float, int]]:
+        """Return (rank, CPU per cent of all its threads since the last sample, resident bytes)."""
+        rows = []
+        for rank, process in list(self._processes.items()):
+            try:
+                cpu_percent, rss_bytes = process.cpu_percent(), process.memory_info().rss
+            except psutil.NoSuchProcess:
+                del self._processes[rank]  # has ended
+            except psutil.Error as error:
+                problems.append(f"rank {rank}: {error}")
+            else:
+                if rss_bytes > 0:  # not of a process that has ended and is not yet waited for
+                    rows.append((rank, round(cpu_percent, 1), rss_bytes))
+        return rows
+
+    def _notice(self, problems: list[str]) -> None:
+        for problem in problems:
+            if problem not in self._noticed:
+                self._noticed.add(problem)
+                self._write({"notice": problem})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(record, separators=(",", ":")))
+
+    def _give_up(self, error: RunError) -> None:
+        if self.problem is None:
+            cause = error.__cause__
+            reason = (cause.strerror or str(cause)) if isinstance(cause, OSError) else str(error)
+            self.problem = f"{self._path}: utilisation is not recorded further ({reason}); training goes on"

@@ -1,0 +1,54 @@
+"""Sample the ranks of each host while a run trains: its first rank there does it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from speechdp.comm.environment import host_name
+from speechdp.timing.gpu import gpu_uuid
+from speechdp.timing.sampler import Sampler
+from speechdp.timing.timeline import Timeline
+from speechdp.train.session import Session
+
+
+def sampled(session: Session, hz: float, run_dir: Path, timeline: Timeline) -> AbstractContextManager[None]:
+    """Note in RUN/timeline/samples-HOST.jsonl what ranks use while the block runs.  Collective at its begin.
+
+    Args:
+        session: the ranks.
+        hz: samples a second; 0: none, and nothing is exchanged.
+        run_dir: the run's folder.
+        timeline: of this rank; the samples' times are those of its steps.
+    """
+    return sampled_into(session, hz, run_dir / "timeline", timeline.origin_s)
+
+
+@contextmanager
+def sampled_into(session: Session, hz: float, folder: Path, origin_s: float) -> Iterator[None]:
+    """Note in FOLDER/samples-HOST.jsonl what ranks use while the block runs.  Collective at its begin.
+
+    Args: as of `sampled`; `origin_s`, by `time.perf_counter`, is what the samples' times count from.
+    """
+    if hz == 0:
+        yield
+        return
+    comm, host = session.comm, host_name()
+    mine = {"host": host, "pid": os.getpid(), "gpu": gpu_uuid(session.device)}
+    here = {rank: it for rank, it in enumerate(comm.allgather_object(mine)) if it["host"] == host}
+    if min(here) != comm.rank:
+        yield
+        return
+    sampler = Sampler(
+        folder / f"samples-{host}.jsonl",
+        {rank: it["pid"] for rank, it in here.items()},
+        hz=hz,
+        origin_s=origin_s,
+        gpu_of_rank={rank: it["gpu"] for rank, it in here.items() if it["gpu"] is not None},
+    )
+    with sampler:
+        yield
+    if sampler.problem is not None:
+        session.reporter.notice(sampler.problem)

@@ -1,0 +1,172 @@
+"""What the ranks of a profile's job do: the steps of training, one module alone, and what they record."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.threads import run_threads
+from speechdp.config import TrainOptions
+from speechdp.data.batch import Batch
+from speechdp.data.dataset import Dataset
+from speechdp.errors import ConfigError, RunError
+from speechdp.profile import ranks
+from speechdp.profile.ranks import JobRequest, profile_rank
+from speechdp.profile.record import JobEntry, ProfileJob, read_job
+from speechdp.profile.steps import StageClock, StagedStep
+from speechdp.train.build import build_trainer, open_loader
+from speechdp.train.parts import TrainingParts
+from speechdp.train.session import Session
+from tests.helpers.options import options_with
+from tests.helpers.tiny_data import TinySizes, write_tiny_data
+from tests.helpers.tiny_speech import TINY_SYNTHESIS, write_tiny_speech
+
+CPU = torch.device("cpu")
+STEPS = 4
+ACOUSTIC = options_with(layers=1, cells=8, dropout=0.2, batch_size=4)
+#: Without dropout of decoder and pre-nets the passes would still draw: plain and staged step draw alike.
+OPTIONS = {"acoustic": ACOUSTIC, "synthesis": TINY_SYNTHESIS}
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
+    path = tmp_path_factory.mktemp("profile")
+    return {
+        "acoustic": write_tiny_data(path / "acoustic", TinySizes(train=24)),
+        "synthesis": write_tiny_speech(path / "speech", TinySizes(train=24)),
+    }
+
+
+def profiled(
+    dataset: Dataset, options: TrainOptions, folder: Path, module: str = "", size: int = 1
+) -> ProfileJob:
+    request = JobRequest(folder, module, STEPS, sample_hz=0.0)
+    run_threads(size, lambda comm: profile_rank(Session(dataset, comm, CPU), options, request))
+    return read_job(JobEntry("job", module or "weak", size, 4, "pooled", folder.name, STEPS), folder)
+
+
+def trained(dataset: Dataset, options: TrainOptions, folder: Path) -> Tensor:
+    """Return the parameters after as many ordinary training steps on one rank."""
+    session = Session(dataset, SerialCommunicator(), CPU)
+    with ExitStack() as stack:
+        trainer, sources = build_trainer(session, options, folder, stack)
+        trainer.parts.model.train()
+        loader, _ = open_loader(session, options.resolve(1), trainer, sources.training, stack)
+        for _ in range(STEPS):
+            assert trainer.advance(loader) is not None
+        return trainer.parts.replica.parameters.values.clone()
+
+
+@pytest.mark.parametrize("task", OPTIONS)
+def test_its_steps_are_those_of_training(
+    task: str, datasets: dict[str, Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = dataclasses.replace(OPTIONS[task], strategy="gradient_averaging:overlap=false")
+    found: list[Tensor] = []
+
+    def keep(session: Session, folder: Path, parts: TrainingParts) -> None:
+        found.append(parts.replica.parameters.values.clone())
+
+    monkeypatch.setattr(ranks, "write_facts", keep)
+    profiled(datasets[task], options, tmp_path / "job")
+    torch.testing.assert_close(found[0], trained(datasets[task], options, tmp_path), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("task", "modules"),
+    [("acoustic", ["encoder", "output"]), ("synthesis", ["encoder", "decoder", "postproc"])],
+)
+def test_what_two_ranks_record(
+    task: str, modules: list[str], datasets: dict[str, Dataset], tmp_path: Path
+) -> None:
+    options = dataclasses.replace(OPTIONS[task], strategy="gradient_averaging:overlap=false")
+    job = profiled(datasets[task], options, tmp_path / "job", size=2)
+    order = [
+        ("trainloader", ""), ("h2d", ""), *((m, "forward") for m in modules), ("loss", "forward"),
+        ("loss", "backward"), *((m, "backward") for m in reversed(modules)), ("exchange", ""), ("update", ""),
+    ]  # fmt: skip
+    assert [record.rank for record in job.rank_records] == [0, 1]
+    for steps in job.steps:
+        assert [step.step for step in steps] == [1, 2, 3, 4]
+        for step, after in zip(steps, [*steps[1:], None], strict=True):
+            assert [(f.name, f.phase) for f in step.functions] == order
+            assert sum(f.duration_s for f in step.functions) <= step.wall_s + 1e-5
+            assert step.frames > 0 and step.start_s > 0
+            assert after is None or after.start_s >= step.start_s + step.wall_s - 1e-6
+    assert job.memory is not None and job.memory.unit == "rss"
+    assert all(r.peak_bytes == r.rss_bytes > r.parameters_bytes > 0 for r in job.memory.ranks)
+    assert job.facts is not None and job.facts["device"] == "CPU" and job.facts["num_parameters"] > 100
+
+
+def test_steps_without_a_whole_batch_on_every_rank_are_passed_over(
+    datasets: dict[str, Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    forward = StagedStep.forward
+
+    def count(self: StagedStep, batch: Batch) -> Tensor:
+        sizes.append(len(batch.lengths))
+        return forward(self, batch)
+
+    monkeypatch.setattr(StagedStep, "forward", count)
+    options = dataclasses.replace(ACOUSTIC, batch=dataclasses.replace(ACOUSTIC.batch, batch_size=5))
+    job = profiled(datasets["acoustic"], options, tmp_path / "job", size=2)
+    assert sizes == [5] * 2 * STEPS and [len(steps) for steps in job.steps] == [STEPS, STEPS]
+
+
+def test_a_batch_that_no_rank_can_fill_is_refused(datasets: dict[str, Dataset], tmp_path: Path) -> None:
+    options = dataclasses.replace(ACOUSTIC, batch=dataclasses.replace(ACOUSTIC.batch, batch_size=25))
+    with pytest.raises(ConfigError, match="whole batch of 25 segments; give a smaller --batch-size"):
+        profiled(datasets["acoustic"], options, tmp_path / "job")
+
+
+def test_more_steps_than_an_epoch_has(datasets: dict[str, Dataset], tmp_path: Path) -> None:
+    options = dataclasses.replace(
+        ACOUSTIC, batch=dataclasses.replace(ACOUSTIC.batch, batch_size=12), epochs=1
+    )
+    job = profiled(datasets["acoustic"], options, tmp_path / "job")
+    assert len(job.steps[0]) == STEPS  # an epoch has 2
+
+
+def test_a_module_alone_computes_the_same_on_every_rank(datasets: dict[str, Dataset], tmp_path: Path) -> None:
+    alone = profiled(datasets["synthesis"], TINY_SYNTHESIS, tmp_path / "1", "decoder")
+    jobs = profiled(datasets["synthesis"], TINY_SYNTHESIS, tmp_path / "2", "decoder", size=2)
+    frames = {step.frames for job in (alone, jobs) for steps in job.steps for step in steps}
+    assert len(frames) == 1  # one batch for all, or times on 1 and 2 ranks could not be compared
+    for step in jobs.steps[1]:
+        assert [(f.name, f.phase) for f in step.functions] == [
+            ("decoder", "forward"),
+            ("decoder", "backward"),
+        ]
+
+
+def test_a_module_the_model_has_not(datasets: dict[str, Dataset], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no decoder; it has: encoder, output"):
+        profiled(datasets["acoustic"], ACOUSTIC, tmp_path / "job", "decoder")
+
+
+def test_a_loss_that_is_no_number_is_refused(datasets: dict[str, Dataset], tmp_path: Path) -> None:
+    options = options_with(layers=1, cells=8, batch_size=4, learning_rate=1e38, optimizer="sgd")
+    with pytest.raises(RunError, match=r"the loss is (nan|inf) at step \d on rank 0: lower --learning-rate"):
+        profiled(datasets["acoustic"], options, tmp_path / "job")
+
+
+def test_a_full_disk_is_named(datasets: dict[str, Dataset], tmp_path: Path) -> None:
+    (tmp_path / "job").write_text("a file is in the way")
+    with pytest.raises(RunError, match=r"rank-0000\.jsonl: cannot be written"):
+        profiled(datasets["acoustic"], ACOUSTIC, tmp_path / "job")
+
+
+def test_a_gpu_is_waited_for_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    clock = StageClock(torch.device("cuda", 0))
+    with clock.timed("encoder", "forward"):
+        assert len(waits) == 1
+    assert len(waits) == 2

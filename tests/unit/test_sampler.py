@@ -1,0 +1,272 @@
+"""The sampler beside training: what it writes of processes and GPUs, and that it never stands in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from speechdp.errors import RunError
+from speechdp.timing import jsonl
+from speechdp.timing.gpu import GpuReader, gpu_uuid, visible_gpus
+from speechdp.timing.sampler import Sampler
+from speechdp.timing.samples import Samples, read_samples
+
+NAMES = {"GPU-a": "H200", "GPU-b": "L4"}
+
+
+class NvmlError(Exception):
+    pass
+
+
+class FakeNvml(SimpleNamespace):
+    """Two GPUs in NVML's units; `refused` maps (reading, handle) to the number of readings that succeed."""
+
+    NVMLError = NvmlError
+    NVML_CLOCK_SM = 1
+
+    def __init__(self, **refused: int) -> None:
+        super().__init__(refused=refused, running=0, num_reads=0)
+
+    def nvmlInit(self) -> None:  # noqa: N802 (NVML's name)
+        self._read("init")
+        self.running += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.running -= 1
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        if uuid not in NAMES:
+            raise NvmlError("Not Found")
+        return uuid
+
+    def nvmlDeviceGetName(self, handle: str) -> str:  # noqa: N802
+        return NAMES[handle]
+
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> SimpleNamespace:  # noqa: N802
+        self._read("utilisation")
+        return SimpleNamespace(gpu=93 if handle == "GPU-a" else 7, memory=50)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(used=3 * 2**30, total=139 * 2**30)
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:  # noqa: N802
+        self._read("power")
+        return 412_500  # mW
+
+    def nvmlDeviceGetClockInfo(self, handle: str, clock: int) -> int:  # noqa: N802
+        assert clock == self.NVML_CLOCK_SM
+        return 1980
+
+    def _read(self, what: str) -> None:
+        if what in self.refused:
+            self.refused[what] -= 1
+            if self.refused[what] < 0:
+                raise NvmlError("Not Supported" if what == "power" else "GPU is lost")
+
+
+@pytest.fixture(autouse=True)
+def flushed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "FLUSH_INTERVAL_NS", 0)
+
+
+@pytest.fixture
+def spinning() -> Iterator[int]:
+    """A process with two threads that hash, which needs no GIL."""
+    program = (
+        "import hashlib, threading\n"
+        "def work():\n"
+        "    while True: hashlib.sha256(b'x' * 10_000_000).digest()\n"
+        "[threading.Thread(target=work).start() for _ in range(2)]\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program])
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+def sample_until(path: Path, enough: Callable[[Samples], bool], **options: Any) -> Samples:
+    """Sample until `enough` holds of what has been written, half a minute at most."""
+    with Sampler(path, options.pop("ranks", {0: os.getpid()}), hz=options.pop("hz", 50.0), **options):
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            time.sleep(0.05)
+            if path.read_text().count("\n") and enough(read_samples(path)):
+                break
+    return read_samples(path)
+
+
+def some(samples: Samples) -> bool:
+    return len(samples.t_s) >= 3
+
+
+def test_processes_are_sampled_threads_included(tmp_path: Path, spinning: int) -> None:
+    def used(samples: Samples) -> bool:
+        return some(samples) and bool(np.nanmean(samples.cpu_percent[:, 1]) > 5)
+
+    ranks = {3: os.getpid(), 7: spinning}
+    samples = sample_until(tmp_path / "timeline" / "s.jsonl", used, ranks=ranks, hz=10, gpus=False)
+    assert (samples.kind, samples.ranks, samples.hz, samples.gpus) == ("cpu", (3, 7), 10, ())
+    assert used(samples)
+    assert (samples.rss_bytes[:, 0] > 10_000_000).all()
+    assert (np.diff(samples.t_s) > 0).all() and samples.t_s[0] >= 0
+
+
+def test_a_process_that_ends_is_left_out_and_the_others_go_on(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    path = tmp_path / "s.jsonl"
+
+    def ended(samples: Samples) -> bool:
+        if some(samples) and process.poll() is None:
+            process.kill()
+            process.wait()
+        return bool(np.isnan(samples.rss_bytes[:, 1]).any())
+
+    samples = sample_until(path, ended, ranks={0: os.getpid(), 1: process.pid}, gpus=False)
+    assert ended(samples) and not np.isnan(samples.rss_bytes).all(axis=0).any()
+    assert not np.isnan(samples.rss_bytes[:, 0]).any()
+    with Sampler(path, {0: process.pid}, gpus=False):
+        pass
+    assert any("rank 0" in notice for notice in read_samples(path).notices)
+
+
+def test_time_counts_from_the_origin_given(tmp_path: Path) -> None:
+    samples = sample_until(tmp_path / "s.jsonl", some, gpus=False, origin_s=time.perf_counter() - 1000)
+    assert 1000 < samples.t_s[0] < 1030
+
+
+def test_gpus_are_found_by_uuid_in_their_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    used = {0: "GPU-b", 1: "GPU-a", 2: "GPU-b", 3: "GPU-elsewhere"}
+    samples = sample_until(tmp_path / "s.jsonl", some, gpu_of_rank=used)
+    assert (samples.kind, samples.gpus, samples.gpu_of_rank) == ("gpu", ("L4", "H200"), {0: 0, 1: 1, 2: 0})
+    assert samples.gpu_percent[0].tolist() == [7, 93]
+    assert samples.gpu_memory_bytes[0, 0] == 3 * 2**30
+    assert (samples.power_w[0, 1], samples.clock_mhz[0, 1]) == (412.5, 1980)
+    assert samples.notices == ("GPU-elsewhere: Not Found",)
+    assert nvml.running == 0
+
+
+def test_without_ranks_gpus_the_visible_ones_are_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    properties = SimpleNamespace(uuid="b")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert (visible_gpus(), gpu_uuid(torch.device("cuda", 0))) == (["GPU-b"], "GPU-b")
+    assert sample_until(tmp_path / "s.jsonl", some).gpus == ("L4",)
+    assert sample_until(tmp_path / "none.jsonl", some, gpus=False).kind == "cpu"
+
+
+def test_what_nvml_cannot_read_is_left_out_and_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = FakeNvml(power=0, utilisation=2)  # two readings succeed: one of each GPU
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    samples = sample_until(tmp_path / "s.jsonl", some, gpu_of_rank={0: "GPU-a", 1: "GPU-b"})
+    assert samples.gpu_percent[0].tolist() == [93, 7] and np.isnan(samples.gpu_percent[1:]).all()
+    assert np.isnan(samples.power_w).all() and (samples.clock_mhz == 1980).all()
+    assert sorted(samples.notices) == [
+        "GPU 0: power: Not Supported",
+        "GPU 0: utilisation: GPU is lost",
+        "GPU 1: power: Not Supported",
+        "GPU 1: utilisation: GPU is lost",
+    ]
+    assert nvml.running == 0
+
+
+def test_the_stand_in_has_only_what_nvml_has() -> None:
+    nvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    ours = {name for name in vars(FakeNvml) if name.lower().startswith("nvml")}
+    assert len(ours) == 10 and [name for name in ours if not hasattr(nvml, name)] == []
+    if not torch.cuda.is_available():
+        problems: list[str] = []
+        reader = GpuReader(["GPU-a"])
+        assert reader.read(problems) == [] and len(problems) == 1
+        reader.close()
+
+
+@pytest.mark.parametrize("nvml", [None, FakeNvml(init=0)])
+def test_without_nvml_processes_are_sampled_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    samples = sample_until(tmp_path / "s.jsonl", some, gpu_of_rank={0: "GPU-a"})
+    assert samples.kind == "cpu" and (samples.rss_bytes > 0).all()
+    assert len(samples.notices) == 1 and samples.notices[0].startswith("GPUs: ")
+
+
+def test_its_thread_and_file_end_with_the_block_also_after_an_error(tmp_path: Path) -> None:
+    before = set(os.listdir("/proc/self/fd")), threading.active_count()  # noqa: PTH208 - names of descriptors
+    with pytest.raises(KeyError), Sampler(tmp_path / "s.jsonl", {0: os.getpid()}, hz=1, gpus=False):
+        assert threading.active_count() == before[1] + 1
+        raise KeyError
+    assert (set(os.listdir("/proc/self/fd")), threading.active_count()) == before  # noqa: PTH208
+    assert json.loads((tmp_path / "s.jsonl").read_text().splitlines()[0])["kind"] == "cpu"
+
+
+def test_a_file_that_cannot_be_opened_is_told_not_raised(tmp_path: Path) -> None:
+    (tmp_path / "timeline").write_text("a file where the folder should be")
+    with Sampler(tmp_path / "timeline" / "s.jsonl", {0: os.getpid()}, gpus=False) as sampler:
+        pass
+    assert (
+        sampler.problem is not None and "s.jsonl" in sampler.problem and "training goes on" in sampler.problem
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_ends_the_sampling_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "s.jsonl").symlink_to("/dev/full")
+    with Sampler(tmp_path / "s.jsonl", {0: os.getpid()}, hz=100, gpus=False) as sampler:
+        pass
+    assert sampler.problem is not None and "No space left" in sampler.problem
+
+
+def test_a_resumed_run_appends_a_section_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    sample_until(path, some, gpus=False)
+    with path.open("a") as file:
+        file.write('{"t_s": 4')  # killed while writing
+    first = read_samples(path)
+    both = sample_until(path, lambda s: len(s.t_s) >= len(first.t_s) + 3, ranks={5: os.getpid()}, gpus=False)
+    assert both.ranks == (0, 5) and both.num_damaged == 1
+    assert both.section.tolist() == [0] * len(first.t_s) + [1] * (len(both.t_s) - len(first.t_s))
+    assert np.isnan(both.cpu_percent[both.section == 1, 0]).all()
+    assert (np.diff(both.elapsed_s) > 0).all() and not (np.diff(both.t_s) > 0).all()
+
+
+def test_a_file_without_samples_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    with pytest.raises(RunError, match=r"s\.jsonl: cannot be read"):
+        read_samples(path)
+    path.write_text('{"t_s": 1, "ranks": []}\n')
+    with pytest.raises(RunError, match="no head line"):
+        read_samples(path)
+
+
+def test_odd_lines_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_text(
+        '{"kind": "cpu", "hz": "often", "ranks": {"0": 1, "x": 2}, "gpus": 3, "gpu_of_rank": 1}\n'
+        '{"t_s": 1, "ranks": [[0, 50, 7], [0, 1], [[], 1, 2], [9, 1, 2], "?"], "gpus": [[0, 1, 2, 3, 4]]}\n'
+        '{"t_s": "late"}\nnull\n'
+        '{"t_s": 2, "ranks": [[0, null, true]]}\n{"t_s": 3, "ranks": [[0, "much", 1' + 400 * "0" + "]]}\n"
+    )
+    samples = read_samples(path)
+    assert samples.cpu_percent.tolist()[0] == [50] and np.isnan(samples.cpu_percent[1, 0])
+    assert samples.rss_bytes[0, 0] == 7 and samples.gpu_percent.shape == (3, 0)
+    assert np.isnan(samples.cpu_percent[2, 0]) and np.isnan(samples.rss_bytes[2, 0])

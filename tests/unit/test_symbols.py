@@ -1,0 +1,121 @@
+"""Texts become symbols: normalised, numbered, and refused by name where that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from speechdp.data.symbols import SymbolInventory
+from speechdp.data.text_normalise import normalise, number_in_words
+from speechdp.decode.lexicon import Lexicon
+from speechdp.errors import ConfigError
+
+_LEXICON = Lexicon({"NO": (("N", "OW"),), "one": (("W", "AH", "N"), ("W", "AA", "N"))})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("3 5 7", "three five seven"),
+        ("  Three\tFIVE\nseven ", "three five seven"),
+        ("007", "zero zero seven"),
+        ("Room 342, please!", "room three hundred forty two, please!"),
+        ("1,000 or 12.05", "one thousand or twelve point zero five"),
+        ("It\u2019s \u201cwell-known\u201d \u2013 (yes) ; no .", "it's well known, yes, no."),
+        ("b2b", "b two b"),
+        ("\uff13 \u00e9t\u00e9", "three \u00e9t\u00e9"),
+    ],
+)
+def test_texts_are_normalised(text: str, expected: str) -> None:
+    assert normalise(text) == expected
+    assert normalise(expected) == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "zero"),
+        (10, "ten"),
+        (19, "nineteen"),
+        (20, "twenty"),
+        (99, "ninety nine"),
+        (100, "one hundred"),
+        (315, "three hundred fifteen"),
+        (999_999, "nine hundred ninety nine thousand nine hundred ninety nine"),
+    ],
+)
+def test_numbers_in_words(number: int, words: str) -> None:
+    assert number_in_words(number) == words
+
+
+def test_large_numbers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="1000000 is not put into words"):
+        normalise("1000000")
+
+
+def test_characters() -> None:
+    symbols = SymbolInventory.of_kind("characters")
+    assert symbols.num_symbols == 33
+    classes = symbols.encode("Is it 2?")
+    assert classes.dtype == "int32"
+    assert symbols.decode(classes) == (*"is", "<space>", *"it", "<space>", *"two", "?", "<end>")
+
+
+def test_phones() -> None:
+    symbols = SymbolInventory.of_kind("phones", _LEXICON)
+    assert symbols.decode(symbols.encode("No, 1")) == ("N", "OW", ",", "<space>", "W", "AH", "N", "<end>")
+    assert "AA" not in symbols.names  # only first variants are spoken
+    with pytest.raises(ConfigError, match="words outside the lexicon: 'three' 'two'; use words of"):
+        symbols.encode("one two three")
+
+
+@pytest.mark.parametrize("text", ["", "  ", "?!", "..."])
+def test_texts_without_a_word_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="has no word to speak"):
+        SymbolInventory.of_kind("characters").encode(text)
+
+
+def test_unknown_characters_are_named() -> None:
+    with pytest.raises(ConfigError, match="characters outside the inventory of symbols: '%' '\u00e9'; write"):
+        SymbolInventory.of_kind("characters").encode("caf\u00e9 5 % %")
+
+
+@pytest.mark.parametrize("kind", ["characters", "phones"])
+def test_saved_and_loaded(tmp_path: Path, kind: str) -> None:
+    symbols = SymbolInventory.of_kind(kind, _LEXICON)  # type: ignore[arg-type]
+    symbols.save(tmp_path / "symbols.json")
+    loaded = SymbolInventory.load(tmp_path / "symbols.json")
+    assert loaded == symbols
+    assert loaded.encode("no one").tolist() == symbols.encode("no one").tolist()
+    symbols.save_classes(tmp_path / "classes.txt")
+    lines = (tmp_path / "classes.txt").read_text().splitlines()
+    assert lines[:2] == ["0 <end>", "1 <space>"] and len(lines) == symbols.num_symbols
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "x"}, "is not a speechdp-symbols file"),
+        ({"version": 2}, "has version 2"),
+        ({"names": ["a", "a"]}, "must differ"),
+        ({"names": None}, "damaged"),
+        ({"kind": "glyphs"}, "'glyphs' are not known"),
+        ({"pronunciations": {"a": ["Q"]}}, "'Q' of the pronunciations"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = tmp_path / "symbols.json"
+    SymbolInventory.of_kind("characters").save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ConfigError, match=message) as caught:
+        SymbolInventory.load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_missing_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="prepare the data with --task synthesis"):
+        SymbolInventory.load(tmp_path / "symbols.json")
+    with pytest.raises(ConfigError, match="need a lexicon"):
+        SymbolInventory.of_kind("phones")

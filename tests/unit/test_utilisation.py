@@ -1,0 +1,178 @@
+"""Utilisation and memory in the report: from recorded files to the numbers drawn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from speechdp.timing.canvas import Canvas
+from speechdp.timing.memory import memory_balance, peak_memory
+from speechdp.timing.report import write_report
+from speechdp.timing.samples import Samples, read_samples
+from speechdp.timing.summary import read_run, read_sweep
+from speechdp.timing.theme import PRINT
+from speechdp.timing.utilisation import (
+    CPU_AXIS,
+    GPU_AXIS,
+    MAX_BARS,
+    MAX_LINES,
+    MemoryBar,
+    draw_memory,
+    draw_utilisation,
+    utilisation_course,
+)
+from tests.helpers.runs import MadeUpRun, realistic_sweep, write_run, write_sweep
+from tests.helpers.usage_files import GB, add_memory, write_samples
+
+
+@pytest.fixture
+def drawing() -> tuple[Axes, Canvas]:
+    return Figure().add_subplot(), Canvas(PRINT, {}, {})
+
+
+def sampled(tmp_path: Path, columns: Sequence[Sequence[float]], host: str = "a", **options: Any) -> Samples:
+    return read_samples(write_samples(tmp_path, host, columns, **options))
+
+
+def test_a_point_is_the_mean_of_its_interval(tmp_path: Path) -> None:
+    """Ten seconds of 100 and then ten of 0; half a second is a point."""
+    course = utilisation_course([sampled(tmp_path, [[100.0] * 100 + [0.0] * 100])])
+    assert course is not None and not course.on_gpus
+    middle = len(course.t_s) // 2
+    assert (course.percent[: middle - 1] == 100).all() and (course.percent[middle + 1 :] == 0).all()
+    assert np.diff(course.t_s) == pytest.approx(0.5, rel=0.02)
+    assert course.labels == ("rank 0",)
+
+
+def test_every_sample_counts_once(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    values = rng.uniform(0, 100, 997)
+    course = utilisation_course([sampled(tmp_path, [values.tolist()])])
+    assert course is not None and len(course.t_s) <= 250
+    assert course.percent.mean() == pytest.approx(values.mean(), rel=0.01)
+
+
+def test_gpus_are_named_with_their_ranks_and_hosts_stand_side_by_side(
+    tmp_path: Path, drawing: tuple[Axes, Canvas]
+) -> None:
+    hosts = [sampled(tmp_path, [[90.0] * 50, [60.0] * 50], host, gpus=True) for host in ("a", "b")]
+    ax, canvas = drawing
+    assert draw_utilisation(ax, hosts, canvas)
+    assert ax.get_ylabel() == GPU_AXIS
+    assert sorted(canvas.tips.values())[:2] == [
+        "a GPU 0 (rank 0): mean 90 %, most 90 %",
+        "a GPU 1 (rank 1): mean 60 %, most 60 %",
+    ]
+    legend = ax.get_legend()
+    assert legend is not None and len(legend.get_texts()) == 4
+
+
+def test_without_a_gpu_the_axis_says_what_is_shown(tmp_path: Path, drawing: tuple[Axes, Canvas]) -> None:
+    ax, canvas = drawing
+    assert draw_utilisation(ax, [sampled(tmp_path, [[250.0] * 50])], canvas)
+    assert ax.get_ylabel() == CPU_AXIS and ax.get_ylim()[1] > 250
+    assert ax.get_legend() is None
+
+
+def test_many_ranks_are_drawn_as_their_median_and_range(tmp_path: Path, drawing: tuple[Axes, Canvas]) -> None:
+    ax, canvas = drawing
+    columns = [[float(10 * r)] * 50 for r in range(MAX_LINES + 1)]
+    assert draw_utilisation(ax, [sampled(tmp_path, columns)], canvas)
+    assert list(canvas.tips.values()) == ["median of 9: mean 40 %, most 40 %", "least to most of 9"]
+
+
+def test_nothing_is_drawn_of_a_run_that_ended_before_its_first_sample(
+    tmp_path: Path, drawing: tuple[Axes, Canvas]
+) -> None:
+    ax, canvas = drawing
+    assert not draw_utilisation(ax, [sampled(tmp_path, [[]])], canvas)
+    assert not draw_utilisation(ax, [], canvas)
+    assert not draw_memory(ax, [], canvas, on_gpus=False)
+
+
+def test_what_a_gpu_does_not_tell_is_no_line_of_it(tmp_path: Path) -> None:
+    path = write_samples(tmp_path, "a", [[50.0] * 9], gpus=True)
+    path.write_text(path.read_text().replace("[0, 50.0,", "[0, null,"))
+    course = utilisation_course([read_samples(path)])
+    assert (
+        course is not None and not course.on_gpus and (course.percent[~np.isnan(course.percent)] == 3).all()
+    )
+
+
+def test_memory_bars_say_how_even_the_ranks_are(drawing: tuple[Axes, Canvas]) -> None:
+    ax, canvas = drawing
+    bars = [MemoryBar(f"rank {r}", "#000000", (r + 4) * 0.5 * GB) for r in range(2)]
+    assert draw_memory(ax, bars, canvas, on_gpus=True)
+    assert ax.get_xlabel() == "peak GPU memory of tensors (torch); most / least rank 1.25"
+    assert list(canvas.tips.values()) == ["rank 0: 2.00 GB at most", "rank 1: 2.50 GB at most"]
+    ax.clear()
+    assert draw_memory(ax, bars * MAX_BARS, canvas, on_gpus=False)
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["rank 0", "rank 1", "rank 1"]
+
+
+def test_memory_balance() -> None:
+    assert memory_balance([3, 2, 2.5]) == 1.5
+    assert memory_balance([]) is None and memory_balance([0.0]) is None
+
+
+def test_the_peak_of_this_process_is_its_own() -> None:
+    assert list(peak_memory(torch.device("cpu"))) == ["peak_rss_bytes"]
+    held = np.ones(64_000_000 // 8)
+    grown = peak_memory(torch.device("cpu"))["peak_rss_bytes"]
+    del held
+    after = peak_memory(torch.device("cpu"))["peak_rss_bytes"]
+    # The kernel's counts are a little late; in bytes, not in kB taken for more.
+    assert after == pytest.approx(grown, rel=0.02)
+    assert 64e6 < grown < 100 * GB
+
+
+def test_one_runs_report_shows_its_ranks(tmp_path: Path) -> None:
+    run = write_run(MadeUpRun("one"), tmp_path)
+    write_samples(run, "a", [[97.0] * 300, [41.0] * 300], gpus=True)
+    add_memory(run, [1.5 * GB, 1.5 * GB], [2.0 * GB, 2.2 * GB])
+    page = write_report(run).html.read_text()
+    assert "GPU 1 (rank 1): mean 41 %" in page and "GPU utilisation (NVML)" in page
+    assert "rank 1: 2.20 GB at most" in page and "most / least rank 1.10" in page
+    assert '<figure id="plot-utilisation">' in page and '<figure id="plot-memory">' in page
+
+
+def test_a_sweeps_report_shows_its_runs(tmp_path: Path) -> None:
+    out = write_sweep(tmp_path / "sweep", realistic_sweep()[:3])
+    write_samples(out / "one-rank", "a", [[100.0] * 30])
+    write_samples(out / "model_averaging-1", "a", [[80.0] * 30, [60.0] * 30])
+    add_memory(out / "model_averaging-1", [0.3 * GB, 0.4 * GB])
+    page = write_report(out).html.read_text()
+    assert "period 1: mean 70 %" in page and "one rank: mean 100 %" in page
+    assert "period 1: 400 MB at most (most / least 1.33)" in page
+
+
+def test_what_was_not_recorded_is_not_shown(tmp_path: Path) -> None:
+    run = write_run(MadeUpRun("old"), tmp_path)
+    page = write_report(run).html.read_text()
+    assert "plot-utilisation" not in page and "plot-memory" not in page and 'id="sampling"' not in page
+    add_memory(run, [0.3 * GB, 0.4 * GB])
+    page = write_report(run).html.read_text()
+    assert "plot-utilisation" not in page and "plot-memory" in page
+
+
+def test_a_damaged_file_is_a_problem_not_an_error(tmp_path: Path) -> None:
+    run = write_run(MadeUpRun("one"), tmp_path)
+    path = write_samples(run, "a", [[97.0] * 30])
+    path.write_text(path.read_text() + '{"notice": "GPU 0: power: <b>Not Supported</b>"}\n{"t_s')
+    (run / "timeline" / "samples-b.jsonl").write_text("")
+    page = write_report(run).html.read_text()
+    assert "Not read: GPU 0: power: &lt;b&gt;Not Supported" in page
+    problems = read_sweep(run).runs[0].problems
+    assert [re.sub(r"\(.*", "", problem).strip() for problem in problems] == [
+        "timeline/samples-a.jsonl: 1 damaged line",
+        "timeline/samples-b.jsonl: holds no samples",
+    ]
+    assert read_run(run).samples == ()
