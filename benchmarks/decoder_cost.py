@@ -13,7 +13,7 @@ Three things, all forward and backward, on random batches of the preset's size:
 
 Last line: JSON {"decoder_speedup": ..., "step_speedup": ..., "loop_frames_per_s": ..., "fast_frames_per_s":
 ..., "launch_share": of the loop, "step_us": of the loop, "parts": {part: {"us", "launches_us", "calls"}},
-"loop_calls": a decoder step, "fast_calls"}.
+"loop_calls": a decoder step, "fast_calls", "speedup_by_batch": of the decoder}.
 """
 
 from __future__ import annotations
@@ -94,17 +94,6 @@ class Step:
         self._optimizer.step()
 
 
-def both_ways(function: Function, dtype: torch.dtype | None, device: torch.device) -> Callable[[], None]:
-    """Return one call for a function's forward, in this precision, and its backward."""
-
-    def run() -> None:
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            function.forward()
-        function.backward()
-
-    return run
-
-
 def make_functions(given: argparse.Namespace) -> dict[str, Function]:
     """Return the decoder both ways and the parts of its loop, at the preset's size and at the smallest."""
     device, sizes = torch.device(given.device), sizes_of(given)
@@ -120,32 +109,51 @@ def make_functions(given: argparse.Namespace) -> dict[str, Function]:
     return found
 
 
+def in_precision(call: Callable[[], None], given: argparse.Namespace) -> Callable[[], None]:
+    """Return the call under autocast, where another precision than fp32 is asked for."""
+    dtype = PRECISIONS[given.precision]
+
+    def run() -> None:
+        with torch.autocast(torch.device(given.device).type, dtype=dtype, enabled=dtype is not None):
+            call()
+
+    return run
+
+
+def both_ways(function: Function, given: argparse.Namespace) -> Callable[[], None]:
+    """Return a call for a function's forward pass and its backward pass, which autocast must not enclose."""
+    forward = in_precision(function.forward, given)
+
+    def run() -> None:
+        forward()
+        function.backward()
+
+    return run
+
+
 def make_calls(given: argparse.Namespace) -> dict[str, Callable[[], None]]:
-    """Return everything that is timed, by name."""
-    device, dtype = torch.device(given.device), PRECISIONS[given.precision]
-
-    def in_precision(call: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-                call()
-
-        return run
-
-    def both(function: Function) -> Callable[[], None]:
-        forward = in_precision(function.forward)
-
-        def run() -> None:
-            forward()
-            function.backward()
-
-        return run
-
-    calls = {name: both(function) for name, function in make_functions(given).items()}
+    """Return everything that is timed at the preset's size, by name."""
+    calls = {name: both_ways(function, given) for name, function in make_functions(given).items()}
     kinds: tuple[DecoderKind, ...] = ("loop", "fast")
     for kind in kinds:
         config = poster_model.config_of(given.preset, kind)
-        calls[f"step {kind}"] = in_precision(Step(config, sizes_of(given), device))
+        calls[f"step {kind}"] = in_precision(Step(config, sizes_of(given), torch.device(given.device)), given)
     return calls
+
+
+def speedups(given: argparse.Namespace) -> dict[str, float]:
+    """Return how many times as fast the fast decoder is, by batch size; print each."""
+    device, found = torch.device(given.device), {}
+    for batch in given.batches:
+        sizes = dataclasses.replace(sizes_of(given), batch=batch)
+        calls = {}
+        for name in ("decoder loop", "decoder fast"):
+            function = poster_model.make_function(name, given.preset, sizes, device)
+            calls[name] = both_ways(function, given)
+        times = run_rounds(calls, given.rounds, device)
+        found[str(batch)] = round(ratio(times, "decoder loop", "decoder fast"), 3)
+        print(f"decoder with batch {batch}: {found[str(batch)]:.2f} times as fast", flush=True)
+    return found
 
 
 def sizes_of(given: argparse.Namespace) -> Sizes:
@@ -230,9 +238,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", choices=list(PRECISIONS), default="fp32")
     parser.add_argument("--rounds", type=int, default=7)
+    numbers = "batch sizes that the two decoders are compared at beside the preset's"
+    parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",") if n], help=numbers)
     for name in ("batch", "symbols", "frames"):
         parser.add_argument(f"--{name}", type=int, default=0, help="instead of the preset's")
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    given.batches = [16, 32] if given.batches is None else given.batches
+    return given
 
 
 def main() -> None:
@@ -248,12 +260,12 @@ def main() -> None:
     result = conclude(sizes, found, split)
     for name in ("decoder", "step"):
         loop, fast = (1e3 * statistics.median(found[f"{name} {kind}"]) for kind in ("loop", "fast"))
-        print(
-            f"{name:<8} loop {loop:.1f} ms, fast {fast:.1f} ms: {result[f'{name}_speedup']:.2f} times as fast"
-        )
+        faster = result[f"{name}_speedup"]
+        print(f"{name:<8} loop {loop:.1f} ms, fast {fast:.1f} ms: {faster:.2f} times as fast")
     for kind in ("loop", "fast"):
         result[f"{kind}_calls"] = round(counted[f"decoder {kind}"] / num_steps, 1)
     print(f"calls a decoder step: loop {result['loop_calls']:.0f}, fast {result['fast_calls']:.0f}")
+    result["speedup_by_batch"] = speedups(given)
     print(json.dumps(result))
 
 

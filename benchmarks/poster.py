@@ -193,7 +193,8 @@ def show_profile(result: Result) -> None:
     for name in result["weak"]:
         figures = (result[kind].get(name) for kind in ("weak", "strong", "single"))
         table.add_row(name, *("" if value is None else f"{value:.2f}" for value in figures))
-    make_console().print(table)
+    if table.rows:
+        make_console().print(table)
     if result["memory_mb"]:
         peaks = ", ".join(f"{value:.0f}" for value in result["memory_mb"])
         print(f"memory of each rank: {peaks} MB; most / least {result['memory_balance']:.3f}")

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speechdp.models.tacotron.config import PAPER, SMALL, TINY, DecoderKind, TacotronConfig
+from speechdp.models.presets import PRESETS
+from speechdp.models.tacotron.config import DecoderKind, TacotronConfig
 from speechdp.models.tacotron.model import Tacotron
 
 #: What is timed: the functions of the poster, the decoder as the plain loop and as it is used.
@@ -42,12 +43,12 @@ class Sizes:
 
 
 #: A few words at 16 kHz, 1.5 s: as long as those of `prepare --synthetic` are on the average.
-WORDS = Sizes(batch=32, symbols=16, frames=120)
-#: Sentences at 24 kHz, 150 a rank as on the poster.
+WORDS = Sizes(batch=8, symbols=16, frames=120)
+#: Sentences at 24 kHz.
 SENTENCES = Sizes(batch=150, symbols=90, frames=400, linear_dim=1025)
 ONE = Sizes(batch=1, symbols=2, frames=120, mel_dim=1, linear_dim=1, num_symbols=2)
 
-CONFIGS = {"tacotron-tiny": TINY, "tacotron-small": SMALL, "tacotron": PAPER}
+CONFIGS = {name: preset.model for name, preset in PRESETS.items() if isinstance(preset.model, TacotronConfig)}
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,9 @@ def make_inputs(sizes: Sizes, device: torch.device, *, seed: int = 1) -> Inputs:
 
 
 def sizes_of(preset: str) -> Sizes:
-    """Return the batch of a replica that suits a preset."""
-    return SENTENCES if preset == "tacotron" else WORDS
+    """Return the batch of a replica: as many utterances as the preset has."""
+    sizes = SENTENCES if preset == "tacotron" else WORDS
+    return dataclasses.replace(sizes, batch=PRESETS[preset].batch_size)
 
 
 def config_of(preset: str, decoder: DecoderKind = "fast") -> TacotronConfig:

@@ -254,6 +254,14 @@ def show(result: dict[str, Any]) -> None:
             cells = [f"{result[way][name][number][key]:.2f}" for way in WAYS for key in _KEYS]
             table.add_row(name, f"{forward:.1f} + {backward:.1f}", number, *cells)
     make_console().print(table)
+    for name, by_number in result["processes"].items():
+        for number, figures in by_number.items():
+            if figures["cores_busy"] < 0.9 * min(int(number), _cores()):
+                print(f"{name}: something else used the cores of {number} processes; measure again")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 _KEYS = ("efficiency", "forward", "backward", "cores_busy")
@@ -264,8 +272,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    numbers: Callable[[str], list[int]] = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
-    parser.add_argument("--replicas", type=numbers, default="1,2")
+    parser.add_argument("--replicas", type=lambda text: [int(n) for n in text.split(",")], default="1,2")
     parser.add_argument("--functions", type=lambda text: text.split(","), default=[*FUNCTIONS, LAUNCHES])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.4, help="of each case in each round")
@@ -280,10 +287,9 @@ def main() -> None:
     if given.worker:
         work(given)
         return
-    cores = len(os.sched_getaffinity(0))
     most = max(given.replicas)
-    if most > cores:
-        print(f"{most} replicas on {cores} cores: no efficiency can be above {cores / most:.2f}")
+    if most > _cores():
+        print(f"{most} replicas on {_cores()} cores: no efficiency can be above {_cores() / most:.2f}")
     with workers(given, most) as pool:
         result = conclude(run_rounds(given, pool))
     show(result)

@@ -86,6 +86,7 @@ class ProfileCommand:
 
     def _run_all(self) -> int:
         from speechdp.cli.console import make_console  # noqa: PLC0415
+        from speechdp.cli.report import print_report  # noqa: PLC0415
         from speechdp.compare.jobs import Stopped  # noqa: PLC0415
         from speechdp.profile.jobs import Profiler  # noqa: PLC0415
         from speechdp.profile.record import FAILED  # noqa: PLC0415
@@ -107,14 +108,7 @@ class ProfileCommand:
             return stopped.exit_code
         failed = [job for job in record.jobs if job.state == FAILED]
         if len(failed) < len(record.jobs):
-            from speechdp.profile.page import write_profile_page  # noqa: PLC0415
-
-            report = write_profile_page(self.out_dir)
-            for line in report.answer:
-                say(line)
-            for path in (report.html, report.csv, report.png):
-                if path is not None:
-                    say(str(path))
+            print_report(self.out_dir, None)
         if failed:
             print(
                 f"speechdp: {len(failed)} of {len(record.jobs)} jobs failed; their messages stand above, "

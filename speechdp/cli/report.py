@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReportCommand:
-    """Print the table of a sweep, a comparison, a profile or a run; write it as CSV, PNG and one HTML page."""
+    """Print the table of a sweep, comparison, profile or run; write it as CSV, PNG and one HTML page."""
 
     out: tyro.conf.Positional[Path]
-    """Folder of a sweep, of a comparison, of a profile, of one run, or of several runs; the report goes to its
+    """Folder of a sweep, a comparison, a profile, one run, or several runs; the report goes to its
     sub-folder `report`, that of a comparison to `compare`."""
 
     target: float | None = None

@@ -23,6 +23,9 @@ class SynthesisArguments:
     strings of words."""
     join_times: int = 1
     """How often each recording is used."""
+    keep_recordings: Literal["held-out", "all"] = "held-out"
+    """Recordings to keep beside the spectrograms: of dev and test, to compare with, or of train as well, on
+    which a recogniser can be trained (DATA/recordings-train is a corpus)."""
     num_fft: int | None = None
     """Points of the Fourier transform.  Without it: the least power of two of 1.2 windows or more (512 at
     8 kHz, 2048 at 24 kHz)."""

@@ -58,8 +58,9 @@ class SynthesizeCommand:
     """Speech that does not stop by itself is cut here."""
     attention_end: bool = True
     """End speech that does not stop by itself once attention has rested on the end of the text."""
-    dropout: bool = False
-    """Keep the dropout of the decoder's pre-net on: each seed says a text in another way."""
+    dropout: bool = True
+    """Keep the dropout of the decoder's pre-net on, as in training: each seed says a text in another way.
+    Without it models of little speech repeat themselves and end late."""
     seed: int = 1
     """Of --dropout; without it nothing is random."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

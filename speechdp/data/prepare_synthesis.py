@@ -15,6 +15,7 @@ from speechdp.data.dataset import Dataset, Manifest, SplitEntry
 from speechdp.data.features import FeatureConfig, num_frames_of
 from speechdp.data.joining import EDGE_S, PAUSE_S, JoinedUtterance, JoinRule, Splits, plan_joins, unjoined
 from speechdp.data.prepare import open_corpus, probe_corpus, shards_of_split
+from speechdp.data.recordings import list_recordings
 from speechdp.data.shard_jobs import Progress, ShardResult, run_jobs
 from speechdp.data.spectrogram import FRAME_LENGTH_MS, FRAME_SHIFT_MS, NUM_MEL_BINS, spectrogram_config
 from speechdp.data.spectrogram_jobs import SpectrogramJob
@@ -60,6 +61,7 @@ class SynthesisOptions:
         speakers: who is taken; none named: all.
         join: how recordings are joined into longer utterances; None: not at all.
         spectrogram: settings of the spectrograms.
+        keep_train: keep the recordings of train beside those of dev and test.
         split, held_out_speaker, num_shards, resample_hz, lexicon, seed, pattern, overwrite, num_workers: as
             in prepare.PrepareOptions.
     """
@@ -70,6 +72,7 @@ class SynthesisOptions:
     speakers: tuple[str, ...] = ()
     join: JoinRule | None = None
     spectrogram: SpectrogramOptions = field(default_factory=SpectrogramOptions)
+    keep_train: bool = False
     split: str | None = None
     held_out_speaker: str | None = None
     num_shards: int = 8
@@ -134,6 +137,7 @@ def prepare_synthesis(options: SynthesisOptions, progress: Progress) -> Prepared
         jobs = [job for name, utterances in splits.items() for job in work.jobs(name, utterances)]
         results = run_jobs(jobs, options.num_workers, progress)
         entries = {name: _entry(name, splits[name], jobs, results) for name in splits}
+        list_recordings(directory, splits)
         finish_synthesis(directory, dataclasses.replace(manifest, splits=entries), symbols, lexicon)
     return PreparedSynthesis(
         Dataset.open(options.data), (*_joined(divided, splits, join), *new_texts(splits))
@@ -201,6 +205,7 @@ class _Work:
                 symbols=self.symbols,
                 joined=options.join is not None,
                 seed=options.seed,
+                keep_train=options.keep_train,
             )
             for number, part in enumerate(dealt)
         ]

@@ -6,8 +6,10 @@ import dataclasses
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from speechdp.data.data_dir import check_target, new_data_dir
 from speechdp.data.dataset import Dataset, Manifest, ShardEntry, SplitEntry
@@ -20,9 +22,9 @@ from speechdp.data.prepare_synthesis import (
     finish_synthesis,
     new_texts,
 )
-from speechdp.data.recordings import keep_recording
+from speechdp.data.recordings import keep_recording, list_recordings
 from speechdp.data.shard_jobs import Progress
-from speechdp.data.shard_layout import Utterance
+from speechdp.data.shard_layout import ShardHeader, Utterance
 from speechdp.data.shards import ShardWriter
 from speechdp.data.spectrogram import compute_spectrogram
 from speechdp.data.splits import deal
@@ -44,6 +46,7 @@ class VoiceOptions:
         speakers: how many voices, or the name of one; None: one.
         input: what texts are written in.
         spectrogram: settings of the spectrograms.
+        keep_train: keep the recordings of train beside those of dev and test.
         num_shards: of the training part; dev and test get a quarter as many.
         sampling_rate: of the audio the spectrograms are computed from, in Hz.
         seed: equal seeds give equal bytes.
@@ -56,6 +59,7 @@ class VoiceOptions:
     speakers: str | None = None
     input: SymbolKind = "characters"
     spectrogram: SpectrogramOptions = field(default_factory=SpectrogramOptions)
+    keep_train: bool = False
     num_shards: int = 8
     sampling_rate: int = 16000
     seed: int = 1
@@ -101,7 +105,9 @@ def prepare_voices(options: VoiceOptions, progress: Progress) -> PreparedSynthes
             splits={},
             stored="spectrograms",
         )
-        splits = {name: _write_split(name, jobs[name], manifest, symbols, directory) for name in jobs}
+        work = _Work(directory, manifest, symbols, options.keep_train)
+        splits = {name: work.write_split(name, jobs[name]) for name in jobs}
+        list_recordings(directory, plan)
         finish_synthesis(directory, dataclasses.replace(manifest, splits=splits), symbols, lexicon)
     return PreparedSynthesis(Dataset.open(options.data), new_texts(plan))
 
@@ -125,19 +131,29 @@ def _jobs(
     ]
 
 
-def _write_split(
-    name: str, jobs: list[SpeakingJob], manifest: Manifest, symbols: SymbolInventory, directory: Path
-) -> SplitEntry:
-    header = manifest.header(name)
-    entries = []
-    for job in jobs:
-        with ShardWriter(directory / f"{job.stem.name}.h5", header) as writer:
-            for spoken, content in read_spoken(job):
-                planned = spoken.utterance
-                samples = content.astype(np.float32) / np.float32(32768.0)
-                keep_recording(directory, header, planned.utterance_id, samples)
-                features = compute_spectrogram(samples, header.sampling_rate, header.features)
-                names = (planned.utterance_id, planned.speaker, planned.text)
-                writer.add(Utterance(*names, features, symbols.encode(planned.text)))
-        entries.append(ShardEntry.of(writer))
-    return SplitEntry.of(entries, (utterance.speaker for job in jobs for utterance in job.utterances))
+@dataclass(frozen=True)
+class _Work:
+    directory: Path
+    manifest: Manifest
+    symbols: SymbolInventory
+    keep_train: bool
+
+    def write_split(self, name: str, jobs: list[SpeakingJob]) -> SplitEntry:
+        """Turn what has been spoken into a split's shards."""
+        header = self.manifest.header(name)
+        entries = []
+        for job in jobs:
+            with ShardWriter(self.directory / f"{job.stem.name}.h5", header) as writer:
+                for spoken, content in read_spoken(job):
+                    writer.add(self._utterance(spoken.utterance, content, header))
+            entries.append(ShardEntry.of(writer))
+        return SplitEntry.of(entries, (utterance.speaker for job in jobs for utterance in job.utterances))
+
+    def _utterance(
+        self, planned: PlannedUtterance, content: npt.NDArray[Any], header: ShardHeader
+    ) -> Utterance:
+        samples = content.astype(np.float32) / np.float32(32768.0)
+        name = planned.utterance_id
+        keep_recording(self.directory, header, name, samples, of_train=self.keep_train)
+        features = compute_spectrogram(samples, header.sampling_rate, header.features)
+        return Utterance(name, planned.speaker, planned.text, features, self.symbols.encode(planned.text))

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from speechdp.atomic_file import write_text_atomically
 from speechdp.data.data_dir import check_target, new_data_dir
 from speechdp.data.dataset import MANIFEST_NAME, Dataset, ShardEntry
-from speechdp.data.recordings import RECORDINGS_NAME
+from speechdp.data.recordings import RECORDINGS_NAME, TRAIN_RECORDINGS_NAME
 from speechdp.data.shard_jobs import Progress
 from speechdp.data.shard_writer import ShardWriter
 from speechdp.data.shards import Shard
@@ -210,10 +210,10 @@ def _copy_rest(dataset: Dataset, directory: Path, dealt: tuple[str, ...]) -> Non
                 for shard in source.shards:
                     shard.verify()
             rest += dataset.shard_paths(split)
-    recordings = dataset.path / RECORDINGS_NAME
-    if recordings.is_dir():
-        (directory / RECORDINGS_NAME).mkdir()
-        rest += sorted(recordings.iterdir())
+    for name in (RECORDINGS_NAME, TRAIN_RECORDINGS_NAME):
+        if (dataset.path / name).is_dir():
+            (directory / name).mkdir()
+            rest += sorted((dataset.path / name).iterdir())
     for path in rest:
         try:
             shutil.copyfile(path, directory / path.relative_to(dataset.path))

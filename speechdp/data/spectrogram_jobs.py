@@ -27,6 +27,7 @@ class SpectrogramJob:
     Attributes:
         joined: recordings are brought to one level and joined with pauses; else each is taken as it is.
         seed: of the pauses.
+        keep_train: keep the recordings of train, too.
     """
 
     path: Path
@@ -35,6 +36,7 @@ class SpectrogramJob:
     symbols: SymbolInventory
     joined: bool
     seed: int
+    keep_train: bool = False
 
     @property
     def num_utterances(self) -> int:
@@ -51,10 +53,11 @@ class SpectrogramJob:
         with ShardWriter(self.path, self.header) as writer:
             for utterance in self.utterances:
                 samples = self._samples(utterance)
-                keep_recording(self.path.parent, self.header, utterance.utterance_id, samples)
+                name, folder = utterance.utterance_id, self.path.parent
+                keep_recording(folder, self.header, name, samples, of_train=self.keep_train)
                 features = compute_spectrogram(samples, self.header.sampling_rate, self.header.features)
-                names = (utterance.utterance_id, utterance.speaker, utterance.text)
-                writer.add(Utterance(*names, features, self.symbols.encode(utterance.text)))
+                symbols = self.symbols.encode(utterance.text)
+                writer.add(Utterance(name, utterance.speaker, utterance.text, features, symbols))
                 advance()
         return ShardResult(ShardEntry.of(writer), num_too_short=0)
 

@@ -48,7 +48,7 @@ PRESETS: dict[str, Preset] = {
         LstmConfig(layers=6, cells=512, bidirectional=True, bottleneck=256), batch_size=256, chunk_frames=21
     ),
     # Spoken digits on a CPU; guided attention (Tachibana et al. 2018) finds the diagonal with little speech.
-    "tacotron-tiny": Preset(tacotron.TINY, batch_size=32, guided_attention=1.0),
+    "tacotron-tiny": Preset(tacotron.TINY, batch_size=8, guided_attention=1.0),
     "tacotron-small": Preset(tacotron.SMALL, batch_size=64, guided_attention=1.0),
     # Wang et al. 2017; 150 utterances a GPU as on the IBM/NTU poster.
     "tacotron": Preset(tacotron.PAPER, batch_size=150),

@@ -16,7 +16,7 @@ from speechdp.profile.derived import (
     job_steps,
     main_job,
     make_loading,
-    waiting_s,
+    waited_share,
 )
 from speechdp.profile.record import BLOCKING, FED, POOLED, STRONG, WEAK, Profile, ProfileJob
 from speechdp.profile.words import milliseconds, number, rank_count
@@ -67,7 +67,7 @@ def find_answer(profile: Profile, scalings: Sequence[Scaling]) -> ProfileAnswer:
     job = main_job(profile)
     details = [
         _others(of_kind.get(WEAK)),
-        _step(of_kind.get(WEAK)),
+        _step(of_kind.get(WEAK), profile.settings.warmup_steps),
         _strong(of_kind.get(STRONG)),
         _single([s for s in compared if s.kind not in (WEAK, STRONG)], of_kind.get(WEAK)),
         *_of_job(profile, job),
@@ -114,7 +114,7 @@ def _unscaled(only: Scaling) -> str:
     shares = [(costs[ranks].share, name) for name, costs in only.costs.items() if name != STEP]
     if only.kind not in (WEAK, STRONG) or not shares:
         return f"{text}."
-    return f"{text}; {max(shares)[1]} takes most of the step, {wording.percent(max(shares)[0])} %."
+    return f"{text}; the largest part of the step is {max(shares)[1]}, {wording.percent(max(shares)[0])} %."
 
 
 def _worst(weak: Scaling, efficiency: float, name: str) -> str:
@@ -157,7 +157,7 @@ def _others(weak: Scaling | None) -> str:
     return text.strip()
 
 
-def _step(weak: Scaling | None) -> str:
+def _step(weak: Scaling | None, warmup_steps: int) -> str:
     if weak is None or len(weak.ranks) < 2:
         return ""
     few, most = weak.ranks[0], weak.ranks[-1]
@@ -173,9 +173,8 @@ def _step(weak: Scaling | None) -> str:
     exchange = weak.costs.get("exchange", {}).get(most)
     if exchange is None:
         return text + "."
-    waited = sum(waiting_s(weak.jobs[-1]).values())
-    exchanged = sum(step.seconds("exchange") for together in job_steps(weak.jobs[-1]) for step in together)
-    part = f", {wording.percent(waited / exchanged)} % of it waiting for the last rank" if exchanged else ""
+    waited = waited_share(weak.jobs[-1], warmup_steps)
+    part = "" if waited is None else f", {wording.percent(waited)} % of it waiting for the last rank"
     return f"{text}; exchange has {wording.percent(exchange.share, 1)} % of the step{part}."
 
 

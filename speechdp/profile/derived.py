@@ -110,7 +110,6 @@ def job_costs(job: ProfileJob, warmup_steps: int) -> dict[str, Cost]:
     names = in_order({f.name for together in steps for step in together for f in step.functions})
     costs = {name: _cost(name, steps) for name in names}
     walls = [_mean([step.wall_s for step in together]) for together in steps]
-    # With the one function that is no median: else a step with a blocking trainloader would seem fast.
     costs[STEP] = Cost(0.0, 0.0, statistics.median(walls) if walls else 0.0, 1.0, _spread(walls))
     return costs
 
@@ -218,6 +217,14 @@ def waiting_s(job: ProfileJob) -> dict[tuple[int, int, int], float]:
                 waited_s = min(max(last_s - span.start_s, 0.0), span.duration_s)
                 found[rank, together[rank].step, i] = waited_s
     return found
+
+
+def waited_share(job: ProfileJob, warmup_steps: int) -> float | None:
+    """Return which share of a job's exchanges was waiting, after the warm-up; None without exchanges."""
+    steps = [step for together in job_steps(job) for step in together if step.step > warmup_steps]
+    exchanged_s = sum(step.seconds("exchange") for step in steps)
+    waited_s = sum(seconds for (_, step, _), seconds in waiting_s(job).items() if step > warmup_steps)
+    return waited_s / exchanged_s if exchanged_s else None
 
 
 def first_step_factor(job: ProfileJob, function: str, warmup_steps: int) -> float | None:

@@ -15,7 +15,7 @@ from speechdp.profile.derived import Scaling, loader_jobs, main_job, make_scalin
 from speechdp.profile.gantt import LANE, draw_gantt, make_gantt
 from speechdp.profile.palette import make_canvas
 from speechdp.profile.record import MODULES, STRONG, WEAK, Profile, ProfileJob
-from speechdp.profile.usage import draw_memory_over_time, draw_usage, longest_s
+from speechdp.profile.usage import draw_memory_over_time, draw_usage, usage_limits
 from speechdp.profile.words import SCALING_TITLES, loader_title
 from speechdp.timing.canvas import Canvas
 from speechdp.timing.figures import STYLE, Frame, svg_of
@@ -66,18 +66,17 @@ def _utilisation(profile: Profile) -> Picture:
         "Utilisation over time with and without a blocking trainloader, after figure 2 of the poster: gaps "
         "are ranks that wait for batches."
     )
-    jobs = loader_jobs(profile)
-    end_s = max((longest_s(job) for job in jobs), default=0.0)
+    letters = "abc"
+    drawn = [job for job in loader_jobs(profile) if job.sample_paths]
+    limits = usage_limits(drawn)
 
     def panel(job: ProfileJob, letter: str) -> Panel:
         title = f"({letter}) {loader_title(job)}"
         return Panel(
-            f"utilisation-{job.name}", title, (SMALL_WIDTH, 2.9),
-            lambda ax, canvas: draw_usage(ax, job, title, end_s, canvas),
+            f"utilisation-{job.kind}", title, (SMALL_WIDTH, 2.9),
+            lambda ax, canvas: draw_usage(ax, job, title, limits, canvas),
         )  # fmt: skip
 
-    letters = "abcdefgh"
-    drawn = [job for job in jobs if job.sample_paths][: len(letters)]
     return Picture("utilisation", caption, tuple(panel(j, x) for j, x in zip(drawn, letters, strict=False)))
 
 

@@ -25,7 +25,7 @@ class FullBatches:
 
     def check(self) -> None:
         """Refuse data of which no step is whole.  Raises ConfigError."""
-        if not any(self._is_whole(index) for index in range(self._of_epoch.num_steps)):
+        if not any(self.is_whole(index) for index in range(self._of_epoch.num_steps)):
             ranks = len(self._of_epoch.ranks)
             raise ConfigError(
                 f"profile: in no step has each of {ranks} rank(s) a whole batch of {self._least} segments; "
@@ -36,7 +36,8 @@ class FullBatches:
         """Say whether every rank has a whole batch in this step."""
         if step.epoch != self._epoch:
             self._epoch, self._of_epoch = step.epoch, self._plan(step.epoch)
-        return self._is_whole(step.at.index)
+        return self.is_whole(step.at.index)
 
-    def _is_whole(self, index: int) -> bool:
+    def is_whole(self, index: int) -> bool:
+        """Say the same of a step of the epoch asked for last, the first one to begin with."""
         return all(len(rank.batch(index)) >= self._least for rank in self._of_epoch.ranks)

@@ -66,6 +66,12 @@ class Gantt:
     hidden_ranks: int
 
     @property
+    def title(self) -> str:
+        """Which steps of which job."""
+        first, last = self.steps
+        return f"{self.job.name}, " + (f"step {first}" if first == last else f"steps {first} to {last}")
+
+    @property
     def functions(self) -> list[str]:
         """The functions shown, in the order of a step."""
         return in_order({bar.function for bars in self.lanes for bar in bars} - {""})
@@ -128,8 +134,8 @@ def svg_of_gantt(gantt: Gantt) -> str:
     height = LANE * len(gantt.lanes) + AXIS
     lanes = "\n".join(_lane(gantt, rank) for rank in range(len(gantt.lanes)))
     return (
-        f'<svg class="gantt-time" role="img" aria-label="Steps {gantt.steps[0]} to {gantt.steps[1]} of every '
-        f'rank" width="100%" height="{height}" data-ms="{gantt.width_ms:.4f}" data-height="{height}">\n'
+        f'<svg class="gantt-time" role="img" aria-label="{html.escape(gantt.title)}, of every rank" '
+        f'width="100%" height="{height}" data-ms="{gantt.width_ms:.4f}" data-height="{height}">\n'
         '<defs><pattern id="gantt-waiting" width="6" height="6" patternUnits="userSpaceOnUse" '
         f'patternTransform="rotate(45)"><rect width="6" height="6" fill="{WAITING_FILL}"/>'
         f'<rect width="2" height="6" fill="{fill_of("exchange", "")[0]}"/></pattern></defs>\n'
@@ -183,7 +189,7 @@ def tick_distance(width: float, count: int) -> float:
 
 def draw_gantt(ax: Axes, gantt: Gantt, canvas: Canvas) -> bool:
     """Draw the same picture with matplotlib, for a file to pass on."""
-    style_axes(ax, f"{gantt.job.name}: steps {gantt.steps[0]} to {gantt.steps[1]}", "ms", canvas.theme)
+    style_axes(ax, gantt.title, "ms", canvas.theme)
     for rank, bars in enumerate(gantt.lanes):
         for bar in bars:
             _draw_bar(ax, rank, bar, gantt.width_ms, canvas)

@@ -151,9 +151,9 @@ def _is_same(done: JobEntry | None, job: JobEntry) -> bool:
 def _check_same(out: Path, before: Settings, now: Settings) -> None:
     old, new = (json.loads(json.dumps(dataclasses.asdict(settings))) for settings in (before, now))
     for settings in (old, new):
-        settings.update(settings.pop("options") or {})
         for key in _DESCRIPTIONS:
             settings.pop(key)
+        settings.update(settings.pop("options") or {})
     for key in {**old, **new}:
         if old.get(key) != new.get(key):
             raise ConfigError(

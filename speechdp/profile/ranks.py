@@ -199,10 +199,12 @@ class _ModuleAlone:
 
 
 def typical_batch(session: Session, options: TrainOptions, source: SplitSource) -> Batch:
-    """Return the batch of median size of the first epoch of one rank: the same on any rank of any number."""
+    """Return the whole batch of median size of one rank's first epoch: the same on any rank of any number."""
     plan = plan_epoch(source.index, plan_options_for(session.dataset, options), 0, 1)
-    order = plan.padded_frames[0].argsort(kind="stable")
-    index = int(order[len(order) // 2])
+    whole = FullBatches(lambda epoch: plan, options.batches().batch_size or 0)
+    whole.check()
+    order = [int(i) for i in plan.padded_frames[0].argsort(kind="stable") if whole.is_whole(int(i))]
+    index = order[len(order) // 2]
     return source.batch(plan.ranks[0].batch(index), Place(0, 0, index))
 
 

@@ -152,7 +152,7 @@ def _scaling_table(scaling: Scaling) -> ShownTable:
     ]
     rows = tuple(_scaling_row(scaling, function) for function in scaling.costs)
     formula = "t1 / tN" if scaling.kind == WEAK else "t1 / (N·tN)"
-    note = f"Efficiency is {formula}, against {rank_count(scaling.ranks[0])}."
+    note = f"Efficiency is {formula}, against {rank_count(scaling.ranks[0])}." if scaling.ranks[1:] else ""
     return ShownTable(
         f"times-{scaling.kind}", SCALING_TITLES[scaling.kind], "function", tuple(columns), rows, note
     )
@@ -162,7 +162,7 @@ def _single_table(scalings: Sequence[Scaling]) -> ShownTable:
     widest = max(scalings, key=lambda scaling: len(scaling.ranks))
     columns = [*(_ms_column(ranks) for ranks in widest.ranks), *_efficiencies(widest, WEAK)]
     rows = tuple(_scaling_row(scaling, scaling.kind) for scaling in scalings if scaling.kind in scaling.costs)
-    note = f"Efficiency is t1 / tN, against {rank_count(widest.ranks[0])}."
+    note = f"Efficiency is t1 / tN, against {rank_count(widest.ranks[0])}." if widest.ranks[1:] else ""
     return ShownTable("times-single", "A module alone", "module", tuple(columns), rows, note)
 
 

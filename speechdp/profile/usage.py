@@ -13,7 +13,7 @@ from speechdp.profile.record import ProfileJob
 from speechdp.timing.canvas import Canvas, style_axes
 from speechdp.timing.plots import time_unit
 from speechdp.timing.samples import Array, Samples
-from speechdp.timing.utilisation import MAX_LINES, draw_utilisation
+from speechdp.timing.utilisation import MAX_LINES, draw_utilisation, utilisation_course
 
 
 def on_gpus(samples: Samples) -> bool:
@@ -47,19 +47,23 @@ def mean_utilisation(job: ProfileJob, start_s: float = 0.0) -> float | None:
     return float(known.mean()) if known.size else None
 
 
-def longest_s(job: ProfileJob) -> float:
-    """Return the end of a job's last step, s."""
-    return max((steps[-1].start_s + steps[-1].wall_s for steps in job.steps if steps), default=0.0)
+def usage_limits(jobs: Sequence[ProfileJob]) -> tuple[float, float]:
+    """Return the end of the longest job, s, and the most utilisation of all, %, for axes that compare."""
+    ends = [steps[-1].start_s + steps[-1].wall_s for job in jobs for steps in job.steps if steps]
+    courses = [course for job in jobs if (course := utilisation_course(job.samples)) is not None]
+    most = [float(np.nanmax(course.percent)) for course in courses]
+    return max(ends, default=0.0), 1.05 * max(most, default=0.0)
 
 
-def draw_usage(ax: Axes, job: ProfileJob, title: str, end_s: float, canvas: Canvas) -> bool:
-    """Plot utilisation over time, a line a rank or GPU, on an axis of `end_s` seconds."""
+def draw_usage(ax: Axes, job: ProfileJob, title: str, limits: tuple[float, float], canvas: Canvas) -> bool:
+    """Plot utilisation over time, a line a rank or GPU, on axes that end at `limits`, (s, %)."""
     if not draw_utilisation(ax, job.samples, canvas, title=title):
         return False
-    _, unit = time_unit(end_s)
+    scale, unit = time_unit(limits[0])
     # The same axis for all jobs, unless this one's times stand in another unit.
-    if end_s and ax.get_xlabel() == f"time ({unit})":
-        ax.set_xlim(0, end_s / time_unit(end_s)[0])
+    if limits[0] and ax.get_xlabel() == f"time ({unit})":
+        ax.set_xlim(0, limits[0] / scale)
+    ax.set_ylim(0, max(105.0, limits[1]))
     return True
 
 

@@ -51,7 +51,7 @@ class SynthesisOptions:
     iterations: int = 60
     max_seconds: float = 20.0
     seed: int = 1
-    dropout: bool = False
+    dropout: bool = True
     attention_end: bool = True
 
     def __post_init__(self) -> None:

@@ -16,6 +16,9 @@ from speechdp.tasks.base import FrameScores, LossSum, Task
 
 #: Width of the band that guided attention leaves free, as a share of the text (Tachibana et al. 2018, eq. 3).
 GUIDE_WIDTH = 0.2
+#: Weight of an utterance's last step in the stop prediction: it is one against tens of others, and speech
+#: that does not end is worse than speech that is cut.
+STOP_WEIGHT = 10.0
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class SynthesisLosses:
     Attributes:
         mel: absolute error of the decoder's mel spectrogram, mean over bins.
         linear: the same of the linear spectrogram.
-        stop: cross-entropy of the stop prediction; a decoder step counts as many times as it has frames.
+        stop: cross-entropy of the stop prediction; a decoder step counts as many times as it has frames, the
+            last one STOP_WEIGHT times that.
         guide: attention far from the diagonal, 0 to 1 a frame.
     """
 
@@ -61,6 +65,7 @@ def synthesis_losses(output: TacotronOutput, batch: Batch, model: Tacotron) -> S
     )  # (B, N)
     is_last = (step == steps - 1).to(features.dtype)
     stop = nn.functional.binary_cross_entropy_with_logits(output.stop_logits, is_last, reduction="none")
+    stop = stop * (1 + (STOP_WEIGHT - 1) * is_last)
     return SynthesisLosses(
         mel=_absolute_error(output.mel, mel, spoken),
         linear=_absolute_error(output.linear, linear, spoken),

@@ -38,7 +38,7 @@ from speechdp.profile.record import (
 
 CPU = torch.device("cpu")
 SIZES = Sizes(batch=3, symbols=4, frames=11, mel_dim=5, linear_dim=7, num_symbols=6)
-CONFIG = dataclasses.replace(TINY, dropout=0.0)
+CONFIG = dataclasses.replace(TINY, dropout=0.0, reduction=5)
 
 
 def test_the_parts_in_a_row_are_a_step_of_the_decoder() -> None:
@@ -54,7 +54,7 @@ def test_the_parts_in_a_row_are_a_step_of_the_decoder() -> None:
         memory=memory, keys=decoder.key(memory), context=torch.zeros(SIZES.batch, CONFIG.memory_dim),
     )  # fmt: skip
 
-    def run(part: str, *state: Tensor, **handed: Tensor) -> Tensor:
+    def run(part: str, *state: Tensor, **handed: Any) -> Tensor:
         return PARTS[part](decoder, dataclasses.replace(given, **handed), state)[0]
 
     start = torch.zeros(SIZES.batch, CONFIG.attention_dim)

@@ -15,6 +15,7 @@ from speechdp.data.audio import read_audio
 from speechdp.data.corpus import CorpusUtterance
 from speechdp.data.dataset import Dataset
 from speechdp.data.joining import JoinRule, join_recordings, plan_joins
+from speechdp.data.prepare import open_corpus
 from speechdp.data.prepare_synthesis import SynthesisOptions, prepare_synthesis
 from speechdp.data.prepare_voices import VoiceOptions, prepare_voices
 from speechdp.data.recordings import recording_path
@@ -52,7 +53,7 @@ def test_recordings_become_spectrograms_and_symbols(tmp_path: Path) -> None:
     np.testing.assert_array_equal(features, expected.astype(np.float16))
     assert symbols.decode(targets) == (*"one", "<end>")
     np.testing.assert_array_equal(read_audio(recording_path(dataset.path, "1_bob_3"), 8000), samples)
-    kept = {path.stem for path in (dataset.path / "recordings").iterdir()}
+    kept = {path.stem for path in (dataset.path / "recordings").glob("*.flac")}
     assert kept == _read(dataset, "dev").keys() | _read(dataset, "test").keys()
 
 
@@ -267,3 +268,14 @@ def test_joining_does_not_go_with_synthetic_speech(
     arguments = ["prepare", str(tmp_path / "out"), "--task", "synthesis", "--synthetic", "0.1"]
     assert main.run([*arguments, "--join", "1-3"]) != 0
     assert "--join: eSpeak NG says whole texts; leave it out" in capsys.readouterr().err
+
+
+def test_recordings_of_train_are_a_corpus_for_a_recogniser(tmp_path: Path) -> None:
+    dataset = _prepare(digit_folder(tmp_path / "in"), tmp_path / "data", keep_train=True)
+    kept = {f: len(list((tmp_path / "data" / f).glob("*.flac"))) for f in ("recordings", "recordings-train")}
+    held_out = sum(split.utterances for name, split in dataset.splits.items() if name != "train")
+    assert kept == {"recordings": held_out, "recordings-train": dataset.num_utterances("train")}
+    corpus = open_corpus(tmp_path / "data" / "recordings-train", None)
+    texts = {u.utterance_id: (u.text, u.speaker) for u in corpus.utterances}
+    for name, (shard, number) in _read(dataset, "train").items():
+        assert texts[name] == (shard.text(number), shard.speaker(number))

@@ -11,7 +11,9 @@ import pytest
 
 from speechdp.cli.main import run as speechdp
 from speechdp.compare.jobs import JobStarter, Stopped
-from speechdp.config import ModelOptions, TrainOptions
+from speechdp.config import TrainOptions
+from speechdp.config_batch import BatchOptions
+from speechdp.config_model import ModelOptions
 from speechdp.errors import ConfigError
 from speechdp.profile.jobs import Profiler, ProfileRequest
 from speechdp.profile.plan import ProfilePlan
@@ -21,7 +23,7 @@ from tests.helpers.profiles import MadeUpProfile, write_job, write_profile
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 
 PLAN = ProfilePlan((1, 2), only=("weak", "decoder"), strong=True, steps=8)
-OPTIONS = TrainOptions(ModelOptions(), task="synthesis", backend="mpi")
+OPTIONS = TrainOptions(ModelOptions(), BatchOptions(batch_size=32), task="synthesis", backend="mpi")
 
 
 class MadeUpStarter:
@@ -137,6 +139,8 @@ def test_the_command_ends_with_the_page_and_says_what_failed(
     assert [each[1][3] for each in starter.started[4:]] == ["--job=output-2"]
     assert speechdp([*words, "--backend", "mpi", "--seed", "7"]) == 1
     assert "was begun with another seed; choose another folder" in capsys.readouterr().err
+    assert speechdp([*words, "--backend", "mpi", "--device", "cpu"]) == 1
+    assert "was begun with another device" in capsys.readouterr().err
     assert speechdp([*words, "--backend", "mpi", "--seed", "7", "--overwrite"]) == 0
     assert len(starter.started) == 9
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from speechdp.config import ModelOptions, TrainOptions
+from speechdp.config import TrainOptions
+from speechdp.config_model import ModelOptions
 from speechdp.errors import ConfigError
 from speechdp.profile.notes import about_cores, notes_on
 from speechdp.profile.plan import PlannedJob, ProfilePlan

@@ -120,10 +120,13 @@ def test_steps_without_a_whole_batch_on_every_rank_are_passed_over(
     assert sizes == [5] * 2 * STEPS and [len(steps) for steps in job.steps] == [STEPS, STEPS]
 
 
-def test_a_batch_that_no_rank_can_fill_is_refused(datasets: dict[str, Dataset], tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["", "encoder"])
+def test_a_batch_that_no_rank_can_fill_is_refused(
+    module: str, datasets: dict[str, Dataset], tmp_path: Path
+) -> None:
     options = dataclasses.replace(ACOUSTIC, batch=dataclasses.replace(ACOUSTIC.batch, batch_size=25))
     with pytest.raises(ConfigError, match="whole batch of 25 segments; give a smaller --batch-size"):
-        profiled(datasets["acoustic"], options, tmp_path / "job")
+        profiled(datasets["acoustic"], options, tmp_path / "job", module)
 
 
 def test_more_steps_than_an_epoch_has(datasets: dict[str, Dataset], tmp_path: Path) -> None:

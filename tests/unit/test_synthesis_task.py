@@ -11,7 +11,7 @@ from torch import Tensor
 from speechdp.data.batch import IGNORED_TARGET, Batch
 from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.models.tacotron.model import Tacotron, TacotronOutput
-from speechdp.tasks.synthesis import GUIDE_WIDTH, SynthesisTask, synthesis_losses
+from speechdp.tasks.synthesis import GUIDE_WIDTH, STOP_WEIGHT, SynthesisTask, synthesis_losses
 
 MEL, LINEAR, SYMBOLS = 3, 5, 7
 CONFIG = TacotronConfig(
@@ -63,7 +63,8 @@ def test_parts_by_hand() -> None:
             linear += (output.linear[row, t] - batch.features[row, t, MEL:]).abs().mean().item()
             step = t // 2
             probability = torch.sigmoid(output.stop_logits[row, step]).item()
-            stop -= math.log(probability if step == steps - 1 else 1 - probability)
+            last = step == steps - 1
+            stop -= STOP_WEIGHT * math.log(probability) if last else math.log(1 - probability)
             for s in range(symbols):
                 far = 1 - math.exp(-((step / steps - s / symbols) ** 2) / (2 * GUIDE_WIDTH**2))
                 guide += far * output.attention[row, step, s].item()

@@ -97,8 +97,8 @@ TINY = TacotronConfig(
     postproc_bank=4,
     postproc_projection=96,
     highways=2,
-    attention_dim=128,
-    decoder_dim=128,
-    reduction=5,
+    attention_dim=64,
+    decoder_dim=64,
+    reduction=2,
 )
-"""For CPUs and short utterances of few words. Suggested batch size 32 a rank."""
+"""For CPUs and short utterances of few words. Suggested batch size 8 a rank."""

@@ -1,0 +1,167 @@
+"""What a profile says: times, efficiencies, waiting, and the sentences made of them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from speechdp.profile.answer import find_answer
+from speechdp.profile.derived import (
+    STEP,
+    Scaling,
+    all_scalings,
+    job_costs,
+    make_loading,
+    make_scaling,
+    waited_share,
+    waiting_s,
+)
+from speechdp.profile.record import (
+    STRONG,
+    WEAK,
+    Memory,
+    Profile,
+    RankMemory,
+    read_profile,
+)
+from tests.helpers.profile_checks import answer_of, job_of_one_step, recorded_seconds, small_profile
+from tests.helpers.profiles import MadeUpProfile, write_profile
+
+
+@pytest.fixture(scope="module")
+def realistic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made_up = MadeUpProfile(steps=14, growth={"decoder": 0.25, "postproc": 0.06})
+    return write_profile(tmp_path_factory.mktemp("profile") / "out", made_up)
+
+
+def test_costs_are_medians_over_steps_of_means_over_ranks(realistic: Path) -> None:
+    out = realistic
+    cost = job_costs(next(job for job in read_profile(out).jobs if job.name == "weak-2"), 3)["decoder"]
+    for phase, value in (("forward", cost.forward_s), ("backward", cost.backward_s)):
+        ranks = [recorded_seconds(out, "weak-2", rank, "decoder", phase) for rank in (0, 1)]
+        means = [statistics.fmean(pair) for pair in zip(*ranks, strict=True)]
+        assert value == pytest.approx(statistics.median(means))
+    assert cost.whole_s == 0 and cost.total_s == cost.forward_s + cost.backward_s
+    assert 0.4 < cost.share < 0.6
+
+
+def test_efficiency_is_t1_over_tn_or_over_n_tn(realistic: Path) -> None:
+    profile = read_profile(realistic)
+    weak, strong = make_scaling(profile, WEAK), make_scaling(profile, STRONG)
+    assert weak is not None and strong is not None
+    times = {n: weak.costs["decoder"][n].total_s for n in (1, 2, 4)}
+    assert times[4] / times[1] == pytest.approx(1.75, rel=0.02)
+    assert weak.efficiency("decoder", 4) == pytest.approx(times[1] / times[4])
+    assert weak.efficiency("decoder", 1) == 1
+    # A rank's time falls with its batch, so that a function that scales keeps its efficiency.
+    assert strong.costs["encoder"][4].total_s == pytest.approx(weak.costs["encoder"][4].total_s / 4, rel=1e-3)
+    assert strong.efficiency("encoder", 4) == pytest.approx(1, abs=0.02)
+    assert strong.efficiency("decoder", 4) == pytest.approx(1 / 1.75, rel=0.02)
+    # Waiting is no work that could scale.
+    assert weak.efficiency("exchange", 4) is None and weak.efficiency("trainloader", 4) is None
+
+
+def test_waiting_ends_when_the_last_rank_comes() -> None:
+    job = job_of_one_step([(1.0, 4.0), (6.0, 1.0)], [(3.0, 2.0), (5.0, 2.0)])
+    assert waiting_s(job) == {(0, 1, 0): 2.0, (1, 1, 0): 0.0, (0, 1, 1): 0.0, (1, 1, 1): 1.0}
+    # A rank that leaves before the other comes waited for nobody longer than it was there.
+    assert waiting_s(job_of_one_step([(1.0, 0.5)], [(3.0, 2.0)])) == {(0, 1, 0): 0.5, (1, 1, 0): 0.0}
+    assert waited_share(job, 0) == pytest.approx(3.0 / 9.0) and waited_share(job, 1) is None
+    assert waiting_s(job_of_one_step([(1.0, 4.0)], [(3.0, 2.0)], name="decoder")) == {}
+
+
+def test_sentences_say_what_scales_and_what_does_not(realistic: Path) -> None:
+    headline, *details = answer_of(realistic).sentences
+    assert headline.startswith("Decoder scales worst: on 4 ranks it takes 1.7")
+    assert "an efficiency of 57 %, and has 60 % of the step." in headline
+    text = " ".join(details)
+    assert "These scale: encoder 100 %, postproc 85 %." in text
+    assert "With all ranks' batch constant the step keeps" in text and "worst decoder with 57 %" in text
+    assert "decoder 100 % (in the whole step 57 %)" in text
+    assert "Memory is balanced over 4 ranks: the largest peak is 1.02 times the smallest" in text
+    assert "The first step takes 6.0 times as long as the usual one" in text
+    assert "the first 3 steps are left out" in text
+    assert "A blocking trainloader takes " in text and "one that works beside training" in text
+    assert "More ranks than cores: 4 ranks share 2 cores, so from 4 ranks on" in text
+    assert not any(word in text for word in ("nan", "None", "inf "))
+
+
+def test_everything_scales_is_said_too(tmp_path: Path) -> None:
+    answer = answer_of(small_profile(tmp_path, growth={}))
+    assert answer.headline.startswith("Every function scales to 2 ranks: the worst,")
+
+
+def test_blocking_is_compared_by_means(realistic: Path) -> None:
+    profile = read_profile(realistic)
+    (blocking,), (pooled,) = profile.of_kind("blocking"), profile.of_kind("pooled")
+    loading = make_loading(blocking, 3)
+    waits = [recorded_seconds(realistic, "blocking-4", rank, "trainloader", "") for rank in range(4)]
+    assert statistics.median(waits[0]) == 0  # what a median would make of it
+    assert loading.wait_s == pytest.approx(statistics.fmean(x for of_rank in waits for x in of_rank))
+    assert loading.share > 10 * make_loading(pooled, 3).share
+    assert loading.frames_per_s < make_loading(pooled, 3).frames_per_s
+
+
+def test_efficiencies_that_cannot_be_are_cautioned(tmp_path: Path) -> None:
+    text = " ".join(answer_of(small_profile(tmp_path, growth={"decoder": -0.3})).cautions)
+    assert "Efficiencies far above 100 %" in text and "decoder 14" in text and "on 2 ranks (weak)" in text
+    assert "encoder" not in text
+
+
+def test_unbalanced_memory_is_called_so(tmp_path: Path) -> None:
+    profile = read_profile(small_profile(tmp_path))
+    ranks = (RankMemory(0, 900 << 20, 0, 0, 0), RankMemory(1, 400 << 20, 0, 0, 0))
+    jobs = tuple(replace(job, memory=Memory("gpu", ranks)) for job in profile.jobs)
+    unbalanced = replace(profile, jobs=jobs)
+    text = " ".join(find_answer(unbalanced, all_scalings(unbalanced)).sentences)
+    assert "Memory is not balanced over 2 ranks: the largest peak is 2.25 times the smallest" in text
+    assert "GPU memory" in text and "More ranks than cores" not in text
+
+
+def test_cautions_are_said_only_where_they_are_due(tmp_path: Path) -> None:
+    few = " ".join(answer_of(small_profile(tmp_path, cores=1)).cautions)
+    assert "Figures rest on 2 steps after the warm-up" in few and "--steps, 13 at least" in few
+    assert "More ranks than cores: 2 ranks share 1 core," in few
+    calm = replace(MadeUpProfile(ranks=(1, 2), steps=14, samples=False), cores=4)
+    assert answer_of(write_profile(tmp_path / "calm", calm)).cautions == ()
+
+
+def test_times_that_vary_and_batches_that_differ_are_cautioned(tmp_path: Path) -> None:
+    calm = MadeUpProfile(ranks=(1, 2), steps=14, samples=False, cores=4)
+    out = write_profile(tmp_path / "out", calm)
+    for rank in (0, 1):
+        path = out / "weak-2" / f"rank-{rank:04d}.jsonl"
+        head, *lines = path.read_text().splitlines()
+        steps = [json.loads(line) for line in lines]
+        for step in steps:
+            step["frames"] *= 2
+            for function in step["functions"]:
+                function[3] *= 1 + (step["step"] % 2 if function[0] == "decoder" else 0)
+        path.write_text("\n".join([head, *map(json.dumps, steps)]) + "\n")
+    text = " ".join(answer_of(out).cautions)
+    assert "Times of weak-2 vary from step to step" in text and "decoder 99 %" in text
+    assert "encoder" not in text
+    assert (
+        "Batches of the weak jobs are not alike: frames of a rank in a step are 1,280 on 1, 2,560 on 2"
+        in text
+    )
+
+
+def test_one_number_of_ranks_says_nothing_about_scaling(tmp_path: Path) -> None:
+    answer = answer_of(small_profile(tmp_path, ranks=(1,)))
+    assert answer.headline == (
+        "Only 1 rank was profiled, so nothing can be said about scaling; "
+        "the largest part of the step is decoder, 51 %."
+    )
+
+
+def test_scalings_keep_the_order_of_a_step(realistic: Path) -> None:
+    profile: Profile = read_profile(realistic)
+    scalings: list[Scaling] = all_scalings(profile)
+    assert [s.kind for s in scalings] == ["weak", "strong", "encoder", "decoder", "postproc"]
+    assert list(scalings[0].costs)[:3] == ["trainloader", "h2d", "encoder"]
+    assert list(scalings[0].costs)[-1] == STEP
