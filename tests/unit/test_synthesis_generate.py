@@ -22,7 +22,7 @@ from tests.helpers.corpora import tone
 from tests.helpers.tiny_speech import write_tiny_speech
 from tests.helpers.untrained_speech import SIZES, write_untrained_run
 
-OPTIONS = SynthesisOptions(iterations=2, max_seconds=0.02, attention_end=False)
+OPTIONS = SynthesisOptions(iterations=2, max_seconds=0.02, dropout=False, attention_end=False)
 
 
 def make_synthesiser(

@@ -1,4 +1,4 @@
-"""What a GRU's step, its derivatives and its weights' gradients are made of, in place and without autograd.
+"""What a GRU's steps, their derivatives and its weights' gradients are made of, in place, without autograd.
 
 Legend: T steps, B batch, I inputs, H hidden units; `...` any leading dimensions.
 
@@ -9,6 +9,7 @@ as [n | r | z | U_n h + c_n]: inputs reach the first three blocks, the hidden st
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,34 +26,29 @@ class GruWeights(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """Views of gates (..., 4H), each (..., H) but where named: of all steps at first, then of one."""
+    """Views of gates (..., 4H), each (..., H) but where named: what a step reads and writes."""
 
     new: Tensor
     reset: Tensor
     update: Tensor
     new_hidden: Tensor
     reset_update: Tensor  # (..., 2H)
-    of_inputs: Tensor  # (..., 3H), what inputs reach
-    of_hidden: Tensor  # (..., 3H), what the hidden state reaches
 
     @classmethod
     def views(cls, gates: Tensor) -> Gates:
         """Return the views of `gates` (..., 4H)."""
         hidden = gates.shape[-1] // 4
-        new, reset, update, new_hidden = gates.chunk(4, dim=-1)
-        return cls(
-            new,
-            reset,
-            update,
-            new_hidden,
-            gates[..., hidden : 3 * hidden],
-            gates[..., : 3 * hidden],
-            gates[..., hidden:],
-        )
+        return cls(*gates.chunk(4, dim=-1), gates[..., hidden : 3 * hidden])
 
-    def steps(self, dim: int) -> list[Gates]:
-        """Return the views of each step; steps lie along `dim`."""
-        return [Gates(*parts) for parts in zip(*(view.unbind(dim) for view in self), strict=True)]
+
+def of_inputs(gates: Tensor) -> Tensor:
+    """Return what inputs reach, a view (..., 3H) of `gates` (..., 4H)."""
+    return gates[..., : gates.shape[-1] // 4 * 3]
+
+
+def of_hidden(gates: Tensor) -> Tensor:
+    """Return what the hidden state reaches, a view (..., 3H) of `gates` (..., 4H)."""
+    return gates[..., gates.shape[-1] // 4 :]
 
 
 def input_order(weight: Tensor) -> Tensor:
@@ -69,55 +65,95 @@ def torch_order(weight: Tensor) -> Tensor:
 
 def project_inputs_(gates: Tensor, x: Tensor, weights: GruWeights) -> None:
     """Set `gates` (T, B, 4H) to what `x` (T, B, I) and the biases contribute; `weights.weight_ih` (3H, I)."""
-    rows = gates.view(-1, gates.shape[-1])  # (T B, 4H)
-    hidden = gates.shape[-1] // 4
-    rows[:, : 3 * hidden] = input_order(weights.bias_ih)
-    rows[:, hidden : 3 * hidden] += weights.bias_hh[: 2 * hidden]
-    rows[:, 3 * hidden :] = weights.bias_hh[2 * hidden :]
-    rows[:, : 3 * hidden].addmm_(x.reshape(-1, x.shape[-1]), input_order(weights.weight_ih).t())
+    hidden = weights.weight_hh.shape[1]
+    gates.copy_(torch.cat([input_order(weights.bias_ih), weights.bias_hh[2 * hidden :]]))
+    of_inputs(gates)[..., hidden:] += weights.bias_hh[: 2 * hidden]
+    # Rows of `gates` may lie apart, at one distance.
+    of_inputs(gates).flatten(0, -2).addmm_(x.flatten(0, -2), input_order(weights.weight_ih).t())
 
 
-def step_(gates: Gates, previous: Tensor, out: Tensor) -> None:
-    """Turn one step's sums into gates, in place, and write h' (..., H) to `out`; `previous` is h."""
-    gates.reset_update.sigmoid_()
-    gates.new.addcmul_(gates.reset, gates.new_hidden).tanh_()
-    torch.lerp(gates.new, previous, gates.update, out=out)
+def step_(gates: tuple[Tensor, ...], previous: Tensor, out: Tensor) -> None:
+    """Turn one step's sums, `Gates`, into gates, in place, and write h' to `out`; `previous` is h."""
+    new, reset, update, new_hidden, reset_update = gates
+    reset_update.sigmoid_()
+    new.addcmul_(reset, new_hidden).tanh_()
+    torch.lerp(new, previous, update, out=out)
 
 
-def derivatives(gates: Gates, previous: Tensor) -> Tensor:
-    """Return by how much h' changes with each sum behind the gates, (..., 4H), for all steps at once.
+# In inference mode an operation in place costs a tenth less: everything written was allocated outside it.
+@torch.inference_mode()
+def run_forward(sums: Tensor, weight_hh: Tensor, states: Tensor) -> None:
+    """Turn `sums` (..., T, B, 4H) into gates, in place, and write all steps' h to `states` (..., T + 1, B, H).
+
+    `weight_hh` (..., 3H, H). The first of the states, given, is zero.
+    """
+    add_product = _add_product(sums)
+    recurrent = weight_hh.transpose(-1, -2)
+    gates = zip(*(view.unbind(-3) for view in Gates.views(sums)), strict=True)
+    previous, *outs = states.unbind(-3)
+    for index, (now, to_add, out) in enumerate(zip(gates, of_hidden(sums).unbind(-3), outs, strict=True)):
+        if index:
+            add_product(to_add, previous, recurrent)
+        step_(now, previous, out)
+        previous = out
+
+
+@torch.inference_mode()
+def run_backward(slopes: Tensor, update: Tensor, weight_hh: Tensor, d_hidden: Tensor) -> None:
+    """Turn `slopes` (..., T, B, 4H), from `derivatives`, into gradients of the sums, in place.
+
+    `update` (..., T, B, H) is the gate; `d_hidden` of the same shape, the gradient of the outputs, becomes
+    that of the states.
+    """
+    add_product = _add_product(slopes)
+    blocks = slopes.unflatten(-1, (4, -1)).unbind(-4)  # (..., B, 4, H) a step
+    rows, factors = d_hidden.unbind(-3), d_hidden.unsqueeze(-2).unbind(-4)
+    products, updates = of_hidden(slopes).unbind(-3), update.unbind(-3)
+    for step in range(len(rows) - 1, 0, -1):
+        blocks[step].mul_(factors[step])
+        before = rows[step - 1]
+        add_product(before, products[step], weight_hh)
+        before.addcmul_(rows[step], updates[step])
+    blocks[0].mul_(factors[0])
+
+
+def _add_product(gates: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return what adds a matrix product in place, for a step of `gates`: (T, B, 4H) or (D, T, B, 4H)."""
+    return Tensor.addmm_ if gates.dim() == 3 else Tensor.baddbmm_
+
+
+def derivatives_(result: Tensor, gates: Gates, previous: Tensor) -> None:
+    """Set `result` (..., 4H) to by how much h' changes with each sum behind the gates, for all steps at once.
 
     Each unit's h' depends on its own four sums alone, so times dL/dh' this is dL/d(sums).
     """
-    new, reset, update, new_hidden = gates[:4]
-    result = new.new_empty(*new.shape[:-1], 4 * new.shape[-1])
-    d_new, d_reset, d_update, d_new_hidden = Gates.views(result)[:4]
-    one = new.new_ones(())
-    torch.addcmul(one, new, new, value=-1, out=d_new)
+    new, reset, update, new_hidden, _ = gates
+    d_new, d_reset, d_update, d_new_hidden = result.chunk(4, dim=-1)
+    torch.addcmul(new.new_ones(()), new, new, value=-1, out=d_new)
     d_new.addcmul_(d_new, update, value=-1)  # (1 - n²) (1 - z)
     torch.mul(d_new, reset, out=d_new_hidden)
     torch.mul(d_new_hidden, new_hidden, out=d_reset)
     d_reset.addcmul_(d_reset, reset, value=-1)  # d_new (U_n h + c_n) r (1 - r)
     torch.sub(previous, new, out=d_update).mul_(update)
     d_update.addcmul_(d_update, update, value=-1)  # (h - n) z (1 - z)
-    return result
 
 
-def input_gradient(d_sums: Gates, weight_ih: Tensor) -> Tensor:
+def input_gradient(d_sums: Tensor, weight_ih: Tensor) -> Tensor:
     """Return dL/dx (T, B, I) for the gradients of the sums behind the gates; `weight_ih` (3H, I)."""
-    return d_sums.of_inputs @ input_order(weight_ih)
+    return of_inputs(d_sums) @ input_order(weight_ih)
 
 
-def input_weight_gradient(d_sums: Gates, x: Tensor) -> Tensor:
-    """Return dL/d(weight_ih) (3H, I) for the gradients of the sums and `x` (T, B, I)."""
-    return torch_order(d_sums.of_inputs.flatten(0, 1).t() @ x.flatten(0, 1))
+def input_weight_gradient(d_sums: Tensor, x: Tensor) -> Tensor:
+    """Return dL/d(weight_ih) (3H, I) for the gradients of the sums (T, B, 4H) and `x` (T, B, I)."""
+    return torch_order(of_inputs(d_sums).flatten(0, 1).t() @ x.flatten(0, 1))
 
 
-def hidden_weight_gradient(d_sums: Gates, hidden: Tensor) -> Tensor:
-    """Return dL/d(weight_hh) (3H, H) for the gradients of the sums and all steps' `hidden` (T, B, H)."""
-    return d_sums.of_hidden[1:].flatten(0, 1).t() @ hidden[:-1].flatten(0, 1)
+def hidden_weight_gradient(d_sums: Tensor, previous: Tensor) -> Tensor:
+    """Return dL/d(weight_hh) (3H, H) for the gradients of the sums and each step's `previous` (T, B, H)."""
+    return of_hidden(d_sums).flatten(0, 1).t() @ previous.flatten(0, 1)
 
 
-def bias_gradients(d_sums: Gates) -> tuple[Tensor, Tensor]:
-    """Return dL/d(bias_ih) and dL/d(bias_hh), each (3H,)."""
-    return torch_order(d_sums.of_inputs.sum((0, 1))), d_sums.of_hidden.sum((0, 1))
+def bias_gradients(d_sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return dL/d(bias_ih) and dL/d(bias_hh), each (3H,), for the gradients of the sums (T, B, 4H)."""
+    total = d_sums.sum((0, 1))
+    return torch_order(of_inputs(total)), of_hidden(total)

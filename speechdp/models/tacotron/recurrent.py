@@ -95,47 +95,42 @@ class _GruDirections(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        weight_hh = weights[1]
-        sums = x.new_empty(*x.shape[:3], 4 * weight_hh.shape[2])  # (D, T, B, 4H)
+        directions, num_steps, batch, _ = x.shape
+        hidden = weights[1].shape[2]
+        sums = x.new_empty(directions, num_steps, batch, 4 * hidden)
         for direction, one in enumerate(zip(*weights, strict=True)):
             gru_steps.project_inputs_(sums[direction], x[direction], GruWeights(*one))
-        hidden = sums.new_empty(*x.shape[:3], weight_hh.shape[2])
-        recurrent = weight_hh.transpose(1, 2)  # (D, H, 3H)
-        previous = hidden.new_zeros(hidden[:, 0].shape)
-        for step, (gates, out) in enumerate(zip(Gates.views(sums).steps(1), hidden.unbind(1), strict=True)):
-            if step:
-                gates.of_hidden.baddbmm_(previous, recurrent)
-            gru_steps.step_(gates, previous, out)
-            previous = out
-        ctx.save_for_backward(x, *weights, sums, hidden)
-        return hidden
+        states = x.new_empty(directions, num_steps + 1, batch, hidden)
+        states[:, 0] = 0
+        gru_steps.run_forward(*_plain(sums, weights[1], states))
+        ctx.save_for_backward(x, *weights[:2], sums, states)
+        return states[:, 1:]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor, ...]:
-        x, weight_ih, weight_hh, _, _, sums, hidden = ctx.saved_tensors
-        gates = Gates.views(sums)
-        previous = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], dim=1)
-        d_sums = gru_steps.derivatives(gates, previous)
-        d_hidden = d_output.clone(memory_format=torch.contiguous_format)
-        steps = Gates.views(d_sums).steps(1)
-        blocks = d_sums.view(*d_sums.shape[:3], 4, -1).unbind(1)  # (D, B, 4, H) a step
-        updates, d_outs = gates.update.unbind(1), d_hidden.unbind(1)
-        for step in reversed(range(len(steps))):
-            blocks[step].mul_(d_outs[step].unsqueeze(2))
-            if step:
-                d_outs[step - 1].baddbmm_(steps[step].of_hidden, weight_hh)
-                d_outs[step - 1].addcmul_(d_outs[step], updates[step])
-        parts = [_gradients(*one) for one in zip(d_sums, x, hidden, weight_ih, strict=True)]
+        x, weight_ih, weight_hh, sums, states = ctx.saved_tensors
+        gates, previous = Gates.views(sums), states[:, :-1]
+        d_sums = torch.empty_like(sums)
+        gru_steps.derivatives_(d_sums, gates, previous)
+        d_states = d_output.clone(memory_format=torch.contiguous_format)
+        gru_steps.run_backward(*_plain(d_sums, gates.update, weight_hh, d_states))
+        parts = [_gradients(*one) for one in zip(d_sums, x, previous, weight_ih, strict=True)]
+        if len(parts) == 1:
+            return tuple(gradient.unsqueeze(0) for gradient in parts[0])
         return tuple(torch.stack(gradients) for gradients in zip(*parts, strict=True))
 
 
-def _gradients(d_sums: Tensor, x: Tensor, hidden: Tensor, weight_ih: Tensor) -> tuple[Tensor, ...]:
+def _plain(*parts: Tensor) -> tuple[Tensor, ...]:
+    """Return `parts` (D, ...), without D if there is one direction: a plain product is the faster one."""
+    return tuple(part[0] for part in parts) if len(parts[0]) == 1 else parts
+
+
+def _gradients(d_sums: Tensor, x: Tensor, previous: Tensor, weight_ih: Tensor) -> tuple[Tensor, ...]:
     """Return the gradients of one direction's x (T, B, I) and four weights; `d_sums` (T, B, 4H)."""
-    views = Gates.views(d_sums)
     return (
-        gru_steps.input_gradient(views, weight_ih),
-        gru_steps.input_weight_gradient(views, x),
-        gru_steps.hidden_weight_gradient(views, hidden),
-        *gru_steps.bias_gradients(views),
+        gru_steps.input_gradient(d_sums, weight_ih),
+        gru_steps.input_weight_gradient(d_sums, x),
+        gru_steps.hidden_weight_gradient(d_sums, previous),
+        *gru_steps.bias_gradients(d_sums),
     )
