@@ -8,8 +8,15 @@ setup:
 
 # Every test. One torch thread a process: tests start several ranks on few cores. Isolated: on a machine
 # without ssh Open MPI 4 would refuse to start even local ranks.
+# The unit tests share the cores file by file; those that start ranks have them to themselves.
+PYTEST := OMP_NUM_THREADS=1 OMPI_MCA_plm=isolated $(PYTHON) -m pytest
 test: setup
-	@OMP_NUM_THREADS=1 OMPI_MCA_plm=isolated $(PYTHON) -m pytest $(PYTEST_ARGS)
+ifdef PYTEST_ARGS
+	@$(PYTEST) $(PYTEST_ARGS)
+else
+	@$(PYTEST) -n auto --dist loadfile tests/unit
+	@$(PYTEST) tests/contract tests/parallel tests/e2e
+endif
 
 check: setup
 	@$(PYTHON) -m ruff check .

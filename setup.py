@@ -46,6 +46,7 @@ EXTRAS_REQUIRE = {
     "dev": [
         "pytest>=8,<10",
         "pytest-timeout>=2.3,<3",
+        "pytest-xdist>=3.6,<4",
         "hypothesis>=6.100,<7",
         "selenium>=4.20,<5",
         "kaldi-native-io>=1.23,<2",

@@ -7,6 +7,9 @@ The scores need no tanh: with u = 1 / (1 + e^{2 key} e^{2 query}), tanh(key + qu
 does not see the constant v . 1, and e^{2 key} is the same at every step. So of (B, S, A) a step costs a
 product, a sum and a reciprocal, a tenth of the time of a tanh, and u is computed again in the backward pass
 rather than stored: what is stored grows with N B (4H + H + C + S + A), not with N B S A.
+
+h_n goes by one product into the gates of step n + 1 and into the query of step n, so these stand side by side
+in a block: (N + 1, B, 4H + A), gates of step n and query of step n - 1, and so do their gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from speechdp.models.tacotron import gru_steps
-from speechdp.models.tacotron.gru_steps import Gates, GruWeights
+from speechdp.models.tacotron.gru_steps import Gates, GruWeights, of_inputs
 
 
 class AttentionWeights(NamedTuple):
@@ -71,13 +74,28 @@ class _Scorer:
         torch.addcmul(self._one, self.exp_keys, exp_query, out=self.units).reciprocal_()
 
 
-class _Steps(NamedTuple):
-    """All steps' outputs and e^{2 query}: (N, B, H), (N, B, C), (N, B, S) and (N, B, A)."""
+class _Run(NamedTuple):
+    """What all steps compute, written in place.
 
-    hidden: Tensor
+    Attributes:
+        blocks: (N + 1, B, 4H + A): gates of step n and e^{2 query} of step n - 1.
+        states: (N + 1, B, H), zero and all steps' h.
+        context: (N, B, C).
+        attention: (N, B, S).
+    """
+
+    blocks: Tensor
+    states: Tensor
     context: Tensor
     attention: Tensor
-    exp_query: Tensor
+
+    def gates(self) -> Tensor:
+        """Return (N, B, 4H)."""
+        return self.blocks[:-1, :, : 4 * self.states.shape[2]]
+
+    def exp_query(self) -> Tensor:
+        """Return (N, B, 1, A)."""
+        return self.blocks[1:, :, None, 4 * self.states.shape[2] :]
 
 
 class AttentionSteps(torch.autograd.Function):
@@ -88,14 +106,22 @@ class AttentionSteps(torch.autograd.Function):
         ctx: Any, prenet: Tensor, memory: Tensor, keys: Tensor, mask: Tensor, *weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         named = AttentionWeights(*weights)
-        gru = GruWeights(named.weight_ih[:, : prenet.shape[2]], *weights[1:4])
-        sums = prenet.new_empty(*prenet.shape[:2], 4 * named.weight_hh.shape[1])  # (N, B, 4H)
-        gru_steps.project_inputs_(sums, prenet, gru)
+        num_steps, batch, inputs = prenet.shape
+        attention, hidden = named.query.shape
+        run = _Run(
+            blocks=prenet.new_zeros(num_steps + 1, batch, 4 * hidden + attention),
+            states=prenet.new_empty(num_steps + 1, batch, hidden),
+            context=prenet.new_empty(num_steps, batch, memory.shape[2]),
+            attention=prenet.new_empty(num_steps, batch, memory.shape[1]),
+        )
+        run.states[0] = 0
+        gru = GruWeights(named.weight_ih[:, :inputs], *weights[1:4])
+        gru_steps.project_inputs_(run.gates(), prenet, gru)
         memory = memory.contiguous()
         scorer = _Scorer.of_keys(keys)
-        steps = _run_forward(sums, memory, scorer, mask, named)
-        ctx.save_for_backward(prenet, memory, *weights, scorer.exp_keys, sums, *steps)
-        return steps.hidden, steps.context, steps.attention
+        _run_forward(run, memory, scorer, mask, named)
+        ctx.save_for_backward(prenet, memory, *weights, scorer.exp_keys, *run)
+        return run.states[1:], run.context, run.attention
 
     @staticmethod
     @once_differentiable
@@ -103,133 +129,141 @@ class AttentionSteps(torch.autograd.Function):
         ctx: Any, d_hidden: Tensor, d_context: Tensor, d_attention: Tensor
     ) -> tuple[Tensor | None, ...]:
         prenet, memory, *rest = ctx.saved_tensors
-        weights, sums, steps = AttentionWeights(*rest[:6]), rest[7], _Steps(*rest[8:])
-        outputs = [
-            gradient.clone(memory_format=torch.contiguous_format)
-            for gradient in (d_hidden, d_context, d_attention)
-        ]
-        loop = _BackwardLoop(memory, _Scorer(rest[6]), weights)
-        d_sums, d_query = loop.run(sums, steps, outputs)
-        four_v = 4 * weights.v
-        d_query.mul_(four_v)
-        d_memory = torch.bmm(steps.attention.permute(1, 2, 0), outputs[1].transpose(0, 1))
+        weights, run = AttentionWeights(*rest[:6]), _Run(*rest[7:])
+        outputs = _Outputs(
+            *(
+                gradient.clone(memory_format=torch.contiguous_format)
+                for gradient in (d_hidden, d_context, d_attention)
+            )
+        )
+        sums = _Sums.empty(run, rest[6])
+        _run_backward(run, outputs, sums, _Scorer(rest[6]), memory, weights)
+        width, four_v = 4 * run.states.shape[2], 4 * weights.v
+        d_sums = sums.blocks[:-1, :, :width]
+        # dL/d(query) lacks the factor 4v, and so do the rows of its weight's gradient.
+        d_of_states = sums.blocks[1:, :, width // 4 :].flatten(0, 1).t() @ run.states[1:].flatten(0, 1)
+        d_weight_hh, d_query = d_of_states.split_with_sizes([width // 4 * 3, len(four_v)])
+        d_memory = torch.bmm(run.attention.permute(1, 2, 0), outputs.context.transpose(0, 1))
         return (
-            gru_steps.input_gradient(Gates.views(d_sums), weights.weight_ih[:, : prenet.shape[2]]),
+            gru_steps.input_gradient(d_sums, weights.weight_ih[:, : prenet.shape[2]]),
             d_memory,
-            loop.d_keys.mul_(four_v),
+            sums.keys.mul_(four_v),
             None,
-            *_gru_gradients(d_sums, prenet, steps),
-            d_query.flatten(0, 1).t() @ steps.hidden.flatten(0, 1),
-            loop.d_v.mul_(-2),
+            _input_weight_gradient(d_sums, prenet, run.context),
+            d_weight_hh,
+            *gru_steps.bias_gradients(d_sums),
+            d_query * four_v.unsqueeze(1),
+            sums.v.mul_(-2),
         )
 
 
-def _run_forward(
-    sums: Tensor, memory: Tensor, scorer: _Scorer, mask: Tensor, weights: AttentionWeights
-) -> _Steps:
-    """Return all steps' outputs; turn `sums` (N, B, 4H), what the pre-net contributes, into the gates."""
-    num_steps, batch, symbols, dim = *sums.shape[:2], *memory.shape[1:]
-    widths = (weights.weight_hh.shape[1], dim, symbols, weights.v.shape[0])
-    result = _Steps(*(sums.new_empty(num_steps, batch, width) for width in widths))
-    of_context = gru_steps.input_order(weights.weight_ih[:, -dim:]).t()  # (C, 3H)
-    of_hidden, of_query, of_unit = weights.weight_hh.t(), 2 * weights.query.t(), -2 * weights.v
-    padding = sums.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(sums.dtype).min).view(-1)  # (B S)
+def _input_weight_gradient(d_sums: Tensor, prenet: Tensor, context: Tensor) -> Tensor:
+    of_prenet = gru_steps.input_weight_gradient(d_sums, prenet)
+    of_context = gru_steps.input_weight_gradient(d_sums[1:], context[:-1])
+    return torch.cat([of_prenet, of_context], dim=1)
+
+
+# In inference mode an operation in place costs a tenth less: everything kept was allocated outside it.
+@torch.inference_mode()
+def _run_forward(run: _Run, memory: Tensor, scorer: _Scorer, mask: Tensor, weights: AttentionWeights) -> None:
+    """Compute all steps, in place; the gates begin as what the pre-net contributes, all else in blocks as 0."""
+    gates, batch = run.gates(), len(memory)
+    of_context = gru_steps.input_order(weights.weight_ih[:, -memory.shape[2] :]).t()  # (C, 3H)
+    of_state = torch.cat([weights.weight_hh, 2 * weights.query]).t()  # (H, 3H + A)
+    of_unit = -2 * weights.v
+    padding = gates.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(gates.dtype).min).view(-1)  # (B S)
     scores = torch.empty_like(padding)
-    by_row = scores.view(batch, symbols)
-    previous, context = sums.new_zeros(batch, widths[0]), None
-    singles = (part.unsqueeze(2).unbind(0) for part in result[1:])  # (B, 1, width) a step
-    steps = zip(Gates.views(sums).steps(0), *(part.unbind(0) for part in result), *singles, strict=True)
-    for gates, hidden, next_context, attention, exp_query, context_row, attention_row, query_row in steps:
-        if context is not None:
-            gates.of_inputs.addmm_(context, of_context)
-            gates.of_hidden.addmm_(previous, of_hidden)
-        gru_steps.step_(gates, previous, hidden)
-        torch.mm(hidden, of_query, out=exp_query).exp_()
-        scorer.compute(query_row)
+    by_row = scores.view(batch, 1, -1)
+    (previous, *states), by_gates = run.states.unbind(0), zip(*(view.unbind(0) for view in Gates.views(gates)))
+    from_states = run.blocks[1:, :, weights.weight_hh.shape[1] :].unbind(0)  # (B, 3H + A) a step
+    from_contexts = of_inputs(run.blocks[1:, :, : gates.shape[2]]).unbind(0)  # (B, 3H) a step
+    rows = (part.unsqueeze(2).unbind(0) for part in (run.context, run.attention))  # (B, 1, ...) a step
+    steps = zip(by_gates, states, from_states, from_contexts, run.exp_query().unbind(0),
+        run.context.unbind(0), *rows, strict=True)
+    for now, state, from_state, from_context, exp_query, context, context_row, attention in steps:
+        gru_steps.step_(now, previous, state)
+        from_state.addmm_(state, of_state)
+        scorer.compute(exp_query.exp_())
         torch.addmv(padding, scorer.rows, of_unit, out=scores)
-        torch.softmax(by_row, 1, out=attention)
-        torch.bmm(attention_row, memory, out=context_row)
-        previous, context = hidden, next_context
-    return result
+        torch.softmax(by_row, 2, out=attention)
+        torch.bmm(attention, memory, out=context_row)
+        from_context.addmm_(context, of_context)
+        previous = state
 
 
-class _BackStep(NamedTuple):
-    """One step's views in the backward loop; what it read and, added to or written, its gradients."""
+class _Outputs(NamedTuple):
+    """Gradients of the outputs, added to until they are those of hidden, context and attention."""
 
-    attention: Tensor  # (B, S)
-    exp_query: Tensor  # (B, 1, A)
-    update: Tensor  # (B, H)
-    d_hidden: Tensor  # (B, H)
-    d_context: Tensor  # (B, C)
-    d_attention: Tensor  # (B, S)
-    d_query: Tensor  # (B, A), short of the factor 4v
-    d_blocks: Tensor  # (B, 4, H), from derivatives to gradients of the sums behind the gates
-    d_of_inputs: Tensor  # (B, 3H), of the same
-    d_of_hidden: Tensor  # (B, 3H), of the same
+    hidden: Tensor
+    context: Tensor
+    attention: Tensor
 
 
-class _BackwardLoop:
-    """The steps backward.
+class _Sums(NamedTuple):
+    """Gradients that the loop backward makes.
 
-    d score / d query = d score / d key = v 4 u (1 - u), whose factor 4v is left out of `d_keys`.
-    d score / d v = 1 - 2u: the 1 drops out because a row's `d_scores` sum to zero, and the factor -2 is left
-    out of `d_v`.
+    d score / d query = d score / d key = v 4 u (1 - u), whose factor 4v is left out of both. d score / d v =
+    1 - 2u: the 1 drops out because a row's gradients sum to zero, and the factor -2 is left out.
+
+    Attributes:
+        blocks: (N + 1, B, 4H + A): of the sums behind the gates of step n and of the query of step n - 1.
+        keys: (B, S, A).
+        v: (A,).
     """
 
-    def __init__(self, memory: Tensor, scorer: _Scorer, weights: AttentionWeights) -> None:
-        self.d_keys = torch.zeros_like(scorer.exp_keys)
-        self.d_v = torch.zeros_like(weights.v)
-        self._scorer = scorer
-        self._by_symbol = memory.transpose(1, 2)
-        self._columns = scorer.rows.t()
-        self._of_context = gru_steps.input_order(weights.weight_ih[:, -memory.shape[2] :])  # (3H, C)
-        self._of_hidden = weights.weight_hh
-        self._of_query = 4 * weights.v.unsqueeze(1) * weights.query  # (A, H)
+    blocks: Tensor
+    keys: Tensor
+    v: Tensor
 
-    def run(self, sums: Tensor, steps: _Steps, outputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the sums behind the gates (N, B, 4H) and of the queries, short of 4v.
-
-        `sums` are the gates; `outputs`, the gradients of hidden, context and attention, are added to.
-        """
-        gates = Gates.views(sums)
-        previous = torch.cat([torch.zeros_like(steps.hidden[:1]), steps.hidden[:-1]])
-        d_sums = gru_steps.derivatives(gates, previous)
-        d_query = torch.empty_like(steps.exp_query)
-        views = Gates.views(d_sums)
-        parts = (steps.attention, steps.exp_query.unsqueeze(2), gates.update, *outputs, d_query)
-        parts += (d_sums.view(*d_sums.shape[:2], 4, -1), views.of_inputs, views.of_hidden)
-        back = [_BackStep(*step) for step in zip(*(part.unbind(0) for part in parts), strict=True)]
-        for step in reversed(range(len(back))):
-            self._through_attention(back[step])
-            back[step].d_blocks.mul_(back[step].d_hidden.unsqueeze(1))
-            if step:
-                self._into_previous(back[step], back[step - 1])
-        return d_sums, d_query
-
-    def _through_attention(self, now: _BackStep) -> None:
-        now.d_attention.unsqueeze(1).baddbmm_(now.d_context.unsqueeze(1), self._by_symbol)
-        d_scores = torch._softmax_backward_data(now.d_attention, now.attention, 1, now.attention.dtype)
-        self._scorer.compute(now.exp_query)
-        self.d_v.addmv_(self._columns, d_scores.view(-1))
-        slopes = self._scorer.units
-        slopes.addcmul_(slopes, slopes, value=-1)  # u (1 - u)
-        torch.bmm(d_scores.unsqueeze(1), slopes, out=now.d_query.unsqueeze(1))
-        self.d_keys.addcmul_(slopes, d_scores.unsqueeze(2))
-        now.d_hidden.addmm_(now.d_query, self._of_query)
-
-    def _into_previous(self, now: _BackStep, before: _BackStep) -> None:
-        before.d_context.addmm_(now.d_of_inputs, self._of_context)
-        before.d_hidden.addmm_(now.d_of_hidden, self._of_hidden)
-        before.d_hidden.addcmul_(now.d_hidden, now.update)
+    @classmethod
+    def empty(cls, run: _Run, exp_keys: Tensor) -> _Sums:
+        """Return no gradients of keys and v, and the gates' derivatives in the blocks."""
+        blocks = torch.empty_like(run.blocks)
+        blocks[-1] = 0  # no step follows the last
+        gates = run.gates()
+        gru_steps.derivatives_(blocks[:-1, :, : gates.shape[2]], Gates.views(gates), run.states[:-1])
+        return cls(blocks, torch.zeros_like(exp_keys), exp_keys.new_zeros(exp_keys.shape[2]))
 
 
-def _gru_gradients(d_sums: Tensor, prenet: Tensor, steps: _Steps) -> tuple[Tensor, ...]:
-    """Return the gradients of weight_ih, weight_hh, bias_ih and bias_hh."""
-    views, later = Gates.views(d_sums), Gates.views(d_sums[1:])
-    of_prenet = gru_steps.input_weight_gradient(views, prenet)
-    of_context = gru_steps.input_weight_gradient(later, steps.context[:-1])
-    return (
-        torch.cat([of_prenet, of_context], dim=1),
-        gru_steps.hidden_weight_gradient(views, steps.hidden),
-        *gru_steps.bias_gradients(views),
-    )
+@torch.inference_mode()
+def _run_backward(
+    run: _Run, outputs: _Outputs, sums: _Sums, scorer: _Scorer, memory: Tensor, weights: AttentionWeights
+) -> None:
+    """Go through the steps from the last to the first, adding to `outputs` and `sums`."""
+    hidden, units, columns = weights.weight_hh.shape[1], scorer.units, scorer.rows.t()
+    by_symbol = memory.transpose(1, 2).contiguous()
+    of_context = gru_steps.input_order(weights.weight_ih[:, -memory.shape[2] :])  # (3H, C)
+    of_state = torch.cat([weights.weight_hh, 4 * weights.v.unsqueeze(1) * weights.query])  # (3H + A, H)
+    d_scores = torch.empty_like(run.attention[0].unsqueeze(1))  # (B, 1, S)
+    flat, by_unit = d_scores.view(-1), d_scores.transpose(1, 2)
+    d_keys, d_v, blocks = sums.keys, sums.v, sums.blocks
+    d_gates = blocks[:-1, :, : 4 * hidden]
+    steps = list(zip(
+        run.attention.unsqueeze(2).unbind(0),
+        run.exp_query().unbind(0),
+        outputs.attention.unsqueeze(2).unbind(0),
+        outputs.context.unsqueeze(2).unbind(0),
+        blocks[1:, :, None, 4 * hidden:].unbind(0),
+        blocks[1:, :, hidden:].unbind(0),
+        outputs.hidden.unbind(0),
+        outputs.hidden.unsqueeze(2).unbind(0),
+        d_gates.unflatten(2, (4, hidden)).unbind(0),
+        of_inputs(d_gates).unbind(0),
+        Gates.views(run.gates()).update.unbind(0),
+        outputs.context.unbind(0), strict=True,
+    ))
+    later = None
+    for attention, exp_query, d_attention, d_context_row, d_query, d_from_state, d_state, d_unit, d_block, d_of_inputs, update, d_context in reversed(steps):
+        if later:
+            d_context.addmm_(later[0], of_context)
+            d_state.addcmul_(later[1], later[2])
+        d_attention.baddbmm_(d_context_row, by_symbol)
+        torch._softmax_backward_data(d_attention, attention, 2, d_attention.dtype, grad_input=d_scores)
+        scorer.compute(exp_query)
+        d_v.addmv_(columns, flat)
+        units.addcmul_(units, units, value=-1)  # u (1 - u)
+        torch.bmm(d_scores, units, out=d_query)
+        d_keys.addcmul_(units, by_unit)
+        d_state.addmm_(d_from_state, of_state)
+        d_block.mul_(d_unit)
+        later = d_of_inputs, d_state, update
