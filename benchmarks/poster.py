@@ -47,7 +47,7 @@ from speechdp.profile.derived import STEP, make_loading, make_scaling
 from speechdp.profile.record import BLOCKING, FED, POOLED, STRONG, WEAK, Profile, read_profile
 
 PARTS = ("profile", "decoder", "threads", "memory")
-GPU_PARTS = ("profile", "decoder", "decoder_bf16", "threads", "memory")
+GPU_PARTS = (*PARTS, "decoder_bf16")
 SINGLE = ("encoder", "decoder", "postproc")
 #: Functions that one rank has as well: what a rank waits, or exchanges, is none that could scale.
 WHOLE = (*SINGLE, "loss", "update", STEP)

@@ -199,7 +199,7 @@ def test_the_paper_sizes() -> None:
 
 def test_a_configuration_survives_a_dictionary_and_mistakes_are_refused() -> None:
     assert TacotronConfig(**asdict(TINY)) == TINY
-    assert TINY.num_steps(11) == 3
+    assert TINY.num_steps(11) == 6
     with pytest.raises(ConfigError, match="--reduction 0"):
         replace(TINY, reduction=0)
     with pytest.raises(ConfigError, match=r"--dropout 1\.0"):

@@ -8,6 +8,9 @@ does not see the constant v . 1, and e^{2 key} is the same at every step. So of 
 product, a sum and a reciprocal, a tenth of the time of a tanh, and u is computed again in the backward pass
 rather than stored: what is stored grows with N B (4H + H + C + S + A), not with N B S A.
 
+What the context contributes to the gates is attention (memory W_c), where memory W_c (B, S, 3H) is the same at
+every step. So no step needs its context, and all of them follow at once from the attention.
+
 h_n goes by one product into the gates of step n + 1 and into the query of step n, so these stand side by side
 in a block: (N + 1, B, 4H + A), gates of step n and query of step n - 1, and so do their gradients.
 """
@@ -22,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from speechdp.models.tacotron import gru_steps
-from speechdp.models.tacotron.gru_steps import Gates, GruWeights, of_inputs
+from speechdp.models.tacotron.gru_steps import Gates, GruWeights
 
 
 class AttentionWeights(NamedTuple):
@@ -45,6 +48,12 @@ class AttentionWeights(NamedTuple):
     v: Tensor
 
 
+def _exp_keys(keys: Tensor) -> Tensor:
+    """Return e^{2 keys}, neither 0 nor infinite."""
+    limit = math.log(torch.finfo(keys.dtype).max) / 2 - 1
+    return (2 * keys.clamp(-limit, limit)).exp_().contiguous()
+
+
 class _Scorer:
     """u of one step after the other, in the same memory.
 
@@ -60,12 +69,6 @@ class _Scorer:
         self.rows = self.units.view(-1, exp_keys.shape[2])
         self._one = exp_keys.new_ones(())
 
-    @classmethod
-    def of_keys(cls, keys: Tensor) -> _Scorer:
-        """Return the scorer of `keys` (B, S, A); e^{2 keys} is kept neither 0 nor infinite."""
-        limit = math.log(torch.finfo(keys.dtype).max) / 2 - 1
-        return cls((2 * keys.clamp(-limit, limit)).exp_().contiguous())
-
     def compute(self, exp_query: Tensor) -> None:
         """Set u to 1 / (1 + e^{2 keys} e^{2 query}) for `exp_query` (B, 1, A).
 
@@ -75,27 +78,41 @@ class _Scorer:
 
 
 class _Run(NamedTuple):
-    """What all steps compute, written in place.
+    """What all steps compute, written in place, and what they all read.
 
     Attributes:
         blocks: (N + 1, B, 4H + A): gates of step n and e^{2 query} of step n - 1.
         states: (N + 1, B, H), zero and all steps' h.
-        context: (N, B, C).
         attention: (N, B, S).
+        projected: (B, S, 3H), what a symbol fully attended to contributes to the gates.
+        exp_keys: (B, S, A), see `_Scorer`.
     """
 
     blocks: Tensor
     states: Tensor
-    context: Tensor
     attention: Tensor
+    projected: Tensor
+    exp_keys: Tensor
 
-    def gates(self) -> Tensor:
-        """Return (N, B, 4H)."""
-        return self.blocks[:-1, :, : 4 * self.states.shape[2]]
 
-    def exp_query(self) -> Tensor:
-        """Return (N, B, 1, A)."""
-        return self.blocks[1:, :, None, 4 * self.states.shape[2] :]
+class _Block(NamedTuple):
+    """Views of blocks (N + 1, B, 4H + A) by the step that makes or reads each part."""
+
+    gates: Tensor  # (N, B, 4H)
+    next_inputs: Tensor  # (N, B, 3H), where the context goes
+    next_hidden: Tensor  # (N, B, 3H + A), where the state goes
+    query: Tensor  # (N, B, 1, A)
+
+    @classmethod
+    def views(cls, blocks: Tensor, hidden: int) -> _Block:
+        """Return the views for H = `hidden`."""
+        made, later = blocks[:-1], blocks[1:]
+        return cls(
+            made[..., : 4 * hidden],
+            later[..., : 3 * hidden],
+            later[..., hidden:],
+            later[..., 4 * hidden :].unsqueeze(2),
+        )
 
 
 class AttentionSteps(torch.autograd.Function):
@@ -111,17 +128,17 @@ class AttentionSteps(torch.autograd.Function):
         run = _Run(
             blocks=prenet.new_zeros(num_steps + 1, batch, 4 * hidden + attention),
             states=prenet.new_empty(num_steps + 1, batch, hidden),
-            context=prenet.new_empty(num_steps, batch, memory.shape[2]),
             attention=prenet.new_empty(num_steps, batch, memory.shape[1]),
+            projected=memory @ gru_steps.input_order(named.weight_ih[:, inputs:]).t(),
+            exp_keys=_exp_keys(keys),
         )
         run.states[0] = 0
         gru = GruWeights(named.weight_ih[:, :inputs], *weights[1:4])
-        gru_steps.project_inputs_(run.gates(), prenet, gru)
-        memory = memory.contiguous()
-        scorer = _Scorer.of_keys(keys)
-        _run_forward(run, memory, scorer, mask, named)
-        ctx.save_for_backward(prenet, memory, *weights, scorer.exp_keys, *run)
-        return run.states[1:], run.context, run.attention
+        gru_steps.project_inputs_(_Block.views(run.blocks, hidden).gates, prenet, gru)
+        _run_forward(run, mask, named)
+        ctx.save_for_backward(prenet, memory, *weights, *run)
+        context = torch.bmm(run.attention.transpose(0, 1), memory).transpose(0, 1)
+        return run.states[1:], context, run.attention
 
     @staticmethod
     @once_differentiable
@@ -129,74 +146,58 @@ class AttentionSteps(torch.autograd.Function):
         ctx: Any, d_hidden: Tensor, d_context: Tensor, d_attention: Tensor
     ) -> tuple[Tensor | None, ...]:
         prenet, memory, *rest = ctx.saved_tensors
-        weights, run = AttentionWeights(*rest[:6]), _Run(*rest[7:])
-        outputs = _Outputs(
-            *(
-                gradient.clone(memory_format=torch.contiguous_format)
-                for gradient in (d_hidden, d_context, d_attention)
-            )
-        )
-        sums = _Sums.empty(run, rest[6])
-        _run_backward(run, outputs, sums, _Scorer(rest[6]), memory, weights)
-        width, four_v = 4 * run.states.shape[2], 4 * weights.v
-        d_sums = sums.blocks[:-1, :, :width]
-        # dL/d(query) lacks the factor 4v, and so do the rows of its weight's gradient.
-        d_of_states = sums.blocks[1:, :, width // 4 :].flatten(0, 1).t() @ run.states[1:].flatten(0, 1)
-        d_weight_hh, d_query = d_of_states.split_with_sizes([width // 4 * 3, len(four_v)])
-        d_memory = torch.bmm(run.attention.permute(1, 2, 0), outputs.context.transpose(0, 1))
+        weights, run = AttentionWeights(*rest[:6]), _Run(*rest[6:])
+        d_states = d_hidden.clone(memory_format=torch.contiguous_format)
+        through_context = torch.bmm(d_context.transpose(0, 1), memory.transpose(1, 2)).transpose(0, 1)
+        sums = _Sums.empty(run)
+        _run_backward(run, d_states, (d_attention + through_context).contiguous(), sums, weights)
+        block, four_v = _Block.views(sums.blocks, run.states.shape[2]), 4 * weights.v
+        of_prenet, of_context = weights.weight_ih.split_with_sizes([prenet.shape[2], memory.shape[2]], dim=1)
+        by_symbol = run.attention.permute(1, 2, 0)  # (B, S, N)
+        d_projected = torch.bmm(by_symbol, block.next_inputs.transpose(0, 1))
+        d_memory = torch.bmm(by_symbol, d_context.transpose(0, 1))
+        d_of_prenet = gru_steps.input_weight_gradient(block.gates, prenet)
+        d_of_context = gru_steps.torch_order(d_projected.flatten(0, 1).t() @ memory.flatten(0, 1))
+        d_of_state = block.next_hidden.flatten(0, 1).t() @ run.states[1:].flatten(0, 1)
+        d_weight_hh, d_query = d_of_state.split_with_sizes([len(d_of_state) - len(four_v), len(four_v)])
         return (
-            gru_steps.input_gradient(d_sums, weights.weight_ih[:, : prenet.shape[2]]),
-            d_memory,
+            gru_steps.input_gradient(block.gates, of_prenet),
+            d_memory + d_projected @ gru_steps.input_order(of_context),
             sums.keys.mul_(four_v),
             None,
-            _input_weight_gradient(d_sums, prenet, run.context),
+            torch.cat([d_of_prenet, d_of_context], dim=1),
             d_weight_hh,
-            *gru_steps.bias_gradients(d_sums),
+            *gru_steps.bias_gradients(block.gates),
             d_query * four_v.unsqueeze(1),
             sums.v.mul_(-2),
         )
 
 
-def _input_weight_gradient(d_sums: Tensor, prenet: Tensor, context: Tensor) -> Tensor:
-    of_prenet = gru_steps.input_weight_gradient(d_sums, prenet)
-    of_context = gru_steps.input_weight_gradient(d_sums[1:], context[:-1])
-    return torch.cat([of_prenet, of_context], dim=1)
-
-
 # In inference mode an operation in place costs a tenth less: everything kept was allocated outside it.
 @torch.inference_mode()
-def _run_forward(run: _Run, memory: Tensor, scorer: _Scorer, mask: Tensor, weights: AttentionWeights) -> None:
-    """Compute all steps, in place; the gates begin as what the pre-net contributes, all else in blocks as 0."""
-    gates, batch = run.gates(), len(memory)
-    of_context = gru_steps.input_order(weights.weight_ih[:, -memory.shape[2] :]).t()  # (C, 3H)
-    of_state = torch.cat([weights.weight_hh, 2 * weights.query]).t()  # (H, 3H + A)
-    of_unit = -2 * weights.v
-    padding = gates.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(gates.dtype).min).view(-1)  # (B S)
-    scores = torch.empty_like(padding)
-    by_row = scores.view(batch, 1, -1)
-    (previous, *states), by_gates = run.states.unbind(0), zip(*(view.unbind(0) for view in Gates.views(gates)))
-    from_states = run.blocks[1:, :, weights.weight_hh.shape[1] :].unbind(0)  # (B, 3H + A) a step
-    from_contexts = of_inputs(run.blocks[1:, :, : gates.shape[2]]).unbind(0)  # (B, 3H) a step
-    rows = (part.unsqueeze(2).unbind(0) for part in (run.context, run.attention))  # (B, 1, ...) a step
-    steps = zip(by_gates, states, from_states, from_contexts, run.exp_query().unbind(0),
-        run.context.unbind(0), *rows, strict=True)
-    for now, state, from_state, from_context, exp_query, context, context_row, attention in steps:
+def _run_forward(run: _Run, mask: Tensor, weights: AttentionWeights) -> None:
+    """Compute all steps, in place; gates begin as what the pre-net contributes, the rest of blocks as 0."""
+    block = _Block.views(run.blocks, run.states.shape[2])
+    of_state = torch.cat([weights.weight_hh, 2 / math.log(2) * weights.query]).t()  # (H, 3H + A)
+    of_unit, projected, scorer = -2 * weights.v, run.projected, _Scorer(run.exp_keys)
+    padding = run.exp_keys.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(of_unit.dtype).min).view(-1)
+    scores = torch.empty_like(padding)  # (B S,)
+    by_row = scores.view(len(mask), 1, -1)
+    product = projected.new_empty(len(mask), 1, projected.shape[2])
+    to_add = product.squeeze(1)
+    previous, *states = run.states.unbind(0)
+    gates = zip(*(view.unbind(0) for view in Gates.views(block.gates)), strict=True)
+    others = (part.unbind(0) for part in (*block[1:], run.attention.unsqueeze(2)))
+    for now, state, next_inputs, next_hidden, query, attention in zip(gates, states, *others, strict=True):
         gru_steps.step_(now, previous, state)
-        from_state.addmm_(state, of_state)
-        scorer.compute(exp_query.exp_())
+        next_hidden.addmm_(state, of_state)
+        scorer.compute(query.exp2_())
         torch.addmv(padding, scorer.rows, of_unit, out=scores)
         torch.softmax(by_row, 2, out=attention)
-        torch.bmm(attention, memory, out=context_row)
-        from_context.addmm_(context, of_context)
+        # A batched product into rows that lie apart is slow.
+        torch.bmm(attention, projected, out=product)
+        next_inputs.add_(to_add)
         previous = state
-
-
-class _Outputs(NamedTuple):
-    """Gradients of the outputs, added to until they are those of hidden, context and attention."""
-
-    hidden: Tensor
-    context: Tensor
-    attention: Tensor
 
 
 class _Sums(NamedTuple):
@@ -216,54 +217,70 @@ class _Sums(NamedTuple):
     v: Tensor
 
     @classmethod
-    def empty(cls, run: _Run, exp_keys: Tensor) -> _Sums:
+    def empty(cls, run: _Run) -> _Sums:
         """Return no gradients of keys and v, and the gates' derivatives in the blocks."""
-        blocks = torch.empty_like(run.blocks)
+        blocks, hidden = torch.empty_like(run.blocks), run.states.shape[2]
         blocks[-1] = 0  # no step follows the last
-        gates = run.gates()
-        gru_steps.derivatives_(blocks[:-1, :, : gates.shape[2]], Gates.views(gates), run.states[:-1])
-        return cls(blocks, torch.zeros_like(exp_keys), exp_keys.new_zeros(exp_keys.shape[2]))
+        gates = Gates.views(_Block.views(run.blocks, hidden).gates)
+        gru_steps.derivatives_(_Block.views(blocks, hidden).gates, gates, run.states[:-1])
+        return cls(blocks, torch.zeros_like(run.exp_keys), run.exp_keys.new_zeros(run.exp_keys.shape[2]))
+
+
+class _BackStep(NamedTuple):
+    """What a step reads, and the gradients (d_) that it adds to or writes."""
+
+    attention: Tensor  # (B, 1, S)
+    exp_query: Tensor  # (B, 1, A)
+    next_update: Tensor  # (B, H)
+    d_attention: Tensor  # (B, 1, S)
+    d_state: Tensor  # (B, H)
+    d_unit: Tensor  # (B, 1, H), the same
+    d_gates: Tensor  # (B, 4, H), from derivatives to gradients of the sums behind the gates
+    d_next_inputs: Tensor  # (B, 1, 3H)
+    d_next_hidden: Tensor  # (B, 3H + A), which the latter ends
+    d_query: Tensor  # (B, 1, A), short of the factor 4v
+
+
+def _back_steps(run: _Run, d_states: Tensor, d_attention: Tensor, d_blocks: Tensor) -> list[_BackStep]:
+    """Return every step's views; the gradients are (N, B, H), (N, B, S) and (N + 1, B, 4H + A)."""
+    hidden = run.states.shape[2]
+    block = _Block.views(d_blocks, hidden)
+    parts = _BackStep(
+        attention=run.attention.unsqueeze(2),
+        exp_query=_Block.views(run.blocks, hidden).query,
+        next_update=Gates.views(run.blocks[1:, :, : 4 * hidden]).update,
+        d_attention=d_attention.unsqueeze(2),
+        d_state=d_states,
+        d_unit=d_states.unsqueeze(2),
+        d_gates=block.gates.view(*block.gates.shape[:2], 4, hidden),
+        d_next_inputs=block.next_inputs.unsqueeze(2),
+        d_next_hidden=block.next_hidden,
+        d_query=block.query,
+    )
+    return [_BackStep(*views) for views in zip(*(part.unbind(0) for part in parts), strict=True)]
 
 
 @torch.inference_mode()
 def _run_backward(
-    run: _Run, outputs: _Outputs, sums: _Sums, scorer: _Scorer, memory: Tensor, weights: AttentionWeights
+    run: _Run, d_states: Tensor, d_attention: Tensor, sums: _Sums, weights: AttentionWeights
 ) -> None:
-    """Go through the steps from the last to the first, adding to `outputs` and `sums`."""
-    hidden, units, columns = weights.weight_hh.shape[1], scorer.units, scorer.rows.t()
-    by_symbol = memory.transpose(1, 2).contiguous()
-    of_context = gru_steps.input_order(weights.weight_ih[:, -memory.shape[2] :])  # (3H, C)
+    """Go through the steps from the last to the first, adding to `sums`, d_states and d_attention."""
+    scorer = _Scorer(run.exp_keys)
+    units, columns, by_symbol = scorer.units, scorer.rows.t(), run.projected.transpose(1, 2)
     of_state = torch.cat([weights.weight_hh, 4 * weights.v.unsqueeze(1) * weights.query])  # (3H + A, H)
-    d_scores = torch.empty_like(run.attention[0].unsqueeze(1))  # (B, 1, S)
+    d_scores = torch.empty_like(run.attention[0]).unsqueeze(1)  # (B, 1, S)
     flat, by_unit = d_scores.view(-1), d_scores.transpose(1, 2)
-    d_keys, d_v, blocks = sums.keys, sums.v, sums.blocks
-    d_gates = blocks[:-1, :, : 4 * hidden]
-    steps = list(zip(
-        run.attention.unsqueeze(2).unbind(0),
-        run.exp_query().unbind(0),
-        outputs.attention.unsqueeze(2).unbind(0),
-        outputs.context.unsqueeze(2).unbind(0),
-        blocks[1:, :, None, 4 * hidden:].unbind(0),
-        blocks[1:, :, hidden:].unbind(0),
-        outputs.hidden.unbind(0),
-        outputs.hidden.unsqueeze(2).unbind(0),
-        d_gates.unflatten(2, (4, hidden)).unbind(0),
-        of_inputs(d_gates).unbind(0),
-        Gates.views(run.gates()).update.unbind(0),
-        outputs.context.unbind(0), strict=True,
-    ))
-    later = None
-    for attention, exp_query, d_attention, d_context_row, d_query, d_from_state, d_state, d_unit, d_block, d_of_inputs, update, d_context in reversed(steps):
-        if later:
-            d_context.addmm_(later[0], of_context)
-            d_state.addcmul_(later[1], later[2])
-        d_attention.baddbmm_(d_context_row, by_symbol)
-        torch._softmax_backward_data(d_attention, attention, 2, d_attention.dtype, grad_input=d_scores)
-        scorer.compute(exp_query)
-        d_v.addmv_(columns, flat)
+    later: Tensor | None = None
+    for now in reversed(_back_steps(run, d_states, d_attention, sums.blocks)):
+        if later is not None:
+            now.d_attention.baddbmm_(now.d_next_inputs, by_symbol)
+            now.d_state.addcmul_(later, now.next_update)
+        torch._softmax_backward_data(now.d_attention, now.attention, 2, units.dtype, grad_input=d_scores)
+        scorer.compute(now.exp_query)
+        sums.v.addmv_(columns, flat)
         units.addcmul_(units, units, value=-1)  # u (1 - u)
-        torch.bmm(d_scores, units, out=d_query)
-        d_keys.addcmul_(units, by_unit)
-        d_state.addmm_(d_from_state, of_state)
-        d_block.mul_(d_unit)
-        later = d_of_inputs, d_state, update
+        now.d_query.copy_(torch.bmm(d_scores, units))
+        sums.keys.addcmul_(units, by_unit)
+        now.d_state.addmm_(now.d_next_hidden, of_state)
+        now.d_gates.mul_(now.d_unit)
+        later = now.d_state

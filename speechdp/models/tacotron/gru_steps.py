@@ -38,7 +38,8 @@ class Gates(NamedTuple):
     def views(cls, gates: Tensor) -> Gates:
         """Return the views of `gates` (..., 4H)."""
         hidden = gates.shape[-1] // 4
-        return cls(*gates.chunk(4, dim=-1), gates[..., hidden : 3 * hidden])
+        new, reset, update, new_hidden = gates.chunk(4, dim=-1)
+        return cls(new, reset, update, new_hidden, gates[..., hidden : 3 * hidden])
 
 
 def of_inputs(gates: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ def step_(gates: tuple[Tensor, ...], previous: Tensor, out: Tensor) -> None:
 # In inference mode an operation in place costs a tenth less: everything written was allocated outside it.
 @torch.inference_mode()
 def run_forward(sums: Tensor, weight_hh: Tensor, states: Tensor) -> None:
-    """Turn `sums` (..., T, B, 4H) into gates, in place, and write all steps' h to `states` (..., T + 1, B, H).
+    """Turn `sums` (..., T, B, 4H) into gates, in place, and write every h to `states` (..., T + 1, B, H).
 
     `weight_hh` (..., 3H, H). The first of the states, given, is zero.
     """
@@ -106,7 +107,7 @@ def run_backward(slopes: Tensor, update: Tensor, weight_hh: Tensor, d_hidden: Te
     that of the states.
     """
     add_product = _add_product(slopes)
-    blocks = slopes.unflatten(-1, (4, -1)).unbind(-4)  # (..., B, 4, H) a step
+    blocks = slopes.view(*slopes.shape[:-1], 4, -1).unbind(-4)  # (..., B, 4, H) a step
     rows, factors = d_hidden.unbind(-3), d_hidden.unsqueeze(-2).unbind(-4)
     products, updates = of_hidden(slopes).unbind(-3), update.unbind(-3)
     for step in range(len(rows) - 1, 0, -1):
