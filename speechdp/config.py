@@ -38,8 +38,8 @@ class TrainOptions:
     augment: AugmentOptions = field(default_factory=AugmentOptions)
     loading: LoadingOptions = field(default_factory=LoadingOptions)
     task: TaskName = "acoustic"
-    """What to train: an acoustic model (BLSTM over HMM states), or a synthesis model (text to spectrograms), on
-    data prepared with --task synthesis."""
+    """What to train: an acoustic model (BLSTM over HMM states), or a synthesis model (text to spectrograms),
+    on data prepared with --task synthesis."""
     recipe: RecipeName = "none"
     """Options to train with where none are given; adpsgd-asr: SGD, large batch, learning rate scaled to it
     with a warm-up, as in arXiv 1904.04956 (recalled, not checked against the paper; docs/training.md)."""
@@ -155,7 +155,7 @@ class TrainOptions:
         )
 
     def to_decode(self, split: str) -> str:
-        """Return the split whose words are to be recognised after training; "" for none: only speech has any."""
+        """Return the split whose words are to be recognised after training; "" for synthesis: none."""
         return split if self.task == "acoustic" else ""
 
     def slowness(self, rank: int) -> float:

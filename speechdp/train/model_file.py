@@ -158,6 +158,8 @@ def load_synthesis_model(run_dir: Path, device: torch.device) -> LoadedSynthesis
         model = Tacotron(head["num_symbols"], head["mel_dim"], head["linear_dim"], config)
         model.load_state_dict(file.weights)
         symbols = SymbolInventory.from_dict(head["symbols"])
+        if symbols.num_symbols != model.num_symbols:
+            raise ValueError(f"{symbols.num_symbols} symbols for a model of {model.num_symbols}")
         features = FeatureConfig.from_dict(head["features"])
         sampling_rate = int(head["sampling_rate"])
     return LoadedSynthesis(model.to(device).eval(), symbols, features, sampling_rate, head)

@@ -78,14 +78,24 @@ def make_task(options: TrainOptions) -> Task:
 
 
 def describe_data(dataset: Dataset, options: TrainOptions) -> dict[str, Any]:
-    """Return what the model file says of the data; before training, lest a missing file be found after it."""
+    """Return what the model file says of the data; before training, lest a missing file be found after it.
+
+    Raises:
+        ConfigError: classes or symbols that are missing, or other data's.
+    """
     facts = {
         "data_checksum": dataset.checksum,
         "features": dataset.features.to_dict(),
         "sampling_rate": dataset.sampling_rate,
     }
     if options.task == "synthesis":
-        return {**facts, "symbols": SymbolInventory.load(dataset.symbols_path).to_dict()}
+        symbols = SymbolInventory.load(dataset.symbols_path)
+        if symbols.num_symbols != dataset.num_classes:
+            raise ConfigError(
+                f"{dataset.symbols_path}: has {symbols.num_symbols} symbols, data.json says "
+                f"{dataset.num_classes}; prepare the data again"
+            )
+        return {**facts, "symbols": symbols.to_dict()}
     return {
         **facts,
         "feature_dim": dataset.feature_dim * options.inputs.copies,

@@ -25,16 +25,19 @@ def running_statistics(model: nn.Module) -> dict[str, Tensor]:
 def average_statistics(model: nn.Module, comm: Communicator, *, has_trained: bool) -> None:
     """Replace the running statistics by their mean over the ranks that have trained.  Collective.
 
+    A rank that has gone astray, and whose parameters some strategies leave out of their averages, has
+    statistics that are no numbers: it does not count, and takes the others' average.
+
     Args:
         model: the same on every rank.
         has_trained: whether this rank's model has seen batches; ranks that only serve have not.
     """
     buffers = list(running_statistics(model).values())
-    if not buffers or comm.size == 1:
+    if not buffers:
         return
-    weight = torch.ones(1, dtype=torch.float64) * has_trained
     flat = torch.cat([buffer.detach().double().cpu().flatten() for buffer in buffers])
-    total = torch.cat([flat * weight, weight])
+    counts = has_trained and bool(flat.isfinite().all())
+    total = torch.cat([flat if counts else torch.zeros_like(flat), torch.full((1,), float(counts), dtype=torch.float64)])
     comm.allreduce(total, name="running_statistics")
     if total[-1] == 0:
         return
@@ -45,12 +48,16 @@ def average_statistics(model: nn.Module, comm: Communicator, *, has_trained: boo
 
 @contextmanager
 def averaged_statistics(model: nn.Module, comm: Communicator, *, has_trained: bool) -> Iterator[None]:
-    """Give the model the ranks' average for the block, then this rank's own again.  Collective."""
+    """Give the model the ranks' average for the block, then this rank's own again.  Collective.
+
+    Statistics that are no numbers do not come back: they would stay so for ever.
+    """
     own = {name: buffer.clone() for name, buffer in running_statistics(model).items()}
     average_statistics(model, comm, has_trained=has_trained)
     yield
     for name, buffer in running_statistics(model).items():
-        buffer.copy_(own[name])
+        if bool(own[name].isfinite().all()):
+            buffer.copy_(own[name])
 
 
 def load_statistics(model: nn.Module, saved: Mapping[str, Tensor]) -> None:

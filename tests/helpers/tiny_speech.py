@@ -1,4 +1,4 @@
-"""Made-up spectrograms of short texts: data for the synthesis task that a small model trains on in seconds."""
+"""Made-up spectrograms of short texts: data that a small synthesis model trains on in seconds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from speechdp.config import BatchOptions, ModelOptions, TrainOptions
+from speechdp.config import TrainOptions
+from speechdp.config_batch import BatchOptions
+from speechdp.config_model import ModelOptions
 from speechdp.data.dataset import Dataset, Manifest, ShardEntry, SplitEntry
 from speechdp.data.features import FeatureConfig
 from speechdp.data.shards import ShardWriter, Utterance
@@ -29,8 +31,11 @@ TINY_SYNTHESIS = TrainOptions(
 )
 
 
-def write_tiny_speech(path: Path, sizes: TinySizes = TinySizes(), seed: int = 0) -> Dataset:
-    """Write a data directory of spectrograms: each symbol of a text has a sound of its own for some frames."""
+_SIZES = TinySizes()
+
+
+def write_tiny_speech(path: Path, sizes: TinySizes = _SIZES, seed: int = 0) -> Dataset:
+    """Write a data directory of spectrograms: each symbol has a sound of its own for some frames."""
     path.mkdir(parents=True)
     inventory = SymbolInventory.of_kind("characters")
     inventory.save(path / "symbols.json")

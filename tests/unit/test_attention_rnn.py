@@ -10,12 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from speechdp.models.tacotron.attention_rnn import (
-    AttentionOutput,
-    AttentionWeights,
-    attention_rnn,
-    attention_rnn_loop,
-)
+from speechdp.models.tacotron import attention_steps
+from speechdp.models.tacotron.attention_rnn import AttentionOutput, attention_rnn, attention_rnn_loop
+from speechdp.models.tacotron.attention_steps import AttentionWeights
 
 
 class Case(NamedTuple):
@@ -86,8 +83,10 @@ def assert_equal(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> None:
         torch.testing.assert_close(actual, expected, rtol=slopes, atol=slopes * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("projected_bytes", [0, attention_steps.PROJECTED_BYTES])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_fast_is_the_loop(sizes: Sizes) -> None:
+def test_fast_is_the_loop(sizes: Sizes, projected_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_steps, "PROJECTED_BYTES", projected_bytes)
     assert_equal(sizes, torch.float64)
 
 

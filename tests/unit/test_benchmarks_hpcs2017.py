@@ -26,8 +26,8 @@ from speechdp.strategies.model_averaging import ModelAveraging
 from speechdp.strategies.period import Period
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.train.build import make_replica
-from speechdp.train.models import make_acoustic_model
 from speechdp.train.model_file import ClassCounts, load_model, save_model
+from speechdp.train.models import make_acoustic_model
 from tests.helpers.options import options_with
 from tests.helpers.tiny_data import write_tiny_data
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,19 @@ from speechdp.timing.summary import read_run
 from speechdp.train.model_file import load_model, load_synthesis_model
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
-from speechdp.train.statistics import average_statistics, running_statistics
+from speechdp.train.statistics import average_statistics, averaged_statistics, running_statistics
 from tests.helpers.finished_run import model_tensors
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 from tests.helpers.tiny_speech import SPECTROGRAM, TINY_SYNTHESIS, write_tiny_speech
 
 CPU = torch.device("cpu")
-STRATEGIES = ("gradient_averaging", "model_averaging:period=2", "bmuf:period=2", "ad_psgd", "parameter_server")
+STRATEGIES = (
+    "gradient_averaging",
+    "model_averaging:period=2",
+    "bmuf:period=2",
+    "ad_psgd",
+    "parameter_server",
+)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +82,26 @@ def test_statistics_are_averaged_over_the_ranks_that_trained() -> None:
 
     for buffers in run_threads(3, on_rank):
         assert [buffer.tolist() for buffer in buffers] == [[1.0, 1.0], [11.0, 11.0]]
+
+
+def test_a_rank_gone_astray_takes_the_others_statistics() -> None:
+    def on_rank(comm: Communicator) -> list[list[float]]:
+        model = nn.BatchNorm1d(1)
+        model.running_mean.fill_(float("nan") if comm.rank == 1 else 4.0)  # type: ignore[union-attr]
+        with averaged_statistics(model, comm, has_trained=True):
+            shown = model.running_mean.tolist()  # type: ignore[union-attr]
+        return [shown, model.running_mean.tolist()]  # type: ignore[union-attr]
+
+    assert run_threads(2, on_rank) == [[[4.0], [4.0]], [[4.0], [4.0]]]
+
+
+def test_symbols_of_other_data_are_refused(tmp_path: Path) -> None:
+    dataset = write_tiny_speech(tmp_path / "data", TinySizes(4, 2, 2))
+    values = json.loads(dataset.symbols_path.read_text())
+    values["names"].append("é")
+    dataset.symbols_path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"symbols\.json: has \d+ symbols, data\.json says"):
+        train_run(Session(dataset, SerialCommunicator(), CPU), TINY_SYNTHESIS, tmp_path / "run")
 
 
 def test_models_of_another_task_are_refused(dataset: Dataset, tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ attention dimensions; `d_x` is the loss's gradient by x.
 The scores need no tanh: with u = 1 / (1 + e^{2 key} e^{2 query}), tanh(key + query) = 1 - 2u, the softmax
 does not see the constant v . 1, and e^{2 key} is the same at every step. So of (B, S, A) a step costs a
 product, a sum and a reciprocal, a tenth of the time of a tanh, and u is computed again in the backward pass
-rather than stored: what is stored grows with N B (4H + H + C + S + A), not with N B S A.
+rather than stored: what is stored grows with N B (4H + H + S + A), not with N B S A.
 
-What the context contributes to the gates is attention (memory W_c), where memory W_c (B, S, 3H) is the same at
-every step. So no step needs its context, and all of them follow at once from the attention.
+What the context contributes to the gates is attention (memory W_c), and memory W_c (B, S, 3H) is the same
+at every step: where it is small enough for a processor's cache no step makes its context. In any case all
+contexts follow at once from the attention.
 
 h_n goes by one product into the gates of step n + 1 and into the query of step n, so these stand side by side
 in a block: (N + 1, B, 4H + A), gates of step n and query of step n - 1, and so do their gradients.
@@ -18,14 +19,16 @@ in a block: (N + 1, B, 4H + A), gates of step n and query of step n - 1, and so 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from speechdp.models.tacotron import gru_steps
-from speechdp.models.tacotron.gru_steps import Gates, GruWeights
+from speechdp.models.tacotron.gru_steps import Gates
+
+PROJECTED_BYTES = 2**20
+"""Size up to which memory W_c is made beforehand; twice that was measured to be slower on a CPU."""
 
 
 class AttentionWeights(NamedTuple):
@@ -48,7 +51,7 @@ class AttentionWeights(NamedTuple):
     v: Tensor
 
 
-def _exp_keys(keys: Tensor) -> Tensor:
+def exp_keys(keys: Tensor) -> Tensor:
     """Return e^{2 keys}, neither 0 nor infinite."""
     limit = math.log(torch.finfo(keys.dtype).max) / 2 - 1
     return (2 * keys.clamp(-limit, limit)).exp_().contiguous()
@@ -77,25 +80,34 @@ class _Scorer:
         torch.addcmul(self._one, self.exp_keys, exp_query, out=self.units).reciprocal_()
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """What all steps compute, written in place, and what they all read.
 
     Attributes:
         blocks: (N + 1, B, 4H + A): gates of step n and e^{2 query} of step n - 1.
         states: (N + 1, B, H), zero and all steps' h.
         attention: (N, B, S).
-        projected: (B, S, 3H), what a symbol fully attended to contributes to the gates.
+        values: what is attended to: (B, S, C), memory, or (B, S, 3H), what it contributes to the gates.
         exp_keys: (B, S, A), see `_Scorer`.
     """
 
     blocks: Tensor
     states: Tensor
     attention: Tensor
-    projected: Tensor
+    values: Tensor
     exp_keys: Tensor
 
+    def of_context(self, weight: Tensor) -> Tensor | None:
+        """Return `weight` (3H, C) if the values are memory; None if they are its product with it."""
+        return None if is_small(self.exp_keys, weight) else weight
 
-class _Block(NamedTuple):
+
+def is_small(keys: Tensor, weight: Tensor) -> bool:
+    """Say whether memory W_c is small, for keys (B, S, A) and `weight` W_c (3H, C)."""
+    return keys[..., 0].numel() * len(weight) * keys.element_size() <= PROJECTED_BYTES
+
+
+class Block(NamedTuple):
     """Views of blocks (N + 1, B, 4H + A) by the step that makes or reads each part."""
 
     gates: Tensor  # (N, B, 4H)
@@ -104,7 +116,7 @@ class _Block(NamedTuple):
     query: Tensor  # (N, B, 1, A)
 
     @classmethod
-    def views(cls, blocks: Tensor, hidden: int) -> _Block:
+    def views(cls, blocks: Tensor, hidden: int) -> Block:
         """Return the views for H = `hidden`."""
         made, later = blocks[:-1], blocks[1:]
         return cls(
@@ -115,76 +127,22 @@ class _Block(NamedTuple):
         )
 
 
-class AttentionSteps(torch.autograd.Function):
-    """`attention_rnn` and its gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, prenet: Tensor, memory: Tensor, keys: Tensor, mask: Tensor, *weights: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        named = AttentionWeights(*weights)
-        num_steps, batch, inputs = prenet.shape
-        attention, hidden = named.query.shape
-        run = _Run(
-            blocks=prenet.new_zeros(num_steps + 1, batch, 4 * hidden + attention),
-            states=prenet.new_empty(num_steps + 1, batch, hidden),
-            attention=prenet.new_empty(num_steps, batch, memory.shape[1]),
-            projected=memory @ gru_steps.input_order(named.weight_ih[:, inputs:]).t(),
-            exp_keys=_exp_keys(keys),
-        )
-        run.states[0] = 0
-        gru = GruWeights(named.weight_ih[:, :inputs], *weights[1:4])
-        gru_steps.project_inputs_(_Block.views(run.blocks, hidden).gates, prenet, gru)
-        _run_forward(run, mask, named)
-        ctx.save_for_backward(prenet, memory, *weights, *run)
-        context = torch.bmm(run.attention.transpose(0, 1), memory).transpose(0, 1)
-        return run.states[1:], context, run.attention
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, d_hidden: Tensor, d_context: Tensor, d_attention: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        prenet, memory, *rest = ctx.saved_tensors
-        weights, run = AttentionWeights(*rest[:6]), _Run(*rest[6:])
-        d_states = d_hidden.clone(memory_format=torch.contiguous_format)
-        through_context = torch.bmm(d_context.transpose(0, 1), memory.transpose(1, 2)).transpose(0, 1)
-        sums = _Sums.empty(run)
-        _run_backward(run, d_states, (d_attention + through_context).contiguous(), sums, weights)
-        block, four_v = _Block.views(sums.blocks, run.states.shape[2]), 4 * weights.v
-        of_prenet, of_context = weights.weight_ih.split_with_sizes([prenet.shape[2], memory.shape[2]], dim=1)
-        by_symbol = run.attention.permute(1, 2, 0)  # (B, S, N)
-        d_projected = torch.bmm(by_symbol, block.next_inputs.transpose(0, 1))
-        d_memory = torch.bmm(by_symbol, d_context.transpose(0, 1))
-        d_of_prenet = gru_steps.input_weight_gradient(block.gates, prenet)
-        d_of_context = gru_steps.torch_order(d_projected.flatten(0, 1).t() @ memory.flatten(0, 1))
-        d_of_state = block.next_hidden.flatten(0, 1).t() @ run.states[1:].flatten(0, 1)
-        d_weight_hh, d_query = d_of_state.split_with_sizes([len(d_of_state) - len(four_v), len(four_v)])
-        return (
-            gru_steps.input_gradient(block.gates, of_prenet),
-            d_memory + d_projected @ gru_steps.input_order(of_context),
-            sums.keys.mul_(four_v),
-            None,
-            torch.cat([d_of_prenet, d_of_context], dim=1),
-            d_weight_hh,
-            *gru_steps.bias_gradients(block.gates),
-            d_query * four_v.unsqueeze(1),
-            sums.v.mul_(-2),
-        )
-
-
 # In inference mode an operation in place costs a tenth less: everything kept was allocated outside it.
 @torch.inference_mode()
-def _run_forward(run: _Run, mask: Tensor, weights: AttentionWeights) -> None:
-    """Compute all steps, in place; gates begin as what the pre-net contributes, the rest of blocks as 0."""
-    block = _Block.views(run.blocks, run.states.shape[2])
+def run_forward(run: Run, mask: Tensor, weight: Tensor, weights: AttentionWeights) -> None:
+    """Compute all steps, in place; gates begin as what the pre-net contributes, the rest of blocks as 0.
+
+    `weight` W_c (3H, C).
+    """
+    block = Block.views(run.blocks, run.states.shape[2])
     of_state = torch.cat([weights.weight_hh, 2 / math.log(2) * weights.query]).t()  # (H, 3H + A)
-    of_unit, projected, scorer = -2 * weights.v, run.projected, _Scorer(run.exp_keys)
+    of_unit, values, scorer = -2 * weights.v, run.values, _Scorer(run.exp_keys)
+    of_context = run.of_context(weight)
     padding = run.exp_keys.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(of_unit.dtype).min).view(-1)
     scores = torch.empty_like(padding)  # (B S,)
     by_row = scores.view(len(mask), 1, -1)
-    product = projected.new_empty(len(mask), 1, projected.shape[2])
-    to_add = product.squeeze(1)
+    product = torch.empty_like(values[:, :1])
+    context = product.squeeze(1)  # or what it contributes
     previous, *states = run.states.unbind(0)
     gates = zip(*(view.unbind(0) for view in Gates.views(block.gates)), strict=True)
     others = (part.unbind(0) for part in (*block[1:], run.attention.unsqueeze(2)))
@@ -195,12 +153,15 @@ def _run_forward(run: _Run, mask: Tensor, weights: AttentionWeights) -> None:
         torch.addmv(padding, scorer.rows, of_unit, out=scores)
         torch.softmax(by_row, 2, out=attention)
         # A batched product into rows that lie apart is slow.
-        torch.bmm(attention, projected, out=product)
-        next_inputs.add_(to_add)
+        torch.bmm(attention, values, out=product)
+        if of_context is None:
+            next_inputs.add_(context)
+        else:
+            next_inputs.addmm_(context, of_context.t())
         previous = state
 
 
-class _Sums(NamedTuple):
+class Sums(NamedTuple):
     """Gradients that the loop backward makes.
 
     d score / d query = d score / d key = v 4 u (1 - u), whose factor 4v is left out of both. d score / d v =
@@ -217,12 +178,12 @@ class _Sums(NamedTuple):
     v: Tensor
 
     @classmethod
-    def empty(cls, run: _Run) -> _Sums:
+    def empty(cls, run: Run) -> Sums:
         """Return no gradients of keys and v, and the gates' derivatives in the blocks."""
         blocks, hidden = torch.empty_like(run.blocks), run.states.shape[2]
         blocks[-1] = 0  # no step follows the last
-        gates = Gates.views(_Block.views(run.blocks, hidden).gates)
-        gru_steps.derivatives_(_Block.views(blocks, hidden).gates, gates, run.states[:-1])
+        gates = Gates.views(Block.views(run.blocks, hidden).gates)
+        gru_steps.derivatives_(Block.views(blocks, hidden).gates, gates, run.states[:-1])
         return cls(blocks, torch.zeros_like(run.exp_keys), run.exp_keys.new_zeros(run.exp_keys.shape[2]))
 
 
@@ -241,13 +202,13 @@ class _BackStep(NamedTuple):
     d_query: Tensor  # (B, 1, A), short of the factor 4v
 
 
-def _back_steps(run: _Run, d_states: Tensor, d_attention: Tensor, d_blocks: Tensor) -> list[_BackStep]:
+def _back_steps(run: Run, d_states: Tensor, d_attention: Tensor, d_blocks: Tensor) -> list[_BackStep]:
     """Return every step's views; the gradients are (N, B, H), (N, B, S) and (N + 1, B, 4H + A)."""
     hidden = run.states.shape[2]
-    block = _Block.views(d_blocks, hidden)
+    block = Block.views(d_blocks, hidden)
     parts = _BackStep(
         attention=run.attention.unsqueeze(2),
-        exp_query=_Block.views(run.blocks, hidden).query,
+        exp_query=Block.views(run.blocks, hidden).query,
         next_update=Gates.views(run.blocks[1:, :, : 4 * hidden]).update,
         d_attention=d_attention.unsqueeze(2),
         d_state=d_states,
@@ -261,19 +222,25 @@ def _back_steps(run: _Run, d_states: Tensor, d_attention: Tensor, d_blocks: Tens
 
 
 @torch.inference_mode()
-def _run_backward(
-    run: _Run, d_states: Tensor, d_attention: Tensor, sums: _Sums, weights: AttentionWeights
+def run_backward(
+    run: Run, outputs: tuple[Tensor, Tensor], sums: Sums, weight: Tensor, weights: AttentionWeights
 ) -> None:
-    """Go through the steps from the last to the first, adding to `sums`, d_states and d_attention."""
+    """Go through the steps from the last to the first, adding to `sums` and to the outputs' gradients.
+
+    `outputs` are those of states (N, B, H) and attention (N, B, S); `weight` W_c (3H, C).
+    """
     scorer = _Scorer(run.exp_keys)
-    units, columns, by_symbol = scorer.units, scorer.rows.t(), run.projected.transpose(1, 2)
+    units, columns, by_symbol = scorer.units, scorer.rows.t(), run.values.transpose(1, 2)
     of_state = torch.cat([weights.weight_hh, 4 * weights.v.unsqueeze(1) * weights.query])  # (3H + A, H)
     d_scores = torch.empty_like(run.attention[0]).unsqueeze(1)  # (B, 1, S)
     flat, by_unit = d_scores.view(-1), d_scores.transpose(1, 2)
-    later: Tensor | None = None
-    for now in reversed(_back_steps(run, d_states, d_attention, sums.blocks)):
+    of_context, later = run.of_context(weight), None
+    for now in reversed(_back_steps(run, *outputs, sums.blocks)):
         if later is not None:
-            now.d_attention.baddbmm_(now.d_next_inputs, by_symbol)
+            d_product = now.d_next_inputs
+            if of_context is not None:
+                d_product = (d_product.squeeze(1) @ of_context).unsqueeze(1)
+            now.d_attention.baddbmm_(d_product, by_symbol)
             now.d_state.addcmul_(later, now.next_update)
         torch._softmax_backward_data(now.d_attention, now.attention, 2, units.dtype, grad_input=d_scores)
         scorer.compute(now.exp_query)

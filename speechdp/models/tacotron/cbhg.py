@@ -85,7 +85,7 @@ class Highway(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return y (..., W) for x (..., W)."""
         candidate, gate = self.linear(x).chunk(2, dim=-1)
-        return torch.lerp(x, candidate.relu(), gate.sigmoid())
+        return torch.lerp(x, candidate.relu().to(x.dtype), gate.sigmoid().to(x.dtype))
 
 
 def _pool(x: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class MaskedBatchNorm(nn.Module):
             y = x * scale.unsqueeze(1) + shift.unsqueeze(1)
             return (y.relu() if self.relu else y) * mask
         normalised, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
-            x, mask, self.weight, self.bias, self.eps, self.relu
+            x.to(self.weight.dtype), mask, self.weight, self.bias, self.eps, self.relu
         )
         with torch.no_grad():
             unbiased = variance * (count / (count - 1).clamp(min=1))
