@@ -37,7 +37,8 @@ def average_statistics(model: nn.Module, comm: Communicator, *, has_trained: boo
         return
     flat = torch.cat([buffer.detach().double().cpu().flatten() for buffer in buffers])
     counts = has_trained and bool(flat.isfinite().all())
-    total = torch.cat([flat if counts else torch.zeros_like(flat), torch.full((1,), float(counts), dtype=torch.float64)])
+    weight = torch.full((1,), float(counts), dtype=torch.float64)
+    total = torch.cat([flat if counts else torch.zeros_like(flat), weight])
     comm.allreduce(total, name="running_statistics")
     if total[-1] == 0:
         return

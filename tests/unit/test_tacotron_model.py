@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from speechdp.errors import ConfigError
+from speechdp.models.presets import PRESETS
 from speechdp.models.tacotron.config import PAPER, TINY, TacotronConfig
 from speechdp.models.tacotron.model import Tacotron, TacotronOutput
 
@@ -222,3 +225,33 @@ def test_a_step_on_a_gpu_never_waits_for_it(decoder: str) -> None:
         _loss(model(*on_device, lengths)).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("decoder", ["fast", "loop"])
+def test_autocast_to_bfloat16_stays_near(decoder: Literal["fast", "loop"]) -> None:
+    torch.manual_seed(0)
+    model = Tacotron(9, 6, 8, replace(TINY, decoder=decoder))
+    symbols, mel, lengths = torch.randint(9, (3, 7)), torch.rand(3, 20, 6), torch.tensor([20, 11, 5])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(symbols, mel, lengths).linear.sum().backward()
+        half = model.eval()(symbols, mel, lengths)
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+    whole = model(symbols, mel, lengths)
+    for name in ("mel", "linear", "attention"):
+        torch.testing.assert_close(getattr(half, name).float(), getattr(whole, name), rtol=0.05, atol=0.05)
+
+
+def test_the_documented_sizes_are_those_of_the_presets() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "synthesis.md").read_text()
+    rows = {row[1].strip(): [c.strip() for c in row[2:5]] for row in (r.split("|") for r in text.splitlines())
+            if len(row) == 6}  # fmt: skip
+    columns = [name.strip("`") for name in rows["size"]]
+    for place, name in enumerate(columns):
+        config = PRESETS[name].model
+        assert isinstance(config, TacotronConfig)
+        assert rows["attention GRU; residual GRUs"][place] == f"{config.attention_dim}; {config.decoder_dim}"
+        assert rows["r (`--reduction`)"][place] == str(config.reduction)
+        assert rows["utterances a step and rank"][place] == str(PRESETS[name].batch_size)
+        shown, linear = rows["parameters, 40 symbols"][place].removesuffix(" linear)").split(" M (")
+        parameters = sum(p.numel() for p in Tacotron(40, 80, int(linear), config).parameters())
+        assert f"{parameters / 1e6:.2f}" == shown

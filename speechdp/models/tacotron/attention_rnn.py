@@ -74,14 +74,15 @@ def attend(
 def attention_rnn(
     prenet: Tensor, memory: Tensor, keys: Tensor, mask: Tensor, weights: AttentionWeights
 ) -> AttentionOutput:
-    """Return what `attention_rnn_loop` returns, faster, forward and backward; float32 or float64.
+    """Return what `attention_rnn_loop` returns, faster, forward and backward; in the weights' type, float32 or float64.
 
     A key beyond ±43 (float32) counts as ±43: exact as long as no query is as large the other way.
     """
     assert len(prenet) >= 1, "a decoder needs at least one step"
-    assert memory.dtype in (torch.float32, torch.float64), memory.dtype
     outputs: tuple[Tensor, Tensor, Tensor]
-    outputs = _AttentionSteps.apply(prenet, memory, keys, mask, *weights)  # type: ignore[no-untyped-call]
+    inputs = (x.to(weights.v.dtype) for x in (prenet, memory, keys))
+    with torch.autocast(memory.device.type, enabled=False):  # its operations write into memory of one type
+        outputs = _AttentionSteps.apply(*inputs, mask, *weights)  # type: ignore[no-untyped-call]
     return AttentionOutput(*outputs)
 
 

@@ -187,7 +187,8 @@ class Decoder(nn.Module):
 
     def _step(self, prenet: Tensor, text: _Text, state: _State) -> tuple[_Steps, _State]:
         """Make r frames from prenet (B, P): one step of every layer."""
-        hidden = self.attention_gru(torch.cat([prenet, state.context], dim=1), state.hidden)
+        inputs = torch.cat([prenet.to(state.context.dtype), state.context], dim=1)
+        hidden = self.attention_gru(inputs, state.hidden)
         met = torch.tanh(text.keys + self.query(hidden).unsqueeze(1))  # (B, S, A)
         energies = (met @ self.score[0]).masked_fill(~text.mask, -torch.inf)  # (B, S)
         attention = torch.softmax(energies, dim=1)

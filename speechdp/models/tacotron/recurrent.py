@@ -40,7 +40,10 @@ def gru_directions(
     T is at least 1; weights as in `GruWeights`, each with D in front.
     """
     assert x.shape[1] >= 1, "a GRU needs at least one step"
-    hidden: Tensor = _GruDirections.apply(x, weight_ih, weight_hh, bias_ih, bias_hh)  # type: ignore[no-untyped-call]
+    hidden: Tensor
+    x = x.to(weight_ih.dtype)
+    with torch.autocast(x.device.type, enabled=False):  # its operations write into memory of one type
+        hidden = _GruDirections.apply(x, weight_ih, weight_hh, bias_ih, bias_hh)  # type: ignore[no-untyped-call]
     return hidden
 
 
@@ -62,7 +65,8 @@ class BiGru(nn.Module):
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         """Return (B, T, 2H), forward and backward halves, for `x` (B, T, I) and CPU lengths (B,)."""
         inputs = x.transpose(0, 1)  # (T, B, I)
-        turn = turned_indices(lengths, x.shape[1]).to(x.device, non_blocking=True)  # (T, B)
+        # Made on the device: copying (T, B) numbers from pageable memory would wait for it.
+        turn = turned_indices(lengths.to(x.device, non_blocking=True), x.shape[1])  # (T, B)
         batch = torch.arange(x.shape[0], device=x.device)
         turned = inputs[turn, batch]
         weights = self._weights("l0"), self._weights("l0_reverse")
