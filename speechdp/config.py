@@ -87,9 +87,35 @@ class TrainOptions:
             raise ConfigError("--base-batch counts segments, --batch-frames frames: give --learning-rate")
         self.preset  # noqa: B018 - refuses one of another task
         self.model.check(self.task)
+        if self.task == "synthesis":
+            self._refuse_beside_synthesis()
         batch, optimizer = self._resolve(1)  # with any number of ranks: only divisibility depends on it
         optimizer.schedule()
         batch.plan(self.seed)
+
+    def _refuse_beside_synthesis(self) -> None:
+        """Refuse, all at once, what cuts utterances or changes their sound.  Raises ConfigError."""
+        given = [
+            f"--{field.name.replace('_', '-')}"
+            for group in (self.inputs, self.augment)
+            for field in dataclasses.fields(group)
+            if getattr(group, field.name) != field.default
+        ]
+        batch = self.batch
+        for name, value in (
+            ("chunk-frames", batch.chunk_frames),
+            ("left-context", batch.left_context),
+            ("right-context", batch.right_context),
+            ("alignments", self.alignments),
+            ("realign", self.realign),
+        ):
+            if value:
+                given.append(f"--{name}")
+        if given:
+            raise ConfigError(
+                f"{', '.join(given)}: not with --task synthesis, which learns whole utterances with their texts; "
+                "leave out"
+            )
 
     @property
     def preset(self) -> Preset:

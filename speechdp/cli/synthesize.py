@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -23,6 +24,10 @@ _ENDINGS = {
     "attention": "; it did not stop by itself and was ended where attention rested on the text's end",
     "limit": "; it did not stop by itself and was cut at --max-seconds",
 }
+
+
+#: What file systems take is 255; while a file is written, its name is a little longer.
+_MAX_NAME_BYTES = 240
 
 
 @dataclass(frozen=True)
@@ -87,10 +92,22 @@ class SynthesizeCommand:
         if self.texts and self.out.suffix.lower() != ".wav":
             raise ConfigError(f"{self.out}: only WAV is written; give a name that ends in .wav")
         for path in self._outputs() if self.texts else ():
+            self._check_output(path)
+
+    def _check_output(self, path: Path) -> None:
+        """Refuse a file that could not be written in the end.  Raises ConfigError."""
+        num_bytes = len(os.fsencode(path.name))
+        if num_bytes > _MAX_NAME_BYTES:
+            raise ConfigError(
+                f"{path.name[:30]}...: the name has {num_bytes} bytes; give one of at most {_MAX_NAME_BYTES}"
+            )
+        try:
             if not path.absolute().parent.is_dir():
                 raise ConfigError(f"{path}: no such folder; make it first")
             if path.is_dir() or (path.exists() and not self.overwrite):
                 raise ConfigError(f"{path}: exists; give another name or add --overwrite")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be used ({error.strerror}); give another file") from error
 
     def _outputs(self) -> list[Path]:
         """List the files that are to be written, WAV by WAV, each followed by its PNG."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainCommand:
-    """Train an acoustic model: speechdp launch -np 2 -- train DATA RUN [options]."""
+    """Train an acoustic or (--task synthesis) a synthesis model: speechdp launch -np 2 -- train DATA RUN."""
 
     data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """Data directory that `speechdp prepare` wrote."""

@@ -31,7 +31,7 @@ class JobStarter:
     Attributes:
         program: how a process of ours begins, e.g. (python, "-m", "speechdp").
         environment: of the jobs.
-        launch_options: for `speechdp launch`, e.g. ("--hostfile", "F"); one rank goes without it.
+        launch_options: for `speechdp launch`, e.g. ("--hostfile", "F").
     """
 
     program: tuple[str, ...]
@@ -42,7 +42,8 @@ class JobStarter:
         """Run a command; return None, or what went wrong in one line.
 
         Args:
-            num_ranks: 1 needs no launcher and starts on this machine.
+            num_ranks: 1 needs no launcher on this machine; with a hostfile it goes to the first host, or it
+                would run on another machine than the jobs it is compared with.
             arguments: subcommand and its arguments.
             log: the command and what it prints are appended to it.
 
@@ -51,7 +52,7 @@ class JobStarter:
             RunError: the log cannot be written.
         """
         argv = [*self.program, *arguments]
-        if num_ranks > 1:
+        if num_ranks > 1 or self._names_hosts():
             argv = [*self.program, "launch", *self.launch_options, "-np", str(num_ranks), "--", *arguments]
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -66,6 +67,9 @@ class JobStarter:
         if end.stop_signal is not None:
             raise Stopped(end.exit_code or 128 + end.stop_signal)
         return what_went_wrong(end, printed)
+
+    def _names_hosts(self) -> bool:
+        return any(word.partition("=")[0] == "--hostfile" for word in self.launch_options)
 
 
 def what_went_wrong(end: JobEnd, printed: str) -> str | None:

@@ -5,6 +5,10 @@ Those of train are kept where asked for: a recogniser that is to hear synthetic 
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -22,13 +26,31 @@ from speechdp.errors import ShardError
 RECORDINGS_NAME = "recordings"
 TRAIN_RECORDINGS_NAME = "recordings-train"
 
+#: Bytes of a file's name without ".flac": the usual file systems take 255 in all.
+_MAX_STEM_BYTES = 250
+_KEPT_BYTES = 200
+_HALF_ESCAPE = re.compile(r"%[0-9A-F]?\Z")
+
 
 def recording_path(data_dir: Path, utterance_id: str) -> Path:
     """Return where a held-out utterance's recording lies: 16-bit FLAC at the data's sampling rate.
 
     It is there for dev and test of data for synthesis; `data.audio.read_audio` reads it.
     """
-    return data_dir / RECORDINGS_NAME / f"{quote(utterance_id, safe='')}.flac"
+    return data_dir / RECORDINGS_NAME / f"{_stem(utterance_id)}.flac"
+
+
+def _stem(utterance_id: str) -> str:
+    """Return an id as a file's name has it: quoted; a long one is cut and ends in part of its checksum.
+
+    Every byte of a letter outside ASCII becomes three, so that an id of 30 letters may be long.
+    """
+    quoted = quote(utterance_id, safe="")
+    if len(quoted) <= _MAX_STEM_BYTES:
+        return quoted
+    digest = hashlib.sha256(utterance_id.encode()).hexdigest()[:16]
+    # quote leaves no "+", so that no shorter id has a name like this.
+    return f"{_HALF_ESCAPE.sub('', quoted[:_KEPT_BYTES])}+{digest}"
 
 
 def keep_recording(
@@ -42,18 +64,35 @@ def keep_recording(
     """Write (S,) samples in [-1, 1] of an utterance of dev or test; of train only if that is asked for.
 
     Raises:
-        ShardError: the disk refuses.
+        ShardError: the disk refuses, or FLAC does not know the sampling rate.
     """
     path = recording_path(data_dir, utterance_id)
     if header.split == "train":
         if not of_train:
             return
         path = data_dir / TRAIN_RECORDINGS_NAME / path.name
+    encoded = io.BytesIO()  # libsndfile does not say why a file cannot be written
+    try:
+        soundfile.write(encoded, to_int16(samples), header.sampling_rate, subtype="PCM_16", format="FLAC")
+    except soundfile.LibsndfileError as error:
+        raise ShardError(
+            f"{path}: FLAC at {header.sampling_rate} Hz cannot be written ({error.error_string}); "
+            "prepare with another --resample"
+        ) from error
     try:
         path.parent.mkdir(exist_ok=True)
-        soundfile.write(path, to_int16(samples), header.sampling_rate, subtype="PCM_16", format="FLAC")
-    except (soundfile.LibsndfileError, OSError) as error:
-        raise ShardError(f"{path}: cannot be written ({error}); free some space and run again") from error
+        path.write_bytes(encoded.getbuffer())
+    except OSError as error:
+        raise _refused(path, error) from error
+
+
+def _refused(path: Path, error: OSError) -> ShardError:
+    remedy = "permit writing there and run again"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free some space and run again"
+    elif error.errno == errno.ENAMETOOLONG:
+        remedy = "use shorter utterance ids, or a data directory with a shorter path"
+    return ShardError(f"{path}: cannot be written ({error.strerror}); {remedy}")
 
 
 class _Spoken(Protocol):
@@ -78,7 +117,7 @@ def list_recordings(data_dir: Path, splits: Mapping[str, Sequence[_Spoken]]) -> 
         held = [
             u for split, us in splits.items() for u in us if (split == "train") == (name != RECORDINGS_NAME)
         ]
-        by_name = sorted(((quote(u.utterance_id, safe=""), u) for u in held), key=lambda pair: pair[0])
+        by_name = sorted(((_stem(u.utterance_id), u) for u in held), key=lambda pair: pair[0])
         lines = {
             "text": [f"{stem} {u.text}\n" for stem, u in by_name],
             "utt2spk": [f"{stem} {quote(u.speaker, safe='')}\n" for stem, u in by_name],
@@ -87,6 +126,4 @@ def list_recordings(data_dir: Path, splits: Mapping[str, Sequence[_Spoken]]) -> 
             for file, content in lines.items():
                 write_text_atomically(folder / file, "".join(content))
         except OSError as error:
-            raise ShardError(
-                f"{folder}: cannot be written ({error.strerror}); free some space and run again"
-            ) from error
+            raise _refused(folder, error) from error

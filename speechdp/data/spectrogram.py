@@ -9,6 +9,7 @@ Legend: S samples, T frames, M mel bins, L lines of the linear spectrum, D = M +
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -26,6 +27,8 @@ FRAME_LENGTH_MS = 50.0
 FRAME_SHIFT_MS = 12.5
 #: Magnitudes below this (-100 dB) are as good as silence; their logarithm would be -infinity.
 _LEAST_MAGNITUDE = 1e-5
+#: A transform of more points than this, or than so many windows, tells nothing more and takes any memory.
+_MAX_NUM_FFT, _MAX_WINDOWS = 65536, 16
 #: The transform has at least this many times the window's points.
 _PADDING = 1.2
 _FRAMES_A_BLOCK = 512  # keeps the transform of a long recording in the cache
@@ -49,8 +52,10 @@ def spectrogram_config(
     """Return Tacotron's settings for a sampling rate in Hz (Wang et al. 2017, table 1), checked.
 
     Raises:
-        ConfigError: the window does not fit the transform, or mel bins would stay empty.
+        ConfigError: the window does not fit the transform or the shift, or mel bins would stay empty.
     """
+    if not (math.isfinite(frame_length_ms) and math.isfinite(frame_shift_ms)):
+        raise ConfigError("a frame's length and shift must be finite numbers of ms, e.g. 50 and 12.5")
     config = FeatureConfig(
         kind="spectrogram",
         num_mel_bins=num_mel_bins,
@@ -69,18 +74,35 @@ def spectrogram_config(
 def check_spectrogram(sampling_rate: int, config: FeatureConfig) -> None:
     """Refuse settings that do not fit a sampling rate in Hz.  Raises ConfigError."""
     window = window_samples(sampling_rate, config)
+    named = f"a window of {config.frame_length_ms:g} ms"
     if window < 2 or shift_samples(sampling_rate, config) < 1:
         raise ConfigError(
-            f"a window of {config.frame_length_ms:g} ms every {config.frame_shift_ms:g} ms at "
-            f"{sampling_rate} Hz holds no samples; give longer ones"
+            f"{named} every {config.frame_shift_ms:g} ms at {sampling_rate} Hz holds no samples; "
+            "give longer ones"
         )
-    if window > config.num_fft:
-        usual = usual_num_fft(sampling_rate, config.frame_length_ms)
+    if config.frame_shift_ms > config.frame_length_ms:
         raise ConfigError(
-            f"num_fft {config.num_fft} is shorter than a window of {config.frame_length_ms:g} ms at "
-            f"{sampling_rate} Hz ({window} samples); give {usual}"
+            f"a shift of {config.frame_shift_ms:g} ms leaves out sound between windows: {named} is shorter; "
+            f"give at most {config.frame_length_ms:g}"
         )
-    if not mel_filters(sampling_rate, config.num_fft, config.num_mel_bins).any(axis=1).all():
+    if window > _MAX_NUM_FFT:
+        raise ConfigError(
+            f"{named} at {sampling_rate} Hz has over {_MAX_NUM_FFT} samples; give a shorter one"
+        )
+    most = min(_MAX_NUM_FFT, _MAX_WINDOWS * window)
+    usual = min(most, usual_num_fft(sampling_rate, config.frame_length_ms))
+    if window > config.num_fft:
+        raise ConfigError(
+            f"num_fft {config.num_fft} is shorter than {named} at {sampling_rate} Hz ({window} samples); "
+            f"give {usual}"
+        )
+    if config.num_fft > most:
+        raise ConfigError(
+            f"num_fft {config.num_fft} is too large for {named} at {sampling_rate} Hz (at most {most}); "
+            f"give {usual}"
+        )
+    fewer = config.num_mel_bins <= config.linear_dim  # more could not all be filled, and may be any number
+    if not fewer or not mel_filters(sampling_rate, config.num_fft, config.num_mel_bins).any(axis=1).all():
         raise ConfigError(
             f"{config.num_mel_bins} mel bins are too many for {sampling_rate} Hz and num_fft "
             f"{config.num_fft}; use fewer --num-mel-bins, e.g. 40"

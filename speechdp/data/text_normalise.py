@@ -19,6 +19,8 @@ _ONES = (
 # fmt: on
 _TENS = ("zero", "ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 _MAX_NUMBER = 999_999
+_MAX_DIGITS = len(str(_MAX_NUMBER))
+_SHOWN_DIGITS = 12
 _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?", re.ASCII)
 _SIGNS = str.maketrans(
     {
@@ -28,19 +30,23 @@ _SIGNS = str.maketrans(
         **dict.fromkeys(":;\u2013\u2014", ","),
     }
 )
+#: A hyphen or minus sign before a number, where no word or number stands before it: "-5" is not "well-known".
+_MINUS = re.compile(r"(?<![^\s(\[\"\u201c\u00ab])[-\u2010\u2212](?=[0-9])")
 _SPACE_BEFORE_SIGN = re.compile(r"\s+([!,.?])")
 
 
 def normalise(text: str) -> str:
     """Return a text in lower case, with numbers in words and single spaces: "3 5 7" -> "three five seven".
 
-    Brackets and quotation marks are dropped, hyphens part words, colons and dashes become commas.  Characters
-    that mean nothing here stay, for the inventory to refuse by name.
+    Brackets and quotation marks are dropped, hyphens part words (before a number that begins a word they are
+    "minus"), colons and dashes become commas.  Characters that mean nothing here stay, for the inventory to
+    refuse by name.
 
     Raises:
         ConfigError: a number above 999,999.
     """
-    plain = unicodedata.normalize("NFKC", text).lower().translate(_SIGNS)
+    lower = unicodedata.normalize("NFKC", text).lower()
+    plain = _MINUS.sub("minus ", lower).translate(_SIGNS)
     words = _NUMBER.sub(lambda match: f" {_spoken(match.group())} ", plain)
     return _SPACE_BEFORE_SIGN.sub(r"\1", " ".join(words.split()))
 
@@ -58,9 +64,7 @@ def number_in_words(number: int) -> str:
         ConfigError: the number is outside.
     """
     if not 0 <= number <= _MAX_NUMBER:
-        raise ConfigError(
-            f"the number {number} is not put into words (0 to {_MAX_NUMBER}); write it as words"
-        )
+        raise _not_spoken(str(number))
     if number < len(_ONES):
         return _ONES[number]
     for unit, name in ((1000, "thousand"), (100, "hundred")):
@@ -72,11 +76,24 @@ def number_in_words(number: int) -> str:
 
 
 def _spoken(digits: str) -> str:
-    """Return the words of a number as it is written; one that begins with zero is read digit by digit."""
+    """Return the words of a number as it is written; one that begins with zero is read digit by digit.
+
+    Raises:
+        ConfigError: it is too large.
+    """
     whole, point, fraction = digits.replace(",", "").partition(".")
     leading_zero = len(whole) > 1 and whole[0] == "0"
+    if not leading_zero and len(whole) > _MAX_DIGITS:  # before int, which refuses thousands of digits
+        raise _not_spoken(whole)
     words = _one_by_one(whole) if leading_zero else number_in_words(int(whole))
     return f"{words} point {_one_by_one(fraction)}" if point else words
+
+
+def _not_spoken(number: str) -> ConfigError:
+    shown = number
+    if len(number) > _SHOWN_DIGITS:
+        shown = f"{number[:_SHOWN_DIGITS]}... ({len(number)} digits)"
+    return ConfigError(f"the number {shown} is not put into words (0 to {_MAX_NUMBER}); write it as words")
 
 
 def _one_by_one(digits: str) -> str:

@@ -25,6 +25,7 @@ def find_cautions(profile: Profile, scalings: Sequence[Scaling]) -> tuple[str, .
     """Return one sentence a reservation."""
     notes = [
         _cores(profile),
+        _kinds_of_hosts(profile),
         _few_steps(profile),
         _spread(profile),
         _impossible(scalings),
@@ -51,6 +52,25 @@ def _cores(profile: Profile) -> str:
         f"More ranks than cores: {most} ranks{threads} share {cores}, so from {min(crowded)} "
         "ranks on times say more about the machine than about the functions."
     )
+
+
+def _kinds_of_hosts(profile: Profile) -> str:
+    """Say which jobs ran on which hardware, where that differs: an efficiency compares two jobs."""
+    jobs_of: dict[str, list[str]] = {}
+    for job in profile.jobs:
+        if kinds := sorted(set(_hardware(job))):
+            jobs_of.setdefault(" and ".join(kinds), []).append(job.name)
+    if len(jobs_of) < 2:
+        return ""
+    parts = "; ".join(f"{', '.join(names)} on {kinds}" for kinds, names in jobs_of.items())
+    return f"The jobs' hosts differ in kind, so their times do not compare: {parts}."
+
+
+def _hardware(job: ProfileJob) -> list[str]:
+    """Return the GPU, else the CPU, of each rank; none where that was not recorded."""
+    facts = job.facts or {}
+    gpus = [gpu.get("name") for gpu in facts.get("gpus") or () if isinstance(gpu, dict)]
+    return [kind for kind in gpus or facts.get("cpus") or () if isinstance(kind, str)]
 
 
 def _notes(profile: Profile) -> list[str]:

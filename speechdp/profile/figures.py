@@ -21,7 +21,7 @@ from speechdp.timing.canvas import Canvas
 from speechdp.timing.figures import STYLE, Frame, svg_of
 from speechdp.timing.theme import PAGE, PRINT
 
-SMALL_WIDTH, WIDTH = 5.6, 11.0
+SMALL_WIDTH = 5.6
 
 
 @dataclass(frozen=True)

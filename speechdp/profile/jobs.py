@@ -14,7 +14,7 @@ from typing import Any
 
 from speechdp.compare.arguments import train_arguments
 from speechdp.compare.jobs import JobStarter
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, RunError
 from speechdp.profile.plan import PlannedJob
 from speechdp.profile.record import (
     COMPLETE,
@@ -75,7 +75,7 @@ class Profiler:
             ConfigError: the folder holds another profile.
             RunError: the disk is full.
         """
-        self._update(merged(self._request.out, self._record))
+        self._update(merged(self._request.out, self._record, self._say))
         for index, job in enumerate(self._record.jobs):
             if job.state == PENDING:
                 self._carry_out(index)
@@ -95,18 +95,18 @@ class Profiler:
             return
         self._say(f"{place}: {_counted(entry.ranks)}, {entry.steps} steps")
         start_s = time.monotonic()
-        message = self._run(self._planned[entry.name])
+        job = self._run(self._planned[entry.name])
+        message = job if isinstance(job, str) else None
         changes: dict[str, Any] = {"wall_s": time.monotonic() - start_s, "message": message or ""}
         self._update(self._record.with_job(index, state=FAILED if message else COMPLETE, **changes))
-        if message:
+        if isinstance(job, str):
             self._say(f"{place}: failed: {message}")
             return
-        job = read_job(self._record.jobs[index], self._request.out / entry.folder)
         self._note_device(job)
         self._say(f"{place}: {news(job, self._request.settings.warmup_steps)}")
 
-    def _run(self, job: PlannedJob) -> str | None:
-        """Run a job; return None, or what went wrong."""
+    def _run(self, job: PlannedJob) -> ProfileJob | str:
+        """Run a job; return what it recorded, or what went wrong."""
         out, entry = self._request.out, job.entry
         if (out / entry.folder).exists():  # what a job that failed or was stopped has left
             shutil.rmtree(out / entry.folder)
@@ -116,7 +116,7 @@ class Profiler:
         missing = [rank for rank in range(entry.ranks) if not rank_path(out / entry.folder, rank).is_file()]
         if message is None and missing:
             return f"rank {missing[0]} has left no record in {out / entry.folder} (is OUT a shared folder?)"
-        return message
+        return message or _recorded(entry, out)
 
     def _note_device(self, job: ProfileJob) -> None:
         device = (job.facts or {}).get("device")
@@ -125,8 +125,13 @@ class Profiler:
             self._update(dataclasses.replace(self._record, settings=settings))
 
 
-def merged(out: Path, record: Record) -> Record:
+def merged(out: Path, record: Record, say: Callable[[str], None]) -> Record:
     """Return `record` with the finished jobs that OUT has already.
+
+    Finished is a job whose files can be read: one that has lost some is measured again.
+
+    Args:
+        say: is told of jobs that are not what they were.
 
     Raises:
         ConfigError: OUT holds a profile of something else.
@@ -135,12 +140,27 @@ def merged(out: Path, record: Record) -> Record:
         return record
     before = read_record(out)
     _check_same(out, before.settings, record.settings)
-    done = {job.name: job for job in before.jobs if job.state == COMPLETE}
+    done = {}
+    for job in before.jobs:
+        if job.state != COMPLETE:
+            continue
+        if isinstance(found := _recorded(job, out), str):
+            say(f"{job.name}: was finished, but {found}")
+        else:
+            done[job.name] = job
     jobs = {job.name: done[job.name] if _is_same(done.get(job.name), job) else job for job in record.jobs}
     jobs = {**{name: job for name, job in done.items() if name not in jobs}, **jobs}
     ordered = sorted(jobs.values(), key=lambda job: (KINDS.index(job.kind), job.ranks))
     settings = dataclasses.replace(record.settings, device=before.settings.device)
     return Record(settings, tuple(ordered))
+
+
+def _recorded(job: JobEntry, out: Path) -> ProfileJob | str:
+    """Return what a job has recorded, or why that cannot be read."""
+    try:
+        return read_job(job, out / job.folder)
+    except RunError as error:
+        return str(error)
 
 
 def _is_same(done: JobEntry | None, job: JobEntry) -> bool:

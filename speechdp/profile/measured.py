@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from speechdp.atomic_file import write_text_atomically
 from speechdp.errors import RunError
+from speechdp.profile.checked import checked_fields
 from speechdp.timing.jsonl import read_lines
+
+Read = TypeVar("Read")
 
 MEMORY_NAME = "memory.json"
 FACTS_NAME = "job.json"
@@ -29,6 +32,8 @@ FUNCTIONS = (
 )
 FORWARD, BACKWARD, WHOLE = "forward", "backward", ""
 PHASES = (FORWARD, BACKWARD, WHOLE)
+#: Of the peaks in memory.json: of the process, or of the GPU.
+UNITS = ("rss", "gpu")
 
 
 @dataclass(frozen=True)
@@ -128,30 +133,70 @@ def rank_path(folder: Path, rank: int) -> Path:
 def read_rank(path: Path) -> RankRecord:
     """Read one rank's steps.  Raises RunError: the file is missing or damaged."""
     try:
-        head, *lines = read_lines(path).records
-        steps = tuple(
-            StepRecord(
-                step=line["step"],
-                start_s=line["start_s"],
-                wall_s=line["wall_s"],
-                frames=line["frames"],
-                functions=tuple(FunctionTime(*function) for function in line["functions"]),
-            )
-            for line in lines
-        )
-        return RankRecord(head["rank"], head["host"], head["pid"], head["clock_offset_s"], steps)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path}: cannot be read ({error}); run the profile again") from error
+        lines = read_lines(path)
+        if lines.num_damaged:
+            raise ValueError(f"{_counted(lines.num_damaged, 'line')} damaged")
+        if not lines.records:
+            raise ValueError("it is empty")
+        head, *rest = lines.records
+        steps = tuple(_in_line(number, _step_of, line) for number, line in enumerate(rest, start=2))
+        return RankRecord(**_in_line(1, _head_of, {**head, "steps": steps}))
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _in_line(number: int, read: Callable[[dict[str, Any]], Read], line: dict[str, Any]) -> Read:
+    try:
+        return read(line)
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from error
+
+
+def _head_of(line: dict[str, Any]) -> dict[str, Any]:
+    return checked_fields(RankRecord, line)
+
+
+def _step_of(line: dict[str, Any]) -> StepRecord:
+    """Return the step of a line.  Raises ValueError."""
+    values = checked_fields(StepRecord, line)
+    if not isinstance(values["functions"], list):
+        raise ValueError("functions is not a list")  # noqa: TRY004 - of a file
+    functions = tuple(map(_function_of, values["functions"]))
+    step = StepRecord(**{**values, "functions": functions})
+    if step.step < 1 or step.wall_s <= 0 or step.frames < 0:
+        raise ValueError(f"step {step.step} of {step.frames} frames in {step.wall_s:g} s cannot be")
+    return step
+
+
+def _function_of(values: Any) -> FunctionTime:
+    names = [field.name for field in fields(FunctionTime)]
+    if not isinstance(values, list) or len(values) != len(names):
+        raise ValueError(f"a function of a step is not [{', '.join(names)}]")
+    function = FunctionTime(**checked_fields(FunctionTime, dict(zip(names, values, strict=True))))
+    if function.phase not in PHASES or function.duration_s < 0:
+        raise ValueError(f"{function.name} {function.phase!r} of {function.duration_s:g} s cannot be")
+    return function
+
+
+def _unreadable(path: Path, error: Exception) -> RunError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return RunError(f"{path}: cannot be read ({reason}); run the profile again")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"1 {what} is" if number == 1 else f"{number} {what}s are"
 
 
 def read_memory(path: Path) -> Memory:
     """Read a job's memory.json.  Raises RunError: it is damaged."""
     content = read_json(path)
     try:
-        ranks = tuple(RankMemory(**known_fields(RankMemory, rank)) for rank in content["ranks"])
-        return Memory(content["unit"], ranks)
-    except (KeyError, TypeError) as error:
-        raise RunError(f"{path}: cannot be read ({error}); run the profile again") from error
+        memory = Memory(**checked_fields(Memory, content))
+        if memory.unit not in UNITS or not isinstance(memory.ranks, list) or not memory.ranks:
+            raise ValueError(f"unit {memory.unit!r} and ranks: no memory of ranks")
+        return Memory(memory.unit, tuple(RankMemory(**checked_fields(RankMemory, r)) for r in memory.ranks))
+    except ValueError as error:
+        raise _unreadable(path, error) from error
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -166,12 +211,9 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.  Raises RunError: it is damaged or missing."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise RunError(f"{path}: cannot be read ({error}); run the profile again") from error
-
-
-def known_fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are fields of `kind`: a later version may write more."""
-    names = {field.name for field in fields(kind)}
-    return {key: value for key, value in values.items() if key in names}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no object")  # noqa: TRY004 - of a file
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    return content

@@ -164,7 +164,7 @@ def _options_of(kind: str, ranks: int, options: TrainOptions) -> TrainOptions:
     if kind == POOLED:
         batch = dataclasses.replace(batch, order="pooled")
     strategy = _without_overlap(options.strategy)
-    # One rank needs no launcher and no back-end that asks for one.
+    # One rank needs no back-end: some ask for a launcher, which it may have to do without.
     backend = "auto" if ranks == 1 and not loading.feeders else options.backend
     return dataclasses.replace(options, batch=batch, loading=loading, strategy=strategy, backend=backend)
 

@@ -22,7 +22,7 @@ from speechdp.data.plan import plan_epoch
 from speechdp.data.source import SplitSource
 from speechdp.errors import ConfigError, RunError
 from speechdp.profile.common_start import begin_together
-from speechdp.profile.full_batches import FullBatches
+from speechdp.profile.full_batches import FullBatches, no_whole_batch, whole_steps
 from speechdp.profile.measured import WHOLE, StepRecord
 from speechdp.profile.recording import write_facts, write_steps
 from speechdp.profile.steps import SingleModule, StageClock, StagedStep, stages_of
@@ -91,8 +91,7 @@ def profile_rank(session: Session, options: TrainOptions, request: JobRequest) -
             runner = _ModuleAlone(parts, clock, request.module, batch)
         else:
             plan = epoch_planner(session, sources.training, resolved)
-            whole = FullBatches(plan, resolved.batches().batch_size or 0)
-            whole.check()
+            whole = FullBatches(plan, resolved.batches().batch_size or 0, request.steps)
             loader, _ = open_loader(session, resolved, trainer, sources.training, stack)
             runner = _WholeSteps(parts, clock, loader, whole)
         start = begin_together(session.comm)
@@ -201,9 +200,11 @@ class _ModuleAlone:
 def typical_batch(session: Session, options: TrainOptions, source: SplitSource) -> Batch:
     """Return the whole batch of median size of one rank's first epoch: the same on any rank of any number."""
     plan = plan_epoch(source.index, plan_options_for(session.dataset, options), 0, 1)
-    whole = FullBatches(lambda epoch: plan, options.batches().batch_size or 0)
-    whole.check()
-    order = [int(i) for i in plan.padded_frames[0].argsort(kind="stable") if whole.is_whole(int(i))]
+    batch_size = options.batches().batch_size or 0
+    whole = set(whole_steps(plan, batch_size))
+    if not whole:
+        raise no_whole_batch(1, batch_size)
+    order = [int(i) for i in plan.padded_frames[0].argsort(kind="stable") if int(i) in whole]
     index = order[len(order) // 2]
     return source.batch(plan.ranks[0].batch(index), Place(0, 0, index))
 

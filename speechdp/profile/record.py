@@ -8,21 +8,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, RunError
+from speechdp.profile.checked import checked_fields
 from speechdp.profile.measured import (
     BACKWARD,
     FACTS_NAME,
     FORWARD,
     FUNCTIONS,
     MEMORY_NAME,
-    PHASES,
     WHOLE,
     FunctionTime,
     Memory,
     RankMemory,
     RankRecord,
     StepRecord,
-    known_fields,
     rank_path,
     read_json,
     read_memory,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from speechdp.timing.samples import Samples
 
 __all__ = [
-    "BACKWARD", "FACTS_NAME", "FORWARD", "FUNCTIONS", "MEMORY_NAME", "PHASES", "WHOLE", "FunctionTime",
+    "BACKWARD", "FACTS_NAME", "FORWARD", "FUNCTIONS", "MEMORY_NAME", "WHOLE", "FunctionTime",
     "JobEntry",
     "Memory", "Profile", "ProfileJob", "RankMemory", "RankRecord", "Record", "Settings", "StepRecord",
     "rank_path", "read_job", "read_profile", "read_record", "write_json", "write_record",
@@ -43,7 +42,7 @@ __all__ = [
 FILE_NAME = "profile.json"
 PROFILE_FORMAT = "speechdp-profile"
 PROFILE_VERSION = 1
-PENDING, COMPLETE, FAILED = "pending", "complete", "failed"
+STATES = PENDING, COMPLETE, FAILED = "pending", "complete", "failed"
 
 #: Kinds of jobs: all functions with a rank's batch, or all ranks' batch, constant; one module alone; kinds of
 #: trainloader.
@@ -215,15 +214,23 @@ def read_record(out: Path) -> Record:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != PROFILE_FORMAT or content["version"] != PROFILE_VERSION:
             raise ValueError(f"format {content['format']!r}, version {content['version']!r}")
-        jobs = tuple(JobEntry(**known_fields(JobEntry, job)) for job in content["jobs"])
-        listed = {key: tuple(content.get(key) or ()) for key in ("command", "notes")}
-        settings = Settings(**{**known_fields(Settings, content), **listed})
+        jobs = tuple(_checked_job(JobEntry(**checked_fields(JobEntry, job))) for job in content["jobs"])
+        values = checked_fields(Settings, content)
+        listed = {key: tuple(values.get(key, ())) for key in ("command", "notes")}
+        settings = Settings(**{**values, **listed})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); run speechdp profile into {out}") from error
     for job in jobs:
         if not isinstance(job.folder, str) or job.folder in ("", "..") or Path(job.folder).name != job.folder:
             raise ConfigError(f"{path}: {job.folder!r} is not the name of a folder beside it; mend the file")
     return Record(settings, jobs)
+
+
+def _checked_job(job: JobEntry) -> JobEntry:
+    """Return the job.  Raises ValueError: of no known kind or state, or without ranks."""
+    if job.kind not in KINDS or job.state not in STATES or job.ranks < 1:
+        raise ValueError(f"job {job.name!r} of kind {job.kind!r}, {job.ranks} ranks, state {job.state!r}")
+    return job
 
 
 def read_profile(out: Path) -> Profile:
@@ -244,6 +251,8 @@ def read_profile(out: Path) -> Profile:
 def read_job(entry: JobEntry, path: Path) -> ProfileJob:
     """Read what the ranks of a finished job recorded.  Raises RunError: missing or damaged files."""
     records = tuple(read_rank(rank_path(path, rank)) for rank in range(entry.ranks))
+    for rank, record in enumerate(records):
+        _check_rank(entry, rank_path(path, rank), rank, record)
     memory, facts = path / MEMORY_NAME, path / FACTS_NAME
     return ProfileJob(
         entry,
@@ -253,3 +262,11 @@ def read_job(entry: JobEntry, path: Path) -> ProfileJob:
         read_json(facts) if facts.is_file() else None,
         tuple(sorted(path.glob("samples-*.jsonl"))),
     )
+
+
+def _check_rank(entry: JobEntry, path: Path, rank: int, record: RankRecord) -> None:
+    """Refuse the file of another rank, and one that has lost steps.  Raises RunError."""
+    if record.rank != rank:
+        raise RunError(f"{path}: is that of rank {record.rank}; run the profile again")
+    if entry.steps and len(record.steps) != entry.steps:
+        raise RunError(f"{path}: has {len(record.steps)} of {entry.steps} steps; run the profile again")

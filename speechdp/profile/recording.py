@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from speechdp.comm.environment import host_name
 from speechdp.errors import RunError
+from speechdp.launching.cores import available_cores
 from speechdp.profile.common_start import CommonStart
 from speechdp.profile.measured import (
     FACTS_NAME,
@@ -61,14 +63,31 @@ def write_facts(session: Session, folder: Path, parts: TrainingParts) -> None:
         gpu_peak_bytes=gpu_peak,
     )
     ranks = tuple(RankMemory(**each) for each in comm.allgather_object(asdict(own)))
+    cpus = comm.allgather_object(describe_cpu())
     if comm.rank == 0:
         write_json(folder / MEMORY_NAME, asdict(Memory("gpu" if on_gpu else "rss", ranks)))
         facts = {
             **session.facts,
             "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",
+            "cpus": cpus,
             "backend": comm.backend,
             "threads": torch.get_num_threads(),
             "num_parameters": sum(p.numel() for p in parts.model.parameters()),
         }
         write_json(folder / FACTS_NAME, facts)
     comm.barrier()
+
+
+def describe_cpu(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the CPU of this host and the cores left to a process, e.g. "EPYC 7763, 16 cores".
+
+    Args:
+        cpu_info: Linux's description; where it names no model, the architecture stands for it.
+    """
+    try:
+        lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cores = available_cores()
+    return f"{(models or [platform.machine()])[0]}, {cores} core{'' if cores == 1 else 's'}"

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ ENDINGS: tuple[Ending, ...] = ("stop", "attention", "limit")
 
 _NUM_RESAMPLES = 1000
 _PERCENTILES = (2.5, 97.5)
+_DRAWN_AT_ONCE = 2**20  # numbers: 8 MiB, however many utterances there are
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,13 @@ class Mean:
     def of(cls, values: Sequence[float], seed: int = 1) -> Mean:
         """Compute it, the interval by percentile bootstrap over utterances, as word errors have it."""
         array = np.asarray(values, dtype=np.float64)
-        drawn = np.random.default_rng(seed).integers(len(array), size=(_NUM_RESAMPLES, len(array)))
-        low, high = np.percentile(array[drawn].mean(axis=1), _PERCENTILES)
+        rng = np.random.default_rng(seed)
+        means = np.empty(_NUM_RESAMPLES)
+        rows = max(1, _DRAWN_AT_ONCE // len(array))
+        for first in range(0, _NUM_RESAMPLES, rows):
+            block = means[first : first + rows]
+            block[:] = array[rng.integers(len(array), size=(len(block), len(array)))].mean(axis=1)
+        low, high = np.percentile(means, _PERCENTILES)
         return cls(float(array.mean()), float(low), float(high))
 
 
@@ -104,22 +111,22 @@ class SynthesisResult:
     facts: Mapping[str, Any]
     pictures: tuple[str, ...]
 
-    @property
+    @cached_property
     def mcd_db(self) -> Mean:
         """Mel-cepstral distortion in dB."""
         return Mean.of([one.mcd_db for one in self.said])
 
-    @property
+    @cached_property
     def mcd_sl_db(self) -> Mean:
         """The same, times the longer length over the shorter one."""
         return Mean.of([one.mcd_sl_db for one in self.said])
 
-    @property
+    @cached_property
     def focus_rate(self) -> Mean:
         """Mean of the attention's largest weight."""
         return Mean.of([one.focus_rate for one in self.said])
 
-    @property
+    @cached_property
     def diagonality(self) -> Mean:
         """Nearness of the attention to the diagonal."""
         return Mean.of([one.diagonality for one in self.said])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from speechdp.train.model_file import LoadedSynthesis
 
 FOLDER = "synthesis"
 _UNSAFE = re.compile(r"[^\w.+-]+")
-_MAX_NAME = 80
+#: With "-recorded.wav" and what a file is called while it is written, 255 bytes are not reached.
+_MAX_NAME_BYTES = 160
 _ENDINGS = {"stop": "", "attention": " (ended by its attention)", "limit": " (did not stop; cut)"}
 
 
@@ -66,6 +68,8 @@ def picture_of(
 def show(example: Example, loaded: LoadedSynthesis, run_dir: Path, split: str) -> str:
     """Write RUN/synthesis/SPLIT-ID.png and a WAV a source beside it; return the picture's name in the run.
 
+    Of an id that cannot stand in a file's name as it is, or is long, the name ends in part of a checksum.
+
     Raises:
         RunError: the disk refuses.
     """
@@ -74,9 +78,20 @@ def show(example: Example, loaded: LoadedSynthesis, run_dir: Path, split: str) -
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise RunError(f"{folder}: cannot be made ({error.strerror}); check the run's rights") from error
-    name = _UNSAFE.sub("_", f"{split}-{example.utterance_id}")[:_MAX_NAME]
+    name = _file_name(f"{split}-{example.utterance_id}")
     picture = picture_of(example.text, example.symbols, example.speech, loaded, example.recorded_mel)
     draw_picture(picture, folder / f"{name}.png")
     for source, samples in example.sound.items():
         write_wav(folder / f"{name}-{source}.wav", samples, loaded.sampling_rate)
     return f"{FOLDER}/{name}.png"
+
+
+def _file_name(wanted: str) -> str:
+    """Return a name without signs and not too long, another one for each name that is wanted."""
+    cleaned = _UNSAFE.sub("_", wanted)
+    encoded = cleaned.encode()
+    if cleaned == wanted and len(encoded) <= _MAX_NAME_BYTES:
+        return wanted
+    digest = hashlib.sha256(wanted.encode(errors="backslashreplace")).hexdigest()[:8]
+    # "~" is no sign of a cleaned name, so that none of those ends like this.
+    return f"{encoded[:_MAX_NAME_BYTES].decode(errors='ignore')}~{digest}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from speechdp.timing.jsonl import read_lines
 from speechdp.timing.records import finite
 
 Array = NDArray[np.float64]
+
+#: A rank as the sampler writes it: "01" is none.
+_RANK = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,8 +144,8 @@ def _numbers(rows: list[list[Any]]) -> Array:
 
 
 def _numbered(ranks: Any) -> list[int]:
-    """Return the keys of an object that are numbers: JSON has no other keys than strings."""
-    return [int(key) for key in ranks if key.isdecimal()] if isinstance(ranks, dict) else []
+    """Return the keys of an object that are ranks: JSON has no other keys than strings."""
+    return [int(key) for key in ranks if _RANK.fullmatch(key)] if isinstance(ranks, dict) else []
 
 
 def _names(gpus: Any) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from speechdp.atomic_file import atomic_path
+from speechdp.data.dataset import MANIFEST_NAME
 from speechdp.data.features import FeatureConfig
 from speechdp.data.symbols import SymbolInventory
 from speechdp.decode.hmm import log_priors, self_loop_probabilities
@@ -181,6 +182,10 @@ class _ModelFile:
 def _reading(run_dir: Path) -> Iterator[_ModelFile]:
     """Read a model file; what the block finds wrong with it is told in one line."""
     path = run_dir / MODEL_NAME
+    if not run_dir.is_dir():
+        raise RunError(f"{run_dir}: no such folder; give that of a finished run")
+    if (run_dir / MANIFEST_NAME).is_file():
+        raise RunError(f"{run_dir}: is a data directory, not a run; give the folder that train wrote")
     if not path.is_file():
         raise RunError(f"{path}: no such model; {run_dir} is not a finished run, train it or use --resume")
     try:

@@ -26,31 +26,12 @@ from speechdp.train.session import Session
 
 
 def check_task(dataset: Dataset, options: TrainOptions) -> None:
-    """Refuse data that are another task's, and options that mean nothing to the task.
-
-    Raises:
-        ConfigError: names the option.
-    """
+    """Refuse data that are another task's.  Raises ConfigError."""
     if dataset.task != options.task:
         raise ConfigError(
             f"{dataset.path}: was prepared for --task {dataset.task}, not {options.task}; "
             f"add --task {dataset.task}, or prepare other data"
         )
-    if options.task == "acoustic":
-        return
-    batches = options.batches()
-    refused = {
-        "--chunk-frames": batches.chunk_frames,
-        "--left-context": batches.left_context,
-        "--right-context": batches.right_context,
-        "--alignments": options.alignments,
-        "--realign": options.realign,
-    }
-    for option, value in refused.items():
-        if value:
-            raise ConfigError(
-                f"{option} {value}: synthesis takes utterances whole, with their texts; leave it out"
-            )
 
 
 def make_model(dataset: Dataset, options: TrainOptions) -> nn.Module:

@@ -60,6 +60,7 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
     state = _prepare_folder(session, options, run, resume=resume)
     if options.recipe != "none":
         session.reporter.notice(_describe_recipe(options, resolved, strategy))
+    session.reporter.notice(_describe_model(session, resolved))
     with ExitStack() as stack:
         stack.callback(session.reporter.end)  # also after a failure: a live bar hides the cursor
         trainer, sources = build_trainer(session, options, run_dir, stack)
@@ -88,6 +89,23 @@ def _describe_recipe(options: TrainOptions, resolved: TrainOptions, strategy: St
         f"recipe {options.recipe}: {batch} segments a rank and step, "
         f"learning rate {schedule.learning_rate:g} ({rise}), strategy {strategy.name}"
     )
+
+
+def _describe_model(session: Session, resolved: TrainOptions) -> str:
+    """Return in a line what is trained on how much."""
+    batch = resolved.batches()
+    what = f"{batch.batch_size} segments" if batch.batch_size else f"up to {batch.batch_frames} frames"
+    dataset, split = session.dataset, resolved.train_split
+    hours = dataset.num_frames(split) * dataset.features.frame_shift_s / 3600
+    return (
+        f"{resolved.preset_name}, {_num_parameters(session, resolved):,} parameters; {what} a rank and step; "
+        f"{hours:.2f} h in {dataset.num_utterances(split):,} utterances; {resolved.num_epochs} epochs"
+    )
+
+
+def _num_parameters(session: Session, resolved: TrainOptions) -> int:
+    with torch.device("meta"):  # only to count: the weights themselves are made when training is built
+        return sum(p.numel() for p in make_model(session.dataset, resolved).parameters())
 
 
 def _keep_complete(session: Session, options: TrainOptions, run: RunDirectory) -> None:
@@ -128,8 +146,6 @@ def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
     strategy = parse_strategy(options.strategy)
     workers = training_ranks(options, session.comm.size)
     resolved = options.resolve(workers)
-    with torch.device("meta"):  # only to count: the weights themselves are made when training is built
-        num_parameters = sum(p.numel() for p in make_model(session.dataset, resolved).parameters())
     period = getattr(strategy, "period", getattr(strategy, "every", None))
     return {
         "strategy": describe(strategy),
@@ -142,7 +158,7 @@ def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
         "task": options.task,
         "preset": options.preset_name,
         "batch_size": resolved.batches().batch_size,
-        "num_parameters": num_parameters,
+        "num_parameters": _num_parameters(session, resolved),
         "options": options.to_json(workers),
         "fingerprint": options.fingerprint(),
         "data": {"path": str(session.dataset.path), "checksum": session.dataset.checksum},

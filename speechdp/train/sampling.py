@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -30,6 +31,9 @@ def sampled(session: Session, hz: float, run_dir: Path, timeline: Timeline) -> A
 def sampled_into(session: Session, hz: float, folder: Path, origin_s: float) -> Iterator[None]:
     """Note in FOLDER/samples-HOST.jsonl what ranks use while the block runs.  Collective at its begin.
 
+    What kept a host from being recorded is told at the end, also of a block that fails, by the rank that
+    sampled it: ranks that have failed must not wait for one another.
+
     Args: as of `sampled`; `origin_s`, by `time.perf_counter`, is what the samples' times count from.
     """
     if hz == 0:
@@ -48,7 +52,18 @@ def sampled_into(session: Session, hz: float, folder: Path, origin_s: float) -> 
         origin_s=origin_s,
         gpu_of_rank={rank: it["gpu"] for rank, it in here.items() if it["gpu"] is not None},
     )
-    with sampler:
-        yield
-    if sampler.problem is not None:
-        session.reporter.notice(sampler.problem)
+    try:
+        with sampler:
+            yield
+    finally:
+        if sampler.problem is not None:
+            _tell(session, sampler.problem)
+
+
+def _tell(session: Session, problem: str) -> None:
+    """Show one line: only rank 0 has a reporter that is not silent."""
+    if session.comm.rank == 0:
+        session.reporter.notice(problem)
+        return
+    sys.stderr.write(f"speechdp: rank {session.comm.rank}: {problem}\n")
+    sys.stderr.flush()

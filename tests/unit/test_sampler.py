@@ -270,3 +270,11 @@ def test_odd_lines_are_passed_over(tmp_path: Path) -> None:
     assert samples.cpu_percent.tolist()[0] == [50] and np.isnan(samples.cpu_percent[1, 0])
     assert samples.rss_bytes[0, 0] == 7 and samples.gpu_percent.shape == (3, 0)
     assert np.isnan(samples.cpu_percent[2, 0]) and np.isnan(samples.rss_bytes[2, 0])
+
+
+def test_keys_that_are_no_ranks_are_passed_over(tmp_path: Path) -> None:
+    keys = {"01": 0, "1": 1, "9" * 5000: 0, "\u0663": 1}
+    head = {"kind": "gpu", "hz": 10, "ranks": keys, "gpus": ["a", "b"], "gpu_of_rank": keys}
+    (tmp_path / "s.jsonl").write_text(json.dumps(head) + "\n")
+    samples = read_samples(tmp_path / "s.jsonl")
+    assert samples.ranks == (1,) and samples.gpu_of_rank == {1: 1}

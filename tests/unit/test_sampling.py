@@ -120,6 +120,26 @@ def test_the_first_rank_of_each_host_samples_the_ranks_there(
     assert head["ranks"] == {"1": os.getpid(), "3": os.getpid()}
 
 
+def test_a_host_without_rank_0_says_what_failed_also_when_stopped(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = threading.local()
+    monkeypatch.setattr(sampling, "host_name", lambda: host.name)
+    (tmp_path / "samples-n1.jsonl").mkdir()  # a folder in its way
+    reporter = Notices()
+
+    def on_rank(comm: Communicator) -> None:
+        host.name = f"n{comm.rank}"
+        session = Session(dataset, comm, CPU, reporter if comm.rank == 0 else SilentReporter())
+        with pytest.raises(KeyError), sampling.sampled_into(session, 10, tmp_path, 0.0):
+            raise KeyError
+
+    run_threads(2, on_rank)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("speechdp: rank 1: ") and "samples-n1.jsonl: utilisation is not recorded" in line
+    assert reporter.lines == []
+
+
 def test_samples_count_time_as_the_timeline_does() -> None:
     timeline = Timeline(None, rank=0, device=CPU)
     fresh = timeline.origin_s

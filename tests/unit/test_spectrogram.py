@@ -117,6 +117,15 @@ def test_speech_survives_griffin_and_lim() -> None:
         ({"num_fft": 513}, "must be even"),
         ({"num_mel_bins": 300}, "300 mel bins are too many for 8000 Hz"),
         ({"frame_shift_ms": 0.01}, "holds no samples"),
+        (
+            {"num_fft": 3_000_000_000},
+            r"too large for a window of 50 ms at 8000 Hz \(at most 6400\); give 512",
+        ),
+        ({"num_fft": 131072, "frame_length_ms": 5000.0}, r"at most 65536\); give 65536"),
+        ({"frame_length_ms": 1e9}, "has over 65536 samples"),
+        ({"num_mel_bins": 3_000_000_000}, "3000000000 mel bins are too many"),
+        ({"frame_shift_ms": 51.0}, "a shift of 51 ms leaves out sound"),
+        ({"frame_length_ms": float("nan")}, "finite"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -25,6 +25,7 @@ _LEXICON = Lexicon({"NO": (("N", "OW"),), "one": (("W", "AH", "N"), ("W", "AA", 
         ("1,000 or 12.05", "one thousand or twelve point zero five"),
         ("It\u2019s \u201cwell-known\u201d \u2013 (yes) ; no .", "it's well known, yes, no."),
         ("b2b", "b two b"),
+        ("-5 or (\u22123), 7-8, well-4 - 2", "minus five or minus three, seven eight, well four two"),
         ("\uff13 \u00e9t\u00e9", "three \u00e9t\u00e9"),
     ],
 )
@@ -53,6 +54,10 @@ def test_numbers_in_words(number: int, words: str) -> None:
 def test_large_numbers_are_refused() -> None:
     with pytest.raises(ConfigError, match="1000000 is not put into words"):
         normalise("1000000")
+    with pytest.raises(ConfigError, match=r"number 111111111111\.\.\. \(5000 digits\) is not put") as raised:
+        normalise("1" * 5000)
+    assert len(str(raised.value)) < 120
+    assert normalise("0" * 5000).split() == ["zero"] * 5000
 
 
 def test_characters() -> None:

@@ -74,7 +74,7 @@ def attend(
 def attention_rnn(
     prenet: Tensor, memory: Tensor, keys: Tensor, mask: Tensor, weights: AttentionWeights
 ) -> AttentionOutput:
-    """Return what `attention_rnn_loop` returns, faster, forward and backward; in the weights' type, float32 or float64.
+    """Return what `attention_rnn_loop` returns, faster, forward and backward, in the weights' type.
 
     A key beyond ±43 (float32) counts as ±43: exact as long as no query is as large the other way.
     """
