@@ -23,8 +23,8 @@ class ReportCommand:
     sub-folder `report`, that of a comparison to `compare`."""
 
     target: float | None = None
-    """Held-out log-probability in nats/frame for the time to target; default: the highest all reached (of
-    a comparison: three quarters of its runs)."""
+    """Held-out log-probability in nats/frame (of synthesis: the L1 error) for the time to target; default:
+    the best all reached (of a comparison: three quarters of its runs)."""
 
     def run(self) -> int:
         """Write the report and print its table, its answer and where it lies."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from speechdp.compare.groups import Group
 from speechdp.compare.plan import FRAMES, TIME
+from speechdp.compare.table import group_terms
 from speechdp.timing import wording
-from speechdp.timing.answer import LOG_PROB_TOLERANCE, accurate_enough, near_enough
-from speechdp.timing.cautions import SYNTHESIS_NOTE
+from speechdp.timing.answer import LOG_PROB_TOLERANCE, SYNTHESIS_TOLERANCE, accurate_enough, near_enough
+from speechdp.timing.cautions import synthesis_note
 
 #: Seeds that a claim needs.
 CLAIM_SEEDS = 3
@@ -18,6 +19,11 @@ RULE = (
     f"held-out log-probability is within {LOG_PROB_TOLERANCE} nats/frame of the best, or within the best "
     "one's standard deviation over seeds where that is larger, and whose 95 % interval of the word error "
     "rate overlaps that of the lowest one."
+)
+SYNTHESIS_RULE = (
+    "Rule, for each number of ranks: the fastest strategy (frames/s at equal frames) whose mean final "
+    f"held-out L1 error is within {100 * SYNTHESIS_TOLERANCE:.0f} % of the smallest, or within the best "
+    "one's standard deviation over seeds where that is larger."
 )
 
 
@@ -52,6 +58,11 @@ def choose(groups: Sequence[Group]) -> Choice:
     return Choice(_headline(chosen, groups), tuple(details), _cautions(groups), chosen)
 
 
+def rule_for(groups: Sequence[Group]) -> str:
+    """Return the rule of the choice, in the terms of the runs' task."""
+    return SYNTHESIS_RULE if group_terms(groups).is_error else RULE
+
+
 def _tolerance(best: Group) -> float:
     deviation = best.log_probs.deviation if best.log_probs else None
     result = best.finished[0].result
@@ -80,15 +91,17 @@ def _headline(chosen: dict[int, Group], groups: Sequence[Group]) -> str:
 
 def _sentences(ranks: int, chosen: Group, best: Group, groups: Sequence[Group]) -> list[str]:
     reference = next((g for g in groups if g.ranks == 1 and g.mode == FRAMES and g.frames_per_s), None)
+    terms = group_terms([chosen])
     text = f"{ranks} ranks: {chosen.label} with {_rate(chosen)}"
     if reference is not None and reference.frames_per_s and chosen.frames_per_s:
         times = wording.times(chosen.frames_per_s.mean / reference.frames_per_s.mean)
-        text += f" ({times} times one rank, which reaches {wording.nats(reference.log_prob)})"
+        text += f" ({times} times one rank, which reaches {terms.number(reference.log_prob)})"
     text += f", {_accuracy(chosen)}"
     if best is chosen:
         text += ", the best of all, too."
     else:
-        text += f"; the best log-probability is that of {best.label}: {_accuracy(best)} at {_rate(best)}."
+        name = "smallest L1 error" if terms.is_error else "best log-probability"
+        text += f"; the {name} is that of {best.label}: {_accuracy(best)} at {_rate(best)}."
     return [text, *_at_equal_time(ranks, chosen, groups)]
 
 
@@ -101,7 +114,7 @@ def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[s
     if best.strategy == chosen.strategy:
         return [f"In equal time it is the most accurate one: {_accuracy(best)}."]
     own = next((group for group in rows if group.strategy == chosen.strategy), None)
-    beside = f", where it has {wording.nats(own.log_prob)}" if own else ""
+    beside = f", where it has {group_terms([own]).number(own.log_prob)}" if own else ""
     return [f"In equal time {best.label} is the most accurate: {_accuracy(best)}{beside}."]
 
 
@@ -123,15 +136,16 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
         notes.append(
             f"{waiting} runs have not finished yet; the command of the comparison goes on with them."
         )
-    if any(run.result is not None and run.result.is_synthesis for group in groups for run in group.runs):
-        notes.append(SYNTHESIS_NOTE)
+    note = synthesis_note([run.result for group in groups for run in group.runs if run.result is not None])
+    if note:
+        notes.append(note)
     elif groups and all(group.word_errors is None for group in groups):
         notes.append("No run was decoded: the word error rate played no part in the choice.")
     return tuple(notes)
 
 
 def _accuracy(group: Group) -> str:
-    text = f"{wording.nats(group.log_prob)} nats/frame"
+    text = group_terms([group]).with_unit(group.log_prob)
     if group.word_errors is not None:
         text += f" and WER {wording.percent(group.word_errors.wer, 1)} %"
     return text.replace(" %", "\u00a0%")

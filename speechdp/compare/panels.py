@@ -10,6 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from speechdp.compare.groups import SEQUENTIAL_LABEL, Group
 from speechdp.compare.plan import FRAMES, TIME
+from speechdp.compare.table import group_terms
 from speechdp.timing import wording
 from speechdp.timing.canvas import Canvas, style_axes
 from speechdp.timing.figures import Frame
@@ -83,7 +84,9 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
     shown = [group for group in groups if group.ranks == ranks and group.frames_per_s and group.log_probs]
     if not shown:
         return False
-    style_axes(ax, f"{ranks} ranks: accuracy against speed", "nats/frame", canvas.theme)
+    terms = group_terms(groups)
+    what = "L1 error" if terms.is_error else "accuracy"
+    style_axes(ax, f"{ranks} ranks: {what} against speed", terms.unit, canvas.theme)
     for group in shown:
         assert group.frames_per_s is not None and group.log_probs is not None
         colour = canvas.colours[group.label]
@@ -109,6 +112,7 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
     _mark_what_lies_below(ax, shown, canvas)
     ax.xaxis.set_major_locator(MaxNLocator(5))
     ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    terms.finish_axis(ax)
     return True
 
 
@@ -168,8 +172,8 @@ def _draw_learning(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas
     own = [curve for group in shown if group.ranks == ranks for curve in curves[id(group)]]
     longest = max(curve[-1][0] for curve in own)
     scale, unit = time_unit(longest) if over_time else frames_unit(longest)
-    name = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    style_axes(ax, f"{name}: over {'time' if over_time else 'frames'}", "nats/frame", canvas.theme)
+    name, terms = "1 rank" if ranks == 1 else f"{ranks} ranks", group_terms(groups)
+    style_axes(ax, f"{name}: over {'time' if over_time else 'frames'}", terms.axis, canvas.theme)
     for group in shown:
         _draw_group(ax, group, curves[id(group)], scale, canvas)
     ax.set_xlabel(f"training time ({unit})" if over_time else f"frames trained on, all ranks ({unit})")
@@ -177,6 +181,7 @@ def _draw_learning(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas
     ax.set_xlim(0, longest / scale * 1.03)
     # The same heights on the plots of all numbers of ranks.
     _limit(ax, [curve for group in groups for curve in curves[id(group)]])
+    terms.finish_axis(ax)
     return True
 
 
@@ -237,22 +242,29 @@ def _draw_reference(ax: Axes, groups: Sequence[Group], canvas: Canvas) -> None:
 
 def _mark_what_lies_below(ax: Axes, groups: Sequence[Group], canvas: Canvas) -> None:
     """Put an arrow at the lower edge for a strategy whose accuracy lies below the picture."""
-    low, high = ax.get_ylim()
+    (low, high), terms = ax.get_ylim(), group_terms(groups)
     for group in groups:
         if group.frames_per_s is None or group.log_prob is None or group.log_prob >= low:
             continue
         x, y = group.frames_per_s.mean, low + 0.05 * (high - low)
-        (mark,) = ax.plot([x], [y], "v", color=canvas.colours[group.label], markersize=8, zorder=4)
-        canvas.tip(mark, f"{_tip(group)} (below the picture)")
+        (mark,) = ax.plot(
+            [x],
+            [y],
+            "^" if terms.is_error else "v",
+            color=canvas.colours[group.label],
+            markersize=8,
+            zorder=4,
+        )
+        canvas.tip(mark, f"{_tip(group)} ({'above' if terms.is_error else 'below'} the picture)")
         ax.annotate(
-            wording.nats(group.log_prob), (x, y), xytext=(7, 0), textcoords="offset points", va="center",
+            terms.number(group.log_prob), (x, y), xytext=(7, 0), textcoords="offset points", va="center",
             color=canvas.theme.muted, fontsize="small",
         )  # fmt: skip
 
 
 def _tip(group: Group) -> str:
     speed = wording.count(group.frames_per_s.mean if group.frames_per_s else None)
-    text = f"{group.label}: {wording.nats(group.log_prob)} nats/frame at {speed} frames/s"
+    text = f"{group.label}: {group_terms([group]).with_unit(group.log_prob)} at {speed} frames/s"
     if group.word_errors is not None:
         text += f", WER {wording.percent(group.word_errors.wer, 1)} %"
     return f"{text}; {len(group.finished)} seed(s)"

@@ -11,13 +11,22 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from speechdp.compare.choice import RULE, Choice, choose
+from speechdp.compare.choice import Choice, choose, rule_for
 from speechdp.compare.groups import Comparison, Group, common_target, make_groups, read_comparison
 from speechdp.compare.panels import Panel, dashes, make_canvas, make_panels
-from speechdp.compare.table import COLUMNS, SPREAD_NOTE, TITLES, ComparisonTable, csv_text, page_rows
-from speechdp.timing import theme, wording
+from speechdp.compare.table import (
+    SPREAD_NOTE,
+    TITLES,
+    ComparisonTable,
+    csv_text,
+    group_terms,
+    page_rows,
+    shown_columns,
+)
+from speechdp.timing import theme
 from speechdp.timing.figures import STYLE, svg_of
 from speechdp.timing.pages import WrittenReport, check_target, page_templates, writing_into
+from speechdp.timing.terms import terms_of
 
 #: Settings that say nothing to a reader: the checksum of the data.
 _UNSHOWN = ("data",)
@@ -35,8 +44,10 @@ def write_comparison(out: Path, target: float | None = None) -> WrittenReport:
         ConfigError: compare.json is damaged, or `target` is no log-probability.
         RunError: the report cannot be written.
     """
-    check_target(target)
     comparison = read_comparison(out)
+    runs = [run.result for run in comparison.runs if run.result is not None]
+    target = terms_of(runs).recorded(target)
+    check_target(target)
     if target is None:
         target = common_target(comparison.runs)
     groups = make_groups(comparison, target)
@@ -56,7 +67,7 @@ def write_comparison(out: Path, target: float | None = None) -> WrittenReport:
 def render_page(comparison: Comparison, groups: Sequence[Group], choice: Choice, target: float | None) -> str:
     """Return the page: one HTML document without a reference to anything outside of it."""
     environment = page_templates()
-    canvas = make_canvas(groups, theme.PAGE)
+    canvas, columns = make_canvas(groups, theme.PAGE), shown_columns(groups)
     # Our own drawings, whose every text matplotlib or html.escape has escaped.
     lines = [
         [(panel.name, Markup(svg)) for panel in line if (svg := _svg(panel, groups)) is not None]
@@ -66,12 +77,12 @@ def render_page(comparison: Comparison, groups: Sequence[Group], choice: Choice,
         title=comparison.path.resolve().name,
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         choice=choice,
-        rule=RULE,
-        target=None if target is None else wording.nats(target),
+        rule=rule_for(groups),
+        target=None if target is None else group_terms(groups).with_unit(target),
         spread_note=SPREAD_NOTE,
-        columns=COLUMNS,
+        columns=columns,
         tables=[
-            (mode, title, page_rows([group for group in groups if group.mode == mode]))
+            (mode, title, page_rows([group for group in groups if group.mode == mode], columns))
             for mode, title in TITLES.items()
             if any(group.mode == mode for group in groups)
         ],

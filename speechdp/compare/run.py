@@ -26,6 +26,7 @@ from speechdp.errors import RunError
 from speechdp.timing import wording
 from speechdp.timing.derived import run_figures
 from speechdp.timing.summary import read_run
+from speechdp.timing.terms import terms_of
 
 ALIGNMENT = "alignment"
 LOGS = "logs"
@@ -250,7 +251,7 @@ def _news(run_dir: Path, message: str | None, wall_s: float | None) -> str:
     figures = run_figures(read_run(run_dir), None, None)
     words = [
         f"{wording.count(figures.frames_per_s)} frames/s",
-        f"{wording.nats(figures.log_prob)} nats/frame",
+        terms_of([figures.run]).with_unit(figures.log_prob),
     ]
     if figures.word_errors is not None:
         words.append(f"WER {wording.percent(figures.word_errors.wer, 1)} %")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -16,6 +16,7 @@ from speechdp.compare.groups import Group, Spread
 from speechdp.compare.plan import FRAMES
 from speechdp.timing import wording
 from speechdp.timing.tables import Cell, Column, Value, make_cell
+from speechdp.timing.terms import SYNTHESIS, Terms, terms_of
 
 TITLES = {FRAMES: "At equal frames", "time": "At equal time"}
 SPREAD_NOTE = "Mean over seeds ± sample standard deviation; one seed has none."
@@ -127,6 +128,39 @@ COLUMNS: tuple[Column[Group], ...] = (
 )  # fmt: skip
 
 
+#: Titles and meanings of a comparison of synthesis.
+_OF_SYNTHESIS = {
+    "heldout_log_prob": ("held-out L1", "Mean absolute error of spectrograms on held-out data at the end."),
+    "frame_accuracy": ("attention max.", "Mean of the attention's largest weight on held-out data."),
+}
+
+
+def group_terms(groups: Sequence[Group]) -> Terms:
+    """Return what the held-out figures of the groups' runs are called."""
+    return terms_of(run.result for group in groups for run in group.runs if run.result is not None)
+
+
+def shown_columns(groups: Sequence[Group]) -> tuple[Column[Group], ...]:
+    """Return the columns to show, in the terms of the runs' task."""
+    if not group_terms(groups).is_error:
+        return COLUMNS
+    shown: list[Column[Group]] = []
+    for column in COLUMNS:
+        title, meaning = _OF_SYNTHESIS.get(column.key, (column.title, column.meaning))
+        named = replace(column, title=title, meaning=meaning)
+        if column.key == "heldout_log_prob":
+            error = Measure(column.key, title, SYNTHESIS.unit, meaning, _errors, lambda value: f"{value:.4f}")
+            named = replace(named, unit=error.unit, text=_text(error), value=_mean(error))
+        if column.key != "wer":
+            shown.append(named)
+    return tuple(shown)
+
+
+def _errors(group: Group) -> Spread | None:
+    spread = group.log_probs
+    return None if spread is None else replace(spread, values=tuple(-value for value in spread.values))
+
+
 @dataclass(frozen=True)
 class ComparisonTable:
     """The table for a terminal."""
@@ -139,26 +173,27 @@ class ComparisonTable:
         for mode, title in TITLES.items():
             rows = [group for group in self.groups if group.mode == mode]
             if rows:
-                yield _terminal_table(rows, title)
+                yield _terminal_table(rows, title, shown_columns(self.groups))
         if self.target is not None:
-            yield Text(f"to target: until {wording.nats(self.target)} nats/frame.  {SPREAD_NOTE}")
+            until = group_terms(self.groups).with_unit(self.target)
+            yield Text(f"to target: until {until}.  {SPREAD_NOTE}")
 
 
-def _terminal_table(groups: Sequence[Group], title: str) -> Table:
+def _terminal_table(groups: Sequence[Group], title: str, columns: Sequence[Column[Group]]) -> Table:
     table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("strategy", overflow="fold", min_width=12)
-    for column in COLUMNS:
+    for column in columns:
         table.add_column(f"{column.title}\n{column.unit}", justify="right", overflow="fold")
     for index, group in enumerate(groups):
         last_of_ranks = index + 1 < len(groups) and groups[index + 1].ranks != group.ranks
-        cells = [Text(group.label)] + [Text(column.text(group)) for column in COLUMNS]
+        cells = [Text(group.label)] + [Text(column.text(group)) for column in columns]
         table.add_row(*cells, end_section=last_of_ranks, style="" if group.finished else "dim")
     return table
 
 
-def page_rows(groups: Sequence[Group]) -> list[tuple[Group, list[Cell]]]:
+def page_rows(groups: Sequence[Group], columns: Sequence[Column[Group]]) -> list[tuple[Group, list[Cell]]]:
     """Return each group with its cells, for the page."""
-    return [(group, [make_cell(column, group) for column in COLUMNS]) for group in groups]
+    return [(group, [make_cell(column, group) for column in columns]) for group in groups]
 
 
 def csv_text(groups: Sequence[Group], target: float | None) -> str:

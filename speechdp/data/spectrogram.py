@@ -89,24 +89,26 @@ def check_spectrogram(sampling_rate: int, config: FeatureConfig) -> None:
         raise ConfigError(
             f"{named} at {sampling_rate} Hz has over {_MAX_NUM_FFT} samples; give a shorter one"
         )
-    most = min(_MAX_NUM_FFT, _MAX_WINDOWS * window)
-    usual = min(most, usual_num_fft(sampling_rate, config.frame_length_ms))
-    if window > config.num_fft:
-        raise ConfigError(
-            f"num_fft {config.num_fft} is shorter than {named} at {sampling_rate} Hz ({window} samples); "
-            f"give {usual}"
-        )
-    if config.num_fft > most:
-        raise ConfigError(
-            f"num_fft {config.num_fft} is too large for {named} at {sampling_rate} Hz (at most {most}); "
-            f"give {usual}"
-        )
+    _check_num_fft(sampling_rate, config, window)
     fewer = config.num_mel_bins <= config.linear_dim  # more could not all be filled, and may be any number
     if not fewer or not mel_filters(sampling_rate, config.num_fft, config.num_mel_bins).any(axis=1).all():
         raise ConfigError(
             f"{config.num_mel_bins} mel bins are too many for {sampling_rate} Hz and num_fft "
             f"{config.num_fft}; use fewer --num-mel-bins, e.g. 40"
         )
+
+
+def _check_num_fft(sampling_rate: int, config: FeatureConfig, window: int) -> None:
+    """Refuse a transform that does not hold a window of so many samples, or is far longer."""
+    named = f"a window of {config.frame_length_ms:g} ms at {sampling_rate} Hz"
+    most = min(_MAX_NUM_FFT, _MAX_WINDOWS * window)
+    usual = min(most, usual_num_fft(sampling_rate, config.frame_length_ms))
+    if window > config.num_fft:
+        raise ConfigError(
+            f"num_fft {config.num_fft} is shorter than {named} ({window} samples); give {usual}"
+        )
+    if config.num_fft > most:
+        raise ConfigError(f"num_fft {config.num_fft} is too large for {named} (at most {most}); give {usual}")
 
 
 def compute_spectrogram(samples: _FloatArray, sampling_rate: int, config: FeatureConfig) -> _FloatArray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from speechdp.profile.cautions import find_cautions
+from speechdp.profile.cautions import about_few_steps, find_cautions
 from speechdp.profile.derived import (
     STEP,
     WAITING_FUNCTIONS,
@@ -18,6 +18,7 @@ from speechdp.profile.derived import (
     make_loading,
     waited_share,
 )
+from speechdp.profile.plan import BLOCKING_STEPS, TWO_STOPS
 from speechdp.profile.record import BLOCKING, FED, POOLED, STRONG, WEAK, Profile, ProfileJob
 from speechdp.profile.words import milliseconds, number, rank_count
 from speechdp.timing import wording
@@ -45,7 +46,8 @@ class ProfileAnswer:
     """The result in words.
 
     Attributes:
-        headline: one sentence: what scales worst, and what it costs.
+        warning: what makes all of the rest doubtful; "" if nothing does.
+        headline: one sentence: which function loses most time on more ranks.
         details: one sentence a subject.
         cautions: what the reader must know before trusting the above.
     """
@@ -53,11 +55,12 @@ class ProfileAnswer:
     headline: str
     details: tuple[str, ...]
     cautions: tuple[str, ...]
+    warning: str = ""
 
     @property
     def sentences(self) -> tuple[str, ...]:
         """All of it, in the order to be read."""
-        return (self.headline, *self.details, *self.cautions)
+        return (*filter(None, (self.warning,)), self.headline, *self.details, *self.cautions)
 
 
 def find_answer(profile: Profile, scalings: Sequence[Scaling]) -> ProfileAnswer:
@@ -74,12 +77,18 @@ def find_answer(profile: Profile, scalings: Sequence[Scaling]) -> ProfileAnswer:
         *loading_sentences(profile),
     ]
     return ProfileAnswer(
-        _headline(of_kind, compared), tuple(filter(None, details)), find_cautions(profile, scalings)
+        _headline(of_kind, compared),
+        tuple(filter(None, details)),
+        find_cautions(profile, scalings),
+        about_few_steps(profile),
     )
 
 
 def _judged(scaling: Scaling) -> list[tuple[float, str]]:
-    """Return (efficiency, function), worst first, of what is large enough to matter."""
+    """Return (efficiency, function) of what is large enough to matter, by the time it loses, most first.
+
+    A function loses on the most ranks what it takes longer there than if it scaled fully.
+    """
     most = scaling.ranks[-1]
     found = [
         (efficiency, name)
@@ -89,13 +98,13 @@ def _judged(scaling: Scaling) -> list[tuple[float, str]]:
         and costs[most].share >= JUDGED_SHARE
         and (efficiency := scaling.efficiency(name, most)) is not None
     ]
-    return sorted(found)
+    return sorted(found, key=lambda each: (each[0] - 1) * scaling.costs[each[1]][most].total_s)
 
 
 def _headline(of_kind: dict[str, Scaling], compared: Sequence[Scaling]) -> str:
     weak = of_kind.get(WEAK)
     if weak is not None and len(weak.ranks) > 1 and (judged := _judged(weak)):
-        return _worst(weak, *judged[0])
+        return _loses_most(weak, judged)
     if compared:
         name = compared[0].kind
         if name not in (WEAK, STRONG):
@@ -117,19 +126,22 @@ def _unscaled(only: Scaling) -> str:
     return f"{text}; the largest part of the step is {max(shares)[1]}, {wording.percent(max(shares)[0])} %."
 
 
-def _worst(weak: Scaling, efficiency: float, name: str) -> str:
+def _loses_most(weak: Scaling, judged: list[tuple[float, str]]) -> str:
     few, most = weak.ranks[0], weak.ranks[-1]
-    cost, first = weak.costs[name][most], weak.costs[name][few]
-    share = wording.percent(cost.share)
-    if efficiency >= SCALES:
+    worst, of_worst = min(judged)
+    if worst >= SCALES:
         return (
-            f"Every function scales to {rank_count(most)}: the worst, {name}, keeps an efficiency of "
-            f"{wording.percent(efficiency)} %."
+            f"Every function scales to {rank_count(most)}: the worst, {of_worst}, keeps an efficiency of "
+            f"{wording.percent(worst)} %."
         )
+    efficiency, name = judged[0]
+    costs = weak.costs[name]
     return (
-        f"{name.capitalize()} scales worst: on {rank_count(most)} it takes "
-        f"{cost.total_s / first.total_s:.2f} times as long as on {few}, which is an efficiency of "
-        f"{wording.percent(efficiency)} %, and has {share} % of the step."
+        f"{name.capitalize()} loses most: on {rank_count(most)} it takes "
+        f"{milliseconds(costs[most].total_s - costs[few].total_s)} ms a step more than on {few} "
+        f"({milliseconds(costs[most].total_s)} instead of {milliseconds(costs[few].total_s)} ms), which is an "
+        f"efficiency of {wording.percent(efficiency)} %, and has {wording.percent(costs[most].share)} % of "
+        "the step."
     )
 
 
@@ -185,11 +197,12 @@ def _strong(strong: Scaling | None) -> str:
     efficiency, judged = strong.efficiency(STEP, most), _judged(strong)
     if efficiency is None:
         return ""
+    worst = judged[0] if judged and judged[0][0] < 1 else None
     text = (
         f"With all ranks' batch constant the step keeps {wording.percent(efficiency)} % on {rank_count(most)}"
     )
-    if judged:
-        text += f"; worst {judged[0][1]} with {wording.percent(judged[0][0])} %"
+    if worst is not None:
+        text += f"; {worst[1]} loses most, with {wording.percent(worst[0])} %"
     return text + "."
 
 
@@ -269,6 +282,12 @@ def loading_sentences(profile: Profile) -> list[str]:
 
 
 def _blocking(blocking: Loading, pooled: Loading | None) -> str:
+    steps = max((together[0].step for together in job_steps(blocking.job)), default=0)
+    if steps <= TWO_STOPS:
+        return (
+            f"What a blocking trainloader costs cannot be said: {blocking.job.name} took {steps} steps, and it "
+            f"stops for the second time after {TWO_STOPS}; give --loader-steps {BLOCKING_STEPS} or more."
+        )
     text = f"A blocking trainloader takes {_share(blocking)} of the step on {rank_count(blocking.job.ranks)}"
     if pooled is None:
         return text + "."

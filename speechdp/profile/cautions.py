@@ -69,8 +69,10 @@ def _kinds_of_hosts(profile: Profile) -> str:
 def _hardware(job: ProfileJob) -> list[str]:
     """Return the GPU, else the CPU, of each rank; none where that was not recorded."""
     facts = job.facts or {}
-    gpus = [gpu.get("name") for gpu in facts.get("gpus") or () if isinstance(gpu, dict)]
-    return [kind for kind in gpus or facts.get("cpus") or () if isinstance(kind, str)]
+    gpus, cpus = (facts.get(key) for key in ("gpus", "cpus"))
+    names = [gpu.get("name") for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+    kinds = names or (cpus if isinstance(cpus, list) else [])
+    return [kind for kind in kinds if isinstance(kind, str)]
 
 
 def _notes(profile: Profile) -> list[str]:

@@ -19,7 +19,7 @@ def checked_fields(kind: Any, values: Any) -> dict[str, Any]:
         ValueError: a value is missing, of another type, or no finite number.
     """
     if not isinstance(values, Mapping):
-        raise ValueError(f"{_shown(values)} where there should be fields")  # noqa: TRY004 - of a file
+        raise ValueError(f"{_shown(values)} where there should be fields")
     found = {}
     for name, fits, wanted, is_needed in _tests_of(kind):
         if name in values:

@@ -51,7 +51,8 @@ def whole_steps(plan: EpochPlan, batch_size: int) -> Iterator[int]:
 
 def no_whole_batch(num_ranks: int, batch_size: int) -> ConfigError:
     """Return the refusal of data of which no step is whole."""
+    least = max(1, batch_size)
     return ConfigError(
-        f"profile: in no step has each of {num_ranks} rank(s) a whole batch of {max(1, batch_size)} segments; "
+        f"profile: in no step has each of {num_ranks} rank(s) a whole batch of {least} segments; "
         "give a smaller --batch-size, or prepare more data"
     )

@@ -160,7 +160,7 @@ def _step_of(line: dict[str, Any]) -> StepRecord:
     """Return the step of a line.  Raises ValueError."""
     values = checked_fields(StepRecord, line)
     if not isinstance(values["functions"], list):
-        raise ValueError("functions is not a list")  # noqa: TRY004 - of a file
+        raise ValueError("functions is not a list")
     functions = tuple(map(_function_of, values["functions"]))
     step = StepRecord(**{**values, "functions": functions})
     if step.step < 1 or step.wall_s <= 0 or step.frames < 0:
@@ -213,7 +213,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise ValueError("it holds no object")  # noqa: TRY004 - of a file
+            raise ValueError("it holds no object")
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     return content

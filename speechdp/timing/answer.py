@@ -11,6 +11,7 @@ from speechdp.timing.cautions import find_cautions
 from speechdp.timing.data_answer import data_advice, other_runs
 from speechdp.timing.derived import RunFigures
 from speechdp.timing.results import RunResult, WordErrors
+from speechdp.timing.terms import terms_of
 
 #: A run keeps the accuracy if its final held-out log-probability is this close to the best, nats/frame.
 LOG_PROB_TOLERANCE = 0.02
@@ -23,6 +24,10 @@ RULE = (
     "Rule: the fastest finished run whose final held-out log-probability is within "
     f"{LOG_PROB_TOLERANCE} nats/frame of the best run's and whose 95 % interval of the word error rate "
     "overlaps that of the run with the lowest one."
+)
+SYNTHESIS_RULE = (
+    "Rule: the fastest finished run whose final held-out L1 error is within "
+    f"{100 * SYNTHESIS_TOLERANCE:.0f} % of the smallest."
 )
 
 
@@ -69,6 +74,11 @@ def find_answer(rows: Sequence[RunFigures]) -> Answer:
     headline, limit = _headline(chosen, comparable, labels), _limit(chosen, labels)
     data = _data(rows, chosen, labels)
     return Answer(headline, tuple(filter(None, details)), limit, data, cautions, chosen)
+
+
+def rule_for(rows: Sequence[RunFigures]) -> str:
+    """Return the rule of the choice, in the terms of the runs' task."""
+    return SYNTHESIS_RULE if terms_of(row.run for row in rows).is_error else RULE
 
 
 def _without_comparison(
@@ -145,22 +155,23 @@ def _comparison(
     sentences: list[str] = []
     if len(rows) == 1:
         return sentences
+    terms = terms_of(row.run for row in rows)
     if best is chosen:
-        sentences.append("It has the best held-out log-probability, too.")
+        sentences.append(f"It has the {terms.best} {terms.figure}, too.")
     else:
         sentences.append(
-            f"The best held-out log-probability is that of {labels[best.run.name]}: "
+            f"The {terms.best} {terms.figure} is that of {labels[best.run.name]}: "
             f"{_accuracy(best)}, at {wording.count(best.frames_per_s)} frames/s."
         )
     fastest = max(rows, key=_rate)
     if fastest is not chosen:
         assert fastest.log_prob is not None
         assert best.log_prob is not None
-        behind = best.log_prob - fastest.log_prob
+        behind = terms.gap(fastest.log_prob, best.log_prob)
         sentences.append(
             f"{wording.capital(labels[fastest.run.name])} is faster "
-            f"({wording.count(fastest.frames_per_s)} frames/s) but not accurate enough: {behind:.3f} "
-            "nats/frame below the best" + (f", WER {_wer(fastest)}." if fastest.word_errors else ".")
+            f"({wording.count(fastest.frames_per_s)} frames/s) but not accurate enough: {behind}"
+            + (f", WER {_wer(fastest)}." if fastest.word_errors else ".")
         )
     return sentences
 
@@ -231,7 +242,7 @@ def _speed(row: RunFigures) -> str:
 
 
 def _accuracy(row: RunFigures) -> str:
-    text = f"{wording.nats(row.log_prob)} nats/frame"
+    text = terms_of([row.run]).with_unit(row.log_prob)
     return f"{text} and WER {_wer(row)}" if row.word_errors else text
 
 

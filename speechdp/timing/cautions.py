@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from speechdp.timing import wording
 from speechdp.timing.derived import RunFigures
+from speechdp.timing.results import RunResult
+from speechdp.timing.terms import terms_of
 
 #: Runs that trained on numbers of frames further apart are not compared without a word of caution.
 FRAMES_TOLERANCE = 0.01
@@ -13,9 +15,16 @@ FRAMES_TOLERANCE = 0.01
 STILL_IMPROVING = 0.01
 #: How the figures of synthesis are to be read.
 SYNTHESIS_NOTE = (
-    "These runs train synthesis: the log-probability is minus the absolute error a frame (mel and linear "
-    "spectrogram, each a mean over bins from 0 to 1), the frame accuracy is the attention's mean maximum, "
-    "and a run keeps the accuracy within 2 % of the smallest error."
+    "These runs train synthesis: L1 is the absolute error a frame on held-out data (mel and linear "
+    "spectrogram, each a mean over bins from 0 to 1; smaller is better), the attention maximum is the mean "
+    "of its largest weight (100 % is a clear choice), and a run keeps the accuracy within 2 % of the "
+    "smallest L1."
+)
+#: The same where runs of both tasks stand in one table, under the names of recognition.
+MIXED_NOTE = (
+    "Some of these runs train synthesis: their log-probability is minus the absolute error a frame (mel and "
+    "linear spectrogram, each a mean over bins from 0 to 1), their frame accuracy is the attention's mean "
+    "maximum, and neither can be compared with the figures of recognition."
 )
 
 
@@ -25,8 +34,9 @@ def find_cautions(
     """Return one sentence a reservation; `comparable` are the rows that the choice is made from."""
     notes = [*_left_out(rows, labels), _unequal(comparable), _improving(comparable, labels)]
     without = [labels[row.run.name] for row in comparable if row.word_errors is None]
-    if any(row.run.is_synthesis for row in rows):
-        notes.insert(0, SYNTHESIS_NOTE)
+    note = synthesis_note([row.run for row in rows])
+    if note:
+        notes.insert(0, note)
     elif without and len(without) == len(comparable):
         notes.append("No run was decoded: the word error rate played no part in the choice.")
     elif without:
@@ -34,6 +44,13 @@ def find_cautions(
     if len(comparable) > 1 and all(row.speedup is None for row in comparable):
         notes.append("There is no timed run of one rank, so speed-up and efficiency are not known.")
     return tuple(filter(None, notes))
+
+
+def synthesis_note(runs: Sequence[RunResult]) -> str:
+    """Say how the figures of synthesis are to be read; empty where no run trains it."""
+    if terms_of(runs).is_error:
+        return SYNTHESIS_NOTE
+    return MIXED_NOTE if any(run.is_synthesis for run in runs) else ""
 
 
 def last_gain(row: RunFigures) -> float | None:
@@ -69,7 +86,7 @@ def _improving(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
     for row in comparable if len(comparable) > 1 else ():
         gain = last_gain(row)
         if gain is not None and row.log_prob is not None and gain > STILL_IMPROVING * abs(row.log_prob):
-            named.append(f"{labels[row.run.name]} (+{gain:.3f} nats/frame)")
+            named.append(f"{labels[row.run.name]} ({terms_of([row.run]).gain(gain)})")
     if not named:
         return ""
     who = "Every run was still improving" if len(named) == len(comparable) else "Still improving"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from speechdp.timing import wording
 from speechdp.timing.data_columns import DATA_WAIT
 from speechdp.timing.derived import RunFigures
 from speechdp.timing.tables import Column
+from speechdp.timing.terms import SYNTHESIS, terms_of
 
 
 def _period(row: RunFigures) -> str:
@@ -120,3 +124,39 @@ COLUMNS: tuple[Column[RunFigures], ...] = (
         lambda row: row.time_to_target_s,
     ),
 )
+
+#: What columns of synthesis are called; one without a name is left out.
+_OF_SYNTHESIS = {
+    "heldout_log_prob": (
+        "held-out L1",
+        "Absolute error of mel and linear spectrogram (each a mean over bins from 0 to 1) on held-out data, "
+        "at the end of training; smaller is better.",
+    ),
+    "frame_accuracy": (
+        "attention max.",
+        "Mean of the attention's largest weight on held-out data at the end; 100: a clear choice.",
+    ),
+    "wer": None,
+    "time_to_target_s": ("to target", "Training time until the first evaluation at or below the target L1."),
+}
+
+
+def main_columns(rows: Sequence[RunFigures]) -> tuple[Column[RunFigures], ...]:
+    """Return the columns to show, in the terms of the runs' task."""
+    if not terms_of(row.run for row in rows).is_error:
+        return COLUMNS
+    shown: list[Column[RunFigures]] = []
+    for column in COLUMNS:
+        named = _OF_SYNTHESIS.get(column.key, (column.title, column.meaning))
+        if named is not None:
+            shown.append(replace(column, title=named[0], meaning=named[1]))
+    return tuple(_as_error(column) if column.key == "heldout_log_prob" else column for column in shown)
+
+
+def _as_error(column: Column[RunFigures]) -> Column[RunFigures]:
+    return replace(
+        column,
+        unit=SYNTHESIS.unit,
+        text=lambda row: SYNTHESIS.number(row.log_prob),
+        value=lambda row: None if row.log_prob is None else -row.log_prob,
+    )

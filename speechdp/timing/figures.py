@@ -14,11 +14,12 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
-from speechdp.timing import plots
+from speechdp.timing import plots, wording
 from speechdp.timing.bars import SPAN_TITLES, draw_data_rates, draw_shares, num_bars, rows_with_rates
 from speechdp.timing.canvas import Canvas, make_canvas
 from speechdp.timing.derived import RunFigures
 from speechdp.timing.resources import draw_ranks_memory, draw_runs_utilisation, has_memory, has_samples
+from speechdp.timing.terms import terms_of
 from speechdp.timing.theme import PAGE, PRINT, SPAN_COLOURS, with_variables
 
 #: Text stays text (searchable, in the page's font); names of runs are never read as formulas; element
@@ -61,14 +62,15 @@ def _draw_throughput(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> bo
 def make_plots(rows: Sequence[RunFigures]) -> list[Plot]:
     """Return the report's plots in their order on the page; one run has no use for a period axis."""
     small = (4.4, 3.1)
+    figure = _held_out(rows)
     compared = sum(not row.run.is_baseline for row in rows) > 1
     by_period = [
         Plot("throughput", "Frames per second against the averaging period", small, _draw_throughput),
         Plot(
             "log-prob",
-            "Held-out log-probability against the averaging period",
+            f"{figure} against the averaging period",
             small,
-            lambda ax, rows, canvas: plots.draw_by_period(ax, rows, plots.LOG_PROB, canvas),
+            lambda ax, rows, canvas: plots.draw_by_period(ax, rows, plots.log_prob_measure(rows), canvas),
         ),
         Plot(
             "wer",
@@ -80,18 +82,22 @@ def make_plots(rows: Sequence[RunFigures]) -> list[Plot]:
     return (by_period if compared else []) + _learning_and_time(rows) + _data_path(rows) + _resources(rows)
 
 
+def _held_out(rows: Sequence[RunFigures]) -> str:
+    return wording.capital(terms_of(row.run for row in rows).figure)
+
+
 def _learning_and_time(rows: Sequence[RunFigures]) -> list[Plot]:
-    medium = (5.6, 3.4)
+    medium, figure = (5.6, 3.4), _held_out(rows)
     return [
         Plot(
             "learning-frames",
-            "Held-out log-probability over the frames trained on",
+            f"{figure} over the frames trained on",
             medium,
             lambda ax, rows, canvas: plots.draw_learning(ax, rows, canvas, over_time=False),
         ),
         Plot(
             "learning-time",
-            "Held-out log-probability over the training time",
+            f"{figure} over the training time",
             medium,
             lambda ax, rows, canvas: plots.draw_learning(ax, rows, canvas, over_time=True),
         ),

@@ -14,6 +14,7 @@ from speechdp.timing import wording
 from speechdp.timing.canvas import Canvas, style_axes
 from speechdp.timing.derived import RunFigures
 from speechdp.timing.results import Evaluation
+from speechdp.timing.terms import Terms, terms_of
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Measure:
     text: Callable[[RunFigures], str]
     interval: Callable[[RunFigures], tuple[float, float] | None] = lambda row: None
     from_zero: bool = True
+    terms: Terms | None = None
 
 
 def _wer_interval(row: RunFigures) -> tuple[float, float] | None:
@@ -38,13 +40,6 @@ def _wer_interval(row: RunFigures) -> tuple[float, float] | None:
 THROUGHPUT = Measure(
     "Throughput", "frames/s", lambda row: row.frames_per_s, lambda row: wording.count(row.frames_per_s)
 )
-LOG_PROB = Measure(
-    "Held-out log-probability",
-    "nats/frame",
-    lambda row: row.log_prob,
-    lambda row: wording.nats(row.log_prob),
-    from_zero=False,
-)
 WORD_ERRORS = Measure(
     "Word error rate, 95 % interval",
     "%",
@@ -52,6 +47,19 @@ WORD_ERRORS = Measure(
     lambda row: "" if row.word_errors is None else wording.percent(row.word_errors.wer, 1),
     _wer_interval,
 )
+
+
+def log_prob_measure(rows: Sequence[RunFigures]) -> Measure:
+    """Return the held-out figure, in the terms of the runs' task."""
+    terms = terms_of(row.run for row in rows)
+    return Measure(
+        wording.capital(terms.figure),
+        terms.unit,
+        lambda row: row.log_prob,
+        lambda row: terms.number(row.log_prob),
+        from_zero=False,
+        terms=terms,
+    )
 
 
 def draw_by_period(ax: Axes, rows: Sequence[RunFigures], measure: Measure, canvas: Canvas) -> bool:
@@ -72,6 +80,8 @@ def draw_by_period(ax: Axes, rows: Sequence[RunFigures], measure: Measure, canva
     _limit_axes(ax, [x for x, _, _ in placed], measure)
     ax.set_xticks([x for x, _, _ in placed], [tick for _, tick, _ in placed])
     ax.set_xlabel("averaging period (steps)" if joined else "", color=canvas.theme.muted)
+    if measure.terms is not None:
+        measure.terms.finish_axis(ax)
     return True
 
 
@@ -106,7 +116,8 @@ def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_
         return False
     longest = max(points[-1][0] for _, points in curves)
     scale, unit = time_unit(longest) if over_time else frames_unit(longest)
-    style_axes(ax, "Learning over time" if over_time else "Learning over frames", "nats/frame", canvas.theme)
+    terms = terms_of(row.run for row in rows)
+    style_axes(ax, "Learning over time" if over_time else "Learning over frames", terms.axis, canvas.theme)
     for row, points in curves:
         xs, ys = [x / scale for x, _, _ in points], [y for _, y, _ in points]
         colour = canvas.colours[row.run.name]
@@ -114,12 +125,13 @@ def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_
         canvas.tip(line, canvas.labels[row.run.name])
         for x, y, evaluation in zip(xs, ys, (e for _, _, e in points), strict=True):
             (dot,) = ax.plot([x], [y], "o", color=colour, markersize=3.6, zorder=4)
-            canvas.tip(dot, _evaluation_tip(canvas.labels[row.run.name], evaluation))
+            canvas.tip(dot, _evaluation_tip(canvas.labels[row.run.name], evaluation, terms))
     ax.set_xlabel(f"training time ({unit})" if over_time else f"frames trained on, all ranks ({unit})")
     ax.xaxis.label.set_color(canvas.theme.muted)
     ax.set_xlim(0, longest / scale * 1.02)
     focus_on_end(ax, [[y for _, y, _ in points] for _, points in curves])
     _label_ends(ax, curves, scale, canvas)
+    terms.finish_axis(ax)
     return True
 
 
@@ -153,7 +165,8 @@ def _draw_point(ax: Axes, x: float, row: RunFigures, measure: Measure, canvas: C
     (dot,) = ax.plot([x], [y], "o", color=colour, markerfacecolor=face, markersize=7, zorder=3)
     text = measure.text(row)
     note = "" if finished else f" ({row.run.status})"
-    canvas.tip(dot, f"{canvas.labels[row.run.name]}{note}: {text} {measure.axis}")
+    figure = f"{text} {measure.axis}" if measure.terms is None else measure.terms.with_unit(y)
+    canvas.tip(dot, f"{canvas.labels[row.run.name]}{note}: {figure}")
     # Beside an interval, below a lone point: the lines between points and the references above stay clear.
     shift, ha, va = ((6, 7), "left", "center") if interval else ((0, -7), "center", "top")
     ax.annotate(
@@ -182,10 +195,10 @@ def curve_points(evaluations: Sequence[Evaluation], over_time: bool) -> list[tup
     return points
 
 
-def _evaluation_tip(label: str, evaluation: Evaluation) -> str:
+def _evaluation_tip(label: str, evaluation: Evaluation, terms: Terms) -> str:
     return (
-        f"{label}, step {evaluation.step}: {wording.nats(evaluation.log_prob)} nats/frame, "
-        f"frame accuracy {wording.percent(evaluation.accuracy, 1)} %, "
+        f"{label}, step {evaluation.step}: {terms.with_unit(evaluation.log_prob)}, "
+        f"{terms.accuracy} {wording.percent(evaluation.accuracy, 1)} %, "
         f"{wording.count(evaluation.frames)} frames, {wording.seconds(evaluation.time_s)}"
     )
 

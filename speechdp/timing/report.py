@@ -14,17 +14,19 @@ from markupsafe import Markup, escape
 from rich.console import Group, RenderableType
 
 from speechdp.timing import figures, theme, wording
-from speechdp.timing.answer import RULE, find_answer
+from speechdp.timing.answer import find_answer, rule_for
 from speechdp.timing.canvas import make_canvas
-from speechdp.timing.columns import COLUMNS
+from speechdp.timing.columns import COLUMNS, main_columns
 from speechdp.timing.data_answer import path_sentences
 from speechdp.timing.data_columns import CSV_COLUMNS, shown_columns
 from speechdp.timing.derived import RunFigures, common_target, sweep_figures
 from speechdp.timing.pages import WrittenReport, check_target, page_templates, writing_into
 from speechdp.timing.resources import sampling_notices
 from speechdp.timing.results import Sweep
+from speechdp.timing.speech_columns import SPEECH_CAPTION, SPEECH_COLUMNS, SPEECH_TITLE
 from speechdp.timing.summary import read_sweep
 from speechdp.timing.tables import TerminalTable, csv_text, page_rows, target_caption
+from speechdp.timing.terms import terms_of
 
 #: Columns of a terminal that holds a run's data path on one line.
 _WIDE_DATA_COLUMNS = 230
@@ -51,22 +53,25 @@ def write_report(out_dir: Path, target: float | None = None) -> WrittenReport:
 
     Args:
         out_dir: a sweep's folder, a folder of runs, or one run.
-        target: held-out log-probability for the time to target, nats/frame; None: the highest that
-            every run reached.
+        target: held-out log-probability for the time to target, nats/frame, of synthesis the L1 error; None:
+            the best that every run reached.
 
     Raises:
         ConfigError: there is no run in `out_dir`, or `target` is no log-probability.
         RunError: the report cannot be written.
     """
-    check_target(target)
     sweep = read_sweep(out_dir)
+    target = terms_of(sweep.runs).recorded(target)
+    check_target(target)
     if target is None:
         target = common_target(sweep.runs)
     rows = sweep_figures(sweep, target)
     folder = out_dir / "report"
     html_path, csv_path, png_path = (folder / f"report.{kind}" for kind in ("html", "csv", "png"))
+    # Programs read the CSV: its columns have the same names and signs whatever the task.
+    more = (*CSV_COLUMNS, *(SPEECH_COLUMNS if _spoken(rows) else ()))
     with writing_into(folder):
-        csv_path.write_text(csv_text(rows, target, COLUMNS, CSV_COLUMNS), encoding="utf-8")
+        csv_path.write_text(csv_text(rows, target, COLUMNS, more), encoding="utf-8")
         png_written = figures.render_png(png_path, rows)
         html_path.write_text(render_page(sweep, rows, target), encoding="utf-8")
     sentences = find_answer(rows).sentences
@@ -82,14 +87,19 @@ def render_page(sweep: Sweep, rows: Sequence[RunFigures], target: float | None) 
     colours = make_canvas(rows, theme.PAGE).colours
     recorded = [row for row in rows if row.data is not None]
     data_columns = shown_columns(recorded)
+    columns = main_columns(rows)
     return environment.get_template("report.html.j2").render(
         title=sweep.path.resolve().name,
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         answer=find_answer(rows),
-        rule=RULE,
-        target=None if target is None else wording.nats(target),
-        columns=COLUMNS,
-        rows=page_rows(rows, COLUMNS),
+        rule=rule_for(rows),
+        target=_target_text(rows, target),
+        columns=columns,
+        rows=page_rows(rows, columns),
+        speech_title=SPEECH_TITLE,
+        speech_caption=SPEECH_CAPTION,
+        speech_columns=SPEECH_COLUMNS,
+        speech_rows=page_rows(_spoken(rows), SPEECH_COLUMNS),
         data_columns=data_columns,
         data_rows=page_rows(recorded, data_columns),
         data_notes=_data_path_notes(rows),
@@ -106,12 +116,24 @@ def render_page(sweep: Sweep, rows: Sequence[RunFigures], target: float | None) 
 
 
 def _terminal_tables(rows: Sequence[RunFigures], target: float | None) -> RenderableType:
-    """Return the tables to print; that of the data path only where a run recorded it."""
-    main = TerminalTable(rows, COLUMNS, caption=target_caption(target))
+    """Return the tables to print; those of speech and of the data path only where a run recorded them."""
+    tables = [TerminalTable(rows, main_columns(rows), caption=target_caption(_target_text(rows, target)))]
+    if spoken := _spoken(rows):
+        tables.append(TerminalTable(spoken, SPEECH_COLUMNS, title=SPEECH_TITLE, caption=SPEECH_CAPTION))
     recorded = [row for row in rows if row.data is not None]
     columns = shown_columns(recorded)
-    data = TerminalTable(recorded, columns, wide_columns=_WIDE_DATA_COLUMNS, title="Data path")
-    return Group(main, data) if recorded else main
+    if recorded:
+        tables.append(TerminalTable(recorded, columns, wide_columns=_WIDE_DATA_COLUMNS, title="Data path"))
+    return Group(*tables) if len(tables) > 1 else tables[0]
+
+
+def _spoken(rows: Sequence[RunFigures]) -> list[RunFigures]:
+    """Return the runs whose synthetic speech was measured."""
+    return [row for row in rows if row.run.spoken is not None]
+
+
+def _target_text(rows: Sequence[RunFigures], target: float | None) -> str | None:
+    return None if target is None else terms_of(row.run for row in rows).with_unit(target)
 
 
 def _data_path_notes(rows: Sequence[RunFigures]) -> list[tuple[str, list[str]]]:

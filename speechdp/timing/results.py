@@ -161,6 +161,37 @@ class WordErrors:
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """A mean over utterances and its 95 % interval."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """The figures of synthesis.json (docs/synthesis.md); what it lacks is None or empty.
+
+    Attributes:
+        utterances: of the split that were said.
+        mcd_db: mel-cepstral distortion, dB.
+        focus_rate: mean of the attention's largest weight, 0 to 1.
+        stopped_share: of the utterances, those ended by the stop prediction, 0 to 1.
+        length_ratio: frames of all synthetic speech over those of the recordings.
+        word_errors: of the recogniser, by source: `recorded`, `copy`, `synthetic`.
+    """
+
+    split: str
+    utterances: int | None = None
+    mcd_db: Estimate | None = None
+    focus_rate: Estimate | None = None
+    stopped_share: float | None = None
+    length_ratio: float | None = None
+    word_errors: dict[str, Estimate] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class RunResult:
     """A run directory as it was found.
 
@@ -171,6 +202,7 @@ class RunResult:
         completed: completed.json is there.
         exists: the folder is there.
         samples: utilisation over time, one entry a host; read with a sweep only.
+        spoken: measures of its synthetic speech; None where nothing was measured.
     """
 
     name: str
@@ -183,6 +215,7 @@ class RunResult:
     exists: bool
     problems: tuple[str, ...]
     samples: tuple[Samples, ...] = ()
+    spoken: Spoken | None = None
 
     @property
     def status(self) -> str:

@@ -21,6 +21,7 @@ from speechdp.timing.jsonl import read_lines
 from speechdp.timing.records import number, read_object
 from speechdp.timing.results import Evaluation, RunResult, Sweep, WordErrors
 from speechdp.timing.samples import read_samples
+from speechdp.timing.spoken import read_spoken
 from speechdp.timing.timeline import Timeline
 from speechdp.timing.timing_file import read_timing
 
@@ -78,13 +79,14 @@ def read_sweep(out: Path) -> Sweep:
     if (out / "run.json").is_file():
         return Sweep(out, (_read_with_samples(out),))
     if not out.is_dir():
-        raise ConfigError(f"{out}: no such folder; give the folder of a run or the OUT of `speechdp sweep`")
+        raise ConfigError(f"{out}: no such folder; give that of a run, sweep, comparison or profile")
     folders = [folder for folder in sorted(out.iterdir()) if (folder / "run.json").is_file()]
     runs = [_read_with_samples(folder) for folder in folders]
     if not runs:
         raise ConfigError(
-            f"{out}: neither a sweep (sweep.json) nor a run (run.json) nor a folder of runs; "
-            "give the folder of a run or the OUT of `speechdp sweep`"
+            f"{out}: neither a sweep (sweep.json), a comparison (compare.json), a profile (profile.json), "
+            "a run (run.json) nor a folder of runs; give the folder of a run or the OUT of `speechdp sweep`, "
+            "`speechdp compare` or `speechdp profile`"
         )
     return Sweep(out, tuple(runs))
 
@@ -120,12 +122,14 @@ def read_run(run_dir: Path) -> RunResult:
     evaluations = _read_evaluations(run_dir / "metrics.jsonl", problems)
     timing = read_timing(run_dir, problems)
     word_errors = _find_word_errors(run_dir, problems)
+    spoken = read_spoken(run_dir, problems)
     completed = (run_dir / "completed.json").is_file()
     if not completed:
         problems.append("completed.json: missing, so the run did not finish; continue it with --resume")
     return RunResult(
-        name, run_dir, settings, evaluations, timing, word_errors, completed, True, tuple(problems)
-    )
+        name, run_dir, settings, evaluations, timing, word_errors, completed, True, tuple(problems),
+        spoken=spoken,
+    )  # fmt: skip
 
 
 def _sweep_names(out: Path) -> list[str]:

@@ -19,7 +19,7 @@ from speechdp.timing.derived import RunFigures
 #: Columns of a terminal that holds a run's figures on one line.
 WIDE_COLUMNS = 160
 #: Units that a figure needs not say where its title stands alone.
-_PLAIN_UNITS = ("", "times", "nats/frame")
+_PLAIN_UNITS = ("", "times", "nats/frame", "per frame")
 
 Value = float | int | str | None
 
@@ -69,11 +69,9 @@ class TerminalTable:
         yield (_wide if options.max_width >= self.wide_columns else _tall)(self)
 
 
-def target_caption(target: float | None) -> str:
+def target_caption(target: str | None) -> str:
     """Return what stands under the main table: until when the time to target counts."""
-    if target is None:
-        return ""
-    return f"time to target: until {wording.nats(target)} nats/frame on held-out data"
+    return "" if target is None else f"time to target: until {target} on held-out data"
 
 
 def _empty_table(table: TerminalTable) -> Table:

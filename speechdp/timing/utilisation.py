@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
+from numpy.typing import NDArray
 
 from speechdp.timing import wording
 from speechdp.timing.canvas import Canvas, style_axes
@@ -58,7 +59,8 @@ def utilisation_course(samples: Sequence[Samples]) -> Course | None:
     times = [host.elapsed_s for host in samples]
     start, end = min(float(t[0]) for t in times), max(float(t[-1]) for t in times)
     shortest = 1 / min(host.hz for host in samples)
-    width = max((end - start) / _MAX_POINTS, min(_POINT_S, (end - start) / 20), shortest)
+    # Of two samples: the sampler is not that punctual that each interval had one.
+    width = max((end - start) / _MAX_POINTS, min(_POINT_S, (end - start) / 20), 2 * shortest)
     # Equal parts of the whole time: a shorter last one would be of a sample or two.
     edges: Array = np.linspace(start, max(end, start + shortest), max(1, round((end - start) / width)) + 1)
     columns: list[Array] = []
@@ -68,7 +70,7 @@ def utilisation_course(samples: Sequence[Samples]) -> Course | None:
         values = host.gpu_percent if on_gpus else host.cpu_percent
         names = [prefix + name for name in _gpu_labels(host)] if on_gpus else _rank_labels(host)
         known = [i for i in range(values.shape[1]) if not np.isnan(values[:, i]).all()]
-        columns += [_means(t, values[:, i], edges) for i in known]
+        columns += [_means(t, values[:, i], edges, host.section) for i in known]
         labels += [names[i] for i in known]
     if not columns:
         return None
@@ -194,14 +196,26 @@ def _gpu_labels(host: Samples) -> list[str]:
     return labels
 
 
-def _means(t: Array, values: Array, edges: Array) -> Array:
-    """Return (B,) the mean of the values in each interval; NaN where there is none."""
+def _means(t: Array, values: Array, edges: Array, section: NDArray[np.int64]) -> Array:
+    """Return (B,) the mean of the values in each interval.
+
+    An interval that a late sampler left out lies between its samples; NaN where it did not run (between
+    sections), or could not read the value.
+    """
     known = ~np.isnan(values)
     num = len(edges) - 1
     place = np.minimum(np.searchsorted(edges, t[known], side="right") - 1, num - 1)
     counts = np.bincount(place, minlength=num)
     sums = np.bincount(place, weights=values[known], minlength=num)
-    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    means = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    middles = (edges[:-1] + edges[1:]) / 2
+    unsampled = np.histogram(t, edges)[0] == 0
+    for number in np.unique(section):
+        own = known & (section == number)
+        if own.any():
+            inside = unsampled & (middles > t[own][0]) & (middles < t[own][-1])
+            means[inside] = np.interp(middles[inside], t[own], values[own])
+    return means
 
 
 def _over_columns(function: Callable[[Array], float], percent: Array) -> Array:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from speechdp.config import ModelOptions, TrainOptions
+from speechdp.config import TrainOptions
 from speechdp.config_batch import BatchOptions, LoadingOptions
+from speechdp.config_model import ModelOptions
 from speechdp.config_optimizer import OptimizerOptions
 from speechdp.data.preprocess import AugmentOptions, InputOptions
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import statistics
 from pathlib import Path
 
@@ -200,3 +201,20 @@ def test_the_page_reaches_nothing_outside_and_runs_no_foreign_code(tmp_path: Pat
     assert page.tags.count("script") == 1
     assert all(reference.startswith(("#", "data:,")) for reference in page.references)
     assert len(page.ids) == len(set(page.ids))
+
+
+def test_synthesis_is_compared_in_its_own_terms(tmp_path: Path) -> None:
+    out = write_comparison(
+        tmp_path / "out", [MadeUpStrategy("a", 8000), MadeUpStrategy("b", 9000, -0.43)], (2,)
+    )
+    for path in out.glob("*/wer-test.json"):
+        path.unlink()
+    for path in out.glob("*/run.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"task": "synthesis"}))
+    report = write_report(out)
+    console = Console(width=250, record=True, file=io.StringIO())
+    console.print(report.table)
+    for text in (console.export_text(), " ".join(report.answer), report.html.read_text()):
+        assert "nats" not in text and "log-prob" not in text and "frame acc" not in text
+        assert re.search(r"0\.4\d\d\d", text)
+    assert "L1 error against speed" in report.html.read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,6 +150,23 @@ def test_times_that_vary_and_batches_that_differ_are_cautioned(tmp_path: Path) -
         "Batches of the weak jobs are not alike: frames of a rank in a step are 1,280 on 1, 2,560 on 2"
         in text
     )
+
+
+def test_hosts_of_different_kinds_are_cautioned(tmp_path: Path) -> None:
+    profile = read_profile(small_profile(tmp_path))
+
+    def text_with(facts: Mapping[str, object]) -> str:
+        first, *others = profile.jobs
+        jobs = [replace(first, facts=facts), *(replace(job, facts={"cpus": ["B"]}) for job in others)]
+        mixed = replace(profile, jobs=tuple(jobs))
+        return " ".join(find_answer(mixed, all_scalings(mixed)).cautions)
+
+    kinds = "hosts differ in kind, so their times do not compare: weak-1 on A; weak-2, strong-1,"
+    assert kinds in text_with({"cpus": ["A"]})
+    assert kinds in text_with({"cpus": ["B"], "gpus": [{"name": "A"}]})
+    no_difference: list[dict[str, object]] = [{"cpus": ["B", "B"], "gpus": [None]}, {}, {"gpus": 3}]
+    for alike in no_difference:
+        assert "differ in kind" not in text_with(alike)
 
 
 def test_one_number_of_ranks_says_nothing_about_scaling(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class MadeUpStarter:
             (out / entry.folder).mkdir()
             return self.fails[job]
         if job not in self.silent:
-            write_job(out / entry.folder, entry, MadeUpProfile())
+            write_job(out / entry.folder, entry, MadeUpProfile(steps=entry.steps))
         return None
 
 
@@ -96,6 +97,60 @@ def test_the_same_command_keeps_what_is_done_and_tries_the_rest_again(tmp_path: 
     record, _ = carry_out(out, again, device="CPU")
     assert [words[3] for _, words in again.started] == ["--job=weak-1", "--job=decoder-2"]
     assert {job.state for job in record.jobs} == {"complete"}
+
+
+def test_jobs_that_have_lost_their_files_are_measured_again(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    carry_out(out, MadeUpStarter())
+    shutil.rmtree(out / "weak-1")
+    (out / "decoder-2" / "rank-0001.jsonl").write_text("{")
+    again = MadeUpStarter()
+    record, said = carry_out(out, again, device="CPU")
+    assert [words[3] for _, words in again.started] == ["--job=weak-1", "--job=decoder-2"]
+    assert {job.state for job in record.jobs} == {"complete"}
+    assert any(line.startswith(f"weak-1: was finished, but {out / 'weak-1'}") for line in said)
+    assert len(read_profile(out).of_kind("strong")) == 2
+
+
+def test_lost_jobs_that_are_not_asked_for_are_left_out(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write_profile(out, MadeUpProfile(ranks=(1, 2)))
+    request = ProfileRequest(Path("DATA"), out, PLAN.jobs(OPTIONS), read_record(out).settings)
+    shutil.rmtree(out / "encoder-2")
+    record = Profiler(request, MadeUpStarter(), print).run()  # type: ignore[arg-type]
+    assert "encoder-1" in [job.name for job in record.jobs]
+    assert "encoder-2" not in [job.name for job in record.jobs]
+
+
+def test_a_record_that_cannot_be_read_fails_its_job_alone(tmp_path: Path) -> None:
+    class Torn(MadeUpStarter):
+        def run(self, num_ranks: int, arguments: Sequence[str], log: Path) -> str | None:
+            message = super().run(num_ranks, arguments, log)
+            if "--job=weak-2" in arguments:
+                (Path(arguments[2]) / "weak-2" / "rank-0001.jsonl").write_text("{")
+            return message
+
+    record, said = carry_out(tmp_path / "out", Torn())
+    assert [job.name for job in record.jobs if job.state == "failed"] == ["weak-2"]
+    assert any("weak-2: failed: " in line and "1 line is damaged" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "words"),
+    [
+        ((), 1, "train DATA"),
+        ((), 2, "launch -np 2 -- train DATA"),
+        (("--tag-output",), 1, "train DATA"),
+        (("--hostfile", "F"), 1, "launch --hostfile F -np 1 -- train DATA"),
+        (("--hostfile=F",), 1, "launch --hostfile=F -np 1 -- train DATA"),
+    ],
+)
+def test_with_a_hostfile_one_rank_goes_to_its_hosts_too(
+    options: tuple[str, ...], ranks: int, words: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    assert JobStarter(("true",), {}, options).run(ranks, ["train", "DATA"], log) is None
+    assert log.read_text() == f"$ true {words}\n"
 
 
 def test_another_profile_in_the_folder_is_refused(tmp_path: Path) -> None:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads import run_threads
 from speechdp.config import TrainOptions
 from speechdp.data.batch import Batch
 from speechdp.data.dataset import Dataset
+from speechdp.data.plan import EpochPlan
 from speechdp.errors import ConfigError, RunError
 from speechdp.profile import ranks
+from speechdp.profile.common_start import CommonStart, begin_together
 from speechdp.profile.ranks import JobRequest, profile_rank
 from speechdp.profile.record import JobEntry, ProfileJob, read_job
 from speechdp.profile.steps import StageClock, StagedStep
-from speechdp.train.build import build_trainer, open_loader
+from speechdp.train.build import build_trainer, epoch_planner, open_loader
 from speechdp.train.parts import TrainingParts
 from speechdp.train.session import Session
 from tests.helpers.options import options_with
@@ -101,7 +106,8 @@ def test_what_two_ranks_record(
             assert after is None or after.start_s >= step.start_s + step.wall_s - 1e-6
     assert job.memory is not None and job.memory.unit == "rss"
     assert all(r.peak_bytes == r.rss_bytes > r.parameters_bytes > 0 for r in job.memory.ranks)
-    assert job.facts is not None and job.facts["device"] == "CPU" and job.facts["num_parameters"] > 100
+    assert job.facts is not None and len(job.facts["cpus"]) == 2 and " core" in job.facts["cpus"][0]
+    assert job.facts["device"] == "CPU" and job.facts["num_parameters"] > 100
 
 
 def test_steps_without_a_whole_batch_on_every_rank_are_passed_over(
@@ -135,6 +141,26 @@ def test_more_steps_than_an_epoch_has(datasets: dict[str, Dataset], tmp_path: Pa
     )
     job = profiled(datasets["acoustic"], options, tmp_path / "job")
     assert len(job.steps[0]) == STEPS  # an epoch has 2
+
+
+def test_no_epoch_is_planned_a_second_time_while_steps_are_timed(
+    datasets: dict[str, Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[int | str] = []
+
+    def counted(*given: Any) -> Callable[[int], EpochPlan]:
+        plan = epoch_planner(*given)
+        return lambda epoch: done.append(epoch) or plan(epoch)  # type: ignore[func-returns-value]
+
+    def begin(comm: Communicator) -> CommonStart:
+        done.append("begun")
+        return begin_together(comm)
+
+    monkeypatch.setattr(ranks, "epoch_planner", counted)  # the loader's own planner is another
+    monkeypatch.setattr(ranks, "begin_together", begin)
+    options = dataclasses.replace(ACOUSTIC, batch=dataclasses.replace(ACOUSTIC.batch, batch_size=12))
+    profiled(datasets["acoustic"], options, tmp_path / "job")
+    assert done == [0, 1, "begun"]
 
 
 def test_a_module_alone_computes_the_same_on_every_rank(datasets: dict[str, Dataset], tmp_path: Path) -> None:

@@ -82,6 +82,75 @@ def test_a_damaged_rank_is_named(out: Path, damage: str) -> None:
         read_profile(out)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"wall_s": ', '"wall_s": NaN, "was": ', "line 2: wall_s is nan, not a number"),
+        ('"wall_s": ', '"wall_s": -', "cannot be"),
+        ('"start_s": ', '"start_s": "x", "was": ', "start_s is 'x', not a number"),
+        ('"start_s": ', '"start_s": 1' + 400 * "0" + ', "was": ', "not a number"),
+        ('"step": 1,', '"step": true,', "step is True, not a whole number"),
+        ('"frames": ', '"was": ', "line 2: there is no frames"),
+        ('["trainloader", "", ', '[7, "", ', "name is 7, not a word"),
+        ('["trainloader", "", ', '["trainloader", "sideways", ', "trainloader 'sideways' of"),
+        (
+            '["trainloader", "", ',
+            '["trainloader", "", "soon", ',
+            r"is not \[name, phase, start_s, dur",
+        ),
+        ('"functions": [', '"functions": 3, "was": [', "functions is not a list"),
+        ('"host": "node-a"', '"host": 5', "line 1: host is 5, not a word"),
+        ('{"step": ', '{"step"', r"\(8 lines are damaged\)"),
+        ('{"step": 8', '{"step" 8', r"\(1 line is damaged\)"),
+    ],
+)
+def test_values_that_cannot_be_are_named(out: Path, old: str, new: str, message: str) -> None:
+    path = out / "weak-2" / "rank-0001.jsonl"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(RunError, match=message) as caught:
+        read_profile(out)
+    assert str(caught.value).startswith(f"{path}: cannot be read (") and "\n" not in str(caught.value)
+
+
+def test_lost_steps_and_another_ranks_file_are_named(out: Path) -> None:
+    path = out / "weak-2" / "rank-0001.jsonl"
+    whole = path.read_text()
+    path.write_text("".join(whole.splitlines(keepends=True)[:-2]))
+    with pytest.raises(RunError, match=r"rank-0001\.jsonl: has 6 of 8 steps; run the profile again"):
+        read_profile(out)
+    path.write_text((out / "weak-2" / "rank-0000.jsonl").read_text())
+    with pytest.raises(RunError, match=r"rank-0001\.jsonl: is that of rank 0"):
+        read_profile(out)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("memory.json", '{"unit": "rss", "ranks": []}'),
+        ("memory.json", '{"unit": "rss", "ranks": [{"rank": 0, "peak_bytes": "much"}]}'),
+        ("memory.json", '{"unit": "stone", "ranks": [{}]}'),
+        ("job.json", "[]"),
+    ],
+)
+def test_damaged_facts_are_named(out: Path, name: str, text: str) -> None:
+    (out / "weak-2" / name).write_text(text)
+    with pytest.raises(RunError, match=rf"weak-2/{name}: cannot be read \(.*\); run the profile again"):
+        read_profile(out)
+
+
+@pytest.mark.parametrize(
+    "change", [{"kind": "wide"}, {"state": "odd"}, {"ranks": 0}, {"ranks": "2"}, {"wall_s": "x"}]
+)
+def test_a_job_that_cannot_be_is_named(out: Path, change: dict[str, object]) -> None:
+    content = json.loads((out / "profile.json").read_text())
+    content["jobs"][1].update(change)
+    (out / "profile.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"profile\.json: cannot be read"):
+        merged(out, None, print)  # type: ignore[arg-type]
+
+
 def test_a_missing_rank_is_named(out: Path) -> None:
     (out / "decoder-2" / "rank-0000.jsonl").unlink()
     with pytest.raises(RunError, match=r"decoder-2/rank-0000.jsonl: cannot be read"):
@@ -96,7 +165,7 @@ def test_finished_jobs_are_kept_and_others_join_them(out: Path) -> None:
     write_record(out, record.with_job(0, state=FAILED))
     new = JobEntry("weak-4", "weak", 4, 32, "pooled", "weak-4", 8, state="pending")
     asked = dataclasses.replace(record, jobs=(dataclasses.replace(record.jobs[0], state="pending"), new))
-    states = {job.name: job.state for job in merged(out, asked).jobs}
+    states = {job.name: job.state for job in merged(out, asked, print).jobs}
     assert states["weak-1"] == "pending" == states["weak-4"] and states["weak-2"] == "complete"
     assert list(states)[:3] == ["weak-1", "weak-2", "weak-4"] and "decoder-2" in states
 
@@ -104,16 +173,15 @@ def test_finished_jobs_are_kept_and_others_join_them(out: Path) -> None:
 def test_a_job_of_other_length_is_measured_again(out: Path) -> None:
     record = read_record(out)
     longer = dataclasses.replace(record.jobs[1], steps=99, state="pending")
-    assert {job.name: job.state for job in merged(out, dataclasses.replace(record, jobs=(longer,))).jobs}[
-        "weak-2"
-    ] == "pending"
+    jobs = merged(out, dataclasses.replace(record, jobs=(longer,)), print).jobs
+    assert {job.name: job.state for job in jobs}["weak-2"] == "pending"
 
 
 def test_another_profile_in_the_folder_is_refused(out: Path) -> None:
     record = read_record(out)
     other = dataclasses.replace(record.settings, decoder="loop", command=("other",))
     with pytest.raises(ConfigError, match="was begun with another decoder; choose another folder"):
-        merged(out, dataclasses.replace(record, settings=other))
+        merged(out, dataclasses.replace(record, settings=other), print)
 
 
 def test_the_news_of_a_job_leave_out_the_warm_up(out: Path) -> None:

@@ -43,8 +43,8 @@ class Notices(SilentReporter):
         self.lines.append(text)
 
 
-def train(dataset: Dataset, run: Path, hz: float, *, resume: bool = False) -> Notices:
-    """Train over two ranks; return what rank 0 said."""
+def train(dataset: Dataset, run: Path, hz: float, *, resume: bool = False, size: int = SIZE) -> Notices:
+    """Train over ranks; return what rank 0 said."""
     reporter = Notices()
     options = options_with(layers=1, cells=4, dropout=0.0, batch_size=2, epochs=2, sample_hz=hz)
 
@@ -52,7 +52,7 @@ def train(dataset: Dataset, run: Path, hz: float, *, resume: bool = False) -> No
         session = Session(dataset, comm, CPU, reporter if comm.rank == 0 else SilentReporter())
         train_run(session, options, run, resume=resume)
 
-    run_threads(SIZE, on_rank)
+    run_threads(size, on_rank)
     return reporter
 
 
@@ -69,8 +69,9 @@ def test_a_run_leaves_samples_and_each_ranks_memory(dataset: Dataset, tmp_path: 
 
 
 def test_sampling_changes_nothing_learnt_and_can_be_left_out(dataset: Dataset, tmp_path: Path) -> None:
-    train(dataset, tmp_path / "with", 50)
-    train(dataset, tmp_path / "without", 0)
+    # One rank: ranks that are threads share torch's random numbers, so that first weights may differ.
+    train(dataset, tmp_path / "with", 50, size=1)
+    train(dataset, tmp_path / "without", 0, size=1)
     assert not list((tmp_path / "without" / "timeline").glob("samples-*"))
     mine, theirs = model_tensors(tmp_path / "with"), model_tensors(tmp_path / "without")
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())

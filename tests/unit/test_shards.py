@@ -178,7 +178,7 @@ def test_changed_attribute_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("attribute", "value", "message"),
     [
-        ("version", 3, "layout version 3, this speechdp reads version 1 and 2"),
+        ("version", 4, "layout version 4, this speechdp reads version 1, 2, 3"),
         ("format", "x", "not a speechdp-shard"),
     ],
 )

@@ -91,7 +91,7 @@ def test_all_frames_are_trained_on_once_an_epoch(
     assert int(model_tensors(tmp_path)["class_frames"].sum()) == num_frames
     frames = [
         json.loads(line)["frames"]
-        for path in (tmp_path / "timeline").iterdir()
+        for path in (tmp_path / "timeline").glob("rank-*.jsonl")
         for line in path.read_text().splitlines()
         if "step" in json.loads(line)
     ]

@@ -37,7 +37,7 @@ def frames_trained(run: Path) -> list[int]:
     """Return the frames of each rank's timeline."""
     return [
         sum(json.loads(line).get("frames", 0) for line in path.read_text().splitlines())
-        for path in sorted((run / "timeline").iterdir())
+        for path in sorted((run / "timeline").glob("rank-*.jsonl"))
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,6 +59,33 @@ def test_every_sample_counts_once(tmp_path: Path) -> None:
     course = utilisation_course([sampled(tmp_path, [values.tolist()])])
     assert course is not None and len(course.t_s) <= 250
     assert course.percent.mean() == pytest.approx(values.mean(), rel=0.01)
+
+
+def _rewrite_times(path: Path, times: Sequence[float]) -> None:
+    head, *lines = path.read_text().splitlines()
+    records = [json.loads(line) | {"t_s": t} for line, t in zip(lines, times, strict=True)]
+    path.write_text("".join(f"{line}\n" for line in (head, *map(json.dumps, records))))
+
+
+def test_a_late_sampler_leaves_no_gap(tmp_path: Path) -> None:
+    """A short run, whose intervals are as short as its bins would be, of a sampler that is often late."""
+    path = write_samples(tmp_path, "a", [[50.0] * 40])
+    jitter = np.random.default_rng(1).uniform(0, 0.15, 40)
+    _rewrite_times(path, (np.arange(40) * 0.11 + jitter + np.where(np.arange(40) > 20, 0.9, 0)).tolist())
+    course = utilisation_course([read_samples(path)])
+    assert course is not None and np.diff(course.t_s).min() > 0.19
+    assert course.percent[:, 0] == pytest.approx(50)
+
+
+def test_the_pause_before_a_resume_stays_a_gap(tmp_path: Path) -> None:
+    path = write_samples(tmp_path, "a", [[50.0] * 40])
+    first = path.read_text()
+    _rewrite_times(path, [10 + n / 10 for n in range(40)])
+    path.write_text(first + path.read_text())
+    course = utilisation_course([read_samples(path)])
+    assert course is not None
+    pause = (course.t_s > 4.5) & (course.t_s < 9.5)
+    assert np.isnan(course.percent[pause]).all() and (course.percent[~pause] == 50).sum() > 10
 
 
 def test_gpus_are_named_with_their_ranks_and_hosts_stand_side_by_side(
