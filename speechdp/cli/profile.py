@@ -87,9 +87,10 @@ class ProfileCommand:
     def _run_all(self) -> int:
         from speechdp.cli.console import make_console  # noqa: PLC0415
         from speechdp.cli.report import print_report  # noqa: PLC0415
+        from speechdp.cli.train import STOPPED_EXIT_CODE  # noqa: PLC0415
         from speechdp.compare.jobs import Stopped  # noqa: PLC0415
         from speechdp.profile.jobs import Profiler  # noqa: PLC0415
-        from speechdp.profile.record import FAILED  # noqa: PLC0415
+        from speechdp.profile.record import FAILED, STRONG  # noqa: PLC0415
 
         request, starter = self._request(self._plan()), self._starter()
         if self.overwrite:
@@ -99,13 +100,16 @@ class ProfileCommand:
         def say(line: str) -> None:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+        say(f"profile: {self.out_dir}")
         for note in request.settings.notes:
             say(f"note: {note}")
+        if [job.entry.ranks for job in request.jobs if job.entry.kind == STRONG] == [1]:
+            say("note: strong on 1 rank alone: there is nothing to scale; give --ranks 1,2")
         try:
             record = Profiler(request, starter, say).run()
-        except Stopped as stopped:
+        except Stopped:
             say(f"stopped as asked; the same command goes on with {self.out_dir}")
-            return stopped.exit_code
+            return STOPPED_EXIT_CODE
         failed = [job for job in record.jobs if job.state == FAILED]
         if len(failed) < len(record.jobs):
             print_report(self.out_dir, None)

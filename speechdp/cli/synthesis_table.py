@@ -19,6 +19,9 @@ _SOURCE_NAMES = {
     "synthetic": "Word errors, synthetic speech",
 }
 
+#: A mean diagonality below this is that of a model that does not read yet.
+_FOLLOWS_TEXT = 0.5
+
 
 def print_result(console: Console, result: SynthesisResult) -> None:
     """Print the table and, in a line each, what it lacks."""
@@ -39,6 +42,11 @@ def print_result(console: Console, result: SynthesisResult) -> None:
         if source in result.word_errors:
             table.add_row(_SOURCE_NAMES[source], *_errors(result.word_errors[source]))
     console.print(table)
+    if result.diagonality.mean < _FOLLOWS_TEXT:
+        console.print(
+            f"Attention does not follow the texts yet (focus rate {result.focus_rate.mean:.2f}, diagonality "
+            f"{result.diagonality.mean:.2f}): what is said cannot be understood before it does; train longer"
+        )
     if result.word_errors and "recorded" not in result.word_errors:
         console.print(
             "The recogniser did not hear the recordings: the data directory names no files for them"

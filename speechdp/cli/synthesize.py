@@ -81,14 +81,14 @@ class SynthesizeCommand:
         return over_ranks("auto", self.device, self._on_rank)
 
     def _check(self) -> None:
+        if self.recogniser is not None and self.data is None:
+            raise ConfigError("--recogniser hears the texts of a data directory; add --data")
         if bool(self.texts) == (self.data is not None):
             raise ConfigError(
                 'give either texts to say (speechdp synthesize RUN "three five seven" -o out.wav) or --data'
             )
         if (self.recogniser is None) != (self.recogniser_data is None):
             raise ConfigError("--recogniser and --recogniser-data belong together; give both")
-        if self.recogniser is not None and self.data is None:
-            raise ConfigError("--recogniser hears the texts of a data directory; add --data")
         if self.texts and self.out.suffix.lower() != ".wav":
             raise ConfigError(f"{self.out}: only WAV is written; give a name that ends in .wav")
         for path in self._outputs() if self.texts else ():
@@ -183,7 +183,7 @@ class SynthesizeCommand:
             )
         path = result.write(self.run_dir)
         print_result(make_console(), result)
-        print(f"{path}; pictures and sound: {', '.join(result.pictures)}")
+        print(f"{path}; pictures and sound: {', '.join(str(self.run_dir / p) for p in result.pictures)}")
         return 0
 
     def _listener(self, device: torch.device) -> Listener | None:

@@ -9,18 +9,16 @@ from speechdp.profile.cautions import about_few_steps, find_cautions
 from speechdp.profile.derived import (
     STEP,
     WAITING_FUNCTIONS,
-    Loading,
     Scaling,
     first_step_factor,
     job_costs,
     job_steps,
     main_job,
-    make_loading,
     waited_share,
 )
-from speechdp.profile.plan import BLOCKING_STEPS, TWO_STOPS
-from speechdp.profile.record import BLOCKING, FED, POOLED, STRONG, WEAK, Profile, ProfileJob
-from speechdp.profile.words import milliseconds, number, rank_count
+from speechdp.profile.loading_answer import loading_sentences
+from speechdp.profile.record import STRONG, WEAK, Profile, ProfileJob
+from speechdp.profile.words import milliseconds, rank_count
 from speechdp.timing import wording
 
 #: Functions below this share of the step on the most ranks are not judged.
@@ -135,14 +133,16 @@ def _loses_most(weak: Scaling, judged: list[tuple[float, str]]) -> str:
             f"{wording.percent(worst)} %."
         )
     efficiency, name = judged[0]
-    costs = weak.costs[name]
-    return (
-        f"{name.capitalize()} loses most: on {rank_count(most)} it takes "
-        f"{milliseconds(costs[most].total_s - costs[few].total_s)} ms a step more than on {few} "
-        f"({milliseconds(costs[most].total_s)} instead of {milliseconds(costs[few].total_s)} ms), which is an "
+    costs, exchanged = weak.costs[name], weak.costs.get("exchange", {})
+    lost_s = costs[most].total_s - costs[few].total_s
+    text = (
+        f"{name.capitalize()} loses most: on {rank_count(most)} it takes {milliseconds(lost_s)} ms a step more than "
+        f"on {few} ({milliseconds(costs[most].total_s)} instead of {milliseconds(costs[few].total_s)} ms), which is an "
         f"efficiency of {wording.percent(efficiency)} %, and has {wording.percent(costs[most].share)} % of "
         "the step."
     )
+    exchange_s = exchanged[most].total_s if most in exchanged else 0.0
+    return f"{text} Exchange costs more, {milliseconds(exchange_s)} ms." if exchange_s > lost_s else text
 
 
 def _pace(scaling: Scaling, name: str) -> str:
@@ -165,7 +165,8 @@ def _others(weak: Scaling | None) -> str:
     if good and len(good) < len(judged):
         text = f"These scale: {', '.join(good)}. "
     if bad:
-        text += f"These do not either: {', '.join(bad)}."
+        either = " either" if judged[0][0] < SCALES else ""
+        text += f"These do not{either}: {', '.join(bad)}."
     return text.strip()
 
 
@@ -259,44 +260,3 @@ def _first_steps(job: ProfileJob, warmup_steps: int) -> str:
         f"The first step takes {whole:.1f} times as long as the usual one{worst}: the {steps} left out of "
         "all figures."
     )
-
-
-def loading_sentences(profile: Profile) -> list[str]:
-    """Say what waiting for batches costs with each kind of trainloader."""
-    found = {
-        kind: make_loading(jobs[-1], profile.settings.warmup_steps)
-        for kind in (BLOCKING, POOLED, FED)
-        if (jobs := profile.of_kind(kind))
-    }
-    sentences = []
-    if BLOCKING in found:
-        sentences.append(_blocking(found[BLOCKING], found.get(POOLED)))
-    elif POOLED in found:
-        sentences.append(f"Waiting for batches takes {_share(found[POOLED])} of the step.")
-    if FED in found:
-        loading = found[FED]
-        sentences.append(
-            f"With feeder ranks waiting takes {_share(loading)}, at {number(loading.frames_per_s)} frames/s."
-        )
-    return sentences
-
-
-def _blocking(blocking: Loading, pooled: Loading | None) -> str:
-    steps = max((together[0].step for together in job_steps(blocking.job)), default=0)
-    if steps <= TWO_STOPS:
-        return (
-            f"What a blocking trainloader costs cannot be said: {blocking.job.name} took {steps} steps, and it "
-            f"stops for the second time after {TWO_STOPS}; give --loader-steps {BLOCKING_STEPS} or more."
-        )
-    text = f"A blocking trainloader takes {_share(blocking)} of the step on {rank_count(blocking.job.ranks)}"
-    if pooled is None:
-        return text + "."
-    text += f", one that works beside training {_share(pooled)}"
-    if not blocking.frames_per_s:
-        return text + "."
-    more = pooled.frames_per_s / blocking.frames_per_s
-    return f"{text}, with {more:.2f} times as many frames a second."
-
-
-def _share(loading: Loading) -> str:
-    return f"{wording.percent(loading.share, 1)} %"

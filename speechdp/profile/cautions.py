@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from speechdp.profile.derived import STEP, Scaling, job_costs, job_steps, main_job
 from speechdp.profile.notes import about_cores
-from speechdp.profile.record import COMPLETE, FAILED, STRONG, Profile, ProfileJob
+from speechdp.profile.record import COMPLETE, FAILED, STRONG, WEAK, Profile, ProfileJob
 from speechdp.timing import wording
 
 #: Fewer steps than this after the warm-up make a poor median.
@@ -26,7 +26,6 @@ def find_cautions(profile: Profile, scalings: Sequence[Scaling]) -> tuple[str, .
     notes = [
         _cores(profile),
         _kinds_of_hosts(profile),
-        _few_steps(profile),
         _spread(profile),
         _impossible(scalings),
         *(_frames(scaling, profile.settings.warmup_steps) for scaling in scalings),
@@ -85,7 +84,8 @@ def _on_gpu(job: ProfileJob) -> bool:
     return job.memory is not None and job.memory.unit == "gpu"
 
 
-def _few_steps(profile: Profile) -> str:
+def about_few_steps(profile: Profile) -> str:
+    """Return the warning that goes before everything else where too few steps were taken, else ""."""
     counts = [
         sum(together[0].step > profile.settings.warmup_steps for together in job_steps(job))
         for job in profile.jobs
@@ -100,7 +100,7 @@ def _few_steps(profile: Profile) -> str:
         )
     steps = "1 step" if min(counts) == 1 else f"{min(counts)} steps"
     return (
-        f"Figures rest on {steps} after the warm-up: take more with --steps, "
+        f"Figures rest on {steps} after the warm-up and may be chance: take more with --steps, "
         f"{FEW_STEPS + profile.settings.warmup_steps} at least."
     )
 
@@ -126,9 +126,10 @@ def _spread(profile: Profile) -> str:
 def _impossible(scalings: Sequence[Scaling]) -> str:
     """Name efficiencies that no machine has: what was compared is not alike."""
     found = [
-        f"{name} {wording.percent(efficiency)} % on {ranks} ranks ({scaling.kind})"
+        f"{name} {_of_kind(scaling.kind)}: {wording.percent(efficiency)} % on {ranks} ranks"
         for scaling in scalings
         for name, costs in scaling.costs.items()
+        if scaling.kind in (WEAK, STRONG, name)
         for ranks, cost in costs.items()
         if cost.share >= SPREAD_SHARE
         and (efficiency := scaling.efficiency(name, ranks)) is not None
@@ -137,9 +138,13 @@ def _impossible(scalings: Sequence[Scaling]) -> str:
     if not found:
         return ""
     return (
-        f"Efficiencies far above 100 % mean that the machine was busy otherwise or that batches differ: "
-        f"{', '.join(found)}."
+        "Efficiencies far above 100 % mean that the machine was busy otherwise or that batches differ. "
+        f"{wording.capital('; '.join(found))}."
     )
+
+
+def _of_kind(kind: str) -> str:
+    return f"in {kind} scaling" if kind in (WEAK, STRONG) else "alone"
 
 
 def _frames(scaling: Scaling, warmup_steps: int) -> str:

@@ -63,8 +63,8 @@ def make_pictures(profile: Profile) -> list[Picture]:
 
 def _utilisation(profile: Profile) -> Picture:
     caption = (
-        "Utilisation over time with and without a blocking trainloader, after figure 2 of the poster: gaps "
-        "are ranks that wait for batches."
+        "Utilisation over time with and without a blocking trainloader, after figure 2 of the poster. How "
+        "long ranks waited for batches was measured apart: it stands in the table."
     )
     letters = "abc"
     drawn = [job for job in loader_jobs(profile) if job.sample_paths]

@@ -9,18 +9,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from speechdp.compare.arguments import train_arguments
 from speechdp.compare.jobs import JobStarter
 from speechdp.errors import ConfigError, RunError
+from speechdp.profile.derived import STEP, job_costs
 from speechdp.profile.plan import PlannedJob
 from speechdp.profile.record import (
     COMPLETE,
     FAILED,
     FILE_NAME,
     KINDS,
+    MODULES,
     PENDING,
     JobEntry,
     ProfileJob,
@@ -31,6 +32,8 @@ from speechdp.profile.record import (
     read_record,
     write_record,
 )
+from speechdp.profile.words import milliseconds, rank_count
+from speechdp.timing import wording
 
 LOGS = "logs"
 #: Settings that may differ between two commands into one folder: they describe, and decide nothing.
@@ -93,7 +96,7 @@ class Profiler:
             self._update(self._record.with_job(index, state=same[0].state, message=same[0].message))
             self._say(f"{place}: is {same[0].name}")
             return
-        self._say(f"{place}: {_counted(entry.ranks)}, {entry.steps} steps")
+        self._say(f"{place}: {rank_count(entry.ranks)}, {entry.steps} steps")
         start_s = time.monotonic()
         job = self._run(self._planned[entry.name])
         message = job if isinstance(job, str) else None
@@ -177,20 +180,22 @@ def _check_same(out: Path, before: Settings, now: Settings) -> None:
     for key in {**old, **new}:
         if old.get(key) != new.get(key):
             raise ConfigError(
-                f"{out / FILE_NAME}: was begun with another {key}; choose another folder, or --overwrite"
+                f"{out / FILE_NAME}: was begun with {_other(key)}; choose another folder, or --overwrite"
             )
 
 
+def _other(key: str) -> str:
+    """Name a setting that differs, where it is an option as the command has it."""
+    option = {"steps": "--steps", "warmup_steps": "--warmup", "threads": "--threads"}.get(key)
+    name = option or key.replace("_", " ")
+    return f"other {name}" if name.endswith("s") else f"another {name}"
+
+
 def news(job: ProfileJob, warmup: int) -> str:
-    """Return the mean time of a step and of its longest functions, in one line."""
-    steps = [step for rank in job.steps for step in rank[warmup:]]
-    wall_s = fmean(step.wall_s for step in steps)
-    names = dict.fromkeys(function.name for step in steps for function in step.functions)
-    means = {name: fmean(step.seconds(name) for step in steps) for name in names}
-    longest = sorted(means, key=lambda name: -means[name])[:3]
-    parts = [f"{name} {means[name] / wall_s:.0%}" for name in longest]
-    return f"{1e3 * wall_s:.4g} ms a step ({', '.join(parts)})"
-
-
-def _counted(ranks: int) -> str:
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+    """Return the time of a step, or of the module that ran alone, in one line: the figures of the tables."""
+    costs = job_costs(job, warmup)
+    if job.kind in MODULES and job.kind in costs:
+        return f"{milliseconds(costs[job.kind].total_s)} ms a step ({job.kind} alone)"
+    longest = sorted(set(costs) - {STEP}, key=lambda name: -costs[name].share)[:3]
+    parts = [f"{name} {wording.percent(costs[name].share)} %" for name in longest]
+    return f"{milliseconds(costs[STEP].total_s)} ms a step ({', '.join(parts)})"

@@ -18,8 +18,8 @@ from speechdp.train.recipe import find_recipe
 MODULES_OF_TASK = {"synthesis": ("encoder", "decoder", "postproc"), "acoustic": ("encoder", "output")}
 #: Kinds that are measured on the most ranks alone: what they are compared with is one another.
 _ON_MOST_RANKS = (BLOCKING, POOLED, FED)
-#: The blocking trainloader reads so many groups in the steps of a job: one to begin with is no picture.
-_GROUPS = 2
+#: Steps between two stops of the blocking trainloader, twice: one stop to begin with is no picture.
+TWO_STOPS = 2 * GROUP_BATCHES
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class ProfilePlan:
 
     def _steps(self, kind: str, ranks: int) -> int:
         if kind in _ON_MOST_RANKS:
-            return self.loader_steps or max(self.steps, _GROUPS * GROUP_BATCHES + self.warmup)
+            return self.loader_steps or max(self.steps, TWO_STOPS + self.warmup)
         return self.steps * ranks if self.poster_iterations and kind != STRONG else self.steps
 
 

@@ -25,7 +25,7 @@ from speechdp.synthesis.generate import Speech, Synthesiser
 from speechdp.synthesis.quality import diagonality, focus_rate, mel_cepstral_distortion
 from speechdp.synthesis.recognition import Ear, Listener
 from speechdp.synthesis.record import SOURCES, SaidUtterance, Source, SynthesisResult
-from speechdp.synthesis.showcase import Example, show
+from speechdp.synthesis.showcase import Example, clear, show
 from speechdp.train.model_file import LoadedSynthesis
 
 FloatArray = npt.NDArray[np.float32]
@@ -76,8 +76,13 @@ def check_data(dataset: Dataset, loaded: LoadedSynthesis) -> None:
         raise ConfigError(
             f"{dataset.path}: holds {dataset.stored}, not spectrograms; prepare it with --task synthesis"
         )
+    rates = (loaded.sampling_rate, dataset.sampling_rate)
+    if rates[0] != rates[1]:
+        raise ConfigError(
+            f"{dataset.path}: has {rates[1]} Hz, the model was trained on {rates[0]}; prepare the data "
+            f"with --resample {rates[0]}"
+        )
     ours = {
-        "sampling rate": (loaded.sampling_rate, dataset.sampling_rate),
         "features": (loaded.features.to_dict(), dataset.features.to_dict()),
         "symbols": (loaded.symbols.names, SymbolInventory.load(dataset.symbols_path).names),
     }
@@ -109,6 +114,7 @@ def evaluate_split(
         RunError: the model gives NaN, or the disk refuses.
     """
     check_data(dataset, synthesiser.loaded)
+    clear(request.run_dir, request.split)
     with ExitStack() as stack:
         num_shards = len(dataset.shard_paths(request.split))
         shards = [stack.enter_context(dataset.open_shard(request.split, i)) for i in range(num_shards)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import re
 from collections.abc import Mapping
@@ -84,6 +85,23 @@ def show(example: Example, loaded: LoadedSynthesis, run_dir: Path, split: str) -
     for source, samples in example.sound.items():
         write_wav(folder / f"{name}-{source}.wav", samples, loaded.sampling_rate)
     return f"{FOLDER}/{name}.png"
+
+
+def clear(run_dir: Path, split: str) -> None:
+    """Delete what an earlier measurement of a split has shown.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    folder = run_dir / FOLDER
+    try:
+        for path in [
+            *folder.glob(f"{glob.escape(split)}-*.png"),
+            *folder.glob(f"{glob.escape(split)}-*.wav"),
+        ]:
+            path.unlink()
+    except OSError as error:
+        raise RunError(f"{folder}: cannot be cleared ({error.strerror}); check the run's rights") from error
 
 
 def _file_name(wanted: str) -> str:

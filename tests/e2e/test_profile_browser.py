@@ -67,7 +67,7 @@ def _readout(browser: webdriver.Chrome) -> str:
 
 def test_it_loads_alone_and_without_a_complaint(browser: webdriver.Chrome, page: Path) -> None:
     assert_loads_alone(browser, page)
-    assert browser.find_element(By.CSS_SELECTOR, ".headline").text.startswith("Decoder scales worst")
+    assert browser.find_element(By.CSS_SELECTOR, ".headline").text.startswith("Decoder loses most")
     assert "<img src=x" in browser.find_element(By.CSS_SELECTOR, "#cautions").text
     assert not browser.find_elements(By.CSS_SELECTOR, "img, td b, dd b")
 

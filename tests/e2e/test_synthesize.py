@@ -132,7 +132,7 @@ def test_part_of_a_split_and_data_without_recordings(
     [
         ([], "give either texts to say"),
         (["one", "--data", "DATA"], "give either texts to say"),
-        (["one", "--recogniser", "AM"], "belong together"),
+        (["--data", "DATA", "--recogniser", "AM"], "belong together"),
         (["one", "--recogniser", "AM", "--recogniser-data", "AM"], "add --data"),
         (["one", "-o", "a.mp3"], "a.mp3: only WAV"),
         (["one", "-o", "nowhere/a.wav"], "no such folder"),

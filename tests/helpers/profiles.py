@@ -47,6 +47,7 @@ class MadeUpProfile:
         growth: by what share a function's time grows with each rank more (1 rank: none).
         exchange_s: of a step on 2 ranks and more.
         blocking_s: what a blocking trainloader takes in every fourth step.
+        loader_steps: of the jobs that compare trainloaders.
     """
 
     ranks: Sequence[int] = (1, 2, 4)
@@ -56,6 +57,7 @@ class MadeUpProfile:
     growth: dict[str, float] = field(default_factory=lambda: {"decoder": 0.02, "postproc": 0.06})
     exchange_s: float = 0.02
     blocking_s: float = 0.5
+    loader_steps: int = 67
     cores: int = 2
     samples: bool = True
 
@@ -96,7 +98,8 @@ def _entry(kind: str, ranks: int, made_up: MadeUpProfile) -> JobEntry:
     batch = 32 // ranks if kind == STRONG else 32
     loaders = {BLOCKING: "blocking-sort", "encoder": "none", "decoder": "none", "postproc": "none"}
     name = f"{kind}-{ranks}"
-    return JobEntry(name, kind, ranks, batch, loaders.get(kind, "pooled"), name, made_up.steps, wall_s=9.0)
+    steps = made_up.loader_steps if kind in (BLOCKING, POOLED) else made_up.steps
+    return JobEntry(name, kind, ranks, batch, loaders.get(kind, "pooled"), name, steps, wall_s=9.0)
 
 
 def write_job(folder: Path, entry: JobEntry, made_up: MadeUpProfile) -> None:
@@ -118,7 +121,7 @@ def write_job(folder: Path, entry: JobEntry, made_up: MadeUpProfile) -> None:
 
 def _steps(entry: JobEntry, rank: int, made_up: MadeUpProfile) -> list[dict[str, Any]]:
     lines, now_s = [], 0.01
-    for step in range(1, made_up.steps + 1):
+    for step in range(1, entry.steps + 1):
         slow = _WARM_UP_FACTORS[step - 1] if step <= len(_WARM_UP_FACTORS) else 1.0
         start_s, functions = now_s, []
         for name, phase, seconds in _functions(entry, step, made_up):

@@ -77,11 +77,11 @@ def test_waiting_ends_when_the_last_rank_comes() -> None:
 
 def test_sentences_say_what_scales_and_what_does_not(realistic: Path) -> None:
     headline, *details = answer_of(realistic).sentences
-    assert headline.startswith("Decoder scales worst: on 4 ranks it takes 1.7")
+    assert headline.startswith("Decoder loses most: on 4 ranks it takes 19")
     assert "an efficiency of 57 %, and has 60 % of the step." in headline
     text = " ".join(details)
     assert "These scale: encoder 100 %, postproc 85 %." in text
-    assert "With all ranks' batch constant the step keeps" in text and "worst decoder with 57 %" in text
+    assert "With all ranks' batch constant the step keeps" in text and "decoder loses most, with 57 %" in text
     assert "decoder 100 % (in the whole step 57 %)" in text
     assert "Memory is balanced over 4 ranks: the largest peak is 1.02 times the smallest" in text
     assert "The first step takes 6.0 times as long as the usual one" in text
@@ -109,8 +109,39 @@ def test_blocking_is_compared_by_means(realistic: Path) -> None:
 
 def test_efficiencies_that_cannot_be_are_cautioned(tmp_path: Path) -> None:
     text = " ".join(answer_of(small_profile(tmp_path, growth={"decoder": -0.3})).cautions)
-    assert "Efficiencies far above 100 %" in text and "decoder 14" in text and "on 2 ranks (weak)" in text
+    assert "Efficiencies far above 100 %" in text and "Decoder in weak scaling: 14" in text
     assert "encoder" not in text
+
+
+def test_the_headline_counts_milliseconds_not_ratios(tmp_path: Path) -> None:
+    functions = {"encoder": (0.1, 0.2), "decoder": (0.01, 0.01)}
+    answer = answer_of(small_profile(tmp_path, functions=functions, growth={"encoder": 0.2, "decoder": 1.0}))
+    assert answer.headline.startswith("Encoder loses most: on 2 ranks it takes 6")
+    assert "Exchange" not in answer.headline and answer.details[0] == "These do not either: decoder 50 %."
+
+
+def test_an_exchange_that_costs_more_is_said(tmp_path: Path) -> None:
+    text = answer_of(small_profile(tmp_path, growth={"decoder": 0.3}, exchange_s=0.3)).headline
+    assert text.startswith("Decoder loses most") and " Exchange costs more, 30" in text
+
+
+def test_modules_alone_have_no_whole_step_in_the_cautions(tmp_path: Path) -> None:
+    profile = read_profile(small_profile(tmp_path, growth={"decoder": -0.3}))
+    jobs = profile.of_kind(WEAK)
+    alone = [replace(job, entry=replace(job.entry, kind="decoder")) for job in jobs]
+    only = replace(profile, jobs=tuple(alone))
+    (caution,) = (c for c in find_answer(only, all_scalings(only)).cautions if "far above" in c)
+    assert "differ. Decoder alone: 14" in caution and "% on 2 ranks." in caution and "whole" not in caution
+
+
+@pytest.mark.parametrize(("steps", "verdict"), [(64, False), (65, True)])
+def test_one_stop_of_the_blocking_trainloader_is_no_verdict(
+    steps: int, verdict: bool, tmp_path: Path
+) -> None:
+    text = " ".join(answer_of(small_profile(tmp_path, loader_steps=steps)).details)
+    assert ("A blocking trainloader takes" in text) == verdict
+    assert ("blocking-2 took 64 steps, too few for its second stop" in text) == (not verdict)
+    assert ("Waiting for batches takes" in text) == (not verdict)
 
 
 def test_unbalanced_memory_is_called_so(tmp_path: Path) -> None:
@@ -124,11 +155,14 @@ def test_unbalanced_memory_is_called_so(tmp_path: Path) -> None:
 
 
 def test_cautions_are_said_only_where_they_are_due(tmp_path: Path) -> None:
-    few = " ".join(answer_of(small_profile(tmp_path, cores=1)).cautions)
-    assert "Figures rest on 2 steps after the warm-up" in few and "--steps, 13 at least" in few
+    answer = answer_of(small_profile(tmp_path, cores=1))
+    few = " ".join(answer.cautions)
+    assert answer.sentences[0].startswith("Figures rest on 2 steps after the warm-up")
+    assert "--steps, 13 at least" in answer.warning and "Figures rest" not in few
     assert "More ranks than cores: 2 ranks share 1 core," in few
     calm = replace(MadeUpProfile(ranks=(1, 2), steps=14, samples=False), cores=4)
-    assert answer_of(write_profile(tmp_path / "calm", calm)).cautions == ()
+    calm_answer = answer_of(write_profile(tmp_path / "calm", calm))
+    assert (calm_answer.cautions, calm_answer.warning) == ((), "")
 
 
 def test_times_that_vary_and_batches_that_differ_are_cautioned(tmp_path: Path) -> None:

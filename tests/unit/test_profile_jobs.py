@@ -16,9 +16,11 @@ from speechdp.config import TrainOptions
 from speechdp.config_batch import BatchOptions
 from speechdp.config_model import ModelOptions
 from speechdp.errors import ConfigError
+from speechdp.profile.derived import STEP, job_costs
 from speechdp.profile.jobs import Profiler, ProfileRequest
 from speechdp.profile.plan import ProfilePlan
 from speechdp.profile.record import Record, read_profile, read_record
+from speechdp.profile.words import milliseconds
 from speechdp.timing.pages import WrittenReport
 from tests.helpers.profiles import MadeUpProfile, write_job, write_profile
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
@@ -79,7 +81,10 @@ def test_every_job_is_started_over_its_ranks_with_its_options(tmp_path: Path) ->
     profile = read_profile(tmp_path / "out")
     assert [job.name for job in profile.of_kind("strong")] == ["strong-1", "strong-2"]
     assert profile.of_kind("strong")[0].steps == profile.of_kind("weak")[0].steps
-    assert said[0] == "[1/6] weak-1: 1 rank, 8 steps" and " ms a step (decoder" in said[1]
+    assert said[0] == "[1/6] weak-1: 1 rank, 8 steps"
+    costs = job_costs(profile.of_kind("weak")[0], 3)  # of which the table is made
+    assert f"weak-1: {milliseconds(costs[STEP].total_s)} ms a step (decoder 5" in said[1]
+    assert said[-1].endswith(" ms a step (decoder alone)")
     assert "[3/6] strong-1: is weak-1" in said
 
 
@@ -157,6 +162,8 @@ def test_another_profile_in_the_folder_is_refused(tmp_path: Path) -> None:
     carry_out(tmp_path / "out", MadeUpStarter())
     with pytest.raises(ConfigError, match="was begun with another decoder"):
         carry_out(tmp_path / "out", MadeUpStarter(), decoder="loop")
+    with pytest.raises(ConfigError, match="was begun with other --steps; choose"):
+        carry_out(tmp_path / "out", MadeUpStarter(), steps=9)
 
 
 def test_a_stop_leaves_what_is_done(tmp_path: Path) -> None:
@@ -198,6 +205,22 @@ def test_the_command_ends_with_the_page_and_says_what_failed(
     assert "was begun with another device" in capsys.readouterr().err
     assert speechdp([*words, "--backend", "mpi", "--seed", "7", "--overwrite"]) == 0
     assert len(starter.started) == 9
+
+
+@pytest.mark.parametrize("of_job", [1, 75, 143])
+def test_a_stop_has_one_exit_code_whatever_the_job_had(
+    of_job: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> str | None:
+        raise Stopped(of_job)
+
+    monkeypatch.setattr(JobStarter, "run", stopped)
+    data = write_tiny_data(tmp_path / "data", TinySizes(train=4, dev=2, test=2, shards=1)).path
+    monkeypatch.chdir(tmp_path)
+    assert speechdp(["profile", str(data), "--only", "strong", "--ranks", "1", "--steps", "5"]) == 75
+    printed = capsys.readouterr().out
+    assert printed.startswith("profile: profile\n") and "stopped as asked" in printed
+    assert "there is nothing to scale" in printed
 
 
 # --- the command line, before any job starts ------------------------------------------------------

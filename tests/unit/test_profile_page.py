@@ -180,6 +180,7 @@ def test_captions_name_the_posters_figures(realistic: tuple[Path, WrittenReport]
     for name, number in figures.items():
         assert f"figure {number} of the poster" in captions[name]
         assert captions[name] in page
+    assert "gaps" not in captions["utilisation"]  # what is not computing need not be waiting
 
 
 def test_the_page_reaches_nothing_outside(realistic: tuple[Path, WrittenReport]) -> None:
