@@ -100,7 +100,7 @@ class ProfileCommand:
         def say(line: str) -> None:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-        say(f"profile: {self.out_dir}")
+        say(f"profile in {self.out_dir.absolute()}")
         for note in request.settings.notes:
             say(f"note: {note}")
         if [job.entry.ranks for job in request.jobs if job.entry.kind == STRONG] == [1]:

@@ -135,11 +135,11 @@ def _loses_most(weak: Scaling, judged: list[tuple[float, str]]) -> str:
     efficiency, name = judged[0]
     costs, exchanged = weak.costs[name], weak.costs.get("exchange", {})
     lost_s = costs[most].total_s - costs[few].total_s
+    times = f"{milliseconds(costs[most].total_s)} instead of {milliseconds(costs[few].total_s)} ms"
     text = (
-        f"{name.capitalize()} loses most: on {rank_count(most)} it takes {milliseconds(lost_s)} ms a step more than "
-        f"on {few} ({milliseconds(costs[most].total_s)} instead of {milliseconds(costs[few].total_s)} ms), which is an "
-        f"efficiency of {wording.percent(efficiency)} %, and has {wording.percent(costs[most].share)} % of "
-        "the step."
+        f"{name.capitalize()} loses most: on {rank_count(most)} it takes {milliseconds(lost_s)} ms a step "
+        f"more than on {few} ({times}), which is an efficiency of {wording.percent(efficiency)} %, and has "
+        f"{wording.percent(costs[most].share)} % of the step."
     )
     exchange_s = exchanged[most].total_s if most in exchanged else 0.0
     return f"{text} Exchange costs more, {milliseconds(exchange_s)} ms." if exchange_s > lost_s else text

@@ -36,8 +36,8 @@ def _too_short(blocking: Loading) -> str:
     if steps > TWO_STOPS:
         return ""
     return (
-        f"What a blocking trainloader costs cannot be said: {blocking.job.name} took {steps} steps, too few for "
-        f"its second stop, which needs more than {TWO_STOPS}: leave out --loader-steps."
+        f"What a blocking trainloader costs cannot be said: {blocking.job.name} took {steps} steps, too few "
+        f"for its second stop, which needs more than {TWO_STOPS}: leave out --loader-steps."
     )
 
 

@@ -116,7 +116,7 @@ def test_efficiencies_that_cannot_be_are_cautioned(tmp_path: Path) -> None:
 def test_the_headline_counts_milliseconds_not_ratios(tmp_path: Path) -> None:
     functions = {"encoder": (0.1, 0.2), "decoder": (0.01, 0.01)}
     answer = answer_of(small_profile(tmp_path, functions=functions, growth={"encoder": 0.2, "decoder": 1.0}))
-    assert answer.headline.startswith("Encoder loses most: on 2 ranks it takes 6")
+    assert answer.headline.startswith("Encoder loses most: on 2 ranks it takes 59")
     assert "Exchange" not in answer.headline and answer.details[0] == "These do not either: decoder 50 %."
 
 
