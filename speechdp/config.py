@@ -113,8 +113,8 @@ class TrainOptions:
                 given.append(f"--{name}")
         if given:
             raise ConfigError(
-                f"{', '.join(given)}: not with --task synthesis, which learns whole utterances with their texts; "
-                "leave out"
+                f"{', '.join(given)}: not with --task synthesis, which learns whole utterances with their "
+                "texts; leave out"
             )
 
     @property
