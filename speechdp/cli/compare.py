@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import sys
 from dataclasses import dataclass, field
@@ -134,41 +133,16 @@ class CompareCommand:
         )
 
     def _starter(self) -> JobStarter:
-        from speechdp.comm.environment import announced  # noqa: PLC0415
-        from speechdp.compare.jobs import JobStarter  # noqa: PLC0415
-        from speechdp.launching.command import own_program  # noqa: PLC0415
+        from speechdp.cli.starting import make_starter, threads_of_a_rank  # noqa: PLC0415
 
-        if announced() is not None:
-            raise ConfigError(
-                "compare starts its own jobs: give the command without mpirun, horovodrun, launch"
-            )
-        try:
-            launch_options = shlex.split(self.launch_args)
-        except ValueError as error:
-            raise ConfigError(
-                f"--launch-args {self.launch_args!r} cannot be split into words ({error})"
-            ) from error
         feeders = self.options.loading.feeders
         if feeders and self.hostfile is not None:
             raise ConfigError("--feeders: compare counts them on one machine only; leave out --hostfile")
         most_ranks = feeders + max(int(word) for word in self.ranks.split(",") if word.strip())
-        if self.hostfile is not None:
-            launch_options += ["--hostfile", str(self.hostfile.absolute())]
-        environment = dict(os.environ)
-        environment.setdefault("OMP_NUM_THREADS", str(self._num_threads(most_ranks)))
-        if self.threads is not None:
-            environment["OMP_NUM_THREADS"] = str(self.threads)
-        return JobStarter(own_program(Path(sys.executable)), environment, tuple(launch_options))
-
-    def _num_threads(self, most_ranks: int) -> int:
-        """Return the threads of a rank: in every run the same, or speeds could not be compared."""
-        from speechdp.launching.cores import available_cores  # noqa: PLC0415
-        from speechdp.launching.hostfile import read_hostfile  # noqa: PLC0415
-
-        if self.hostfile is not None:
-            hostfile = read_hostfile(self.hostfile)
-            most_ranks = max(host.slots for host in hostfile.allocate(most_ranks))
-        return max(1, available_cores() // most_ranks)
+        threads = os.environ.get("OMP_NUM_THREADS") if self.threads is None else str(self.threads)
+        if threads is None:
+            threads = str(threads_of_a_rank(most_ranks, self.hostfile))
+        return make_starter("compare", self.launch_args, self.hostfile, {"OMP_NUM_THREADS": threads})
 
 
 def _announcement(request: CompareRequest) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
 import shutil
 import sys
 from dataclasses import dataclass, field
@@ -150,7 +149,6 @@ class ProfileCommand:
         return ProfileRequest(self.data, self.out_dir, jobs, self._settings(plan, dataset.checksum))
 
     def _settings(self, plan: ProfilePlan, checksum: str) -> Settings:
-        from speechdp.config_model import DEFAULT_PRESET  # noqa: PLC0415
         from speechdp.launching.cores import available_cores  # noqa: PLC0415
         from speechdp.profile.notes import notes_on  # noqa: PLC0415
         from speechdp.profile.plan import batch_of_rank  # noqa: PLC0415
@@ -161,7 +159,7 @@ class ProfileCommand:
         config = options.model.tacotron() if is_synthesis else None
         return Settings(
             task=options.task,
-            preset=options.model.preset or DEFAULT_PRESET[options.task],
+            preset=options.preset_name,
             decoder="" if config is None else config.decoder,
             batch_size=batch_of_rank(options),
             reduction=0 if config is None else config.reduction,
@@ -177,39 +175,21 @@ class ProfileCommand:
         )
 
     def _starter(self) -> JobStarter:
-        from speechdp.comm.environment import announced  # noqa: PLC0415
-        from speechdp.compare.jobs import JobStarter  # noqa: PLC0415
-        from speechdp.launching.command import own_program  # noqa: PLC0415
+        from speechdp.cli.starting import make_starter  # noqa: PLC0415
 
-        if announced() is not None:
-            raise ConfigError(
-                "profile starts its own jobs: give the command without mpirun, horovodrun, launch"
-            )
-        try:
-            launch_options = shlex.split(self.launch_args)
-        except ValueError as error:
-            raise ConfigError(
-                f"--launch-args {self.launch_args!r} cannot be split into words ({error})"
-            ) from error
-        if self.hostfile is not None:
-            launch_options += ["--hostfile", str(self.hostfile.absolute())]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self._num_threads())}
-        return JobStarter(own_program(Path(sys.executable)), environment, tuple(launch_options))
+        environment = {"OMP_NUM_THREADS": str(self._num_threads())}
+        return make_starter("profile", self.launch_args, self.hostfile, environment)
 
     def _num_threads(self) -> int:
         """Return the threads of a rank: in every job the same, or times could not be compared."""
-        from speechdp.launching.cores import available_cores  # noqa: PLC0415
-        from speechdp.launching.hostfile import read_hostfile  # noqa: PLC0415
+        from speechdp.cli.starting import threads_of_a_rank  # noqa: PLC0415
 
         if self.threads is not None:
             return max(1, self.threads)
         given = os.environ.get("OMP_NUM_THREADS", "")
         if given.isdigit() and int(given) > 0:
             return int(given)
-        most = self.options.loading.feeders + max(self._plan().ranks)
-        if self.hostfile is not None:
-            most = max(host.slots for host in read_hostfile(self.hostfile).allocate(most))
-        return max(1, available_cores() // most)
+        return threads_of_a_rank(self.options.loading.feeders + max(self._plan().ranks), self.hostfile)
 
 
 def _remove(out: Path) -> None:
