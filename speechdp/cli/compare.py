@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,18 +55,15 @@ class CompareCommand:
         """Make the comparison and its report; return the exit code: 1 where a run failed."""
         from speechdp.cli.console import make_console  # noqa: PLC0415 - keeps --help fast
         from speechdp.cli.report import print_report  # noqa: PLC0415
+        from speechdp.cli.starting import line_printer, remove_folder  # noqa: PLC0415
         from speechdp.compare.jobs import Stopped  # noqa: PLC0415
         from speechdp.compare.record import FAILED  # noqa: PLC0415
         from speechdp.compare.run import Comparer  # noqa: PLC0415
 
         request, starter = self._request(self._plan()), self._starter()
         if self.overwrite:
-            _remove(self.out_dir)
-        console = make_console()
-
-        def say(line: str) -> None:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-
+            remove_folder(self.out_dir, "compare.json")
+        say = line_printer(make_console())
         for line in _announcement(request):
             say(line)
         try:
@@ -163,12 +159,3 @@ def _announcement(request: CompareRequest) -> list[str]:
             "(--global-batch keeps their number)"
         )
     return lines
-
-
-def _remove(out: Path) -> None:
-    """Delete a comparison's folder.  Raises ConfigError where it holds something else."""
-    if not out.exists():
-        return
-    if not (out / "compare.json").is_file():
-        raise ConfigError(f"{out}: --overwrite deletes only folders with a compare.json; remove it yourself")
-    shutil.rmtree(out)

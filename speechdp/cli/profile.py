@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +85,7 @@ class ProfileCommand:
     def _run_all(self) -> int:
         from speechdp.cli.console import make_console  # noqa: PLC0415
         from speechdp.cli.report import print_report  # noqa: PLC0415
+        from speechdp.cli.starting import line_printer, remove_folder  # noqa: PLC0415
         from speechdp.cli.train import STOPPED_EXIT_CODE  # noqa: PLC0415
         from speechdp.compare.jobs import Stopped  # noqa: PLC0415
         from speechdp.profile.jobs import Profiler  # noqa: PLC0415
@@ -93,12 +93,8 @@ class ProfileCommand:
 
         request, starter = self._request(self._plan()), self._starter()
         if self.overwrite:
-            _remove(self.out_dir)
-        console = make_console()
-
-        def say(line: str) -> None:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-
+            remove_folder(self.out_dir, "profile.json")
+        say = line_printer(make_console())
         say(f"profile in {self.out_dir.absolute()}")
         for note in request.settings.notes:
             say(f"note: {note}")
@@ -190,12 +186,3 @@ class ProfileCommand:
         if given.isdigit() and int(given) > 0:
             return int(given)
         return threads_of_a_rank(self.options.loading.feeders + max(self._plan().ranks), self.hostfile)
-
-
-def _remove(out: Path) -> None:
-    """Delete a profile's folder.  Raises ConfigError where it holds something else."""
-    if not out.exists():
-        return
-    if not (out / "profile.json").is_file():
-        raise ConfigError(f"{out}: --overwrite deletes only folders with a profile.json; remove it yourself")
-    shutil.rmtree(out)

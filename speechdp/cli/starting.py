@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from rich.console import Console
 
 from speechdp.comm.environment import announced
 from speechdp.compare.jobs import JobStarter
@@ -48,3 +51,25 @@ def threads_of_a_rank(most_ranks: int, hostfile: Path | None) -> int:
     if hostfile is not None:
         most_ranks = max(host.slots for host in read_hostfile(hostfile).allocate(most_ranks))
     return max(1, available_cores() // most_ranks)
+
+
+def line_printer(console: Console) -> Callable[[str], None]:
+    """Return what prints a line of news as it is: names of files are no markup, and nothing is folded."""
+    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def remove_folder(out: Path, record: str) -> None:
+    """Delete the folder that --overwrite is to begin anew, if there is one.
+
+    Args:
+        out: the folder.
+        record: the file that every folder of the command has.
+
+    Raises:
+        ConfigError: the folder holds something else.
+    """
+    if not out.exists():
+        return
+    if not (out / record).is_file():
+        raise ConfigError(f"{out}: --overwrite deletes only folders with a {record}; remove it yourself")
+    shutil.rmtree(out)

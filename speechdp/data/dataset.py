@@ -19,6 +19,7 @@ from speechdp.errors import ShardError
 
 DATA_FORMAT = "speechdp-data"
 MANIFEST_NAME = "data.json"
+SYMBOLS_NAME = "symbols.json"
 #: What a model is trained for.
 TaskName = Literal["acoustic", "synthesis"]
 
@@ -161,7 +162,7 @@ class Dataset:
     @property
     def symbols_path(self) -> Path:
         """The symbols that texts are written in; only beside spectrograms."""
-        return self.path / "symbols.json"
+        return self.path / SYMBOLS_NAME
 
     @property
     def task(self) -> TaskName:

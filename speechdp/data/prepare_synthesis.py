@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 from speechdp.data.audio import common_sampling_rate
 from speechdp.data.corpus import Corpus, CorpusUtterance
 from speechdp.data.data_dir import check_target, new_data_dir
-from speechdp.data.dataset import Dataset, Manifest, SplitEntry
+from speechdp.data.dataset import SYMBOLS_NAME, Dataset, Manifest, SplitEntry
 from speechdp.data.features import FeatureConfig, num_frames_of
 from speechdp.data.joining import EDGE_S, PAUSE_S, JoinedUtterance, JoinRule, Splits, plan_joins, unjoined
 from speechdp.data.prepare import open_corpus, probe_corpus, shards_of_split
@@ -150,7 +150,7 @@ def finish_synthesis(
     """Write lexicon, symbols and, last, data.json, whose presence says that the directory is whole."""
     if lexicon is not None:
         lexicon.save(directory / "lexicon.txt")
-    symbols.save(directory / "symbols.json")
+    symbols.save(directory / SYMBOLS_NAME)
     symbols.save_classes(directory / "classes.txt")
     manifest.write(directory)
 

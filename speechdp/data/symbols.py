@@ -20,7 +20,6 @@ from speechdp.errors import ConfigError
 
 SymbolKind = Literal["characters", "phones"]
 
-SYMBOLS_NAME = "symbols.json"
 SYMBOLS_FORMAT = "speechdp-symbols"
 SYMBOLS_VERSION = 1
 END = "<end>"

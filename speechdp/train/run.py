@@ -60,7 +60,8 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
     state = _prepare_folder(session, options, run, resume=resume)
     if options.recipe != "none":
         session.reporter.notice(_describe_recipe(options, resolved, strategy))
-    session.reporter.notice(_describe_model(session, resolved))
+    if session.comm.rank == 0:  # counting parameters takes time that the other ranks would spend in vain
+        session.reporter.notice(_describe_model(session, resolved))
     with ExitStack() as stack:
         stack.callback(session.reporter.end)  # also after a failure: a live bar hides the cursor
         trainer, sources = build_trainer(session, options, run_dir, stack)
