@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from speechdp.config_batch import BatchOptions, LoadingOptions
+from speechdp.config_faults import FaultOptions
 from speechdp.config_model import ModelOptions
 from speechdp.config_optimizer import OptimizerOptions
 from speechdp.data.dataset import TaskName
@@ -37,6 +38,7 @@ class TrainOptions:
     inputs: InputOptions = field(default_factory=InputOptions)
     augment: AugmentOptions = field(default_factory=AugmentOptions)
     loading: LoadingOptions = field(default_factory=LoadingOptions)
+    faults: FaultOptions = field(default_factory=FaultOptions)
     task: TaskName = "acoustic"
     """What to train: an acoustic model (BLSTM over HMM states), or a synthesis model (text to spectrograms),
     on data prepared with --task synthesis."""
@@ -199,7 +201,7 @@ class TrainOptions:
         What they come to is hashed as well: a recipe that another version has changed is another run.
         """
         loading = LoadingOptions(preprocess_on=self.loading.preprocess_on)  # a GPU rounds in another way
-        values = dataclasses.replace(self, loading=loading).to_json(1)
+        values = dataclasses.replace(self, loading=loading, faults=FaultOptions()).to_json(1)
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

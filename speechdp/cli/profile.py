@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from speechdp import exit_codes
 from speechdp.config import TrainOptions
 from speechdp.errors import ConfigError
 
@@ -86,7 +87,6 @@ class ProfileCommand:
         from speechdp.cli.console import make_console  # noqa: PLC0415
         from speechdp.cli.report import print_report  # noqa: PLC0415
         from speechdp.cli.starting import line_printer, remove_folder  # noqa: PLC0415
-        from speechdp.cli.train import STOPPED_EXIT_CODE  # noqa: PLC0415
         from speechdp.compare.jobs import Stopped  # noqa: PLC0415
         from speechdp.profile.jobs import Profiler  # noqa: PLC0415
         from speechdp.profile.record import FAILED, STRONG  # noqa: PLC0415
@@ -104,7 +104,7 @@ class ProfileCommand:
             record = Profiler(request, starter, say).run()
         except Stopped:
             say(f"stopped as asked; the same command goes on with {self.out_dir}")
-            return STOPPED_EXIT_CODE
+            return exit_codes.STOPPED
         failed = [job for job in record.jobs if job.state == FAILED]
         if len(failed) < len(record.jobs):
             print_report(self.out_dir, None)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from speechdp import exit_codes
 from speechdp.config import TrainOptions
 from speechdp.errors import ConfigError
 
@@ -69,7 +70,7 @@ class SweepCommand:
 
     def _on_rank(self, session: Session) -> int:
         from speechdp.cli.report import print_report  # noqa: PLC0415
-        from speechdp.cli.train import STOPPED_EXIT_CODE, remove_run  # noqa: PLC0415
+        from speechdp.cli.train import remove_run  # noqa: PLC0415
         from speechdp.train.sweep import run_sweep  # noqa: PLC0415
         from speechdp.train.trainer import Stopped  # noqa: PLC0415
 
@@ -81,7 +82,7 @@ class SweepCommand:
             run_sweep(session, self.options, plan, self.out_dir, self._reporter_maker(comm))
         except Stopped:
             session.reporter.notice(f"stopped as asked; the same command goes on with {self.out_dir}")
-            return STOPPED_EXIT_CODE
+            return exit_codes.STOPPED
         if comm.rank == 0:
             print_report(self.out_dir, self.target)
         return 0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from speechdp import exit_codes
 from speechdp.config import TrainOptions
 from speechdp.errors import ConfigError
 
@@ -58,14 +59,9 @@ class TrainCommand:
             session.reporter.notice(
                 f"stopped as asked; the same command with --resume goes on: {self.run_dir}"
             )
-            return STOPPED_EXIT_CODE
+            return exit_codes.STOPPED
         session.reporter.notice(f"model: {self.run_dir / 'model.safetensors'}")
         return 0
-
-
-#: Exit code of a run that was asked to stop and saved a checkpoint: not success (there is no model yet),
-#: and told apart from failure by schedulers that requeue on it (EX_TEMPFAIL of sysexits.h).
-STOPPED_EXIT_CODE = 75
 
 
 def remove_run(run_dir: Path) -> None:
