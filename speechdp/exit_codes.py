@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-#: A rank failed, or refused what it was asked for; its message stands above.
+#: A rank refused what it was asked for, or the data it was given; the same would happen again.
 FAILED = 1
 #: An option nobody knows (what argument parsers return).
 USAGE = 2
+#: Something unexpected, or a peer that was lost: another start may help (EX_SOFTWARE of sysexits.h).
+CRASHED = 70
 #: The run was asked to stop and saved a checkpoint: not success (there is no model yet), and told apart
 #: from failure by schedulers that requeue on it (EX_TEMPFAIL of sysexits.h).
 STOPPED = 75

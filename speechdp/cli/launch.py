@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
 import signal
 import sys
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from speechdp import exit_codes
 from speechdp.errors import ConfigError
+from speechdp.launching.allocation import Allocation, find_allocation
 from speechdp.launching.command import (
     Controller,
     Job,
@@ -22,12 +27,18 @@ from speechdp.launching.command import (
     horovodrun_command,
     mpirun_command,
     own_program,
+    srun_command,
 )
 from speechdp.launching.cores import available_cores
-from speechdp.launching.hostfile import Host, local_hosts, read_hostfile
-from speechdp.launching.outcome import find_target, verdict
+from speechdp.launching.hostfile import Host, Hostfile, local_hosts, read_hostfile
+from speechdp.launching.outcome import Target, find_target, verdict
 from speechdp.launching.programs import find_horovodrun, find_open_mpi
+from speechdp.launching.requeue import requeue
+from speechdp.launching.restarts import RestartPolicy, Restarts, find_reachable, going_on
 from speechdp.launching.supervise import StopPolicy, run_job
+
+#: So long a GPU may need to free the memory of a killed rank, s.
+_RESTART_DELAY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -37,9 +48,10 @@ class LaunchCommand:
     command: tyro.conf.Positional[tuple[str, ...]] = ()
     """What every rank runs, after `--`: a subcommand with its arguments, passed on untouched."""
     hostfile: Path | None = None
-    """File with one line `host slots=N` a host (see hostfiles/); without it: this machine."""
+    """File with one line `host slots=N` a host (see hostfiles/); without it: the hosts of the batch job this
+    runs in (Slurm, LSF, PBS, Grid Engine), else this machine."""
     num_ranks: Annotated[int | None, tyro.conf.arg(name="np", aliases=("-np", "-n"))] = None
-    """Number of ranks; without it: one a slot of the hostfile."""
+    """Number of ranks; without it: one a slot of the hostfile or batch job."""
     launcher: Launcher = "mpirun"
     """Program that starts the ranks."""
     controller: Controller = "mpi"
@@ -50,6 +62,13 @@ class LaunchCommand:
     """More options for mpirun, in one word: "--mca plm_rsh_agent 'ssh -F file'"."""
     tag_output: bool = False
     """Put job and rank before each line of output; the live bar is then no bar any more."""
+    max_restarts: int = 0
+    """Start train or sweep so often again, from the last checkpoint, after a rank or host was lost or hung;
+    hosts that do not answer, or on which ranks died twice, are left out."""
+    min_ranks: int | None = None
+    """Go on with fewer ranks, but not fewer than these, where hosts are left out; default: only with all."""
+    requeue: bool = False
+    """In a batch job that was stopped by a signal and saved: give it back to the scheduler, to go on."""
     grace_s: float = 30.0
     """Seconds the ranks have to save and leave after SIGTERM or SIGINT; a second signal cuts it short."""
     dry_run: bool = False
@@ -60,55 +79,142 @@ class LaunchCommand:
         return launch(self, own_program(Path(sys.executable)))
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a job may run.
+
+    Attributes:
+        hostfile: all hosts it may use.
+        num_ranks: how many are wanted.
+        allocation: the batch job this is part of, None outside of one.
+    """
+
+    hostfile: Hostfile
+    num_ranks: int
+    allocation: Allocation | None
+
+
 def launch(options: LaunchCommand, program: tuple[str, ...]) -> int:
     """Check hosts and command, start `program` over the ranks, and return the exit code of it all."""
     target = find_target(options.command)
-    argv, environment = _prepare(options, program)
+    place = _find_place(options)
+    policy = RestartPolicy(options.max_restarts, options.min_ranks)
+    policy.check(place.num_ranks, target)
+    starter = _Starter(options, program, place)
+    restarts = Restarts(policy, place.hostfile, place.num_ranks, target, starter.reachable)
+    argv, environment = starter.prepare(restarts.begin(), options.command)
     if options.dry_run:
         _print_command(argv, environment)
         return 0
-    # horovodrun with gloo starts the ranks itself and understands no SIGUSR1.
-    gloo = options.launcher == "horovodrun" and options.controller == "gloo"
-    policy = StopPolicy(signal.SIGTERM if gloo else signal.SIGUSR1, options.grace_s)
-    exit_code, message = verdict(run_job(argv, environment, policy), target)
-    if message is not None:
-        sys.stdout.flush()
-        print(f"speechdp launch: {message}", file=sys.stderr, flush=True)
-    return exit_code
+    while True:
+        end = run_job(argv, environment, _stop_policy(options, target))
+        result = verdict(end, target)
+        why_not = restarts.why_not(end, result.exit_code)
+        if result.reason is not None:
+            _say(result.reason + ("" if why_not is None else result.advice))
+        if why_not is not None:
+            if why_not:
+                _say(why_not)
+            break
+        time.sleep(_RESTART_DELAY_S)
+        hosts = restarts.next_hosts(end.faults)
+        num_ranks = sum(host.slots for host in hosts)
+        _say(
+            f"start {restarts.number + 1} of {policy.max_restarts + 1}: {num_ranks} ranks on {_names(hosts)}"
+        )
+        argv, environment = starter.prepare(hosts, going_on(options.command))
+        environment["SPEECHDP_RESTART_REASON"] = result.reason or ""
+    if result.exit_code == exit_codes.STOPPED and options.requeue and place.allocation is not None:
+        return requeue(place.allocation)
+    return result.exit_code
 
 
-def _prepare(options: LaunchCommand, program: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """Return argv and environment of the launcher."""
-    job = Job(
-        hosts=_hosts(options),
-        program=program,
-        arguments=options.command,
-        interface=options.interface,
-        tag_output=options.tag_output,
-        extra_options=_split(options.mpi_args),
-    )
-    prefix, search_path = Path(sys.prefix), os.environ.get("PATH", os.defpath)
-    if options.launcher == "mpirun" and options.controller != "mpi":
-        raise ConfigError(f"--controller {options.controller} belongs to --launcher horovodrun")
-    mpi = find_open_mpi(prefix, search_path)
-    environment = child_environment(
-        job, mpi, os.environ, is_root=os.geteuid() == 0, num_cores=available_cores()
-    )
-    environment["SPEECHDP_TERMINAL"] = _terminal()
-    if options.launcher == "mpirun":
-        return mpirun_command(job, mpi, environment), environment
-    horovodrun = (sys.executable, str(find_horovodrun(prefix, search_path)))
-    return horovodrun_command(job, horovodrun, options.controller, mpi), environment
+class _Starter:
+    """Builds command lines for one set of hosts after another."""
+
+    def __init__(self, options: LaunchCommand, program: tuple[str, ...], place: _Place) -> None:
+        self._options, self._program, self._place = options, program, place
+        prefix, search_path = Path(sys.prefix), os.environ.get("PATH", os.defpath)
+        if options.launcher != "horovodrun" and options.controller != "mpi":
+            raise ConfigError(f"--controller {options.controller} belongs to --launcher horovodrun")
+        if options.launcher == "srun" and (place.allocation is None or place.allocation.scheduler != "slurm"):
+            raise ConfigError("--launcher srun works inside a Slurm job only; start it with sbatch or salloc")
+        self._mpi = find_open_mpi(prefix, search_path)
+        self._horovodrun = find_horovodrun(prefix, search_path) if options.launcher == "horovodrun" else None
+
+    def prepare(
+        self, hosts: tuple[Host, ...], arguments: tuple[str, ...]
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return argv and environment of the launcher."""
+        options = self._options
+        job = Job(
+            hosts=hosts,
+            program=self._program,
+            arguments=arguments,
+            interface=options.interface,
+            tag_output=options.tag_output,
+            extra_options=_split(options.mpi_args),
+        )
+        environment = child_environment(
+            job, self._mpi, os.environ, is_root=os.geteuid() == 0, num_cores=available_cores()
+        )
+        environment["SPEECHDP_TERMINAL"] = _terminal()
+        environment["SPEECHDP_HOSTFILE"] = self._place.hostfile.source
+        environment["SPEECHDP_HOSTS"] = job.host_list
+        environment["SPEECHDP_LAUNCH"] = json.dumps(["speechdp", *sys.argv[1:]])
+        if self._horovodrun is not None:
+            program = (sys.executable, str(self._horovodrun))
+            return horovodrun_command(job, program, options.controller, self._mpi), environment
+        if options.launcher == "srun":
+            return srun_command(job, environment), environment
+        return mpirun_command(job, self._mpi, environment), environment
+
+    def reachable(self, hosts: Sequence[Host]) -> list[Host]:
+        """Return the hosts on which mpirun can start a process.
+
+        Also for horovodrun, which starts processes in the same way (ssh), but has no such test.
+        """
+        _, environment = self.prepare(tuple(hosts), ())
+
+        def probe(host: Host) -> list[str]:
+            job = Job((replace(host, slots=1),), ("true",), (), extra_options=_split(self._options.mpi_args))
+            if self._options.launcher == "srun":
+                return srun_command(job, environment)
+            return mpirun_command(job, self._mpi, environment)
+
+        return find_reachable(hosts, probe, environment)
 
 
-def _hosts(options: LaunchCommand) -> tuple[Host, ...]:
-    """Return the hosts with the ranks placed on each."""
+def _find_place(options: LaunchCommand) -> _Place:
+    """Return the hosts given, those of the batch job this runs in, or this machine."""
+    allocation = find_allocation(os.environ)
     if options.hostfile is not None:
         hostfile = read_hostfile(options.hostfile)
-        return hostfile.allocate(hostfile.num_slots if options.num_ranks is None else options.num_ranks)
-    if options.num_ranks is None:
+    elif allocation is not None:
+        hostfile = allocation.hostfile
+    elif options.num_ranks is None:
         raise ConfigError("say how many ranks: -np N, or --hostfile FILE (see hostfiles/)")
-    return local_hosts(options.num_ranks).allocate(options.num_ranks)
+    else:
+        hostfile = local_hosts(options.num_ranks)
+    num_ranks = hostfile.num_slots if options.num_ranks is None else options.num_ranks
+    return _Place(hostfile, num_ranks, allocation)
+
+
+def _stop_policy(options: LaunchCommand, target: Target | None) -> StopPolicy:
+    # horovodrun with gloo starts the ranks itself and understands no SIGUSR1.
+    gloo = options.launcher == "horovodrun" and options.controller == "gloo"
+    first_signal = signal.SIGTERM if gloo else signal.SIGUSR1
+    policy = StopPolicy(first_signal, options.grace_s)
+    return replace(policy, fault_grace_s=None) if target is not None and target.tolerates_loss else policy
+
+
+def _names(hosts: Sequence[Host]) -> str:
+    return ", ".join(f"{host.name} ({host.slots})" for host in hosts)
+
+
+def _say(message: str) -> None:
+    sys.stdout.flush()
+    print(f"speechdp launch: {message}", file=sys.stderr, flush=True)
 
 
 def _split(words: str) -> tuple[str, ...]:

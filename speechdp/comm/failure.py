@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from speechdp import exit_codes
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
 from speechdp.errors import CommunicationError, SpeechDPError
@@ -87,15 +88,17 @@ def _describe(comm: Communicator | None, error: BaseException) -> _Report:
         # Raised by the back-end because a peer is gone, most likely: let the peer speak first.
         delay_s = _CONSEQUENCE_DELAY_S
     if isinstance(error, SpeechDPError):
-        return _Report(f"{name}: {error}\n", 1, delay_s)
+        exit_code = exit_codes.FAILED if delay_s < _CONSEQUENCE_DELAY_S else exit_codes.CRASHED
+        return _Report(f"{name}: {error}\n", exit_code, delay_s)
     if isinstance(error, KeyboardInterrupt):
         return _Report(f"{name}: interrupted\n", _INTERRUPTED, delay_s)
     if isinstance(error, SystemExit):
         if isinstance(error.code, int):
             return _Report(f"{name}: ended with exit code {error.code}\n", error.code, delay_s)
-        return _Report(f"{name}: {error.code}\n", 1, delay_s)
+        return _Report(f"{name}: {error.code}\n", exit_codes.FAILED, delay_s)
     trace = "".join(traceback.format_exception(error))
-    return _Report(f"{trace}{name}: ended by an unexpected {type(error).__name__}: {error}\n", 1, delay_s)
+    text = f"{trace}{name}: ended by an unexpected {type(error).__name__}: {error}\n"
+    return _Report(text, exit_codes.CRASHED, delay_s)
 
 
 def _name(comm: Communicator | None) -> tuple[int, str]:

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from speechdp import exit_codes
 from speechdp.errors import ConfigError
+from speechdp.launching.launcher_output import Fault, first_cause
 from speechdp.launching.supervise import JobEnd
 
 #: Subcommands that leave a completion marker, and how they name their two folders.
 _WITH_MARKER = {"train": "DATA RUN", "sweep": "DATA OUT"}
 _MPIRUN_LOST_HOST = 205
 #: Exit codes of ranks that refused what they were asked for: an error of the user's, an unknown option.
-_REFUSED = (1, 2)
-#: The ranks saved a checkpoint and left on request (cli/train.py); passed on, as schedulers requeue on it.
-_SAVED_AND_LEFT = 75
+_REFUSED = (exit_codes.FAILED, exit_codes.USAGE)
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,13 @@ class Target:
         subcommand: "train" or "sweep".
         directory: RUN or OUT.
         marker_before: state of the completion marker when the job was started, None: it was not there.
+        tolerates_loss: ranks may be lost on the way (--tolerate-loss): the exit code tells nothing.
     """
 
     subcommand: str
     directory: Path
     marker_before: tuple[int, int] | None
+    tolerates_loss: bool = False
 
 
 def find_target(arguments: Sequence[str]) -> Target | None:
@@ -57,7 +59,8 @@ def find_target(arguments: Sequence[str]) -> Target | None:
             f"speechdp launch ... -- {subcommand} {_WITH_MARKER[subcommand]} [options]"
         )
     directory = Path(folders[1])
-    return Target(subcommand, directory, _marker_state(subcommand, directory))
+    tolerates_loss = "--tolerate-loss" in rest
+    return Target(subcommand, directory, _marker_state(subcommand, directory), tolerates_loss)
 
 
 def is_complete(target: Target) -> bool:
@@ -86,45 +89,92 @@ def last_checkpoint(target: Target) -> Path | None:
     return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
 
 
-def verdict(end: JobEnd, target: Target | None) -> tuple[int, str | None]:
-    """Return the exit code of the launch and the one line that says what went wrong, if anything did."""
-    if end.stop_signal is not None and end.exit_code == 0 and (target is None or is_complete(target)):
-        return 0, None
+@dataclass(frozen=True)
+class Verdict:
+    """What a job has come to.
+
+    Attributes:
+        exit_code: of the launch.
+        reason: what went wrong, with the last checkpoint; None: nothing did.
+        advice: what the user may do next, a clause to stand behind the reason; "": the ranks have said it.
+    """
+
+    exit_code: int
+    reason: str | None = None
+    advice: str = ""
+
+
+def verdict(end: JobEnd, target: Target | None) -> Verdict:
+    """Judge by the launcher's exit code, by what it printed, and by the completion marker."""
+    is_well = end.exit_code == 0 or (target is not None and target.tolerates_loss)
+    if is_well and (target is None or is_complete(target)):
+        return Verdict(0)
+    exit_code = ranks_exit_code(end)
     if end.stop_signal is not None:
         name = signal.Signals(end.stop_signal).name
-        exit_code = _SAVED_AND_LEFT if end.exit_code == _SAVED_AND_LEFT else 128 + end.stop_signal
-        return exit_code, f"the job was stopped by {name}{_how_to_go_on(target)}"
-    if end.exit_code != 0:
+        exit_code = exit_codes.STOPPED if exit_code == exit_codes.STOPPED else 128 + end.stop_signal
+        return Verdict(exit_code, f"the job was stopped by {name}{_known(target)}", _how_to_go_on(target))
+    cause = first_cause(end.faults)
+    if exit_code != 0:
         # A mistake in the command is not mended by giving it again: then the rank's own line says what to do.
-        refused = end.exit_code in _REFUSED and (target is None or last_checkpoint(target) is None)
-        advice = "" if refused else _how_to_go_on(target)
-        return end.exit_code, (
-            f"the job ended with exit code {end.exit_code} ({_meaning(end.exit_code)}){advice}"
+        refused = exit_code in _REFUSED and (target is None or last_checkpoint(target) is None)
+        happened = _what_happened(exit_code, cause)
+        return (
+            Verdict(exit_code, happened)
+            if refused
+            else Verdict(exit_code, f"{happened}{_known(target)}", _how_to_go_on(target))
         )
-    if target is not None and not is_complete(target):
-        return 1, (
-            f"the job ended with exit code 0 but left no completion marker in {target.directory} "
-            f"(a host may have been lost){_how_to_go_on(target)}"
-        )
-    return 0, None
+    assert target is not None
+    reason = "a host may have been lost" if cause is None else cause.describe()
+    return Verdict(
+        exit_codes.FAILED,
+        f"the job ended with exit code 0 but left no completion marker in {target.directory} "
+        f"({reason}){_known(target)}",
+        _how_to_go_on(target),
+    )
 
 
-def _how_to_go_on(target: Target | None) -> str:
-    """Name the last checkpoint and the next step."""
+def ranks_exit_code(end: JobEnd) -> int:
+    """Return the exit code of the rank that ended first; horovodrun's own is 1 whatever happened."""
+    if end.exit_code == 0:
+        return 0
+    for fault in end.faults:
+        if fault.kind == "killed" and fault.signal is not None:
+            return 128 + fault.signal
+        if fault.kind == "exited" and fault.exit_code:
+            return fault.exit_code
+    return end.exit_code
+
+
+def _what_happened(exit_code: int, cause: Fault | None) -> str:
+    """Name the rank and host that failed where the launcher told them, else what its exit code means."""
+    if cause is not None and exit_code != exit_codes.STOPPED:
+        return f"{cause.describe()} (exit code {exit_code})"
+    return f"the job ended with exit code {exit_code} ({_meaning(exit_code)})"
+
+
+def _known(target: Target | None) -> str:
+    """Name the last checkpoint."""
     if target is None:
         return ""
     checkpoint = last_checkpoint(target)
+    if checkpoint is not None:
+        return f"; last checkpoint: {checkpoint}"
+    return "" if target.subcommand == "sweep" else f"; no checkpoint in {target.directory} yet"
+
+
+def _how_to_go_on(target: Target | None) -> str:
+    """Name the next step."""
+    if target is None:
+        return ""
     if target.subcommand == "sweep":
-        known = f"; last checkpoint: {checkpoint}" if checkpoint else ""
-        return f"{known}; start the same command again, finished runs are kept"
-    if checkpoint is None:
-        return f"; no checkpoint in {target.directory} yet; start again with --resume"
-    return f"; last checkpoint: {checkpoint}; start again with --resume"
+        return "; start the same command again, finished runs are kept"
+    return "; start again with --resume"
 
 
 def _meaning(exit_code: int) -> str:
     """Say what an exit code of the launcher tells."""
-    if exit_code == _SAVED_AND_LEFT:
+    if exit_code == exit_codes.STOPPED:
         return "the ranks were asked to stop, and saved"
     if exit_code == _MPIRUN_LOST_HOST:
         return "a host or its daemon was lost"

@@ -1,11 +1,15 @@
-"""Run a launcher as a child: pass signals on so that the ranks can save, and leave no process behind."""
+"""Run a launcher as a child: pass signals on so that the ranks can save, end it once a rank has failed, and
+leave no process behind.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +19,19 @@ from types import FrameType
 from typing import IO
 
 from speechdp.errors import ConfigError
+from speechdp.launching.launcher_output import Fault, LauncherOutput
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+#: Batch systems warn by SIGUSR1 or SIGUSR2 before they end a job.
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+#: A batch system's warning may be followed by others: only these, sent again, mean haste.
+_URGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.2
+_KILL_AFTER_FAULT_S = 2.0
+_PIPE_BYTES = 65_536
+#: A process that left the job's session may hold the pipe for ever.
+_PIPE_END_S = 1.0
 #: beginnings of the names mpirun runs under; in the PyPI wheel it becomes "orterun_wrapper".
 _LAUNCHERS = ("mpirun", "orterun", "prterun", "mpiexec")
 
@@ -34,11 +46,15 @@ class StopPolicy:
             SIGTERM, which it hands on, killing what is left 5 s later.
         grace_s: time the ranks have to leave by themselves; then SIGTERM.
         kill_after_s: time after that until everything left is killed.
+        fault_grace_s: time a launcher has to end by itself once it is known that a rank or host has failed:
+            one whose daemon is frozen or cut off would be waited for without end.  None: a loss is no
+            reason to end the job.
     """
 
     first_signal: signal.Signals = signal.SIGUSR1
     grace_s: float = 30.0
     kill_after_s: float = 5.0
+    fault_grace_s: float | None = 5.0
 
 
 @dataclass(frozen=True)
@@ -48,10 +64,12 @@ class JobEnd:
     Attributes:
         exit_code: of the launcher; 128 + signal where one killed it.
         stop_signal: the signal by which the user asked for the end; None: it came by itself.
+        faults: what the launcher printed about ranks and hosts that failed.
     """
 
     exit_code: int
     stop_signal: int | None
+    faults: tuple[Fault, ...] = ()
 
 
 @dataclass
@@ -60,10 +78,13 @@ class _StopRequest:
 
     signals: list[int] = field(default_factory=list)
     since: float = 0.0
+    again: float | None = None
 
     def note(self, signum: int, _frame: FrameType | None) -> None:
         if not self.signals:
             self.since = time.monotonic()
+        elif self.again is None and signum in _URGENT_SIGNALS:
+            self.again = time.monotonic()
         self.signals.append(signum)
 
 
@@ -75,24 +96,61 @@ def run_job(
 ) -> JobEnd:
     """Run `argv` to its end in a process group of its own.
 
-    To be called in the main thread (signal handlers). A second SIGINT or SIGTERM skips the grace period.
+    To be called in the main thread (signal handlers). A second request by SIGINT or SIGTERM skips the grace
+    period.
 
     Args:
-        output: file for what it prints; None: this process's stdout and stderr.
+        output: file for what it prints; None: this process's stdout and stderr, without what launchers
+            print about failures, which is left in the result.
 
     Raises:
         ConfigError: the program cannot be started.
     """
     with _noted_signals() as request, _adopting_orphans() as adopt:
         child = _start(argv, environment, output)
+        reader = None if child.stderr is None else _Reader(child.stderr)
         try:
-            exit_code = _wait(child, request, policy)
+            exit_code = _wait(child, request, policy, reader)
         finally:
             _kill_descendants(os.getpid(), keep=adopt)
+            faults = () if reader is None else reader.finish()
     return JobEnd(
         exit_code=128 - exit_code if exit_code < 0 else exit_code,
         stop_signal=request.signals[0] if request.signals else None,
+        faults=faults,
     )
+
+
+class _Reader:
+    """Shows a launcher's stderr in a thread, and notes when the first fault was read."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe = pipe
+        self._output = LauncherOutput()
+        self.fault_since: float | None = None
+        self._thread = threading.Thread(target=self._read, name="launcher-output", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while data := os.read(self._pipe.fileno(), _PIPE_BYTES):
+            _show(self._output.feed(data))
+            if self._output.faults and self.fault_since is None:
+                self.fault_since = time.monotonic()
+
+    def finish(self) -> tuple[Fault, ...]:
+        """Show what is left; the launcher has ended."""
+        self._thread.join(_PIPE_END_S)
+        if not self._thread.is_alive():  # else a process of nobody's still holds the pipe
+            _show(self._output.end())
+            self._pipe.close()
+        return tuple(self._output.faults)
+
+
+def _show(data: bytes) -> None:
+    """Write to stderr; a reader that has gone is no reason to end the job."""
+    with contextlib.suppress(BrokenPipeError):
+        while data:
+            data = data[os.write(2, data) :]
 
 
 def _start(
@@ -111,7 +169,7 @@ def _start(
             # mpirun would read the terminal for rank 0 and be stopped for it, being in the background.
             stdin=subprocess.DEVNULL,
             stdout=output,
-            stderr=output if output is None else subprocess.STDOUT,
+            stderr=subprocess.PIPE if output is None else subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=ask_for_signal_at_our_death,  # noqa: PLW1509 - no other thread runs here
         )
@@ -119,28 +177,48 @@ def _start(
         raise ConfigError(f"{argv[0]} cannot be started ({error.strerror}); run launch/setup") from error
 
 
-def _wait(child: subprocess.Popen[bytes], request: _StopRequest, policy: StopPolicy) -> int:
-    """Wait for the child, stepping through first signal, SIGTERM and SIGKILL once a stop is requested."""
+def _wait(
+    child: subprocess.Popen[bytes], request: _StopRequest, policy: StopPolicy, reader: _Reader | None
+) -> int:
+    """Wait for the child; step through first signal, SIGTERM and SIGKILL once a stop is requested or due."""
     stages: list[Callable[[], None]] = [
         lambda: _signal_launcher(child, policy.first_signal),
         lambda: _signal_launcher(child, signal.SIGTERM),
         lambda: _kill_descendants(child.pid, keep=frozenset()),
     ]
-    deadlines_s = [0.0, policy.grace_s, policy.grace_s + policy.kill_after_s]
     done = 0
     while True:
         try:
             return child.wait(timeout=_POLL_S)
         except subprocess.TimeoutExpired:
             pass
-        if not request.signals:
-            continue
-        if len(request.signals) > 1 and deadlines_s[1] == policy.grace_s:
-            now_s = time.monotonic() - request.since
-            deadlines_s[1:] = [now_s, now_s + policy.kill_after_s]
-        while done < len(stages) and time.monotonic() - request.since >= deadlines_s[done]:
-            stages[done]()
+        fault_since = None if reader is None else reader.fault_since
+        due = _stages_due(request, policy, fault_since)
+        while done < due:
+            # After a fault nobody is left to save: the first signal is skipped.
+            if done > 0 or request.signals:
+                stages[done]()
             done += 1
+
+
+def _stages_due(request: _StopRequest, policy: StopPolicy, fault_since: float | None) -> int:
+    """Return how many of the three stages of ending a job are due by now."""
+    now = time.monotonic()
+    due = 0
+    if request.signals:
+        # A second request skips the grace period.
+        terminate_s = policy.grace_s if request.again is None else request.again - request.since
+        due = _passed(now - request.since, (0.0, terminate_s, terminate_s + policy.kill_after_s))
+    if fault_since is not None and policy.fault_grace_s is not None:
+        terminate_s = policy.fault_grace_s
+        due = max(
+            due, _passed(now - fault_since, (terminate_s, terminate_s, terminate_s + _KILL_AFTER_FAULT_S))
+        )
+    return due
+
+
+def _passed(time_s: float, deadlines_s: tuple[float, ...]) -> int:
+    return sum(time_s >= deadline_s for deadline_s in deadlines_s)
 
 
 def _signal_launcher(child: subprocess.Popen[bytes], signum: signal.Signals) -> None:

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from speechdp import exit_codes
 from speechdp.comm.environment import host_name
 from tests.helpers.mpi import Ended, run_horovodrun, run_mpi
 
@@ -42,7 +43,7 @@ def test_an_error_of_the_users_making_is_one_line(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_defect_shows_its_traceback_first_and_names_the_rank(backend: str) -> None:
     ended = ended_soon("defect", backend)
-    assert ended.exit_code == 1, ended.output
+    assert ended.exit_code == exit_codes.CRASHED, ended.output
     assert len(our_lines(ended)) == 1, ended.output
     assert re.search(RANK_1 + "ended by an unexpected ValueError: a defect$", our_lines(ended)[0])
     assert "in defect" in ended.stderr.split("speechdp: rank")[0], ended.output
@@ -70,7 +71,7 @@ def test_one_of_four_ranks_is_enough() -> None:
 
 def test_an_exception_in_a_thread_ends_all() -> None:
     ended = ended_soon("thread", "mpi")
-    assert ended.exit_code == 1, ended.output
+    assert ended.exit_code == exit_codes.CRASHED, ended.output
     assert re.search(RANK_1 + "ended by an unexpected KeyError", ended.stderr), ended.output
 
 

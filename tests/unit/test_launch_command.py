@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import stat
@@ -20,9 +19,7 @@ from speechdp.launching.command import (
 )
 from speechdp.launching.cores import available_cores
 from speechdp.launching.hostfile import Host
-from speechdp.launching.outcome import Target, find_target, last_checkpoint, verdict
 from speechdp.launching.programs import OpenMpi, find_horovodrun, find_open_mpi
-from speechdp.launching.supervise import JobEnd
 
 MPI4 = OpenMpi(Path("/v/bin/mpirun"), Path("/v"), 4)
 MPI5 = OpenMpi(Path("/v/bin/mpirun"), Path("/v"), 5)
@@ -169,101 +166,3 @@ def test_no_or_another_mpi_is_refused_with_the_remedy(tmp_path: Path) -> None:
         find_open_mpi(tmp_path, "/usr/bin:/bin")
     with pytest.raises(ConfigError, match="launch/build_horovod"):
         find_horovodrun(tmp_path, str(tmp_path))
-
-
-# -- the verdict --------------------------------------------------------------------------------------
-
-
-def test_the_run_is_found_behind_the_subcommand(tmp_path: Path) -> None:
-    target = find_target(["train", "DATA", str(tmp_path), "--epochs", "3"])
-    assert target == Target("train", tmp_path, None)
-    assert find_target(["inspect", "DATA"]) is None
-    assert find_target(["train", "--help"]) is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "nothing to launch"),
-        (["--strategy", "x"], "nothing to launch"),
-        (["launch", "-np", "2"], "cannot launch itself"),
-        (["train", "DATA"], "train DATA RUN"),
-        (["sweep", "--periods", "1", "DATA", "OUT"], "sweep DATA OUT"),
-    ],
-)
-def test_commands_that_cannot_be_watched_are_refused(arguments: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        find_target(arguments)
-
-
-def run_folder(folder: Path, *steps: int) -> Target:
-    for step in steps:
-        (folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
-    (folder / "checkpoints" / "step-00000999.partial").mkdir(parents=True)
-    return Target("train", folder, None)
-
-
-def test_a_killed_rank_names_the_last_whole_checkpoint(tmp_path: Path) -> None:
-    target = run_folder(tmp_path, 10, 20)
-    newest = tmp_path / "checkpoints" / "step-00000020"
-    os.utime(newest.with_name("step-00000010"), (1, 1))
-    assert last_checkpoint(target) == newest
-    assert verdict(JobEnd(137, None), target) == (
-        137,
-        "the job ended with exit code 137 (a rank was killed by signal 9); "
-        f"last checkpoint: {newest}; start again with --resume",
-    )
-
-
-def test_without_a_checkpoint_it_says_so(tmp_path: Path) -> None:
-    code, message = verdict(JobEnd(137, None), Target("train", tmp_path, None))
-    assert code == 137
-    assert message is not None and message.endswith(
-        f"no checkpoint in {tmp_path} yet; start again with --resume"
-    )
-
-
-@pytest.mark.parametrize("exit_code", [1, 2])
-def test_a_refused_command_is_not_to_be_given_again(exit_code: int, tmp_path: Path) -> None:
-    code, message = verdict(JobEnd(exit_code, None), Target("train", tmp_path, None))
-    assert code == exit_code
-    assert message is not None and message.endswith("(a rank failed, its message stands above)")
-
-
-def test_exit_code_0_needs_a_fresh_marker(tmp_path: Path) -> None:
-    command = ["train", "DATA", str(tmp_path)]
-    target = find_target(command)
-    assert target is not None
-    code, message = verdict(JobEnd(0, None), target)
-    assert code == 1
-    assert message is not None and "no completion marker" in message
-    marker = tmp_path / "completed.json"
-    marker.write_text("{}")
-    assert verdict(JobEnd(0, None), target) == (0, None)
-    stale = find_target(command)
-    assert verdict(JobEnd(0, None), stale)[0] == 1
-    marker.unlink()
-    marker.write_text("{}")
-    assert verdict(JobEnd(0, None), stale) == (0, None)
-
-
-def test_a_sweep_is_complete_when_its_list_says_so(tmp_path: Path) -> None:
-    target = Target("sweep", tmp_path, None)
-    for content in ("", "[]", json.dumps({"completed": False})):
-        (tmp_path / "sweep.json").write_text(content)
-        assert verdict(JobEnd(0, None), target)[0] == 1
-    (tmp_path / "sweep.json").write_text(json.dumps({"completed": True}))
-    assert verdict(JobEnd(0, None), target) == (0, None)
-
-
-def test_a_stop_on_request_is_told_as_one(tmp_path: Path) -> None:
-    code, message = verdict(JobEnd(0, 15), run_folder(tmp_path, 7))
-    assert code == 143
-    assert message is not None and message.startswith("the job was stopped by SIGTERM; last checkpoint:")
-    assert verdict(JobEnd(0, 15), None) == (0, None)
-    # The code by which the ranks say that they saved is passed on: schedulers requeue on it.
-    assert verdict(JobEnd(75, 15), run_folder(tmp_path / "other", 7))[0] == 75
-    assert verdict(JobEnd(75, None), None) == (
-        75,
-        "the job ended with exit code 75 (the ranks were asked to stop, and saved)",
-    )

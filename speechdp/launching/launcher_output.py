@@ -1,0 +1,274 @@
+"""Read what a launcher prints: learn who failed, and keep its banners away from our own line about it.
+
+Open MPI and Horovod print ten lines of their own around a rank's one, among them "Primary job terminated
+normally, but 1 process returned a non-zero exit code".  What is known is taken for what it says; anything
+else is passed on untouched.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+FaultKind = Literal["said", "killed", "exited", "host lost", "aborted"]
+
+_RULE = re.compile(r"-{60,}")
+#: `mpirun --tag-output` and horovodrun put the rank before each line.
+_TAG = re.compile(r"^\[\d+(?:,\d+)?\]<(?:stderr|stdout)>:\s?")
+_SAID = re.compile(r"speechdp: rank (?P<rank>\d+)(?: \([^)]*\))? on (?P<host>[^\s:]+): (?P<text>.*)")
+#: what srun calls the signals that end a task, as strsignal has it.
+_SIGNAL_NAMES = {signal.strsignal(number): int(number) for number in signal.Signals}
+_LATE = re.compile(r"rank \d+ on (?P<host>[^\s:,;]+) \(no sign of life")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a launcher's output tells about the end of a job.
+
+    Attributes:
+        kind: a rank's own message, a rank killed by a signal or ended with an exit code, a host lost, or a
+            rank that aborted all others, having said why.
+        rank: index of the rank, None where the launcher does not tell.
+        host: its host, None likewise.
+        signal: what killed it.
+        exit_code: what it ended with.
+        silent_hosts: hosts of ranks that, by a hung rank's message, gave no sign of life.
+    """
+
+    kind: FaultKind
+    rank: int | None = None
+    host: str | None = None
+    signal: int | None = None
+    exit_code: int | None = None
+    silent_hosts: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Return who failed and how, for one line."""
+        who = "a rank" if self.rank is None else f"rank {self.rank}"
+        if self.host is not None:
+            who += f" on {self.host}"
+        if self.kind == "host lost":
+            return (
+                f"host {self.host or '(not named by the launcher)'} was lost: it is down, or its link is cut"
+            )
+        if self.kind == "killed":
+            return f"{who} was killed by {_signal_name(self.signal)}"
+        if self.kind == "exited":
+            return f"{who} ended with exit code {self.exit_code} without a message"
+        return f"{who} failed, its message stands above"
+
+
+@dataclass(frozen=True)
+class _Banner:
+    """A text a launcher prints, and the fault it tells of; None: it tells nothing."""
+
+    text: re.Pattern[str]
+    fault: Callable[[re.Match[str]], Fault | None]
+
+
+def _nothing(_match: re.Match[str]) -> None:
+    return None
+
+
+def _killed(match: re.Match[str]) -> Fault:
+    return Fault("killed", int(match["rank"]), match["host"], signal=int(match["signal"]))
+
+
+def _killed_by_name(match: re.Match[str]) -> Fault | None:
+    number = _SIGNAL_NAMES.get(match["name"])
+    return None if number is None else Fault("killed", int(match["rank"]), match["host"], signal=number)
+
+
+def _aborted(match: re.Match[str]) -> Fault:
+    return Fault("aborted", int(match["rank"]))
+
+
+def _exited(match: re.Match[str]) -> Fault:
+    return Fault("exited", int(match["rank"]), match.groupdict().get("host"), exit_code=int(match["code"]))
+
+
+def _ended_under_horovodrun(match: re.Match[str]) -> Fault:
+    code, rank = int(match["code"]), int(match["rank"])
+    if code > 128:  # a shell between horovodrun and the rank reports signals so
+        return Fault("killed", rank, signal=code - 128)
+    return Fault("exited", rank, exit_code=code)
+
+
+def _host_lost(match: re.Match[str]) -> Fault:
+    return Fault("host lost", host=match["host"])
+
+
+#: Texts between two rules of dashes; blanks and line breaks in them are one blank each.
+_BLOCKS = (
+    # Open MPI 4 and 5
+    _Banner(
+        re.compile(
+            r"noticed that process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) "
+            r"exited on signal (?P<signal>\d+)"
+        ),
+        _killed,
+    ),
+    _Banner(re.compile(r"MPI_ABORT was invoked on rank (?P<rank>\d+)"), _aborted),
+    _Banner(
+        re.compile(
+            r"one or more processes exited with non-zero status.*"
+            r"Process name: \[\S*?,(?P<rank>\d+)\] Exit code: (?P<code>\d+)"
+        ),
+        _exited,
+    ),
+    _Banner(
+        re.compile(r"lost communication with a remote daemon.*Remote daemon: \S+ on node (?P<host>\S+)"),
+        _host_lost,
+    ),
+    _Banner(re.compile(r"Primary job +terminated normally, but"), _nothing),
+    _Banner(
+        re.compile(r"mpirun has exited due to process rank|This may have caused other processes"), _nothing
+    ),
+)
+_LINES = (
+    _Banner(re.compile(r"^Connection to (?P<host>\S+) closed by remote host\.$"), _host_lost),
+    _Banner(re.compile(r"ORTE_ERROR_LOG: Data unpack would read past end of buffer"), _nothing),
+    # Horovod, of a peer that has gone
+    _Banner(re.compile(r"Horovod background loop uncaught exception"), _nothing),
+    # srun
+    _Banner(
+        re.compile(
+            r"^srun: error: (?P<host>\S+): tasks? (?P<rank>\d+)[\d,-]*: "
+            r"(?P<name>[A-Z][a-z ]+?)(?: \(core dumped\))?$"
+        ),
+        _killed_by_name,
+    ),
+    _Banner(
+        re.compile(
+            r"^srun: error: (?P<host>\S+): tasks? (?P<rank>\d+)[\d,-]*: Exited with exit code (?P<code>\d+)"
+        ),
+        _exited,
+    ),
+    _Banner(re.compile(r"^srun: error: Node failure on (?P<host>\S+)"), _host_lost),
+    _Banner(re.compile(r"^srun: (Job step aborted|Terminating StepId|launch/slurm: _step_signal)"), _nothing),
+    _Banner(re.compile(r"^slurmstepd: error: \*\*\* STEP \S+ ON \S+ CANCELLED"), _nothing),
+)
+#: horovodrun ends with a traceback of its own, whose last line but two says what happened.
+_TRACE_BEGINS = "Traceback (most recent call last):"
+_TRACE_OF_LAUNCHER = "Horovod detected that one or more processes exited with non-zero status"
+_TRACES = (
+    _Banner(
+        re.compile(rf"{_TRACE_OF_LAUNCHER}.*Process name: (?P<rank>\d+) Exit code: (?P<code>\d+)"),
+        _ended_under_horovodrun,
+    ),
+)
+_BEGINNINGS = (b"---", b"[", b"speechdp: rank", b"Traceback", b"Connection to", b"srun: ", b"slurmstepd: ")
+_MOST_HELD_LINES = 80
+
+
+class LauncherOutput:
+    """Takes a launcher's stderr piece by piece and returns what of it is to be shown.
+
+    Attributes:
+        faults: what was learnt, in order.
+    """
+
+    def __init__(self) -> None:
+        self.faults: list[Fault] = []
+        self._rest = b""
+        self._held: list[bytes] = []
+        self._in_trace = False
+
+    def feed(self, data: bytes) -> bytes:
+        """Take what was read; return what is to be shown at once."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        shown = b"".join(self._take(line + b"\n") for line in lines)
+        # The live bar and prompts have no line break: hold back only what may become a known line.
+        if self._rest and not self._held and not _may_be_known(self._rest):
+            shown, self._rest = shown + self._rest, b""
+        return shown
+
+    def end(self) -> bytes:
+        """Return what is still held back; the launcher has ended."""
+        shown = self._take(self._rest) if self._rest else b""
+        self._rest = b""
+        return shown + self._release()
+
+    def _take(self, line: bytes) -> bytes:
+        text = _TAG.sub("", line.decode(errors="replace").rstrip("\r\n"))
+        if self._held:
+            return self._hold(line, text)
+        if _RULE.fullmatch(text) or text == _TRACE_BEGINS:
+            self._held, self._in_trace = [line], text == _TRACE_BEGINS
+            return b""
+        if _note(_LINES, text, self.faults):
+            return b""
+        self._note_own(text)
+        return line
+
+    def _hold(self, line: bytes, text: str) -> bytes:
+        self._held.append(line)
+        if self._note_own(text) or len(self._held) > _MOST_HELD_LINES:  # our own lines are never held back
+            return self._release()
+        if not (self._ends_trace(text) if self._in_trace else _RULE.fullmatch(text)):
+            return b""
+        held = b"".join(self._held).decode(errors="replace")
+        body = " ".join(_RULE.sub("", held).split())
+        if _note(_TRACES if self._in_trace else _BLOCKS, body, self.faults):
+            self._held = []
+            return b""
+        return self._release()
+
+    def _ends_trace(self, text: str) -> bool:
+        """Tell whether a traceback is over: at its first line that is not indented, or Horovod's third."""
+        if text == "" or text[0].isspace() or _TRACE_OF_LAUNCHER in text:
+            return False
+        return "Exit code:" in text or not any(_TRACE_OF_LAUNCHER.encode() in line for line in self._held)
+
+    def _release(self) -> bytes:
+        shown, self._held = b"".join(self._held), []
+        return shown
+
+    def _note_own(self, text: str) -> bool:
+        match = _SAID.match(text)
+        if match is None:
+            return False
+        silent = tuple(dict.fromkeys(found["host"] for found in _LATE.finditer(match["text"])))
+        self.faults.append(Fault("said", int(match["rank"]), match["host"], silent_hosts=silent))
+        return True
+
+
+def first_cause(faults: list[Fault]) -> Fault | None:
+    """Return the fault that tells most about why a job ended: what came first, a message before others."""
+    said = next((fault for fault in faults if fault.kind == "said"), None)
+    lost = next((fault for fault in faults if fault.kind == "host lost"), None)
+    killed = next(
+        (fault for fault in faults if fault.kind == "killed" and fault.signal != signal.SIGTERM), None
+    )
+    return killed or lost or said or next(iter(faults), None)
+
+
+def _note(banners: tuple[_Banner, ...], text: str, faults: list[Fault]) -> bool:
+    """Note the fault a known text tells of; say whether it is known."""
+    for banner in banners:
+        match = banner.text.search(text)
+        if match is not None:
+            fault = banner.fault(match)
+            if fault is not None:
+                faults.append(fault)
+            return True
+    return False
+
+
+def _may_be_known(rest: bytes) -> bool:
+    """Tell whether a line that has just begun may become one that is known."""
+    return any(rest.startswith(known[: len(rest)]) for known in _BEGINNINGS)
+
+
+def _signal_name(number: int | None) -> str:
+    if number is None:
+        return "a signal"
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+    hint = ", as the kernel does when memory runs out" if number == signal.SIGKILL else ""
+    return f"{name}{hint}"

@@ -1,0 +1,60 @@
+"""`speechdp launch --max-restarts`: a lost rank costs the steps since the last checkpoint, no more."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from speechdp.data.dataset import Dataset
+from tests.helpers.jobs import SPEECHDP, ended_within, our_lines, started
+from tests.helpers.killed import last_step
+from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
+
+OPTIONS = (*TINY_MODEL, "--batch-size", "1", "--epochs", "6", "--checkpoint-steps", "29", "--backend", "mpi")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return write_tiny_data(tmp_path_factory.mktemp("restart") / "data", TinySizes(train=200))
+
+
+def launched(launch: list[str], dataset: Dataset, run: Path, *more: str) -> list[str]:
+    return [*SPEECHDP, "launch", *launch, "--", "train", str(dataset.path), str(run), *OPTIONS, *more]
+
+
+def model(run: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(run / "model.safetensors")
+
+
+def test_killed_ranks_change_nothing(dataset: Dataset, tmp_path: Path) -> None:
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    ended = ended_within(90, launched(["-np", "2"], dataset, undisturbed))
+    assert ended.exit_code == 0, ended.output
+    with started(launched(["-np", "2", "--max-restarts", "2"], dataset, disturbed), disturbed) as job:
+        for rank in (1, 0):
+            before = last_step(disturbed)
+            job.wait_until(lambda before=before: last_step(disturbed) > before, "a checkpoint")
+            job.signal(signal.SIGKILL, job.rank_pid(rank))
+        ended = job.finish(within_s=90)
+    assert ended.exit_code == 0, ended.output
+    lines = our_lines(ended)
+    assert sum("was killed by SIGKILL" in line for line in lines) == 2, ended.output
+    assert any("start 3 of 3: 2 ranks on localhost (2)" in line for line in lines), ended.output
+    assert "noticed that process" not in ended.stderr and "start again" not in ended.stderr
+    theirs = model(undisturbed)
+    for name, tensor in model(disturbed).items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_what_is_refused_is_not_started_again(dataset: Dataset, tmp_path: Path) -> None:
+    arguments = launched(
+        ["-np", "2", "--max-restarts", "5"], dataset, tmp_path / "run", "--held-out", "nothing"
+    )
+    ended = ended_within(60, arguments)
+    assert ended.exit_code == 1, ended.output
+    assert ended.stderr.count("has no split 'nothing'") == 1
+    assert "not started again: it would fail in the same way" in our_lines(ended)[-1], ended.output

@@ -1,0 +1,118 @@
+"""What is learnt from a launcher's output, and what of it is shown; the texts are those of real launchers."""
+
+from __future__ import annotations
+
+import pytest
+
+from speechdp.launching.launcher_output import Fault, LauncherOutput, first_cause
+
+RULE = "-" * 74 + "\n"
+PRIMARY = (
+    RULE + "Primary job  terminated normally, but 1 process returned\n"
+    "a non-zero exit code. Per user-direction, the job has been aborted.\n" + RULE
+)
+KILLED = (
+    PRIMARY
+    + RULE
+    + "mpirun noticed that process rank 1 with PID 0 on node n2 exited on signal 9 (Killed).\n"
+    + RULE
+)
+EXITED = (
+    PRIMARY
+    + RULE
+    + "mpirun detected that one or more processes exited with non-zero status, thus causing\n"
+    + "the job to be terminated. The first process to do so was:\n\n"
+    + "  Process name: [[4238,1],1]\n  Exit code:    124\n"
+    + RULE
+)
+LOST = (
+    "Connection to n3 closed by remote host.\r\n"
+    + RULE
+    + "ORTE has lost communication with a remote daemon.\n\n"
+    "  HNP daemon   : [[6445,0],0] on node n1\n  Remote daemon: [[6445,0],2] on node n3\n\n"
+    "This is usually due to either a failure of the TCP network\n" + RULE
+)
+ABORTED = RULE + "MPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD\nwith errorcode 1.\n" + RULE
+HOROVODRUN = (
+    "Traceback (most recent call last):\n"
+    '  File "/venv/bin/horovodrun", line 8, in <module>\n    sys.exit(run_commandline())\n'
+    "RuntimeError: Horovod detected that one or more processes exited with non-zero status, thus causing the "
+    "job to be terminated. The first process to do so was:\nProcess name: 1\nExit code: 137\n"
+)
+
+
+def read(text: str, piece: int | None = None) -> tuple[str, list[Fault]]:
+    """Feed a text in pieces of so many bytes; return what is shown and what was learnt."""
+    output, data = LauncherOutput(), text.encode()
+    step = piece or len(data) + 1
+    shown = b"".join(output.feed(data[i : i + step]) for i in range(0, len(data), step))
+    return (shown + output.end()).decode(), output.faults
+
+
+@pytest.mark.parametrize("piece", [None, 1, 7])
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (KILLED, Fault("killed", 1, "n2", signal=9)),
+        (EXITED, Fault("exited", 1, exit_code=124)),
+        (LOST, Fault("host lost", host="n3")),
+        (ABORTED, Fault("aborted", 2)),
+        (HOROVODRUN, Fault("killed", 1, signal=9)),
+        ("srun: error: n2: task 1: Killed\n", Fault("killed", 1, "n2", signal=9)),
+        ("srun: error: n2: tasks 1-2: Exited with exit code 70\n", Fault("exited", 1, "n2", exit_code=70)),
+        ("srun: error: Node failure on n3\n", Fault("host lost", host="n3")),
+    ],
+)
+def test_a_known_text_is_a_fault_and_not_shown(text: str, fault: Fault, piece: int | None) -> None:
+    shown, faults = read("before\n" + text + "after\n", piece)
+    assert shown == "before\nafter\n"
+    assert faults[0] == fault
+
+
+@pytest.mark.parametrize("piece", [None, 1, 7])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no line break",
+        "warning: something\n\x1b[31mred\x1b[0m\n",
+        RULE + "There are not enough slots available in the system\n" + RULE + "next\n",
+        RULE + "never closed\n",
+        'Traceback (most recent call last):\n  File "x.py", line 1\nValueError: x\nnext\n',
+        "Traceback (most recent call last):\n  cut off",
+        RULE * 3,
+        RULE + "line\n" * 200,
+        "bar 10 %\rbar 20 %\r",
+    ],
+)
+def test_anything_else_is_passed_on_as_it_is(text: str, piece: int | None) -> None:
+    assert read(text, piece) == (text, [])
+
+
+def test_a_bar_without_a_line_break_is_shown_at_once() -> None:
+    assert LauncherOutput().feed(b"epoch 1 30 %\r") == b"epoch 1 30 %\r"
+
+
+@pytest.mark.parametrize("tag", ["", "[1,2]<stderr>:", "[2]<stderr>:"])
+def test_a_ranks_own_line_is_shown_and_noted(tag: str) -> None:
+    line = f"{tag}speechdp: rank 2 (feeder) on n3: train-00001.h5 is truncated; prepare again\n"
+    shown, faults = read(RULE + line + "rest\n")
+    assert shown == RULE + line + "rest\n"
+    assert faults == [Fault("said", 2, "n3")]
+
+
+def test_a_hung_ranks_line_names_the_hosts_that_gave_no_sign_of_life() -> None:
+    line = (
+        "speechdp: rank 0 on n1: no step ended for 60 s (step 7, in comm for 60 s); late: rank 2 on n3 "
+        "(no sign of life for 70 s), rank 1 on n2 (in data_wait for 61 s)\n"
+    )
+    assert read(line)[1] == [Fault("said", 0, "n1", silent_hosts=("n3",))]
+
+
+def test_the_cause_is_what_was_killed_before_who_noticed() -> None:
+    said, killed = Fault("said", 0, "n1"), Fault("killed", 3, "n2", signal=9)
+    asked_to_end = Fault("killed", 1, "n1", signal=15)
+    assert first_cause([said, killed]) == killed
+    assert first_cause([asked_to_end, said]) == said
+    assert first_cause([Fault("exited", 1, exit_code=3)]) == Fault("exited", 1, exit_code=3)
+    assert first_cause([]) is None

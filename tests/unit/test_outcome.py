@@ -1,0 +1,143 @@
+"""The verdict on a job's end: exit code, completion marker, and what the launcher printed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from speechdp.errors import ConfigError
+from speechdp.launching.launcher_output import Fault
+from speechdp.launching.outcome import Target, Verdict, find_target, last_checkpoint, verdict
+from speechdp.launching.supervise import JobEnd
+
+
+def test_the_run_is_found_behind_the_subcommand(tmp_path: Path) -> None:
+    target = find_target(["train", "DATA", str(tmp_path), "--epochs", "3"])
+    assert target == Target("train", tmp_path, None)
+    assert find_target(["inspect", "DATA"]) is None
+    assert find_target(["train", "--help"]) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "nothing to launch"),
+        (["--strategy", "x"], "nothing to launch"),
+        (["launch", "-np", "2"], "cannot launch itself"),
+        (["train", "DATA"], "train DATA RUN"),
+        (["sweep", "--periods", "1", "DATA", "OUT"], "sweep DATA OUT"),
+    ],
+)
+def test_commands_that_cannot_be_watched_are_refused(arguments: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        find_target(arguments)
+
+
+def run_folder(folder: Path, *steps: int) -> Target:
+    for step in steps:
+        (folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    (folder / "checkpoints" / "step-00000999.partial").mkdir(parents=True)
+    return Target("train", folder, None)
+
+
+def test_a_killed_rank_names_the_last_whole_checkpoint(tmp_path: Path) -> None:
+    target = run_folder(tmp_path, 10, 20)
+    newest = tmp_path / "checkpoints" / "step-00000020"
+    os.utime(newest.with_name("step-00000010"), (1, 1))
+    assert last_checkpoint(target) == newest
+    assert verdict(JobEnd(137, None), target) == Verdict(
+        137,
+        f"the job ended with exit code 137 (a rank was killed by signal 9); last checkpoint: {newest}",
+        "; start again with --resume",
+    )
+
+
+def test_what_the_launcher_tells_names_rank_and_host(tmp_path: Path) -> None:
+    target = run_folder(tmp_path, 10)
+    noticed = Fault("said", 0, "n1")
+    killed = Fault("killed", 3, "n2", signal=9)
+    reason = verdict(JobEnd(137, None, (noticed, killed)), target).reason
+    assert reason is not None and reason.startswith("rank 3 on n2 was killed by SIGKILL, as the kernel does")
+    assert "(exit code 137); last checkpoint: " in reason
+    lost = Fault("host lost", host="n3")
+    reason = verdict(JobEnd(205, None, (lost,)), target).reason
+    assert reason is not None and reason.startswith("host n3 was lost: it is down, or its link is cut")
+    # Open MPI 5 returns 0 then.
+    result = verdict(JobEnd(0, None, (lost,)), target)
+    assert result.exit_code == 1 and "no completion marker" in str(result.reason)
+    assert "host n3 was lost" in str(result.reason)
+
+
+@pytest.mark.parametrize(
+    ("fault", "exit_code"),
+    [
+        (Fault("killed", 1, signal=9), 137),
+        (Fault("exited", 1, exit_code=75), 75),
+        (Fault("said", 1, "n1"), 1),
+    ],
+)
+def test_horovodruns_exit_code_is_the_ranks(fault: Fault, exit_code: int, tmp_path: Path) -> None:
+    assert verdict(JobEnd(1, None, (fault,)), run_folder(tmp_path, 1)).exit_code == exit_code
+
+
+def test_where_losses_are_tolerated_only_the_marker_counts(tmp_path: Path) -> None:
+    command = ["train", "DATA", str(tmp_path), "--tolerate-loss"]
+    target = find_target(command)
+    assert verdict(JobEnd(137, None), target).exit_code == 137
+    (tmp_path / "completed.json").write_text("{}")
+    assert verdict(JobEnd(137, None), target) == Verdict(0)
+
+
+def test_without_a_checkpoint_it_says_so(tmp_path: Path) -> None:
+    result = verdict(JobEnd(137, None), Target("train", tmp_path, None))
+    assert result.exit_code == 137
+    assert str(result.reason).endswith(f"no checkpoint in {tmp_path} yet")
+    assert result.advice == "; start again with --resume"
+
+
+@pytest.mark.parametrize("exit_code", [1, 2])
+def test_a_refused_command_is_not_to_be_given_again(exit_code: int, tmp_path: Path) -> None:
+    result = verdict(JobEnd(exit_code, None), Target("train", tmp_path, None))
+    assert result.exit_code == exit_code and result.advice == ""
+    assert str(result.reason).endswith("(a rank failed, its message stands above)")
+
+
+def test_exit_code_0_needs_a_fresh_marker(tmp_path: Path) -> None:
+    command = ["train", "DATA", str(tmp_path)]
+    target = find_target(command)
+    assert target is not None
+    result = verdict(JobEnd(0, None), target)
+    assert result.exit_code == 1 and "no completion marker" in str(result.reason)
+    marker = tmp_path / "completed.json"
+    marker.write_text("{}")
+    assert verdict(JobEnd(0, None), target) == Verdict(0)
+    stale = find_target(command)
+    assert verdict(JobEnd(0, None), stale).exit_code == 1
+    marker.unlink()
+    marker.write_text("{}")
+    assert verdict(JobEnd(0, None), stale) == Verdict(0)
+
+
+def test_a_sweep_is_complete_when_its_list_says_so(tmp_path: Path) -> None:
+    target = Target("sweep", tmp_path, None)
+    for content in ("", "[]", json.dumps({"completed": False})):
+        (tmp_path / "sweep.json").write_text(content)
+        assert verdict(JobEnd(0, None), target).exit_code == 1
+    (tmp_path / "sweep.json").write_text(json.dumps({"completed": True}))
+    assert verdict(JobEnd(0, None), target) == Verdict(0)
+
+
+def test_a_stop_on_request_is_told_as_one(tmp_path: Path) -> None:
+    result = verdict(JobEnd(0, 15), run_folder(tmp_path, 7))
+    assert result.exit_code == 143
+    assert str(result.reason).startswith("the job was stopped by SIGTERM; last checkpoint:")
+    assert verdict(JobEnd(0, 15), None) == Verdict(0)
+    # The code by which the ranks say that they saved is passed on: schedulers requeue on it.
+    assert verdict(JobEnd(75, 15), run_folder(tmp_path / "other", 7)).exit_code == 75
+    assert verdict(JobEnd(75, None), None) == Verdict(
+        75,
+        "the job ended with exit code 75 (the ranks were asked to stop, and saved)",
+    )
