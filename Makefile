@@ -1,5 +1,5 @@
 # All targets make .venv first where it is missing or out of date (seconds when it is not).
-.PHONY: setup test check format clean
+.PHONY: setup test test-cluster check format clean
 
 PYTHON := .venv/bin/python
 
@@ -17,6 +17,11 @@ else
 	@$(PYTEST) -n auto --dist loadfile tests/unit
 	@$(PYTEST) tests/contract tests/parallel tests/e2e
 endif
+
+# Several nodes, Slurm and Grid Engine on this machine (10 min on 2 cores): namespaces, which need root, and
+# Debian's packages; what is missing is said, and its tests are skipped. Each test has both cores to itself.
+test-cluster: setup
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -rs $(or $(PYTEST_ARGS),tests/cluster)
 
 check: setup
 	@$(PYTHON) -m ruff check .

@@ -64,7 +64,13 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["speechdp", "speechdp.*"]),
     package_data={
-        "speechdp": ["comm/*.rules", "decode/data/*", "timing/templates/*", "py.typed"],
+        "speechdp": [
+            "comm/*.rules",
+            "decode/data/*",
+            "launching/templates/*",
+            "timing/templates/*",
+            "py.typed",
+        ],
     },
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,

@@ -8,6 +8,10 @@ the command line prints it as it is and exits non-zero on every rank.
 class SpeechDPError(Exception):
     """Base of all errors that are the user's to mend; never raised itself."""
 
+    def __str__(self) -> str:
+        # Names and lines of files come into messages: none may break the line or steer the terminal.
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
+
 
 class ConfigError(SpeechDPError):
     """An option, a corpus, a lexicon, a hostfile or a transcript that cannot be used."""

@@ -14,18 +14,19 @@ def make_console() -> Console:
     """Return the console for progress and tables.
 
     mpirun gives every rank a pseudo-terminal, also when its own output goes to a file; so under a launcher
-    only `speechdp launch` knows, and says so in SPEECHDP_TERMINAL ("COLUMNSxLINES", empty for none).
+    only `speechdp launch` knows, and says so in SPEECHDP_TERMINAL ("COLUMNSxLINES", empty for none).  Names
+    are printed as they are: `[bold]` in one is no markup.
     """
     size = os.environ.get("SPEECHDP_TERMINAL")
     if size is None:
         is_plain = announced() is not None or not sys.stdout.isatty()
-        return _plain_console() if is_plain else Console()
+        return _plain_console() if is_plain else Console(markup=False, emoji=False)
     columns, _, lines = size.partition("x")
     if not (columns.isdigit() and lines.isdigit()):
         return _plain_console()
-    return Console(force_terminal=True, width=int(columns), height=int(lines))
+    return Console(force_terminal=True, width=int(columns), height=int(lines), markup=False, emoji=False)
 
 
 def _plain_console() -> Console:
     # Without a terminal rich would fold tables at 80 columns; a file has no edge.
-    return Console(force_terminal=False, width=200)
+    return Console(force_terminal=False, width=200, markup=False, emoji=False)

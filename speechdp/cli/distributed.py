@@ -21,6 +21,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.create import choose_backend, create_communicator, create_fed_job
 from speechdp.comm.failure import guard
 from speechdp.comm.roles import Roles
+from speechdp.comm.start import StartGuard
 from speechdp.comm.world import check_sum, check_world, versions
 from speechdp.config import TrainOptions
 from speechdp.data.dataset import Dataset
@@ -29,6 +30,7 @@ from speechdp.launching.cores import available_cores
 from speechdp.timing.gpu import gpu_facts
 from speechdp.train.device import choose_device
 from speechdp.train.feeders import open_link, serve_trainers
+from speechdp.train.origin import git_state
 from speechdp.train.progress import ConsoleReporter, Reporter, SilentReporter
 from speechdp.train.session import Session
 from speechdp.train.stop import StopRequest
@@ -51,12 +53,14 @@ class SessionRequest:
         options: of the training.
         label: what the progress calls the run.
         others: the command's other arguments by name: ranks that differ in one would wait for each other.
+        git: state of the checkout that speechdp runs from; on rank 0.
     """
 
     data: Path
     options: TrainOptions
     label: str
     others: Mapping[str, object] = field(default_factory=dict)
+    git: dict[str, Any] | None = None
 
     def facts(self, dataset: Dataset) -> dict[str, Any]:
         """Return what must be the same on every rank."""
@@ -76,11 +80,20 @@ def train_over_ranks(request: SessionRequest, function: Callable[[Session], int]
     """
     options = request.options
     num_feeders = options.loading.feeders
+    launch = environment.announced()
+    if launch is None or launch.rank == 0 or num_feeders > 0:
+        # Before MPI is there: no process may be started beside it.
+        request = dataclasses.replace(request, git=git_state(Path(speechdp.__file__).parent))
+    device = _exchange_device(options.device)
+    start = StartGuard(options.faults.hang_timeout)
     if num_feeders == 0:
-        return over_ranks(options.backend, options.device, lambda comm: _train(comm, request, function))
+        return guard(
+            lambda: start.waiting_for_all_ranks(lambda: create_communicator(options.backend, device)),
+            lambda comm: _train(comm, request, start, function),
+        )
     return guard(
-        lambda: create_fed_job(options.backend, num_feeders, _exchange_device(options.device)),
-        lambda comm: _train_or_feed(cast("FedJob", comm), request, function),
+        lambda: start.waiting_for_all_ranks(lambda: create_fed_job(options.backend, num_feeders, device)),
+        lambda comm: _train_or_feed(cast("FedJob", comm), request, start, function),
     )
 
 
@@ -89,19 +102,25 @@ def _exchange_device(device: str) -> torch.device:
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def _train(comm: Communicator, request: SessionRequest, function: Callable[[Session], int]) -> int:
+def _train(
+    comm: Communicator, request: SessionRequest, start: StartGuard, function: Callable[[Session], int]
+) -> int:
     dataset = Dataset.open(request.data)
     check_world(comm, request.facts(dataset))
+    start.over()
     _raise_file_limit()
     _share_cores(comm.allgather_object(environment.host_name()))
     with StopRequest() as stop:
         return function(_session(comm, request, dataset, stop))
 
 
-def _train_or_feed(job: FedJob, request: SessionRequest, function: Callable[[Session], int]) -> int:
+def _train_or_feed(
+    job: FedJob, request: SessionRequest, start: StartGuard, function: Callable[[Session], int]
+) -> int:
     """Do this rank's part of a job with feeders; return the exit code that all ranks have agreed on."""
     dataset = Dataset.open(request.data)
     check_world(job, request.facts(dataset))
+    start.over()
     _raise_file_limit()
     _share_cores(job.roles.hosts)
     # A feeder notes a request to stop as well, and serves on until the ranks that train have ended.
@@ -163,6 +182,7 @@ def _session(
         "hosts": hosts,
         "command": ["speechdp", *sys.argv[1:]],
         "versions": versions(),
+        "git": request.git,
         "machine": f"{platform.system()} {platform.machine()}",
         "launcher": None if launch is None else launch.launcher,
         "gpus": comm.allgather_object(gpu_facts(device)),

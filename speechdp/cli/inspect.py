@@ -12,6 +12,7 @@ from rich.text import Text
 
 from speechdp.cli.console import make_console
 from speechdp.data.dataset import Dataset
+from speechdp.data.shard_layout import printable
 from speechdp.data.symbols import SymbolInventory
 
 
@@ -53,7 +54,7 @@ def describe(dataset: Dataset) -> RenderableType:
     for name, split in dataset.splits.items():
         hours = split.frames * dataset.features.frame_shift_s / 3600.0
         counts = (split.frames, split.utterances, split.speakers, len(split.shards))
-        table.add_row(name, f"{hours:.3f}", *(f"{count:,}" for count in counts))
+        table.add_row(printable(name), f"{hours:.3f}", *(f"{count:,}" for count in counts))
     return Group(Text(str(dataset.path), style="bold"), Text(settings), table)
 
 
@@ -64,7 +65,7 @@ def _of_synthesis(dataset: Dataset) -> str:
         f"{dataset.sampling_rate} Hz, spectrograms {features.num_mel_bins} mel + {features.linear_dim} "
         f"linear {features.dtype}, {features.frame_length_ms:g} ms every {features.frame_shift_ms:g} ms, "
         f"{features.num_fft} points, pre-emphasis {features.preemphasis:g}\n"
-        f"{dataset.num_classes} symbols ({kind}), split by {dataset.split.replace(';', ', ')}"
+        f"{dataset.num_classes} symbols ({kind}), split by {printable(dataset.split).replace(';', ', ')}"
     )
 
 
@@ -83,5 +84,5 @@ def _of_features(dataset: Dataset) -> str:
         f"{rate}{content}, "
         f"{features.frame_length_ms:g} ms every {features.frame_shift_ms:g} ms, "
         f"{' and '.join(normalised) or 'nothing'} normalised{whose}\n"
-        f"{dataset.num_classes} classes, {dataset.alignment} alignment, split by {dataset.split}"
+        f"{dataset.num_classes} classes, {printable(dataset.alignment)} alignment, split by {printable(dataset.split)}"
     )

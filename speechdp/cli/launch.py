@@ -16,7 +16,6 @@ from typing import Annotated
 
 import tyro
 
-from speechdp import exit_codes
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Allocation, find_allocation
 from speechdp.launching.command import (
@@ -25,15 +24,17 @@ from speechdp.launching.command import (
     Launcher,
     child_environment,
     horovodrun_command,
+    horovodrun_environment,
     mpirun_command,
     own_program,
     srun_command,
+    srun_environment,
 )
 from speechdp.launching.cores import available_cores
 from speechdp.launching.hostfile import Host, Hostfile, local_hosts, read_hostfile
 from speechdp.launching.outcome import Target, find_target, verdict
 from speechdp.launching.programs import find_horovodrun, find_open_mpi
-from speechdp.launching.requeue import requeue
+from speechdp.launching.requeue import is_to_go_on, requeue
 from speechdp.launching.restarts import RestartPolicy, Restarts, find_reachable, going_on
 from speechdp.launching.supervise import StopPolicy, run_job
 
@@ -59,7 +60,7 @@ class LaunchCommand:
     interface: str | None = None
     """Network interface for traffic between hosts, e.g. eth0; needed where all share an address (docker0)."""
     mpi_args: str = ""
-    """More options for mpirun, in one word: "--mca plm_rsh_agent 'ssh -F file'"."""
+    """More options for mpirun, in one word: --mpi-args="--mca plm_rsh_agent 'ssh -F file'"."""
     tag_output: bool = False
     """Put job and rank before each line of output; the live bar is then no bar any more."""
     max_restarts: int = 0
@@ -124,7 +125,7 @@ def launch(options: LaunchCommand, program: tuple[str, ...]) -> int:
         )
         argv, environment = starter.prepare(hosts, going_on(options.command))
         environment["SPEECHDP_RESTART_REASON"] = result.reason or ""
-    if result.exit_code == exit_codes.STOPPED and options.requeue and place.allocation is not None:
+    if options.requeue and place.allocation is not None and is_to_go_on(end, result.exit_code):
         return requeue(place.allocation)
     return result.exit_code
 
@@ -164,9 +165,10 @@ class _Starter:
         environment["SPEECHDP_LAUNCH"] = json.dumps(["speechdp", *sys.argv[1:]])
         if self._horovodrun is not None:
             program = (sys.executable, str(self._horovodrun))
-            return horovodrun_command(job, program, options.controller, self._mpi), environment
+            argv = horovodrun_command(job, program, options.controller, self._mpi)
+            return argv, horovodrun_environment(environment)
         if options.launcher == "srun":
-            return srun_command(job, environment), environment
+            return srun_command(job, environment), srun_environment(job, environment)
         return mpirun_command(job, self._mpi, environment), environment
 
     def reachable(self, hosts: Sequence[Host]) -> list[Host]:

@@ -48,6 +48,12 @@ SUBCOMMANDS = {
     "launch": Subcommand(
         "launch", "LaunchCommand", "start any of these over N ranks with mpirun or horovodrun"
     ),
+    "doctor": Subcommand(
+        "doctor", "DoctorCommand", "examine hosts, network and folders before a job is trusted to them"
+    ),
+    "submit": Subcommand(
+        "submit", "SubmitCommand", "have a batch system (Slurm, LSF, PBS, Grid Engine) run any of these"
+    ),
 }
 
 

@@ -51,11 +51,13 @@ class PeerCommunicator(ABC):
 
     Attributes:
         sent_bytes: payload this rank has sent over the channel so far.
+        lost: ranks that are known to be gone; none unless losses are tolerated.
     """
 
     rank: int
     size: int
     sent_bytes: int = 0
+    lost: frozenset[int] = frozenset()
 
     @abstractmethod
     def send(self, x: Tensor, dest: int, *, tag: int = 0) -> None:
@@ -70,6 +72,7 @@ class PeerCommunicator(ABC):
             tag: kind of message, 0 <= tag < 1000; a `recv` takes only messages with its own tag.
 
         Raises:
+            PeerLost: losses are tolerated, and the receiver is gone.
             CommunicationError: the message cannot be sent.
         """
 
@@ -83,6 +86,8 @@ class PeerCommunicator(ABC):
             tag: as in `send`.
 
         Raises:
+            PeerLost: losses are tolerated, and the sender is gone; without a sender, somebody is who was
+                there at the last such call: the next one waits for those that are left.
             CommunicationError: the sender is gone, or the message has another size.
         """
 
@@ -116,6 +121,37 @@ class Communicator(ABC):
     sent_bytes: float = 0.0
     #: Whether the back-end, as it was started, has messages between two ranks (`peers`) and groups (`split`).
     has_peers: bool = True
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Ranks that take part in collectives: all, or those left where losses are tolerated.
+
+        The same on every rank after the same collective: whatever was shared out among the ranks before a
+        collective, and is put together in it, is whole if this was the same before and after.
+        """
+        return tuple(range(self.size))
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """Ranks that this one knows to be gone, agreed on or not; none unless losses are tolerated.
+
+        Not collective; any thread may ask.
+        """
+        return frozenset()
+
+    def tolerate_loss(self) -> None:
+        """From here on go on without ranks that are gone, instead of raising.  Collective.
+
+        Rank 0 stays needed.  Every collective then ends, on all ranks alike, with those that are left: sums
+        are over them, lists have an entry for each.  Channels opened after this raise PeerLost.
+
+        Raises:
+            ConfigError: this back-end cannot; says what can.
+        """
+        raise ConfigError(
+            f"--tolerate-loss: the {self.backend} back-end cannot go on without a rank; start several ranks "
+            "with --backend mpi and Open MPI 5, or leave it out"
+        )
 
     def allreduce_async(self, x: Tensor, *, name: str, op: ReduceOp = ReduceOp.SUM) -> Work:
         """Start combining `x` over all ranks, in place.  Collective.
@@ -159,7 +195,7 @@ class Communicator(ABC):
         return x
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """Return every rank's `value` in rank order.  Collective.
+        """Return every rank's `value` in rank order, those of `alive`.  Collective.
 
         Values travel as JSON, not pickle: a message can never run code.  `value` must be made of
         None, bool, int, float, str, list and dict (NaN and infinity included).
@@ -171,7 +207,8 @@ class Communicator(ABC):
 
     def broadcast_object(self, value: Any, *, root: int = 0) -> Any:
         """Return `root`'s JSON-like `value` on every rank; the others' argument is ignored.  Collective."""
-        return self.allgather_object(value if self.rank == root else None)[root]
+        values = self.allgather_object(value if self.rank == root else None)
+        return values[self.alive.index(root)]
 
     def peers(self) -> PeerCommunicator:
         """Open a channel for messages between two ranks.  Collective; each call opens another one.

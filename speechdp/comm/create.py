@@ -80,6 +80,7 @@ def create_communicator(name: Backend | str = "auto", device: torch.device | Non
     choice = choose_backend(name)
     if choice.name == "serial":
         return SerialCommunicator()
+    _refuse_unconnected()
     module_name, class_name = _MODULES[choice.name]
     try:
         module = importlib.import_module(module_name)
@@ -102,6 +103,7 @@ def create_fed_job(name: Backend | str, num_feeders: int, device: torch.device |
         ConfigError: no such back-end, not started over MPI, or too few ranks on a host.
         CommunicationError: it is not installed, or cannot start.
     """
+    _refuse_unconnected()
     choice = choose_backend(name)
     launch = environment.announced()
     feeders = f"--feeders {num_feeders}"
@@ -124,6 +126,16 @@ def create_fed_job(name: Backend | str, num_feeders: int, device: torch.device |
             f"and {_REMEDY['mpi']}"
         ) from error
     return job
+
+
+def _refuse_unconnected() -> None:
+    """Refuse before MPI starts what it would refuse with a page of text, or not at all."""
+    launch = environment.started_unconnected()
+    if launch is not None:
+        raise CommunicationError(
+            f"srun started {launch.size} processes without PMIx, so MPI cannot connect them; "
+            f"start with `srun --mpi=pmix`, or with `speechdp launch`"
+        )
 
 
 def _why_not_horovod() -> str | None:

@@ -83,6 +83,18 @@ def announced(environ: Mapping[str, str] | None = None) -> Launch | None:
     return None
 
 
+def started_unconnected(environ: Mapping[str, str] | None = None) -> Launch | None:
+    """Return the launch of an srun without PMIx, whose processes MPI cannot connect; else None.
+
+    Open MPI 4 would end each of them with a page of text, Open MPI 5 let each train by itself.
+    """
+    environ = os.environ if environ is None else environ
+    launch = announced(environ)
+    if launch is None or launch.launcher != "srun" or launch.size == 1 or "PMIX_NAMESPACE" in environ:
+        return None
+    return launch
+
+
 def host_name() -> str:
     """Return this host's name without its domain."""
     return socket.gethostname().split(".")[0]
@@ -104,6 +116,12 @@ def prepare_horovod() -> None:
     """Set Horovod's defaults and, as it may run over MPI, Open MPI's.  To be called before `hvd.init`."""
     prepare_open_mpi()
     _set_defaults(_HOROVOD_DEFAULTS)
+
+
+def fault_tolerance_on() -> bool:
+    """Return whether Open MPI 5 lets a job go on without ranks that are gone (mpirun --with-ft ulfm)."""
+    value = os.environ.get("OMPI_MCA_mpi_ft_enable", "")  # noqa: SIM112  Open MPI's spelling
+    return value.lower() in {"1", "true", "yes"}
 
 
 def expect_rare_exchanges() -> None:
@@ -154,6 +172,11 @@ def torchrun_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def chosen_interface() -> str | None:
+    """Return the network interface the user has chosen, as by `launch --interface`; None: none."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or None
+
+
 def prefer_gloo_interface(name: str) -> None:
     """Let gloo talk over network interface `name`, unless the user chose one."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -163,6 +186,12 @@ def end_process(exit_code: int) -> NoReturn:
     """Leave at once: no exit handlers, which would wait for peers that are never going to answer."""
     sys.stdout.flush()
     sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def end_process_with(text: str, exit_code: int) -> NoReturn:
+    """Write `text` to stderr and leave at once, from any thread: no stream's lock is waited for."""
+    os.write(2, text.encode(errors="replace"))
     os._exit(exit_code)
 
 

@@ -12,18 +12,21 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
-from speechdp.comm.environment import prepare_open_mpi
+from speechdp.comm.base import Communicator, CompletedWork, PeerCommunicator, ReduceOp, Work
+from speechdp.comm.environment import end_process, prepare_open_mpi
 from speechdp.comm.packets import Allocate, PacketChannel, fresh
 from speechdp.comm.patience import sleep_until
 from speechdp.comm.staging import Staged, as_bytes
 from speechdp.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from speechdp.comm.mpi_survivors import Survivors
 
 prepare_open_mpi()
 
@@ -103,10 +106,28 @@ class MpiCommunicator(Communicator):
         self._queue: queue.SimpleQueue[_MpiWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._survivors: Survivors | None = None
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        return super().alive if self._survivors is None else self._survivors.alive
+
+    @property
+    def gone(self) -> frozenset[int]:
+        return super().gone if self._survivors is None else self._survivors.gone
+
+    def tolerate_loss(self) -> None:
+        from speechdp.comm.mpi_survivors import Survivors, check_ulfm  # noqa: PLC0415  imports this module
+
+        check_ulfm()
+        if self._survivors is None:
+            self._survivors = checked("preparing for losses", lambda: Survivors(self._sync))
 
     def peers(self) -> PeerCommunicator:
-        from speechdp.comm.mpi_peers import MpiPeers  # noqa: PLC0415  imports this module
+        from speechdp.comm.mpi_peers import MpiPeers, TolerantMpiPeers  # noqa: PLC0415  imports this module
 
+        if self._survivors is not None:
+            return TolerantMpiPeers(self._survivors.copy_whole(), reads_cuda=self._reads_cuda)
         return MpiPeers(checked("opening a channel", self._copy), reads_cuda=self._reads_cuda)
 
     def packets(self, allocate: Allocate = fresh) -> PacketChannel:
@@ -127,7 +148,10 @@ class MpiCommunicator(Communicator):
         return checked("split", run)
 
     def barrier(self) -> None:
-        checked("barrier", lambda: meet(self._sync))
+        if self._survivors is not None:
+            self._survivors.collectively("barrier", lambda comm: None)
+        else:
+            checked("barrier", lambda: meet(self._sync))
 
     def close(self) -> None:
         if self._closed:
@@ -137,8 +161,13 @@ class MpiCommunicator(Communicator):
             self._queue.put(None)
             self._thread.join()
         self.barrier()
-        self._sync.Free()
-        self._async.Free()
+        if self._survivors is None:
+            self._sync.Free()
+            self._async.Free()
+
+    def leave(self, exit_code: int) -> None:
+        if self._survivors is not None:
+            end_process(exit_code)  # MPI_Finalize would wait for ranks that are gone
 
     def abort(self, exit_code: int) -> NoReturn:
         abort_world(exit_code)
@@ -148,12 +177,29 @@ class MpiCommunicator(Communicator):
         return self._sync.Dup()
 
     def _allreduce_async(self, x: Tensor, name: str, op: ReduceOp) -> Work:
+        if self._survivors is not None:
+            self._allreduce_left(x, name, op)
+            return CompletedWork()
         work = _MpiWork(Staged(x, direct=self._reads_cuda), name, op, over_network=self._over_network)
         if self._thread is None:
             self._thread = threading.Thread(target=self._exchange, name="mpi-exchange", daemon=True)
             self._thread.start()
         self._queue.put(work)
         return work
+
+    def _allreduce_left(self, x: Tensor, name: str, op: ReduceOp) -> None:
+        """Combine over the ranks that are left; an attempt that fails may have written to its memory."""
+        assert self._survivors is not None
+        staged = Staged(x, direct=self._reads_cuda)
+        memory = staged.fetch()
+        own = memory.clone()
+
+        def run(comm: Any) -> None:
+            memory.copy_(own)
+            _reduce(comm, memory, op, over_network=self._over_network)
+
+        self._survivors.collectively(f"allreduce of {name!r}", run)
+        staged.store()
 
     def _exchange(self) -> None:
         while (work := self._queue.get()) is not None:
@@ -162,15 +208,20 @@ class MpiCommunicator(Communicator):
     def _broadcast(self, x: Tensor, name: str, root: int) -> None:
         staged = Staged(as_bytes(x))
 
-        def run() -> None:
-            meet(self._sync)
+        def run(comm: Any) -> None:
+            meet(comm)
             for part in parts(staged.fetch()):
-                self._sync.Bcast(part.numpy(), root=root)
+                comm.Bcast(part.numpy(), root=self.alive.index(root))
 
-        checked(f"broadcast of {name!r}", run)
+        if self._survivors is not None:
+            self._survivors.collectively(f"broadcast of {name!r}", run)
+        else:
+            checked(f"broadcast of {name!r}", lambda: run(self._sync))
         staged.store()
 
     def _allgather_bytes(self, data: bytes) -> list[bytes]:
+        if self._survivors is not None:
+            return self._survivors.collectively("allgather", lambda comm: gather_bytes(comm, data))
         return checked("allgather", lambda: gather_bytes(self._sync, data))
 
 
@@ -244,11 +295,9 @@ def _place_on_host(world: Any) -> tuple[int, int]:
 
 def _mpi_reads_cuda() -> bool:
     """Return whether MPI takes GPU memory; Open MPI tells by a function of its own."""
-    if not torch.cuda.is_available():
-        return False
     try:
         # Already loaded by mpi4py, so this only looks it up.
         query = ctypes.CDLL("libmpi.so.40").MPIX_Query_cuda_support
     except (OSError, AttributeError):
         return False
-    return bool(query())
+    return torch.cuda.is_available() and bool(query())

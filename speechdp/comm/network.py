@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from speechdp.comm import environment
 from speechdp.errors import CommunicationError
 
 _SIOCGIFADDR = 0x8915
@@ -23,16 +24,25 @@ class Interface:
 
 
 def interface_between(rank: int, hosts: Sequence[str]) -> Interface:
-    """Return the interface for this rank's traffic: loopback while all ranks are on one host.
+    """Return the interface for this rank's traffic: the one the user chose, else loopback on one host.
 
     Args:
         rank: this rank.
         hosts: the host name of every rank, in rank order.
 
     Raises:
-        CommunicationError: another host cannot be reached.
+        CommunicationError: another host cannot be reached, or this one lacks the chosen interface.
     """
     others = [host for host in hosts if host != hosts[rank]]
+    chosen = environment.chosen_interface()
+    if chosen is not None and not (others and chosen == "lo"):
+        chosen_address = address_of(chosen)
+        if chosen_address is None:
+            raise CommunicationError(
+                f"rank {rank} on {hosts[rank]} has no interface {chosen} with an IPv4 address; "
+                "choose another --interface (or GLOO_SOCKET_IFNAME)"
+            )
+        return Interface(chosen, chosen_address)
     if not others:
         return Interface("lo", "127.0.0.1")
     try:
@@ -71,12 +81,15 @@ def address_towards(host: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """Return the name of the network interface that carries IPv4 `address`, None if there is none."""
+    names = (name for _, name in socket.if_nameindex())
+    return next((name for name in names if address_of(name) == address), None)
+
+
+def address_of(interface: str) -> str | None:
+    """Return the IPv4 address of a network interface, None if it has none or does not exist."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # an interface without an IPv4 address
-            if socket.inet_ntoa(reply[20:24]) == address:
-                return name
-    return None
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+        except OSError:
+            return None

@@ -9,6 +9,10 @@ from collections.abc import Sequence
 from speechdp.errors import CommunicationError
 
 
+class Vanished(SystemExit):
+    """What a rank raises to be gone without a word, as a killed process is: for tests of losses."""
+
+
 class Job:
     """The ranks of one `run_threads`, whatever groups they have split into.
 
@@ -17,6 +21,7 @@ class Job:
         deadline: time.monotonic() at which ranks that wait for one another give up, s.
         failure: the first rank that failed, and with what.
         ended: ranks that take part in nothing any more.
+        lost: ranks that have vanished.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -24,6 +29,7 @@ class Job:
         self.deadline = time.monotonic() + timeout_s
         self.failure: tuple[int, BaseException] | None = None
         self.ended: set[int] = set()
+        self.lost: set[int] = set()
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Note the first failure and wake everybody."""
@@ -38,6 +44,17 @@ class Job:
             self.ended.add(rank)
             self.changed.notify_all()
 
+    def lose(self, rank: int) -> None:
+        """Note that `rank` has vanished; its threads vanish in their next exchange."""
+        with self.changed:
+            self.lost.add(rank)
+            self.changed.notify_all()
+
+    def check_here(self, rank: int) -> None:
+        """Raise Vanished in whatever thread of a rank that has."""
+        if rank in self.lost:
+            raise Vanished
+
     def wait(self, what: str, rank: int, missing: Sequence[int], *, for_any: bool = False) -> None:
         """Sleep until something changes.  To be called with `changed` held.
 
@@ -49,7 +66,9 @@ class Job:
 
         Raises:
             CommunicationError: waiting is in vain.
+            Vanished: this rank has.
         """
+        self.check_here(rank)
         if self.failure is not None:
             failed, error = self.failure
             raise CommunicationError(f"rank {failed} failed ({type(error).__name__}) before {what}")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
 from speechdp.comm.packets import Allocate, PacketChannel, fresh
-from speechdp.comm.thread_job import Job
+from speechdp.comm.thread_job import Job, Vanished
 from speechdp.comm.thread_packets import PacketBoxes, ThreadPackets
 from speechdp.comm.thread_peers import Mailboxes, ThreadPeers
 from speechdp.errors import CommunicationError
@@ -34,6 +34,7 @@ class _Exchange:
     parts: dict[int, Any] = field(default_factory=dict)
     result: Any = None
     num_read: int = 0
+    alive: tuple[int, ...] = ()
 
 
 class _Shared:
@@ -52,6 +53,7 @@ class _Shared:
     def deposit(self, number: int, rank: int, what: str, part: Any) -> _Exchange:
         """Add one rank's part to exchange `number`."""
         with self.job.changed:
+            self.job.check_here(self.members[rank])
             exchange = self.exchanges.setdefault(number, _Exchange(what))
             if exchange.what != what:
                 first, this = self.members[min(exchange.parts)], self.members[rank]
@@ -68,15 +70,20 @@ class _Shared:
     ) -> Any:
         """Wait for every rank's part and return the parts combined, which is done once."""
         with self.job.changed:
-            while len(exchange.parts) < self.size:
-                missing = [self.members[r] for r in range(self.size) if r not in exchange.parts]
+            while not exchange.alive and (missing := self._missing(exchange)):
                 self.job.wait(exchange.what, self.members[rank], missing)
             if exchange.num_read == 0:
-                exchange.result = combine([exchange.parts[r] for r in range(self.size)])
+                exchange.alive = tuple(sorted(exchange.parts))
+                exchange.result = combine([exchange.parts[r] for r in exchange.alive])
             exchange.num_read += 1
-            if exchange.num_read == self.size:
+            if exchange.num_read == len(exchange.alive):
                 del self.exchanges[number]
             return exchange.result
+
+    def _missing(self, exchange: _Exchange) -> list[int]:
+        """Return who is waited for, by rank in the job."""
+        absent = [self.members[r] for r in range(self.size) if r not in exchange.parts]
+        return [rank for rank in absent if rank not in self.job.lost]
 
 
 class _ThreadsWork(Work):
@@ -103,10 +110,25 @@ class ThreadsCommunicator(Communicator):
         self._shared = shared
         self._lock = threading.Lock()
         self._num_exchanges = 0
+        self._alive = tuple(range(self.size))
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        return self._alive
+
+    @property
+    def gone(self) -> frozenset[int]:
+        lost = self._shared.job.lost
+        return frozenset(rank for rank, member in enumerate(self._shared.members) if member in lost)
+
+    def tolerate_loss(self) -> None:
+        return None  # ranks that vanish are done without anyway
 
     def collect(self, number: int, exchange: _Exchange, combine: Callable[[list[Any]], Any]) -> Any:
         """Wait for exchange `number` and return its parts combined."""
-        return self._shared.collect(number, self.rank, exchange, combine)
+        result = self._shared.collect(number, self.rank, exchange, combine)
+        self._alive = exchange.alive
+        return result
 
     def peers(self) -> PeerCommunicator:
         shared = self._shared
@@ -148,7 +170,7 @@ class ThreadsCommunicator(Communicator):
     def _broadcast(self, x: Tensor, name: str, root: int) -> None:
         what = f"broadcast({name!r}, root {root}, {str(x.dtype).removeprefix('torch.')}{list(x.shape)})"
         part = x.detach().clone() if self.rank == root else None
-        x.detach().copy_(self._exchange(what, part, lambda parts: parts[root]))
+        x.detach().copy_(self._exchange(what, part, lambda parts: next(p for p in parts if p is not None)))
 
     def _allgather_bytes(self, data: bytes) -> list[bytes]:
         return list(self._exchange("allgather", data, lambda parts: parts))
@@ -165,6 +187,8 @@ class ThreadsCommunicator(Communicator):
 
 def run_threads(size: int, function: Callable[[Communicator], T], timeout_s: float = 60.0) -> list[T]:
     """Run `function(communicator)` on `size` ranks, each a thread, and return their results in rank order.
+
+    A rank that vanishes (thread_job.Vanished) has none.
 
     Args:
         size: number of ranks.
@@ -183,10 +207,13 @@ def run_threads(size: int, function: Callable[[Communicator], T], timeout_s: flo
     def work(rank: int) -> None:
         try:
             results[rank] = function(ThreadsCommunicator(rank, shared))
+        except Vanished:
+            job.lose(rank)
         except BaseException as error:  # handed to the caller, who raises it again
             job.fail(rank, error)
         finally:
-            job.end(rank)
+            if rank not in job.lost:
+                job.end(rank)
 
     threads = [threading.Thread(target=work, args=(r,), name=f"rank {r}", daemon=True) for r in range(size)]
     for thread in threads:
@@ -202,7 +229,7 @@ def run_threads(size: int, function: Callable[[Communicator], T], timeout_s: flo
     hanging = [thread.name for thread in threads if thread.is_alive()]
     if hanging:
         raise CommunicationError(f"{', '.join(hanging)} of {size} did not end within {timeout_s:g} s")
-    return [results[r] for r in range(size)]
+    return [results[r] for r in range(size) if r not in job.lost]
 
 
 def _reduce(parts: list[Tensor], op: ReduceOp) -> Tensor:

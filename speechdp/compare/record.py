@@ -10,6 +10,7 @@ from typing import Any
 from speechdp.atomic_file import write_text_atomically
 from speechdp.compare.plan import PlannedRun
 from speechdp.errors import ConfigError, RunError
+from speechdp.json_input import parse_json
 
 FILE_NAME = "compare.json"
 COMPARE_FORMAT = "speechdp-compare"
@@ -95,7 +96,7 @@ def read_record(out: Path) -> Record:
     path = out / FILE_NAME
     known = set(RunRecord.__dataclass_fields__)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         runs = tuple(
             RunRecord(**{key: value for key, value in run.items() if key in known}) for run in content["runs"]
         )

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 
 from speechdp.atomic_file import atomic_path
 from speechdp.data.contiguous import ArrayPlace, RowReader
 from speechdp.data.hdf5_file import create_hdf5
+from speechdp.data.hdf5_input import HDF5_ERRORS, open_hdf5
 from speechdp.data.shard_layout import check_format, printable
 from speechdp.data.shards import Shard
 from speechdp.errors import ShardError
@@ -117,12 +117,12 @@ def open_targets(path: Path, shard: Shard) -> TargetsFile:
 
 def _read_head(path: Path, shard: Shard) -> tuple[str, npt.NDArray[np.uint32], ArrayPlace]:
     try:
-        with h5py.File(path, "r", locking=False) as file:
-            attributes = dict(file.attrs)
+        with open_hdf5(path) as file:
+            attributes = file.attributes()
             check_format(path, attributes, TARGETS_FORMAT, TARGETS_VERSION)
-            crc32: npt.NDArray[Any] = file["crc32"][:]
-            place = ArrayPlace.of(file["targets"])
-    except (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+            crc32: npt.NDArray[Any] = file.array("crc32")
+            place = ArrayPlace.of(file.dataset("targets"))
+    except HDF5_ERRORS as error:
         reason = " ".join(str(error).split())
         raise ShardError(f"{path}: missing, truncated or damaged ({reason}); {_AGAIN}") from error
     if attributes.get("shard_index_sha256") != shard.index_sha256:

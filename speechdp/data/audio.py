@@ -18,6 +18,7 @@ from speechdp.data.features import FeatureConfig
 from speechdp.errors import ConfigError
 
 _REMEDY = "convert it to mono 16-bit WAV or FLAC, or leave it out"
+_PIECE_SAMPLES = 1 << 22
 #: A frame this far under the utterance's loudest, in dB, is silence ...
 _SILENCE_DB = 40.0
 #: ... if at least this many such frames stand together at an edge.
@@ -81,16 +82,20 @@ def read_audio(path: Path, sampling_rate: int) -> npt.NDArray[np.float32]:
     try:
         with soundfile.SoundFile(str(path)) as file:
             announced, rate = file.frames, file.samplerate
-            samples: npt.NDArray[np.float32] = file.read(dtype="float32", always_2d=True)
+            if file.channels != 1:
+                raise ConfigError(f"{path}: has {file.channels} channels; write one file a channel")
+            # In pieces: room for all that the header announces may be more than there is.
+            pieces = [np.empty(0, dtype=np.float32)]
+            while len(piece := file.read(_PIECE_SAMPLES, dtype="float32")):
+                pieces.append(piece)
+            samples: npt.NDArray[np.float32] = np.concatenate(pieces)
     except (soundfile.LibsndfileError, OSError) as error:
         raise _unreadable(path, error) from error
-    if samples.shape[1] != 1:
-        raise ConfigError(f"{path}: has {samples.shape[1]} channels; write one file a channel")
     if len(samples) == 0 or len(samples) < announced:
         raise ConfigError(f"{path}: unreadable audio ({len(samples)} of {announced} samples); {_REMEDY}")
     if not np.isfinite(samples).all():
         raise ConfigError(f"{path}: unreadable audio (NaN or infinite samples); {_REMEDY}")
-    return resample(samples[:, 0], rate, sampling_rate)
+    return resample(samples, rate, sampling_rate)
 
 
 def resample(samples: npt.NDArray[np.float32], from_hz: int, to_hz: int) -> npt.NDArray[np.float32]:

@@ -16,6 +16,7 @@ from speechdp.data.shard_layout import VERSION_OF, ShardHeader, Stored, check_fo
 from speechdp.data.shard_writer import ShardWriter
 from speechdp.data.shards import Shard
 from speechdp.errors import ShardError
+from speechdp.json_input import parse_json
 
 DATA_FORMAT = "speechdp-data"
 MANIFEST_NAME = "data.json"
@@ -187,6 +188,13 @@ class Dataset:
         shard = Shard(self.path / entry.file)
         if shard.index_sha256 != entry.index_sha256:
             raise ShardError(f"{shard.path}: is not the shard {MANIFEST_NAME} lists; prepare the data again")
+        header = shard.header
+        found = (header.features, header.stored, header.sampling_rate, header.num_classes)
+        if found != (self.features, self.stored, self.sampling_rate, self.num_classes):
+            raise ShardError(
+                f"{shard.path}: holds other features or classes than {MANIFEST_NAME} says; "
+                "prepare the data again"
+            )
         return shard
 
     def verify(self) -> Counter[str]:
@@ -212,7 +220,7 @@ class Dataset:
 
 def _parse(file: Path, content: bytes) -> Manifest:
     try:
-        values: dict[str, Any] = json.loads(content)
+        values: dict[str, Any] = parse_json(content)
         check_format(file, values, DATA_FORMAT, *VERSION_OF.values())
         stored = stored_in(values)
         splits = {name: _parse_split(split) for name, split in values["splits"].items()}
@@ -229,14 +237,22 @@ def _parse(file: Path, content: bytes) -> Manifest:
             splits=splits,
             stored=stored,
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ShardError(f"{file}: damaged ({error}); prepare the data again") from error
 
 
 def _parse_split(values: dict[str, Any]) -> SplitEntry:
-    return SplitEntry(
-        shards=tuple(ShardEntry(**shard) for shard in values["shards"]),
-        utterances=int(values["utterances"]),
-        frames=int(values["frames"]),
-        speakers=int(values["speakers"]),
-    )
+    shards = tuple(ShardEntry(**shard) for shard in values["shards"])
+    if not shards:
+        raise ValueError("a split without shards")
+    for shard in shards:
+        _check_numbers(shard.utterances, shard.frames)
+    numbers = [values[key] for key in ("utterances", "frames", "speakers")]
+    _check_numbers(*numbers)
+    return SplitEntry(shards, *numbers)
+
+
+def _check_numbers(*values: Any) -> None:
+    for value in values:
+        if type(value) is not int or not 0 <= value < 1 << 62:
+            raise ValueError(f"{value!r} is no number of utterances, frames or speakers")

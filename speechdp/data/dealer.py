@@ -49,16 +49,24 @@ class Dealer:
         self._pace_s: list[float] = [0.0] * len(parts_of_team)
         self._num_asked = [0] * len(parts_of_team)
         self._done: set[int] = set()
+        self._lost: set[int] = set()
+        self._returned: list[Deal] = []
 
     @property
     def all_done(self) -> bool:
-        """Whether every team has been told that there is nothing more for it in this epoch."""
-        return len(self._done) == len(self._batches)
+        """Whether every team that is left has been told that there is nothing more for it in this epoch."""
+        return len(self._done | self._lost) == len(self._batches)
 
     @property
     def any_done(self) -> bool:
-        """Whether a team has been told so."""
-        return bool(self._done)
+        """Whether a team that is left has been told so."""
+        return bool(self._done - self._lost)
+
+    def lose(self, team: int, deals: list[Deal]) -> None:
+        """Go on without `team`; deal to others what it leaves, `deals` of this epoch among it."""
+        self._lost.add(team)
+        self._returned += deals
+        self.num_dealt -= len(deals)
 
     def take(self, team: int, now_s: float) -> Deal | None:
         """Return the next batch for `team`, or None if there is nothing more for it in this epoch.
@@ -68,6 +76,10 @@ class Dealer:
             now_s: the time, s; the pace of the teams decides who gets the last batches.
         """
         self._note_pace(team, now_s)
+        if self._returned:
+            self._done.discard(team)
+            self.num_dealt += 1
+            return self._returned.pop(0)
         owner = self._owner(team)
         if owner is None or self._would_come_last(team):
             self._done.add(team)
@@ -104,7 +116,7 @@ class Dealer:
 
         A slow team that takes the last batch keeps all others waiting for the length of its step.
         """
-        others = [t for t in range(len(self._batches)) if t != team and t not in self._done]
+        others = [t for t in range(len(self._batches)) if t != team and t not in self._done | self._lost]
         if not others or any(self._num_asked[t] <= _PACED for t in [*others, team]):
             return False
         left = self.num_batches - self.num_dealt
@@ -115,8 +127,18 @@ class Dealer:
 
     def state(self) -> dict[str, Any]:
         """Return what has been dealt, JSON-like."""
-        return {"next": list(self._next), "end": list(self._end), "dealt": self.num_dealt}
+        state = {"next": list(self._next), "end": list(self._end), "dealt": self.num_dealt}
+        return with_returned(state, self._returned)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a state of the same plan and teams."""
         self._next, self._end, self.num_dealt = list(state["next"]), list(state["end"]), state["dealt"]
+        self._returned = [Deal(*deal) for deal in state.get("returned", [])]
+
+
+def with_returned(state: dict[str, Any], deals: list[Deal]) -> dict[str, Any]:
+    """Return a dealer's state in which `deals` are to be dealt again, besides what is already."""
+    if not deals:
+        return state
+    returned = [[deal.owner, deal.index, deal.frames] for deal in deals]
+    return {**state, "returned": [*state.get("returned", []), *returned]}

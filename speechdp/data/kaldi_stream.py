@@ -49,9 +49,10 @@ class KaldiStream:
             magic = raw.read(2)
             raw.seek(offset)
             size = os.fstat(raw.fileno()).st_size
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
             self._stack.close()
-            raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{path}: cannot be read ({reason}); check the path") from error
         self._size: int | None = None if magic == _GZIP_MAGIC else size
         if self._size is not None and offset >= max(size, 1):
             self._stack.close()

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 
 from speechdp.data.contiguous import ArrayPlace, RowReader
 from speechdp.data.features import num_frames_of
+from speechdp.data.hdf5_input import HDF5_ERRORS, open_hdf5
 from speechdp.data.shard_layout import (
     SHARD_FORMAT,
     SHARD_VERSIONS,
@@ -230,24 +230,23 @@ class _Opened:
 
 def _open(path: Path) -> _Opened:
     try:
-        with h5py.File(path, "r", locking=False) as file:
-            attributes = {name: _plain(value) for name, value in file.attrs.items()}
+        with open_hdf5(path) as file:
+            attributes = file.attributes()
             check_format(path, attributes, SHARD_FORMAT, *SHARD_VERSIONS)
             expected = attributes.pop("index_sha256", "")
             samples, symbols = (
-                file[name][:] if name in file else None for name in ("sample_offsets", "target_offsets")
+                file.array(name) if name in file else None for name in ("sample_offsets", "target_offsets")
             )
-            index = ShardIndex(file["offsets"][:], file["crc32"][:], samples, symbols)
-            columns = (string_blocks(file[name]) for name in STRING_NAMES)
+            index = ShardIndex(file.array("offsets"), file.array("crc32"), samples, symbols)
+            columns = (string_blocks(file.dataset(name)) for name in STRING_NAMES)
             if index.sha256(attributes, columns) != expected:
                 raise ShardError(f"{path}: its index is damaged (checksum); {_AGAIN}")
             header = ShardHeader.from_attributes(attributes)
             names = (header.content_name, "targets", *STRING_NAMES)
-            places = {name: ArrayPlace.of(file[name]) for name in names}
+            places = {name: ArrayPlace.of(file.dataset(name)) for name in names}
     except FileNotFoundError as error:
         raise ShardError(f"{path}: no such shard; {_AGAIN}") from error
-    except (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-        # What HDF5 and h5py raise on a damaged file depends on which byte it was.
+    except HDF5_ERRORS as error:
         reason = " ".join(str(error).split())
         raise ShardError(f"{path}: truncated, damaged or not HDF5 ({reason}); {_AGAIN}") from error
     _check_index(path, header, index)
@@ -292,7 +291,3 @@ def _check_places(path: Path, header: ShardHeader, index: ShardIndex, places: di
 
 def _is(place: ArrayPlace, shape: Sequence[int], dtype: np.dtype[Any]) -> bool:
     return (place.shape, place.dtype) == (tuple(shape), dtype)
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value

@@ -21,6 +21,9 @@ from speechdp.errors import ShardError
 
 IntArray = npt.NDArray[np.int64]
 
+#: Of an utterance in a shard, however well it is packed.
+_LEAST_UTTERANCE_BYTES = 0.01
+
 
 class SplitFiles:
     """The open shards of a split and their targets files; each opened at its first use.
@@ -41,6 +44,8 @@ class SplitFiles:
         """Return the frames of each utterance, shard by shard.  Collective where ranks share the reading."""
         rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
         counts = [entry.utterances for entry in self._dataset.splits[self._split].shards]
+        for path, count in zip(self._dataset.shard_paths(self._split), counts, strict=True):
+            _check_count(path, count)
         found = [np.zeros(count, dtype=np.int32) for count in counts]
         for number in range(rank, self.num_shards, size):
             lengths = np.diff(self.open(number).offsets)
@@ -110,6 +115,18 @@ class SplitFiles:
             return _Opened(shard, (shard.reader, shard.targets_place))
         file = open_targets(self._alignments / shard.path.name, shard)
         return _Opened(shard, file.dataset, file)
+
+
+def _check_count(path: Path, count: int) -> None:
+    """Refuse a number of utterances that a shard of this size cannot hold, before room is made for them."""
+    try:
+        size_bytes = path.stat().st_size
+    except OSError:
+        return  # opening it says why
+    if count * _LEAST_UTTERANCE_BYTES > size_bytes:
+        raise ShardError(
+            f"{path}: is too small for the {count} utterances of data.json; prepare the data again"
+        )
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from speechdp.atomic_file import write_text_atomically
 from speechdp.data.text_normalise import PUNCTUATION, normalise, plain_words
 from speechdp.decode.lexicon import Lexicon
 from speechdp.errors import ConfigError
+from speechdp.json_input import parse_json
 
 SymbolKind = Literal["characters", "phones"]
 
@@ -155,7 +156,7 @@ class SymbolInventory:
             ConfigError: missing, damaged, or of another version.
         """
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = parse_json(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(
                 f"{path}: cannot be read ({error.strerror}); prepare the data with --task synthesis"

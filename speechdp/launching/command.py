@@ -13,7 +13,7 @@ from speechdp.errors import ConfigError
 from speechdp.launching.hostfile import Host, is_this_machine
 from speechdp.launching.programs import OpenMpi
 
-Launcher = Literal["mpirun", "horovodrun"]
+Launcher = Literal["mpirun", "horovodrun", "srun"]
 Controller = Literal["mpi", "gloo"]
 
 #: Variables every rank needs, besides those of the families below.
@@ -39,7 +39,7 @@ class Job:
         arguments: handed to the program untouched.
         interface: network interface all traffic between hosts takes; None: every one is tried.
         tag_output: put the rank before each line of output (this breaks the live bar).
-        extra_options: more options for mpirun.
+        extra_options: more options for mpirun or srun.
     """
 
     hosts: tuple[Host, ...]
@@ -77,12 +77,20 @@ class Job:
 def mpirun_command(job: Job, mpi: OpenMpi, environment: Mapping[str, str]) -> list[str]:
     """Return the argv that starts `job` with mpirun.
 
+    In a Grid Engine job Open MPI, 4 and 5, starts its daemons by `qrsh -inherit` of its own accord, in a
+    Slurm job by srun: accounted, and killed with the job. Under LSF, and with Open MPI 4 under PBS, the
+    wheels take ssh.
+
     Args:
         environment: of the child (see child_environment); names of `-x` are taken from it.
     """
     argv = [str(mpi.mpirun), "-np", str(job.num_ranks), "--host", job.host_list]
     argv += ["--bind-to", "none", "--map-by", "slot"]
     argv += _own_prefix(mpi) + _traffic_settings(job) + _runtime_settings(job, mpi)
+    if mpi.major >= 5 and "--tolerate-loss" in job.arguments:
+        # Whose processes are gone, the daemons tell. ULFM's own detector would take a rank for dead that
+        # computes for some seconds without a call of MPI's.
+        argv += ["--with-ft", "ulfm", "--mca", "mpi_ft_detector", "0"]
     if job.tag_output:
         argv += ["--tag-output"]
     for name in forwarded_names(environment):
@@ -122,6 +130,57 @@ def horovodrun_command(
     options = shlex.join([*settings, *job.extra_options])
     # One word with `=`: argparse would take a value that begins with a dash for an option.
     return [*argv, "--mpi", f"--mpi-args={options}", *job.program, *job.arguments]
+
+
+def srun_command(job: Job, environment: Mapping[str, str]) -> list[str]:
+    """Return the argv that starts `job` with Slurm's srun, inside an allocation.
+
+    Every host gets its number of ranks; where these differ, host names are repeated in the order of the
+    ranks. `--export=ALL` carries the environment over Slurm's own channel (it does not show in ps), also
+    where sbatch was told --export=NONE. What mpirun gets as options, ranks find in srun_environment.
+
+    Args:
+        environment: of the child.
+    """
+    names = [host.name for host in job.hosts]
+    most_ranks = max(host.slots for host in job.hosts)
+    argv = ["srun", "--mpi=pmix", f"--nodes={len(names)}", f"--ntasks={job.num_ranks}"]
+    if all(host.slots == most_ranks for host in job.hosts):
+        argv += [f"--ntasks-per-node={most_ranks}", "--distribution=block", f"--nodelist={','.join(names)}"]
+    else:
+        repeated = [host.name for host in job.hosts for _ in range(host.slots)]
+        argv += ["--distribution=arbitrary", f"--nodelist={','.join(repeated)}"]
+    cpus_per_task = environment.get("SLURM_CPUS_PER_TASK", "")
+    if re.fullmatch(r"[1-9][0-9]{0,4}", cpus_per_task):
+        # From 22.05 on srun does not read this itself: each rank would get one core.
+        argv += [f"--cpus-per-task={cpus_per_task}"]
+    # Not --kill-on-bad-exit=1: it would kill ranks that are leaving with 75 a moment after the first, and the
+    # job would not look stopped. A rank that dies ends the step by PMIx, within a second.
+    argv += ["--kill-on-bad-exit=0", "--wait=30", "--export=ALL", "--cpu-bind=none"]
+    if job.tag_output:
+        argv += ["--label"]
+    return [*argv, *job.extra_options, *job.program, *job.arguments]
+
+
+def srun_environment(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of an srun job: `environment`, and what mpirun would get as options."""
+    traffic = _traffic_settings(job)
+    settings = {f"OMPI_MCA_{traffic[i + 1]}": traffic[i + 2] for i in range(0, len(traffic), 3)}
+    if "OPAL_PREFIX" in environment:
+        # Slurm offers munge first, for which the wheels have no component, and each rank says so in 9 lines.
+        settings["PMIX_MCA_psec"] = "^munge"
+    # sbatch's --ntasks-per-node: srun would take it for its own where none is given it.
+    kept = {name: value for name, value in environment.items() if name != "SLURM_NTASKS_PER_NODE"}
+    return {**settings, **kept}
+
+
+def horovodrun_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which horovodrun takes the hosts it is given.
+
+    Where LSB_JOBID is set it asks LSF's CSM for them, even though -H names them, and ends with
+    `KeyError: 'CSM_ALLOCATION_ID'` on clusters that have none.
+    """
+    return {name: value for name, value in environment.items() if name != "LSB_JOBID"}
 
 
 def child_environment(
@@ -185,6 +244,8 @@ def _traffic_settings(job: Job) -> list[str]:
     settings = {"pml": "ob1", "btl": "^openib"}
     if job.interface is not None:
         settings["btl_tcp_if_include"] = job.interface
+    elif not job.spans_hosts:
+        settings["btl"] = "^openib,tcp"  # else every rank listens on all interfaces, and nobody ever calls
     return _options("--mca", settings)
 
 

@@ -56,8 +56,8 @@ class Hostfile:
             raise ConfigError(f"-np {num_ranks}: at least 1 rank is needed")
         if num_ranks > self.num_slots:
             raise ConfigError(
-                f"{self.source}: {num_ranks} ranks wanted, but the file has only {self.num_slots} slots; "
-                f"lower -np, raise slots= or add hosts"
+                f"{self.source}: {num_ranks} ranks wanted, but there are only {self.num_slots} slots; "
+                f"lower -np, raise slots=, add hosts or ask the scheduler for more"
             )
         left = num_ranks
         placed: list[Host] = []
@@ -113,10 +113,15 @@ def is_this_machine(name: str) -> bool:
     return name.lower() in {"localhost", "127.0.0.1", own.lower(), own.split(".")[0].lower()}
 
 
+def is_host_name(name: str) -> bool:
+    """Tell whether a word is a host name or IPv4 address that no program takes for something else."""
+    return _HOST_NAME.fullmatch(name) is not None
+
+
 def _parse_line(content: list[str], where: str) -> Host:
     """Turn the words of one line into a Host; `where` is file:line."""
     name, *rest = content
-    if not _HOST_NAME.fullmatch(name):
+    if not is_host_name(name):
         raise ConfigError(
             f"{where}: {name!r} is not a host name or IPv4 address (letters, digits, . - _); "
             f"write e.g. `{_EXAMPLE}`"

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-FaultKind = Literal["said", "killed", "exited", "host lost", "aborted"]
+from speechdp import exit_codes
+
+FaultKind = Literal["said", "killed", "exited", "host lost", "aborted", "not reached", "no program"]
 
 _RULE = re.compile(r"-{60,}")
 #: `mpirun --tag-output` and horovodrun put the rank before each line.
@@ -21,6 +23,8 @@ _TAG = re.compile(r"^\[\d+(?:,\d+)?\]<(?:stderr|stdout)>:\s?")
 _SAID = re.compile(r"speechdp: rank (?P<rank>\d+)(?: \([^)]*\))? on (?P<host>[^\s:]+): (?P<text>.*)")
 #: what srun calls the signals that end a task, as strsignal has it.
 _SIGNAL_NAMES = {signal.strsignal(number): int(number) for number in signal.Signals}
+#: How a hung rank's line begins (train/watchdog.py).
+_HUNG = "no step ended for "
 _LATE = re.compile(r"rank \d+ on (?P<host>[^\s:,;]+) \(no sign of life")
 
 
@@ -29,8 +33,9 @@ class Fault:
     """What a launcher's output tells about the end of a job.
 
     Attributes:
-        kind: a rank's own message, a rank killed by a signal or ended with an exit code, a host lost, or a
-            rank that aborted all others, having said why.
+        kind: a rank's own message, a rank killed by a signal or ended with an exit code, a host lost, a rank
+            that aborted all others, having said why, a host on which no daemon could be started, or one
+            without the program.
         rank: index of the rank, None where the launcher does not tell.
         host: its host, None likewise.
         signal: what killed it.
@@ -48,17 +53,20 @@ class Fault:
     def describe(self) -> str:
         """Return who failed and how, for one line."""
         who = "a rank" if self.rank is None else f"rank {self.rank}"
-        if self.host is not None:
+        if self.host is not None and self.rank is not None:
             who += f" on {self.host}"
-        if self.kind == "host lost":
-            return (
-                f"host {self.host or '(not named by the launcher)'} was lost: it is down, or its link is cut"
-            )
-        if self.kind == "killed":
-            return f"{who} was killed by {_signal_name(self.signal)}"
-        if self.kind == "exited":
-            return f"{who} ended with exit code {self.exit_code} without a message"
-        return f"{who} failed, its message stands above"
+        if self.exit_code == exit_codes.HUNG:
+            return f"the job hung, the message of {who} above names the ranks that are late"
+        return {
+            "said": f"{who} failed, its message stands above",
+            "aborted": f"{who} failed, its message stands above",
+            "killed": f"{who} was killed by {_signal_name(self.signal)}",
+            "exited": f"{who} ended with exit code {self.exit_code} without a message",
+            "host lost": f"host {self.host} was lost: it is down, or its link is cut",
+            "not reached": "a host was not reached, what ssh says stands above; "
+            "`speechdp doctor` looks at every host",
+            "no program": f"this Python is not on {self.host}; install speechdp there under the same path",
+        }[self.kind]
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,14 @@ def _ended_under_horovodrun(match: re.Match[str]) -> Fault:
     return Fault("exited", rank, exit_code=code)
 
 
+def _not_reached(_match: re.Match[str]) -> Fault:
+    return Fault("not reached")
+
+
+def _no_program(match: re.Match[str]) -> Fault:
+    return Fault("no program", host=match["host"])
+
+
 def _host_lost(match: re.Match[str]) -> Fault:
     return Fault("host lost", host=match["host"])
 
@@ -122,6 +138,10 @@ _BLOCKS = (
     _Banner(
         re.compile(r"lost communication with a remote daemon.*Remote daemon: \S+ on node (?P<host>\S+)"),
         _host_lost,
+    ),
+    _Banner(re.compile(r"was unable to reliably start one or more daemons"), _not_reached),
+    _Banner(
+        re.compile(r"unable to (launch|start) the specified application.*Node: (?P<host>\S+)"), _no_program
     ),
     _Banner(re.compile(r"Primary job +terminated normally, but"), _nothing),
     _Banner(
@@ -232,11 +252,14 @@ class LauncherOutput:
         if match is None:
             return False
         silent = tuple(dict.fromkeys(found["host"] for found in _LATE.finditer(match["text"])))
-        self.faults.append(Fault("said", int(match["rank"]), match["host"], silent_hosts=silent))
+        # horovodrun ends with 1 whatever a rank ended with.
+        exit_code = exit_codes.HUNG if match["text"].startswith(_HUNG) else None
+        fault = Fault("said", int(match["rank"]), match["host"], exit_code=exit_code, silent_hosts=silent)
+        self.faults.append(fault)
         return True
 
 
-def first_cause(faults: list[Fault]) -> Fault | None:
+def first_cause(faults: Sequence[Fault]) -> Fault | None:
     """Return the fault that tells most about why a job ended: what came first, a message before others."""
     said = next((fault for fault in faults if fault.kind == "said"), None)
     lost = next((fault for fault in faults if fault.kind == "host lost"), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from speechdp import exit_codes
 from speechdp.errors import ConfigError
+from speechdp.json_input import parse_json
 from speechdp.launching.launcher_output import Fault, first_cause
 from speechdp.launching.supervise import JobEnd
 
@@ -48,8 +48,10 @@ def find_target(arguments: Sequence[str]) -> Target | None:
             "nothing to launch; write it after --, e.g. speechdp launch -np 2 -- train DATA RUN"
         )
     subcommand, *rest = arguments
-    if subcommand == "launch":
-        raise ConfigError("launch cannot launch itself; write train, sweep or another subcommand after --")
+    if subcommand in ("launch", "submit", "doctor"):
+        raise ConfigError(
+            f"launch cannot start {subcommand}; write train, sweep or another subcommand after --"
+        )
     if subcommand not in _WITH_MARKER or {"-h", "--help"} & set(rest):
         return None
     folders = rest[:2]
@@ -115,23 +117,18 @@ def verdict(end: JobEnd, target: Target | None) -> Verdict:
         exit_code = exit_codes.STOPPED if exit_code == exit_codes.STOPPED else 128 + end.stop_signal
         return Verdict(exit_code, f"the job was stopped by {name}{_known(target)}", _how_to_go_on(target))
     cause = first_cause(end.faults)
-    if exit_code != 0:
-        # A mistake in the command is not mended by giving it again: then the rank's own line says what to do.
-        refused = exit_code in _REFUSED and (target is None or last_checkpoint(target) is None)
-        happened = _what_happened(exit_code, cause)
-        return (
-            Verdict(exit_code, happened)
-            if refused
-            else Verdict(exit_code, f"{happened}{_known(target)}", _how_to_go_on(target))
+    if exit_code == 0:
+        assert target is not None
+        reason = "a host may have been lost" if cause is None else cause.describe()
+        happened = (
+            f"the job ended with exit code 0 but left no completion marker in {target.directory} ({reason})"
         )
-    assert target is not None
-    reason = "a host may have been lost" if cause is None else cause.describe()
-    return Verdict(
-        exit_codes.FAILED,
-        f"the job ended with exit code 0 but left no completion marker in {target.directory} "
-        f"({reason}){_known(target)}",
-        _how_to_go_on(target),
-    )
+        return Verdict(exit_codes.FAILED, f"{happened}{_known(target)}", _how_to_go_on(target))
+    happened = _what_happened(exit_code, cause)
+    if exit_code in _REFUSED and (target is None or last_checkpoint(target) is None):
+        # A mistake in the command is not mended by giving it again: the rank's own line says what to do.
+        return Verdict(exit_code, happened)
+    return Verdict(exit_code, f"{happened}{_known(target)}", _how_to_go_on(target))
 
 
 def ranks_exit_code(end: JobEnd) -> int:
@@ -141,7 +138,7 @@ def ranks_exit_code(end: JobEnd) -> int:
     for fault in end.faults:
         if fault.kind == "killed" and fault.signal is not None:
             return 128 + fault.signal
-        if fault.kind == "exited" and fault.exit_code:
+        if fault.exit_code:
             return fault.exit_code
     return end.exit_code
 
@@ -190,7 +187,7 @@ def _marker_state(subcommand: str, directory: Path) -> tuple[int, int] | None:
             marker = (directory / "completed.json").stat()
         else:
             path = directory / "sweep.json"
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parse_json(path.read_text(encoding="utf-8"))
             if not (isinstance(content, dict) and content.get("completed") is True):
                 return None
             marker = path.stat()

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 
 from speechdp import exit_codes
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Allocation
+from speechdp.launching.supervise import JobEnd
 
 #: Grid Engine runs a job again that ends with this exit code; no program is needed.
 _GRID_ENGINE_AGAIN = 99
+
+
+#: What batch systems send before they end a job; the others are a user's own scancel, qdel or Ctrl-C.
+_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def is_to_go_on(end: JobEnd, exit_code: int) -> bool:
+    """Tell whether the batch system, not the user, stopped the job: it saved, or had nothing to save yet.
+
+    Args:
+        exit_code: of the launch, as outcome.verdict has it.
+    """
+    if end.stop_signal is None:
+        return exit_code == exit_codes.STOPPED
+    return end.stop_signal in _WARNINGS and exit_code in (exit_codes.STOPPED, 128 + end.stop_signal)
 
 
 def requeue(allocation: Allocation) -> int:

@@ -33,7 +33,7 @@ _PIPE_BYTES = 65_536
 #: A process that left the job's session may hold the pipe for ever.
 _PIPE_END_S = 1.0
 #: beginnings of the names mpirun runs under; in the PyPI wheel it becomes "orterun_wrapper".
-_LAUNCHERS = ("mpirun", "orterun", "prterun", "mpiexec")
+_LAUNCHERS = ("mpirun", "orterun", "prterun", "mpiexec", "srun")
 
 
 @dataclass(frozen=True)

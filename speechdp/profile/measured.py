@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from speechdp.atomic_file import write_text_atomically
 from speechdp.errors import RunError
+from speechdp.json_input import parse_json
 from speechdp.profile.checked import checked_fields
 from speechdp.timing.jsonl import read_lines
 
@@ -211,7 +212,7 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.  Raises RunError: it is damaged or missing."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("it holds no object")
     except (OSError, ValueError) as error:

@@ -40,6 +40,9 @@ from speechdp.train.build import (
 from speechdp.train.parts import TrainingParts
 from speechdp.train.sampling import sampled_into
 from speechdp.train.session import Session
+from speechdp.train.status import StatusFolder
+from speechdp.train.trainer import Trainer
+from speechdp.train.watching import watched
 
 #: Epochs are repeated until the steps are done, however small the data are.
 _MANY_EPOCHS = 1_000_000
@@ -84,6 +87,9 @@ def profile_rank(session: Session, options: TrainOptions, request: JobRequest) -
         timeline = FunctionTimeline(clock, session.comm.rank)
         trainer, sources = build_trainer(session, options, scratch, stack, timeline)
         parts = trainer.parts
+        if session.comm.rank == 0:
+            StatusFolder(request.folder).clear()
+        stack.enter_context(watched(session, options, request.folder, trainer))
         parts.model.train()
         runner: _ModuleAlone | _WholeSteps
         if request.module:
@@ -97,7 +103,7 @@ def profile_rank(session: Session, options: TrainOptions, request: JobRequest) -
         start = begin_together(session.comm)
         clock.begin(start.origin_s)
         with sampled_into(session, request.sample_hz, request.folder, start.origin_s):
-            records = _take_steps(session, runner, clock, request.steps)
+            records = _take_steps(session, runner, clock, request.steps, trainer)
         parts.strategy.finish()
         parts.strategy.close()
         write_steps(session, request.folder, start, records)
@@ -210,7 +216,11 @@ def typical_batch(session: Session, options: TrainOptions, source: SplitSource) 
 
 
 def _take_steps(
-    session: Session, runner: _ModuleAlone | _WholeSteps, clock: StageClock, steps: int
+    session: Session,
+    runner: _ModuleAlone | _WholeSteps,
+    clock: StageClock,
+    steps: int,
+    trainer: Trainer,
 ) -> list[StepRecord]:
     records = []
     for number in range(1, steps + 1):
@@ -219,6 +229,8 @@ def _take_steps(
             raise RunError(f"stopped by {stop.received} at step {number} on rank {session.comm.rank}")
         frames = runner.step(number)
         end_s, functions = clock.now(), clock.take()
+        trainer.counters.step = number
+        trainer.parts.pulse.beat()
         start_s = functions[0].start_s
         records.append(StepRecord(number, start_s, end_s - start_s, frames, functions))
     return records

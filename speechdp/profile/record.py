@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speechdp.errors import ConfigError, RunError
+from speechdp.json_input import parse_json
 from speechdp.profile.checked import checked_fields
 from speechdp.profile.measured import (
     BACKWARD,
@@ -211,7 +211,7 @@ def read_record(out: Path) -> Record:
     """
     path = out / FILE_NAME
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         if content["format"] != PROFILE_FORMAT or content["version"] != PROFILE_VERSION:
             raise ValueError(f"format {content['format']!r}, version {content['version']!r}")
         jobs = tuple(_checked_job(JobEntry(**checked_fields(JobEntry, job))) for job in content["jobs"])

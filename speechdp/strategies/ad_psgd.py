@@ -72,6 +72,10 @@ class AdPsgd(Strategy):
     def exchanges_every_step(self) -> bool:  # type: ignore[override]
         return self.groups > 1
 
+    @property
+    def survives_loss(self) -> bool:  # type: ignore[override]
+        return self.groups == 1
+
     def check_options(self) -> None:
         if self.period < 1:
             raise ConfigError(f"ad_psgd:period={self.period}: at least 1 step between exchanges")
@@ -94,20 +98,28 @@ class AdPsgd(Strategy):
 
     def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
         super().attach(replica, comm, timeline)
-        learner, member = divmod(comm.rank, self.groups)
-        self._num_learners = comm.size // self.groups
-        role = Role.of(learner, self._num_learners, self.topology)
-        if member > 0:
-            role = Role(learner, is_active=False, partners=())
+        self._alive = comm.alive
+        role, ranks = self._role()
         self._effective = EffectiveParameters(replica.parameters.values, exchanging=bool(role.partners))
-        self._gossip = Gossip(self.peers, role, self.groups, self._effective, timeline)
-        group = comm.split(learner) if self.groups > 1 else SerialCommunicator()
+        self._gossip = Gossip(self.peers, role, ranks, self._effective, timeline)
+        group = comm.split(role.learner) if self.groups > 1 else SerialCommunicator()
         self._learner = SuperLearner(effective=self._effective)
         self._learner.attach(replica, group, timeline)
         self._steps = 0  # since the last exchange was asked for
         self._staleness: list[int] = []  # gradients by their staleness
 
+    def _role(self) -> tuple[Role, list[int]]:
+        """Return this rank's part among the learners that are left, and the first rank of each learner."""
+        ranks = list(self._alive[:: self.groups])
+        learner, member = divmod(self._alive.index(self.comm.rank), self.groups)
+        if member > 0:
+            return Role(learner, is_active=False, partners=()), ranks
+        return Role.of(learner, len(ranks), self.topology), ranks
+
     def resume(self) -> None:
+        if self.comm.alive != self._alive:
+            self._alive = self.comm.alive
+            self._gossip.take_role(*self._role())
         with self._effective.update():  # whatever was done to the parameters while paused comes first
             pass
         self._gossip.start()
@@ -141,9 +153,12 @@ class AdPsgd(Strategy):
         self.comm.broadcast(self.replica.parameters.whole, name="parameters")
 
     def _average(self) -> None:
-        if self._num_learners > 1:  # a mean of equal replicas would round them
+        num_ranks = len(self.comm.alive)
+        if num_ranks > self.groups:  # a mean of equal replicas would round them
             values = self.replica.parameters.values
-            self.comm.allreduce(values.mul_(1.0 / self.comm.size), name="parameters")
+            self.comm.allreduce(values.mul_(1.0 / num_ranks), name="parameters")
+            if len(self.comm.alive) != num_ranks:  # somebody was lost in it
+                values.mul_(num_ranks / len(self.comm.alive))
 
     @contextlib.contextmanager
     def evaluation_parameters(self) -> Iterator[None]:
@@ -175,3 +190,8 @@ class AdPsgd(Strategy):
         self._staleness, self._steps = list(state["staleness"]), state["steps"]
         self._effective.num_mixings = state["exchanges"]
         self._gossip.num_skipped, self._gossip.num_begun = state["skipped"], state["begun"]
+
+    def begin_as_copy(self) -> None:
+        super().begin_as_copy()
+        self._staleness = []
+        self._effective.num_mixings = self._gossip.num_skipped = 0

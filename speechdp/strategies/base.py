@@ -64,8 +64,18 @@ class Strategy(ABC):
     exchanges_every_step: bool = True
     #: A rank's loss or parameters may stop being numbers: the strategy mends that at its next exchange.
     survives_divergence: bool = False
+    #: Training goes on where ranks other than 0 are gone, if the communicator tolerates that.
+    survives_loss: bool = False
     #: The schedule's learning rate is multiplied by this at every step.
     learning_rate_factor: float = 1.0
+
+    @property
+    def resumes_with_other_size(self) -> bool:
+        """Whether a run may go on with another number of ranks: rank r of them takes the state of r modulo R.
+
+        Not where ranks have parts of their own to play: servers, or partners who know of one another.
+        """
+        return self.synchronous and not self.needs_peers
 
     @property
     def name(self) -> str:
@@ -188,4 +198,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state that `state_dict` returned."""
+        """Take up a state that `state_dict` returned; maybe with more or fewer ranks."""
+
+    def begin_as_copy(self) -> None:
+        """Forget what has been done since the last exchange: another rank has the same state, and did it."""
+        self.replica.clear_gradients()

@@ -209,6 +209,12 @@ class DelayedAveraging(PeriodicStrategy):
         self._flight = None
         if state["flight"] is not None:
             fragment, age = state["flight"]
-            self._snapshot.copy_(state["snapshot"])
-            self._travelling.copy_(state["sum"])
+            # New ones: one rank alone has none, and yet goes on from what several had under way.
+            device = self.replica.parameters.values.device
+            self._snapshot = state["snapshot"].to(device, copy=True)
+            self._travelling = state["sum"].to(device, copy=True)
             self._flight = _Flight(fragment, age, None)
+
+    def begin_as_copy(self) -> None:
+        super().begin_as_copy()
+        self._earlier_frames = [0] * self.fragments

@@ -59,6 +59,10 @@ class Dpsgd(PeriodicStrategy):
     def needs_peers(self) -> bool:  # type: ignore[override]
         return self.topology != "complete"
 
+    @property
+    def resumes_with_other_size(self) -> bool:
+        return True  # who averages with whom follows from the number of ranks and the exchange alone
+
     def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
         super().attach(replica, comm, timeline)
         self._mixing_due = False
@@ -119,7 +123,8 @@ class Dpsgd(PeriodicStrategy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._mixing_due, self._num_mixings = state["mixing_due"], state["num_mixings"]
+        self._mixing_due = state["mixing_due"] and self.comm.size > 1
+        self._num_mixings = state["num_mixings"]
 
 
 class _Route(ABC):

@@ -188,7 +188,8 @@ class Easgd(PeriodicStrategy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if self._centre is not None:
-            self._centre.copy_(state["centre"])
+            # One rank alone has none, and is where it would be.
+            self._centre.copy_(state.get("centre", self.replica.parameters.values))
         if self._link is not None:
             self._link.ages, self._link.version = list(state["staleness"]), state["version"]
         if self._server is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from speechdp.comm import topology
 from speechdp.comm.base import PeerCommunicator
+from speechdp.comm.losses import PeerLost
 from speechdp.comm.topology import BipartiteKind
 from speechdp.strategies.background import ExchangeThread, JobThread
 from speechdp.strategies.effective import EffectiveParameters
@@ -58,12 +61,13 @@ class Gossip:
     A session lasts from `start` to `stop`.  An active learner's thread ends by telling all its partners; a
     passive one's ends when all its partners have told it.  Nobody waits for a learner that still trains but
     passive ones, and these go on answering meanwhile; since messages of a pair keep their order, none is
-    under way afterwards.
+    under way afterwards.  An exchange with a learner that is gone is none, on this side; it is not asked or
+    waited for again.
 
     Args:
         peers: the channel.
-        role: this learner's part.
-        group_size: ranks a learner; the first of them holds the channel's end.
+        role: this learner's part; may be another one in the next session.
+        ranks: rank of each learner; of a group the first one, which holds the channel's end.
         effective: what is mixed.
         timeline: exchanges are recorded there.
     """
@@ -72,11 +76,11 @@ class Gossip:
         self,
         peers: PeerCommunicator,
         role: Role,
-        group_size: int,
+        ranks: Sequence[int],
         effective: EffectiveParameters,
         timeline: Timeline,
     ) -> None:
-        self._peers, self._role, self._group_size = peers, role, group_size
+        self._peers, self._role, self._ranks = peers, role, ranks
         self._effective, self._timeline = effective, timeline
         self._changed = threading.Condition()
         self._requested = self._stopping = False
@@ -86,6 +90,10 @@ class Gossip:
         self.num_begun = 0
         #: Requests that came while another one waited.
         self.num_skipped = 0
+
+    def take_role(self, role: Role, ranks: Sequence[int]) -> None:
+        """Have another part from the next session on, among other learners."""
+        self._role, self._ranks = role, ranks
 
     def start(self) -> None:
         """Begin a session."""
@@ -115,21 +123,30 @@ class Gossip:
             self._thread.join()
             self._thread = None
 
-    def next_partner(self) -> int:
-        """Return the partner of the next exchange that this learner begins."""
+    def next_partner(self) -> int | None:
+        """Return the partner of the next exchange that this learner begins; None: all are gone."""
+        partners = [
+            learner for learner in self._role.partners if self._ranks[learner] not in self._peers.lost
+        ]
         # A string is hashed whole: neighbouring learners and numbers have nothing to do with one another.
-        return random.Random(f"{self._role.learner}/{self.num_begun}").choice(self._role.partners)
+        chance = random.Random(f"{self._role.learner}/{self.num_begun}")
+        return chance.choice(partners) if partners else None
 
     def _begin_exchanges(self) -> None:
         with self._effective.side(), _Sender(self._peers, self._effective) as sender:
             while self._await_request():
-                partner = self._rank_of(self.next_partner())
-                self.num_begun += 1
-                with self._timeline.span(Span.COMM):
-                    self._peers.send(torch.tensor([_MIX]), partner, tag=self._session)
-                    self._exchange(partner, sender)
+                partner = self.next_partner()
+                if partner is not None:
+                    self.num_begun += 1
+                    with self._timeline.span(Span.COMM), contextlib.suppress(PeerLost):
+                        self._mix(self._ranks[partner], sender)
             for learner in self._role.partners:
-                self._peers.send(torch.tensor([_DONE]), self._rank_of(learner), tag=self._session)
+                with contextlib.suppress(PeerLost):
+                    self._peers.send(torch.tensor([_DONE]), self._ranks[learner], tag=self._session)
+
+    def _mix(self, other: int, sender: _Sender) -> None:
+        self._peers.send(torch.tensor([_MIX]), other, tag=self._session)
+        self._exchange(other, sender)
 
     def _await_request(self) -> bool:
         """Wait for a request; return False when there is none and the session ends."""
@@ -140,26 +157,35 @@ class Gossip:
             return wanted
 
     def _answer(self) -> None:
-        training = {self._rank_of(learner) for learner in self._role.partners}
-        header = torch.zeros(1, dtype=torch.int64)
+        training = {self._ranks[learner] for learner in self._role.partners}
         with self._effective.side(), _Sender(self._peers, self._effective) as sender:
             while training:
-                source = self._peers.recv(header, tag=self._session)
-                assert source in training, f"rank {source} is no partner, or was done"
-                if header.item() == _DONE:
-                    training.remove(source)
-                else:
-                    with self._timeline.span(Span.COMM):
-                        self._exchange(source, sender)
+                try:
+                    self._answer_next(training, sender)
+                except PeerLost as loss:
+                    training -= loss.ranks
+
+    def _answer_next(self, training: set[int], sender: _Sender) -> None:
+        header = torch.zeros(1, dtype=torch.int64)
+        source = self._peers.recv(header, tag=self._session)
+        if source in self._peers.lost:
+            return  # what it had sent before
+        assert source in training, f"rank {source} is no partner, or was done"
+        if header.item() == _DONE:
+            training.remove(source)
+        else:
+            with self._timeline.span(Span.COMM):
+                self._exchange(source, sender)
 
     def _exchange(self, other: int, sender: _Sender) -> None:
         sender.begin(self._effective.snapshot(), other)
-        self._peers.recv(self._effective.incoming, other, tag=_PARAMETERS)
+        try:
+            self._peers.recv(self._effective.incoming, other, tag=_PARAMETERS)
+        except PeerLost:
+            sender.finish()
+            raise
         self._effective.correct()
         sender.finish()
-
-    def _rank_of(self, learner: int) -> int:
-        return learner * self._group_size
 
 
 class _Sender:
@@ -196,5 +222,6 @@ class _Sender:
 
     def _send(self) -> None:
         x, dest = self._message
-        with self._effective.side():
+        # Whether the other one is gone concerns the side that receives: what has come from it counts.
+        with self._effective.side(), contextlib.suppress(PeerLost):
             self._peers.send(x, dest, tag=_PARAMETERS)

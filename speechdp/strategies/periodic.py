@@ -213,3 +213,7 @@ class PeriodicStrategy(Strategy):
             setattr(self, f"_{name}", state[name])
         if not state["together"]:
             self._together = None
+
+    def begin_as_copy(self) -> None:
+        super().begin_as_copy()
+        self._window_frames = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from speechdp.errors import RunError
+from speechdp.json_input import parse_json
 
 FLUSH_INTERVAL_NS = 1_000_000_000
 
@@ -78,8 +78,8 @@ def read_lines(path: Path) -> Lines:
     num_damaged = 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
+            record = parse_json(line)
+        except ValueError:
             num_damaged += bool(line.strip())
             continue
         if isinstance(record, dict):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
+
+from speechdp.json_input import parse_json
 
 #: Longest text taken from a file where a word or two are expected.
 _LONGEST_WORDS = 60
@@ -14,7 +15,7 @@ _LONGEST_WORDS = 60
 def read_object(path: Path, problems: list[str]) -> dict[str, Any] | None:
     """Return a JSON object, or None after noting what is wrong with the file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         problems.append(f"{path.name}: missing")
     except OSError as error:

@@ -15,6 +15,17 @@ from speechdp.timing.device_events import DeviceEvent, DeviceEvents
 EXIT = -1
 
 
+def innermost(marks: list[int]) -> tuple[int, int] | None:
+    """Return code and begin, ns, of the innermost span that is open; the last mark may be half written."""
+    begun: list[tuple[int, int]] = []
+    for code, ns in zip(marks[0::2], marks[1::2], strict=False):
+        if code != EXIT:
+            begun.append((code, ns))
+        elif begun:
+            begun.pop()
+    return begun[-1] if begun else None
+
+
 class HostSpan:
     """Times one span by the host clock."""
 

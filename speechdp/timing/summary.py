@@ -48,7 +48,9 @@ def gather_timing(
     if comm.rank != 0:
         return None
     warmup_steps = min(entry["warmup_steps"] for entry in ranks)
-    return {"warmup_steps": warmup_steps, "exchange_s": exchange_s, "ranks": ranks}
+    timing = {"warmup_steps": warmup_steps, "exchange_s": exchange_s, "ranks": ranks}
+    lost = sorted(set(range(comm.size)) - set(comm.alive))
+    return {**timing, "lost_ranks": lost} if lost else timing
 
 
 def write_timing(run_dir: Path, timing: dict[str, Any]) -> Path:

@@ -20,7 +20,7 @@ import torch
 
 from speechdp.timing.device_events import CudaEvents, DeviceEvents
 from speechdp.timing.jsonl import LineFile
-from speechdp.timing.spans import EXIT, DeviceSpan, HostSpan, OverlappedSpan
+from speechdp.timing.spans import EXIT, DeviceSpan, HostSpan, OverlappedSpan, innermost
 from speechdp.timing.steps import PendingStep, ResolvedStep, StepTotals
 
 
@@ -99,6 +99,7 @@ class Timeline:
         self._lead_ns = 0  # of event time before the step's first span
         self._excluded_ns = 0  # of event time since the step's start
         self._event_start_ns: int | None = None
+        self._event_span: Span | None = None
         self._trained_ns = 0
         self._pending: deque[PendingStep] = deque()
         self._totals = StepTotals(warmup_steps)
@@ -175,6 +176,14 @@ class Timeline:
             running = until - self._step_start_ns - self._excluded_ns
         return self._resumed_time_s + (self._trained_ns + running) / 1e9
 
+    def open_span(self) -> tuple[str, float] | None:
+        """Return the span that is open and for how long, s; None between spans.  For any thread."""
+        begun = innermost(self._marks.copy())
+        event_ns, event = self._event_start_ns, self._event_span
+        if event is not None and event_ns is not None and (begun is None or begun[1] < event_ns):
+            begun = event.code, event_ns
+        return None if begun is None else (SPAN_NAMES[begun[0]], (perf_counter_ns() - begun[1]) / 1e9)
+
     def summary(self) -> dict[str, Any]:
         """Return this rank's entry of timing.json.  Waits for the device."""
         self._finish_pending()
@@ -224,12 +233,12 @@ class Timeline:
                 own_first = pending.events and pending.events[0] is first
                 self._device_events.recycle(pending.events if own_first else [first, *pending.events])
 
-    def _begin_event(self) -> tuple[int, int]:
+    def _begin_event(self, span: Span) -> tuple[int, int]:
         """Note where the record stands; wait for the device, lest a step's work count as the event's."""
         assert self._event_start_ns is None, "an evaluation or checkpoint inside another"
         if self._device_events is not None:
             self._device_events.synchronize()
-        self._event_start_ns = perf_counter_ns()
+        self._event_span, self._event_start_ns = span, perf_counter_ns()
         return self._event_start_ns, len(self._marks)
 
     def _finish_event(self, span: Span, start_ns: int, num_marks: int) -> None:
@@ -266,7 +275,7 @@ class _Event:
         self._begun = (0, 0)
 
     def __enter__(self) -> None:
-        self._begun = self._timeline._begin_event()
+        self._begun = self._timeline._begin_event(self._span)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

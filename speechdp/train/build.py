@@ -34,9 +34,11 @@ from speechdp.train.evaluate import Evaluator
 from speechdp.train.models import make_model, make_task
 from speechdp.train.parts import TrainingParts
 from speechdp.train.progress import Scalars
+from speechdp.train.pulse import Pulse
 from speechdp.train.replica import Replica
 from speechdp.train.run_files import Metrics, RunDirectory
 from speechdp.train.session import Session
+from speechdp.train.tolerance import loss_notice
 from speechdp.train.trainer import Trainer
 
 #: Batches read ahead; asynchronous ranks hold as few as hide the reading, since others may be faster.
@@ -178,7 +180,15 @@ def _open_dealing(
         limits = DealingLimits(options.num_epochs, options.checkpoint_steps, options.max_steps)
         desk = Desk(plan, roster, limits, trainer.dealing_state)
     stop = session.stop
-    return Dealing(comm.peers(), roster, plan, desk, lambda: stop is not None and stop.received is not None)
+
+    def tell(rank: int) -> None:
+        session.reporter.notice(loss_notice(session, rank))
+
+    dealing = Dealing(
+        comm.peers(), roster, plan, desk, lambda: stop is not None and stop.received is not None, tell
+    )
+    trainer.on_loss = dealing.lose
+    return dealing
 
 
 def make_replica(model: nn.Module, options: TrainOptions) -> Replica:
@@ -232,19 +242,21 @@ def build_trainer(
     strategy.attach(replica, comm, timeline)
     # From here on ranks draw different random numbers (dropout).
     torch.manual_seed(options.seed * 65_537 + comm.rank)
+    pulse = Pulse()
     parts = TrainingParts(
         task=make_task(options),
         model=model,
         replica=replica,
         strategy=strategy,
         schedule=options.schedule(),
-        evaluator=Evaluator(sources.held_out, scoring, comm, session.device),
+        evaluator=Evaluator(sources.held_out, scoring, comm, session.device, pulse),
         timeline=timeline,
         comm=comm,
         device=session.device,
         reporter=session.reporter,
         on_metrics=_metrics_writer(RunDirectory(run_dir), stack) if comm.rank == 0 else lambda metrics: None,
         slowness=options.slowness(comm.rank),
+        pulse=pulse,
     )
     return Trainer(parts, run_dir, options), sources
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
 from speechdp.comm.base import PeerCommunicator
+from speechdp.comm.losses import PeerLost, leader_lost
 from speechdp.data.assignment import Assignment, Meeting, MeetingKind, Place, meeting_of
 from speechdp.data.dealer import Deal
 from speechdp.data.plan import EpochPlan
@@ -37,6 +38,7 @@ class Dealing:
         plan: returns the plan of an epoch.
         desk: on rank 0, else None.
         stop_asked: tells whether this rank was asked to stop.
+        on_loss: on rank 0, told of every rank that is gone.
     """
 
     def __init__(
@@ -46,11 +48,12 @@ class Dealing:
         plan: Callable[[int], EpochPlan],
         desk: Desk | None,
         stop_asked: Callable[[], bool],
+        on_loss: Callable[[int], None] = lambda rank: None,
     ) -> None:
         assert (desk is not None) == (peers.rank == 0)
         self._peers, self._plan = peers, plan
         self._seat, self._parts = roster.seat(peers.rank), roster.parts_of_team
-        self._desk, self._stop_asked = desk, stop_asked
+        self._desk, self._stop_asked, self._on_loss = desk, stop_asked, on_loss
         self._closed = threading.Event()
         self._server = None
         if desk is not None and peers.size > 1:
@@ -70,7 +73,7 @@ class Dealing:
                     return
             else:
                 # What all ranks together were given since this one last asked: its share of their progress.
-                yield self._batch(answer, answer.item, answer.frames - frames if frames else 0)
+                yield self._batch(answer, answer.item, max(0, answer.frames - frames) if frames else 0)
                 frames = answer.frames
 
     def _batch(self, answer: Answer, deal: Deal, frames_since: int) -> Assignment:
@@ -89,21 +92,40 @@ class Dealing:
     def _ask(self) -> Answer:
         if self._desk is not None:
             return self._desk.answer(self._peers.rank, stop=self._stop_asked())
-        self._peers.send(torch.tensor([int(self._stop_asked())]), 0, tag=_REQUEST)
         numbers = torch.empty(_ANSWER_NUMBERS, dtype=torch.int64)
-        self._peers.recv(numbers, 0, tag=_ANSWER)
+        try:
+            self._peers.send(torch.tensor([int(self._stop_asked())]), 0, tag=_REQUEST)
+            self._peers.recv(numbers, 0, tag=_ANSWER)
+        except PeerLost:
+            raise leader_lost() from None
         return _decode(numbers.tolist())
 
     def _serve(self) -> None:
+        asking = set(range(1, self._peers.size))
+        while asking:
+            try:
+                self._serve_next(asking)
+            except PeerLost as loss:
+                asking -= loss.ranks
+                self.lose(loss.ranks)
+
+    def _serve_next(self, asking: set[int]) -> None:
         assert self._desk is not None
         request = torch.empty(1, dtype=torch.int64)
-        num_asking = self._peers.size - 1
-        while num_asking > 0:
-            rank = self._peers.recv(request, tag=_REQUEST)
-            answer = self._desk.answer(rank, stop=bool(request.item()))
-            self._peers.send(_encode(answer), rank, tag=_ANSWER)
-            if isinstance(answer.item, Meeting) and answer.item.kind in _LAST:
-                num_asking -= 1
+        rank = self._peers.recv(request, tag=_REQUEST)
+        if rank not in asking:
+            return  # it is gone; this it had asked before
+        answer = self._desk.answer(rank, stop=bool(request.item()))
+        self._peers.send(_encode(answer), rank, tag=_ANSWER)
+        if isinstance(answer.item, Meeting) and answer.item.kind in _LAST:
+            asking.remove(rank)
+
+    def lose(self, ranks: Collection[int]) -> None:
+        """Go on without `ranks`; on other ranks than 0 there is nothing to do."""
+        if self._desk is not None:
+            for rank in sorted(ranks):
+                if self._desk.lose(rank):
+                    self._on_loss(rank)
 
     def stop_asking(self) -> None:
         """End `assignments` early: training has failed, and the loader is to be joined."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from speechdp.data.assignment import Meeting, MeetingKind
-from speechdp.data.dealer import Deal, Dealer
+from speechdp.data.dealer import Deal, Dealer, with_returned
 from speechdp.data.plan import EpochPlan
 
 
@@ -71,6 +72,10 @@ class _Where:
     frames: int = 0
 
 
+#: What a rank has been given last and may not have come to the end of: a batch or meeting in work, one read
+#: ahead, and one it has asked for meanwhile.
+_IN_HAND = 3
+
 Item = Deal | Meeting
 
 
@@ -126,6 +131,8 @@ class Desk:
         self._dropped = [0] * len(self._parts)
         self._met = [0] * len(self._parts)
         self._cursor = [0] * len(self._seats)
+        self._lost: set[int] = set()
+        self._in_hand: list[deque[Answer]] = [deque(maxlen=_IN_HAND) for _ in self._parts]
         if state:
             self._at = _Where(state["epoch"], state["batches"], state["frames"])
             if state["dealer"] is not None:
@@ -145,6 +152,45 @@ class Desk:
             answer = self._next_meeting(rank) if seat is None else self._next_of_team(rank, seat[0])
             return answer or Answer(None)
 
+    def lose(self, rank: int) -> bool:
+        """Go on without `rank`, which is a team of its own; return whether that is news.
+
+        The batches that it may not have trained on are dealt again, unless their epoch has been dealt out.
+        """
+        with self._lock:
+            seat = self._seats[rank]
+            if seat is None or seat[0] in self._lost:
+                return False
+            team = seat[0]
+            self._lost.add(team)
+            if self._dealer is not None:
+                self._take_back(self._dealer, team)
+            return True
+
+    def _take_back(self, dealer: Dealer, team: int) -> None:
+        """Have dealt again what `team` had in hand, also by a run that goes on from a meeting it missed."""
+        deals: list[Deal] = []
+        missed = self._meetings[self._met[team] :]
+        for answer in self._in_hand[team]:
+            if isinstance(answer.item, Meeting):
+                self._correct(answer.item, deals)
+            elif answer.item is not None and answer.epoch == self._at.epoch:
+                deals.append(answer.item)
+        for meeting in missed:
+            self._correct(meeting, deals)
+        dealer.lose(team, deals)
+        self._at.batches -= len(deals)
+        self._at.frames -= sum(deal.frames for deal in deals)
+
+    def _correct(self, meeting: Meeting, deals: list[Deal]) -> None:
+        """Note in a meeting's state that `deals`, dealt before it, have come to nothing."""
+        state = meeting.state
+        if deals and state["epoch"] == self._at.epoch and state["dealer"] is not None:
+            dealt = {**state["dealer"], "dealt": state["dealer"]["dealt"] - len(deals)}
+            state["dealer"] = with_returned(dealt, deals)
+            state["batches"] -= len(deals)
+            state["frames"] -= sum(deal.frames for deal in deals)
+
     def _next_meeting(self, rank: int) -> Answer | None:
         if self._dealer is None:
             self._begin_epoch()
@@ -161,6 +207,7 @@ class Desk:
             if item is None:
                 return None
             items.append(item)
+            self._in_hand[team].append(item)
         self._cursor[rank] += 1
         result = items[place]
         fetched = min(self._cursor[r] for r in self._members[team]) - self._dropped[team]
@@ -199,6 +246,8 @@ class Desk:
     def _open_epoch(self) -> Dealer:
         if self._dealer is None:
             self._dealer = Dealer(self._plan(self._at.epoch), self._parts)
+            for team in self._lost:
+                self._dealer.lose(team, [])
         return self._dealer
 
     def _end_epoch(self) -> None:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from speechdp.comm.base import Communicator
+from speechdp.comm.shares import in_shares
 from speechdp.data.plan import PlanOptions, RankPlan, plan_epoch
 from speechdp.data.source import Pending, SplitSource
 from speechdp.tasks.base import FrameScores, Task
+from speechdp.train.pulse import Pulse
 from speechdp.train.replica import Replica
 
 #: Held-out segments scored at a time, relative to a training batch: there is no backward pass to keep.
@@ -45,24 +47,42 @@ def relative_distance(own: Tensor, shown: Tensor) -> Tensor:
 
 
 class Evaluator:
-    """Scores a model on a held-out split; each rank takes its part, once and for all."""
+    """Scores a model on a held-out split; each rank takes its part, the same as long as no rank is lost.
+
+    Each batch scored is a beat of `pulse`.
+    """
 
     def __init__(
-        self, source: SplitSource, options: PlanOptions, comm: Communicator, device: torch.device
+        self,
+        source: SplitSource,
+        options: PlanOptions,
+        comm: Communicator,
+        device: torch.device,
+        pulse: Pulse | None = None,
     ) -> None:
         self._source = source
+        self._pulse = pulse or Pulse()
         self._comm = comm
         self._device = device
-        larger = PlanOptions(
+        self._larger = PlanOptions(
             options.batch_size * _LARGER,
             options.chunk_frames,
             batch_frames=options.batch_frames * _LARGER,
             window_frames=options.window_frames,
         )
-        self._plan: RankPlan = plan_epoch(source.index, larger, epoch=0, size=comm.size).ranks[comm.rank]
+        self._share = (comm.rank, comm.size)
+        self._plan: RankPlan = self._plan_of(*self._share)
+
+    def _plan_of(self, share: int, num_shares: int) -> RankPlan:
+        return plan_epoch(self._source.index, self._larger, epoch=0, size=num_shares).ranks[share]
 
     def evaluate(self, model: nn.Module, task: Task) -> HeldOut:
         """Score `model` on the whole split.  Collective; the same figures on every rank."""
+        return in_shares(self._comm, lambda *share: self._evaluate(model, task, share))
+
+    def _evaluate(self, model: nn.Module, task: Task, share: tuple[int, int]) -> HeldOut:
+        if share != self._share:
+            self._share, self._plan = share, self._plan_of(*share)
         was_training = model.training
         model.eval()
         sums = np.zeros(3)
@@ -70,6 +90,7 @@ class Evaluator:
             batch = pending.result().to(self._device)
             scores: FrameScores = task.score(model, batch)
             sums += (scores.log_prob, scores.correct, scores.num_frames)
+            self._pulse.beat()
         model.train(was_training)
         # One float64 vector: exact for any number of frames, and one message.
         total = self._comm.allreduce(torch.from_numpy(sums), name="held_out")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from speechdp.data.features import FeatureConfig
 from speechdp.data.symbols import SymbolInventory
 from speechdp.decode.hmm import log_priors, self_loop_probabilities
 from speechdp.errors import ConfigError, RunError
+from speechdp.json_input import parse_json
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.models.tacotron.model import Tacotron
@@ -31,6 +32,10 @@ from speechdp.models.tacotron.model import Tacotron
 MODEL_NAME = "model.safetensors"
 _FORMAT = "speechdp-model"
 _VERSION = 1
+#: Sizes up to this are taken as they are: strides, widths of filters.
+_LARGEST_SMALL_SIZE = 1000
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,8 @@ def load_model(run_dir: Path, device: torch.device) -> LoadedModel:
         if file.head.get("task", "acoustic") != "acoustic":
             raise RunError(f"{file.path}: is a synthesis model; use it with speechdp synthesize")
         head = file.head
-        model = LstmAcousticModel(head["feature_dim"], head["num_classes"], LstmConfig(**head["lstm"]))
+        config = LstmConfig(**head["lstm"])
+        model = file.built(lambda: LstmAcousticModel(head["feature_dim"], head["num_classes"], config))
         model.load_state_dict(file.weights)
         frames, runs = file.tensors["class_frames"].numpy(), file.tensors["class_runs"].numpy()
     return LoadedModel(
@@ -156,7 +162,8 @@ def load_synthesis_model(run_dir: Path, device: torch.device) -> LoadedSynthesis
         if head.get("task", "acoustic") != "synthesis":
             raise RunError(f"{file.path}: is an acoustic model; use it with speechdp decode")
         config = TacotronConfig(**head["tacotron"])
-        model = Tacotron(head["num_symbols"], head["mel_dim"], head["linear_dim"], config)
+        sizes = (head["num_symbols"], head["mel_dim"], head["linear_dim"])
+        model = file.built(lambda: Tacotron(*sizes, config))
         model.load_state_dict(file.weights)
         symbols = SymbolInventory.from_dict(head["symbols"])
         if symbols.num_symbols != model.num_symbols:
@@ -177,6 +184,31 @@ class _ModelFile:
         """The model's state_dict."""
         return {k.removeprefix("model."): v for k, v in self.tensors.items() if k.startswith("model.")}
 
+    def built(self, make: Callable[[], ModelT]) -> ModelT:
+        """Make a model of the sizes in the head, once it is sure that these are the weights' sizes.
+
+        Raises:
+            ValueError: they are not; nothing of those sizes has been allocated.
+        """
+        shapes = {name: weight.shape for name, weight in self.weights.items()}
+        most = max([_LARGEST_SMALL_SIZE, len(shapes), *(size for shape in shapes.values() for size in shape)])
+        if any(number > most for number in _numbers(self.head)):
+            raise ValueError("its head names sizes that its weights do not have")
+        with torch.device("meta"):
+            expected = {name: weight.shape for name, weight in make().state_dict().items()}
+        if expected != shapes:
+            raise ValueError("its weights do not have the sizes of its head")
+        return make()
+
+
+def _numbers(head: dict[str, Any]) -> Iterator[int]:
+    """Yield every size in a head; those of speech and training, such as the sampling rate, are none."""
+    for key in ("feature_dim", "num_classes", "num_symbols", "mel_dim", "linear_dim"):
+        if key in head:
+            yield head[key]
+    for key in ("lstm", "tacotron"):
+        yield from (value for value in head.get(key, {}).values() if isinstance(value, int))
+
 
 @contextmanager
 def _reading(run_dir: Path) -> Iterator[_ModelFile]:
@@ -191,7 +223,7 @@ def _reading(run_dir: Path) -> Iterator[_ModelFile]:
     try:
         tensors = safetensors.torch.load_file(path)
         with safetensors.safe_open(str(path), framework="pt") as file:
-            head = json.loads(file.metadata()["speechdp"])
+            head = parse_json(file.metadata()["speechdp"])
         if head["format"] != _FORMAT or head["version"] != _VERSION:
             raise RunError(f"{path}: written by another version of speechdp; train again")
         yield _ModelFile(path, head, tensors)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from speechdp.comm.shares import in_shares
 from speechdp.config import TrainOptions
 from speechdp.data.dataset import Dataset
 from speechdp.data.source import SplitSource
@@ -113,6 +114,10 @@ def save_trained(
 def count_classes(source: SplitSource, session: Session) -> ClassCounts:
     """Count frames and runs of each class over a split.  Collective: each rank counts its share."""
     comm = session.comm
-    counts = source.count_classes(session.dataset.num_classes, comm.rank, comm.size)
-    comm.allreduce(torch.from_numpy(counts), name="class_counts")
-    return ClassCounts(counts[0], counts[1])
+
+    def count(share: int, num_shares: int) -> ClassCounts:
+        counts = source.count_classes(session.dataset.num_classes, share, num_shares)
+        comm.allreduce(torch.from_numpy(counts), name="class_counts")
+        return ClassCounts(counts[0], counts[1])
+
+    return in_shares(comm, count)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from speechdp.timing.timeline import Timeline
 from speechdp.train.checkpoint import RankState, join_state, split_state
 from speechdp.train.evaluate import Evaluator
 from speechdp.train.progress import Reporter
+from speechdp.train.pulse import Pulse
 from speechdp.train.replica import Replica
 from speechdp.train.run_files import Metrics
 from speechdp.train.schedule import Schedule
@@ -33,6 +35,7 @@ class Counters:
     Attributes:
         epoch: epochs done.
         step_in_epoch: steps done of the epoch under way.
+        epoch_steps: steps of that epoch in all.
         step: steps done in all.
         own_step: entries in this rank's timeline so far.
         frames: frames trained on, all ranks together.
@@ -42,6 +45,7 @@ class Counters:
 
     epoch: int = 0
     step_in_epoch: int = 0
+    epoch_steps: int = 0
     step: int = 0
     own_step: int = 0
     frames: int = 0
@@ -67,6 +71,8 @@ class TrainingParts:
     """Called on rank 0 after each evaluation."""
     slowness: float = 1.0
     """Times as long as it takes that this rank pretends to compute."""
+    pulse: Pulse = field(default_factory=Pulse)
+    """Told of progress; the watchdog listens."""
 
 
 @dataclass
@@ -106,8 +112,12 @@ def collect_state(parts: TrainingParts, at: Standing) -> RankState:
     return RankState(values, tensors)
 
 
-def restore_state(parts: TrainingParts, state: RankState, run_dir: Path) -> Standing:
+def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: int) -> Standing:
     """Take up a checkpoint's state.  Collective: equal replicas get it from rank 0.
+
+    Args:
+        state: of this rank, or of another where there were fewer ranks.
+        seed: of the run.
 
     Raises:
         RunError: it was saved on another kind of device, whose flat vectors have another layout.
@@ -130,10 +140,18 @@ def restore_state(parts: TrainingParts, state: RankState, run_dir: Path) -> Stan
     load_statistics(parts.model, statistics)
     # After the parameters: a strategy may keep what depends on them.
     parts.strategy.load_state_dict(join_state("strategy", state.values["strategy"], tensors))
-    torch.set_rng_state(tensors["random.cpu"])
-    if "random.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random.cuda"], parts.device)
-    return Standing(tensors["epoch_loss"].to(parts.device), counters, state.values["dealing"])
+    epoch_loss = tensors["epoch_loss"].to(parts.device)
+    if not state.is_copy:
+        torch.set_rng_state(tensors["random.cpu"])
+        if "random.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["random.cuda"], parts.device)
+    else:
+        # What another rank has done counts there; and two ranks are not to draw the same numbers.
+        parts.strategy.begin_as_copy()
+        epoch_loss.zero_()
+        drawn = np.random.SeedSequence([seed, counters.step, parts.comm.rank]).generate_state(1, np.uint64)
+        torch.manual_seed(int(drawn[0]))
+    return Standing(epoch_loss, counters, state.values["dealing"])
 
 
 def _share_replica(replica: Replica, comm: Communicator) -> None:

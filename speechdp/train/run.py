@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,16 +22,21 @@ from speechdp.train.build import (
     Sources,
     build_trainer,
     check_sources,
+    epoch_planner,
     open_loader,
     training_ranks,
 )
 from speechdp.train.checkpoint import RankState, load_checkpoint
 from speechdp.train.models import check_task, describe_data, make_model, save_trained
+from speechdp.train.origin import origin_facts, start_facts
 from speechdp.train.run_files import RunDirectory
 from speechdp.train.sampling import sampled
 from speechdp.train.session import Session
+from speechdp.train.status import StatusFolder
 from speechdp.train.stop import StopAgreement
+from speechdp.train.tolerance import begin_tolerating, lost_ranks
 from speechdp.train.trainer import Stopped, Trainer
+from speechdp.train.watching import watched
 
 
 def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume: bool = False) -> None:
@@ -47,6 +53,7 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
     # Refuses a batch that cannot be shared out before a run is begun.
     resolved = options.resolve(training_ranks(options, session.comm.size))
     strategy = parse_strategy(options.strategy)
+    begin_tolerating(session, options, strategy)
     strategy.check_ranks(session.comm)
     if session.dataset.alignment == UNALIGNED:
         raise ConfigError(f"{session.dataset.path}: has no alignment (prepare --like), it can only be scored")
@@ -65,8 +72,13 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
     with ExitStack() as stack:
         stack.callback(session.reporter.end)  # also after a failure: a live bar hides the cursor
         trainer, sources = build_trainer(session, options, run_dir, stack)
+        trainer.open_checkpoints()
+        stack.callback(trainer.close)
+        stack.enter_context(watched(session, options, run_dir, trainer))
         if state is not None:
             trainer.restore(state)
+            if state.size != session.comm.size:
+                _take_place(session, resolved, trainer, sources, state.size)
         loader, dealing = open_loader(session, resolved, trainer, sources.training, stack)
         try:
             with sampled(session, options.loading.sample_hz, run_dir, trainer.parts.timeline):
@@ -129,18 +141,62 @@ def _prepare_folder(
             run.check_same(options.fingerprint(), session.dataset.checksum, options.to_json())
     comm.barrier()
     notices: list[str] = []
-    state = load_checkpoint(run.path, comm, notices) if resume else None
+    any_size = parse_strategy(options.strategy).resumes_with_other_size
+    state = load_checkpoint(run.path, comm, notices, any_size=any_size) if resume else None
     for notice in notices:
         session.reporter.notice(notice)
     if comm.rank == 0 and not run.is_begun:
         run.begin(_facts(session, options))
+    step = 0 if state is None else state.values["counters"]["step"]
     if comm.rank == 0:
-        run.truncate_metrics(0 if state is None else state.values["counters"]["step"])
+        StatusFolder(run.path).clear()
+        if state is not None and state.size != comm.size:
+            run.resize(_facts_of_size(session, options))
+        run.truncate_metrics(step)
+        run.add_start(start_facts(session, step, os.environ))
     comm.barrier()
-    if resume:
-        done = "the beginning" if state is None else f"step {state.values['counters']['step']}"
+    if resume and (state is None or state.size == comm.size):
+        done = "the beginning" if state is None else f"step {step}"
         session.reporter.notice(f"{run.path}: going on from {done}")
     return state
+
+
+def _take_place(
+    session: Session, options: TrainOptions, trainer: Trainer, sources: Sources, begun_with: int
+) -> None:
+    """Go on at the same share of the epoch that other ranks had under way, and say so.
+
+    Args:
+        options: resolved.
+        begun_with: ranks that wrote the checkpoint.
+    """
+    counters = trainer.counters
+    place = "the next epoch begins"
+    if counters.step_in_epoch > 0:
+        plan = epoch_planner(session, sources.training, options)(counters.epoch)
+        done, of = counters.step_in_epoch, counters.epoch_steps
+        counters.step_in_epoch = done * plan.num_steps // of
+        place = (
+            f"epoch {counters.epoch + 1} goes on at the same share, step {counters.step_in_epoch} of "
+            f"{plan.num_steps} instead of {done} of {of}, and may repeat or miss segments"
+        )
+    session.reporter.notice(
+        f"going on from step {counters.step}, written by {begun_with} ranks, with {session.comm.size} ranks: "
+        f"{place}; every rank takes {options.batches().batch_size or 'as many'} segments a step, "
+        f"learning rate {options.schedule().learning_rate:g}"
+    )
+
+
+def _facts_of_size(session: Session, options: TrainOptions) -> dict[str, Any]:
+    """Return what run.json has to say about the ranks."""
+    workers = training_ranks(options, session.comm.size)
+    here: dict[str, Any] = {name: session.facts[name] for name in ("hosts", "gpus") if name in session.facts}
+    return {
+        "size": session.comm.size,
+        "batch_size": options.resolve(workers).batches().batch_size,
+        "options": options.to_json(workers),
+        **here,
+    }
 
 
 def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
@@ -153,17 +209,16 @@ def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
         "strategy_name": strategy.name,
         "period": None if period is None else str(period),
         "backend": session.comm.backend,
-        "size": session.comm.size,
         "device": str(session.device.type),
         "seed": options.seed,
         "task": options.task,
         "preset": options.preset_name,
-        "batch_size": resolved.batches().batch_size,
         "num_parameters": _num_parameters(session, resolved),
-        "options": options.to_json(workers),
         "fingerprint": options.fingerprint(),
         "data": {"path": str(session.dataset.path), "checksum": session.dataset.checksum},
+        **origin_facts(os.environ),
         **session.facts,
+        **_facts_of_size(session, options),
     }
 
 
@@ -171,6 +226,7 @@ def _conclude(
     session: Session, run: RunDirectory, trainer: Trainer, sources: Sources, origin: dict[str, Any]
 ) -> None:
     parts, comm = trainer.parts, session.comm
+    parts.pulse.beat("the end of the run")
     data = sources.training.times.summary()  # before its targets are counted, which is no part of training
     timing = gather_timing(
         parts.timeline, comm, {**trainer.traffic(), "data": data, "memory": peak_memory(session.device)}
@@ -182,8 +238,11 @@ def _conclude(
     if timing is not None and all(entry["steps"] > 0 for entry in timing["ranks"]):
         write_timing(run.path, timing)
     parts.reporter.end()
+    parts.pulse.beat("saving the model")
     save_trained(session, sources.training, run.path, parts.model, origin)
     if comm.rank == 0:
         counters = trainer.counters
-        run.complete({"step": counters.step, "epochs": counters.epoch, "host": socket.gethostname()})
+        facts = {"step": counters.step, "epochs": counters.epoch, "host": socket.gethostname()}
+        lost = lost_ranks(comm)
+        run.complete({**facts, "lost_ranks": lost} if lost else facts)
     comm.barrier()

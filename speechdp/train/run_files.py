@@ -12,6 +12,7 @@ from typing import Any
 
 from speechdp.atomic_file import write_text_atomically
 from speechdp.errors import ConfigError, RunError
+from speechdp.json_input import parse_json
 
 RUN_FORMAT = "speechdp-run"
 RUN_VERSION = 1
@@ -85,7 +86,7 @@ class RunDirectory:
         """
         path = self.path / "run.json"
         try:
-            record = json.loads(path.read_text())
+            record = parse_json(path.read_text())
             begun, data = record["fingerprint"], record["data"]
             same_data = data["checksum"] == data_checksum
         except (OSError, ValueError, LookupError, TypeError) as error:
@@ -102,6 +103,26 @@ class RunDirectory:
                 f"{path}: the run was begun on other data ({data['path']}/data.json had another checksum); "
                 "resume it with that data, or choose another folder"
             )
+
+    def resize(self, facts: dict[str, Any]) -> None:
+        """Renew what run.json says about the ranks: another number of them goes on.  Raises RunError (disk).
+
+        Args:
+            facts: `size`, `hosts` and what else depends on them.
+        """
+        path = self.path / "run.json"
+        with _disk_errors(path):
+            head = parse_json(path.read_text())
+            sizes = [*head.get("earlier_sizes", []), head["size"]]
+            write_text_atomically(
+                path, json.dumps({**head, **facts, "earlier_sizes": sizes}, indent=2) + "\n"
+            )
+
+    def add_start(self, facts: dict[str, Any]) -> None:
+        """Append a line to starts.jsonl: ranks begin, or go on.  Raises RunError on a full disk."""
+        path = self.path / "starts.jsonl"
+        with _disk_errors(path), path.open("a") as file:
+            file.write(json.dumps({"started": _now(), **facts}) + "\n")
 
     def truncate_metrics(self, step: int) -> None:
         """Drop evaluations after `step`: the resumed run makes them again.  Raises RunError (disk)."""
@@ -142,7 +163,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
 
 def _step_of(line: str) -> float:
     try:
-        return float(json.loads(line)["step"])
+        return float(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")  # torn by a crash
 

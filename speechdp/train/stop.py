@@ -1,4 +1,4 @@
-"""Stop on request: SIGTERM or SIGUSR1 on any rank makes all save a checkpoint and end at the same step."""
+"""Stop on request: SIGTERM, SIGUSR1 or SIGUSR2 on any rank makes all save and end at the same step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from speechdp.comm.base import Communicator, ReduceOp, Work
 
 #: Seconds between two agreements on whether to stop.
 _INTERVAL_S = 1.0
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopRequest:
     """Remembers the signal; installed around a run, in the main thread.
 
-    Schedulers send SIGTERM, or a signal of the user's choice, before they end a job; mpirun forwards
-    SIGUSR1 to every rank.
+    Schedulers send SIGTERM, SIGUSR1 or SIGUSR2 before they end a job, Grid Engine on each host; mpirun
+    forwards SIGUSR1 and SIGUSR2 to every rank.
     """
 
     def __init__(self) -> None:

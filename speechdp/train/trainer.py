@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,12 +18,14 @@ from speechdp.data.loader import Step, StepLoader
 from speechdp.errors import RunError
 from speechdp.strategies.base import Progress
 from speechdp.timing.timeline import Span
-from speechdp.train.checkpoint import RankState, last_checkpoint_note, save_checkpoint
+from speechdp.train.checkpoint import RankState, last_checkpoint_note
+from speechdp.train.checkpoint_writer import CheckpointWriter
 from speechdp.train.evaluate import HeldOut, choose_final_model, relative_distance
 from speechdp.train.parts import Counters, Standing, TrainingParts, collect_state, restore_state
 from speechdp.train.run_files import Metrics
 from speechdp.train.statistics import average_statistics, averaged_statistics
 from speechdp.train.stop import StopAgreement
+from speechdp.train.tolerance import lost_ranks
 
 #: On a GPU the loss is looked at once in so many steps: each look makes the host wait for the device.
 _GPU_LOSS_STEPS = 20
@@ -40,10 +42,14 @@ class Trainer:
         self.parts = parts
         self._run_dir = run_dir
         self._options = options
-        self._last_saved: tuple[int, Path] | None = None
+        self._writer = CheckpointWriter(run_dir, parts.comm)
+        #: The place in training that the last checkpoint holds.
+        self._saved_at: tuple[int, int, int] | None = None
         self._at = Standing(torch.zeros(2, dtype=torch.float64, device=parts.device))
         self._sent_bytes = 0.0
         self._begun_s = 0.0
+        #: Told of the ranks that are gone.
+        self.on_loss: Callable[[Collection[int]], None] = lambda ranks: None
 
     @property
     def counters(self) -> Counters:
@@ -70,6 +76,7 @@ class Trainer:
         parts = self.parts
         parts.model.train()
         parts.reporter.begin(self._options.num_epochs, self.counters.epoch)
+        parts.pulse.beat("training")
         parts.strategy.resume()
         try:
             if parts.strategy.synchronous:
@@ -77,12 +84,15 @@ class Trainer:
             else:
                 self._run_apart(loader)
         except Stopped:
+            self.flush()
             parts.strategy.close()
             raise
+        parts.pulse.beat("the end of training")
         parts.strategy.finish()
         average_statistics(parts.model, parts.comm, has_trained=self._has_trained)
         self._choose_final_model()
         parts.strategy.close()
+        self.flush()
 
     @property
     def _has_trained(self) -> bool:
@@ -115,8 +125,11 @@ class Trainer:
         with parts.timeline.span(Span.COMM):
             parts.strategy.pause()
             parts.comm.barrier()
+        if lost := lost_ranks(parts.comm):
+            self.on_loss(lost)  # before the state of dealing is saved
         counters.own_step += 1
         parts.timeline.end_step(counters.own_step, meeting.epoch, 0)
+        parts.pulse.beat()
         counters.epoch, counters.step, counters.frames = meeting.epoch, meeting.step, meeting.frames
         counters.frames_per_rank = meeting.frames / parts.comm.size
         self._at.dealing = meeting.state
@@ -162,7 +175,12 @@ class Trainer:
         return 0 < self._options.max_steps <= self.counters.step
 
     def advance(self, loader: StepLoader) -> Step | None:
-        """Train on the next batch; return its step, None when there is no more.  Collective."""
+        """Train on the next batch; return its step, None when there is no more.  Collective.
+
+        Raises:
+            RunError: the loss is not finite, or a checkpoint begun earlier cannot be written.
+        """
+        self._writer.check()
         with self.parts.timeline.span(Span.DATA_WAIT):
             step = next(loader, None)
         if step is not None and step.at.meeting is None:
@@ -181,7 +199,7 @@ class Trainer:
             self._compute_gradients(step)
         counters.step += 1
         counters.own_step += 1
-        counters.step_in_epoch = step.at.index + 1
+        counters.step_in_epoch, counters.epoch_steps = step.at.index + 1, step.at.num_steps
         counters.frames += step.at.total_frames
         counters.frames_per_rank += step.at.mean_frames
         time_s = parts.timeline.training_time_s
@@ -189,6 +207,7 @@ class Trainer:
             Progress(counters.step, counters.frames_per_rank, time_s, after, self._options.num_epochs)
         )
         parts.timeline.end_step(counters.own_step, step.epoch, step.batch.num_frames)
+        parts.pulse.beat()
         parts.reporter.step(after, step.at.total_frames, self._shown_loss)
 
     def _compute_gradients(self, step: Step) -> None:
@@ -222,6 +241,7 @@ class Trainer:
             self._refuse(f"the loss is {value} at step {self.counters.step + 1}")
 
     def _refuse(self, what: str) -> NoReturn:
+        self._writer.close()  # the message names the last checkpoint
         raise RunError(
             f"{what} (epoch {self.counters.epoch + 1}) on rank {self.parts.comm.rank}: "
             "lower --learning-rate or --max-gradient-norm, or inspect the data; "
@@ -273,26 +293,48 @@ class Trainer:
             parts.comm.allreduce(distance, name="replica_distance", op=ReduceOp.MAX)
         return held_out, distance.item()
 
-    def save(self) -> Path:
-        """Write a checkpoint, unless this step has one.  Collective.
+    def save(self) -> None:
+        """Begin to write a checkpoint behind training, unless there is one of this place.  Collective.
 
         Raises:
-            RunError: it cannot be written, or would hold parameters nobody can go on from.
+            RunError: the one before cannot be written, or this would hold parameters nobody can go on from.
         """
         is_finite = bool(self.parts.replica.parameters.values.isfinite().all())
         if not (is_finite or self.parts.strategy.survives_divergence):
             self._refuse(f"a parameter is not finite after step {self.counters.step}")
-        if self._last_saved is not None and self._last_saved[0] == self.counters.step:
-            return self._last_saved[1]
+        if self._saved_at == self._place:
+            return
         self.counters.time_s = self.parts.timeline.training_time_s
         with self.parts.timeline.event(Span.CHECKPOINT):
-            path = save_checkpoint(
-                self._run_dir, self.counters.step, collect_state(self.parts, self._at), self.parts.comm
-            )
-        self._last_saved = (self.counters.step, path)
-        return path
+            self._writer.start(self.counters.step, collect_state(self.parts, self._at))
+        self.parts.pulse.beat()
+        self._saved_at = self._place
+
+    @property
+    def _place(self) -> tuple[int, int, int]:
+        # Asynchronous ranks may meet twice at the same step, with other batches done.
+        return self.counters.step, self.counters.frames, self.counters.epoch
+
+    def flush(self) -> None:
+        """Wait until all checkpoints that were asked for are whole on disk.  Collective.
+
+        Raises:
+            RunError: one cannot be written.
+        """
+        with self.parts.timeline.event(Span.CHECKPOINT):
+            self._writer.flush()
+        self.parts.pulse.beat()
+
+    def open_checkpoints(self) -> None:
+        """See that checkpoints can be written, before training begins.  Collective.  Raises RunError."""
+        self._writer.open()
+
+    def close(self) -> None:
+        """Leave what is still being written; a failed run gives it some seconds.  Safe to call twice."""
+        self._writer.close()
 
     def restore(self, state: RankState) -> None:
         """Take up a checkpoint's state.  Collective.  Raises RunError if it is another device's."""
-        self._at = restore_state(self.parts, state, self._run_dir)
+        self._at = restore_state(self.parts, state, self._run_dir, self._options.seed)
         self._begun_s = self.counters.time_s
+        self._saved_at = self._place

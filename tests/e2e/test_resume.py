@@ -9,7 +9,8 @@ import pytest
 
 from speechdp.data.dataset import Dataset
 from speechdp.train.checkpoint import checkpoint_steps
-from tests.helpers.finished_run import assert_equal_runs
+from tests.helpers.begun_run import begin_run
+from tests.helpers.finished_run import assert_equal_runs, evaluations
 from tests.helpers.jobs import Job, alone, by_launch, ended_within, our_lines, started, under_mpirun
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
 from tests.parallel.test_communicator_backends import needs_horovod
@@ -94,6 +95,23 @@ def test_on_horovod(dataset: Dataset, undisturbed: Path, tmp_path: Path) -> None
     ended = ended_within(120, under_mpirun(2, *train(dataset, run, "horovod", "--resume")))
     assert ended.exit_code == 0, ended.output
     assert_equal_runs(run, undisturbed)
+
+
+def test_with_more_ranks_and_with_fewer(dataset: Dataset, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    begin_run(dataset, run, (*OPTIONS, *AVERAGING, "--backend", "mpi"))  # on two ranks
+    with started(by_launch(3, *train(dataset, run, "mpi", "--resume")), run) as job:
+        begun_at = last_step(run)
+        job.wait_until(lambda: last_step(run) > begun_at, "a checkpoint of three ranks")
+        job.signal(signal.SIGTERM)
+        ended = job.finish()
+    assert ended.exit_code == STOPPED, ended.output
+    assert "written by 2 ranks, with 3 ranks: the next epoch begins" in " ".join(ended.stdout.split())
+    ended = ended_within(120, under_mpirun(2, *train(dataset, run, "mpi", "--resume")))
+    assert ended.exit_code == 0, ended.output
+    assert "written by 3 ranks, with 2 ranks: epoch" in " ".join(ended.stdout.split()), ended.output
+    frames = [line["frames"] for line in evaluations(run)]
+    assert frames[-1] - frames[-2] == frames[0] == dataset.num_frames("train")
 
 
 def test_a_single_process(dataset: Dataset, tmp_path: Path) -> None:

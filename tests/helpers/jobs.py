@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,15 +48,16 @@ class Job:
     Args:
         command: what was started.
         mark: a word of the ranks' command lines that no other process has, e.g. the path of the run.
+        env: variables besides those of every job.
     """
 
-    def __init__(self, command: Sequence[str], mark: str) -> None:
+    def __init__(self, command: Sequence[str], mark: str, env: Mapping[str, str] | None = None) -> None:
         self._mark = mark
         self._command = command
         self._process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env=job_environment(),
+            env={**job_environment(), **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -81,7 +82,8 @@ class Job:
     def rank_pid(self, rank: int) -> int:
         """Return the process of a rank."""
         for pid in self._marked():
-            if f"OMPI_COMM_WORLD_RANK={rank}" in _words(pid, "environ"):
+            # horovodrun with gloo sets a name of its own.
+            if {f"OMPI_COMM_WORLD_RANK={rank}", f"HOROVOD_RANK={rank}"} & set(_words(pid, "environ")):
                 return pid
         raise AssertionError(f"there is no rank {rank}\n{self.finish().output}")
 

@@ -19,15 +19,16 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads import run_threads
 from speechdp.errors import CommunicationError, RunError
+from speechdp.train import checkpoint_folder
 from speechdp.train.checkpoint import (
     RankState,
     checkpoint_steps,
     join_state,
     last_checkpoint_note,
     load_checkpoint,
-    save_checkpoint,
     split_state,
 )
+from speechdp.train.checkpoint_writer import CheckpointWriter
 from tests.helpers.faulty_disk import Crash, faulty_disk, full
 
 ALONE = SerialCommunicator()
@@ -55,8 +56,12 @@ def assert_same(one: RankState | None, other: RankState) -> None:
         assert tensor.dtype == other.tensors[name].dtype and torch.equal(tensor, other.tensors[name]), name
 
 
-def save(run: Path, step: int, comm: Communicator = ALONE) -> Path:
-    return save_checkpoint(run, step, state_of(step, comm.rank), comm)
+def save(run: Path, step: int, comm: Communicator = ALONE, state: RankState | None = None) -> Path:
+    """Write a checkpoint and wait until it is whole."""
+    writer = CheckpointWriter(run, comm)
+    path = writer.start(step, state or state_of(step, comm.rank))
+    writer.flush()
+    return path
 
 
 def load(run: Path, notices: list[str] | None = None) -> RankState | None:
@@ -81,7 +86,7 @@ def test_tensors_that_are_views_are_saved_as_they_are_seen(tmp_path: Path) -> No
         "turned": whole.view(3, 4).t(),
         "needs_grad": whole.clone().requires_grad_(),
     }
-    save_checkpoint(tmp_path, 1, RankState({}, tensors), ALONE)
+    save(tmp_path, 1, state=RankState({}, tensors))
     state = load(tmp_path)
     assert state is not None
     assert all(torch.equal(state.tensors[name], tensor) for name, tensor in tensors.items())
@@ -194,13 +199,15 @@ def test_one_rank_that_cannot_write_leaves_the_last_checkpoint_of_all(
         assert_same(state, state_of(1, rank))
 
 
-def test_a_disk_the_hosts_do_not_share_is_noticed(tmp_path: Path) -> None:
+def test_a_disk_the_hosts_do_not_share_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 writes on a disk of its own, where rank 0 has made no folder; or there was one of old."""
-    with pytest.raises(RunError, match=r"checkpoint cannot be written .* disk all hosts share"):
-        run_threads(2, lambda comm: save(tmp_path / f"host{comm.rank}", 1, comm))
-    (tmp_path / "host1" / "checkpoints" / ".step-00000001.tmp").mkdir(parents=True)
-    with pytest.raises(RunError, match=r"rank-0001.safetensors: not visible on rank 0; .* all hosts share"):
-        run_threads(2, lambda comm: save(tmp_path / f"host{comm.rank}", 1, comm))
+    monkeypatch.setattr(checkpoint_folder, "_VISIBLE_S", 0.1)
+    for _ in range(2):
+        with pytest.raises(
+            RunError, match=r"host\d/checkpoints: rank 1 on \S+ does not see what rank 0 .* share"
+        ):
+            run_threads(2, lambda comm: save(tmp_path / f"host{comm.rank}", 1, comm))
+        (tmp_path / "host1" / "checkpoints").mkdir(parents=True, exist_ok=True)
 
 
 # --- broken checkpoints -------------------------------------------------------------------------------

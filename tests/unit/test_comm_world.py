@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from speechdp import exit_codes
 from speechdp.comm import Communicator, choose_backend, create
-from speechdp.comm.environment import Launch, announced, host_name
+from speechdp.comm.environment import Launch, announced, host_name, started_unconnected
 from speechdp.comm.failure import guard
 from speechdp.comm.network import interface_between, interface_of
 from speechdp.comm.serial import SerialCommunicator
@@ -136,6 +137,23 @@ def test_ranks_that_would_train_alone_are_refused(
         check_world(SerialCommunicator(), {})
 
 
+@pytest.mark.parametrize("backend", ["auto", "mpi", "horovod"])
+def test_srun_without_pmix_is_refused_before_mpi_starts(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    announce(monkeypatch, SRUN)
+    monkeypatch.delenv("PMIX_NAMESPACE", raising=False)
+    with pytest.raises(CommunicationError, match=r"srun started 8 processes without PMIx.*srun --mpi=pmix"):
+        create.create_communicator(backend)
+    with pytest.raises(CommunicationError, match="srun started 8 processes without PMIx"):
+        create.create_fed_job(backend, 1)
+
+
+def test_srun_with_pmix_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    announce(monkeypatch, {**SRUN, "PMIX_NAMESPACE": "slurm.pmix.1.0"})
+    assert started_unconnected() is None
+
+
 @pytest.mark.parametrize(
     ("error", "exit_code", "printed"),
     [
@@ -156,7 +174,7 @@ def test_guard_of_a_single_rank_prints_one_line_and_returns_the_code(
 
 
 def test_guard_prints_the_traceback_of_a_defect_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert guard(SerialCommunicator, lambda comm: 1 // 0) == 1
+    assert guard(SerialCommunicator, lambda comm: 1 // 0) == exit_codes.CRASHED
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("Traceback")
     assert lines[-1].startswith("speechdp: ended by an unexpected ZeroDivisionError: ")

@@ -81,7 +81,7 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
 
 def test_too_few_slots_names_file_slots_and_ranks(tmp_path: Path) -> None:
     hostfile = read_hostfile(write(tmp_path, "a slots=2\nb slots=1\n"))
-    with pytest.raises(ConfigError, match=r"hosts: 4 ranks wanted, but the file has only 3 slots"):
+    with pytest.raises(ConfigError, match=r"hosts: 4 ranks wanted, but there are only 3 slots"):
         hostfile.allocate(4)
     with pytest.raises(ConfigError, match="at least 1 rank"):
         hostfile.allocate(0)

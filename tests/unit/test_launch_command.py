@@ -41,7 +41,7 @@ def test_mpirun_on_this_machine() -> None:
     assert argv[argv.index("--prefix") + 1] == "/v"
     assert argv[argv.index("--bind-to") + 1] == "none"
     assert argv[argv.index("--map-by") + 1] == "slot"
-    assert settings(argv) == {"pml": "ob1", "btl": "^openib"}
+    assert settings(argv) == {"pml": "ob1", "btl": "^openib,tcp"}  # with tcp, every rank would listen
     assert "--tag-output" not in argv
     assert [argv[i + 1] for i, word in enumerate(argv) if word == "-x"] == ["PATH"]
 
@@ -68,6 +68,16 @@ def test_open_mpi_5_names_its_runtime_settings_otherwise() -> None:
         "oob_tcp_if_include",
     }
     assert not any(name.startswith("oob_") for name in settings(argv))
+
+
+def test_open_mpi_5_goes_on_after_a_loss_only_if_the_command_can() -> None:
+    tolerant = Job(LOCAL, PROGRAM, ("train", "D", "R", "--tolerate-loss"))
+    argv = mpirun_command(tolerant, MPI5, {})
+    assert argv[argv.index("--with-ft") + 1] == "ulfm"
+    assert settings(argv)["mpi_ft_detector"] == "0"
+    # Open MPI 4 knows no such option; the ranks say what is missing.
+    for job, mpi in ((tolerant, MPI4), (Job(LOCAL, PROGRAM, ARGUMENTS), MPI5)):
+        assert "--with-ft" not in mpirun_command(job, mpi, {})
 
 
 def test_the_systems_mpirun_gets_no_prefix() -> None:

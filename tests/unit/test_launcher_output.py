@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from speechdp import exit_codes
 from speechdp.launching.launcher_output import Fault, LauncherOutput, first_cause
 
 RULE = "-" * 74 + "\n"
@@ -33,6 +34,14 @@ LOST = (
     "This is usually due to either a failure of the TCP network\n" + RULE
 )
 ABORTED = RULE + "MPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD\nwith errorcode 1.\n" + RULE
+NOT_REACHED = (
+    RULE + "ORTE was unable to reliably start one or more daemons.\nThis usually is caused by:\n" + RULE
+)
+NO_PROGRAM = (
+    RULE + "mpirun was unable to launch the specified application as it could not access\nor execute an "
+    "executable:\n\nExecutable: /no/such/python\nNode: n2\n\nwhile attempting to start process rank 0.\n"
+    + RULE
+)
 HOROVODRUN = (
     "Traceback (most recent call last):\n"
     '  File "/venv/bin/horovodrun", line 8, in <module>\n    sys.exit(run_commandline())\n'
@@ -57,6 +66,8 @@ def read(text: str, piece: int | None = None) -> tuple[str, list[Fault]]:
         (EXITED, Fault("exited", 1, exit_code=124)),
         (LOST, Fault("host lost", host="n3")),
         (ABORTED, Fault("aborted", 2)),
+        (NOT_REACHED, Fault("not reached")),
+        (NO_PROGRAM, Fault("no program", host="n2")),
         (HOROVODRUN, Fault("killed", 1, signal=9)),
         ("srun: error: n2: task 1: Killed\n", Fault("killed", 1, "n2", signal=9)),
         ("srun: error: n2: tasks 1-2: Exited with exit code 70\n", Fault("exited", 1, "n2", exit_code=70)),
@@ -106,7 +117,9 @@ def test_a_hung_ranks_line_names_the_hosts_that_gave_no_sign_of_life() -> None:
         "speechdp: rank 0 on n1: no step ended for 60 s (step 7, in comm for 60 s); late: rank 2 on n3 "
         "(no sign of life for 70 s), rank 1 on n2 (in data_wait for 61 s)\n"
     )
-    assert read(line)[1] == [Fault("said", 0, "n1", silent_hosts=("n3",))]
+    (fault,) = read(line)[1]
+    assert fault == Fault("said", 0, "n1", exit_code=exit_codes.HUNG, silent_hosts=("n3",))
+    assert fault.describe().startswith("the job hung, the message of rank 0 on n1 above names")
 
 
 def test_the_cause_is_what_was_killed_before_who_noticed() -> None:

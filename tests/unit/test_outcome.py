@@ -26,7 +26,7 @@ def test_the_run_is_found_behind_the_subcommand(tmp_path: Path) -> None:
     [
         ([], "nothing to launch"),
         (["--strategy", "x"], "nothing to launch"),
-        (["launch", "-np", "2"], "cannot launch itself"),
+        (["launch", "-np", "2"], "cannot start launch"),
         (["train", "DATA"], "train DATA RUN"),
         (["sweep", "--periods", "1", "DATA", "OUT"], "sweep DATA OUT"),
     ],

@@ -97,7 +97,13 @@ def test_every_data_file_is_packaged() -> None:
     """No file of another kind may lie in the package that an installed speechdp would lack."""
     known = [
         path
-        for part in ("comm/*.rules", "decode/data/*", "timing/templates/*", "py.typed")
+        for part in (
+            "comm/*.rules",
+            "decode/data/*",
+            "launching/templates/*",
+            "timing/templates/*",
+            "py.typed",
+        )
         for path in (REPOSITORY / "speechdp").glob(part)
     ]
     files = [path for path in (REPOSITORY / "speechdp").rglob("*") if path.is_file() and path.suffix != ".py"]

@@ -97,7 +97,7 @@ def test_ranks_talk_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_signals_are_noted_and_handlers_put_back() -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
     for number in before:
         with StopRequest() as request:
             assert request.received is None

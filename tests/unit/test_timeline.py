@@ -13,6 +13,7 @@ import torch
 
 from speechdp.errors import RunError
 from speechdp.timing.device_events import CudaEvents
+from speechdp.timing.spans import innermost
 from speechdp.timing.steps import STEP_SPAN_NAMES, exclusive_pieces
 from speechdp.timing.timeline import STEP_SPANS, Span, Timeline
 from speechdp.timing.timing_file import read_timeline
@@ -224,6 +225,36 @@ def test_a_checkpoint_inside_a_step_leaves_a_gap_in_its_span(clock: FakeClock) -
     assert summary["checkpoint_s"] == pytest.approx(0.03)
     assert summary["spans_s"]["update"] == pytest.approx(0.003)
     assert summary["wall_s"] == pytest.approx(0.003)
+
+
+def test_which_span_is_open_and_for_how_long(clock: FakeClock) -> None:
+    timeline = Timeline(None, rank=0, device=CPU)
+    assert timeline.open_span() is None
+    with timeline.span(Span.BACKWARD):
+        clock.sleep(1)
+        assert timeline.open_span() == ("backward", 1.0)
+        with timeline.span(Span.COMM):
+            clock.sleep(2)
+            assert timeline.open_span() == ("comm", 2.0)
+        assert timeline.open_span() == ("backward", 3.0)
+        with timeline.event(Span.CHECKPOINT):
+            clock.sleep(4)
+            assert timeline.open_span() == ("checkpoint", 4.0)
+        assert timeline.open_span() == ("backward", 7.0)
+    assert timeline.open_span() is None
+    timeline.end_step(1, 0, 5)
+    with timeline.event(Span.EVAL):
+        clock.sleep(1)
+        with timeline.span(Span.COMM):
+            clock.sleep(1)
+            assert timeline.open_span() == ("comm", 1.0)
+        assert timeline.open_span() == ("eval", 2.0)
+    assert timeline.open_span() is None
+
+
+def test_a_span_that_is_being_opened_is_not_yet_open() -> None:
+    assert innermost([Span.FORWARD.code]) is None
+    assert innermost([Span.FORWARD.code, 5, Span.COMM.code]) == (Span.FORWARD.code, 5)
 
 
 def test_a_resumed_run_appends_behind_a_torn_line(tmp_path: Path) -> None:

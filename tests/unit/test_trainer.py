@@ -24,9 +24,10 @@ from speechdp.data.plan import plan_epoch
 from speechdp.errors import ConfigError, RunError
 from speechdp.tasks.acoustic import AcousticTask, FrameScores, LossSum
 from speechdp.timing.summary import read_run
-from speechdp.train import stop, trainer
+from speechdp.train import stop
 from speechdp.train.build import build_trainer
-from speechdp.train.checkpoint import checkpoint_steps, load_checkpoint
+from speechdp.train.checkpoint import RankState, checkpoint_steps, load_checkpoint
+from speechdp.train.checkpoint_writer import CheckpointWriter
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
@@ -179,13 +180,13 @@ def test_missing_splits_and_class_lists_are_found_before_training(tmp_path: Path
 
 def count_saves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     steps: list[int] = []
-    original = trainer.save_checkpoint
+    original = CheckpointWriter.start
 
-    def save(run_dir: Path, step: int, *arguments: Any) -> Path:
+    def start(writer: CheckpointWriter, step: int, state: RankState) -> Path:
         steps.append(step)
-        return original(run_dir, step, *arguments)
+        return original(writer, step, state)
 
-    monkeypatch.setattr(trainer, "save_checkpoint", save)
+    monkeypatch.setattr(CheckpointWriter, "start", start)
     return steps
 
 
@@ -344,6 +345,7 @@ def test_a_checkpoint_of_another_kind_of_device_is_refused(dataset: Dataset, tmp
     with ExitStack() as stack:
         mine, _ = build_trainer(Session(dataset, ALONE, CPU), OPTIONS, tmp_path, stack)
         mine.save()
+        mine.flush()
         state = load_checkpoint(tmp_path, ALONE, [])
         assert state is not None and state.values["device"] == "cpu"
         state.values["device"] = "cuda"

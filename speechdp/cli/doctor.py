@@ -1,0 +1,127 @@
+"""`speechdp doctor`: examine every host over the launcher itself before a job is trusted to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import tyro
+
+from speechdp import exit_codes
+from speechdp.atomic_file import write_text_atomically
+from speechdp.cli.console import make_console
+from speechdp.comm.environment import announced
+from speechdp.doctor.examine import Examination, Request, examine, to_json
+from speechdp.doctor.finding import Finding
+from speechdp.doctor.table import print_findings
+from speechdp.errors import ConfigError
+from speechdp.launching.allocation import Allocation, find_allocation
+from speechdp.launching.command import Controller, Launcher
+from speechdp.launching.hostfile import Host, Hostfile, local_hosts, read_hostfile
+
+
+@dataclass(frozen=True)
+class DoctorCommand:
+    """Examine hosts, network and folders by a short job over the launcher: a line a check, with remedies."""
+
+    hostfile: Path | None = None
+    """File with one line `host slots=N` a host; without it: the hosts of the batch job, else this machine."""
+    num_ranks: Annotated[int, tyro.conf.arg(name="np", aliases=("-np", "-n"))] = 1
+    """Ranks on each host."""
+    data: Path | None = None
+    """Data directory that every host must see."""
+    run_folder: Annotated[Path | None, tyro.conf.arg(aliases=("--run",))] = None
+    """Run directory to be written: the folder it will stand in must be shared by all hosts."""
+    verify: bool = False
+    """Let every host read all data and compare the checksums."""
+    launcher: Launcher = "mpirun"
+    """Program that starts the ranks."""
+    controller: Controller = "mpi"
+    """What Horovod coordinates itself over; horovodrun only."""
+    interface: str | None = None
+    """Network interface for traffic between hosts, e.g. eth0."""
+    mpi_args: str = ""
+    """More options for mpirun, in one word: --mpi-args="--mca plm_rsh_agent 'ssh -F file'"."""
+    bandwidth_mib: int = 16
+    """Size of the allreduce that is timed, MiB."""
+    part_limit_s: float = 60.0
+    """Seconds each part of the job may take before it is ended and those who are late are named."""
+    json_file: Annotated[Path | None, tyro.conf.arg(aliases=("--json",))] = None
+    """Also write everything that was found to this file."""
+
+    def run(self) -> int:
+        """Examine and print; return 1 if anything is red."""
+        console = make_console()
+        signal.signal(signal.SIGTERM, _leave)
+        result = self._examine(lambda line: console.print(line, markup=False, highlight=False))
+        print_findings(console, result.findings)
+        if self.json_file is not None:
+            write_text_atomically(self.json_file, json.dumps(to_json(result), indent=2) + "\n")
+        return 0 if result.is_sound else exit_codes.FAILED
+
+    def _examine(self, tell: Callable[[str], None]) -> Examination:
+        if announced() is not None:
+            raise ConfigError("doctor starts its own job: give the command without mpirun, srun or launch")
+        if self.num_ranks < 1 or self.bandwidth_mib < 1 or self.part_limit_s <= 0:
+            raise ConfigError("-np, --bandwidth-mib and --part-limit-s must be positive")
+        if self.launcher != "horovodrun" and self.controller != "mpi":
+            raise ConfigError(f"--controller {self.controller} belongs to --launcher horovodrun")
+        mpi_options = _split(self.mpi_args)
+        try:
+            allocation = find_allocation(os.environ)
+            hostfile = self._hosts(allocation)
+        except ConfigError as error:
+            remedy = "mend it, or name the hosts with --hostfile FILE (hostfiles/ has examples)"
+            return Examination([Finding("hosts", "fail", str(error), (), remedy)])
+        hosts = tuple(replace(host, slots=self.num_ranks) for host in hostfile.hosts)
+        in_slurm = allocation is not None and allocation.scheduler == "slurm"
+        return examine(self._request(hosts, hostfile.source, in_slurm, mpi_options), tell)
+
+    def _request(
+        self, hosts: tuple[Host, ...], source: str, in_slurm: bool, mpi_options: tuple[str, ...]
+    ) -> Request:
+        return Request(
+            hosts=hosts,
+            source=source,
+            in_slurm=in_slurm,
+            launcher=self.launcher,
+            controller=self.controller,
+            interface=self.interface,
+            mpi_options=mpi_options,
+            data=self.data,
+            folder=None if self.run_folder is None else _folder_of(self.run_folder),
+            verify=self.verify,
+            num_bytes=self.bandwidth_mib << 20,
+            limit_s=self.part_limit_s,
+        )
+
+    def _hosts(self, allocation: Allocation | None) -> Hostfile:
+        if self.hostfile is not None:
+            return read_hostfile(self.hostfile)
+        return local_hosts(self.num_ranks) if allocation is None else allocation.hostfile
+
+
+def _leave(signum: int, _frame: FrameType | None) -> NoReturn:
+    """Leave by an exception, so that the job is ended on the way."""
+    raise SystemExit(128 + signum)
+
+
+def _folder_of(run: Path) -> Path:
+    """Return the folder to be tested: the run's own if it is there, else the one it will stand in."""
+    run = run.absolute()
+    return run if run.is_dir() else run.parent
+
+
+def _split(words: str) -> tuple[str, ...]:
+    """Split --mpi-args as a shell would."""
+    try:
+        return tuple(shlex.split(words))
+    except ValueError as error:
+        raise ConfigError(f"--mpi-args {words!r} cannot be split into words ({error})") from error

@@ -1,0 +1,158 @@
+"""`speechdp submit`: write a batch script for a speechdp command and submit it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from speechdp.cli.main import SUBCOMMANDS
+from speechdp.errors import ConfigError
+from speechdp.launching.allocation import Scheduler
+from speechdp.launching.batch_script import BatchJob, Placement, Resources, job_name, render
+from speechdp.launching.submit import (
+    Submission,
+    check_command,
+    detect_scheduler,
+    how_to_cancel,
+    plan_submission,
+    submit,
+    where_output_goes,
+    write_script,
+)
+
+
+@dataclass(frozen=True)
+class SubmitCommand:
+    """Submit a speechdp command as a batch job: speechdp submit --nodes 2 ... -- train DATA RUN [options]."""
+
+    nodes: int
+    """Number of nodes."""
+    ranks_per_node: int
+    """Ranks on each node (Grid Engine: the parallel environment decides, only their product counts)."""
+    time: str
+    """Time limit, H:MM:SS."""
+    command: tyro.conf.Positional[tuple[str, ...]] = ()
+    """What every rank runs, after `--`: a subcommand with its arguments; train gets --resume."""
+    scheduler: Literal["auto", "slurm", "lsf", "pbs", "sge"] = "auto"
+    """Batch system; auto: the one whose program is on PATH."""
+    gpus_per_rank: int = 0
+    """GPUs for each rank."""
+    cpus_per_rank: int | None = None
+    """Cores for each rank; without it what the batch system gives by itself."""
+    queue: Annotated[str | None, tyro.conf.arg(aliases=("--partition",))] = None
+    """Queue or partition."""
+    account: str | None = None
+    """Account (Slurm, PBS) or project (LSF, Grid Engine) that pays."""
+    name: str | None = None
+    """Name of the job; without it that of the RUN folder."""
+    output: str | None = None
+    """File for the job's output, %j standing for its number; without it speechdp-NAME.%j.out, here."""
+    signal_s: int = 60
+    """Seconds before the time limit at which all ranks save a checkpoint and leave."""
+    requeue: bool = True
+    """Start the job again after that, and after the loss of a node."""
+    max_restarts: int | None = None
+    """How often speechdp launch may start the ranks again, within the job, after a failure."""
+    parallel_environment: str = "orte"
+    """Parallel environment of Grid Engine."""
+    scheduler_args: str = ""
+    """More options for sbatch, bsub or qsub, in one word: --scheduler-args="--mem=64G --exclude=n7"."""
+    launch_args: str = ""
+    """More options for speechdp launch, in one word: --launch-args="--launcher srun --interface ib0"."""
+    dry_run: bool = False
+    """Show the script and how it would be submitted instead of doing so."""
+
+    def run(self) -> int:
+        """Submit; return the exit code."""
+        scheduler = self._scheduler()
+        job = _batch_job(self)
+        submission = plan_submission(
+            scheduler, job.placement.name, job.folder, _split("--scheduler-args", self.scheduler_args)
+        )
+        script = render(scheduler, job)
+        if self.dry_run:
+            _show(script, submission, job.folder)
+            return 0
+        write_script(submission.path, script)
+        job_id = submit(submission, _search_path())
+        print(f"job {job_id} submitted: {submission.path}")
+        print(f"output: {where_output_goes(scheduler, job, job_id)}")
+        print(f"end it: {how_to_cancel(scheduler, job_id)}")
+        return 0
+
+    def _scheduler(self) -> Scheduler:
+        if self.scheduler != "auto":
+            return self.scheduler
+        scheduler, because = detect_scheduler(_search_path(), os.environ)
+        # Not to stdout: with --dry-run that is the script.
+        print(f"speechdp submit: --scheduler {scheduler}, as {because}", file=sys.stderr)
+        return scheduler
+
+
+def _batch_job(options: SubmitCommand) -> BatchJob:
+    """Check the options together and return the job they describe."""
+    command = check_command(options.command, requeue=options.requeue)
+    if command[0] not in SUBCOMMANDS:
+        raise ConfigError(f"unknown command {command[0]!r}; speechdp --help lists them")
+    launch_options = _split("--launch-args", options.launch_args)
+    if options.max_restarts is not None:
+        if options.max_restarts < 0:
+            raise ConfigError(f"--max-restarts {options.max_restarts}: a number from 0 is needed")
+        launch_options = ("--max-restarts", str(options.max_restarts), *launch_options)
+    return BatchJob(
+        resources=Resources(
+            nodes=options.nodes,
+            ranks_per_node=options.ranks_per_node,
+            time=options.time,
+            gpus_per_rank=options.gpus_per_rank,
+            cpus_per_rank=options.cpus_per_rank,
+        ),
+        placement=Placement(
+            name=_default_name(command) if options.name is None else options.name,
+            queue=options.queue,
+            account=options.account,
+            output=options.output,
+            parallel_environment=options.parallel_environment,
+        ),
+        # Not resolved: python of a virtual environment is a link, and finds its packages by the link's place.
+        python=Path(sys.executable).absolute(),
+        folder=Path.cwd(),
+        command=command,
+        launch_options=launch_options,
+        signal_s=options.signal_s,
+        requeue=options.requeue,
+    )
+
+
+def _default_name(command: tuple[str, ...]) -> str:
+    """Return the name of RUN, or of the subcommand where it has no such folder."""
+    has_run = command[0] in ("train", "sweep") and len(command) > 2
+    return job_name(Path(command[2]).absolute().name if has_run else command[0])
+
+
+def _show(script: str, submission: Submission, folder: Path) -> None:
+    """Print the script, and after it, as a comment of the script, what would be called."""
+    output = sys.stdout
+    output.flush()
+    output.buffer.write(os.fsencode(script))
+    output.buffer.flush()
+    print(f"# {submission.path.name} would be written to the present folder and submitted by:")
+    print(f"# {submission.command_line}")
+
+
+def _search_path() -> str:
+    return os.environ.get("PATH", os.defpath)
+
+
+def _split(option: str, words: str) -> tuple[str, ...]:
+    """Split an option's value as a shell would."""
+    try:
+        return tuple(shlex.split(words))
+    except ValueError as error:
+        raise ConfigError(f"{option} {words!r} cannot be split into words ({error})") from error

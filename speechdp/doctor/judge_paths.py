@@ -1,0 +1,75 @@
+"""Judge folders that all hosts must see: the data, and where a run is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from speechdp.doctor.finding import Finding, grouped, minority, ok, some_of, who_has_what
+from speechdp.doctor.seen import Rank, by_host
+
+_FULL_BYTES = 100 << 20
+_NEARLY_FULL_BYTES = 1 << 30
+
+
+def judge_data(ranks: Sequence[Rank], data: str) -> list[Finding]:
+    """Ask for the same complete data directory on every host."""
+    hosts = by_host(ranks, "data")
+    if not hosts:
+        return []
+    findings = []
+    for error, owners in grouped({host: f.get("error", "") for host, f in hosts.items()}).items():
+        if error:
+            findings.append(
+                Finding("data", "fail", error, owners, "give a path all hosts see, or copy the data")
+            )
+    good = {host: facts for host, facts in hosts.items() if "error" not in facts}
+    for host, facts in good.items():
+        if facts["missing"]:
+            found = f"shards that data.json lists are not there: {some_of(facts['missing'])}"
+            remedy = f"copy {data} to that host once more, or share it"
+            findings.append(Finding("data", "fail", found, (host,), remedy))
+    checksums = {host: str(facts["checksum"])[:12] for host, facts in good.items()}
+    if len(set(checksums.values())) > 1:
+        found = f"data.json differs: {who_has_what(checksums)}"
+        remedy = "prepare the data once and copy or share that folder"
+        findings.append(Finding("data", "fail", found, minority(checksums), remedy))
+    if not findings:
+        facts = next(iter(good.values()))
+        depth = "every checksum matches" if facts["verified"] else "data.json the same everywhere"
+        findings.append(ok("data", f"{data}: {facts['shards']} shards, {depth}"))
+    return findings
+
+
+def judge_folder(ranks: Sequence[Rank], folder: str) -> list[Finding]:
+    """Ask for a folder that all hosts share and may write to, with room on its disk."""
+    told = {rank.rank: rank for rank in ranks if "folder" in rank.facts}
+    if not told:
+        return []
+    findings = []
+    errors = {host: str(facts["error"]) for host, facts in by_host(ranks, "folder").items()}
+    for error, owners in grouped(errors).items():
+        if error:
+            remedy = f"make {folder} on storage that every host mounts, with rights to write for you"
+            findings.append(
+                Finding("run folder", "fail", f"{folder} cannot be written: {error}", owners, remedy)
+            )
+    apart = {rank.host for rank in told.values() if 0 in rank.facts["folder"]["unseen"]}
+    unseen = told[0].facts["folder"]["unseen"] if 0 in told else []
+    apart |= {told[number].host for number in unseen if number in told}
+    if apart:
+        first = told[0].host if 0 in told else "rank 0"
+        found = f"{folder} there is not the {folder} of {first}"
+        remedy = "give a run folder on storage that every host mounts (NFS, Lustre), not a local disk or /tmp"
+        findings.append(Finding("run folder", "fail", found, tuple(sorted(apart)), remedy))
+    free = {host: int(facts["free_bytes"]) for host, facts in by_host(ranks, "folder").items()}
+    free = {host: count for host, count in free.items() if count >= 0}
+    if free and min(free.values()) < _NEARLY_FULL_BYTES:
+        least = min(free.values())
+        scarce = tuple(host for host, count in free.items() if count < _NEARLY_FULL_BYTES)
+        found = f"{least / (1 << 20):.0f} MiB are free in {folder}"
+        remedy = "make room, or choose another disk: a checkpoint is written whole before the last one goes"
+        findings.append(Finding("disk", "fail" if least < _FULL_BYTES else "warn", found, scarce, remedy))
+    if not findings:
+        room = f", {min(free.values()) / (1 << 30):.1f} GiB free" if free else ""
+        findings.append(ok("run folder", f"{folder} is shared by all{room}"))
+    return findings

@@ -1,0 +1,156 @@
+"""Look from here at hosts a launcher will reach by ssh: name, login without a prompt, Python in its place."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from speechdp.launching.hostfile import is_this_machine
+
+_AGENT_SETTINGS = ("plm_rsh_agent", "plm_ssh_agent")
+_AGENT_OPTIONS = ("--mca", "-mca", "--prtemca", "-prtemca", "--gmca", "-gmca")
+_AGENT_VARIABLES = ("OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent")
+_LOGGED_IN = "speechdp-doctor-logged-in"
+_MOST_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What one host looks like from here.
+
+    Attributes:
+        host: its name in the hostfile.
+        is_local: it is this machine; no login is tried.
+        address: IPv4 address its name stands for, "" none.
+        exit_code: of the login; None: it did not end in time, or was not tried.
+        said: what ssh, or the host before our command, printed.
+        missing: programs that cannot be run there.
+        tried: whether a login was tried.
+    """
+
+    host: str
+    is_local: bool = False
+    address: str = ""
+    exit_code: int | None = None
+    said: str = ""
+    missing: tuple[str, ...] = ()
+    tried: bool = True
+    greeting: str = ""
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether the launcher can start ranks there, as far as can be told from here."""
+        return not self.tried or (self.exit_code == 0 and not self.missing)
+
+
+@dataclass(frozen=True)
+class Login:
+    """How to log in to a host.
+
+    Attributes:
+        agent: program with options: ("ssh",), or what the user gave Open MPI.
+        programs: absolute paths that must be executable there.
+        time_limit_s: for everything.
+    """
+
+    agent: tuple[str, ...]
+    programs: tuple[Path, ...]
+    time_limit_s: float = 20.0
+
+    def command(self, host: str) -> list[str]:
+        """Return the argv that logs in to `host` and looks for the programs."""
+        tests = [
+            f"test -x {shlex.quote(str(path))} || echo speechdp-doctor-missing-{i}"
+            for i, path in enumerate(self.programs)
+        ]
+        # A shell of whatever kind reads this: only what all of them know.
+        remote = "; ".join([f"echo {_LOGGED_IN}", *tests, "true"])
+        if Path(self.agent[0]).name != "ssh":
+            return [*self.agent, host, remote]
+        return [*self.agent, "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "--", host, remote]
+
+
+def find_agent(mpi_options: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what logs in to hosts: the user's `plm_rsh_agent`, else ssh.
+
+    Args:
+        mpi_options: the words of --mpi-args.
+    """
+    for option, name, value in zip(mpi_options, mpi_options[1:], mpi_options[2:], strict=False):
+        if option in _AGENT_OPTIONS and name in _AGENT_SETTINGS:
+            return _first_of(value)
+    for variable in _AGENT_VARIABLES:
+        if environ.get(variable):
+            return _first_of(environ[variable])
+    return ("ssh",)
+
+
+def look_at_hosts(hosts: Sequence[str], login: Login | None) -> list[Reach]:
+    """Look at every host, many at a time.
+
+    Args:
+        hosts: names from a hostfile.
+        login: None where the launcher needs no ssh (srun): only names are resolved.
+    """
+    with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(hosts))) as pool:
+        return list(pool.map(lambda host: look_at(host, login, subprocess.run), hosts))
+
+
+def look_at(host: str, login: Login | None, run: Callable[..., subprocess.CompletedProcess[str]]) -> Reach:
+    """Look at one host.
+
+    Args:
+        run: subprocess.run, or what tests put in its place.
+    """
+    address = _address(host)
+    if is_this_machine(host):
+        missing = [] if login is None else [str(p) for p in login.programs if not os.access(p, os.X_OK)]
+        return Reach(host, is_local=True, address=address, exit_code=0, missing=tuple(missing))
+    if login is None:
+        return Reach(host, address=address, tried=False)
+    try:
+        ended = run(
+            login.command(host),
+            stdin=subprocess.DEVNULL,  # nobody is asked for a password
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=login.time_limit_s,
+            check=False,
+            env={**os.environ, "LC_ALL": "C"},
+            start_new_session=True,  # without the terminal, over which ssh would ask all the same
+        )
+    except subprocess.TimeoutExpired:
+        return Reach(host, address=address)
+    except OSError as error:
+        said = f"{login.agent[0]}: {error.strerror}"
+        return Reach(host, address=address, exit_code=127, said=said)
+    before, logged_in, after = ended.stdout.partition(_LOGGED_IN)
+    missing = [
+        str(p) for i, p in enumerate(login.programs) if f"speechdp-doctor-missing-{i}" in after.split()
+    ]
+    exit_code = ended.returncode or (0 if logged_in else 1)
+    said = ended.stderr.strip() if logged_in else f"{ended.stderr} {ended.stdout}".strip()
+    greeting = before.strip() if logged_in else ""
+    return Reach(host, False, address, exit_code, said, tuple(missing), greeting=greeting)
+
+
+def _address(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except (OSError, UnicodeError):
+        return ""
+
+
+def _first_of(agents: str) -> tuple[str, ...]:
+    """Return the first of the agents Open MPI would try, as words: "ssh -F file : rsh"."""
+    try:
+        return tuple(shlex.split(agents.split(" : ", maxsplit=1)[0])) or ("ssh",)
+    except ValueError:
+        return ("ssh",)

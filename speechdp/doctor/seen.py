@@ -1,0 +1,50 @@
+"""What was heard of a job's ranks, by host: what the judging functions take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of the probe.
+
+    Attributes:
+        rank: the launcher's number.
+        host: as the user calls it: its name in the hostfile, or what the node says where the launcher chose.
+        facts: by part of the probe.
+    """
+
+    rank: int
+    host: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def by_host(ranks: Sequence[Rank], part: str) -> dict[str, Mapping[str, Any]]:
+    """Return what each host's first rank found in a part; hosts that have not come so far are left out."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for rank in ranks:
+        if part in rank.facts:
+            found.setdefault(rank.host, rank.facts[part])
+    return found
+
+
+def label_ranks(
+    facts: Mapping[int, Mapping[str, Any]], placed: Sequence[str], *, trust_place: bool
+) -> list[Rank]:
+    """Give every rank that was heard the name of its host.
+
+    Args:
+        facts: by rank.
+        placed: host of each rank as the launcher was told.
+        trust_place: False where the launcher places ranks in an order of its own (srun).
+    """
+    labelled = []
+    for rank in sorted(facts):
+        own = str(facts[rank].get("node", {}).get("host", ""))
+        place = placed[rank] if rank < len(placed) else ""
+        host = place or own if trust_place else own or place
+        labelled.append(Rank(rank, host or f"rank {rank}", facts[rank]))
+    return labelled

@@ -1,0 +1,102 @@
+"""How ranks of the probe report to `speechdp doctor`: lines on stdout, which every launcher brings home.
+
+No file (whether folders are shared is one of the questions) and no connection of our own. Launchers put
+words before lines, and may cut a line where another rank's begins: a report travels in short numbered pieces
+with checksums, and what is incomplete is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_PIECE_CHARACTERS = 600
+_LINE = re.compile(r"@speechdp-doctor (\d+) (\d+) (\d+)/(\d+) ([0-9a-f]{8}) (.*)@")
+#: Facts of all ranks, told once more by rank 0 while the others are silent.
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank says.
+
+    Attributes:
+        rank: the launcher's number of the rank it is about.
+        phase: part of the probe.
+        is_end: the phase is over (else it begins).
+        limit_s: time the phase may take; until the next report of the same rank.
+        facts: what the rank has found out in it, JSON.
+    """
+
+    rank: int
+    phase: str
+    is_end: bool
+    limit_s: float = 0.0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Speaker:
+    """Writes this rank's reports to stdout."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._count = 0
+
+    def say(self, report: Report) -> None:
+        """Write a report, line by line."""
+        for line in to_lines(report, self.rank, self._count):
+            sys.stdout.write(line)
+            sys.stdout.flush()
+        self._count += 1
+
+
+def to_lines(report: Report, speaker: int, count: int) -> list[str]:
+    """Return a report as lines.
+
+    Args:
+        speaker: rank that speaks.
+        count: of the reports it has made before.
+    """
+    text = json.dumps([report.rank, report.phase, report.is_end, report.limit_s, dict(report.facts)])
+    pieces = [text[i : i + _PIECE_CHARACTERS] for i in range(0, len(text), _PIECE_CHARACTERS)]
+    return [
+        f"@speechdp-doctor {speaker} {count} {i}/{len(pieces)} {_checksum(piece)} {piece}@\n"
+        for i, piece in enumerate(pieces)
+    ]
+
+
+class Listener:
+    """Puts reports together from the lines of a job's output."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[tuple[int, int], dict[int, str]] = {}
+
+    def hear(self, line: str) -> Report | None:
+        """Return the report that a line completes, if it does."""
+        match = _LINE.search(line)
+        if match is None or _checksum(match.group(6)) != match.group(5):
+            return None
+        speaker, count, index, total = (int(match.group(i)) for i in range(1, 5))
+        pieces = self._pieces.setdefault((speaker, count), {})
+        pieces[index] = match.group(6)
+        if len(pieces) < total:
+            return None
+        del self._pieces[speaker, count]
+        return _parse("".join(pieces[i] for i in sorted(pieces)))
+
+
+def _parse(text: str) -> Report | None:
+    try:
+        rank, phase, is_end, limit_s, facts = json.loads(text)
+        return Report(int(rank), str(phase), bool(is_end), float(limit_s), dict(facts))
+    except (ValueError, TypeError):
+        return None  # none of ours: our own pieces have passed their checksums
+
+
+def _checksum(piece: str) -> str:
+    return f"{zlib.crc32(piece.encode()):08x}"

@@ -1,0 +1,247 @@
+"""Find the hosts a batch system has given this job, from the variables and files it leaves.
+
+What is looked at, in this order (all variables of one row must be there, one alone is no allocation):
+
+| scheduler | variables | ranks on a host |
+|---|---|---|
+| slurm | SLURM_JOB_ID, SLURM_JOB_NODELIST | SLURM_TASKS_PER_NODE, else SLURM_NTASKS_PER_NODE |
+| lsf | LSB_JOBID and LSB_DJOB_HOSTFILE, LSB_MCPU_HOSTS or LSB_HOSTS | slots of the host |
+| pbs | PBS_JOBID, PBS_NODEFILE | lines of the host (mpiprocs) |
+| sge | JOB_ID, PE_HOSTFILE | second word of the host's line |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from speechdp.errors import ConfigError
+from speechdp.launching.hostfile import Host, Hostfile, is_host_name
+from speechdp.launching.hostlist import HostListError, expand_host_list, expand_task_counts
+
+Scheduler = Literal["slurm", "lsf", "pbs", "sge"]
+
+_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\[\]-]{0,127}")
+_COUNT = re.compile(r"[1-9][0-9]{0,4}")
+#: Names of the node an LSF job's script runs on where this is not one of those that compute.
+_LSF_BATCH_NODE = re.compile(r"batch|login|launch", re.IGNORECASE)
+#: Longest piece of a variable or line that a message shows.
+_SHOWN = 80
+_REMEDY = "start the job with --hostfile FILE, or unset the variable if this is no batch job"
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What a batch system has given to this job.
+
+    Attributes:
+        scheduler: whose it is.
+        job_id: as its commands take it (scontrol requeue, qrerun); checked, so it is no option.
+        hostfile: hosts with their ranks; `source` is the variable (and file) they were read from.
+        restarts: how often the scheduler has started this job before; LSF and Grid Engine only tell
+            whether, PBS not even that.
+    """
+
+    scheduler: Scheduler
+    job_id: str
+    hostfile: Hostfile
+    restarts: int = 0
+
+
+def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """Return the allocation this process runs in; None: no batch system has given it hosts.
+
+    None as well in a rank, that is below mpirun or in a step of several tasks: its job has been placed.
+
+    Args:
+        environ: the environment of the batch script.
+
+    Raises:
+        ConfigError: an allocation that cannot be read; names variable, file and content, and the remedy.
+    """
+    if _is_rank(environ):
+        return None
+    if environ.get("SLURM_JOB_ID") and environ.get("SLURM_JOB_NODELIST"):
+        return _slurm(environ)
+    if environ.get("LSB_JOBID") and any(environ.get(name) for name in _LSF_SOURCES):
+        return _lsf(environ)
+    if environ.get("PBS_JOBID") and environ.get("PBS_NODEFILE"):
+        return _pbs(environ)
+    if environ.get("JOB_ID") and environ.get("PE_HOSTFILE"):
+        return _grid_engine(environ)
+    return None
+
+
+def _is_rank(environ: Mapping[str, str]) -> bool:
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
+    return (
+        "OMPI_COMM_WORLD_SIZE" in environ
+        or "HOROVOD_SIZE" in environ
+        or (tasks.isascii() and tasks.isdigit() and int(tasks) > 1)
+    )
+
+
+def _slurm(environ: Mapping[str, str]) -> Allocation:
+    source = "SLURM_JOB_NODELIST"
+    try:
+        names = expand_host_list(environ[source])
+    except HostListError as error:
+        raise _unreadable(f"{source}={_shown(environ[source])}", str(error)) from error
+    counts = _slurm_counts(environ, len(names))
+    hosts = _checked(zip(names, counts, strict=True), f"{source}={_shown(environ[source])}")
+    restarts = environ.get("SLURM_RESTART_COUNT", "")
+    return Allocation(
+        "slurm",
+        _job_id(environ, "SLURM_JOB_ID"),
+        Hostfile(source, hosts),
+        int(restarts) if re.fullmatch(r"[0-9]{1,9}", restarts) else 0,
+    )
+
+
+def _slurm_counts(environ: Mapping[str, str], num_hosts: int) -> list[int]:
+    """Return the number of tasks of each node."""
+    source = "SLURM_TASKS_PER_NODE"
+    if not environ.get(source):
+        source = "SLURM_NTASKS_PER_NODE"
+        if not environ.get(source):
+            return [1] * num_hosts
+        uniform = environ[source]
+        if not _COUNT.fullmatch(uniform):
+            raise _unreadable(f"{source}={_shown(uniform)}", "it is not a number from 1 to 99999")
+        return [int(uniform)] * num_hosts
+    try:
+        counts = expand_task_counts(environ[source])
+    except HostListError as error:
+        raise _unreadable(f"{source}={_shown(environ[source])}", str(error)) from error
+    if len(counts) != num_hosts:
+        raise ConfigError(
+            f"{source}={_shown(environ[source])} speaks of {len(counts)} nodes, SLURM_JOB_NODELIST of "
+            f"{num_hosts}; call speechdp launch in the batch script itself, not in an srun step, or give "
+            "--hostfile FILE"
+        )
+    return counts
+
+
+#: In the order in which they are taken: the file is never cut short, LSB_HOSTS may be absent or cut.
+_LSF_SOURCES = ("LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS", "LSB_HOSTS")
+
+
+def _lsf(environ: Mapping[str, str]) -> Allocation:
+    source = next(name for name in _LSF_SOURCES if environ.get(name))
+    value = environ[source]
+    if source == "LSB_DJOB_HOSTFILE":
+        source = f"{source}={value}"
+        hosts = _counted(_lines(source, value), source)
+    elif source == "LSB_MCPU_HOSTS":
+        words = value.split()
+        if len(words) % 2:
+            raise _unreadable(f"{source}={_shown(value)}", "not pairs of a host and its slots")
+        pairs = zip(words[::2], (_count(word, source, value) for word in words[1::2]), strict=True)
+        hosts = _checked(pairs, f"{source}={_shown(value)}")
+    else:
+        hosts = _counted([(f"{source}={_shown(value)}", word) for word in value.split()], source)
+    restarts = 1 if environ.get("LSB_RESTART", "").lower() in ("y", "yes") else 0
+    hosts = _without_batch_node(hosts, "CSM_ALLOCATION_ID" in environ)
+    return Allocation("lsf", _job_id(environ, "LSB_JOBID"), Hostfile(source, hosts), restarts)
+
+
+def _without_batch_node(hosts: tuple[Host, ...], is_csm: bool) -> tuple[Host, ...]:
+    """Leave out the node that only runs the script, as on Summit: first, one slot, and called so.
+
+    `bsub -n 5 -R span[ptile=4]` may give a computing node a single slot too, so one slot is not enough.
+    """
+    first, *others = hosts
+    is_called_so = is_csm or _LSF_BATCH_NODE.search(first.name) is not None
+    return tuple(others) if others and first.slots == 1 and is_called_so else hosts
+
+
+def _pbs(environ: Mapping[str, str]) -> Allocation:
+    source = f"PBS_NODEFILE={environ['PBS_NODEFILE']}"
+    hosts = _counted(_lines(source, environ["PBS_NODEFILE"]), source)
+    return Allocation("pbs", _job_id(environ, "PBS_JOBID"), Hostfile(source, hosts))
+
+
+def _grid_engine(environ: Mapping[str, str]) -> Allocation:
+    source = f"PE_HOSTFILE={environ['PE_HOSTFILE']}"
+    pairs: list[tuple[str, int]] = []
+    for where, line in _lines(source, environ["PE_HOSTFILE"]):
+        words = line.split()
+        if len(words) < 2:
+            raise _unreadable(where, f"{_shown(line)} is not `host slots queue range`")
+        pairs.append((words[0], _count(words[1], where, line)))
+    job_id = _job_id(environ, "JOB_ID")
+    task = environ.get("SGE_TASK_ID", "")
+    if _COUNT.fullmatch(task):
+        job_id = f"{job_id}.{task}"
+    restarts = 1 if environ.get("RESTARTED") in ("1", "2") else 0
+    return Allocation("sge", job_id, Hostfile(source, _checked(pairs, source)), restarts)
+
+
+def _lines(source: str, path: str) -> list[tuple[str, str]]:
+    """Return the lines of a file that are not blank, each after what messages call it."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise _unreadable(source, reason) from error
+    lines = enumerate(text.splitlines(), start=1)
+    return [(f"{source}, line {number}", line.strip()) for number, line in lines if line.strip()]
+
+
+def _counted(words: Iterable[tuple[str, str]], source: str) -> tuple[Host, ...]:
+    """Return hosts in the order of their first mention, a slot for each mention."""
+    slots: dict[str, int] = {}
+    for where, name in words:
+        _check_name(name, where)
+        slots[name] = slots.get(name, 0) + 1
+    return _checked(slots.items(), source)
+
+
+def _checked(pairs: Iterable[tuple[str, int]], source: str) -> tuple[Host, ...]:
+    """Return hosts whose names are names, one entry a host in the order of their first mention."""
+    slots: dict[str, int] = {}
+    for name, count in pairs:
+        _check_name(name, source)
+        slots[name] = slots.get(name, 0) + count
+    if not slots:
+        raise _unreadable(source, "no hosts in it")
+    _refuse_one_host_under_two_names(list(slots), source)
+    return tuple(Host(name, count) for name, count in slots.items())
+
+
+def _refuse_one_host_under_two_names(names: Sequence[str], source: str) -> None:
+    lower: dict[str, str] = {}
+    for name in names:
+        other = lower.setdefault(name.lower(), name)
+        if other != name:
+            raise _unreadable(source, f"{other!r} and {name!r} are one host")
+
+
+def _check_name(name: str, where: str) -> None:
+    if not is_host_name(name):
+        raise _unreadable(where, f"{_shown(name)} is not a host name or IPv4 address")
+
+
+def _count(word: str, where: str, content: str) -> int:
+    if not _COUNT.fullmatch(word):
+        raise _unreadable(where, f"{_shown(word)} in {_shown(content)} is not a number of slots")
+    return int(word)
+
+
+def _job_id(environ: Mapping[str, str], variable: str) -> str:
+    job_id = environ[variable]
+    if not _JOB_ID.fullmatch(job_id):
+        raise _unreadable(f"{variable}={_shown(job_id)}", "it is not a job's number")
+    return job_id
+
+
+def _unreadable(where: str, reason: str) -> ConfigError:
+    return ConfigError(f"{where}: the batch system's hosts cannot be read ({reason}); {_REMEDY}")
+
+
+def _shown(text: str) -> str:
+    """Return a piece of somebody's text for a message: on one line, not longer than useful."""
+    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")

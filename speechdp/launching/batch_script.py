@@ -1,0 +1,260 @@
+"""Fill in the scripts that batch systems run: slurm.sbatch, lsf.bsub, pbs.qsub and sge.qsub.
+
+Directive lines (`#SBATCH ...`) are read by each batch system in its own way, so they only ever hold values
+of a few plain letters. Everything else stands, quoted for bash, on the lines of `cd` and `exec`. A newline in
+an argument is written as an escape: Grid Engine and LSF look for directives in the whole file, also inside
+a quoted word.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+from speechdp.errors import ConfigError
+from speechdp.launching.allocation import Scheduler
+
+TEMPLATES: dict[Scheduler, str] = {
+    "slurm": "slurm.sbatch",
+    "lsf": "lsf.bsub",
+    "pbs": "pbs.qsub",
+    "sge": "sge.qsub",
+}
+#: How each batch system writes the job's number in the name of an output file; PBS cannot.
+JOB_ID_IN_OUTPUT: dict[Scheduler, str | None] = {"slurm": "%j", "lsf": "%J", "pbs": None, "sge": "$JOB_ID"}
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,62}")
+_QUEUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,@-]{0,126}")
+_ACCOUNT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/+-]{0,126}")
+_OUTPUT = re.compile(r"[A-Za-z0-9._/](?:[A-Za-z0-9._/+=-]|%j){0,500}")
+_TIME = re.compile(r"([0-9]{1,4}):([0-5][0-9]):([0-5][0-9])")
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a job asks the batch system for.
+
+    Attributes:
+        time: limit as H:MM:SS.
+        cpus_per_rank: None: what the batch system gives by itself.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    time: str
+    gpus_per_rank: int = 0
+    cpus_per_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_range("--nodes", self.nodes, 1, 99_999)
+        _check_range("--ranks-per-node", self.ranks_per_node, 1, 9_999)
+        _check_range("--gpus-per-rank", self.gpus_per_rank, 0, 64)
+        if self.cpus_per_rank is not None:
+            _check_range("--cpus-per-rank", self.cpus_per_rank, 1, 4_096)
+        if self.time_s == 0:
+            raise ConfigError(f"--time {self.time}: no time at all; write H:MM:SS, e.g. 8:00:00")
+
+    @property
+    def time_s(self) -> int:
+        match = _TIME.fullmatch(self.time)
+        if match is None:
+            raise ConfigError(f"--time {self.time!r} is not of the form H:MM:SS, e.g. 8:00:00 or 0:30:00")
+        hours, minutes, seconds = (int(group) for group in match.groups())
+        return hours * 3600 + minutes * 60 + seconds
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a job is called and where its output goes; every value stands on a directive line.
+
+    Attributes:
+        queue: partition of Slurm, queue of the others; None: the default one.
+        account: who pays: account of Slurm and PBS, project of LSF and Grid Engine.
+        output: file of the job's output, `%j` standing for its number; None: as default_output says.
+        parallel_environment: of Grid Engine.
+    """
+
+    name: str
+    queue: str | None = None
+    account: str | None = None
+    output: str | None = None
+    parallel_environment: str = "orte"
+
+    def __post_init__(self) -> None:
+        _check("--name", self.name, _NAME, "a letter, then letters, digits, . _ - (63 at most)")
+        _check("--queue", self.queue, _QUEUE, "letters, digits, . _ - @ and commas")
+        _check("--account", self.account, _ACCOUNT, "letters, digits and . _ - : @ / +")
+        _check("--output", self.output, _OUTPUT, "letters, digits and . _ - + = /, %j for the job's number")
+        _check(
+            "--parallel-environment",
+            self.parallel_environment,
+            _NAME,
+            "a letter, then letters, digits, . _ -",
+        )
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """One job to submit.
+
+    Attributes:
+        python: absolute path of the Python that runs speechdp on the nodes.
+        folder: absolute path, in which the job works.
+        command: what every rank runs: a subcommand and its arguments.
+        launch_options: more options of speechdp launch.
+        signal_s: time before the limit at which the ranks are told to save and leave.
+        requeue: start the job again after that, and after the loss of a node.
+    """
+
+    resources: Resources
+    placement: Placement
+    python: Path
+    folder: Path
+    command: tuple[str, ...]
+    launch_options: tuple[str, ...] = ()
+    signal_s: int = 60
+    requeue: bool = True
+
+    def __post_init__(self) -> None:
+        _check_range("--signal-s", self.signal_s, 1, 65_535)
+        if self.signal_s >= self.resources.time_s:
+            raise ConfigError(
+                f"--signal-s {self.signal_s} is not less than --time {self.resources.time}; "
+                "the job would be told to stop before it begins"
+            )
+
+
+def render(scheduler: Scheduler, job: BatchJob) -> str:
+    """Return the script that `scheduler` is given for `job`."""
+    options = (["--requeue"] if job.requeue else []) + list(job.launch_options)
+    words = {
+        "by_hand": False,
+        "title": f"Written by speechdp submit: {job.resources.nodes} nodes, "
+        f"{job.resources.ranks_per_node} ranks on each.",
+        "folder": quote(str(job.folder)),
+        "python": quote(str(job.python)),
+        "launch_options": "".join(f" {quote(word)}" for word in options),
+        "command": " ".join(quote(word) for word in job.command),
+    }
+    return _fill(scheduler, job, words)
+
+
+def example(scheduler: Scheduler) -> str:
+    """Return the script of launch/ that users edit and submit by hand."""
+    job = BatchJob(
+        resources=Resources(nodes=2, ranks_per_node=2, time="1:00:00"),
+        placement=Placement(name="train"),
+        python=Path(),
+        folder=Path(),
+        command=(),
+    )
+    words = {
+        "by_hand": True,
+        "title": "",
+        "folder": "",
+        "python": '"$python"',
+        "launch_options": " --requeue",
+        "command": '"$@"',
+    }
+    return _fill(scheduler, job, words)
+
+
+def default_output(scheduler: Scheduler, name: str) -> str | None:
+    """Return the output file in the folder of submission; None: PBS's own, NAME.oNUMBER there."""
+    job_id = JOB_ID_IN_OUTPUT[scheduler]
+    return None if job_id is None else f"speechdp-{name}.{job_id}.out"
+
+
+def job_name(text: str) -> str:
+    """Turn a folder's name into a job's: other letters become dashes."""
+    name = _NOT_IN_A_NAME.sub("-", text).strip("-._")
+    if not name[:1].isalpha():
+        name = f"run-{name}".rstrip("-")
+    return name[:40]
+
+
+def quote(word: str) -> str:
+    """Return a word as bash reads it back, on one line and in ASCII or plain UTF-8."""
+    raw = os.fsencode(word)
+    if all(byte >= 0x20 and byte != 0x7F for byte in raw) and word.isprintable():
+        return shlex.quote(word)
+    # Control characters, and bytes that are no text at all: $'...' names each byte by its number.
+    plain = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 _-./=:,+@%"
+    return "$'" + "".join(chr(byte) if byte in plain else f"\\{byte:03o}" for byte in raw) + "'"
+
+
+def output_file(scheduler: Scheduler, placement: Placement) -> str | None:
+    """Return the output file as the batch system's directive has it.
+
+    Raises:
+        ConfigError: the job's number is wanted in a name where the batch system cannot put it.
+    """
+    if placement.output is None:
+        return default_output(scheduler, placement.name)
+    job_id = JOB_ID_IN_OUTPUT[scheduler]
+    if job_id is None and "%j" in placement.output:
+        raise ConfigError(f"--output {placement.output}: PBS puts no job's number there; leave %j out")
+    return placement.output.replace("%j", job_id or "")
+
+
+def _fill(scheduler: Scheduler, job: BatchJob, words: dict[str, object]) -> str:
+    resources, placement = job.resources, job.placement
+    warn_after_s = resources.time_s - job.signal_s
+    script = _template(scheduler).render(
+        **words,
+        name=placement.name,
+        queue=placement.queue,
+        account=placement.account,
+        parallel_environment=placement.parallel_environment,
+        output=output_file(scheduler, placement),
+        nodes=resources.nodes,
+        ranks_per_node=resources.ranks_per_node,
+        num_ranks=resources.nodes * resources.ranks_per_node,
+        gpus_per_rank=resources.gpus_per_rank,
+        gpus_per_node=resources.gpus_per_rank * resources.ranks_per_node,
+        cpus_per_rank=resources.cpus_per_rank,
+        cpus_per_node=(resources.cpus_per_rank or 1) * resources.ranks_per_node,
+        time=_clock(resources.time_s),
+        time_minutes=_clock(_whole_minutes(resources.time_s) * 60).removesuffix(":00"),
+        signal_s=job.signal_s,
+        signal_minutes=_whole_minutes(job.signal_s),
+        warn_after_s=warn_after_s,
+        requeue=job.requeue,
+    )
+    return script.rstrip("\n") + "\n"
+
+
+def _template(scheduler: Scheduler) -> Template:
+    environment = Environment(
+        loader=PackageLoader("speechdp.launching"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+        autoescape=False,
+    )
+    return environment.get_template(TEMPLATES[scheduler])
+
+
+def _clock(seconds: int) -> str:
+    return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+def _whole_minutes(seconds: int) -> int:
+    return -(-seconds // 60)
+
+
+def _check(option: str, value: str | None, pattern: re.Pattern[str], allowed: str) -> None:
+    if value is not None and not pattern.fullmatch(value):
+        raise ConfigError(f"{option} {value!r} cannot be used in a batch script; allowed: {allowed}")
+
+
+def _check_range(option: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{option} {value}: a number from {low} to {high} is needed")

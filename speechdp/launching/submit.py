@@ -1,0 +1,216 @@
+"""Hand a batch script to the batch system; no shell is involved."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from speechdp.atomic_file import atomic_path
+from speechdp.errors import ConfigError
+from speechdp.launching.allocation import Scheduler
+from speechdp.launching.batch_script import JOB_ID_IN_OUTPUT, BatchJob, output_file, quote
+from speechdp.launching.outcome import find_target
+
+_SUFFIX: dict[Scheduler, str] = {"slurm": "sbatch", "lsf": "bsub", "pbs": "qsub", "sge": "qsub"}
+_PROGRAM: dict[Scheduler, tuple[str, ...]] = {
+    "slurm": ("sbatch", "--parsable"),
+    "lsf": ("bsub",),
+    "pbs": ("qsub",),
+    "sge": ("qsub", "-terse"),
+}
+#: What ends a job, for the line that is printed after submitting.
+_CANCEL: dict[Scheduler, str] = {"slurm": "scancel", "lsf": "bkill", "pbs": "qdel", "sge": "qdel"}
+#: In what the program prints.
+_JOB_ID: dict[Scheduler, re.Pattern[str]] = {
+    "slurm": re.compile(r"^([0-9]+)(?:;[A-Za-z0-9._-]+)?$", re.MULTILINE),
+    "lsf": re.compile(r"Job <([0-9]+)>"),
+    "pbs": re.compile(r"^([0-9]+(?:\[\])?(?:\.[A-Za-z0-9._-]+)?)$", re.MULTILINE),
+    "sge": re.compile(r"^([0-9]+)(?:\.[0-9:-]+)?$", re.MULTILINE),
+}
+#: Signs that a batch system replaces in the path of a job's working folder: it would not find the folder, and
+#: the job would wait for ever or fail without a word.
+_REPLACED_IN_FOLDER: dict[Scheduler, str] = {"slurm": "%\\", "sge": "$"}
+_SUBMIT_TIMEOUT_S = 120
+_RESUME = ("--resume", "--no-resume")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A script and how it is handed over.
+
+    Attributes:
+        path: absolute path of the script.
+        argv: of the batch system's program.
+        reads_stdin: the program reads the script from there (bsub).
+    """
+
+    scheduler: Scheduler
+    path: Path
+    argv: tuple[str, ...]
+
+    @property
+    def reads_stdin(self) -> bool:
+        return self.scheduler == "lsf"
+
+    @property
+    def command_line(self) -> str:
+        """The command as it would be typed."""
+        line = " ".join(quote(word) for word in self.argv)
+        return f"{line} < {quote(str(self.path))}" if self.reads_stdin else line
+
+
+def plan_submission(
+    scheduler: Scheduler, name: str, folder: Path, scheduler_arguments: Sequence[str]
+) -> Submission:
+    """Return how a job's script is submitted; it is to be written into `folder`.
+
+    Args:
+        scheduler_arguments: more options of the batch system's program, after ours.
+
+    Raises:
+        ConfigError: the batch system cannot work in such a folder.
+    """
+    signs = [sign for sign in _REPLACED_IN_FOLDER.get(scheduler, "") if sign in str(folder)]
+    if signs:
+        raise ConfigError(
+            f"{folder}: {scheduler} replaces {' and '.join(signs)} in the path of a job's folder and "
+            "would not find it; submit from another folder"
+        )
+    path = folder / f"speechdp-{name}.{_SUFFIX[scheduler]}"
+    script = () if scheduler == "lsf" else (str(path),)
+    return Submission(scheduler, path, (*_PROGRAM[scheduler], *scheduler_arguments, *script))
+
+
+def detect_scheduler(search_path: str, environ: Mapping[str, str]) -> tuple[Scheduler, str]:
+    """Return which batch system is here, and what tells: a program on PATH or a variable.
+
+    Raises:
+        ConfigError: none, or a qsub that may be PBS's or Grid Engine's.
+    """
+    if shutil.which("sbatch", path=search_path):
+        return "slurm", "sbatch is on PATH"
+    if shutil.which("bsub", path=search_path):
+        return "lsf", "bsub is on PATH"
+    if shutil.which("qsub", path=search_path) is None:
+        raise ConfigError(
+            "no batch system found: neither sbatch, bsub nor qsub is on PATH; submit where one is, or "
+            "name it with --scheduler and look at the script with --dry-run"
+        )
+    if shutil.which("qconf", path=search_path):
+        return "sge", "qsub and qconf are on PATH"
+    if shutil.which("pbsnodes", path=search_path):
+        return "pbs", "qsub and pbsnodes are on PATH"
+    if environ.get("SGE_ROOT"):
+        return "sge", "qsub is on PATH and SGE_ROOT is set"
+    raise ConfigError("qsub is on PATH, but is it PBS's or Grid Engine's? say --scheduler pbs or sge")
+
+
+def check_command(command: Sequence[str], *, requeue: bool) -> tuple[str, ...]:
+    """Return the command a job runs: as given, for train with --resume.
+
+    --resume starts anew where there is no checkpoint, so it is safe, and a job started again goes on.
+
+    Raises:
+        ConfigError: nothing to run, a nested launch, folders that cannot be told, or --overwrite in a
+            job that would delete its own checkpoints when it is started again.
+    """
+    if not command:
+        raise ConfigError(
+            "nothing to submit; write it after --, e.g. speechdp submit --nodes 2 --ranks-per-node 4 "
+            "--time 8:00:00 -- train DATA RUN"
+        )
+    if command[0] in ("launch", "submit"):
+        raise ConfigError(
+            f"write the subcommand itself after --, not {command[0]}: the script calls speechdp launch "
+            "(its options go into --launch-args)"
+        )
+    find_target(command)
+    if "--overwrite" in command and (requeue or command[0] == "train"):
+        raise ConfigError(
+            "--overwrite in a batch job would delete the run each time the job is started; remove the folder "
+            "before you submit, or take another"
+        )
+    if command[0] == "train" and not any(word in command for word in _RESUME):
+        return (*command, "--resume")
+    return tuple(command)
+
+
+def write_script(path: Path, script: str) -> None:
+    """Write the script, with the permissions the user's umask leaves.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        # "x": never through a link that somebody else has put there, in a folder all may write to.
+        with atomic_path(path) as temporary, temporary.open("xb") as file:
+            file.write(os.fsencode(script))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: the script cannot be written ({error.strerror}); submit from a folder you may write to"
+        ) from error
+
+
+def submit(submission: Submission, search_path: str) -> str:
+    """Submit the script and return the job's number.
+
+    Raises:
+        ConfigError: the program is missing, refuses the script, or says no job's number.
+    """
+    program, *arguments = submission.argv
+    found = shutil.which(program, path=search_path)
+    if found is None:
+        raise ConfigError(
+            f"{program} is not on PATH; submit on a machine of the cluster that has it, "
+            "or look at the script with --dry-run"
+        )
+    stdin = submission.path if submission.reads_stdin else Path(os.devnull)
+    try:
+        with stdin.open("rb") as file:
+            answer = subprocess.run(
+                [found, *arguments],
+                stdin=file,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_SUBMIT_TIMEOUT_S,
+                check=False,
+            )
+    except OSError as error:
+        raise ConfigError(f"{found} cannot be run ({error.strerror}); look at {submission.path}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{program} has not answered for {_SUBMIT_TIMEOUT_S} s; ask the batch system whether the job of "
+            f"{submission.path} is queued before you submit again"
+        ) from error
+    said = " ".join(f"{answer.stderr} {answer.stdout}".split()) or "nothing"
+    if answer.returncode != 0:
+        raise ConfigError(
+            f"{program} refused {submission.path} with exit code {answer.returncode}; it says: {said}"
+        )
+    match = _JOB_ID[submission.scheduler].search(answer.stdout)
+    if match is None:
+        raise ConfigError(
+            f"{program} took {submission.path} but gave no job's number; it says: {said}; "
+            "ask the batch system which jobs are queued before you submit again"
+        )
+    return match.group(1)
+
+
+def where_output_goes(scheduler: Scheduler, job: BatchJob, job_id: str) -> Path:
+    """Return the file the job's output will be in."""
+    output = output_file(scheduler, job.placement)
+    if output is None:
+        return job.folder / f"{job.placement.name}.o{job_id.partition('.')[0]}"
+    placeholder = JOB_ID_IN_OUTPUT[scheduler]
+    return job.folder / (output if placeholder is None else output.replace(placeholder, job_id))
+
+
+def how_to_cancel(scheduler: Scheduler, job_id: str) -> str:
+    """Return the command that ends the job."""
+    return f"{_CANCEL[scheduler]} {job_id}"

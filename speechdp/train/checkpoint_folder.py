@@ -1,0 +1,114 @@
+"""The folder of a checkpoint while it is written, how rank 0 completes it, and what goes for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speechdp.atomic_file import write_text_atomically
+from speechdp.train.checkpoint import (
+    CHECKPOINT_FORMAT,
+    CHECKPOINT_VERSION,
+    checkpoint_steps,
+    last_checkpoint_note,
+)
+
+_KEPT = 2
+#: Seconds until what rank 0 writes must be seen on all hosts; NFS looks again after a while only.
+_VISIBLE_S = 30.0
+
+#: What a rank tells of its file: its name, sha256 and bytes, or the problem.
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint is written, and what its folder is called when it is whole."""
+
+    step: int
+    temporary: Path
+    final: Path
+
+
+def entry_name(rank: int) -> str:
+    """Return the file in which a rank other than 0 tells of its part."""
+    return f"rank-{rank:04d}.json"
+
+
+def is_seen(path: Path) -> bool:
+    """Return whether a file is there, or comes to be seen soon."""
+    deadline_s = time.monotonic() + _VISIBLE_S
+    while True:
+        # Listing a folder makes NFS look again; asking for the file alone may answer from memory.
+        with contextlib.suppress(OSError):
+            if path in path.parent.iterdir():
+                return True
+        if time.monotonic() > deadline_s or not path.parent.parent.is_dir():
+            return False
+        time.sleep(0.05)
+
+
+def read_entries(folder: Path, ranks: list[int]) -> dict[int, Entry]:
+    """Return the entries that have come from `ranks`, those whose file is seen whole."""
+    found: dict[int, Entry] = {}
+    with contextlib.suppress(OSError):
+        names = {path.name for path in folder.iterdir()}
+        for rank in ranks:
+            if entry_name(rank) in names:
+                entry = json.loads((folder / entry_name(rank)).read_text())
+                if "problem" in entry or (folder / entry["file"]).stat().st_size == entry["bytes"]:
+                    found[rank] = entry
+    return found
+
+
+def commit(place: Place, entries: dict[int, Entry], size: int) -> None:
+    """Make a checkpoint of what the ranks have written; of `size` those without an entry are lost.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    lost = [rank for rank in range(size) if rank not in entries]
+    head = {
+        "format": CHECKPOINT_FORMAT,
+        "version": CHECKPOINT_VERSION,
+        "step": place.step,
+        "ranks": [entries[rank] for rank in sorted(entries)],
+        **({"lost": lost} if lost else {}),
+    }
+    write_text_atomically(place.temporary / "checkpoint.json", json.dumps(head, indent=2) + "\n")
+    for rank in range(size):
+        (place.temporary / entry_name(rank)).unlink(missing_ok=True)
+    if place.final.exists():  # of a step that was taken again, after it could not be read
+        aside = place.temporary.with_suffix(".old")
+        place.final.rename(aside)
+        place.temporary.rename(place.final)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        place.temporary.rename(place.final)
+    directory = os.open(place.final.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def prune(run_dir: Path, newest: int) -> None:
+    """Keep the last two.  Later ones than this, the newest, could not be read when the run went on."""
+    steps = list(checkpoint_steps(run_dir))
+    kept = [step for step in steps if step <= newest][:_KEPT]
+    for step in set(steps) - set(kept):
+        shutil.rmtree(run_dir / "checkpoints" / f"step-{step:08d}", ignore_errors=True)
+
+
+def cannot_be_written(run_dir: Path, reason: str) -> str:
+    """Return the message of a disk that is full, or the like."""
+    return (
+        f"{run_dir / 'checkpoints'}: checkpoint cannot be written ({reason}); "
+        f"free some space, then go on with --resume; {last_checkpoint_note(run_dir)}"
+    )

@@ -1,0 +1,131 @@
+"""Where a run comes from: what, besides its options, it takes to repeat it (run.json, starts.jsonl)."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from speechdp.train.session import Session
+
+#: Set by `speechdp launch`: where the hosts stood, the hosts themselves, its own command line (a JSON list),
+#: and why it starts a job again.
+HOSTFILE, HOSTS, LAUNCH = "SPEECHDP_HOSTFILE", "SPEECHDP_HOSTS", "SPEECHDP_LAUNCH"
+RESTART_REASON = "SPEECHDP_RESTART_REASON"
+_GIT_TIMEOUT_S = 3.0
+_MOST_BYTES = 1 << 20
+_JOB_IDS = {"SLURM_JOB_ID": "slurm", "LSB_JOBID": "lsf", "PBS_JOBID": "pbs", "JOB_ID": "sge"}
+_SETTINGS = re.compile(
+    r"(OMP|MKL|OPENBLAS|GOTO)_NUM_THREADS|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|LAUNCH_BLOCKING)|CUBLAS_\w+"
+    r"|(HOROVOD|NCCL|UCX|GLOO|TORCH|PYTORCH|KMP|GOMP|FI|SPEECHDP)_\w+|(OMPI|PRTE|PMIX)_MCA_\w+"
+)
+#: Never written down: what opens doors, and what a launcher makes up anew for every job.
+_HIDDEN = re.compile(
+    r"SECRET|TOKEN|PASSW|CREDENTIAL|(^|_)KEY|APIKEY|TRANSPORTS|_URI|_MCA_(orte|ess|prte|pmix|plm_base|ras_base)_"
+    r"|INITIAL_WDIR|SPEECHDP_(HOSTFILE|HOSTS|LAUNCH|RESTART_REASON)$",
+    re.IGNORECASE,
+)
+
+
+def origin_facts(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return hosts, commands and settings that a run was begun with; None for what is not known.
+
+    Args:
+        environment: of this process.
+    """
+    return {
+        "directory": str(Path.cwd()),
+        "git": None,  # unless the session knows: git is not to be run beside MPI
+        "hostfile": _hostfile(environment),
+        "launch": _launch_command(environment),
+        "scheduler": _scheduler(environment),
+        "environment": settings(environment),
+    }
+
+
+def start_facts(session: Session, step: int, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return a line of starts.jsonl.
+
+    Args:
+        session: of the ranks that begin.
+        step: the one they go on from; 0: the beginning.
+        environment: of this process.
+    """
+    return {
+        "step": step,
+        "size": session.comm.size,
+        "hosts": session.facts.get("hosts"),
+        "scheduler": _scheduler(environment),
+        "reason": environment.get(RESTART_REASON) or None,
+    }
+
+
+def settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment's variables that change how a run computes and exchanges; never secrets."""
+    names = sorted(n for n in environment if _SETTINGS.fullmatch(n) and not _HIDDEN.search(n))
+    return {name: environment[name] for name in names}
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Return `commit` and whether files differ from it (`dirty`); None where `folder` is in no checkout."""
+    if shutil.which("git") is None:
+        return None
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None or _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None  # installed below somebody else's checkout
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", str(folder))
+    return {"commit": commit.strip(), "dirty": None if changes is None else changes.strip() != ""}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Return what git says; None where it fails or takes long.  Nothing of the checkout is run."""
+    # The checkout's own settings may name programs for hooks and for watching files.
+    safe = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "--no-optional-locks")
+    try:
+        ended = subprocess.run(
+            ["git", *safe, "-C", str(folder), *arguments],
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            timeout=_GIT_TIMEOUT_S,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return ended.stdout if ended.returncode == 0 else None
+
+
+def _hostfile(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    source, hosts = environment.get(HOSTFILE), environment.get(HOSTS)
+    if not source and not hosts:
+        return None
+    lines = None
+    try:
+        with Path(source or "").open(encoding="utf-8", errors="replace") as file:
+            lines = file.read(_MOST_BYTES).splitlines()
+    except (OSError, ValueError):
+        pass  # an allocation's variable, or a file that only the launching host has
+    return {"source": source, "lines": lines, "hosts": hosts}
+
+
+def _launch_command(environment: Mapping[str, str]) -> list[str] | None:
+    try:
+        words = json.loads(environment.get(LAUNCH, "null"))
+    except ValueError:
+        return None
+    return [str(word) for word in words] if isinstance(words, list) else None
+
+
+def _scheduler(environment: Mapping[str, str]) -> dict[str, str] | None:
+    for variable, name in _JOB_IDS.items():
+        job_id = environment.get(variable)
+        # Only Grid Engine's name is one that others might use as well.
+        if job_id and (name != "sge" or "SGE_ROOT" in environment or "SGE_TASK_ID" in environment):
+            return {"name": name, "job_id": job_id}
+    return None

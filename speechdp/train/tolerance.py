@@ -1,0 +1,44 @@
+"""--tolerate-loss: who can go on when a rank is gone, and who is told before step 1 that they cannot."""
+
+from __future__ import annotations
+
+from speechdp.comm.base import Communicator
+from speechdp.config import TrainOptions
+from speechdp.errors import ConfigError, RunError
+from speechdp.strategies.base import Strategy
+from speechdp.train.session import Session
+
+
+def begin_tolerating(session: Session, options: TrainOptions, strategy: Strategy) -> None:
+    """Have the ranks go on without those that are gone, if that was asked for.  Collective.
+
+    Raises:
+        ConfigError: this strategy, back-end or MPI cannot.
+        RunError: a rank is gone already, lost by an earlier run of this process.
+    """
+    if not options.faults.tolerate_loss:
+        return
+    if not strategy.survives_loss:
+        raise ConfigError(
+            f"--tolerate-loss: {options.strategy} waits for every rank in its exchanges; choose --strategy "
+            "ad_psgd (without groups), or leave it out and see speechdp launch --max-restarts"
+        )
+    if session.feeders is not None:
+        raise ConfigError("--tolerate-loss: feeders are waited for; leave out --feeders or --tolerate-loss")
+    session.comm.tolerate_loss()
+    if lost := lost_ranks(session.comm):
+        raise RunError(f"rank {lost[0]} is gone, and a run begins with all its ranks; go on with --resume")
+
+
+def lost_ranks(comm: Communicator) -> list[int]:
+    """Return the ranks that are gone, as agreed on in the last collective."""
+    return sorted(set(range(comm.size)) - set(comm.alive))
+
+
+def loss_notice(session: Session, rank: int) -> str:
+    """Return the line that says that `rank` is gone."""
+    hosts = session.facts.get("hosts", [])
+    where = f" on {hosts[rank]}" if rank < len(hosts) else ""
+    num_left = session.comm.size - len(session.comm.gone | {rank})
+    ranks = "1 rank" if num_left == 1 else f"{num_left} ranks"
+    return f"rank {rank}{where} is gone; going on with {ranks}"

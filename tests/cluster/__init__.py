@@ -1,0 +1,1 @@
+"""Several nodes on one machine, and what is tested on them."""

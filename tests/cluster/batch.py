@@ -1,0 +1,85 @@
+"""What the batch systems of the lab have in common: a job as they show it, and how to wait for one."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from speechdp.train.checkpoint import checkpoint_steps
+from tests.cluster.lab import Lab
+from tests.helpers.tiny_data import TINY_MODEL
+
+#: Long: everything on the nodes shares the few cores of one machine.
+WAIT_S = 120.0
+_POLL_S = 0.2
+#: Some hundred steps on two ranks, and a checkpoint soon after the start: long enough to be interrupted.
+OPTIONS = (
+    *TINY_MODEL, "--batch-size", "1", "--epochs", "10", "--checkpoint-steps", "37",
+    "--strategy", "model_averaging:period=5",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """A job as its batch system shows it.
+
+    Attributes:
+        job_id: as the batch system's commands take it.
+        state: in the batch system's words.
+        exit_code: of its script; None: it has not ended, or nobody kept it.
+        restarts: how often it was started again.
+        hosts: where it runs or ran, as the batch system writes it.
+    """
+
+    job_id: str
+    state: str
+    exit_code: int | None = None
+    restarts: int = 0
+    hosts: str = ""
+
+
+def submitted(lab: Lab, argv: Sequence[str | Path], env: Mapping[str, str] | None = None) -> str:
+    """Run a command that submits, on the first node; return the job id it prints."""
+    ended = lab.on(lab.names[0], argv, env=env)
+    found = re.search(r"\b[Jj]ob (\d+)\b", ended.stdout) or re.fullmatch(r"(\d+)\n", ended.stdout)
+    assert ended.exit_code == 0 and found, ended.output
+    return found[1]
+
+
+def wait_until(condition: Callable[[], object], what: str, explain: Callable[[], str]) -> None:
+    """Wait until something has come true; on a time-out fail with what `explain` returns."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited in vain for {what}\n{explain()}")
+        time.sleep(_POLL_S)
+
+
+def in_folder(folder: Path, *argv: str | Path) -> list[str]:
+    """Return the command that runs `argv` in a folder, as a user who stands there."""
+    return ["env", f"--chdir={folder}", *map(str, argv)]
+
+
+def submit_train(scheduler: str, data: Path, run: Path, *options: str) -> list[str]:
+    """Return the command that submits a training of OPTIONS over two nodes, from the folder of `run`."""
+    asked = ["--scheduler", scheduler, "--nodes", "2", "--ranks-per-node", "1"]
+    if "--time" not in options:
+        asked += ["--time", "0:10:00"]
+    program = [sys.executable, "-m", "speechdp", "submit", *asked, *options]
+    return in_folder(run.parent, *program, "--", "train", data, run, *OPTIONS)
+
+
+def last_step(run: Path) -> int:
+    """Return the step of a run's last checkpoint, 0 before there is one."""
+    return next(checkpoint_steps(run), 0)
+
+
+def hosts_of(run: Path) -> list[str]:
+    """Return the hosts of a run's ranks, as the run noted them."""
+    hosts: list[str] = json.loads((run / "run.json").read_text())["hosts"]
+    return hosts

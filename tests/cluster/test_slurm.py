@@ -1,0 +1,164 @@
+"""Jobs of a real Slurm: submitted, stopped, put back into the queue, failing, and on nodes that are lost."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from speechdp.data.dataset import Dataset
+from tests.cluster.batch import OPTIONS, BatchJob, hosts_of, in_folder, last_step, submit_train
+from tests.cluster.lab import Lab
+from tests.cluster.slurm import Slurm, why_not
+from tests.helpers.finished_run import assert_equal_runs
+from tests.helpers.mpi import REPOSITORY
+
+
+@dataclass(frozen=True)
+class Site:
+    """A Slurm, the folder its users work in, and data there."""
+
+    slurm: Slurm
+    folder: Path
+    data: Path
+
+    def submit(self, name: str, *options: str) -> tuple[str, Path]:
+        """Submit the training of OPTIONS over two nodes; return job id and run."""
+        run = self.folder / name
+        return self.slurm.submit(submit_train("slurm", self.data, run, *options)), run
+
+
+@pytest.fixture(scope="module")
+def site(shared_lab: Lab, dataset: Dataset) -> Iterator[Site]:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with Slurm(shared_lab) as slurm:
+        yield Site(slurm, shared_lab.folder, dataset.path)
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run that nothing happened to, its job, and what that printed.
+
+    The sum of two numbers is the same bits whatever carries it, so every run of OPTIONS equals it.
+    """
+
+    run: Path
+    job: BatchJob
+    output: str
+
+
+@pytest.fixture(scope="module")
+def undisturbed(site: Site) -> Undisturbed:
+    job_id, run = site.submit("undisturbed")
+    job = site.slurm.wait(job_id)
+    return Undisturbed(run, job, site.slurm.output(job_id))
+
+
+def assert_same(site: Site, job: BatchJob, run: Path, undisturbed: Undisturbed) -> None:
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), site.slurm.output(job.job_id)
+    assert_equal_runs(run, undisturbed.run)
+
+
+def test_a_submitted_job_trains_over_its_nodes(undisturbed: Undisturbed) -> None:
+    job = undisturbed.job
+    assert (job.state, job.exit_code, job.restarts) == ("COMPLETED", 0, 0), undisturbed.output
+    assert (undisturbed.run / "completed.json").is_file(), undisturbed.output
+    assert (undisturbed.run / "model.safetensors").is_file(), undisturbed.output
+    assert hosts_of(undisturbed.run) == ["n2", "n3"]
+
+
+def test_the_script_in_launch_runs_a_command(site: Site, undisturbed: Undisturbed) -> None:
+    run = site.folder / "by-hand"
+    script = [REPOSITORY / "launch" / "slurm.sbatch", "train", site.data, run, *OPTIONS, "--resume"]
+    command = in_folder(site.folder, "sbatch", "--ntasks-per-node=1", "--time=10", *script)
+    job_id = site.slurm.submit(command, {"SPEECHDP_PYTHON": sys.executable})
+    assert_same(site, site.slurm.wait(job_id), run, undisturbed)
+    assert hosts_of(run) == ["n2", "n3"]
+
+
+@pytest.mark.parametrize("launcher", ["--launcher horovodrun --controller gloo", "--launcher srun"])
+def test_other_launchers_find_the_allocation(site: Site, undisturbed: Undisturbed, launcher: str) -> None:
+    job_id, run = site.submit(launcher.split()[1], f"--launch-args={launcher}")
+    assert_same(site, site.slurm.wait(job_id), run, undisturbed)
+    assert hosts_of(run) == ["n2", "n3"]
+
+
+def test_srun_without_pmix_is_refused_on_every_rank(site: Site) -> None:
+    run = site.folder / "unconnected"
+    line = f"srun {sys.executable} -m speechdp train {site.data} {run} --layers 1 --cells 8"
+    submit = in_folder(site.folder, "sbatch", "--nodes=2", "--ntasks-per-node=1", "--wrap", line)
+    job = site.slurm.wait(site.slurm.submit(submit))
+    output = site.slurm.output(job.job_id)
+    assert job.state == "FAILED", output
+    for rank, host in enumerate(("n2", "n3")):
+        assert f"speechdp: rank {rank} on {host}: srun started 2 processes without PMIx" in output
+    assert "MPI_ERRORS_ARE_FATAL" not in output
+    assert not run.exists()
+
+
+def test_a_preempted_job_ends_with_the_same_model(site: Site, undisturbed: Undisturbed) -> None:
+    job_id, run = site.submit("preempted")
+    site.slurm.wait_until(job_id, lambda _: last_step(run), "a checkpoint")
+    site.slurm.signal_script(job_id, "USR1")  # what --signal=B:USR1@TIME sends
+    site.slurm.start_now(job_id)
+    job = site.slurm.wait(job_id)
+    assert_same(site, job, run, undisturbed)
+    output = site.slurm.output(job_id)
+    assert job.restarts == 1, output
+    assert "stopped as asked" in output
+    assert f"{run}: going on from step " in output
+
+
+def test_a_job_saves_and_is_requeued_before_its_time_limit(site: Site) -> None:
+    run = site.folder / "out-of-time"
+    command = submit_train("slurm", site.data, run, "--time", "0:01:00", "--signal-s", "20")
+    job_id = site.slurm.submit([*command, "--epochs", "100000"])
+    site.slurm.wait_until(job_id, lambda job: job.restarts == 1, "the requeue before the time limit")
+    output = site.slurm.output(job_id)
+    site.slurm.command("scancel", job_id)
+    assert "stopped as asked" in output
+    assert "DUE TO TIME LIMIT" not in output
+    assert last_step(run) > 0
+
+
+def test_a_failing_job_says_why_and_holds_back_what_depends_on_it(site: Site) -> None:
+    run = site.folder / "failing"
+    job_id = site.slurm.submit(submit_train("slurm", site.folder / "no-data", run))
+    after = site.slurm.submit(["sbatch", f"--dependency=afterok:{job_id}", "--wrap", "true"])
+    job = site.slurm.wait(job_id)
+    output = site.slurm.output(job_id)
+    assert (job.state, job.exit_code) == ("FAILED", 1), output
+    ours = [line for line in output.splitlines() if line.startswith("speechdp: rank 0 on n2: ")]
+    assert ours and "no-data" in ours[0], output
+    never = "DependencyNeverSatisfied"
+    site.slurm.wait_until(after, lambda _: site.slurm.reason(after) == never, "the dependency to fail")
+    site.slurm.command("scancel", after)
+
+
+def test_a_hostile_folder_is_but_a_name(site: Site) -> None:
+    folder = site.folder / 'it\'s "mine" $(touch pwned) `touch pwned`; touch pwned & $HOME'
+    folder.mkdir()
+    command = submit_train("slurm", site.data, folder / "#SBATCH 100%j \\ <run>")
+    job = site.slurm.wait(site.slurm.submit([*command, "--max-steps", "3"]))
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), site.slurm.output(job.job_id)
+    assert (folder / "#SBATCH 100%j \\ <run>" / "completed.json").is_file()
+    assert not list(site.folder.rglob("pwned"))
+
+
+def test_a_job_goes_on_elsewhere_when_its_first_node_is_lost(site: Site, undisturbed: Undisturbed) -> None:
+    job_id, run = site.submit("node-lost")
+    site.slurm.wait_until(job_id, lambda _: last_step(run), "a checkpoint")
+    site.slurm.lab.kill_node("n2")  # with the job's script and launcher on it
+    try:
+        site.slurm.start_now(job_id)
+        job = site.slurm.wait(job_id)
+        assert_same(site, job, run, undisturbed)
+        assert job.hosts == "n[1,3]"
+    finally:
+        site.slurm.lab.revive("n2")
+        site.slurm.join("n2")

@@ -1,0 +1,176 @@
+"""A run that goes on with more or fewer ranks than it was begun with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from itertools import cycle, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from speechdp.comm.base import Communicator
+from speechdp.comm.threads import run_threads
+from speechdp.config import TrainOptions
+from speechdp.config_batch import BatchOptions
+from speechdp.config_model import ModelOptions
+from speechdp.data.dataset import Dataset
+from speechdp.errors import CommunicationError, RunError
+from speechdp.strategies.registry import parse_strategy
+from speechdp.timing.summary import read_run
+from speechdp.train.checkpoint import checkpoint_steps
+from speechdp.train.progress import SilentReporter
+from speechdp.train.run import train_run
+from speechdp.train.session import Session
+from tests.helpers.finished_run import evaluations, model_tensors
+from tests.helpers.tiny_data import TinySizes, write_tiny_data
+
+CPU = torch.device("cpu")
+MODEL = ModelOptions(layers=1, cells=4, dropout=0.2)
+OPTIONS = TrainOptions(MODEL, BatchOptions(batch_size=2), epochs=3, checkpoint_steps=4)
+SYNCHRONOUS = (
+    "gradient_averaging:every=3",
+    "model_averaging:period=3,momentum=average",
+    "model_averaging:period=2,first=best,leave_out=0.05,combine=4",
+    "adaptive_averaging:period=3,begin=2,interval=5",
+    "delayed_averaging:period=6,fragments=2,delay=2",
+    "bmuf:period=3",
+    "slowmo:period=3",
+    "diloco:period=5",
+    "dpsgd:topology=random",
+    "easgd:mode=sync,period=2",
+)
+#: Have no exchange, or nothing to keep of it, on one rank.
+ALONE_OTHERWISE = ("delayed_averaging", "dpsgd", "easgd")
+WITH_ROLES = ("ad_psgd", "parameter_server", "easgd")
+
+
+class KilledError(Exception):
+    """Stands for a process that is gone."""
+
+
+class Watching(SilentReporter):
+    """Ends the run after a step; keeps what is said."""
+
+    def __init__(self, dies_at: int = 0) -> None:
+        self.dies_at, self.num_steps = dies_at, 0
+        self.notices: list[str] = []
+
+    def step(self, epoch: float, frames: int, loss: float | None) -> None:
+        self.num_steps += 1
+        if self.num_steps == self.dies_at:
+            raise KilledError
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return write_tiny_data(tmp_path_factory.mktemp("size") / "data", TinySizes(train=40, shards=3))
+
+
+def kill(dataset: Dataset, options: TrainOptions, run: Path, size: int, at_step: int) -> int:
+    """Leave a run that every rank has left after `at_step`; return the step of its last checkpoint."""
+
+    def train(comm: Communicator) -> None:
+        with pytest.raises(KilledError):
+            train_run(Session(dataset, comm, CPU, Watching(at_step)), options, run)
+
+    run_threads(size, train)
+    return next(checkpoint_steps(run))
+
+
+def go_on(dataset: Dataset, options: TrainOptions, run: Path, size: int) -> list[str]:
+    """Finish a run; return what rank 0 said."""
+
+    def train(comm: Communicator) -> list[str]:
+        reporter = Watching()
+        train_run(Session(dataset, comm, CPU, reporter), options, run, resume=True)
+        return reporter.notices
+
+    return run_threads(size, train)[0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "before", "after"),
+    [(strategy, *sizes) for strategy, sizes in zip(SYNCHRONOUS, cycle([(3, 2), (2, 3)]), strict=False)]
+    + [(s, *sizes) for s in SYNCHRONOUS if s.startswith(ALONE_OTHERWISE) for sizes in [(2, 1), (1, 2)]],
+)
+def test_every_frame_is_trained_on_once_in_the_epochs_to_come(
+    dataset: Dataset, tmp_path: Path, strategy: str, before: int, after: int
+) -> None:
+    options = dataclasses.replace(OPTIONS, strategy=strategy)
+    step = kill(dataset, options, tmp_path, before, at_step=5)
+    assert step == 4
+    notices = go_on(dataset, options, tmp_path, after)
+    (line,) = [n for n in notices if n.startswith("going on from")]
+    assert line.startswith(
+        f"going on from step 4, written by {before} ranks, with {after} ranks: epoch 1 goes"
+    )
+    lines = evaluations(tmp_path)
+    num_frames = dataset.num_frames("train")
+    assert [b["frames"] - a["frames"] for a, b in pairwise(lines)] == [num_frames] * 2
+    assert all(-5 < line["heldout_log_prob"] < 0 for line in lines), lines
+    assert all(bool(tensor.isfinite().all()) for tensor in model_tensors(tmp_path).values())
+
+
+def test_the_epoch_under_way_goes_on_at_the_same_share(dataset: Dataset, tmp_path: Path) -> None:
+    """40 utterances are 20 steps of two for one rank and 6 at most for each of four."""
+    assert kill(dataset, OPTIONS, tmp_path, 1, at_step=9) == 8
+    notices = go_on(dataset, OPTIONS, tmp_path, 4)
+    (line,) = [n for n in notices if n.startswith("going on from")]
+    assert "at the same share, step 2 of 6 instead of 8 of 20, and may repeat or miss segments" in line
+    assert line.endswith("every rank takes 2 segments a step, learning rate 0.002")
+    assert [line["step"] for line in evaluations(tmp_path)] == [8 + 4, 8 + 4 + 6, 8 + 4 + 6 + 6]
+
+
+def test_the_global_batch_stays_where_it_is_given(dataset: Dataset, tmp_path: Path) -> None:
+    batch = BatchOptions(global_batch=6)
+    options = dataclasses.replace(OPTIONS, batch=batch)
+    kill(dataset, options, tmp_path, 3, at_step=5)
+    notices = go_on(dataset, options, tmp_path, 2)
+    assert any("every rank takes 3 segments a step" in notice for notice in notices), notices
+
+
+def test_an_epoch_s_end_is_the_same_place_for_any_number_of_ranks(dataset: Dataset, tmp_path: Path) -> None:
+    options = dataclasses.replace(OPTIONS, checkpoint_steps=0)
+    kill(dataset, options, tmp_path, 2, at_step=13)
+    notices = go_on(dataset, options, tmp_path, 3)
+    assert any("with 3 ranks: the next epoch begins; every rank" in notice for notice in notices), notices
+    num_frames = dataset.num_frames("train")
+    assert [line["frames"] for line in evaluations(tmp_path)] == [num_frames, 2 * num_frames, 3 * num_frames]
+
+
+def test_what_is_recorded_of_ranks_that_are_no_more(dataset: Dataset, tmp_path: Path) -> None:
+    kill(dataset, OPTIONS, tmp_path, 3, at_step=6)
+    go_on(dataset, OPTIONS, tmp_path, 2)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["size"] == 2 and record["earlier_sizes"] == [3]
+    starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert [(start["step"], start["size"]) for start in starts] == [(0, 3), (4, 2)]
+    assert len(list((tmp_path / "timeline").glob("rank-*.jsonl"))) == 3
+    timing = read_run(tmp_path).timing
+    assert timing is not None and [rank.rank for rank in timing.ranks] == [0, 1]
+
+
+@pytest.mark.parametrize("strategy", WITH_ROLES)
+def test_strategies_with_roles_are_refused(dataset: Dataset, tmp_path: Path, strategy: str) -> None:
+    assert not parse_strategy(strategy).resumes_with_other_size
+    options = dataclasses.replace(OPTIONS, strategy=strategy, checkpoint_steps=0, epochs=1)
+    run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path))
+    (tmp_path / "completed.json").unlink()
+    with pytest.raises((RunError, CommunicationError), match="written by 2 ranks, cannot be resumed by 3"):
+        go_on(dataset, options, tmp_path, 3)
+
+
+def test_ranks_that_were_not_there_draw_numbers_of_their_own(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+    kill(dataset, OPTIONS, tmp_path, 2, at_step=5)
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    go_on(dataset, OPTIONS, tmp_path, 4)
+    fresh = [seed for seed in seeds if seed > 1 << 32]  # those of a start are seed x 65537 + rank
+    assert len(set(fresh)) == 2

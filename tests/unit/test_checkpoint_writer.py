@@ -1,0 +1,305 @@
+"""Checkpoints are written behind training, which may change its state; a kill at any stage loses none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speechdp.comm.base import Communicator
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.threads import run_threads
+from speechdp.errors import CommunicationError, RunError
+from speechdp.train import checkpoint_writer, rank_file
+from speechdp.train.checkpoint import RankState, checkpoint_steps, load_checkpoint
+from speechdp.train.checkpoint_writer import CheckpointWriter
+from speechdp.train.rank_file import Snapshot, take_snapshot
+from tests.helpers.mpi import REPOSITORY
+
+ALONE = SerialCommunicator()
+#: Where a process is killed, what the thread calls there, and before or after the call.
+STAGES = {
+    "nothing written": ("checkpoint_writer.write_rank_file", "before"),
+    "own file written": ("checkpoint_writer.write_rank_file", "after"),
+    "all have told": ("CheckpointWriter._collect", "after"),
+    "head written": ("checkpoint_folder.write_text_atomically", "after"),
+    "folder named": ("checkpoint_writer.commit", "after"),
+    "old ones gone": ("checkpoint_writer.prune", "after"),
+}
+KILLED = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+from speechdp.comm.threads import run_threads
+from speechdp.train import checkpoint_folder, checkpoint_writer
+from speechdp.train.checkpoint import RankState
+from speechdp.train.checkpoint_writer import CheckpointWriter
+
+def train(comm, run, function, when):
+    writer = CheckpointWriter(run, comm)
+    for step in (1, 2, 3):
+        if step == 3 and comm.rank == 0:
+            owner, name = function.split(".")
+            owner = globals()[owner]
+            original = getattr(owner, name)
+
+            def killed(*arguments, **options):
+                if when == "after":
+                    original(*arguments, **options)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            setattr(owner, name, killed)
+        comm.barrier()
+        values = {"counters": {"step": step}}
+        writer.start(step, RankState(values, {"parameters": torch.full((1000,), float(step))}))
+        writer.flush()
+
+for stage, (function, when) in json.loads(sys.argv[2]).items():
+    pid = os.fork()  # of a process without threads: cheaper than a start
+    if pid == 0:
+        run_threads(2, lambda comm: train(comm, Path(sys.argv[1]) / stage, function, when))
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL, stage
+"""
+
+
+def state_of(step: int) -> RankState:
+    return RankState({"counters": {"step": step}}, {"parameters": torch.full((1000,), float(step))})
+
+
+def step_of(state: RankState | None) -> int:
+    assert state is not None
+    step = int(state.values["counters"]["step"])
+    assert bool((state.tensors["parameters"] == step).all())
+    return step
+
+
+class Gate:
+    """Holds a function up until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, rank_file: str = "") -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        original = getattr(owner, name)
+
+        def held(*arguments: Any, **options: Any) -> Any:
+            if not rank_file or Path(str(arguments[0])).name == rank_file:
+                self.reached.set()
+                assert self.opened.wait(20)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, held)
+
+
+def test_training_changes_its_state_while_the_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, checkpoint_writer, "write_rank_file")
+    writer = CheckpointWriter(tmp_path, ALONE)
+    state = state_of(5)
+    writer.start(5, state)
+    assert gate.reached.wait(20)
+    state.tensors["parameters"].fill_(6.0)  # the next step
+    state.values["counters"]["step"] = 6
+    assert list(checkpoint_steps(tmp_path)) == []
+    gate.opened.set()
+    writer.flush()
+    assert step_of(load_checkpoint(tmp_path, ALONE, [])) == 5
+
+
+def test_the_next_checkpoint_waits_for_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, checkpoint_writer, "commit")
+    writer = CheckpointWriter(tmp_path, ALONE)
+    writer.start(1, state_of(1))
+    assert gate.reached.wait(20)
+    threading.Timer(0.1, gate.opened.set).start()
+    writer.start(2, state_of(2))
+    assert 1 in checkpoint_steps(tmp_path)
+    writer.flush()
+    assert list(checkpoint_steps(tmp_path)) == [2, 1]
+
+
+def test_memory_serves_again_where_shapes_stay() -> None:
+    first = take_snapshot(state_of(1), Snapshot())
+    places = {name: tensor.data_ptr() for name, tensor in first.tensors.items()}
+    second = take_snapshot(state_of(2), first)
+    assert {name: tensor.data_ptr() for name, tensor in second.tensors.items()} == places
+    third = take_snapshot(RankState({}, {"parameters": torch.ones(7, dtype=torch.float64)}), second)
+    assert third.tensors["parameters"].tolist() == [1.0] * 7
+
+
+@pytest.mark.parametrize("dtype", rank_file._TYPES)
+def test_every_type_of_number_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {"b": torch.arange(12).to(dtype).view(3, 4), "a": torch.ones(3, dtype=torch.uint8)}
+    writer = CheckpointWriter(tmp_path, ALONE)
+    writer.start(1, RankState({"é": "\n"}, tensors))
+    writer.flush()
+    state = load_checkpoint(tmp_path, ALONE, [])
+    assert state is not None and state.values == {"é": "\n"}
+    for name, tensor in tensors.items():
+        assert state.tensors[name].dtype == tensor.dtype and torch.equal(state.tensors[name], tensor)
+
+
+def test_what_goes_wrong_behind_training_is_raised_at_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_writer, "write_rank_file", full)
+    writer = CheckpointWriter(tmp_path, ALONE)
+    writer.start(1, state_of(1))
+    writer._join()
+    for attempt in (writer.check, writer.flush, lambda: writer.start(2, state_of(2))):
+        with pytest.raises(
+            RunError, match=r"cannot be written \(No space left on device on rank 0\); free some"
+        ):
+            attempt()
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_rank_that_writes_nothing_is_named_with_its_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_writer, "_PATIENCE_S", 0.2)
+    gate = Gate(monkeypatch, checkpoint_writer, "write_rank_file", rank_file="rank-0002.safetensors")
+
+    def train(comm: Communicator) -> None:
+        writer = CheckpointWriter(tmp_path, comm)
+        writer.start(1, state_of(1))
+        if comm.rank == 0:
+            writer._join()
+            gate.opened.set()
+        writer.flush()
+
+    with pytest.raises(
+        RunError, match=r"checkpoint is not complete: nothing from rank 2 on \S+ for 0.2 s; look"
+    ):
+        run_threads(3, train)
+
+
+def test_a_failed_run_leaves_what_it_cannot_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_writer, "_GRACE_S", 0.2)
+
+    def train(comm: Communicator) -> None:
+        writer = CheckpointWriter(tmp_path, comm)
+        if comm.rank == 1:
+            writer.open()
+            return  # killed
+        writer.start(1, state_of(1))
+        writer.close()
+        assert writer._thread is not None and not writer._thread.is_alive()
+
+    run_threads(2, train)
+    assert list(checkpoint_steps(tmp_path)) == []
+    (left,) = (tmp_path / "checkpoints").glob(".step-*")  # the next start clears it
+    CheckpointWriter(tmp_path, ALONE).open()
+    assert not left.exists() and list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_failed_run_completes_a_checkpoint_that_takes_a_moment_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, checkpoint_writer, "commit")
+    writer = CheckpointWriter(tmp_path, ALONE)
+    writer.start(1, state_of(1))
+    threading.Timer(0.1, gate.opened.set).start()
+    writer.close()
+    assert list(checkpoint_steps(tmp_path)) == [1]
+
+
+def test_leftovers_of_a_killed_job_are_never_mixed_in(tmp_path: Path) -> None:
+    """A process of it may even come back and write on."""
+    killed, alive = CheckpointWriter(tmp_path, ALONE), CheckpointWriter(tmp_path, ALONE)
+    for writer in (killed, alive):
+        writer.open()
+    assert killed._nonce != alive._nonce
+    alive.start(3, state_of(3))
+    alive.flush()
+    assert step_of(load_checkpoint(tmp_path, ALONE, [])) == 3
+
+
+@pytest.fixture(scope="module")
+def killed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run for each stage, killed at its third checkpoint."""
+    folder = tmp_path_factory.mktemp("killed")
+    command = [sys.executable, "-c", KILLED, str(folder), json.dumps(STAGES)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, timeout=100)
+    return folder
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_kill_at_any_stage_leaves_the_last_two(killed_runs: Path, stage: str) -> None:
+    run = killed_runs / stage
+    notices: list[str] = []
+    for state in run_threads(2, lambda comm: load_checkpoint(run, comm, notices)):
+        assert step_of(state) == (3 if stage in {"folder named", "old ones gone"} else 2)
+    assert notices == [] and len(list(checkpoint_steps(run))) >= 2
+
+    def go_on(comm: Communicator) -> None:
+        writer = CheckpointWriter(run, comm)
+        writer.start(4, state_of(4))
+        writer.flush()
+
+    run_threads(2, go_on)
+    newest, _ = checkpoint_steps(run)
+    assert newest == 4
+    assert not [p for p in (run / "checkpoints").iterdir() if p.name.startswith(".")]
+
+
+def write(run: Path, step: int) -> Path:
+    writer = CheckpointWriter(run, ALONE)
+    path = writer.start(step, state_of(step))
+    writer.flush()
+    return path
+
+
+def test_a_good_checkpoint_stays_until_two_newer_ones_are_whole(tmp_path: Path) -> None:
+    """Those after the one a run went on from could not be read: they do not count among the last two."""
+    write(tmp_path, 10)
+    (write(tmp_path, 20) / "rank-0000.safetensors").write_bytes(b"damaged")
+    assert step_of(load_checkpoint(tmp_path, ALONE, [])) == 10
+    write(tmp_path, 15)
+    assert list(checkpoint_steps(tmp_path)) == [15, 10]
+
+
+def test_a_checkpoint_replaces_one_of_the_same_step(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    path = write(tmp_path, 2)
+    shutil.rmtree(path)
+    path.mkdir()  # broken
+    write(tmp_path, 2)
+    assert step_of(load_checkpoint(tmp_path, ALONE, [])) == 2
+    assert sorted(p.name for p in path.parent.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_ranks_whose_comrade_cannot_write_end_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original: Callable[..., Any] = rank_file.write_rank_file
+
+    def full(path: Path, *arguments: Any) -> Any:
+        if path.name == "rank-0001.safetensors":
+            raise OSError(28, "No space left on device")
+        return original(path, *arguments)
+
+    monkeypatch.setattr(checkpoint_writer, "write_rank_file", full)
+
+    def train(comm: Communicator) -> None:
+        writer = CheckpointWriter(tmp_path, comm)
+        writer.start(1, state_of(1))
+        for _ in range(2000):
+            writer.check()
+            comm.barrier()  # a step
+
+    with pytest.raises((RunError, CommunicationError), match="No space left on device on rank 1"):
+        run_threads(3, train)

@@ -1,0 +1,71 @@
+"""The argv and environment of an srun job, and of horovodrun under LSF."""
+
+from __future__ import annotations
+
+from speechdp.launching.command import Job, horovodrun_environment, srun_command, srun_environment
+from speechdp.launching.hostfile import Host
+
+PROGRAM = ("/v/bin/python", "-m", "speechdp")
+ARGUMENTS = ("train", "D", "R with blank", "--note", "$(id); `id`")
+
+
+def test_every_host_gets_as_many_ranks() -> None:
+    job = Job((Host("n1", 2), Host("n2", 2)), PROGRAM, ARGUMENTS)
+    assert srun_command(job, {"HOME": "/h"}) == [
+        "srun",
+        "--mpi=pmix",
+        "--nodes=2",
+        "--ntasks=4",
+        "--ntasks-per-node=2",
+        "--distribution=block",
+        "--nodelist=n1,n2",
+        "--kill-on-bad-exit=0",
+        "--wait=30",
+        "--export=ALL",
+        "--cpu-bind=none",
+        *PROGRAM,
+        *ARGUMENTS,
+    ]
+
+
+def test_hosts_with_unequal_numbers_are_named_once_a_rank() -> None:
+    argv = srun_command(Job((Host("n1", 2), Host("n3", 1)), PROGRAM, ()), {})
+    assert argv[2:6] == [
+        "--nodes=2",
+        "--ntasks=3",
+        "--distribution=arbitrary",
+        "--nodelist=n1,n1,n3",
+    ]
+
+
+def test_cores_labels_and_more_options() -> None:
+    job = Job((Host("n1", 2),), PROGRAM, (), tag_output=True, extra_options=("--overlap",))
+    argv = srun_command(job, {"SLURM_CPUS_PER_TASK": "6"})
+    assert "--cpus-per-task=6" in argv
+    assert argv[-5:] == ["--label", "--overlap", *PROGRAM]
+    assert not any("cpus-per-task" in word for word in srun_command(job, {"SLURM_CPUS_PER_TASK": "$(id)"}))
+
+
+def test_what_mpirun_takes_as_options_srun_ranks_find_in_the_environment() -> None:
+    job = Job((Host("n1", 2),), PROGRAM, (), interface="eth0")
+    assert srun_environment(job, {"OMPI_MCA_pml": "ucx", "SLURM_NTASKS_PER_NODE": "2", "HOME": "/h"}) == {
+        "OMPI_MCA_pml": "ucx",
+        "OMPI_MCA_btl": "^openib",
+        "OMPI_MCA_btl_tcp_if_include": "eth0",
+        "HOME": "/h",
+    }
+
+
+def test_the_wheels_do_not_look_for_munge() -> None:
+    job = Job((Host("n1", 2),), PROGRAM, ())
+    assert srun_environment(job, {"OPAL_PREFIX": "/v"})["PMIX_MCA_psec"] == "^munge"
+    assert (
+        srun_environment(job, {"OPAL_PREFIX": "/v", "PMIX_MCA_psec": "native"})["PMIX_MCA_psec"] == "native"
+    )
+
+
+def test_horovodrun_is_not_to_ask_lsf() -> None:
+    assert horovodrun_environment({"LSB_JOBID": "7", "LSB_HOSTS": "a b", "A": "1"}) == {
+        "LSB_HOSTS": "a b",
+        "A": "1",
+    }

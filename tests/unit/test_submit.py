@@ -1,0 +1,214 @@
+"""speechdp submit: what is written, called and said; the batch systems are scripts that note it all."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from speechdp.cli.main import run
+from speechdp.errors import ConfigError
+from speechdp.launching.allocation import Scheduler
+from speechdp.launching.submit import check_command, detect_scheduler, plan_submission, submit, write_script
+
+RESOURCES = ["--nodes", "2", "--ranks-per-node", "4", "--time", "8:00:00"]
+ANSWERS = {
+    "slurm": ("sbatch", "4711;cluster1"),
+    "lsf": ("bsub", "Job <4711> is submitted to queue <normal>."),
+    "pbs": ("qsub", "4711.server.example.org"),
+    "sge": ("qsub", "4711"),
+}
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "work here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.delenv("SGE_ROOT", raising=False)
+    (tmp_path / "bin").mkdir()
+    return folder
+
+
+def install(folder: Path, program: str, answer: str, exit_code: int = 0) -> None:
+    """Put a program into folder/bin that notes its arguments and its input."""
+    path = folder / "bin" / program
+    path.write_text(
+        f'#!/bin/sh\nprintf "%s\\0" "$@" >{folder}/arguments\ncat >{folder}/input\n'
+        f"cat <<'END'\n{answer}\nEND\nexit {exit_code}\n",
+        encoding="utf-8",
+    )
+    path.chmod(stat.S_IRWXU)
+
+
+def arguments(folder: Path) -> list[str]:
+    return (folder / "arguments").read_text(encoding="utf-8").split("\0")[:-1]
+
+
+@pytest.mark.parametrize("scheduler", sorted(ANSWERS))
+def test_a_job_is_submitted(
+    scheduler: str, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, answer = ANSWERS[scheduler]
+    install(tmp_path, program, answer)
+    more = ["--scheduler", scheduler, "--scheduler-args=--mem 4G '--note=a; id'"]
+    assert run(["submit", *RESOURCES, *more, "--", "train", "D", "runs/night $(id)", "--seed", "1"]) == 0
+    suffix = {"slurm": "sbatch", "lsf": "bsub"}.get(scheduler, "qsub")
+    script = work / f"speechdp-night-id.{suffix}"
+    text = script.read_text(encoding="utf-8")
+    assert text.splitlines()[-1].endswith("-- train D 'runs/night $(id)' --seed 1 --resume")
+    own = {"slurm": ["--parsable"], "sge": ["-terse"]}.get(scheduler, [])
+    last = [] if scheduler == "lsf" else [str(script)]
+    assert arguments(tmp_path) == [*own, "--mem", "4G", "--note=a; id", *last]
+    assert (tmp_path / "input").read_text(encoding="utf-8") == (text if scheduler == "lsf" else "")
+    job_id = "4711.server.example.org" if scheduler == "pbs" else "4711"
+    output = "night-id.o4711" if scheduler == "pbs" else "speechdp-night-id.4711.out"
+    cancel = {"slurm": "scancel", "lsf": "bkill"}.get(scheduler, "qdel")
+    assert capsys.readouterr().out.splitlines() == [
+        f"job {job_id} submitted: {script}",
+        f"output: {work / output}",
+        f"end it: {cancel} {job_id}",
+    ]
+    assert sorted(path.name for path in work.iterdir()) == [script.name]
+
+
+def test_dry_run_shows_a_script_that_can_be_submitted(
+    work: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    options = ["--scheduler", "lsf", "--scheduler-args=-M '4 G\n'", "--max-restarts", "2", "--dry-run"]
+    assert run(["submit", *RESOURCES, *options, "--", "train", "D", "R"]) == 0
+    lines = os.fsdecode(capfdbinary.readouterr().out).splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert lines[-3].endswith("-m speechdp launch --requeue --max-restarts 2 -- train D R --resume")
+    assert lines[-1] == f"# bsub -M $'4 G\\012' < '{work}/speechdp-R.bsub'"
+    assert list(work.iterdir()) == []
+
+
+def test_the_umask_holds_and_links_are_not_followed(work: Path, tmp_path: Path) -> None:
+    script = work / "speechdp-x.sbatch"
+    other = tmp_path / "other"
+    other.write_text("mine", encoding="utf-8")
+    (work / f".{script.name}.{os.getpid()}.tmp").symlink_to(other)
+    with pytest.raises(ConfigError, match="the script cannot be written"):
+        write_script(script, "text")
+    former = os.umask(0o077)
+    try:
+        write_script(script, "text")
+    finally:
+        os.umask(former)
+    assert other.read_text(encoding="utf-8") == "mine"
+    assert stat.S_IMODE(script.stat().st_mode) == 0o600
+
+
+def failure(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert run(["submit", *words]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("speechdp: ") and captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_what_the_batch_system_says_is_shown(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*RESOURCES, "--scheduler", "slurm", "--", "train", "D", "R"]
+    install(tmp_path, "sbatch", "sbatch: error: Invalid account\nBatch job submission failed", 1)
+    said = failure(words, capsys)
+    assert f"sbatch refused {work}/speechdp-R.sbatch with exit code 1" in said
+    assert "Invalid account Batch job submission failed" in said
+    install(tmp_path, "sbatch", "thank you")
+    assert "gave no job's number; it says: thank you" in failure(words, capsys)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "name", "signs"),
+    [("slurm", "100%j", "%"), ("slurm", "a\\b%", r"% and \\"), ("sge", "my $HOME", r"\$")],
+)
+def test_folders_a_batch_system_would_not_find(scheduler: Scheduler, name: str, signs: str) -> None:
+    with pytest.raises(ConfigError, match=f"{scheduler} replaces {signs} in the path of a job's folder"):
+        plan_submission(scheduler, "x", Path("/work") / name, ())
+
+
+def test_a_missing_program(work: Path, tmp_path: Path) -> None:
+    submission = plan_submission("slurm", "x", work, ())
+    with pytest.raises(ConfigError, match=r"sbatch is not on PATH; .*--dry-run"):
+        submit(submission, str(tmp_path / "bin"))
+
+
+@pytest.mark.parametrize(
+    ("programs", "environ", "wanted"),
+    [
+        (["sbatch", "qsub", "qconf"], {}, "slurm"),
+        (["bsub", "qsub"], {}, "lsf"),
+        (["qsub", "qconf", "pbsnodes"], {}, "sge"),
+        (["qsub", "pbsnodes"], {"SGE_ROOT": "/old"}, "pbs"),
+        (["qsub"], {"SGE_ROOT": "/sge"}, "sge"),
+    ],
+)
+def test_the_scheduler_is_found_by_its_programs(
+    programs: list[str], environ: dict[str, str], wanted: str, work: Path, tmp_path: Path
+) -> None:
+    for program in programs:
+        install(tmp_path, program, "")
+    scheduler, because = detect_scheduler(str(tmp_path / "bin"), environ)
+    assert scheduler == wanted
+    assert "is on PATH" in because or "are on PATH" in because
+
+
+def test_no_scheduler_and_a_doubtful_one(work: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"neither sbatch, bsub nor qsub .*--dry-run"):
+        detect_scheduler(str(tmp_path / "bin"), {})
+    install(tmp_path, "qsub", "")
+    with pytest.raises(ConfigError, match="say --scheduler pbs or sge"):
+        detect_scheduler(str(tmp_path / "bin"), {})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "nothing to submit"),
+        (["launch", "-np", "2", "--", "train", "D", "R"], "not launch"),
+        (["submit"], "not submit"),
+        (["train", "--seed", "1", "D", "R"], "folders right after the subcommand"),
+        (["train", "D", "R", "--overwrite"], "--overwrite in a batch job would delete"),
+        (["trian", "D", "R"], "unknown command 'trian'"),
+    ],
+)
+def test_a_command_that_cannot_work_is_not_submitted(
+    words: list[str], said: str, work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in failure([*RESOURCES, "--scheduler", "slurm", "--", *words], capsys)
+    assert list(work.iterdir()) == []
+
+
+def test_train_goes_on_when_it_is_started_again() -> None:
+    assert check_command(["train", "D", "R"], requeue=True) == ("train", "D", "R", "--resume")
+    for option in ("--resume", "--no-resume"):
+        assert check_command(["train", "D", "R", option], requeue=True) == ("train", "D", "R", option)
+    assert check_command(["sweep", "D", "O"], requeue=True) == ("sweep", "D", "O")
+    assert check_command(["decode", "R", "--overwrite"], requeue=False) == ("decode", "R", "--overwrite")
+    with pytest.raises(ConfigError, match="remove the folder"):
+        check_command(["sweep", "D", "O", "--overwrite"], requeue=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--time", "1h"], "--time '1h'"),
+        (["--name", "a b"], "--name 'a b'"),
+        (["--nodes", "0"], "--nodes 0"),
+        (["--max-restarts", "-1"], "--max-restarts -1"),
+        (["--scheduler-args", "'"], "--scheduler-args"),
+        (["--launch-args", '"'], "--launch-args"),
+        (["--partition", "a;b"], "--queue 'a;b'"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    options: list[str], said: str, work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*RESOURCES, "--scheduler", "slurm", *options, "--", "train", "D", "R"]
+    assert said in failure(words, capsys)
+    assert list(work.iterdir()) == []

@@ -1,0 +1,203 @@
+"""The watchdog: when it ends a rank, when it must not, and what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from speechdp.train import watchdog
+from speechdp.train.stacks import describe_stacks, innermost_module, is_anywhere_in
+from speechdp.train.status import RankStatus, StatusFolder
+from speechdp.train.watchdog import Stillness, Watch, Watchdog
+from tests.helpers.statuses import status
+
+#: Long enough for whatever must happen.
+DEADLINE_S = 20.0
+
+
+class Rank:
+    """A rank whose watchdog reports its end instead of ending the process."""
+
+    def __init__(self, rank: int, size: int, run_dir: Path, doing: str = "comm") -> None:
+        self.status = status(rank, doing)
+        self.said: list[str] = []
+        self.exit_codes: list[int] = []
+        self.has_ended = threading.Event()
+        names = {other: f"rank {other}" for other in range(size) if other != rank}
+        watch = Watch(
+            1.0,
+            StatusFolder(run_dir),
+            self._look,
+            lambda: names,
+            synchronous=True,
+            prefix=f"speechdp: {self.status.name}",
+            before_end=lambda: self.said.append("before"),
+        )
+        self.watchdog = Watchdog(watch, end=self._end, say=self.said.append)
+
+    def _look(self, still_s: float) -> RankStatus:
+        return dataclasses.replace(self.status, still_s=still_s, doing_s=still_s)
+
+    def _end(self, exit_code: int) -> None:
+        self.exit_codes.append(exit_code)
+        self.has_ended.set()
+
+    def beat(self) -> None:
+        self.status = dataclasses.replace(self.status, beats=self.status.beats + 1)
+
+
+# --- standing still -----------------------------------------------------------------------------------
+
+
+def test_stillness_counts_from_the_last_beat() -> None:
+    stillness = Stillness(100.0, most_s=2.0)
+    assert [stillness.look(100.0 + i, beats=5) for i in range(1, 4)] == [0.0, 1.0, 2.0]
+    assert stillness.look(104.0, beats=6) == 0.0
+    assert stillness.look(105.5, beats=6) == 1.5
+
+
+def test_time_in_which_the_process_was_frozen_does_not_count() -> None:
+    stillness = Stillness(0.0, most_s=2.0)
+    stillness.look(1.0, beats=1)
+    stillness.look(2.0, beats=1)
+    assert stillness.look(3600.0, beats=1) == 3.0  # as if it had been 2 s
+    assert stillness.look(3601.0, beats=1) == 4.0
+    assert stillness.awake_s == 5.0
+
+
+# --- ending -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"_GRACE_S": 0.3, "_FALLBACK_S": 0.6, "_POLL_S": 0.05, "_LEAST_INTERVAL_S": 0.1}
+    for name, value in times.items():
+        monkeypatch.setattr(watchdog, name, value)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rank_by_itself_ends_with_its_stacks_and_a_line(tmp_path: Path) -> None:
+    rank = Rank(0, 1, tmp_path, "data_wait")
+    with rank.watchdog:
+        assert rank.has_ended.wait(DEADLINE_S)
+    assert rank.exit_codes == [124]
+    before, stacks, line = rank.said
+    assert before == "before"
+    what = r"no step ended for \d s \(step 12, in data_wait for \d s\)"
+    assert re.match(rf"Stacks of rank 0 on n1, {what}:\nThread MainThread \(most recent ", stacks)
+    assert "test_watchdog.py" in stacks and "in test_a_rank_by_itself" in stacks
+    assert re.fullmatch(rf"speechdp: rank 0 on n1: {what}\n", line)
+    assert (tmp_path / "status" / "hung.txt").read_text() == line
+
+
+@pytest.mark.usefixtures("quick")
+def test_every_rank_shows_its_stacks_and_names_the_late_one(tmp_path: Path) -> None:
+    ranks = [Rank(0, 3, tmp_path), Rank(1, 3, tmp_path), Rank(2, 3, tmp_path, "data_wait")]
+    with ExitStack() as stack:
+        for rank in ranks:
+            stack.enter_context(rank.watchdog)
+        for rank in ranks:
+            assert rank.has_ended.wait(DEADLINE_S)
+    for rank in ranks:
+        assert rank.exit_codes == [124]
+        assert rank.said[1].startswith(f"Stacks of rank {rank.status.rank} ")
+        assert re.search(r"; late: rank 2 on n3 \(in data_wait for \d s\)\n$", rank.said[2])
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_silent_rank_is_named(tmp_path: Path) -> None:
+    StatusFolder(tmp_path).write(status(1))  # and never again
+    rank = Rank(0, 3, tmp_path)
+    with rank.watchdog, Rank(2, 3, tmp_path).watchdog:
+        assert rank.has_ended.wait(DEADLINE_S)
+    assert re.search(r"late: rank 1 on n2 \(no sign of life for \d s\)\n$", rank.said[2])
+
+
+@pytest.mark.usefixtures("quick")
+def test_it_does_not_end_a_rank_that_gets_on(tmp_path: Path) -> None:
+    rank = Rank(0, 1, tmp_path, "eval")
+    with rank.watchdog:
+        for _ in range(20):
+            rank.beat()
+            time.sleep(0.1)
+    assert rank.exit_codes == [] and rank.said == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rank_that_waits_lets_a_slower_one_get_on(tmp_path: Path) -> None:
+    """Evaluation or a period of local steps may take one rank much longer than the timeout."""
+    waiting, slow = Rank(0, 2, tmp_path), Rank(1, 2, tmp_path, "eval")
+    with waiting.watchdog, slow.watchdog:
+        for _ in range(25):
+            slow.beat()
+            time.sleep(0.1)
+        assert waiting.exit_codes == [] and slow.exit_codes == []
+        assert waiting.has_ended.wait(DEADLINE_S)  # once it does not get on any more
+    assert re.search(r"late: rank 1 on n2 \(in eval for \d s\)\n$", waiting.said[2])
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_disk_that_hangs_keeps_no_rank_from_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_PATIENCE_S", 0.1)
+    unplugged = threading.Event()
+    for name in ("write", "claim_end"):
+        monkeypatch.setattr(StatusFolder, name, lambda *_: unplugged.wait(DEADLINE_S))
+    rank = Rank(0, 2, tmp_path)
+    with rank.watchdog:
+        assert rank.has_ended.wait(DEADLINE_S)
+    unplugged.set()
+    assert rank.exit_codes == [124]
+    assert f"; who is late is unknown: {tmp_path / 'status'} cannot be read\n" in rank.said[-1]
+
+
+def test_a_full_disk_does_not_disturb_training(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("a file where a folder is to be")
+    rank = Rank(0, 1, tmp_path)
+    with rank.watchdog:
+        time.sleep(0.2)
+    assert rank.exit_codes == []
+
+
+# --- stacks -------------------------------------------------------------------------------------------
+
+
+def in_thread(function: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=function, name="the-thread", daemon=True)
+    thread.start()
+    return thread
+
+
+def test_stacks_of_other_threads() -> None:
+    event = threading.Event()
+    work = threading.Event()
+
+    def wait_in_vain() -> None:
+        work.set()
+        event.wait()
+
+    thread = in_thread(wait_in_vain)
+    work.wait(DEADLINE_S)
+    text = describe_stacks()
+    event.set()
+    thread.join()
+    assert "Thread the-thread (most recent call first):\n" in text
+    assert "test_watchdog.py" in text and "in wait_in_vain" in text
+    assert "test_stacks_of_other_threads" not in text and "_bootstrap" not in text
+
+
+def test_where_a_thread_is(tmp_path: Path) -> None:
+    folder = StatusFolder(tmp_path)
+    rank = Rank(0, 1, tmp_path)
+    assert innermost_module(threading.get_ident()) == "train/stacks.py"
+    assert not is_anywhere_in("train/watchdog.py", "_run")
+    with rank.watchdog:
+        assert is_anywhere_in("train/watchdog.py", "_run")
+        assert not is_anywhere_in("train/dealing.py", "_run")
+    assert folder.path.is_dir()

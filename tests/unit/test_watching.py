@@ -1,0 +1,150 @@
+"""What a rank that trains tells the others: where it is, and whether it waits for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speechdp.comm.base import Communicator
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.threads import run_threads
+from speechdp.config import TrainOptions
+from speechdp.config_faults import FaultOptions
+from speechdp.data.dataset import Dataset
+from speechdp.timing.timeline import Span
+from speechdp.train.build import build_trainer
+from speechdp.train.run import train_run
+from speechdp.train.session import Session
+from speechdp.train.status import RankStatus
+from speechdp.train.trainer import Trainer
+from speechdp.train.watching import _Observer
+from tests.helpers.options import options_with
+from tests.helpers.tiny_data import write_tiny_data
+
+CPU = torch.device("cpu")
+OPTIONS = options_with(layers=1, cells=4, batch_size=4)
+DEADLINE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return write_tiny_data(tmp_path_factory.mktemp("watching") / "data")
+
+
+def once(options: TrainOptions, **faults: Any) -> TrainOptions:
+    return dataclasses.replace(options, epochs=1, faults=FaultOptions(**faults))
+
+
+def test_every_rank_of_a_run_writes_its_status(dataset: Dataset, tmp_path: Path) -> None:
+    def train(comm: Communicator) -> None:
+        train_run(Session(dataset, comm, CPU, facts={"hosts": ["n1", "n2"]}), once(OPTIONS), tmp_path)
+
+    (tmp_path / "status").mkdir()
+    (tmp_path / "status" / "hung.txt").write_text("of an earlier start")
+    run_threads(2, train)
+    statuses = [json.loads(path.read_text()) for path in sorted((tmp_path / "status").iterdir())]
+    assert [status["rank"] for status in statuses] == [0, 1]
+    assert all(status["pid"] > 0 and status["written"].startswith("20") for status in statuses)
+
+
+def test_without_a_timeout_nothing_watches(dataset: Dataset, tmp_path: Path) -> None:
+    session = Session(dataset, SerialCommunicator(), CPU)
+    train_run(session, once(OPTIONS, hang_timeout=0), tmp_path)
+    assert not (tmp_path / "status").exists()
+
+
+def test_no_thread_outlives_a_run(dataset: Dataset, tmp_path: Path) -> None:
+    train_run(Session(dataset, SerialCommunicator(), CPU), once(OPTIONS), tmp_path)
+    names = [thread.name for thread in threading.enumerate()]
+    assert "speechdp-watchdog" not in names and "speechdp-status" not in names
+
+
+def test_every_step_and_evaluated_batch_is_a_beat(dataset: Dataset, tmp_path: Path) -> None:
+    session = Session(dataset, SerialCommunicator(), CPU)
+    with ExitStack() as stack:
+        trainer, _ = build_trainer(session, OPTIONS, tmp_path, stack)
+        pulse = trainer.parts.pulse
+        trainer.parts.evaluator.evaluate(trainer.parts.model, trainer.parts.task)
+        assert pulse.beats == 1  # 6 utterances are one batch
+        trainer.save()
+        assert pulse.beats == 2
+        trainer.flush()
+        assert pulse.beats == 3
+
+
+def looked_at(trainer: Trainer, session: Session) -> RankStatus:
+    """Return what another thread sees of this one."""
+    observer = _Observer(session, trainer)
+    found: list[RankStatus] = []
+    thread = threading.Thread(target=lambda: found.append(observer.look(still_s=2.0)))
+    thread.start()
+    thread.join(DEADLINE_S)
+    return found[0]
+
+
+class OneOfTwo(SerialCommunicator):
+    """Says that there is another rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 2
+
+
+def test_what_a_rank_is_doing(dataset: Dataset, tmp_path: Path) -> None:
+    alone = Session(dataset, SerialCommunicator(), CPU)
+    with ExitStack() as stack:
+        trainer, _ = build_trainer(alone, OPTIONS, tmp_path, stack)
+        session = dataclasses.replace(alone, comm=OneOfTwo(), facts={"hosts": ["n1", "n2"]})
+        assert _Observer(session, trainer).others() == {1: "rank 1 on n2"}
+        status = looked_at(trainer, session)
+        assert (status.doing, status.doing_s, status.waits) == ("start", 2.0, False)
+        for span in Span:
+            with trainer.parts.timeline.span(span):
+                status = looked_at(trainer, session)
+            assert (status.doing, status.waits) == (span.value, span is Span.COMM)
+            assert 0 <= status.doing_s < DEADLINE_S
+        trainer.parts.pulse.beat("saving the model")
+        assert looked_at(trainer, session).doing == "saving the model"
+
+
+def test_waiting_is_seen_where_no_span_tells_of_it(dataset: Dataset, tmp_path: Path) -> None:
+    """In an evaluation ranks wait for the others' sums."""
+    seen: list[RankStatus] = []
+
+    def check(comm: Communicator) -> None:
+        session = Session(dataset, comm, CPU)
+        with ExitStack() as stack:
+            trainer, _ = build_trainer(session, OPTIONS, tmp_path, stack)
+            if comm.rank == 0:
+                observer = _Observer(session, trainer)
+                watcher = threading.Thread(target=lambda: wait_for(observer, seen))
+                watcher.start()
+                with trainer.parts.timeline.event(Span.EVAL):
+                    comm.barrier()
+                watcher.join(DEADLINE_S)
+            else:
+                deadline_s = time.monotonic() + DEADLINE_S
+                while not seen and time.monotonic() < deadline_s:
+                    time.sleep(0.01)
+                comm.barrier()
+
+    run_threads(2, check)
+    assert seen[0].doing == "eval" and seen[0].waits
+
+
+def wait_for(observer: _Observer, seen: list[RankStatus]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline_s:
+        status = observer.look(0.0)
+        if status.waits and status.doing == "eval":
+            seen.append(status)
+            return
+        time.sleep(0.01)
