@@ -107,7 +107,7 @@ def fuzz_block(reader: Reader, folder: Path, number: int, num_inputs: int, notes
 
 
 def fuzz(name: str, num_inputs: int, first_seed: int) -> Tally:
-    """Fuzz a reader in processes of their own, a block of inputs at a time; a new one follows one that ended."""
+    """Fuzz a reader in a process of its own, a block of inputs a time; another follows one that ended."""
     total = Tally(name)
     number, end = 0, -(-num_inputs // _BLOCK)
     while number < end:

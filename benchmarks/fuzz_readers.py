@@ -118,8 +118,11 @@ def _changing(
     name: str, read: Callable[[Path], object], files: Files, *changes: tuple[str, Change]
 ) -> Reader:
     """Return a reader of which one file a time is changed; `changes` are (file's name, how)."""
-    drawn = [change(files[file]).map(lambda new, file=file: {file: new}) for file, change in changes]
-    return Reader(name, read, files, st.one_of(drawn))
+
+    def drawn(file: str, change: Change) -> st.SearchStrategy[Files]:
+        return change(files[file]).map(lambda new: {file: new})
+
+    return Reader(name, read, files, st.one_of([drawn(*change) for change in changes]))
 
 
 def _content(folder: Path) -> Files:
@@ -222,7 +225,9 @@ def _data_readers(scratch: Path) -> list[Reader]:
     return [
         _changing("data.json", read, _content(folder), ("data.json", damaged), ("data.json", other_json)),
         _changing("lexicon", lambda f: Lexicon.load(f / "lexicon.txt"), lists, ("lexicon.txt", damaged)),
-        _changing("classes", lambda f: StateInventory.load(f / "classes.txt"), lists, ("classes.txt", damaged)),
+        _changing(
+            "classes", lambda f: StateInventory.load(f / "classes.txt"), lists, ("classes.txt", damaged)
+        ),
         _changing(
             "symbols", lambda f: SymbolInventory.load(f / "symbols.json"), symbols,
             ("symbols.json", damaged), ("symbols.json", other_json),

@@ -84,5 +84,6 @@ def _of_features(dataset: Dataset) -> str:
         f"{rate}{content}, "
         f"{features.frame_length_ms:g} ms every {features.frame_shift_ms:g} ms, "
         f"{' and '.join(normalised) or 'nothing'} normalised{whose}\n"
-        f"{dataset.num_classes} classes, {printable(dataset.alignment)} alignment, split by {printable(dataset.split)}"
+        f"{dataset.num_classes} classes, {printable(dataset.alignment)} alignment, "
+        f"split by {printable(dataset.split)}"
     )

@@ -32,6 +32,7 @@ from speechdp.launching.command import (
 )
 from speechdp.launching.cores import available_cores
 from speechdp.launching.hostfile import Host, Hostfile, local_hosts, read_hostfile
+from speechdp.launching.launcher_output import located
 from speechdp.launching.outcome import Target, find_target, verdict
 from speechdp.launching.programs import find_horovodrun, find_open_mpi
 from speechdp.launching.requeue import is_to_go_on, requeue
@@ -103,12 +104,15 @@ def launch(options: LaunchCommand, program: tuple[str, ...]) -> int:
     policy.check(place.num_ranks, target)
     starter = _Starter(options, program, place)
     restarts = Restarts(policy, place.hostfile, place.num_ranks, target, starter.reachable)
-    argv, environment = starter.prepare(restarts.begin(), options.command)
-    if options.dry_run:
-        _print_command(argv, environment)
-        return 0
+    hosts, command, reason = restarts.begin(), options.command, ""
     while True:
+        argv, environment = starter.prepare(hosts, command)
+        if options.dry_run:
+            _print_command(argv, environment)
+            return 0
+        environment["SPEECHDP_RESTART_REASON"] = reason
         end = run_job(argv, environment, _stop_policy(options, target))
+        end = replace(end, faults=located(end.faults, hosts))
         result = verdict(end, target)
         why_not = restarts.why_not(end, result.exit_code)
         if result.reason is not None:
@@ -118,13 +122,11 @@ def launch(options: LaunchCommand, program: tuple[str, ...]) -> int:
                 _say(why_not)
             break
         time.sleep(_RESTART_DELAY_S)
-        hosts = restarts.next_hosts(end.faults)
+        hosts, command = restarts.next_hosts(end.faults), going_on(options.command)
+        reason = result.reason or ""
+        where = ", ".join(f"{host.name} ({host.slots})" for host in hosts)
         num_ranks = sum(host.slots for host in hosts)
-        _say(
-            f"start {restarts.number + 1} of {policy.max_restarts + 1}: {num_ranks} ranks on {_names(hosts)}"
-        )
-        argv, environment = starter.prepare(hosts, going_on(options.command))
-        environment["SPEECHDP_RESTART_REASON"] = result.reason or ""
+        _say(f"start {restarts.number + 1} of {policy.max_restarts + 1}: {num_ranks} ranks on {where}")
     if options.requeue and place.allocation is not None and is_to_go_on(end, result.exit_code):
         return requeue(place.allocation)
     return result.exit_code
@@ -206,12 +208,10 @@ def _stop_policy(options: LaunchCommand, target: Target | None) -> StopPolicy:
     # horovodrun with gloo starts the ranks itself and understands no SIGUSR1.
     gloo = options.launcher == "horovodrun" and options.controller == "gloo"
     first_signal = signal.SIGTERM if gloo else signal.SIGUSR1
-    policy = StopPolicy(first_signal, options.grace_s)
-    return replace(policy, fault_grace_s=None) if target is not None and target.tolerates_loss else policy
-
-
-def _names(hosts: Sequence[Host]) -> str:
-    return ", ".join(f"{host.name} ({host.slots})" for host in hosts)
+    runs_mpirun = not gloo and options.launcher != "srun"
+    tolerates_loss = target is not None and target.tolerates_loss
+    policy = StopPolicy(first_signal, options.grace_s, terminate_after_fault=not runs_mpirun)
+    return replace(policy, fault_grace_s=None) if tolerates_loss else policy
 
 
 def _say(message: str) -> None:

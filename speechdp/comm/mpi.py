@@ -12,7 +12,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -23,10 +23,8 @@ from speechdp.comm.environment import end_process, prepare_open_mpi
 from speechdp.comm.packets import Allocate, PacketChannel, fresh
 from speechdp.comm.patience import sleep_until
 from speechdp.comm.staging import Staged, as_bytes
+from speechdp.comm.star import Star
 from speechdp.errors import CommunicationError
-
-if TYPE_CHECKING:
-    from speechdp.comm.mpi_survivors import Survivors
 
 prepare_open_mpi()
 
@@ -106,29 +104,37 @@ class MpiCommunicator(Communicator):
         self._queue: queue.SimpleQueue[_MpiWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._survivors: Survivors | None = None
+        self._star: Star | None = None
 
     @property
     def alive(self) -> tuple[int, ...]:
-        return super().alive if self._survivors is None else self._survivors.alive
+        return super().alive if self._star is None else self._star.alive
 
     @property
     def gone(self) -> frozenset[int]:
-        return super().gone if self._survivors is None else self._survivors.gone
+        from speechdp.comm.mpi_ulfm import failed_ranks  # noqa: PLC0415  imports this module
+
+        return super().gone if self._star is None else failed_ranks(self._sync)
 
     def tolerate_loss(self) -> None:
-        from speechdp.comm.mpi_survivors import Survivors, check_ulfm  # noqa: PLC0415  imports this module
+        from speechdp.comm.mpi_peers import TolerantMpiPeers  # noqa: PLC0415  imports this module
+        from speechdp.comm.mpi_ulfm import check_ulfm  # noqa: PLC0415  imports this module
 
         check_ulfm()
-        if self._survivors is None:
-            self._survivors = checked("preparing for losses", lambda: Survivors(self._sync))
+        if self._star is None:
+            self._star = Star(TolerantMpiPeers(checked("opening a channel", self._copy), reads_cuda=False))
 
     def peers(self) -> PeerCommunicator:
         from speechdp.comm.mpi_peers import MpiPeers, TolerantMpiPeers  # noqa: PLC0415  imports this module
 
-        if self._survivors is not None:
-            return TolerantMpiPeers(self._survivors.copy_whole(), reads_cuda=self._reads_cuda)
-        return MpiPeers(checked("opening a channel", self._copy), reads_cuda=self._reads_cuda)
+        if self._star is None:
+            return MpiPeers(checked("opening a channel", self._copy), reads_cuda=self._reads_cuda)
+        self._star.barrier()
+        if lost := [rank for rank in range(self.size) if rank not in self.alive]:
+            raise CommunicationError(
+                f"rank {lost[0]} is gone, and training has not begun; start again with --resume"
+            )
+        return TolerantMpiPeers(checked("opening a channel", self._sync.Dup), reads_cuda=self._reads_cuda)
 
     def packets(self, allocate: Allocate = fresh) -> PacketChannel:
         from speechdp.comm.mpi_packets import MpiPackets  # noqa: PLC0415  imports this module
@@ -148,8 +154,8 @@ class MpiCommunicator(Communicator):
         return checked("split", run)
 
     def barrier(self) -> None:
-        if self._survivors is not None:
-            self._survivors.collectively("barrier", lambda comm: None)
+        if self._star is not None:
+            self._star.barrier()
         else:
             checked("barrier", lambda: meet(self._sync))
 
@@ -161,12 +167,14 @@ class MpiCommunicator(Communicator):
             self._queue.put(None)
             self._thread.join()
         self.barrier()
-        if self._survivors is None:
+        if self._star is not None:
+            self._star.part()
+        else:
             self._sync.Free()
             self._async.Free()
 
     def leave(self, exit_code: int) -> None:
-        if self._survivors is not None:
+        if self._star is not None:
             end_process(exit_code)  # MPI_Finalize would wait for ranks that are gone
 
     def abort(self, exit_code: int) -> NoReturn:
@@ -177,8 +185,10 @@ class MpiCommunicator(Communicator):
         return self._sync.Dup()
 
     def _allreduce_async(self, x: Tensor, name: str, op: ReduceOp) -> Work:
-        if self._survivors is not None:
-            self._allreduce_left(x, name, op)
+        if self._star is not None:
+            staged = Staged(x)
+            self._star.allreduce(staged.fetch(), op)
+            staged.store()
             return CompletedWork()
         work = _MpiWork(Staged(x, direct=self._reads_cuda), name, op, over_network=self._over_network)
         if self._thread is None:
@@ -187,20 +197,6 @@ class MpiCommunicator(Communicator):
         self._queue.put(work)
         return work
 
-    def _allreduce_left(self, x: Tensor, name: str, op: ReduceOp) -> None:
-        """Combine over the ranks that are left; an attempt that fails may have written to its memory."""
-        assert self._survivors is not None
-        staged = Staged(x, direct=self._reads_cuda)
-        memory = staged.fetch()
-        own = memory.clone()
-
-        def run(comm: Any) -> None:
-            memory.copy_(own)
-            _reduce(comm, memory, op, over_network=self._over_network)
-
-        self._survivors.collectively(f"allreduce of {name!r}", run)
-        staged.store()
-
     def _exchange(self) -> None:
         while (work := self._queue.get()) is not None:
             work.run(self._async)
@@ -208,20 +204,20 @@ class MpiCommunicator(Communicator):
     def _broadcast(self, x: Tensor, name: str, root: int) -> None:
         staged = Staged(as_bytes(x))
 
-        def run(comm: Any) -> None:
-            meet(comm)
+        def run() -> None:
+            meet(self._sync)
             for part in parts(staged.fetch()):
-                comm.Bcast(part.numpy(), root=self.alive.index(root))
+                self._sync.Bcast(part.numpy(), root=root)
 
-        if self._survivors is not None:
-            self._survivors.collectively(f"broadcast of {name!r}", run)
+        if self._star is not None:
+            self._star.broadcast(staged.fetch(), root)
         else:
-            checked(f"broadcast of {name!r}", lambda: run(self._sync))
+            checked(f"broadcast of {name!r}", run)
         staged.store()
 
     def _allgather_bytes(self, data: bytes) -> list[bytes]:
-        if self._survivors is not None:
-            return self._survivors.collectively("allgather", lambda comm: gather_bytes(comm, data))
+        if self._star is not None:
+            return self._star.allgather(data)
         return checked("allgather", lambda: gather_bytes(self._sync, data))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speechdp.comm.losses import PeerLost
 from speechdp.comm.mpi import MPI, checked, meet, parts
-from speechdp.comm.mpi_survivors import failed_ranks, is_loss
+from speechdp.comm.mpi_ulfm import failed_ranks, is_loss
 from speechdp.comm.patience import sleep_until
 from speechdp.comm.peers import CheckedPeers
 from speechdp.comm.staging import Staged, as_bytes

@@ -226,7 +226,7 @@ def _parse(file: Path, content: bytes) -> Manifest:
         splits = {name: _parse_split(split) for name, split in values["splits"].items()}
         # Both become names of files: nothing outside the directory is to be read or written.
         for name in (*splits, *(entry.file for split in splits.values() for entry in split.shards)):
-            if name in ("", "..") or Path(name).name != name:
+            if name in ("", "..") or Path(name).name != name or "\0" in name:
                 raise ValueError(f"{name!r} is not a plain name")
         return Manifest(
             sampling_rate=int(values["sampling_rate"]),

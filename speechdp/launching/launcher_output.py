@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from speechdp import exit_codes
+from speechdp.launching.hostfile import Host
 
 FaultKind = Literal["said", "killed", "exited", "host lost", "aborted", "not reached", "no program"]
 
@@ -100,7 +101,7 @@ def _exited(match: re.Match[str]) -> Fault:
 
 def _ended_under_horovodrun(match: re.Match[str]) -> Fault:
     code, rank = int(match["code"]), int(match["rank"])
-    if code > 128:  # a shell between horovodrun and the rank reports signals so
+    if 128 < code < _ENDED_BY_SSH:  # a shell between horovodrun and the rank reports signals so
         return Fault("killed", rank, signal=code - 128)
     return Fault("exited", rank, exit_code=code)
 
@@ -139,6 +140,7 @@ _BLOCKS = (
         re.compile(r"lost communication with a remote daemon.*Remote daemon: \S+ on node (?P<host>\S+)"),
         _host_lost,
     ),
+    _Banner(re.compile(r"MPI communication peer process has unexpectedly disconnected"), _nothing),
     _Banner(re.compile(r"was unable to reliably start one or more daemons"), _not_reached),
     _Banner(
         re.compile(r"unable to (launch|start) the specified application.*Node: (?P<host>\S+)"), _no_program
@@ -150,6 +152,7 @@ _BLOCKS = (
 )
 _LINES = (
     _Banner(re.compile(r"^Connection to (?P<host>\S+) closed by remote host\.$"), _host_lost),
+    _Banner(re.compile(r"^\[warn\] Epoll |plm:rsh: Warning: setpgid"), _nothing),
     _Banner(re.compile(r"ORTE_ERROR_LOG: Data unpack would read past end of buffer"), _nothing),
     # Horovod, of a peer that has gone
     _Banner(re.compile(r"Horovod background loop uncaught exception"), _nothing),
@@ -171,6 +174,10 @@ _LINES = (
     _Banner(re.compile(r"^srun: (Job step aborted|Terminating StepId|launch/slurm: _step_signal)"), _nothing),
     _Banner(re.compile(r"^slurmstepd: error: \*\*\* STEP \S+ ON \S+ CANCELLED"), _nothing),
 )
+#: What the shell between horovodrun and a rank says about its end.
+_SHELLS_WORD = re.compile(r"\[\d+\]<stderr>:(Killed|Terminated)")
+#: What ssh returns, whatever ended the program on the other side.
+_ENDED_BY_SSH = 255
 #: horovodrun ends with a traceback of its own, whose last line but two says what happened.
 _TRACE_BEGINS = "Traceback (most recent call last):"
 _TRACE_OF_LAUNCHER = "Horovod detected that one or more processes exited with non-zero status"
@@ -179,6 +186,7 @@ _TRACES = (
         re.compile(rf"{_TRACE_OF_LAUNCHER}.*Process name: (?P<rank>\d+) Exit code: (?P<code>\d+)"),
         _ended_under_horovodrun,
     ),
+    _Banner(re.compile(r"could not connect to some hosts via ssh"), _not_reached),
 )
 _BEGINNINGS = (b"---", b"[", b"speechdp: rank", b"Traceback", b"Connection to", b"srun: ", b"slurmstepd: ")
 _MOST_HELD_LINES = 80
@@ -194,16 +202,21 @@ class LauncherOutput:
     def __init__(self) -> None:
         self.faults: list[Fault] = []
         self._rest = b""
+        self._begun = False  # the beginning of the present line is shown already
         self._held: list[bytes] = []
         self._in_trace = False
+        self._after_trace = False
 
     def feed(self, data: bytes) -> bytes:
         """Take what was read; return what is to be shown at once."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        shown = b"".join(self._take(line + b"\n") for line in lines)
+        shown = b""
+        for line in lines:
+            shown += line + b"\n" if self._begun else self._take(line + b"\n")
+            self._begun = False
         # The live bar and prompts have no line break: hold back only what may become a known line.
-        if self._rest and not self._held and not _may_be_known(self._rest):
-            shown, self._rest = shown + self._rest, b""
+        if self._rest and (self._begun or not (self._held or _may_be_known(self._rest))):
+            shown, self._rest, self._begun = shown + self._rest, b"", True
         return shown
 
     def end(self) -> bytes:
@@ -213,7 +226,11 @@ class LauncherOutput:
         return shown + self._release()
 
     def _take(self, line: bytes) -> bytes:
-        text = _TAG.sub("", line.decode(errors="replace").rstrip("\r\n"))
+        raw = line.decode(errors="replace").rstrip("\r\n")
+        ends_trace, self._after_trace = self._after_trace and not raw, False
+        if ends_trace or _SHELLS_WORD.fullmatch(raw):  # Horovod's message ends with a blank line
+            return b""
+        text = _TAG.sub("", raw)
         if self._held:
             return self._hold(line, text)
         if _RULE.fullmatch(text) or text == _TRACE_BEGINS:
@@ -233,7 +250,7 @@ class LauncherOutput:
         held = b"".join(self._held).decode(errors="replace")
         body = " ".join(_RULE.sub("", held).split())
         if _note(_TRACES if self._in_trace else _BLOCKS, body, self.faults):
-            self._held = []
+            self._held, self._after_trace = [], self._in_trace
             return b""
         return self._release()
 
@@ -257,6 +274,21 @@ class LauncherOutput:
         fault = Fault("said", int(match["rank"]), match["host"], exit_code=exit_code, silent_hosts=silent)
         self.faults.append(fault)
         return True
+
+
+def located(faults: Sequence[Fault], hosts: Sequence[Host]) -> tuple[Fault, ...]:
+    """Return the faults with the host of each rank whose launcher does not tell it.
+
+    Args:
+        hosts: of the job, filled with ranks in order; `slots` are the ranks placed.
+    """
+    names = [host.name for host in hosts for _ in range(host.slots)]
+    return tuple(
+        replace(fault, host=names[fault.rank])
+        if fault.host is None and fault.rank is not None and fault.rank < len(names)
+        else fault
+        for fault in faults
+    )
 
 
 def first_cause(faults: Sequence[Fault]) -> Fault | None:

@@ -146,7 +146,8 @@ def ranks_exit_code(end: JobEnd) -> int:
 def _what_happened(exit_code: int, cause: Fault | None) -> str:
     """Name the rank and host that failed where the launcher told them, else what its exit code means."""
     if cause is not None and exit_code != exit_codes.STOPPED:
-        return f"{cause.describe()} (exit code {exit_code})"
+        told = cause.kind == "exited" and cause.exit_code == exit_code
+        return cause.describe() if told else f"{cause.describe()} (exit code {exit_code})"
     return f"the job ended with exit code {exit_code} ({_meaning(exit_code)})"
 
 

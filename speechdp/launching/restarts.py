@@ -116,8 +116,8 @@ class Restarts:
         if slots < least:
             gone = ", ".join(host.name for host in self.hostfile.hosts if host not in usable)
             raise ConfigError(
-                f"not started again: only {slots} slots are left for {least} ranks, as {gone} do not answer; "
-                "mend them, add hosts to the hostfile, or lower --min-ranks"
+                f"not started again: {least} ranks need as many slots, the hosts that answer have {slots} "
+                f"(no answer: {gone}); mend them, add hosts to the hostfile, or lower --min-ranks"
             )
         self._before = None if self.target is None else last_checkpoint(self.target)
         left = replace(self.hostfile, hosts=tuple(usable))

@@ -49,12 +49,15 @@ class StopPolicy:
         fault_grace_s: time a launcher has to end by itself once it is known that a rank or host has failed:
             one whose daemon is frozen or cut off would be waited for without end.  None: a loss is no
             reason to end the job.
+        terminate_after_fault: send SIGTERM then, before everything left is killed: not to mpirun, which is
+            ending the job already and crashes when it is asked again.
     """
 
     first_signal: signal.Signals = signal.SIGUSR1
     grace_s: float = 30.0
     kill_after_s: float = 5.0
     fault_grace_s: float | None = 5.0
+    terminate_after_fault: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,8 +198,8 @@ def _wait(
         fault_since = None if reader is None else reader.fault_since
         due = _stages_due(request, policy, fault_since)
         while done < due:
-            # After a fault nobody is left to save: the first signal is skipped.
-            if done > 0 or request.signals:
+            # After a fault nobody is left to save, and not every launcher may be asked to end.
+            if request.signals or done == len(stages) - 1 or (done == 1 and policy.terminate_after_fault):
                 stages[done]()
             done += 1
 
@@ -210,10 +213,9 @@ def _stages_due(request: _StopRequest, policy: StopPolicy, fault_since: float | 
         terminate_s = policy.grace_s if request.again is None else request.again - request.since
         due = _passed(now - request.since, (0.0, terminate_s, terminate_s + policy.kill_after_s))
     if fault_since is not None and policy.fault_grace_s is not None:
-        terminate_s = policy.fault_grace_s
-        due = max(
-            due, _passed(now - fault_since, (terminate_s, terminate_s, terminate_s + _KILL_AFTER_FAULT_S))
-        )
+        end_s = policy.fault_grace_s
+        kill_s = end_s + (_KILL_AFTER_FAULT_S if policy.terminate_after_fault else 0.0)
+        due = max(due, _passed(now - fault_since, (end_s, end_s, kill_s)))
     return due
 
 

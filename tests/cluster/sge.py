@@ -31,6 +31,9 @@ _GLOBAL = {
     "min_gid": "0",
     # What a job leaves behind is ended by the group id its processes have.
     "execd_params": "ENABLE_ADDGRP_KILL=true",
+    # How a job ended is written at once, not after up to 15 s.
+    "reporting_params": "accounting=true reporting=false flush_time=00:00:01 accounting_flush_time=00:00:00 "
+    "joblog=false sharelog=00:00:00",
 }
 _SCHEDULER = {"schedule_interval": "0:0:1", "flush_submit_sec": "1", "flush_finish_sec": "1"}
 _HOSTS = {"group_name": "@allhosts"}
@@ -166,10 +169,11 @@ class GridEngine:
 
     def _change(self, file: str, changes: Mapping[str, str], show: str, change: str, *which: str) -> None:
         """Change lines `name value` of a configuration, as an editor started by qconf would."""
-        text = self._must(self._master, ["qconf", show, *which])
+        text = self._must(self._master, ["qconf", show, *which]).replace("\\\n", " ")
         for name, value in changes.items():
-            text, number = re.subn(rf"(?m)^{name}\b.*$", lambda _, to=f"{name} {value}": to, text)
-            assert number == 1, f"{name} in\n{text}"
+            line = re.search(rf"(?m)^{name}\b.*$", text)
+            assert line is not None, f"{name} in\n{text}"
+            text = f"{text[: line.start()]}{name} {value}{text[line.end() :]}"
         self._give(file, text, change)
 
     def _add(self, file: str, lines: Mapping[str, str], add: str) -> None:

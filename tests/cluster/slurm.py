@@ -44,7 +44,7 @@ _SETTINGS = {
     # As clusters have it that know nothing of PMIx: srun needs --mpi=pmix.
     "MpiDefault": "none",
     # A lost node is given up after so many seconds; the smallest that does not misjudge a busy machine.
-    "SlurmdTimeout": "20",
+    "SlurmdTimeout": "15",
     "KillWait": "2",
     "MinJobAge": "3600",
 }

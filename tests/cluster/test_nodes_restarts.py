@@ -73,4 +73,4 @@ def test_too_few_slots_are_left(lab: Lab, dataset: Dataset) -> None:
     assert ended.exit_code != 0, ended.output
     fault, refusal = our_lines(ended)
     assert fault.startswith("speechdp launch: host n2 was lost"), fault
-    assert "only 1 slots are left for 2 ranks, as n2 do not answer" in refusal, refusal
+    assert "2 ranks need as many slots, the hosts that answer have 1 (no answer: n2)" in refusal, refusal

@@ -75,10 +75,10 @@ def test_a_suspended_job_starts_again_and_ends_with_the_same_model(site: Site, u
 
 def test_the_script_in_launch_runs_a_command(site: Site) -> None:
     run = site.folder / "by-hand"
-    command = ["train", site.data, run, *OPTIONS, "--max-steps", "3"]
     options = ["-terse", "-v", f"SPEECHDP_PYTHON={sys.executable}", "-pe", "orte", "2"]
-    script = REPOSITORY / "launch" / "sge.qsub"
-    job_id = site.engine.submit(in_folder(site.folder, "qsub", *options, script, *command))
+    script = [str(REPOSITORY / "launch" / "sge.qsub"), "train", str(site.data), str(run)]
+    command = ["qsub", *options, *script, *OPTIONS, "--max-steps", "3"]
+    job_id = site.engine.submit(in_folder(site.folder, *command))
     output = site.folder / f"speechdp-train.{job_id}.out"
     job = site.engine.wait(job_id, output)
     assert job.exit_code == 0, output.read_text()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from speechdp import exit_codes
-from speechdp.launching.launcher_output import Fault, LauncherOutput, first_cause
+from speechdp.launching.hostfile import Host
+from speechdp.launching.launcher_output import Fault, LauncherOutput, first_cause, located
 
 RULE = "-" * 74 + "\n"
 PRIMARY = (
@@ -37,6 +38,10 @@ ABORTED = RULE + "MPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD
 NOT_REACHED = (
     RULE + "ORTE was unable to reliably start one or more daemons.\nThis usually is caused by:\n" + RULE
 )
+TRACE_OF_SSH = (
+    'Traceback (most recent call last):\n  File "/venv/bin/horovodrun", line 8, in <module>\n'
+    "RuntimeError: could not connect to some hosts via ssh\n"
+)
 NO_PROGRAM = (
     RULE + "mpirun was unable to launch the specified application as it could not access\nor execute an "
     "executable:\n\nExecutable: /no/such/python\nNode: n2\n\nwhile attempting to start process rank 0.\n"
@@ -46,7 +51,7 @@ HOROVODRUN = (
     "Traceback (most recent call last):\n"
     '  File "/venv/bin/horovodrun", line 8, in <module>\n    sys.exit(run_commandline())\n'
     "RuntimeError: Horovod detected that one or more processes exited with non-zero status, thus causing the "
-    "job to be terminated. The first process to do so was:\nProcess name: 1\nExit code: 137\n"
+    "job to be terminated. The first process to do so was:\nProcess name: 1\nExit code: 137\n\n"
 )
 
 
@@ -66,6 +71,7 @@ def read(text: str, piece: int | None = None) -> tuple[str, list[Fault]]:
         (EXITED, Fault("exited", 1, exit_code=124)),
         (LOST, Fault("host lost", host="n3")),
         (ABORTED, Fault("aborted", 2)),
+        (TRACE_OF_SSH, Fault("not reached")),
         (NOT_REACHED, Fault("not reached")),
         (NO_PROGRAM, Fault("no program", host="n2")),
         (HOROVODRUN, Fault("killed", 1, signal=9)),
@@ -98,6 +104,22 @@ def test_a_known_text_is_a_fault_and_not_shown(text: str, fault: Fault, piece: i
 )
 def test_anything_else_is_passed_on_as_it_is(text: str, piece: int | None) -> None:
     assert read(text, piece) == (text, [])
+
+
+def test_hosts_come_from_the_job_where_the_launcher_tells_none() -> None:
+    hosts = [Host("n1", 2), Host("n2", 1)]
+    faults = [
+        Fault("exited", 2, exit_code=255),
+        Fault("killed", 0, "x", signal=9),
+        Fault("host lost", host="n9"),
+    ]
+    assert [fault.host for fault in located(faults, hosts)] == ["n2", "x", "n9"]
+    assert located([Fault("exited", 7)], hosts) == (Fault("exited", 7),)
+
+
+def test_what_ssh_returns_is_no_signal() -> None:
+    shown, faults = read("[0]<stderr>:Terminated\n" + HOROVODRUN.replace("137", "255"))
+    assert (shown, faults) == ("", [Fault("exited", 1, exit_code=255)])
 
 
 def test_a_bar_without_a_line_break_is_shown_at_once() -> None:

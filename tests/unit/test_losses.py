@@ -22,6 +22,7 @@ from speechdp.comm.base import Communicator, ReduceOp
 from speechdp.comm.losses import PeerLost
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.shares import in_shares
+from speechdp.comm.star import Star
 from speechdp.comm.thread_job import Vanished
 from speechdp.comm.threads import run_threads
 from speechdp.config import TrainOptions
@@ -32,7 +33,7 @@ from speechdp.data.assignment import Meeting, MeetingKind
 from speechdp.data.dataset import Dataset
 from speechdp.data.dealer import Deal
 from speechdp.data.plan import CorpusIndex, PlanOptions, plan_epoch
-from speechdp.errors import ConfigError, RunError
+from speechdp.errors import CommunicationError, ConfigError, RunError
 from speechdp.timing.summary import read_run
 from speechdp.train.desk import DealingLimits, Desk, Roster
 from speechdp.train.progress import SilentReporter
@@ -86,6 +87,46 @@ def test_collectives_and_channels_go_on_without_a_rank_that_vanishes() -> None:
         peers.close()
 
     assert len(run_threads(3, work)) == 2
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_collectives_through_rank_0_are_those_of_the_ranks_that_are_left(size: int) -> None:
+    def work(comm: Communicator) -> None:
+        star = Star(comm.peers())
+        left = list(range(size))
+        for lost in (None, size - 1, 1):
+            if comm.rank == lost:
+                raise Vanished
+            left = [rank for rank in left if rank != lost]
+            x = torch.tensor([[comm.rank, 1.0]])
+            star.allreduce(x, ReduceOp.SUM)
+            assert x.tolist() == [[sum(left), len(left)]] and star.alive == tuple(left)
+            for op, expected in ((ReduceOp.MAX, left[-1]), (ReduceOp.MIN, 0)):
+                y = torch.tensor([comm.rank])
+                star.allreduce(y, op)
+                assert y.item() == expected
+            assert star.allgather(b"x" * comm.rank) == [b"x" * rank for rank in left]
+            z = torch.tensor([comm.rank], dtype=torch.uint8)
+            star.broadcast(z, left[-1])
+            assert z.item() == left[-1]
+            star.barrier()
+        if lost := set(range(size)) - set(left):
+            with pytest.raises(CommunicationError, match="is gone, whose values the others need"):
+                star.broadcast(torch.zeros(1), min(lost))
+        star.part()
+
+    assert len(run_threads(size, work)) == max(1, size - 2)
+
+
+def test_without_rank_0_there_are_no_collectives() -> None:
+    def work(comm: Communicator) -> None:
+        star = Star(comm.peers())
+        if comm.rank == 0:
+            raise Vanished
+        with pytest.raises(CommunicationError, match="rank 0 is gone, which deals the batches"):
+            star.barrier()
+
+    run_threads(3, work)
 
 
 def test_a_share_that_is_lost_is_done_by_others() -> None:

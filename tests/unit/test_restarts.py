@@ -57,7 +57,7 @@ def test_a_host_on_which_ranks_died_twice_is_left_out_where_others_have_room(tmp
 
 
 def test_too_few_hosts_end_it_unless_fewer_ranks_will_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"only 4 slots are left for 6 ranks, as n3 do not answer"):
+    with pytest.raises(ConfigError, match=r"6 ranks need .* hosts that answer have 4 \(no answer: n3\)"):
         restarts(tmp_path, num_ranks=6, gone=["n3"]).next_hosts([])
     fewer = restarts(tmp_path, num_ranks=6, policy=RestartPolicy(1, min_ranks=3), gone=["n3"])
     assert fewer.next_hosts([]) == HOSTS[:2]

@@ -24,7 +24,8 @@ FORBIDDEN_CALLS = {
     "__import__": "imports by text", "torch.load": "unpickles", "pickle.load": "unpickles",
     "pickle.loads": "unpickles", "read_pickle": "unpickles", "yaml.load": "makes any object",
     "os.system": "asks a shell", "os.popen": "asks a shell", "getoutput": "asks a shell",
-    "getstatusoutput": "asks a shell", "create_subprocess_shell": "asks a shell", "tempfile.mktemp": "is guessable",
+    "getstatusoutput": "asks a shell", "create_subprocess_shell": "asks a shell",
+    "tempfile.mktemp": "is guessable",
 }  # fmt: skip
 #: safetensors holds numbers and text only.
 HARMLESS_CALLS = {"safetensors.torch.load"}
@@ -76,7 +77,8 @@ def test_the_package_runs_no_code_from_files_and_asks_no_shell() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import pickle", "from pickle import loads", "eval(x)", "torch.load(f)", "numpy.load(f, allow_pickle=True)",
+        "import pickle", "from pickle import loads", "eval(x)", "torch.load(f)",
+        "numpy.load(f, allow_pickle=True)",
         "subprocess.run(c, shell=True)", "os.system(c)", "tempfile.mktemp()", "yaml.load(f)",
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""HDF5 made to do harm: links and values in other files, sizes that are not there, damaged heaps of strings."""
+"""HDF5 made to do harm: links and values in other files, sizes that are not there, damaged heaps."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ CASES: dict[str, tuple[Callable[[h5py.File], None], str]] = {
         _replace("offsets", shape=(3,), dtype="i8", external=[("/etc/passwd", 0, 24)]),
         "in other files",
     ),
-    "never written": (_replace("offsets", shape=(1 << 50,), dtype="i8"), "larger than the file"),
-    "empty chunks": (_replace("crc32", shape=(1 << 50,), dtype="u4", chunks=(1 << 16,)), "larger than the file"),
-    "endless text": (_replace("text", shape=(1 << 40,), dtype="S9", chunks=(1 << 10,)), "larger than the file"),
+    "never written": (_replace("offsets", shape=(1 << 50,), dtype="i8"), "larger than"),
+    "empty chunks": (_replace("crc32", shape=(1 << 50,), dtype="u4", chunks=(1 << 16,)), "larger than"),
+    "endless text": (_replace("text", shape=(1 << 40,), dtype="S9", chunks=(1 << 10,)), "larger than"),
     "compound": (_replace("crc32", data=np.zeros(2, [("a", "i4"), ("b", "S3")])), "neither numbers nor text"),
     "list of attributes": (lambda file: file.attrs.__setitem__("split", ["a", "b"]), "no number and no text"),
 }  # fmt: skip
