@@ -21,7 +21,10 @@ FaultKind = Literal["said", "killed", "exited", "host lost", "aborted", "not rea
 _RULE = re.compile(r"-{60,}")
 #: `mpirun --tag-output` and horovodrun put the rank before each line.
 _TAG = re.compile(r"^\[\d+(?:,\d+)?\]<(?:stderr|stdout)>:\s?")
-_SAID = re.compile(r"speechdp: rank (?P<rank>\d+)(?: \([^)]*\))? on (?P<host>[^\s:]+): (?P<text>.*)")
+#: A rank's last word; before it knows that it is one of several it does not say which it is.
+_SAID = re.compile(
+    r"speechdp: (?!warning: )(?:rank (?P<rank>\d+)(?: \([^)]*\))? on (?P<host>[^\s:]+): )?(?P<text>.*)"
+)
 #: what srun calls the signals that end a task, as strsignal has it.
 _SIGNAL_NAMES = {signal.strsignal(number): int(number) for number in signal.Signals}
 #: How a hung rank's line begins (train/watchdog.py).
@@ -153,7 +156,8 @@ _BLOCKS = (
 _LINES = (
     _Banner(re.compile(r"^Connection to (?P<host>\S+) closed by remote host\.$"), _host_lost),
     _Banner(re.compile(r"^\[warn\] Epoll |plm:rsh: Warning: setpgid"), _nothing),
-    _Banner(re.compile(r"ORTE_ERROR_LOG: Data unpack would read past end of buffer"), _nothing),
+    _Banner(re.compile(r"ORTE_ERROR_LOG: .* in file \S*show_help\.c"), _nothing),
+    _Banner(re.compile(r"^mpirun: Forwarding signal \d+ to job"), _nothing),
     # Horovod, of a peer that has gone
     _Banner(re.compile(r"Horovod background loop uncaught exception"), _nothing),
     # srun
@@ -271,9 +275,14 @@ class LauncherOutput:
         silent = tuple(dict.fromkeys(found["host"] for found in _LATE.finditer(match["text"])))
         # horovodrun ends with 1 whatever a rank ended with.
         exit_code = exit_codes.HUNG if match["text"].startswith(_HUNG) else None
-        fault = Fault("said", int(match["rank"]), match["host"], exit_code=exit_code, silent_hosts=silent)
-        self.faults.append(fault)
+        rank = None if match["rank"] is None else int(match["rank"])
+        self.faults.append(Fault("said", rank, match["host"], exit_code=exit_code, silent_hosts=silent))
         return True
+
+
+def ends_job(fault: Fault) -> bool:
+    """Tell whether a fault is one after which no rank can go on; what might be a mere notice is not."""
+    return fault.kind != "said" or fault.rank is not None
 
 
 def located(faults: Sequence[Fault], hosts: Sequence[Host]) -> tuple[Fault, ...]:

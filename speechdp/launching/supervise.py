@@ -19,7 +19,7 @@ from types import FrameType
 from typing import IO
 
 from speechdp.errors import ConfigError
-from speechdp.launching.launcher_output import Fault, LauncherOutput
+from speechdp.launching.launcher_output import Fault, LauncherOutput, ends_job
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -137,7 +137,7 @@ class _Reader:
     def _read(self) -> None:
         while data := os.read(self._pipe.fileno(), _PIPE_BYTES):
             _show(self._output.feed(data))
-            if self._output.faults and self.fault_since is None:
+            if self.fault_since is None and any(map(ends_job, self._output.faults)):
                 self.fault_since = time.monotonic()
 
     def finish(self) -> tuple[Fault, ...]:

@@ -65,5 +65,5 @@ def _tell(session: Session, problem: str) -> None:
     if session.comm.rank == 0:
         session.reporter.notice(problem)
         return
-    sys.stderr.write(f"speechdp: rank {session.comm.rank}: {problem}\n")
+    sys.stderr.write(f"speechdp: warning: rank {session.comm.rank}: {problem}\n")
     sys.stderr.flush()

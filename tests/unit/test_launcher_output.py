@@ -134,6 +134,13 @@ def test_a_ranks_own_line_is_shown_and_noted(tag: str) -> None:
     assert faults == [Fault("said", 2, "n3")]
 
 
+def test_a_rank_that_does_not_know_its_number_is_noted() -> None:
+    shown, faults = read("speechdp: DATA/data.json: is not there; prepare the data first\n" + EXITED)
+    assert shown == "speechdp: DATA/data.json: is not there; prepare the data first\n"
+    assert faults[0] == Fault("said") and first_cause(faults) == faults[0]
+    assert faults[0].describe() == "a rank failed, its message stands above"
+
+
 def test_a_hung_ranks_line_names_the_hosts_that_gave_no_sign_of_life() -> None:
     line = (
         "speechdp: rank 0 on n1: no step ended for 60 s (step 7, in comm for 60 s); late: rank 2 on n3 "
