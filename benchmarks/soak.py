@@ -280,6 +280,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("more", nargs="*")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # nodes and disk go down
     reason = why_not() or why_no_disk()
     if reason is not None:
         raise SystemExit(f"soak: {reason}")
