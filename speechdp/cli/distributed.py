@@ -24,6 +24,7 @@ from speechdp.comm.roles import Roles
 from speechdp.comm.start import StartGuard
 from speechdp.comm.world import check_sum, check_world, versions
 from speechdp.config import TrainOptions
+from speechdp.config_faults import FaultOptions
 from speechdp.data.dataset import Dataset
 from speechdp.data.fed_source import Feeders
 from speechdp.launching.cores import available_cores
@@ -40,8 +41,18 @@ if TYPE_CHECKING:
 
 
 def over_ranks(backend: str, device: str, function: Callable[[Communicator], int | None]) -> int:
-    """Run `function` on this rank, so that its failure ends all ranks; return the exit code."""
-    return guard(lambda: create_communicator(backend, _exchange_device(device)), function)
+    """Run `function` on this rank, so that its failure ends all ranks; return the exit code.
+
+    Whether all ranks start is guarded, what they do then is not: its longest wait is not known.
+    """
+    start = StartGuard(FaultOptions().hang_timeout)
+
+    def run(comm: Communicator) -> int | None:
+        start.over()
+        return function(comm)
+
+    exchanged_on = _exchange_device(device)
+    return guard(lambda: start.waiting_for_all_ranks(lambda: create_communicator(backend, exchanged_on)), run)
 
 
 @dataclass(frozen=True)
@@ -107,11 +118,12 @@ def _train(
 ) -> int:
     dataset = Dataset.open(request.data)
     check_world(comm, request.facts(dataset))
-    start.over()
     _raise_file_limit()
     _share_cores(comm.allgather_object(environment.host_name()))
     with StopRequest() as stop:
-        return function(_session(comm, request, dataset, stop))
+        session = _session(comm, request, dataset, stop)
+        start.over()
+        return function(session)
 
 
 def _train_or_feed(
@@ -120,17 +132,18 @@ def _train_or_feed(
     """Do this rank's part of a job with feeders; return the exit code that all ranks have agreed on."""
     dataset = Dataset.open(request.data)
     check_world(job, request.facts(dataset))
-    start.over()
     _raise_file_limit()
     _share_cores(job.roles.hosts)
     # A feeder notes a request to stop as well, and serves on until the ranks that train have ended.
     with StopRequest() as stop:
         if job.is_feeder:
+            start.over()
             return serve_trainers(job, job.roles, dataset, request.options.loading.loader_threads)
         device = choose_device(request.options.device, job.part.local_rank)
         with open_link(job, job.roles, device) as goodbye:
             check_sum(job.part)
             session = _session(job.part, request, dataset, stop, job.roles)
+            start.over()
             goodbye.exit_code = function(dataclasses.replace(session, feeders=Feeders(goodbye.link)))
         return goodbye.exit_code
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,8 +22,9 @@ from speechdp.doctor.finding import Finding
 from speechdp.doctor.table import print_findings
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Allocation, find_allocation
-from speechdp.launching.command import Controller, Launcher
+from speechdp.launching.command import Controller, Launcher, check_controller
 from speechdp.launching.hostfile import Host, Hostfile, local_hosts, read_hostfile
+from speechdp.launching.words import split_words
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,10 @@ class DoctorCommand:
             raise ConfigError("doctor starts its own job: give the command without mpirun, srun or launch")
         if self.num_ranks < 1 or self.bandwidth_mib < 1 or self.part_limit_s <= 0:
             raise ConfigError("-np, --bandwidth-mib and --part-limit-s must be positive")
-        if self.launcher != "horovodrun" and self.controller != "mpi":
-            raise ConfigError(f"--controller {self.controller} belongs to --launcher horovodrun")
-        mpi_options = _split(self.mpi_args)
+        check_controller(self.launcher, self.controller)
+        mpi_options = split_words("--mpi-args", self.mpi_args)
         try:
-            allocation = find_allocation(os.environ)
+            allocation = self._allocation()
             hostfile = self._hosts(allocation)
         except ConfigError as error:
             remedy = "mend it, or name the hosts with --hostfile FILE (hostfiles/ has examples)"
@@ -102,6 +101,15 @@ class DoctorCommand:
             limit_s=self.part_limit_s,
         )
 
+    def _allocation(self) -> Allocation | None:
+        """Return the batch job this runs in; with a hostfile, one that cannot be read does not matter."""
+        try:
+            return find_allocation(os.environ)
+        except ConfigError:
+            if self.hostfile is None:
+                raise
+            return None
+
     def _hosts(self, allocation: Allocation | None) -> Hostfile:
         if self.hostfile is not None:
             return read_hostfile(self.hostfile)
@@ -117,11 +125,3 @@ def _folder_of(run: Path) -> Path:
     """Return the folder to be tested: the run's own if it is there, else the one it will stand in."""
     run = run.absolute()
     return run if run.is_dir() else run.parent
-
-
-def _split(words: str) -> tuple[str, ...]:
-    """Split --mpi-args as a shell would."""
-    try:
-        return tuple(shlex.split(words))
-    except ValueError as error:
-        raise ConfigError(f"--mpi-args {words!r} cannot be split into words ({error})") from error

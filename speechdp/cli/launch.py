@@ -16,12 +16,14 @@ from typing import Annotated
 
 import tyro
 
+from speechdp import exit_codes
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Allocation, find_allocation
 from speechdp.launching.command import (
     Controller,
     Job,
     Launcher,
+    check_controller,
     child_environment,
     horovodrun_command,
     horovodrun_environment,
@@ -31,13 +33,15 @@ from speechdp.launching.command import (
     srun_environment,
 )
 from speechdp.launching.cores import available_cores
+from speechdp.launching.faults import located
 from speechdp.launching.hostfile import Host, Hostfile, local_hosts, read_hostfile
-from speechdp.launching.launcher_output import located
-from speechdp.launching.outcome import Target, find_target, verdict
+from speechdp.launching.outcome import Verdict, find_target, verdict
 from speechdp.launching.programs import find_horovodrun, find_open_mpi
 from speechdp.launching.requeue import is_to_go_on, requeue
-from speechdp.launching.restarts import RestartPolicy, Restarts, find_reachable, going_on
-from speechdp.launching.supervise import StopPolicy, run_job
+from speechdp.launching.restarts import RestartPolicy, Restarts, find_reachable
+from speechdp.launching.submit import check_command
+from speechdp.launching.supervise import JobEnd, StopPolicy, StopRequest, noted_signals, run_job
+from speechdp.launching.words import has_option, split_words
 
 #: So long a GPU may need to free the memory of a killed rank, s.
 _RESTART_DELAY_S = 1.0
@@ -98,21 +102,39 @@ class _Place:
 
 def launch(options: LaunchCommand, program: tuple[str, ...]) -> int:
     """Check hosts and command, start `program` over the ranks, and return the exit code of it all."""
-    target = find_target(options.command)
+    if options.grace_s < 0:
+        raise ConfigError(f"--grace-s {options.grace_s:g}: must be at least 0 seconds")
+    command = check_command(options.command, requeue=True) if options.requeue else options.command
+    target = find_target(command)
     place = _find_place(options)
     policy = RestartPolicy(options.max_restarts, options.min_ranks)
     policy.check(place.num_ranks, target)
-    starter = _Starter(options, program, place)
-    restarts = Restarts(policy, place.hostfile, place.num_ranks, target, starter.reachable)
-    hosts, command, reason = restarts.begin(), options.command, ""
-    while True:
-        argv, environment = starter.prepare(hosts, command)
+    # Signals between two starts count as well.
+    with noted_signals() as request:
+        starter = _Starter(options, program, place, request)
+        restarts = Restarts(policy, place.hostfile, place.num_ranks, target, starter.reachable)
         if options.dry_run:
-            _print_command(argv, environment)
+            _print_command(*starter.prepare(restarts.begin(), command))
             return 0
-        environment["SPEECHDP_RESTART_REASON"] = reason
-        end = run_job(argv, environment, _stop_policy(options, target))
-        end = replace(end, faults=located(end.faults, hosts))
+        end, result = _run_until_done(starter, restarts, command, request)
+    if place.allocation is None:
+        return result.exit_code
+    if is_to_go_on(end, result.exit_code):
+        return requeue(place.allocation) if options.requeue else result.exit_code
+    ended_by_user = end.stop_signal is not None and result.exit_code == exit_codes.STOPPED
+    if ended_by_user and place.allocation.scheduler == "lsf":
+        return 128 + (end.stop_signal or 0)  # LSF would start a job again that ends with 75
+    return result.exit_code
+
+
+def _run_until_done(
+    starter: _Starter, restarts: Restarts, command: tuple[str, ...], request: StopRequest
+) -> tuple[JobEnd, Verdict]:
+    """Start the job, and again as long as that is asked for and may help; return its last end."""
+    target, most = restarts.target, restarts.policy.max_restarts + 1
+    hosts, arguments, reason = restarts.begin(), command, ""
+    while True:
+        end = starter.run(hosts, arguments, reason)
         result = verdict(end, target)
         why_not = restarts.why_not(end, result.exit_code)
         if result.reason is not None:
@@ -120,33 +142,48 @@ def launch(options: LaunchCommand, program: tuple[str, ...]) -> int:
         if why_not is not None:
             if why_not:
                 _say(why_not)
-            break
+            return end, result
         time.sleep(_RESTART_DELAY_S)
-        hosts, command = restarts.next_hosts(end.faults), going_on(options.command)
-        reason = result.reason or ""
+        try:
+            hosts = restarts.next_hosts(end.faults)
+        except ConfigError as error:  # the fault's exit code is what counts
+            _say(str(error))
+            return end, result
+        if request.signals:
+            end = replace(end, stop_signal=request.signals[0], faults=())
+            return end, verdict(end, target)
+        arguments, reason = restarts.going_on(command), result.reason or ""
         where = ", ".join(f"{host.name} ({host.slots})" for host in hosts)
         num_ranks = sum(host.slots for host in hosts)
-        _say(f"start {restarts.number + 1} of {policy.max_restarts + 1}: {num_ranks} ranks on {where}")
-    if options.requeue and place.allocation is not None and is_to_go_on(end, result.exit_code):
-        return requeue(place.allocation)
-    return result.exit_code
+        _say(f"start {restarts.number + 1} of {most}: {num_ranks} ranks on {where}")
 
 
 class _Starter:
-    """Builds command lines for one set of hosts after another."""
+    """Starts the ranks over one set of hosts after another."""
 
-    def __init__(self, options: LaunchCommand, program: tuple[str, ...], place: _Place) -> None:
-        self._options, self._program, self._place = options, program, place
+    def __init__(
+        self, options: LaunchCommand, program: tuple[str, ...], place: _Place, request: StopRequest
+    ) -> None:
+        self._options, self._program, self._place, self._request = options, program, place, request
         prefix, search_path = Path(sys.prefix), os.environ.get("PATH", os.defpath)
-        if options.launcher != "horovodrun" and options.controller != "mpi":
-            raise ConfigError(f"--controller {options.controller} belongs to --launcher horovodrun")
+        check_controller(options.launcher, options.controller)
         if options.launcher == "srun" and (place.allocation is None or place.allocation.scheduler != "slurm"):
             raise ConfigError("--launcher srun works inside a Slurm job only; start it with sbatch or salloc")
         self._mpi = find_open_mpi(prefix, search_path)
         self._horovodrun = find_horovodrun(prefix, search_path) if options.launcher == "horovodrun" else None
 
+    def run(self, hosts: tuple[Host, ...], arguments: tuple[str, ...], reason: str) -> JobEnd:
+        """Run the job to its end.
+
+        Args:
+            reason: why it is started again; "" the first time.
+        """
+        argv, environment = self.prepare(hosts, arguments, reason)
+        end = run_job(argv, environment, _stop_policy(self._options), request=self._request)
+        return replace(end, faults=located(end.faults, hosts))
+
     def prepare(
-        self, hosts: tuple[Host, ...], arguments: tuple[str, ...]
+        self, hosts: tuple[Host, ...], arguments: tuple[str, ...], reason: str = ""
     ) -> tuple[list[str], dict[str, str]]:
         """Return argv and environment of the launcher."""
         options = self._options
@@ -156,12 +193,13 @@ class _Starter:
             arguments=arguments,
             interface=options.interface,
             tag_output=options.tag_output,
-            extra_options=_split(options.mpi_args),
+            extra_options=split_words("--mpi-args", options.mpi_args),
         )
         environment = child_environment(
             job, self._mpi, os.environ, is_root=os.geteuid() == 0, num_cores=available_cores()
         )
         environment["SPEECHDP_TERMINAL"] = _terminal()
+        environment["SPEECHDP_RESTART_REASON"] = reason
         environment["SPEECHDP_HOSTFILE"] = self._place.hostfile.source
         environment["SPEECHDP_HOSTS"] = job.host_list
         environment["SPEECHDP_LAUNCH"] = json.dumps(["speechdp", *sys.argv[1:]])
@@ -181,17 +219,30 @@ class _Starter:
         _, environment = self.prepare(tuple(hosts), ())
 
         def probe(host: Host) -> list[str]:
-            job = Job((replace(host, slots=1),), ("true",), (), extra_options=_split(self._options.mpi_args))
+            job = Job(
+                hosts=(replace(host, slots=1),),
+                program=("true",),
+                arguments=(),
+                interface=self._options.interface,
+                extra_options=split_words("--mpi-args", self._options.mpi_args),
+            )
             if self._options.launcher == "srun":
                 return srun_command(job, environment)
             return mpirun_command(job, self._mpi, environment)
 
-        return find_reachable(hosts, probe, environment)
+        return find_reachable(hosts, probe, environment, lambda: bool(self._request.signals))
 
 
 def _find_place(options: LaunchCommand) -> _Place:
     """Return the hosts given, those of the batch job this runs in, or this machine."""
-    allocation = find_allocation(os.environ)
+    try:
+        allocation = find_allocation(os.environ)
+    except ConfigError:
+        if options.hostfile is None or options.requeue:
+            raise
+        allocation = None  # one that cannot be read is of no account where the hosts are given
+    if options.requeue and allocation is None:
+        raise ConfigError("--requeue: this is no batch job; leave it out, or start it by speechdp submit")
     if options.hostfile is not None:
         hostfile = read_hostfile(options.hostfile)
     elif allocation is not None:
@@ -204,27 +255,20 @@ def _find_place(options: LaunchCommand) -> _Place:
     return _Place(hostfile, num_ranks, allocation)
 
 
-def _stop_policy(options: LaunchCommand, target: Target | None) -> StopPolicy:
+def _stop_policy(options: LaunchCommand) -> StopPolicy:
     # horovodrun with gloo starts the ranks itself and understands no SIGUSR1.
     gloo = options.launcher == "horovodrun" and options.controller == "gloo"
-    first_signal = signal.SIGTERM if gloo else signal.SIGUSR1
-    runs_mpirun = not gloo and options.launcher != "srun"
-    tolerates_loss = target is not None and target.tolerates_loss
-    policy = StopPolicy(first_signal, options.grace_s, terminate_after_fault=not runs_mpirun)
-    return replace(policy, fault_grace_s=None) if tolerates_loss else policy
+    policy = StopPolicy(
+        first_signal=signal.SIGTERM if gloo else signal.SIGUSR1,
+        grace_s=options.grace_s,
+        terminate_after_fault=gloo or options.launcher == "srun",
+    )
+    return replace(policy, fault_grace_s=None) if has_option(options.command, "--tolerate-loss") else policy
 
 
 def _say(message: str) -> None:
     sys.stdout.flush()
     print(f"speechdp launch: {message}", file=sys.stderr, flush=True)
-
-
-def _split(words: str) -> tuple[str, ...]:
-    """Split --mpi-args as a shell would."""
-    try:
-        return tuple(shlex.split(words))
-    except ValueError as error:
-        raise ConfigError(f"--mpi-args {words!r} cannot be split into words ({error})") from error
 
 
 def _terminal() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from speechdp.launching.submit import (
     where_output_goes,
     write_script,
 )
+from speechdp.launching.words import split_words
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,8 @@ class SubmitCommand:
         """Submit; return the exit code."""
         scheduler = self._scheduler()
         job = _batch_job(self)
-        submission = plan_submission(
-            scheduler, job.placement.name, job.folder, _split("--scheduler-args", self.scheduler_args)
-        )
+        options = split_words("--scheduler-args", self.scheduler_args)
+        submission = plan_submission(scheduler, job.placement.name, job.folder, options)
         script = render(scheduler, job)
         if self.dry_run:
             _show(script, submission, job.folder)
@@ -100,7 +99,7 @@ def _batch_job(options: SubmitCommand) -> BatchJob:
     command = check_command(options.command, requeue=options.requeue)
     if command[0] not in SUBCOMMANDS:
         raise ConfigError(f"unknown command {command[0]!r}; speechdp --help lists them")
-    launch_options = _split("--launch-args", options.launch_args)
+    launch_options = split_words("--launch-args", options.launch_args)
     if options.max_restarts is not None:
         if options.max_restarts < 0:
             raise ConfigError(f"--max-restarts {options.max_restarts}: a number from 0 is needed")
@@ -148,11 +147,3 @@ def _show(script: str, submission: Submission, folder: Path) -> None:
 
 def _search_path() -> str:
     return os.environ.get("PATH", os.defpath)
-
-
-def _split(option: str, words: str) -> tuple[str, ...]:
-    """Split an option's value as a shell would."""
-    try:
-        return tuple(shlex.split(words))
-    except ValueError as error:
-        raise ConfigError(f"{option} {words!r} cannot be split into words ({error})") from error

@@ -57,7 +57,7 @@ def guard(make: Callable[[], Communicator], function: Callable[[Communicator], i
             comm.leave(exit_code)
             return exit_code
     except SystemExit as error:
-        if error.code in {None, 0}:
+        if _says_success(error) and _is_alone(comm):
             return 0
         return _end(comm, error)
     except BaseException as error:  # every way out of a rank must end the others
@@ -93,12 +93,19 @@ def _describe(comm: Communicator | None, error: BaseException) -> _Report:
     if isinstance(error, KeyboardInterrupt):
         return _Report(f"{name}: interrupted\n", _INTERRUPTED, delay_s)
     if isinstance(error, SystemExit):
+        if _says_success(error):
+            text = f"{name}: left by sys.exit as if all were well, which the other ranks would wait for\n"
+            return _Report(text, exit_codes.CRASHED, delay_s)
         if isinstance(error.code, int):
             return _Report(f"{name}: ended with exit code {error.code}\n", error.code, delay_s)
         return _Report(f"{name}: {error.code}\n", exit_codes.FAILED, delay_s)
     trace = "".join(traceback.format_exception(error))
     text = f"{trace}{name}: ended by an unexpected {type(error).__name__}: {error}\n"
     return _Report(text, exit_codes.CRASHED, delay_s)
+
+
+def _says_success(error: SystemExit) -> bool:
+    return error.code is None or error.code == 0
 
 
 def _name(comm: Communicator | None) -> tuple[int, str]:

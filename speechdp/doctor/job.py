@@ -7,13 +7,15 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
 
 import psutil
 
 from speechdp.doctor.wire import ALL, Listener, Report
-from speechdp.launching.launcher_output import LauncherOutput, first_cause
+from speechdp.launching.faults import first_cause
+from speechdp.launching.launcher_output import LauncherOutput
 
 #: Added to every limit: lines are on their way, and a rank's own limit comes first.
 _MARGIN_S = 10.0
@@ -161,6 +163,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.kill()
             process.wait()
     for child in family:
-        if child.is_running():
+        # It may end by itself just before.
+        with suppress(psutil.NoSuchProcess):
             child.kill()
     psutil.wait_procs(family, timeout=_ENDING_S)

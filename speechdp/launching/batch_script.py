@@ -28,6 +28,10 @@ TEMPLATES: dict[Scheduler, str] = {
 #: How each batch system writes the job's number in the name of an output file; PBS cannot.
 JOB_ID_IN_OUTPUT: dict[Scheduler, str | None] = {"slurm": "%j", "lsf": "%J", "pbs": None, "sge": "$JOB_ID"}
 
+#: What is left for SIGTERM, SIGKILL and launch's own end when the ranks did not leave by themselves, s.
+_ENDING_S = 15
+_SHORTEST_GRACE_S = 5
+
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,62}")
 _QUEUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,@-]{0,126}")
 _ACCOUNT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/+-]{0,126}")
@@ -129,17 +133,24 @@ class BatchJob:
                 "the job would be told to stop before it begins"
             )
 
+    @property
+    def launch_words(self) -> tuple[str, ...]:
+        """Options of speechdp launch: the ranks may save for nearly as long as they are warned ahead."""
+        grace_s = max(_SHORTEST_GRACE_S, self.signal_s - _ENDING_S)
+        requeue = ("--requeue",) if self.requeue else ()
+        # The user's come last: they win.
+        return (*requeue, "--grace-s", str(grace_s), *self.launch_options)
+
 
 def render(scheduler: Scheduler, job: BatchJob) -> str:
     """Return the script that `scheduler` is given for `job`."""
-    options = (["--requeue"] if job.requeue else []) + list(job.launch_options)
     words = {
         "by_hand": False,
         "title": f"Written by speechdp submit: {job.resources.nodes} nodes, "
         f"{job.resources.ranks_per_node} ranks on each.",
         "folder": quote(str(job.folder)),
         "python": quote(str(job.python)),
-        "launch_options": "".join(f" {quote(word)}" for word in options),
+        "launch_options": _launch_options(job),
         "command": " ".join(quote(word) for word in job.command),
     }
     return _fill(scheduler, job, words)
@@ -159,7 +170,7 @@ def example(scheduler: Scheduler) -> str:
         "title": "",
         "folder": "",
         "python": '"$python"',
-        "launch_options": " --requeue",
+        "launch_options": _launch_options(job),
         "command": '"$@"',
     }
     return _fill(scheduler, job, words)
@@ -201,6 +212,10 @@ def output_file(scheduler: Scheduler, placement: Placement) -> str | None:
     if job_id is None and "%j" in placement.output:
         raise ConfigError(f"--output {placement.output}: PBS puts no job's number there; leave %j out")
     return placement.output.replace("%j", job_id or "")
+
+
+def _launch_options(job: BatchJob) -> str:
+    return "".join(f" {quote(word)}" for word in job.launch_words)
 
 
 def _fill(scheduler: Scheduler, job: BatchJob, words: dict[str, object]) -> str:

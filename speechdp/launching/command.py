@@ -12,6 +12,7 @@ from typing import Literal
 from speechdp.errors import ConfigError
 from speechdp.launching.hostfile import Host, is_this_machine
 from speechdp.launching.programs import OpenMpi
+from speechdp.launching.words import has_option
 
 Launcher = Literal["mpirun", "horovodrun", "srun"]
 Controller = Literal["mpi", "gloo"]
@@ -74,6 +75,16 @@ class Job:
         return ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
 
 
+def check_controller(launcher: Launcher, controller: Controller) -> None:
+    """Check that a controller is only given to the launcher that has one.
+
+    Raises:
+        ConfigError: it is given to another.
+    """
+    if launcher != "horovodrun" and controller != "mpi":
+        raise ConfigError(f"--controller {controller} belongs to --launcher horovodrun")
+
+
 def mpirun_command(job: Job, mpi: OpenMpi, environment: Mapping[str, str]) -> list[str]:
     """Return the argv that starts `job` with mpirun.
 
@@ -87,7 +98,7 @@ def mpirun_command(job: Job, mpi: OpenMpi, environment: Mapping[str, str]) -> li
     argv = [str(mpi.mpirun), "-np", str(job.num_ranks), "--host", job.host_list]
     argv += ["--bind-to", "none", "--map-by", "slot"]
     argv += _own_prefix(mpi) + _traffic_settings(job) + _runtime_settings(job, mpi)
-    if mpi.major >= 5 and "--tolerate-loss" in job.arguments:
+    if mpi.major >= 5 and has_option(job.arguments, "--tolerate-loss"):
         # Whose processes are gone, the daemons tell. ULFM's own detector would take a rank for dead that
         # computes for some seconds without a call of MPI's.
         argv += ["--with-ft", "ulfm", "--mca", "mpi_ft_detector", "0"]

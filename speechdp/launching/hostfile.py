@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 import socket
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from ipaddress import AddressValueError, IPv4Address
 from pathlib import Path
+
+import psutil
 
 from speechdp.errors import ConfigError
 
@@ -108,14 +112,36 @@ def local_hosts(num_ranks: int) -> Hostfile:
 
 
 def is_this_machine(name: str) -> bool:
-    """Tell whether a host name of a hostfile means the machine this runs on."""
-    own = socket.gethostname()
-    return name.lower() in {"localhost", "127.0.0.1", own.lower(), own.split(".")[0].lower()}
+    """Tell whether a host name or IPv4 address of a hostfile means the machine this runs on."""
+    name, own = name.lower(), socket.gethostname().lower()
+    first_label = own.split(".")[0]
+    if name in {"localhost", own, first_label}:
+        return True
+    try:
+        return _is_own_address(IPv4Address(name))
+    except AddressValueError:
+        # Only names that look like ours are resolved: a name server may take long to answer.
+        return name.split(".")[0] == first_label and _resolves_to_this_machine(name)
 
 
 def is_host_name(name: str) -> bool:
     """Tell whether a word is a host name or IPv4 address that no program takes for something else."""
     return _HOST_NAME.fullmatch(name) is not None
+
+
+@lru_cache(maxsize=64)
+def _resolves_to_this_machine(name: str) -> bool:
+    try:
+        return _is_own_address(IPv4Address(socket.gethostbyname(name)))
+    except (OSError, UnicodeError):
+        return False
+
+
+def _is_own_address(address: IPv4Address) -> bool:
+    if address.is_loopback:
+        return True
+    interfaces = psutil.net_if_addrs().values()
+    return any(own.address == str(address) for addresses in interfaces for own in addresses)
 
 
 def _parse_line(content: list[str], where: str) -> Host:

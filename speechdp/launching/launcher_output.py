@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from speechdp import exit_codes
-from speechdp.launching.hostfile import Host
-
-FaultKind = Literal["said", "killed", "exited", "host lost", "aborted", "not reached", "no program"]
+from speechdp.launching.faults import Fault
 
 _RULE = re.compile(r"-{60,}")
 #: `mpirun --tag-output` and horovodrun put the rank before each line.
@@ -29,48 +26,7 @@ _SAID = re.compile(
 _SIGNAL_NAMES = {signal.strsignal(number): int(number) for number in signal.Signals}
 #: How a hung rank's line begins (train/watchdog.py).
 _HUNG = "no step ended for "
-_LATE = re.compile(r"rank \d+ on (?P<host>[^\s:,;]+) \(no sign of life")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What a launcher's output tells about the end of a job.
-
-    Attributes:
-        kind: a rank's own message, a rank killed by a signal or ended with an exit code, a host lost, a rank
-            that aborted all others, having said why, a host on which no daemon could be started, or one
-            without the program.
-        rank: index of the rank, None where the launcher does not tell.
-        host: its host, None likewise.
-        signal: what killed it.
-        exit_code: what it ended with.
-        silent_hosts: hosts of ranks that, by a hung rank's message, gave no sign of life.
-    """
-
-    kind: FaultKind
-    rank: int | None = None
-    host: str | None = None
-    signal: int | None = None
-    exit_code: int | None = None
-    silent_hosts: tuple[str, ...] = ()
-
-    def describe(self) -> str:
-        """Return who failed and how, for one line."""
-        who = "a rank" if self.rank is None else f"rank {self.rank}"
-        if self.host is not None and self.rank is not None:
-            who += f" on {self.host}"
-        if self.exit_code == exit_codes.HUNG:
-            return f"the job hung, the message of {who} above names the ranks that are late"
-        return {
-            "said": f"{who} failed, its message stands above",
-            "aborted": f"{who} failed, its message stands above",
-            "killed": f"{who} was killed by {_signal_name(self.signal)}",
-            "exited": f"{who} ended with exit code {self.exit_code} without a message",
-            "host lost": f"host {self.host} was lost: it is down, or its link is cut",
-            "not reached": "a host was not reached, what ssh says stands above; "
-            "`speechdp doctor` looks at every host",
-            "no program": f"this Python is not on {self.host}; install speechdp there under the same path",
-        }[self.kind]
+_LATE = re.compile(r"rank (?P<rank>\d+) on (?P<host>[^\s:,;]+) \(no sign of life")
 
 
 @dataclass(frozen=True)
@@ -117,6 +73,10 @@ def _no_program(match: re.Match[str]) -> Fault:
     return Fault("no program", host=match["host"])
 
 
+def _start_hung(_match: re.Match[str]) -> Fault:
+    return Fault("start hung", exit_code=exit_codes.HUNG)
+
+
 def _host_lost(match: re.Match[str]) -> Fault:
     return Fault("host lost", host=match["host"])
 
@@ -154,6 +114,8 @@ _BLOCKS = (
     ),
 )
 _LINES = (
+    # faulthandler's, of a rank that waited for the others in MPI_Init, where no code of ours can run
+    _Banner(re.compile(r"^Timeout \(\d+:\d\d:\d\d\)!$"), _start_hung),
     _Banner(re.compile(r"^Connection to (?P<host>\S+) closed by remote host\.$"), _host_lost),
     _Banner(re.compile(r"^\[warn\] Epoll |plm:rsh: Warning: setpgid"), _nothing),
     _Banner(re.compile(r"ORTE_ERROR_LOG: .* in file \S*show_help\.c"), _nothing),
@@ -192,7 +154,16 @@ _TRACES = (
     ),
     _Banner(re.compile(r"could not connect to some hosts via ssh"), _not_reached),
 )
-_BEGINNINGS = (b"---", b"[", b"speechdp: rank", b"Traceback", b"Connection to", b"srun: ", b"slurmstepd: ")
+_BEGINNINGS = (
+    b"---",
+    b"[",
+    b"speechdp: rank",
+    b"Traceback",
+    b"Connection to",
+    b"Timeout (",
+    b"srun: ",
+    b"slurmstepd: ",
+)
 _MOST_HELD_LINES = 80
 
 
@@ -280,36 +251,6 @@ class LauncherOutput:
         return True
 
 
-def ends_job(fault: Fault) -> bool:
-    """Tell whether a fault is one after which no rank can go on; what might be a mere notice is not."""
-    return fault.kind != "said" or fault.rank is not None
-
-
-def located(faults: Sequence[Fault], hosts: Sequence[Host]) -> tuple[Fault, ...]:
-    """Return the faults with the host of each rank whose launcher does not tell it.
-
-    Args:
-        hosts: of the job, filled with ranks in order; `slots` are the ranks placed.
-    """
-    names = [host.name for host in hosts for _ in range(host.slots)]
-    return tuple(
-        replace(fault, host=names[fault.rank])
-        if fault.host is None and fault.rank is not None and fault.rank < len(names)
-        else fault
-        for fault in faults
-    )
-
-
-def first_cause(faults: Sequence[Fault]) -> Fault | None:
-    """Return the fault that tells most about why a job ended: what came first, a message before others."""
-    said = next((fault for fault in faults if fault.kind == "said"), None)
-    lost = next((fault for fault in faults if fault.kind == "host lost"), None)
-    killed = next(
-        (fault for fault in faults if fault.kind == "killed" and fault.signal != signal.SIGTERM), None
-    )
-    return killed or lost or said or next(iter(faults), None)
-
-
 def _note(banners: tuple[_Banner, ...], text: str, faults: list[Fault]) -> bool:
     """Note the fault a known text tells of; say whether it is known."""
     for banner in banners:
@@ -325,14 +266,3 @@ def _note(banners: tuple[_Banner, ...], text: str, faults: list[Fault]) -> bool:
 def _may_be_known(rest: bytes) -> bool:
     """Tell whether a line that has just begun may become one that is known."""
     return any(rest.startswith(known[: len(rest)]) for known in _BEGINNINGS)
-
-
-def _signal_name(number: int | None) -> str:
-    if number is None:
-        return "a signal"
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-    hint = ", as the kernel does when memory runs out" if number == signal.SIGKILL else ""
-    return f"{name}{hint}"

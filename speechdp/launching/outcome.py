@@ -10,8 +10,9 @@ from pathlib import Path
 from speechdp import exit_codes
 from speechdp.errors import ConfigError
 from speechdp.json_input import parse_json
-from speechdp.launching.launcher_output import Fault, first_cause
+from speechdp.launching.faults import Fault, first_cause
 from speechdp.launching.supervise import JobEnd
+from speechdp.launching.words import has_option
 
 #: Subcommands that leave a completion marker, and how they name their two folders.
 _WITH_MARKER = {"train": "DATA RUN", "sweep": "DATA OUT"}
@@ -61,7 +62,7 @@ def find_target(arguments: Sequence[str]) -> Target | None:
             f"speechdp launch ... -- {subcommand} {_WITH_MARKER[subcommand]} [options]"
         )
     directory = Path(folders[1])
-    tolerates_loss = "--tolerate-loss" in rest
+    tolerates_loss = has_option(rest, "--tolerate-loss")
     return Target(subcommand, directory, _marker_state(subcommand, directory), tolerates_loss)
 
 
@@ -70,11 +71,9 @@ def is_complete(target: Target) -> bool:
 
     A marker that stood there before and was not written again does not count: the exit code alone is
     no proof (Open MPI 5 returns 0 when a host is lost), and an old marker proves as little. Not
-    compared by the clock, which a file server may have of its own. A sweep skips what it has done.
+    compared by the clock, which a file server may have of its own.
     """
     state = _marker_state(target.subcommand, target.directory)
-    if target.subcommand == "sweep":
-        return state is not None
     return state is not None and state != target.marker_before
 
 
@@ -113,9 +112,7 @@ def verdict(end: JobEnd, target: Target | None) -> Verdict:
         return Verdict(0)
     exit_code = ranks_exit_code(end)
     if end.stop_signal is not None:
-        name = signal.Signals(end.stop_signal).name
-        exit_code = exit_codes.STOPPED if exit_code == exit_codes.STOPPED else 128 + end.stop_signal
-        return Verdict(exit_code, f"the job was stopped by {name}{_known(target)}", _how_to_go_on(target))
+        return _stopped(end, exit_code, target)
     cause = first_cause(end.faults)
     if exit_code == 0:
         assert target is not None
@@ -128,6 +125,20 @@ def verdict(end: JobEnd, target: Target | None) -> Verdict:
     if exit_code in _REFUSED and (target is None or last_checkpoint(target) is None):
         # A mistake in the command is not mended by giving it again: the rank's own line says what to do.
         return Verdict(exit_code, happened)
+    return Verdict(exit_code, f"{happened}{_known(target)}", _how_to_go_on(target))
+
+
+def _stopped(end: JobEnd, exit_code: int, target: Target | None) -> Verdict:
+    """Judge a job that was asked to end: the ranks saved, had nothing to save yet, or failed over it."""
+    assert end.stop_signal is not None
+    happened = f"the job was stopped by {signal.Signals(end.stop_signal).name}"
+    cause = first_cause(end.faults)
+    if (
+        cause is not None and cause.kind == "said"
+    ):  # a full disk, say: not to be taken for a stop like any other
+        happened = f"{happened}, and {_what_happened(exit_code, cause)}"
+    elif exit_code != exit_codes.STOPPED:
+        exit_code = 128 + end.stop_signal
     return Verdict(exit_code, f"{happened}{_known(target)}", _how_to_go_on(target))
 
 

@@ -8,19 +8,24 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from speechdp import exit_codes
 from speechdp.errors import ConfigError
+from speechdp.launching.faults import Fault, first_cause, short_name
 from speechdp.launching.hostfile import Host, Hostfile, is_this_machine
-from speechdp.launching.launcher_output import Fault
 from speechdp.launching.outcome import Target, last_checkpoint
 from speechdp.launching.supervise import JobEnd
+from speechdp.launching.words import has_option, plain_option
 
+#: Faults that another start, over other hosts, may escape.
+_FAULTS_OF_HOSTS = ("killed", "host lost", "not reached", "no program")
 #: A host on which ranks died so often is left out where the others have room for all ranks.
 _FAILURES_OF_A_BAD_HOST = 2
 _PROBE_S = 15.0
+_PROBES_AT_ONCE = 32
 _POLL_S = 0.1
 
 
@@ -54,6 +59,10 @@ class RestartPolicy:
             )
 
 
+#: What tells one state of a file or folder from another: (path, time of change in ns, inode).
+_State = tuple[Path, int, int]
+
+
 @dataclass
 class Restarts:
     """Decides about every further start of a job.
@@ -71,30 +80,26 @@ class Restarts:
     num_ranks: int
     target: Target | None
     reachable: Callable[[Sequence[Host]], list[Host]]
-    _done: int = 0
-    _before: Path | None = None
+    number: int = 0
+    _checkpoint: _State | None = None
+    _record: _State | None = None
     _failures: Counter[str] = field(default_factory=Counter)
 
     def begin(self) -> tuple[Host, ...]:
         """Return the hosts of the first start.  Raises ConfigError: too few slots."""
-        self._before = None if self.target is None else last_checkpoint(self.target)
+        self._record = self._present_record()
+        self._checkpoint = self._newest_checkpoint()
         return self.hostfile.allocate(self.num_ranks)
 
     def why_not(self, end: JobEnd, exit_code: int) -> str | None:
         """Return why the job is not to be started again, None where it is; "": there is no need to say."""
-        if (
-            exit_code == 0
-            or self.policy.max_restarts == 0
-            or end.stop_signal is not None
-            or self.target is None
-        ):
+        if exit_code == 0 or self.policy.max_restarts == 0 or end.stop_signal is not None:
             return ""
-        if exit_code in (exit_codes.USAGE, exit_codes.STOPPED):
+        if self.target is None or exit_code in (exit_codes.USAGE, exit_codes.STOPPED):
             return ""
-        # Open MPI 5 returns 0 when a host is lost: that is no refusal.
-        if exit_code == exit_codes.FAILED and end.exit_code != 0 and not self._has_gone_on():
+        if self._is_refusal(end, exit_code) and not self._has_gone_on():
             return "not started again: it would fail in the same way, as there is no checkpoint of this start"
-        if self._done >= self.policy.max_restarts:
+        if self.number >= self.policy.max_restarts:
             return f"not started again: --max-restarts {self.policy.max_restarts} are used up"
         return None
 
@@ -104,11 +109,10 @@ class Restarts:
         Raises:
             ConfigError: too few slots are left.
         """
-        self._done += 1
-        suspects = _hosts_at_fault(faults)
-        self._failures.update(suspects)
+        self.number += 1
+        self._failures.update(_hosts_at_fault(faults))
         usable = self.reachable(self.hostfile.hosts)
-        good = [host for host in usable if self._failures[_short(host.name)] < _FAILURES_OF_A_BAD_HOST]
+        good = [host for host in usable if self._failures[short_name(host.name)] < _FAILURES_OF_A_BAD_HOST]
         if sum(host.slots for host in good) >= self.num_ranks:
             usable = good
         slots = sum(host.slots for host in usable)
@@ -119,62 +123,97 @@ class Restarts:
                 f"not started again: {least} ranks need as many slots, the hosts that answer have {slots} "
                 f"(no answer: {gone}); mend them, add hosts to the hostfile, or lower --min-ranks"
             )
-        self._before = None if self.target is None else last_checkpoint(self.target)
+        self._checkpoint = self._newest_checkpoint()
         left = replace(self.hostfile, hosts=tuple(usable))
         return left.allocate(min(self.num_ranks, slots))
 
-    @property
-    def number(self) -> int:
-        """Starts so far after the first."""
-        return self._done
+    def going_on(self, arguments: Sequence[str]) -> tuple[str, ...]:
+        """Return the command line of a further start: the same run goes on, once it has begun."""
+        if has_option(arguments, "--overwrite") and self._present_record() == self._record:
+            return tuple(arguments)  # what is to be overwritten is still there
+        kept = [word for word in arguments if plain_option(word) not in ("--overwrite", "--resume")]
+        # A sweep keeps what is finished by itself.
+        return (*kept, "--resume") if kept[0] == "train" else tuple(kept)
+
+    def _is_refusal(self, end: JobEnd, exit_code: int) -> bool:
+        """Tell whether the ranks refused to go on, as they would again."""
+        cause = first_cause(end.faults)
+        if end.exit_code == 0 or (cause is not None and cause.kind in _FAULTS_OF_HOSTS):
+            return False  # Open MPI 5 returns 0 when a host is lost, mpirun 1 when it reaches none
+        return exit_code == exit_codes.FAILED
 
     def _has_gone_on(self) -> bool:
-        assert self.target is not None
-        return last_checkpoint(self.target) != self._before
+        newest = self._newest_checkpoint()
+        return newest is not None and newest != self._checkpoint
+
+    def _newest_checkpoint(self) -> _State | None:
+        return None if self.target is None else _state(last_checkpoint(self.target))
+
+    def _present_record(self) -> _State | None:
+        """Return the state of the file that every run, or sweep, writes when it begins."""
+        if self.target is None:
+            return None
+        return _state(
+            self.target.directory / ("run.json" if self.target.subcommand == "train" else "sweep.json")
+        )
 
 
-def going_on(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return the command line of a further start: the same run goes on."""
-    kept = [word for word in arguments if word not in ("--overwrite", "--resume")]
-    # A sweep keeps what is finished by itself.
-    return (*kept, "--resume") if kept[0] == "train" else tuple(kept)
+def _state(path: Path | None) -> _State | None:
+    try:
+        return None if path is None else (path, path.stat().st_mtime_ns, path.stat().st_ino)
+    except FileNotFoundError:
+        return None
 
 
 def find_reachable(
-    hosts: Sequence[Host], probe: Callable[[Host], list[str]], environment: Mapping[str, str]
+    hosts: Sequence[Host],
+    probe: Callable[[Host], list[str]],
+    environment: Mapping[str, str],
+    stopped: Callable[[], bool] = lambda: False,
 ) -> list[Host]:
-    """Return the hosts on which the launcher can start a process; all are tried at the same time.
+    """Return the hosts on which the launcher can start a process; several are tried at the same time.
 
     Args:
         probe: returns the command line that runs `true` on a host.
         environment: of the probes.
+        stopped: whether to give up; then no host is known to answer but this one.
     """
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    for host in hosts:
-        if not is_this_machine(host.name):
-            running[host.name] = subprocess.Popen(
-                probe(host),
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-    deadline = time.monotonic() + _PROBE_S
-    while time.monotonic() < deadline and any(child.poll() is None for child in running.values()):
-        time.sleep(_POLL_S)
-    for child in running.values():
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-    return [host for host in hosts if host.name not in running or running[host.name].returncode == 0]
+    others = [host for host in hosts if not is_this_machine(host.name)]
+    answering: set[str] = {host.name for host in hosts if host not in others}
+    for start in range(0, len(others), _PROBES_AT_ONCE):
+        with ExitStack() as stack:
+            running: dict[str, subprocess.Popen[bytes]] = {}
+            for host in others[start : start + _PROBES_AT_ONCE]:
+                running[host.name] = child = _start_probe(probe(host), environment)
+                stack.callback(_end_probe, child)
+            deadline = time.monotonic() + _PROBE_S
+            while any(child.poll() is None for child in running.values()):
+                if time.monotonic() > deadline or stopped():
+                    break
+                time.sleep(_POLL_S)
+            answering |= {name for name, child in running.items() if child.poll() == 0}
+    return [host for host in hosts if host.name in answering]
+
+
+def _start_probe(argv: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        argv,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _end_probe(child: subprocess.Popen[bytes]) -> None:
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def _hosts_at_fault(faults: Sequence[Fault]) -> set[str]:
-    """Return the short names of hosts that a fault names, those of ranks that only noticed it left out."""
-    hosts = {_short(fault.host) for fault in faults if fault.host and fault.kind in ("killed", "host lost")}
-    return hosts | {_short(host) for fault in faults for host in fault.silent_hosts}
-
-
-def _short(host: str) -> str:
-    return host if host.replace(".", "").isdigit() else host.split(".", maxsplit=1)[0]
+    """Return the short names of the hosts at which it began, not of those that were ended after that."""
+    cause = first_cause(faults)
+    hosts = {cause.host} if cause is not None and cause.host and cause.kind in _FAULTS_OF_HOSTS else set()
+    return {short_name(host) for host in [*hosts, *(host for fault in faults for host in fault.silent_hosts)]}

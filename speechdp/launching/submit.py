@@ -162,6 +162,23 @@ def submit(submission: Submission, search_path: str) -> str:
     Raises:
         ConfigError: the program is missing, refuses the script, or says no job's number.
     """
+    program = submission.argv[0]
+    answer = _run_program(submission, search_path)
+    said = " ".join(f"{answer.stderr} {answer.stdout}".split()) or "nothing"
+    if answer.returncode != 0:
+        raise ConfigError(
+            f"{program} refused {submission.path} with exit code {answer.returncode}; it says: {said}"
+        )
+    match = _JOB_ID[submission.scheduler].search(answer.stdout)
+    if match is None:
+        raise ConfigError(
+            f"{program} took {submission.path} but gave no job's number; it says: {said}; "
+            "ask the batch system which jobs are queued before you submit again"
+        )
+    return match.group(1)
+
+
+def _run_program(submission: Submission, search_path: str) -> subprocess.CompletedProcess[str]:
     program, *arguments = submission.argv
     found = shutil.which(program, path=search_path)
     if found is None:
@@ -172,7 +189,7 @@ def submit(submission: Submission, search_path: str) -> str:
     stdin = submission.path if submission.reads_stdin else Path(os.devnull)
     try:
         with stdin.open("rb") as file:
-            answer = subprocess.run(
+            return subprocess.run(
                 [found, *arguments],
                 stdin=file,
                 capture_output=True,
@@ -188,18 +205,6 @@ def submit(submission: Submission, search_path: str) -> str:
             f"{program} has not answered for {_SUBMIT_TIMEOUT_S} s; ask the batch system whether the job of "
             f"{submission.path} is queued before you submit again"
         ) from error
-    said = " ".join(f"{answer.stderr} {answer.stdout}".split()) or "nothing"
-    if answer.returncode != 0:
-        raise ConfigError(
-            f"{program} refused {submission.path} with exit code {answer.returncode}; it says: {said}"
-        )
-    match = _JOB_ID[submission.scheduler].search(answer.stdout)
-    if match is None:
-        raise ConfigError(
-            f"{program} took {submission.path} but gave no job's number; it says: {said}; "
-            "ask the batch system which jobs are queued before you submit again"
-        )
-    return match.group(1)
 
 
 def where_output_goes(scheduler: Scheduler, job: BatchJob, job_id: str) -> Path:

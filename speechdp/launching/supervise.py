@@ -4,25 +4,30 @@ leave no process behind.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
+import select
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import IO
 
 from speechdp.errors import ConfigError
-from speechdp.launching.launcher_output import Fault, LauncherOutput, ends_job
+from speechdp.launching.faults import Fault, ends_job
+from speechdp.launching.launcher_output import LauncherOutput
+from speechdp.launching.processes import (
+    adopting_orphans,
+    at_our_death,
+    descendants,
+    kill,
+    kill_descendants,
+    program_name,
+)
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 #: Batch systems warn by SIGUSR1 or SIGUSR2 before they end a job.
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 #: A batch system's warning may be followed by others: only these, sent again, mean haste.
@@ -76,8 +81,14 @@ class JobEnd:
 
 
 @dataclass
-class _StopRequest:
-    """Notes of the signal handlers; sending is left to the main loop, outside the handlers."""
+class StopRequest:
+    """Notes of the signal handlers; what follows from them is left to the main loop.
+
+    Attributes:
+        signals: those that came, in order.
+        since: when the first came, by the monotonic clock.
+        again: when the user asked once more, and means haste.
+    """
 
     signals: list[int] = field(default_factory=list)
     since: float = 0.0
@@ -96,6 +107,7 @@ def run_job(
     environment: Mapping[str, str],
     policy: StopPolicy,
     output: IO[bytes] | None = None,
+    request: StopRequest | None = None,
 ) -> JobEnd:
     """Run `argv` to its end in a process group of its own.
 
@@ -105,21 +117,24 @@ def run_job(
     Args:
         output: file for what it prints; None: this process's stdout and stderr, without what launchers
             print about failures, which is left in the result.
+        request: of a caller who notes signals between jobs as well; None: they are noted meanwhile.
 
     Raises:
         ConfigError: the program cannot be started.
     """
-    with _noted_signals() as request, _adopting_orphans() as adopt:
+    with ExitStack() as stack:
+        noted = stack.enter_context(noted_signals()) if request is None else request
+        adopt = stack.enter_context(adopting_orphans())
         child = _start(argv, environment, output)
         reader = None if child.stderr is None else _Reader(child.stderr)
         try:
-            exit_code = _wait(child, request, policy, reader)
+            exit_code = _wait(child, noted, policy, reader)
         finally:
-            _kill_descendants(os.getpid(), keep=adopt)
+            kill_descendants(os.getpid(), keep=adopt)
             faults = () if reader is None else reader.finish()
     return JobEnd(
         exit_code=128 - exit_code if exit_code < 0 else exit_code,
-        stop_signal=request.signals[0] if request.signals else None,
+        stop_signal=noted.signals[0] if noted.signals else None,
         faults=faults,
     )
 
@@ -150,21 +165,20 @@ class _Reader:
 
 
 def _show(data: bytes) -> None:
-    """Write to stderr; a reader that has gone is no reason to end the job."""
-    with contextlib.suppress(BrokenPipeError):
-        while data:
+    """Write to stderr; one that is full, closed or gone is no reason to leave the ranks blocked."""
+    while data:
+        try:
             data = data[os.write(2, data) :]
+        except BlockingIOError:  # a terminal that somebody has made non-blocking
+            select.select([], [2], [], _POLL_S)
+        except OSError:
+            return
 
 
 def _start(
     argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
     """Start the launcher; it ends when this process is killed outright."""
-    prctl = _prctl()
-
-    def ask_for_signal_at_our_death() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
     try:
         return subprocess.Popen(
             argv,
@@ -174,20 +188,20 @@ def _start(
             stdout=output,
             stderr=subprocess.PIPE if output is None else subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=ask_for_signal_at_our_death,  # noqa: PLW1509 - no other thread runs here
+            preexec_fn=at_our_death(),  # noqa: PLW1509 - no other thread runs here
         )
     except OSError as error:
         raise ConfigError(f"{argv[0]} cannot be started ({error.strerror}); run launch/setup") from error
 
 
 def _wait(
-    child: subprocess.Popen[bytes], request: _StopRequest, policy: StopPolicy, reader: _Reader | None
+    child: subprocess.Popen[bytes], request: StopRequest, policy: StopPolicy, reader: _Reader | None
 ) -> int:
     """Wait for the child; step through first signal, SIGTERM and SIGKILL once a stop is requested or due."""
     stages: list[Callable[[], None]] = [
         lambda: _signal_launcher(child, policy.first_signal),
         lambda: _signal_launcher(child, signal.SIGTERM),
-        lambda: _kill_descendants(child.pid, keep=frozenset()),
+        lambda: kill_descendants(child.pid, keep=frozenset()),
     ]
     done = 0
     while True:
@@ -204,7 +218,7 @@ def _wait(
             done += 1
 
 
-def _stages_due(request: _StopRequest, policy: StopPolicy, fault_since: float | None) -> int:
+def _stages_due(request: StopRequest, policy: StopPolicy, fault_since: float | None) -> int:
     """Return how many of the three stages of ending a job are due by now."""
     now = time.monotonic()
     due = 0
@@ -229,97 +243,27 @@ def _signal_launcher(child: subprocess.Popen[bytes], signum: signal.Signals) -> 
     Horovod becomes a shell that may wait for mpirun: SIGUSR1 would end the shell and reach no rank.
     """
     if signum == signal.SIGUSR1:
-        family = [child.pid, *_descendants(child.pid)]
-        launchers = [pid for pid in family if _program_name(pid).startswith(_LAUNCHERS)]
+        family = [child.pid, *descendants(child.pid)]
+        launchers = [pid for pid in family if program_name(pid).startswith(_LAUNCHERS)]
         for pid in launchers[:1]:
-            _kill(pid, signum)
+            kill(pid, signum)
         if launchers:
             return
         signum = signal.SIGTERM
     child.send_signal(signum)
 
 
-def _kill_descendants(root: int, keep: frozenset[int]) -> None:
-    """Kill every process below `root` (and `root`, unless it is this one), but those in `keep`.
-
-    Ranks have process groups of their own, so killing the launcher's group would not reach them.
-    """
-    for pid in _descendants(root):
-        if pid not in keep:
-            _kill(pid, signal.SIGKILL)
-    if root != os.getpid():
-        _kill(root, signal.SIGKILL)
-
-
-def _kill(pid: int, signum: signal.Signals) -> None:
-    """Send a signal to a process that may be gone by now."""
-    try:
-        os.kill(pid, signum)
-    except ProcessLookupError:
-        return
-
-
-def _descendants(root: int) -> list[int]:
-    """Return the processes below `root`, parents before children, from /proc; empty where there is none."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # The name, in brackets, may hold blanks and brackets itself: read on after the last one.
-            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
-        except (OSError, ValueError):
-            continue  # it ended meanwhile
-        if state != "Z":
-            children.setdefault(int(parent), []).append(int(entry.parent.name))
-    found: list[int] = []
-    queue = [root]
-    while queue:
-        below = children.get(queue.pop(0), [])
-        found += below
-        queue += below
-    return found
-
-
-def _program_name(pid: int) -> str:
-    """Return the name of a process, empty when it is gone."""
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _prctl() -> Callable[[int, int], int]:
-    """Return libc's prctl, or a stand-in that does nothing where there is none (macOS)."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is None:
-        return lambda _option, _value: 0
-
-    def call(option: int, value: int) -> int:
-        return int(prctl(option, value, 0, 0, 0))
-
-    return call
-
-
 @contextmanager
-def _noted_signals() -> Iterator[_StopRequest]:
-    """Note stop signals instead of dying of them; restore the former handlers."""
-    request = _StopRequest()
-    former = {signum: signal.signal(signum, request.note) for signum in _STOP_SIGNALS}
+def noted_signals() -> Iterator[StopRequest]:
+    """Note stop signals instead of dying of them; restore the former handlers.
+
+    Signals that are ignored stay so: `nohup` lets a job outlive the terminal it was started from.
+    """
+    request = StopRequest()
+    heeded = [signum for signum in _STOP_SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]
+    former = {signum: signal.signal(signum, request.note) for signum in heeded}
     try:
         yield request
     finally:
         for signum, handler in former.items():
             signal.signal(signum, handler)
-
-
-@contextmanager
-def _adopting_orphans() -> Iterator[frozenset[int]]:
-    """Become the parent of ranks whose launcher was killed, so that they can be found and ended.
-
-    Yields the processes that were below this one before: they are none of the job's.
-    """
-    prctl = _prctl()
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        yield frozenset(_descendants(os.getpid()))
-    finally:
-        prctl(_PR_SET_CHILD_SUBREAPER, 0)

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import torch
 
+from speechdp.comm.start import StartGuard
 from speechdp.config import TrainOptions
 from speechdp.data.assignment import Place
 from speechdp.data.batch import Batch
@@ -74,6 +75,11 @@ def profile_rank(session: Session, options: TrainOptions, request: JobRequest) -
         RunError: NaN in the loss, a full disk, a signal to stop.
         ShardError: damaged data.
     """
+    with StartGuard(options.faults.hang_timeout, "begin the profile") as start_guard:
+        _profile(session, options, request, start_guard)
+
+
+def _profile(session: Session, options: TrainOptions, request: JobRequest, start_guard: StartGuard) -> None:
     options = dataclasses.replace(options, epochs=_MANY_EPOCHS)
     resolved = options.resolve(training_ranks(options, session.comm.size))
     strategy = parse_strategy(options.strategy)
@@ -90,6 +96,7 @@ def profile_rank(session: Session, options: TrainOptions, request: JobRequest) -
         if session.comm.rank == 0:
             StatusFolder(request.folder).clear()
         stack.enter_context(watched(session, options, request.folder, trainer))
+        start_guard.over()
         parts.model.train()
         runner: _ModuleAlone | _WholeSteps
         if request.module:

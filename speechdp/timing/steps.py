@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,22 @@ class ResolvedStep:
     spans: list[Piece]
     host: list[Piece]
     overlapped: list[Piece]
+
+    def to_line(self) -> str:
+        """Return the step as a line of JSON; times rounded to the microsecond."""
+        record: dict[str, Any] = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "t": round(self.t, 6),
+            "wall": round(self.wall_s, 6),
+            "frames": self.frames,
+            "spans": _rounded(self.spans),
+        }
+        if self.host:
+            record["host"] = _rounded(self.host)
+        if self.overlapped:
+            record["overlapped"] = _rounded(self.overlapped)
+        return json.dumps(record, separators=(",", ":"))
 
 
 @dataclass(frozen=True)
@@ -104,6 +121,11 @@ def _timed(pieces: list[tuple[int, int, int]], times_s: list[float]) -> list[Pie
     return [
         (index, times_s[a], times_s[b] - times_s[a]) for index, a, b in pieces if index < len(STEP_SPAN_NAMES)
     ]
+
+
+def _rounded(pieces: list[Piece]) -> list[tuple[str, float, float]]:
+    names = STEP_SPAN_NAMES + EVENT_NAMES
+    return [(names[i], round(start, 6), round(duration, 6)) for i, start, duration in pieces]
 
 
 @dataclass

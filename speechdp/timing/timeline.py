@@ -21,7 +21,7 @@ import torch
 from speechdp.timing.device_events import CudaEvents, DeviceEvents
 from speechdp.timing.jsonl import LineFile
 from speechdp.timing.spans import EXIT, DeviceSpan, HostSpan, OverlappedSpan, innermost
-from speechdp.timing.steps import PendingStep, ResolvedStep, StepTotals
+from speechdp.timing.steps import PendingStep, StepTotals
 
 
 class Span(str, Enum):
@@ -225,7 +225,7 @@ class Timeline:
             resolved = pending.resolve()
             self._totals.add(resolved)
             if self._file is not None:
-                self._file.write(_step_line(resolved))
+                self._file.write(resolved.to_line())
             if self._device_events is not None:
                 # The end boundary stays: the next step starts at it.  The first step's start boundary
                 # is its first span's event, which must not enter the pool twice.
@@ -281,24 +281,3 @@ class _Event:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._timeline._finish_event(self._span, *self._begun)
-
-
-def _step_line(step: ResolvedStep) -> str:
-    """Return the JSON line of a step; times in s, rounded to the microsecond."""
-    record: dict[str, Any] = {
-        "step": step.step,
-        "epoch": step.epoch,
-        "t": round(step.t, 6),
-        "wall": round(step.wall_s, 6),
-        "frames": step.frames,
-        "spans": _rounded(step.spans),
-    }
-    if step.host:
-        record["host"] = _rounded(step.host)
-    if step.overlapped:
-        record["overlapped"] = _rounded(step.overlapped)
-    return json.dumps(record, separators=(",", ":"))
-
-
-def _rounded(pieces: list[tuple[int, float, float]]) -> list[tuple[str, float, float]]:
-    return [(SPAN_NAMES[i], round(start, 6), round(duration, 6)) for i, start, duration in pieces]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from speechdp.comm.start import StartGuard
 from speechdp.config import TrainOptions
 from speechdp.data.fed_source import gather_feeder_times
 from speechdp.data.kaldi_unaligned import UNALIGNED
@@ -50,6 +51,13 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
         ShardError: damaged data.
         Stopped: a signal asked for it; a checkpoint holds everything.
     """
+    with StartGuard(options.faults.hang_timeout, "begin the run") as start:
+        _train_run(session, options, run_dir, start, resume=resume)
+
+
+def _train_run(
+    session: Session, options: TrainOptions, run_dir: Path, start: StartGuard, *, resume: bool
+) -> None:
     # Refuses a batch that cannot be shared out before a run is begun.
     resolved = options.resolve(training_ranks(options, session.comm.size))
     strategy = parse_strategy(options.strategy)
@@ -73,8 +81,9 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
         stack.callback(session.reporter.end)  # also after a failure: a live bar hides the cursor
         trainer, sources = build_trainer(session, options, run_dir, stack)
         trainer.open_checkpoints()
-        stack.callback(trainer.close)
         stack.enter_context(watched(session, options, run_dir, trainer))
+        start.over()
+        stack.callback(trainer.close)
         if state is not None:
             trainer.restore(state)
             if state.size != session.comm.size:

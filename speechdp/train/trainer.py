@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from speechdp.comm.base import ReduceOp
 from speechdp.config import TrainOptions
 from speechdp.data.assignment import Meeting, MeetingKind, Position
 from speechdp.data.loader import Step, StepLoader
@@ -20,10 +19,8 @@ from speechdp.strategies.base import Progress
 from speechdp.timing.timeline import Span
 from speechdp.train.checkpoint import RankState, last_checkpoint_note
 from speechdp.train.checkpoint_writer import CheckpointWriter
-from speechdp.train.evaluate import HeldOut, choose_final_model, relative_distance
+from speechdp.train.epoch_end import measure_epoch, settle_final_model
 from speechdp.train.parts import Counters, Standing, TrainingParts, collect_state, restore_state
-from speechdp.train.run_files import Metrics
-from speechdp.train.statistics import average_statistics, averaged_statistics
 from speechdp.train.stop import StopAgreement
 from speechdp.train.tolerance import lost_ranks
 
@@ -89,15 +86,9 @@ class Trainer:
             raise
         parts.pulse.beat("the end of training")
         parts.strategy.finish()
-        average_statistics(parts.model, parts.comm, has_trained=self._has_trained)
-        self._choose_final_model()
+        settle_final_model(parts)
         parts.strategy.close()
         self.flush()
-
-    @property
-    def _has_trained(self) -> bool:
-        """Whether this rank trains; with some strategies others only serve."""
-        return self.parts.strategy.shard(self.parts.comm.rank, self.parts.comm.size)[0] is not None
 
     def _run_together(self, loader: StepLoader, stop: StopAgreement) -> None:
         """Take every step at the same time as the other ranks."""
@@ -143,17 +134,6 @@ class Trainer:
             raise Stopped
         parts.strategy.resume()
         return False
-
-    def _choose_final_model(self) -> None:
-        """Let the held-out split choose among the models a strategy has kept (Kaldi's final combination)."""
-        parts = self.parts
-        candidates = parts.strategy.final_models()
-        if candidates:
-            with parts.timeline.event(Span.EVAL):
-                best = choose_final_model(
-                    candidates, parts.replica, lambda: parts.evaluator.evaluate(parts.model, parts.task)
-                )
-            parts.reporter.notice(f"final model: {best} of {len(candidates)} combinations (0: none)")
 
     def traffic(self) -> dict[str, Any]:
         """Return what this rank has sent in how much training time, and the strategy's statistics."""
@@ -254,44 +234,18 @@ class Trainer:
         parts, counters = self.parts, self.counters
         time_s = parts.timeline.training_time_s
         with parts.timeline.event(Span.EVAL):
-            loss, frames = parts.comm.allreduce(self._at.epoch_loss.clone(), name="epoch_loss").tolist()
-            held_out, distance = self._evaluate()
-            if not math.isfinite(loss + held_out.log_prob):
+            metrics = measure_epoch(parts, self._at, epochs_done, time_s)
+            if not math.isfinite(metrics.train_loss + metrics.heldout_log_prob):
                 self._refuse(
-                    f"after step {counters.step} the training loss is {loss / frames} "
-                    f"and the held-out log-probability {held_out.log_prob}"
+                    f"after step {counters.step} the training loss is {metrics.train_loss} "
+                    f"and the held-out log-probability {metrics.heldout_log_prob}"
                 )
             counters.epoch, counters.step_in_epoch = epochs_done, 0
-            metrics = Metrics(
-                epoch=float(epochs_done),
-                step=counters.step,
-                frames=counters.frames,
-                time_s=time_s,
-                train_loss=loss / frames,
-                learning_rate=parts.schedule.at(epochs_done - 1e-9),
-                heldout_log_prob=held_out.log_prob,
-                heldout_frame_accuracy=held_out.frame_accuracy,
-                heldout_frames=held_out.num_frames,
-                replica_distance=distance,
-            )
             if parts.comm.rank == 0:
                 parts.on_metrics(metrics)
             parts.reporter.evaluated(metrics)
         self._at.epoch_loss.zero_()
         self.save()
-
-    def _evaluate(self) -> tuple[HeldOut, float]:
-        """Score the model the strategy shows; return the farthest replica's distance too.  Collective."""
-        parts = self.parts
-        values = parts.replica.parameters.values
-        own = None if parts.strategy.replicas_equal else values.clone()
-        statistics = averaged_statistics(parts.model, parts.comm, has_trained=self._has_trained)
-        with parts.strategy.evaluation_parameters(), statistics:
-            distance = torch.zeros(1, dtype=torch.float64) if own is None else relative_distance(own, values)
-            held_out = parts.evaluator.evaluate(parts.model, parts.task)
-        if own is not None:
-            parts.comm.allreduce(distance, name="replica_distance", op=ReduceOp.MAX)
-        return held_out, distance.item()
 
     def save(self) -> None:
         """Begin to write a checkpoint behind training, unless there is one of this place.  Collective.

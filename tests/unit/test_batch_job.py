@@ -68,3 +68,12 @@ def test_numbers_have_limits() -> None:
 def test_a_folders_name_becomes_a_jobs(text: str, name: str) -> None:
     assert job_name(text) == name
     Placement(job_name(text))
+
+
+@pytest.mark.parametrize(("signal_s", "grace_s"), [(1, "5"), (19, "5"), (21, "6"), (600, "585")])
+def test_ranks_may_save_for_nearly_as_long_as_they_are_warned_ahead(signal_s: int, grace_s: str) -> None:
+    job = BatchJob(RESOURCES, PLACEMENT, Path("/v/python"), Path("/"), ("train", "D", "R"), signal_s=signal_s)
+    assert job.launch_words == ("--requeue", "--grace-s", grace_s)
+    # Of two the last counts: the user's.
+    job = replace(job, requeue=False, launch_options=("--grace-s", "9"))
+    assert job.launch_words == ("--grace-s", grace_s, "--grace-s", "9")

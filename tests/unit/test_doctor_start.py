@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from speechdp.doctor.finding import Finding
-from speechdp.doctor.job import JobRecord, run_probe
+from speechdp.doctor.job import JobRecord, _end, run_probe
 from speechdp.doctor.judge_start import judge_job, judge_reach
 from speechdp.doctor.reach import Login, Reach, find_agent, look_at
 from speechdp.doctor.wire import Report
@@ -227,3 +229,14 @@ def test_a_job_nothing_more_comes_from_is_ended_with_all_below_it(monkeypatch: p
 def test_a_launcher_that_is_not_there() -> None:
     record = run_probe(["/no/such/mpirun"], {}, 1, 1.0)
     assert "cannot be started" in failed(record).found
+
+
+def test_a_process_that_ends_by_itself_meanwhile_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen(["sleep", "60"])
+    child = psutil.Process(ended.pid)
+    monkeypatch.setattr(psutil.Process, "children", lambda _, recursive: [child])
+    launcher = subprocess.Popen(["sleep", "60"])
+    ended.kill()
+    ended.wait()
+    _end(launcher)
+    assert launcher.returncode == -signal.SIGTERM

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from speechdp.errors import ConfigError
-from speechdp.launching.hostfile import Host, Hostfile, local_hosts, read_hostfile
+from speechdp.launching.hostfile import (
+    Host,
+    Hostfile,
+    _resolves_to_this_machine,
+    is_this_machine,
+    local_hosts,
+    read_hostfile,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -103,3 +113,46 @@ def test_hosts_are_filled_in_order(slots: list[int], data: st.DataObject) -> Non
     # Every host but the last is full, and none is empty.
     assert all(host.slots == slots[i] for i, host in enumerate(placed[:-1]))
     assert 1 <= placed[-1].slots <= slots[len(placed) - 1]
+
+
+@pytest.fixture
+def resolved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Make this machine `vm.A.test` of address 10.1.2.3; return the names that are resolved."""
+    names: list[str] = []
+    addresses = {"vm.loopback.test": "127.0.1.1", "vm.own.test": "10.1.2.3", "vm.other.test": "10.1.2.4"}
+
+    def resolve(name: str) -> str:
+        names.append(name)
+        if name not in addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return addresses[name]
+
+    _resolves_to_this_machine.cache_clear()
+    monkeypatch.setattr(socket, "gethostname", lambda: "vm.A.test")
+    monkeypatch.setattr(socket, "gethostbyname", resolve)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [SimpleNamespace(address="10.1.2.3")]})
+    return names
+
+
+@pytest.mark.parametrize(
+    "name", ["localhost", "LOCALHOST", "vm", "VM.a.test", "127.0.0.1", "127.0.1.1", "10.1.2.3"]
+)
+def test_this_machine_is_known_without_a_name_server(name: str, resolved: list[str]) -> None:
+    assert is_this_machine(name)
+    assert resolved == []
+
+
+@pytest.mark.parametrize("name", ["n02", "n02.own.test", "vm2", "10.1.2.4", "10.1.2.33", "10.1"])
+def test_other_names_are_other_machines_and_not_resolved(name: str, resolved: list[str]) -> None:
+    assert not is_this_machine(name)
+    assert resolved == []
+
+
+@pytest.mark.parametrize(
+    ("name", "is_ours"),
+    [("vm.loopback.test", True), ("VM.own.test", True), ("vm.other.test", False), ("vm.nowhere.test", False)],
+)
+def test_a_name_with_our_first_label_is_resolved_once(name: str, is_ours: bool, resolved: list[str]) -> None:
+    for _ in range(2):
+        assert is_this_machine(name) == is_ours
+    assert resolved == [name.lower()]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from speechdp import exit_codes
+from speechdp.launching.faults import Fault, first_cause, located
 from speechdp.launching.hostfile import Host
-from speechdp.launching.launcher_output import Fault, LauncherOutput, first_cause, located
+from speechdp.launching.launcher_output import LauncherOutput
 
 RULE = "-" * 74 + "\n"
 PRIMARY = (
@@ -74,6 +75,7 @@ def read(text: str, piece: int | None = None) -> tuple[str, list[Fault]]:
         (TRACE_OF_SSH, Fault("not reached")),
         (NOT_REACHED, Fault("not reached")),
         (NO_PROGRAM, Fault("no program", host="n2")),
+        ("Timeout (0:05:05)!\n", Fault("start hung", exit_code=124)),
         (HOROVODRUN, Fault("killed", 1, signal=9)),
         ("srun: error: n2: task 1: Killed\n", Fault("killed", 1, "n2", signal=9)),
         ("srun: error: n2: tasks 1-2: Exited with exit code 70\n", Fault("exited", 1, "n2", exit_code=70)),
@@ -106,15 +108,18 @@ def test_anything_else_is_passed_on_as_it_is(text: str, piece: int | None) -> No
     assert read(text, piece) == (text, [])
 
 
-def test_hosts_come_from_the_job_where_the_launcher_tells_none() -> None:
-    hosts = [Host("n1", 2), Host("n2", 1)]
+def test_hosts_are_called_as_in_the_hostfile() -> None:
+    hosts = [Host("10.0.0.1", 2), Host("n2.example.org", 1)]
     faults = [
         Fault("exited", 2, exit_code=255),
-        Fault("killed", 0, "x", signal=9),
+        Fault("killed", 0, "n1", signal=9),
+        Fault("killed", 2, "n2", signal=9),
         Fault("host lost", host="n9"),
+        Fault("exited", 7),
+        Fault("said", 0, "n7"),
     ]
-    assert [fault.host for fault in located(faults, hosts)] == ["n2", "x", "n9"]
-    assert located([Fault("exited", 7)], hosts) == (Fault("exited", 7),)
+    names = ["n2.example.org", "10.0.0.1", "n2.example.org", "n9", None, "n7"]
+    assert [fault.host for fault in located(faults, hosts)] == names
 
 
 def test_what_ssh_returns_is_no_signal() -> None:

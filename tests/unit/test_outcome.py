@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from speechdp.errors import ConfigError
-from speechdp.launching.launcher_output import Fault
+from speechdp.launching.faults import Fault
 from speechdp.launching.outcome import Target, Verdict, find_target, last_checkpoint, verdict
 from speechdp.launching.supervise import JobEnd
 
@@ -121,13 +121,28 @@ def test_exit_code_0_needs_a_fresh_marker(tmp_path: Path) -> None:
     assert verdict(JobEnd(0, None), stale) == Verdict(0)
 
 
-def test_a_sweep_is_complete_when_its_list_says_so(tmp_path: Path) -> None:
+def test_a_sweep_is_complete_when_its_list_says_so_anew(tmp_path: Path) -> None:
     target = Target("sweep", tmp_path, None)
     for content in ("", "[]", json.dumps({"completed": False})):
         (tmp_path / "sweep.json").write_text(content)
         assert verdict(JobEnd(0, None), target).exit_code == 1
     (tmp_path / "sweep.json").write_text(json.dumps({"completed": True}))
     assert verdict(JobEnd(0, None), target) == Verdict(0)
+    stale = find_target(["sweep", "DATA", str(tmp_path)])
+    assert verdict(JobEnd(0, None), stale).exit_code == 1
+
+
+def test_a_rank_that_fails_over_a_stop_is_told_as_a_failure(tmp_path: Path) -> None:
+    full_disk = Fault("said", 0, "n1")
+    result = verdict(JobEnd(1, 10, (full_disk,)), run_folder(tmp_path, 7))
+    assert result.exit_code == 1
+    assert "stopped by SIGUSR1, and rank 0 on n1 failed, its message stands above" in str(result.reason)
+
+
+@pytest.mark.parametrize("option", ["--tolerate-loss", "--tolerate_loss"])
+def test_options_count_however_they_are_spelt(option: str, tmp_path: Path) -> None:
+    target = find_target(["train", "DATA", str(tmp_path), option])
+    assert target is not None and target.tolerates_loss
 
 
 def test_a_stop_on_request_is_told_as_one(tmp_path: Path) -> None:

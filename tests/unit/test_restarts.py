@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from speechdp.errors import ConfigError
+from speechdp.launching.faults import Fault
 from speechdp.launching.hostfile import Host, Hostfile
-from speechdp.launching.launcher_output import Fault
 from speechdp.launching.outcome import Target
-from speechdp.launching.restarts import RestartPolicy, Restarts, find_reachable, going_on
+from speechdp.launching.restarts import RestartPolicy, Restarts, find_reachable
 from speechdp.launching.supervise import JobEnd
 
 HOSTS = (Host("n1", 2), Host("n2", 2), Host("n3", 2))
@@ -95,10 +96,51 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
     RestartPolicy(1, min_ranks=4).check(4, train)
 
 
-def test_the_same_run_goes_on() -> None:
-    assert going_on(["train", "D", "R", "--overwrite"]) == ("train", "D", "R", "--resume")
-    assert going_on(["train", "D", "R", "--resume"]) == ("train", "D", "R", "--resume")
-    assert going_on(["sweep", "D", "O", "--overwrite"]) == ("sweep", "D", "O")
+def test_the_same_run_goes_on(tmp_path: Path) -> None:
+    job = restarts(tmp_path)
+    (tmp_path / "run.json").write_text("{}")  # the run has begun
+    for given in (["--overwrite"], ["--resume"], ["--over_write", "--overwrite"]):
+        kept = [word for word in given if word == "--over_write"]
+        assert job.going_on(["train", "D", "R", *given]) == ("train", "D", "R", *kept, "--resume")
+    sweep = Restarts(RestartPolicy(1), Hostfile("F", HOSTS), 2, Target("sweep", tmp_path, None), list)
+    sweep.begin()
+    (tmp_path / "sweep.json").write_text("{}")
+    assert sweep.going_on(["sweep", "D", "O", "--overwrite"]) == ("sweep", "D", "O")
+
+
+def test_a_run_that_was_to_be_overwritten_and_is_still_there_does_not_go_on(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    save(tmp_path, 100)
+    job = restarts(tmp_path)
+    command = ["train", "D", "R", "--overwrite"]
+    assert job.going_on(command) == tuple(command)
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "run.json").write_text("{ }")
+    assert job.going_on(command) == ("train", "D", "R", "--resume")
+
+
+def test_a_checkpoint_that_was_only_deleted_is_no_progress(tmp_path: Path) -> None:
+    save(tmp_path, 100)
+    job = restarts(tmp_path)
+    refused = JobEnd(1, None, (Fault("said", 0, "n1"),))
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert "it would fail in the same way" in str(job.why_not(refused, 1))
+    save(tmp_path, 100)  # written anew, at the same step
+    assert job.why_not(refused, 1) is None
+
+
+def test_hosts_that_cannot_be_reached_are_no_refusal(tmp_path: Path) -> None:
+    job = restarts(tmp_path)
+    assert job.why_not(JobEnd(1, None, (Fault("not reached"),)), 1) is None
+    assert job.why_not(JobEnd(1, None, (Fault("no program", host="n2"),)), 1) is None
+
+
+def test_only_the_host_at_which_it_began_is_blamed(tmp_path: Path) -> None:
+    job = restarts(tmp_path, num_ranks=4, policy=RestartPolicy(5))
+    ended_with_it = [Fault("killed", 0, "n1", signal=9), Fault("killed", 3, "n2", signal=15)]
+    for _ in range(2):
+        hosts = job.next_hosts([Fault("killed", 2, "n2", signal=9), *ended_with_it])
+    assert [host.name for host in hosts] == ["n1", "n3"]
 
 
 def test_hosts_are_tried_by_starting_a_process_there(tmp_path: Path) -> None:
@@ -107,3 +149,10 @@ def test_hosts_are_tried_by_starting_a_process_there(tmp_path: Path) -> None:
 
     found = find_reachable([Host("localhost", 1), *HOSTS], probe, {})
     assert [host.name for host in found] == ["localhost", "n1", "n3"]
+
+
+def test_a_stop_ends_the_waiting_for_hosts() -> None:
+    def probe(host: Host) -> list[str]:
+        return [sys.executable, "-c", "import time; time.sleep(60)"]
+
+    assert find_reachable(HOSTS, probe, {}, stopped=lambda: True) == []

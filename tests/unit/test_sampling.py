@@ -137,7 +137,10 @@ def test_a_host_without_rank_0_says_what_failed_also_when_stopped(
 
     run_threads(2, on_rank)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("speechdp: warning: rank 1: ") and "samples-n1.jsonl: utilisation is not recorded" in line
+    assert (
+        line.startswith("speechdp: warning: rank 1: ")
+        and "samples-n1.jsonl: utilisation is not recorded" in line
+    )
     assert reporter.lines == []
 
 

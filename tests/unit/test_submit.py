@@ -82,7 +82,9 @@ def test_dry_run_shows_a_script_that_can_be_submitted(
     assert run(["submit", *RESOURCES, *options, "--", "train", "D", "R"]) == 0
     lines = os.fsdecode(capfdbinary.readouterr().out).splitlines()
     assert lines[0] == "#!/bin/bash"
-    assert lines[-3].endswith("-m speechdp launch --requeue --max-restarts 2 -- train D R --resume")
+    assert lines[-3].endswith(
+        "-m speechdp launch --requeue --grace-s 45 --max-restarts 2 -- train D R --resume"
+    )
     assert lines[-1] == f"# bsub -M $'4 G\\012' < '{work}/speechdp-R.bsub'"
     assert list(work.iterdir()) == []
 

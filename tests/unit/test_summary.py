@@ -24,7 +24,7 @@ from tests.helpers.runs import MadeUpRun, write_run, write_sweep
 class FakeComm:
     """Two ranks, of which the other one answers with a copy under its own number."""
 
-    rank, size = 0, 2
+    rank, size, alive = 0, 2, (0, 1)
 
     def allgather_object(self, value: dict[str, Any]) -> list[Any]:
         return [json.loads(json.dumps(value)), {**value, "rank": 1, "host": "other"}]

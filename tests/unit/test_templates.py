@@ -186,7 +186,7 @@ def test_what_is_not_asked_for_is_left_out(scheduler: Scheduler) -> None:
     assert "gpu" not in " ".join(directives(scheduler, script))
     assert found.get("r", "n") == "n"
     assert found.get("no_requeue", True) and found.get("rn", True)
-    assert "launch -- train" in script
+    assert "launch --grace-s 45 -- train" in script
     check_with_bash(script)
 
 
@@ -228,7 +228,8 @@ def test_hostile_words_reach_the_program_untouched(scheduler: Scheduler, tmp_pat
     script = render(scheduler, job)
     assert parse(scheduler, script) == parse(scheduler, render(scheduler, PLAIN))
     assert len(script.splitlines()) == len(render(scheduler, PLAIN).splitlines())
-    wanted = ["-m", "speechdp", "launch", "--requeue", "--mpi-args", "a 'b'", "--", *HOSTILE]
+    own = ["--requeue", "--grace-s", "45"]
+    wanted = ["-m", "speechdp", "launch", *own, "--mpi-args", "a 'b'", "--", *HOSTILE]
     assert run_script(script, tmp_path) == [str(folder), *wanted]
 
 
@@ -269,7 +270,7 @@ def test_the_files_in_launch_take_a_command_or_their_own(
         folder = tmp_path  # -cwd
     else:
         environ[variable] = str(folder)
-    begin = [str(folder), "-m", "speechdp", "launch", "--requeue", "--"]
+    begin = [str(folder), "-m", "speechdp", "launch", "--requeue", "--grace-s", "45", "--"]
     script = example(scheduler)
     given = run_script(script, tmp_path, "train", "D", "R x", "--note", "$(id)", **environ)
     assert given == [*begin, "train", "D", "R x", "--note", "$(id)"]

@@ -1,0 +1,109 @@
+"""What is known of the end of a job: which rank or host failed, and how."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from speechdp import exit_codes
+from speechdp.launching.hostfile import Host
+
+FaultKind = Literal[
+    "said", "killed", "exited", "host lost", "aborted", "not reached", "no program", "start hung"
+]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a launcher's output tells about the end of a job.
+
+    Attributes:
+        kind: a rank's own message, a rank killed by a signal or ended with an exit code, a host lost, a rank
+            that aborted all others, having said why, a host on which no daemon could be started, or one
+            without the program, or ranks that waited in vain for others to start.
+        rank: index of the rank, None where the launcher does not tell.
+        host: its host, None likewise.
+        signal: what killed it.
+        exit_code: what it ended with.
+        silent_hosts: hosts of ranks that, by a hung rank's message, gave no sign of life.
+    """
+
+    kind: FaultKind
+    rank: int | None = None
+    host: str | None = None
+    signal: int | None = None
+    exit_code: int | None = None
+    silent_hosts: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Return who failed and how, for one line."""
+        who = "a rank" if self.rank is None else f"rank {self.rank}"
+        if self.host is not None and self.rank is not None:
+            who += f" on {self.host}"
+        if self.kind == "said" and self.exit_code == exit_codes.HUNG:
+            return f"the job hung, the message of {who} above names the ranks that are late"
+        return {
+            "said": f"{who} failed, its message stands above",
+            "aborted": f"{who} failed, its message stands above",
+            "start hung": "not all ranks have started; `speechdp doctor` looks at every host",
+            "killed": f"{who} was killed by {_signal_name(self.signal)}",
+            "exited": f"{who} ended with exit code {self.exit_code} without a message",
+            "host lost": f"host {self.host} was lost: it is down, or its link is cut",
+            "not reached": "a host was not reached, what ssh says stands above; "
+            "`speechdp doctor` looks at every host",
+            "no program": f"this Python is not on {self.host}; install speechdp there under the same path",
+        }[self.kind]
+
+
+def ends_job(fault: Fault) -> bool:
+    """Tell whether a fault is one after which no rank can go on; what might be a mere notice is not."""
+    return fault.kind != "said" or fault.rank is not None
+
+
+def located(faults: Sequence[Fault], hosts: Sequence[Host]) -> tuple[Fault, ...]:
+    """Return the faults with hosts called as the hostfile has them, also where the launcher tells none.
+
+    A host that is an address or an alias there calls itself something else.
+
+    Args:
+        hosts: of the job, filled with ranks in order; `slots` are the ranks placed.
+    """
+    of_rank = [host.name for host in hosts for _ in range(host.slots)]
+    known = {short_name(host.name): host.name for host in hosts}
+
+    def locate(fault: Fault) -> Fault:
+        host = None if fault.host is None else known.get(short_name(fault.host))
+        # What a rank says of itself counts training ranks only, where others feed.
+        if host is None and fault.kind != "said" and fault.rank is not None and fault.rank < len(of_rank):
+            host = of_rank[fault.rank]
+        return replace(fault, host=host or fault.host)
+
+    return tuple(map(locate, faults))
+
+
+def short_name(host: str) -> str:
+    """Return a host's name without its domain; an address as it is."""
+    return host if host.replace(".", "").isdigit() else host.split(".", maxsplit=1)[0]
+
+
+def first_cause(faults: Sequence[Fault]) -> Fault | None:
+    """Return the fault that tells most about why a job ended: what came first, a message before others."""
+    said = next((fault for fault in faults if fault.kind == "said"), None)
+    lost = next((fault for fault in faults if fault.kind == "host lost"), None)
+    killed = next(
+        (fault for fault in faults if fault.kind == "killed" and fault.signal != signal.SIGTERM), None
+    )
+    return killed or lost or said or next(iter(faults), None)
+
+
+def _signal_name(number: int | None) -> str:
+    if number is None:
+        return "a signal"
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+    hint = ", as the kernel does when memory runs out" if number == signal.SIGKILL else ""
+    return f"{name}{hint}"

@@ -1,0 +1,70 @@
+"""What the ranks find out together after an epoch and at the end of training: figures, and the best model."""
+
+from __future__ import annotations
+
+import torch
+
+from speechdp.comm.base import ReduceOp
+from speechdp.timing.timeline import Span
+from speechdp.train.evaluate import HeldOut, choose_final_model, relative_distance
+from speechdp.train.parts import Standing, TrainingParts
+from speechdp.train.run_files import Metrics
+from speechdp.train.statistics import average_statistics, averaged_statistics
+
+
+def measure_epoch(parts: TrainingParts, at: Standing, epochs_done: int, time_s: float) -> Metrics:
+    """Return the epoch's figures, finite or not, of all ranks together.  Collective.
+
+    Args:
+        parts: their strategy shows the model that is scored.
+        at: where the epoch has ended; holds this rank's loss.
+        epochs_done: with this one.
+        time_s: training time of the run so far, s.
+    """
+    loss, frames = parts.comm.allreduce(at.epoch_loss.clone(), name="epoch_loss").tolist()
+    held_out, distance = _evaluate(parts)
+    return Metrics(
+        epoch=float(epochs_done),
+        step=at.counters.step,
+        frames=at.counters.frames,
+        time_s=time_s,
+        train_loss=loss / frames,
+        learning_rate=parts.schedule.at(epochs_done - 1e-9),
+        heldout_log_prob=held_out.log_prob,
+        heldout_frame_accuracy=held_out.frame_accuracy,
+        heldout_frames=held_out.num_frames,
+        replica_distance=distance,
+    )
+
+
+def settle_final_model(parts: TrainingParts) -> None:
+    """Give every rank the model the run ends with, its strategy having finished.  Collective.
+
+    The held-out split chooses among the models a strategy has kept (Kaldi's final combination).
+    """
+    average_statistics(parts.model, parts.comm, has_trained=_has_trained(parts))
+    candidates = parts.strategy.final_models()
+    if candidates:
+        with parts.timeline.event(Span.EVAL):
+            best = choose_final_model(
+                candidates, parts.replica, lambda: parts.evaluator.evaluate(parts.model, parts.task)
+            )
+        parts.reporter.notice(f"final model: {best} of {len(candidates)} combinations (0: none)")
+
+
+def _evaluate(parts: TrainingParts) -> tuple[HeldOut, float]:
+    """Score the model the strategy shows; return the farthest replica's distance too.  Collective."""
+    values = parts.replica.parameters.values
+    own = None if parts.strategy.replicas_equal else values.clone()
+    statistics = averaged_statistics(parts.model, parts.comm, has_trained=_has_trained(parts))
+    with parts.strategy.evaluation_parameters(), statistics:
+        distance = torch.zeros(1, dtype=torch.float64) if own is None else relative_distance(own, values)
+        held_out = parts.evaluator.evaluate(parts.model, parts.task)
+    if own is not None:
+        parts.comm.allreduce(distance, name="replica_distance", op=ReduceOp.MAX)
+    return held_out, distance.item()
+
+
+def _has_trained(parts: TrainingParts) -> bool:
+    """Say whether this rank trains; with some strategies others only serve."""
+    return parts.strategy.shard(parts.comm.rank, parts.comm.size)[0] is not None

@@ -1,0 +1,61 @@
+"""speechdp doctor: which hosts it examines, and the options it refuses; nothing is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from speechdp.cli import doctor
+from speechdp.cli.doctor import DoctorCommand
+from speechdp.cli.main import run
+from speechdp.doctor.examine import Examination, Request
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """Return what would be examined."""
+    seen: list[Request] = []
+
+    def examine(request: Request, _tell: object) -> Examination:
+        seen.append(request)
+        return Examination([])
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    monkeypatch.setattr(doctor.signal, "signal", lambda *_: None)
+    return seen
+
+
+def test_an_allocation_that_cannot_be_read_is_passed_over_for_a_hostfile(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    requests: list[Request],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2")
+    assert DoctorCommand().run() == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "SLURM_JOB_NODELIST" in said and "--hostfile" in said
+    assert requests == []
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("n1 slots=4\nn2 slots=4\n")
+    assert DoctorCommand(hostfile=hostfile, num_ranks=3).run() == 0
+    assert [(host.name, host.slots) for host in requests[0].hosts] == [("n1", 3), ("n2", 3)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--controller", "gloo"], "--controller gloo belongs to --launcher horovodrun"),
+        (["--mpi-args", "a 'b"], '--mpi-args "a \'b" cannot be split into words'),
+    ],
+)
+def test_options_that_cannot_be(
+    options: list[str], said: str, requests: list[Request], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["doctor", *options]) == 1
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+    assert requests == []
