@@ -28,7 +28,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.fuzz_readers import Files, Reader, make_readers
+from benchmarks.fuzz_files import Files, Reader
+from benchmarks.fuzz_readers import make_readers
 
 #: Inputs a hypothesis run: it remembers them all.
 _BLOCK = 1000

@@ -78,6 +78,8 @@ def located(faults: Sequence[Fault], hosts: Sequence[Host]) -> tuple[Fault, ...]
         # What a rank says of itself counts training ranks only, where others feed.
         if host is None and fault.kind != "said" and fault.rank is not None and fault.rank < len(of_rank):
             host = of_rank[fault.rank]
+        if host == "localhost":
+            host = fault.host  # which tells more
         return replace(fault, host=host or fault.host)
 
     return tuple(map(locate, faults))

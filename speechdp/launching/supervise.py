@@ -5,20 +5,17 @@ leave no process behind.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 from speechdp.errors import ConfigError
-from speechdp.launching.faults import Fault, ends_job
-from speechdp.launching.launcher_output import LauncherOutput
+from speechdp.launching.faults import Fault
 from speechdp.launching.processes import (
     adopting_orphans,
     at_our_death,
@@ -27,6 +24,7 @@ from speechdp.launching.processes import (
     kill_descendants,
     program_name,
 )
+from speechdp.launching.shown_output import ShownOutput
 
 #: Batch systems warn by SIGUSR1 or SIGUSR2 before they end a job.
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -34,9 +32,6 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, s
 _URGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.2
 _KILL_AFTER_FAULT_S = 2.0
-_PIPE_BYTES = 65_536
-#: A process that left the job's session may hold the pipe for ever.
-_PIPE_END_S = 1.0
 #: beginnings of the names mpirun runs under; in the PyPI wheel it becomes "orterun_wrapper".
 _LAUNCHERS = ("mpirun", "orterun", "prterun", "mpiexec", "srun")
 
@@ -125,77 +120,55 @@ def run_job(
     with ExitStack() as stack:
         noted = stack.enter_context(noted_signals()) if request is None else request
         adopt = stack.enter_context(adopting_orphans())
-        child = _start(argv, environment, output)
-        reader = None if child.stderr is None else _Reader(child.stderr)
+        child, shown = _start(argv, environment, output)
         try:
-            exit_code = _wait(child, noted, policy, reader)
+            exit_code = _wait(child, noted, policy, shown)
         finally:
             kill_descendants(os.getpid(), keep=adopt)
-            faults = () if reader is None else reader.finish()
+            shown.finish()
     return JobEnd(
         exit_code=128 - exit_code if exit_code < 0 else exit_code,
         stop_signal=noted.signals[0] if noted.signals else None,
-        faults=faults,
+        faults=shown.faults,
     )
-
-
-class _Reader:
-    """Shows a launcher's stderr in a thread, and notes when the first fault was read."""
-
-    def __init__(self, pipe: IO[bytes]) -> None:
-        self._pipe = pipe
-        self._output = LauncherOutput()
-        self.fault_since: float | None = None
-        self._thread = threading.Thread(target=self._read, name="launcher-output", daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        while data := os.read(self._pipe.fileno(), _PIPE_BYTES):
-            _show(self._output.feed(data))
-            if self.fault_since is None and any(map(ends_job, self._output.faults)):
-                self.fault_since = time.monotonic()
-
-    def finish(self) -> tuple[Fault, ...]:
-        """Show what is left; the launcher has ended."""
-        self._thread.join(_PIPE_END_S)
-        if not self._thread.is_alive():  # else a process of nobody's still holds the pipe
-            _show(self._output.end())
-            self._pipe.close()
-        return tuple(self._output.faults)
-
-
-def _show(data: bytes) -> None:
-    """Write to stderr; one that is full, closed or gone is no reason to leave the ranks blocked."""
-    while data:
-        try:
-            data = data[os.write(2, data) :]
-        except BlockingIOError:  # a terminal that somebody has made non-blocking
-            select.select([], [2], [], _POLL_S)
-        except OSError:
-            return
 
 
 def _start(
     argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None
-) -> subprocess.Popen[bytes]:
-    """Start the launcher; it ends when this process is killed outright."""
+) -> tuple[subprocess.Popen[bytes], ShownOutput]:
+    """Start the launcher, which ends when this process is killed outright; return what shows its output."""
+    if output is not None:
+        return _popen(argv, environment, stdout=output, stderr=subprocess.STDOUT), ShownOutput(None)
+    read_end, write_end = os.pipe()
+    try:
+        # The launcher holds the reading end, too: were this process killed, what it then says about the ranks
+        # it ends would be an error.
+        child = _popen(argv, environment, stdout=None, stderr=write_end, pass_fds=(read_end,))
+    except ConfigError:
+        os.close(read_end)
+        raise
+    finally:
+        os.close(write_end)
+    return child, ShownOutput(read_end)
+
+
+def _popen(argv: Sequence[str], environment: Mapping[str, str], **streams: Any) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             argv,
             env=dict(environment),
             # mpirun would read the terminal for rank 0 and be stopped for it, being in the background.
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.PIPE if output is None else subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=at_our_death(),  # noqa: PLW1509 - no other thread runs here
+            **streams,
         )
     except OSError as error:
         raise ConfigError(f"{argv[0]} cannot be started ({error.strerror}); run launch/setup") from error
 
 
 def _wait(
-    child: subprocess.Popen[bytes], request: StopRequest, policy: StopPolicy, reader: _Reader | None
+    child: subprocess.Popen[bytes], request: StopRequest, policy: StopPolicy, shown: ShownOutput
 ) -> int:
     """Wait for the child; step through first signal, SIGTERM and SIGKILL once a stop is requested or due."""
     stages: list[Callable[[], None]] = [
@@ -205,12 +178,11 @@ def _wait(
     ]
     done = 0
     while True:
-        try:
-            return child.wait(timeout=_POLL_S)
-        except subprocess.TimeoutExpired:
-            pass
-        fault_since = None if reader is None else reader.fault_since
-        due = _stages_due(request, policy, fault_since)
+        if not shown.pump(_POLL_S):
+            exit_code = child.poll()
+            if exit_code is not None:
+                return exit_code
+        due = _stages_due(request, policy, shown.fault_since)
         while done < due:
             # After a fault nobody is left to save, and not every launcher may be asked to end.
             if request.signals or done == len(stages) - 1 or (done == 1 and policy.terminate_after_fault):

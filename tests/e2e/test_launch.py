@@ -167,7 +167,7 @@ def test_a_killed_rank_ends_the_job_with_one_last_line(
     code, errors = finish(process)
     assert code != 0
     assert code == 137
-    where = "" if "gloo" in launcher else f" on {host_name()}"
+    where = "" if "gloo" in launcher else f" on {host_name()}"  # which horovodrun does not tell
     said = [line for line in errors if line and not line.startswith("[")]  # horovodrun's "[1]<stderr>:Killed"
     assert said == errors[-1:]
     assert errors[-1].startswith(f"speechdp launch: rank 1{where} was killed by SIGKILL")

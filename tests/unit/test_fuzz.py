@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from benchmarks.fuzz import Tally, fuzz
+from benchmarks.fuzz_files import Files, Reader
 from benchmarks.fuzz_inputs import damaged
-from benchmarks.fuzz_readers import Files, Reader, make_readers
+from benchmarks.fuzz_readers import make_readers
 from speechdp.errors import ConfigError
 
 NUM_INPUTS = 15

@@ -120,6 +120,8 @@ def test_hosts_are_called_as_in_the_hostfile() -> None:
     ]
     names = ["n2.example.org", "10.0.0.1", "n2.example.org", "n9", None, "n7"]
     assert [fault.host for fault in located(faults, hosts)] == names
+    (here,) = located([Fault("killed", 0, "n1", signal=9)], [Host("localhost", 2)])
+    assert here.host == "n1"
 
 
 def test_what_ssh_returns_is_no_signal() -> None:
