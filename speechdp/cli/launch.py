@@ -82,6 +82,10 @@ class LaunchCommand:
 
     def run(self) -> int:
         """Launch; return the exit code."""
+        from speechdp.cli.main import check_forwarded  # noqa: PLC0415 - imports this module
+
+        find_target(self.command)
+        check_forwarded(self.command)
         return launch(self, own_program(Path(sys.executable)))
 
 
@@ -120,11 +124,17 @@ def launch(options: LaunchCommand, program: tuple[str, ...]) -> int:
     if place.allocation is None:
         return result.exit_code
     if is_to_go_on(end, result.exit_code):
-        return requeue(place.allocation) if options.requeue else result.exit_code
+        return _give_back(place.allocation) if options.requeue else result.exit_code
     ended_by_user = end.stop_signal is not None and result.exit_code == exit_codes.STOPPED
     if ended_by_user and place.allocation.scheduler == "lsf":
         return 128 + (end.stop_signal or 0)  # LSF would start a job again that ends with 75
     return result.exit_code
+
+
+def _give_back(allocation: Allocation) -> int:
+    exit_code = requeue(allocation)
+    _say(f"job {allocation.job_id} is given back to {allocation.scheduler}, to go on from its checkpoint")
+    return exit_code
 
 
 def _run_until_done(
@@ -165,6 +175,7 @@ class _Starter:
         self, options: LaunchCommand, program: tuple[str, ...], place: _Place, request: StopRequest
     ) -> None:
         self._options, self._program, self._place, self._request = options, program, place, request
+        self._environ = dict(os.environ)
         prefix, search_path = Path(sys.prefix), os.environ.get("PATH", os.defpath)
         check_controller(options.launcher, options.controller)
         if options.launcher == "srun" and (place.allocation is None or place.allocation.scheduler != "slurm"):
@@ -196,10 +207,13 @@ class _Starter:
             extra_options=split_words("--mpi-args", options.mpi_args),
         )
         environment = child_environment(
-            job, self._mpi, os.environ, is_root=os.geteuid() == 0, num_cores=available_cores()
+            job, self._mpi, self._environ, is_root=os.geteuid() == 0, num_cores=available_cores()
         )
+        # Packed otherwise after a fault, ranks must not compute otherwise: sums would round differently.
+        self._environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
         environment["SPEECHDP_TERMINAL"] = _terminal()
-        environment["SPEECHDP_RESTART_REASON"] = reason
+        if reason:
+            environment["SPEECHDP_RESTART_REASON"] = reason
         environment["SPEECHDP_HOSTFILE"] = self._place.hostfile.source
         environment["SPEECHDP_HOSTS"] = job.host_list
         environment["SPEECHDP_LAUNCH"] = json.dumps(["speechdp", *sys.argv[1:]])

@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import tyro
 
 from speechdp import __version__
-from speechdp.errors import SpeechDPError
+from speechdp.errors import ConfigError, SpeechDPError
 
 
 @dataclass(frozen=True)
@@ -87,17 +88,8 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     # OpenMP's threads spin while they wait: beside another busy process a rank would crawl.  Read by torch.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Only the module that is needed: `speechdp --help` must not wait for torch.
-    command = SUBCOMMANDS[name]
-    module = importlib.import_module(f"speechdp.cli.{command.module}")
     try:
-        parsed = tyro.cli(
-            getattr(module, command.class_name),
-            prog=f"speechdp {name}",
-            args=rest,
-            config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
-        )
-        exit_code: int = parsed.run()
+        exit_code: int = parse(name, rest).run()
     except SpeechDPError as error:
         print(f"speechdp: {error}", file=sys.stderr)
         return 1
@@ -105,6 +97,37 @@ def run(arguments: Sequence[str]) -> int:
         print("speechdp: interrupted", file=sys.stderr)
         return 130
     return exit_code
+
+
+def parse(name: str, arguments: Sequence[str]) -> Any:
+    """Return the command of a subcommand's command line.
+
+    Raises:
+        SystemExit: an unknown option, having said so, or --help, having helped.
+        ConfigError: options that cannot be.
+    """
+    # Only the module that is needed: `speechdp --help` must not wait for torch.
+    command = SUBCOMMANDS[name]
+    module = importlib.import_module(f"speechdp.cli.{command.module}")
+    return tyro.cli(
+        getattr(module, command.class_name),
+        prog=f"speechdp {name}",
+        args=arguments,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+    )
+
+
+def check_forwarded(arguments: Sequence[str]) -> None:
+    """Refuse a command line that ranks are to run, here and once, instead of on every rank, after a queue.
+
+    Raises:
+        SystemExit: as `parse` does.
+        ConfigError: no such subcommand, or options that cannot be.
+    """
+    name, *rest = arguments
+    if name not in SUBCOMMANDS:
+        raise ConfigError(f"unknown command {name!r}; speechdp --help lists them")
+    parse(name, rest)
 
 
 def _overview() -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from speechdp.cli.main import SUBCOMMANDS
+from speechdp.cli.main import check_forwarded
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Scheduler
 from speechdp.launching.batch_script import BatchJob, Placement, Resources, job_name, render
@@ -97,9 +97,9 @@ class SubmitCommand:
 def _batch_job(options: SubmitCommand) -> BatchJob:
     """Check the options together and return the job they describe."""
     command = check_command(options.command, requeue=options.requeue)
-    if command[0] not in SUBCOMMANDS:
-        raise ConfigError(f"unknown command {command[0]!r}; speechdp --help lists them")
+    check_forwarded(command)  # now, not after hours in a queue
     launch_options = split_words("--launch-args", options.launch_args)
+    check_forwarded(["launch", *launch_options, "--", *command])
     if options.max_restarts is not None:
         if options.max_restarts < 0:
             raise ConfigError(f"--max-restarts {options.max_restarts}: a number from 0 is needed")

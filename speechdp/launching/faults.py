@@ -107,5 +107,5 @@ def _signal_name(number: int | None) -> str:
         name = signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-    hint = ", as the kernel does when memory runs out" if number == signal.SIGKILL else ""
+    hint = ", by somebody or by the kernel for want of memory" if number == signal.SIGKILL else ""
     return f"{name}{hint}"

@@ -65,8 +65,8 @@ def _ended_under_horovodrun(match: re.Match[str]) -> Fault:
     return Fault("exited", rank, exit_code=code)
 
 
-def _not_reached(_match: re.Match[str]) -> Fault:
-    return Fault("not reached")
+def _not_reached(match: re.Match[str]) -> Fault:
+    return Fault("not reached", host=match.groupdict().get("host"))
 
 
 def _no_program(match: re.Match[str]) -> Fault:
@@ -104,6 +104,7 @@ _BLOCKS = (
         _host_lost,
     ),
     _Banner(re.compile(r"MPI communication peer process has unexpectedly disconnected"), _nothing),
+    _Banner(re.compile(r"ORTE does not know how to route a message"), _nothing),
     _Banner(re.compile(r"was unable to reliably start one or more daemons"), _not_reached),
     _Banner(
         re.compile(r"unable to (launch|start) the specified application.*Node: (?P<host>\S+)"), _no_program
@@ -119,6 +120,9 @@ _LINES = (
     _Banner(re.compile(r"^Connection to (?P<host>\S+) closed by remote host\.$"), _host_lost),
     _Banner(re.compile(r"^\[warn\] Epoll |plm:rsh: Warning: setpgid"), _nothing),
     _Banner(re.compile(r"ORTE_ERROR_LOG: .* in file \S*show_help\.c"), _nothing),
+    _Banner(
+        re.compile(r'more process(es have| has) sent help message|"orte_base_help_aggregate" to 0'), _nothing
+    ),
     _Banner(re.compile(r"^mpirun: Forwarding signal \d+ to job"), _nothing),
     # Horovod, of a peer that has gone
     _Banner(re.compile(r"Horovod background loop uncaught exception"), _nothing),

@@ -18,6 +18,7 @@ from speechdp.launching.words import has_option
 _WITH_MARKER = {"train": "DATA RUN", "sweep": "DATA OUT"}
 _MPIRUN_LOST_HOST = 205
 #: Exit codes of ranks that refused what they were asked for: an error of the user's, an unknown option.
+_NOT_STARTED = ("not reached", "no program")
 _REFUSED = (exit_codes.FAILED, exit_codes.USAGE)
 
 
@@ -122,9 +123,10 @@ def verdict(end: JobEnd, target: Target | None) -> Verdict:
         )
         return Verdict(exit_codes.FAILED, f"{happened}{_known(target)}", _how_to_go_on(target))
     happened = _what_happened(exit_code, cause)
-    if exit_code in _REFUSED and (target is None or last_checkpoint(target) is None):
-        # A mistake in the command is not mended by giving it again: the rank's own line says what to do.
-        return Verdict(exit_code, happened)
+    begun = target is not None and last_checkpoint(target) is not None
+    if exit_code in _REFUSED or (cause is not None and cause.kind in _NOT_STARTED):
+        # A mistake is not mended by giving the same command again: what was said of it says what to do.
+        return Verdict(exit_code, f"{happened}{_known(target) if begun else ''}")
     return Verdict(exit_code, f"{happened}{_known(target)}", _how_to_go_on(target))
 
 

@@ -167,7 +167,8 @@ def submit(submission: Submission, search_path: str) -> str:
     said = " ".join(f"{answer.stderr} {answer.stdout}".split()) or "nothing"
     if answer.returncode != 0:
         raise ConfigError(
-            f"{program} refused {submission.path} with exit code {answer.returncode}; it says: {said}"
+            f"{program} refused {submission.path} with exit code {answer.returncode}; it says: {said}; "
+            "the script is kept, to be mended and submitted by hand"
         )
     match = _JOB_ID[submission.scheduler].search(answer.stdout)
     if match is None:

@@ -24,7 +24,7 @@ from speechdp.train.status import RankStatus, StatusFolder
 T = TypeVar("T")
 
 #: Seconds between two statuses, a share of the timeout and its bounds.
-_INTERVAL_SHARE, _LEAST_INTERVAL_S, _MOST_INTERVAL_S = 0.1, 1.0, 30.0
+_INTERVAL_SHARE, _LEAST_INTERVAL_S, _MOST_INTERVAL_S = 0.1, 1.0, 5.0
 #: Share of the timeout after which a rank that stands still looks at the others.
 _LOOK_SHARE = 0.3
 #: Statuses missed before a rank gives no sign of life.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import NoReturn
 
 import pytest
 
@@ -160,6 +161,7 @@ def test_srun_with_pmix_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         (ShardError("a.h5 is truncated"), 1, "speechdp: a.h5 is truncated\n"),
         (SystemExit(3), 3, "speechdp: ended with exit code 3\n"),
         (SystemExit("no"), 1, "speechdp: no\n"),
+        (SystemExit(["no", "hash"]), 1, "speechdp: ['no', 'hash']\n"),
         (KeyboardInterrupt(), 130, "speechdp: interrupted\n"),
     ],
 )
@@ -185,6 +187,30 @@ def test_guard_passes_on_success_and_exit_codes(capsys: pytest.CaptureFixture[st
     assert guard(SerialCommunicator, lambda comm: sys.exit(0)) == 0
     assert capsys.readouterr().err == ""
     assert guard(SerialCommunicator, lambda comm: 4) == 4
+
+
+class OneOfTwo(SerialCommunicator):
+    """Says that there is another rank, and lives on after it has ended all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 2
+
+    def abort(self, exit_code: int) -> NoReturn:
+        raise AbortedError(exit_code)
+
+
+class AbortedError(Exception):
+    """All ranks have been ended."""
+
+
+@pytest.mark.parametrize("code", [0, None])
+def test_sys_exit_of_one_of_many_ends_all(capsys: pytest.CaptureFixture[str], code: int | None) -> None:
+    with pytest.raises(AbortedError, match=f"^{exit_codes.CRASHED}$"):
+        guard(OneOfTwo, lambda comm: sys.exit(code))
+    said = capsys.readouterr().err
+    assert said.startswith(f"speechdp: rank 0 on {host_name()}: left by sys.exit")
+    assert said.count("\n") == 1
 
 
 def test_ranks_of_one_host_talk_over_loopback() -> None:

@@ -57,6 +57,15 @@ def test_it_says_what_it_has_waited_for(ending: Ending) -> None:
     assert ending.text.count("\n") == 1 and ending.exit_code == exit_codes.HUNG
 
 
+def test_a_block_is_guarded_until_its_beginning_is_over(ending: Ending) -> None:
+    with StartGuard(0.1, "begin the run") as guard:
+        guard.over()
+        assert not ending.has_come.wait(0.5)
+    with StartGuard(0.1, "begin the run"):
+        assert ending.has_come.wait(DEADLINE_S)
+    assert "waited 0 s for all ranks to begin the run; " in ending.text
+
+
 @pytest.mark.parametrize("timeout_s", [0.1, 0.0])
 def test_it_says_nothing_once_all_have_met_or_where_it_is_off(ending: Ending, timeout_s: float) -> None:
     guard = StartGuard(timeout_s)

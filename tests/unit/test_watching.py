@@ -67,6 +67,19 @@ def test_no_thread_outlives_a_run(dataset: Dataset, tmp_path: Path) -> None:
     assert "speechdp-watchdog" not in names and "speechdp-status" not in names
 
 
+def test_closing_a_trainer_is_watched(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watching: list[bool] = []
+
+    def close(trainer: Trainer) -> None:
+        watching.append("speechdp-watchdog" in [thread.name for thread in threading.enumerate()])
+
+    monkeypatch.setattr(Trainer, "close", close)
+    train_run(Session(dataset, SerialCommunicator(), CPU), once(OPTIONS), tmp_path)
+    assert watching == [True]
+
+
 def test_every_step_and_evaluated_batch_is_a_beat(dataset: Dataset, tmp_path: Path) -> None:
     session = Session(dataset, SerialCommunicator(), CPU)
     with ExitStack() as stack:
