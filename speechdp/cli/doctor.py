@@ -122,6 +122,6 @@ def _leave(signum: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _folder_of(run: Path) -> Path:
-    """Return the folder to be tested: the run's own if it is there, else the one it will stand in."""
+    """Return the folder to be tested: the run's own if it is there, else the nearest one it will stand in."""
     run = run.absolute()
-    return run if run.is_dir() else run.parent
+    return next(folder for folder in (run, *run.parents) if folder.is_dir())

@@ -162,7 +162,7 @@ def test_a_full_disk_at_a_checkpoint(whole_data: Dataset, small_disk: Path) -> N
     ), ended.output
     assert "Traceback" not in ended.stderr, ended.output
     assert last.startswith(f"speechdp launch: rank 0 on {host_name()} failed, its message stands above")
-    assert last.endswith(f"; last checkpoint: {run}/checkpoints/step-00000006; start again with --resume")
+    assert last.endswith(f"; last checkpoint: {run}/checkpoints/step-00000006")  # what to do is said above
     assert_whole(run, 6)
 
     subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)

@@ -59,3 +59,9 @@ def test_options_that_cannot_be(
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
     assert requests == []
+
+
+def test_a_run_is_looked_for_in_the_nearest_folder_there_is(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    assert doctor._folder_of(tmp_path / "runs") == tmp_path / "runs"
+    assert doctor._folder_of(tmp_path / "runs" / "a" / "b") == tmp_path / "runs"
