@@ -25,18 +25,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import safetensors.torch
 import torch
-from rich.table import Table
 
 from benchmarks.soak_faults import Disk, Fault, Faults, stoppable_disk, why_no_disk
-from speechdp.cli.console import make_console
+from benchmarks.soak_watch import WINDOW_S, Event, Watch, show
 from tests.cluster.lab import Lab, why_not
 from tests.helpers.jobs import SPEECHDP, ended_within
 from tests.helpers.killed import last_step
@@ -49,65 +48,11 @@ _OPTIONS = (
     "--backend", "mpi",
 )  # fmt: skip
 _POLL_S = 0.25
-_WINDOW_S = 3.0
 _SLOWER = 1.25
 #: A run that has not recovered in so long has failed.
 _RECOVERY_S = 180.0
 #: Share of the disturbed run's time in which steps are taken, roughly: how many epochs fill the minutes.
 _USEFUL = 0.6
-
-
-@dataclass(frozen=True)
-class Event:
-    """A fault and what it cost.
-
-    Attributes:
-        at_s: since the start of the disturbed run.
-        kind, where: of the fault.
-        restarts: whether the job had to be started again.
-        step: last step known of when it came.
-        checkpoint: step of the last checkpoint then.
-        resumed_from: step of the checkpoint that the run went on from; None: it went on as it was.
-        lost_steps: steps taken again.
-        back_s: until steps were as fast as before; None: the run was over first.
-    """
-
-    at_s: float
-    kind: str
-    where: str
-    restarts: bool
-    step: int
-    checkpoint: int
-    resumed_from: int | None
-    lost_steps: int
-    back_s: float | None
-
-
-class Watch:
-    """Looks at a run's status files: how far rank 0 is, and how fast."""
-
-    def __init__(self, run: Path) -> None:
-        self._run = run
-        self._seen: list[tuple[float, int]] = []
-
-    def step(self) -> int:
-        """Return the last step known of; -1: none."""
-        try:
-            status = json.loads((self._run / "status" / "rank-0000.json").read_text())
-            step = int(status["step"])
-        except (OSError, ValueError, LookupError):
-            step = -1
-        now = time.monotonic()
-        self._seen = [(at, seen) for at, seen in self._seen if now - at < 10 * _WINDOW_S] + [(now, step)]
-        return step
-
-    def speed(self, since: float = 0.0) -> float:
-        """Return steps a second over the last window, counting from `since`; 0 where that is too short."""
-        now = time.monotonic()
-        window = [(at, step) for at, step in self._seen if at >= max(since, now - _WINDOW_S)]
-        if len(window) < 2 or window[-1][0] - window[0][0] < 0.8 * _WINDOW_S:
-            return 0.0
-        return (window[-1][1] - window[0][1]) / (window[-1][0] - window[0][0])
 
 
 def train(data: Path, run: Path, epochs: int, more: Sequence[str]) -> list[str]:
@@ -133,7 +78,8 @@ def disturbed(
     launch = [*SPEECHDP, "launch", "--hostfile", str(lab.hostfile(1)), "-np", "2", "--max-restarts", "1000"]
     begun = time.monotonic()
     events: list[Event] = []
-    with _started(lab.command(lab.names[0], [*launch, "--", *command]), lab.folder / "output.txt") as job:
+    command = lab.command(lab.names[0], [*launch, "--", *command])
+    with closing(faults), _started(command, lab.folder / "output.txt") as job:
         speeds = _wait_for_speed(job, watch, pauses.uniform(15, 30))
         while job.poll() is None:
             full = statistics.median(speeds)
@@ -213,7 +159,7 @@ def _recover(
         if again is None and (not fault.restarts or len(_starts(run)) > before):
             again = time.monotonic()
         if again is not None and watch.speed(again) * _SLOWER >= full:
-            return max(0.0, time.monotonic() - _WINDOW_S - at)
+            return max(0.0, time.monotonic() - WINDOW_S - at)
         time.sleep(_POLL_S)
     return None
 
@@ -246,29 +192,6 @@ def compare(run: Path, other: Path) -> None:
 def _assert_well(exit_code: int, output: str) -> None:
     if exit_code != 0:
         raise SystemExit(f"the run failed with exit code {exit_code}\n{output}")
-
-
-def show(events: Sequence[Event]) -> None:
-    """Print a row for each kind of fault."""
-    table = Table(title="faults")
-    for column in (
-        "fault",
-        "times",
-        "steps lost, median and most",
-        "back at full speed after s, median and most",
-    ):
-        table.add_column(column)
-    for kind in dict.fromkeys(event.kind for event in events):
-        same = [event for event in events if event.kind == kind]
-        back = [event.back_s for event in same if event.back_s is not None]
-        lost = [event.lost_steps for event in same]
-        table.add_row(
-            kind,
-            str(len(same)),
-            f"{statistics.median(lost):.0f}, {max(lost)}",
-            f"{statistics.median(back):.1f}, {max(back):.1f}" if back else "",
-        )
-    make_console().print(table)
 
 
 def main() -> None:
@@ -305,7 +228,7 @@ def main() -> None:
         "epochs": epochs,
         "faults": len(events),
         "restarts": sum(event.resumed_from is not None for event in events),
-        "most_steps_lost": max(event.lost_steps for event in events),
+        "most_steps_lost": max((event.lost_steps for event in events), default=0),
         "back_s_after_a_killed_rank": _median([e.back_s for e in events if e.kind == "rank killed"]),
     }
     if options.out is not None:

@@ -124,6 +124,11 @@ class Faults:
             timer.join()
         self._mending.clear()
 
+    def close(self) -> None:
+        """Mend nothing any more: the nodes go down."""
+        for timer in self._mending:
+            timer.cancel()
+
     def ranks(self) -> dict[int, tuple[str, int]]:
         """Return host and pid (as its node counts) of each rank, by its own word."""
         found = {}

@@ -20,9 +20,16 @@ def is_loss(error: MPI.Exception) -> bool:
 def failed_ranks(comm: Any) -> frozenset[int]:
     """Return the ranks of an mpi4py communicator that this one knows to be gone."""
     failed = comm.Get_failed()
-    if failed.Get_size() == 0:
-        return frozenset()
-    return frozenset(MPI.Group.Translate_ranks(failed, None, comm.Get_group()))
+    try:
+        if failed.Get_size() == 0:
+            return frozenset()
+        everyone = comm.Get_group()
+        ranks = frozenset(MPI.Group.Translate_ranks(failed, None, everyone))
+        everyone.Free()
+        return ranks
+    finally:
+        if failed != MPI.GROUP_EMPTY:
+            failed.Free()
 
 
 def check_ulfm() -> None:

@@ -21,7 +21,7 @@ from speechdp.train.checkpoint import (
 
 _KEPT = 2
 #: Seconds until what rank 0 writes must be seen on all hosts; NFS looks again after a while only.
-_VISIBLE_S = 30.0
+_VISIBLE_S = 65.0
 
 #: What a rank tells of its file: its name, sha256 and bytes, or the problem.
 Entry = dict[str, Any]
@@ -98,10 +98,17 @@ def commit(place: Place, entries: dict[int, Entry], size: int) -> None:
         os.close(directory)
 
 
-def prune(run_dir: Path, newest: int) -> None:
-    """Keep the last two.  Later ones than this, the newest, could not be read when the run went on."""
+def prune(run_dir: Path, written: list[int], gone_on_from: int | None) -> None:
+    """Keep the last two that are whole.
+
+    Args:
+        written: steps of the checkpoints of this start, in order, the newest last.
+        gone_on_from: step of the checkpoint that was loaded: later ones of earlier starts could not be read.
+    """
     steps = list(checkpoint_steps(run_dir))
-    kept = [step for step in steps if step <= newest][:_KEPT]
+    latest_read = written[-1] if gone_on_from is None else gone_on_from
+    whole = [step for step in steps if step <= latest_read or step in written]
+    kept = [step for step in whole if step <= written[-1]][:_KEPT]
     for step in set(steps) - set(kept):
         shutil.rmtree(run_dir / "checkpoints" / f"step-{step:08d}", ignore_errors=True)
 

@@ -14,6 +14,7 @@ import secrets
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from speechdp.atomic_file import write_text_atomically
@@ -46,10 +47,11 @@ class CheckpointWriter:
     Args:
         run_dir: the run's folder, on a disk all hosts share.
         comm: the ranks.
+        beat: called while this rank's file is written: slow is not hung.
     """
 
-    def __init__(self, run_dir: Path, comm: Communicator) -> None:
-        self._run_dir, self._comm = run_dir, comm
+    def __init__(self, run_dir: Path, comm: Communicator, beat: Callable[[], None] = lambda: None) -> None:
+        self._run_dir, self._comm, self._beat = run_dir, comm, beat
         self._folder = run_dir / "checkpoints"
         self._nonce = ""
         self._hosts: list[str] = []
@@ -57,6 +59,9 @@ class CheckpointWriter:
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._is_untold = False
+        self._written: list[int] = []
+        self._gone_on_from: int | None = None
         self._given_up = threading.Event()
 
     def open(self) -> None:
@@ -104,6 +109,10 @@ class CheckpointWriter:
             f"{self._hosts[0]} writes there; put RUN on a disk all hosts share"
         )
 
+    def go_on_from(self, step: int) -> None:
+        """Note which checkpoint could be read: it is kept until newer ones take its place."""
+        self._gone_on_from = step
+
     def start(self, step: int, state: RankState) -> Path:
         """Begin to write a checkpoint, after the one before it; return where it will be.  Collective.
 
@@ -141,6 +150,8 @@ class CheckpointWriter:
         self._join()
         if self._failure is not None and not isinstance(self._failure, RunError):
             raise self._failure
+        if self._failure is not None and self._is_untold:
+            raise self._failure  # rank 0 would wait for this rank's entry before it listens
         problem = None if self._failure is None else str(self._failure)
         for other in self._comm.allgather_object(problem):
             if other is not None:
@@ -178,7 +189,7 @@ class CheckpointWriter:
         path = place.temporary / f"rank-{rank:04d}.safetensors"
         try:
             place.temporary.mkdir(parents=True, exist_ok=True)
-            sha256, num_bytes = write_rank_file(path, self._snapshot, self._given_up)
+            sha256, num_bytes = write_rank_file(path, self._snapshot, self._given_up, self._beat)
         except OSError as error:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)  # its room may be all that the others lack
@@ -189,6 +200,7 @@ class CheckpointWriter:
         try:
             write_text_atomically(place.temporary / entry_name(self._comm.rank), json.dumps(entry))
         except OSError as error:
+            self._is_untold = True
             entry.setdefault("problem", f"{error.strerror or error} on rank {self._comm.rank}")
         if "problem" in entry:
             raise RunError(cannot_be_written(self._run_dir, entry["problem"]))
@@ -205,7 +217,8 @@ class CheckpointWriter:
             if len(entries) == self._comm.size:  # else somebody may still be writing
                 shutil.rmtree(place.temporary, ignore_errors=True)
             raise RunError(cannot_be_written(self._run_dir, str(error.strerror or error))) from error
-        prune(self._run_dir, place.step)
+        self._written.append(place.step)
+        prune(self._run_dir, self._written, self._gone_on_from)
 
     def _collect(self, place: Place, entries: dict[int, Entry]) -> None:
         heard_s, pause_s = time.monotonic(), 0.002

@@ -11,7 +11,7 @@ import json
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from torch import Tensor
 from speechdp.train.checkpoint import RankState
 
 _PIECE_BYTES = 4 * 2**20
+#: So much is sent to the disk at a time: one fsync of all of it would be silent for too long.
+_SYNCED_BYTES = 64 * 2**20
 _TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -73,14 +75,20 @@ def take_snapshot(state: RankState, past: Snapshot) -> Snapshot:
     return Snapshot(json.dumps(state.values), tensors)
 
 
-def write_rank_file(path: Path, snapshot: Snapshot, given_up: threading.Event) -> tuple[str, int]:
+def write_rank_file(
+    path: Path, snapshot: Snapshot, given_up: threading.Event, beat: Callable[[], None]
+) -> tuple[str, int]:
     """Write a snapshot to disk; return the file's sha256 and bytes.
+
+    Args:
+        given_up: set when it is not wanted any more.
+        beat: called whenever some more is on disk.
 
     Raises:
         OSError: it cannot be written.
         GivenUpError: `given_up` was set meanwhile.
     """
-    checksum, num_bytes = hashlib.sha256(), 0
+    checksum, num_bytes, num_synced = hashlib.sha256(), 0, 0
     with path.open("wb") as file:
         for piece in _pieces(snapshot):
             if given_up.is_set():
@@ -88,6 +96,11 @@ def write_rank_file(path: Path, snapshot: Snapshot, given_up: threading.Event) -
             checksum.update(piece)
             file.write(piece)
             num_bytes += len(piece)
+            if num_bytes - num_synced >= _SYNCED_BYTES:
+                file.flush()
+                os.fdatasync(file.fileno())
+                num_synced = num_bytes
+            beat()
         file.flush()
         os.fsync(file.fileno())
     return checksum.hexdigest(), num_bytes

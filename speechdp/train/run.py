@@ -14,6 +14,7 @@ from speechdp.comm.start import StartGuard
 from speechdp.config import TrainOptions
 from speechdp.data.fed_source import gather_feeder_times
 from speechdp.data.kaldi_unaligned import UNALIGNED
+from speechdp.data.loader import StepLoader
 from speechdp.errors import ConfigError
 from speechdp.strategies.base import Strategy
 from speechdp.strategies.registry import describe, parse_strategy
@@ -28,6 +29,7 @@ from speechdp.train.build import (
     training_ranks,
 )
 from speechdp.train.checkpoint import RankState, load_checkpoint
+from speechdp.train.dealing import Dealing
 from speechdp.train.models import check_task, describe_data, make_model, save_trained
 from speechdp.train.origin import origin_facts, start_facts
 from speechdp.train.run_files import RunDirectory
@@ -89,16 +91,22 @@ def _train_run(
             if state.size != session.comm.size:
                 _take_place(session, resolved, trainer, sources, state.size)
         loader, dealing = open_loader(session, resolved, trainer, sources.training, stack)
-        try:
-            with sampled(session, options.loading.sample_hz, run_dir, trainer.parts.timeline):
-                trainer.run(loader, StopAgreement(session.stop, session.comm))
-        except Stopped:
-            if dealing is not None:
-                dealing.close()
-            raise
-        if dealing is not None:
-            dealing.close()
+        with sampled(session, options.loading.sample_hz, run_dir, trainer.parts.timeline):
+            _run_to_end(session, trainer, loader, dealing)
         _conclude(session, run, trainer, sources, origin)
+
+
+def _run_to_end(session: Session, trainer: Trainer, loader: StepLoader, dealing: Dealing | None) -> None:
+    """Train; close the dealing with all ranks together, also where they were asked to stop."""
+    stopped: Stopped | None = None
+    try:
+        trainer.run(loader, StopAgreement(session.stop, session.comm))
+    except Stopped as request:
+        stopped = request
+    if dealing is not None:
+        dealing.close()
+    if stopped is not None:
+        raise stopped
 
 
 def _describe_recipe(options: TrainOptions, resolved: TrainOptions, strategy: Strategy) -> str:
@@ -159,7 +167,7 @@ def _prepare_folder(
     step = 0 if state is None else state.values["counters"]["step"]
     if comm.rank == 0:
         StatusFolder(run.path).clear()
-        if state is not None and state.size != comm.size:
+        if resume:
             run.resize(_facts_of_size(session, options))
         run.truncate_metrics(step)
         run.add_start(start_facts(session, step, os.environ))
@@ -181,7 +189,7 @@ def _take_place(
     """
     counters = trainer.counters
     place = "the next epoch begins"
-    if counters.step_in_epoch > 0:
+    if counters.step_in_epoch > 0 and counters.epoch_steps > 0:
         plan = epoch_planner(session, sources.training, options)(counters.epoch)
         done, of = counters.step_in_epoch, counters.epoch_steps
         counters.step_in_epoch = done * plan.num_steps // of

@@ -105,7 +105,7 @@ class RunDirectory:
             )
 
     def resize(self, facts: dict[str, Any]) -> None:
-        """Renew what run.json says about the ranks: another number of them goes on.  Raises RunError (disk).
+        """Renew what run.json says about the ranks where another number goes on.  Raises RunError (disk).
 
         Args:
             facts: `size`, `hosts` and what else depends on them.
@@ -113,6 +113,8 @@ class RunDirectory:
         path = self.path / "run.json"
         with _disk_errors(path):
             head = parse_json(path.read_text())
+            if head["size"] == facts["size"]:
+                return
             sizes = [*head.get("earlier_sizes", []), head["size"]]
             write_text_atomically(
                 path, json.dumps({**head, **facts, "earlier_sizes": sizes}, indent=2) + "\n"
@@ -121,8 +123,11 @@ class RunDirectory:
     def add_start(self, facts: dict[str, Any]) -> None:
         """Append a line to starts.jsonl: ranks begin, or go on.  Raises RunError on a full disk."""
         path = self.path / "starts.jsonl"
-        with _disk_errors(path), path.open("a") as file:
-            file.write(json.dumps({"started": _now(), **facts}) + "\n")
+        with _disk_errors(path):
+            text = path.read_text() if path.is_file() else ""
+            # A line that a full disk has cut off is left as it is, the next one begins anew.
+            whole = text if text.endswith("\n") or not text else f"{text}\n"
+            write_text_atomically(path, whole + json.dumps({"started": _now(), **facts}) + "\n")
 
     def truncate_metrics(self, step: int) -> None:
         """Drop evaluations after `step`: the resumed run makes them again.  Raises RunError (disk)."""

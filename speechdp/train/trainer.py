@@ -39,7 +39,7 @@ class Trainer:
         self.parts = parts
         self._run_dir = run_dir
         self._options = options
-        self._writer = CheckpointWriter(run_dir, parts.comm)
+        self._writer = CheckpointWriter(run_dir, parts.comm, parts.pulse.beat)
         #: The place in training that the last checkpoint holds.
         self._saved_at: tuple[int, int, int] | None = None
         self._at = Standing(torch.zeros(2, dtype=torch.float64, device=parts.device))
@@ -291,4 +291,5 @@ class Trainer:
         """Take up a checkpoint's state.  Collective.  Raises RunError if it is another device's."""
         self._at = restore_state(self.parts, state, self._run_dir, self._options.seed)
         self._begun_s = self.counters.time_s
+        self._writer.go_on_from(self.counters.step)
         self._saved_at = self._place

@@ -146,7 +146,7 @@ class Watchdog:
         while not self._done.wait(self._tick_s):
             own = self._watch.look(self._stillness.still_s)
             still_s = self._stillness.look(time.monotonic(), own.beats)
-            if self._is_due(own, still_s) or (self._called and self._looks(still_s)):
+            if self._is_due(own, still_s):
                 self._end_job()
                 return
 
@@ -155,7 +155,8 @@ class Watchdog:
 
     def _is_due(self, own: RankStatus, still_s: float) -> bool:
         """Tell whether nothing has happened for too long; a rank that waits lets slower ones get on."""
-        timeout_s = self._watch.timeout_s
+        # Where another rank has said that the job hangs, less will do.
+        timeout_s = self._watch.timeout_s * (_LOOK_SHARE if self._called else 1.0)
         if still_s < timeout_s:
             return False
         moved = [s.moved_s for s in list(self._sightings.values()) if s.moved_s is not None]

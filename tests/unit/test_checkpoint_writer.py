@@ -21,6 +21,7 @@ from speechdp.comm.threads import run_threads
 from speechdp.errors import CommunicationError, RunError
 from speechdp.train import checkpoint_writer, rank_file
 from speechdp.train.checkpoint import RankState, checkpoint_steps, load_checkpoint
+from speechdp.train.checkpoint_folder import prune
 from speechdp.train.checkpoint_writer import CheckpointWriter
 from speechdp.train.rank_file import Snapshot, take_snapshot
 from tests.helpers.mpi import REPOSITORY
@@ -303,3 +304,14 @@ def test_ranks_whose_comrade_cannot_write_end_too(tmp_path: Path, monkeypatch: p
 
     with pytest.raises((RunError, CommunicationError), match="No space left on device on rank 1"):
         run_threads(3, train)
+
+
+def test_a_broken_checkpoint_does_not_push_out_the_one_that_was_loaded(tmp_path: Path) -> None:
+    for step in (200, 220):
+        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000300").mkdir()
+    prune(tmp_path, [300], gone_on_from=200)  # 220 could not be read
+    assert list(checkpoint_steps(tmp_path)) == [300, 200]
+    (tmp_path / "checkpoints" / "step-00000400").mkdir()
+    prune(tmp_path, [300, 400], gone_on_from=200)
+    assert list(checkpoint_steps(tmp_path)) == [400, 300]
