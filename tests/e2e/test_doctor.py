@@ -40,12 +40,12 @@ def test_two_ranks_on_this_machine(tmp_path: Path) -> None:
 
 
 def test_bad_data_and_folder_are_red(tmp_path: Path) -> None:
-    ended = doctor("--data", tmp_path / "no data", "--run", tmp_path / "no" / "run")
+    ended = doctor("--data", tmp_path / "no data", "--run", "/proc/no/run")
     assert ended.exit_code == 1, ended.output
     lines = {line.split()[1]: line for line in ended.stdout.splitlines() if line.startswith("fail")}
     assert set(lines) == {"data", "run"}, ended.output
     assert "remedy: give a path all hosts see" in lines["data"]
-    assert "No such file or directory" in lines["run"]
+    assert "/proc cannot be written: " in lines["run"]
 
 
 @pytest.mark.skipif(
