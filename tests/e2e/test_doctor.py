@@ -43,7 +43,7 @@ def test_bad_data_and_folder_are_red(tmp_path: Path) -> None:
     ended = doctor("--data", tmp_path / "no data", "--run", "/proc/no/run")
     assert ended.exit_code == 1, ended.output
     lines = {line.split()[1]: line for line in ended.stdout.splitlines() if line.startswith("fail")}
-    assert set(lines) == {"data", "run"}, ended.output
+    assert {"data", "run"} <= set(lines), ended.output
     assert "remedy: give a path all hosts see" in lines["data"]
     assert "/proc cannot be written: " in lines["run"]
 
