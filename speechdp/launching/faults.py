@@ -15,6 +15,10 @@ FaultKind = Literal[
 ]
 
 
+#: What ssh returns, whatever ended the program on the other side.
+ENDED_BY_SSH = 255
+
+
 @dataclass(frozen=True)
 class Fault:
     """What a launcher's output tells about the end of a job.
@@ -93,11 +97,14 @@ def short_name(host: str) -> str:
 def first_cause(faults: Sequence[Fault]) -> Fault | None:
     """Return the fault that tells most about why a job ended: what came first, a message before others."""
     said = next((fault for fault in faults if fault.kind == "said"), None)
+    # Behind ssh a killed rank looks like this; those who speak have only noticed it.
+    speakers = {fault.rank for fault in faults if fault.kind == "said"}
+    cut_off = next((f for f in faults if f.exit_code == ENDED_BY_SSH and f.rank not in speakers), None)
     lost = next((fault for fault in faults if fault.kind == "host lost"), None)
     killed = next(
         (fault for fault in faults if fault.kind == "killed" and fault.signal != signal.SIGTERM), None
     )
-    return killed or lost or said or next(iter(faults), None)
+    return killed or lost or cut_off or said or next(iter(faults), None)
 
 
 def _signal_name(number: int | None) -> str:

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from speechdp import exit_codes
-from speechdp.launching.faults import Fault
+from speechdp.launching.faults import ENDED_BY_SSH, Fault
 
-_RULE = re.compile(r"-{60,}")
+_RULE = re.compile(r"-{74}")
+#: A rank's line without an end, and mpirun's rule right behind it.
+_RULE_BEHIND = re.compile(rb"(.*[^-\n])(-{74}\r?\n)", re.DOTALL)
 #: `mpirun --tag-output` and horovodrun put the rank before each line.
 _TAG = re.compile(r"^\[\d+(?:,\d+)?\]<(?:stderr|stdout)>:\s?")
 #: A rank's last word; before it knows that it is one of several it does not say which it is.
@@ -60,7 +62,7 @@ def _exited(match: re.Match[str]) -> Fault:
 
 def _ended_under_horovodrun(match: re.Match[str]) -> Fault:
     code, rank = int(match["code"]), int(match["rank"])
-    if 128 < code < _ENDED_BY_SSH:  # a shell between horovodrun and the rank reports signals so
+    if 128 < code < ENDED_BY_SSH:  # a shell between horovodrun and the rank reports signals so
         return Fault("killed", rank, signal=code - 128)
     return Fault("exited", rank, exit_code=code)
 
@@ -126,6 +128,7 @@ _LINES = (
     _Banner(re.compile(r"^mpirun: Forwarding signal \d+ to job"), _nothing),
     # Horovod, of a peer that has gone
     _Banner(re.compile(r"Horovod background loop uncaught exception"), _nothing),
+    _Banner(re.compile(r"^\[\d{4}-\d\d-\d\d [\d:.]+: E ?$"), _nothing),
     # srun
     _Banner(
         re.compile(
@@ -146,8 +149,6 @@ _LINES = (
 )
 #: What the shell between horovodrun and a rank says about its end.
 _SHELLS_WORD = re.compile(r"\[\d+\]<stderr>:(Killed|Terminated)")
-#: What ssh returns, whatever ended the program on the other side.
-_ENDED_BY_SSH = 255
 #: horovodrun ends with a traceback of its own, whose last line but two says what happened.
 _TRACE_BEGINS = "Traceback (most recent call last):"
 _TRACE_OF_LAUNCHER = "Horovod detected that one or more processes exited with non-zero status"
@@ -191,8 +192,10 @@ class LauncherOutput:
         *lines, self._rest = (self._rest + data).split(b"\n")
         shown = b""
         for line in lines:
-            shown += line + b"\n" if self._begun else self._take(line + b"\n")
-            self._begun = False
+            behind = _RULE_BEHIND.fullmatch(line + b"\n")
+            for part in (line + b"\n",) if behind is None else (behind[1] + b"\n", behind[2]):
+                shown += part if self._begun else self._take(part)
+                self._begun = False
         # The live bar and prompts have no line break: hold back only what may become a known line.
         if self._rest and (self._begun or not (self._held or _may_be_known(self._rest))):
             shown, self._rest, self._begun = shown + self._rest, b"", True

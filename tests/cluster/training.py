@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -109,7 +110,8 @@ def last_word(ended: Ended, run: Path) -> str:
     lines = ended.stderr.splitlines()
     (line,) = [line for line in lines if line.startswith("speechdp launch: ")]
     assert f"; last checkpoint: {run}/checkpoints/step-" in line, ended.output
-    assert [line for line in lines if not line.startswith("speechdp")] == [], ended.output
+    ours = re.compile(r"(\[\d+\]<stderr>:)?speechdp")  # horovodrun puts the rank before each line
+    assert [line for line in lines if not ours.match(line)] == [], ended.output
     return line
 
 

@@ -129,6 +129,16 @@ def test_what_ssh_returns_is_no_signal() -> None:
     assert (shown, faults) == ("", [Fault("exited", 1, exit_code=255)])
 
 
+def test_a_rule_behind_half_a_line_begins_a_banner_all_the_same() -> None:
+    shown, faults = read("[1,0]<stderr>:half a line" + KILLED + "rest\n")
+    assert shown == "[1,0]<stderr>:half a line\nrest\n"
+    assert faults == [Fault("killed", 1, "n2", signal=9)]
+    horovods = (
+        "[2026-11-22 02:12:41.300750: E " + KILLED + "/x/operations.cc:697] [0]: Horovod background loop "
+    )
+    assert read(horovods + "uncaught exception: reset by peer\n")[0] == ""
+
+
 def test_a_bar_without_a_line_break_is_shown_at_once() -> None:
     assert LauncherOutput().feed(b"epoch 1 30 %\r") == b"epoch 1 30 %\r"
 
@@ -163,5 +173,8 @@ def test_the_cause_is_what_was_killed_before_who_noticed() -> None:
     asked_to_end = Fault("killed", 1, "n1", signal=15)
     assert first_cause([said, killed]) == killed
     assert first_cause([asked_to_end, said]) == said
+    behind_ssh = Fault("exited", 1, "n2", exit_code=255)
+    assert first_cause([said, behind_ssh]) == behind_ssh
+    assert first_cause([said, Fault("exited", 0, exit_code=255)]) == said
     assert first_cause([Fault("exited", 1, exit_code=3)]) == Fault("exited", 1, exit_code=3)
     assert first_cause([]) is None
