@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 
 from rich.console import Console
@@ -30,3 +31,14 @@ def make_console() -> Console:
 def _plain_console() -> Console:
     # Without a terminal rich would fold tables at 80 columns; a file has no edge.
     return Console(force_terminal=False, width=200, markup=False, emoji=False)
+
+
+def describe_terminal() -> str:
+    """Return "COLUMNSxLINES" if our output is a terminal, else "".
+
+    A rank cannot find out itself: mpirun gives every rank a pseudo-terminal of its own as stdout.
+    """
+    if not sys.stdout.isatty():
+        return ""
+    size = shutil.get_terminal_size()
+    return f"{size.columns}x{size.lines}"

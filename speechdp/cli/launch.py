@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import signal
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Annotated
 import tyro
 
 from speechdp import exit_codes
+from speechdp.cli.console import describe_terminal
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Allocation, find_allocation
 from speechdp.launching.command import (
@@ -211,7 +211,7 @@ class _Starter:
         )
         # Packed otherwise after a fault, ranks must not compute otherwise: sums would round differently.
         self._environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
-        environment["SPEECHDP_TERMINAL"] = _terminal()
+        environment["SPEECHDP_TERMINAL"] = describe_terminal()
         if reason:
             environment["SPEECHDP_RESTART_REASON"] = reason
         environment["SPEECHDP_HOSTFILE"] = self._place.hostfile.source
@@ -283,17 +283,6 @@ def _stop_policy(options: LaunchCommand) -> StopPolicy:
 def _say(message: str) -> None:
     sys.stdout.flush()
     print(f"speechdp launch: {message}", file=sys.stderr, flush=True)
-
-
-def _terminal() -> str:
-    """Return "COLUMNSxLINES" if our output is a terminal, else "".
-
-    A rank cannot find out itself: mpirun gives every rank a pseudo-terminal of its own as stdout.
-    """
-    if not sys.stdout.isatty():
-        return ""
-    size = shutil.get_terminal_size()
-    return f"{size.columns}x{size.lines}"
 
 
 def _print_command(argv: list[str], environment: dict[str, str]) -> None:
