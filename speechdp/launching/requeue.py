@@ -12,8 +12,6 @@ from speechdp.launching.supervise import JobEnd
 
 #: Grid Engine runs a job again that ends with this exit code; no program is needed.
 _GRID_ENGINE_AGAIN = 99
-
-
 #: What batch systems send before they end a job; the others are a user's own scancel, qdel or Ctrl-C.
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 

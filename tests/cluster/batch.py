@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from speechdp.train.checkpoint import checkpoint_steps
 from tests.cluster.lab import Lab
 from tests.helpers.tiny_data import TINY_MODEL
 
@@ -72,11 +71,6 @@ def submit_train(scheduler: str, data: Path, run: Path, *options: str) -> list[s
         asked += ["--time", "0:10:00"]
     program = [sys.executable, "-m", "speechdp", "submit", *asked, *options]
     return in_folder(run.parent, *program, "--", "train", data, run, *OPTIONS)
-
-
-def last_step(run: Path) -> int:
-    """Return the step of a run's last checkpoint, 0 before there is one."""
-    return next(checkpoint_steps(run), 0)
 
 
 def hosts_of(run: Path) -> list[str]:

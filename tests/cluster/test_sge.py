@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from speechdp.data.dataset import Dataset
-from tests.cluster.batch import OPTIONS, hosts_of, in_folder, last_step, submit_train
+from tests.cluster.batch import OPTIONS, hosts_of, in_folder, submit_train
 from tests.cluster.lab import Lab
 from tests.cluster.sge import GridEngine, why_not
 from tests.helpers.finished_run import assert_equal_runs
+from tests.helpers.killed import last_step
 from tests.helpers.mpi import REPOSITORY
 
 #: Submitted from here; Grid Engine itself replaces $NAME in the path of a job's folder.

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from speechdp.data.dataset import Dataset
-from tests.cluster.batch import OPTIONS, BatchJob, hosts_of, in_folder, last_step, submit_train
+from tests.cluster.batch import OPTIONS, BatchJob, hosts_of, in_folder, submit_train
 from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm, why_not
 from tests.helpers.finished_run import assert_equal_runs
+from tests.helpers.killed import last_step
 from tests.helpers.mpi import REPOSITORY
 
 
