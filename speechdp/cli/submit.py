@@ -36,7 +36,7 @@ class SubmitCommand:
     ranks_per_node: int
     """Ranks on each node (Grid Engine: the parallel environment decides, only their product counts)."""
     time: str
-    """Time limit, H:MM:SS."""
+    """Time limit, H:MM:SS or D-HH:MM:SS."""
     command: tyro.conf.Positional[tuple[str, ...]] = ()
     """What every rank runs, after `--`: a subcommand with its arguments; train gets --resume."""
     scheduler: Literal["auto", "slurm", "lsf", "pbs", "sge"] = "auto"

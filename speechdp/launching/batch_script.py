@@ -36,7 +36,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,62}")
 _QUEUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,@-]{0,126}")
 _ACCOUNT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/+-]{0,126}")
 _OUTPUT = re.compile(r"[A-Za-z0-9._/](?:[A-Za-z0-9._/+=-]|%j){0,500}")
-_TIME = re.compile(r"([0-9]{1,4}):([0-5][0-9]):([0-5][0-9])")
+_TIME = re.compile(r"(?:([0-9]{1,3})-)?([0-9]{1,4}):([0-5][0-9]):([0-5][0-9])")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -45,7 +45,7 @@ class Resources:
     """What a job asks the batch system for.
 
     Attributes:
-        time: limit as H:MM:SS.
+        time: limit as H:MM:SS or, as Slurm writes it, D-HH:MM:SS.
         cpus_per_rank: None: what the batch system gives by itself.
     """
 
@@ -68,9 +68,11 @@ class Resources:
     def time_s(self) -> int:
         match = _TIME.fullmatch(self.time)
         if match is None:
-            raise ConfigError(f"--time {self.time!r} is not of the form H:MM:SS, e.g. 8:00:00 or 0:30:00")
-        hours, minutes, seconds = (int(group) for group in match.groups())
-        return hours * 3600 + minutes * 60 + seconds
+            raise ConfigError(
+                f"--time {self.time!r} is not of the form H:MM:SS or D-HH:MM:SS, e.g. 8:00:00 or 7-00:00:00"
+            )
+        days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,29 @@ def test_what_stands_on_directive_lines_is_plain(changed: dict[str, str], said: 
 
 
 @pytest.mark.parametrize(
-    "time", ["", "1", "60", "1:00", "1:60:00", "1:00:60", "-1:00:00", "1:00:00\n", "٣:00:00", "0:00:00"]
+    ("time", "seconds"),
+    [("0:00:01", 1), ("12:34:56", 45_296), ("168:00:00", 604_800), ("7-00:30:00", 606_600)],
+)
+def test_times(time: str, seconds: int) -> None:
+    assert Resources(1, 1, time).time_s == seconds
+
+
+@pytest.mark.parametrize(
+    "time",
+    [
+        "",
+        "1",
+        "60",
+        "1:00",
+        "1:60:00",
+        "1:00:60",
+        "-1:00:00",
+        "1-",
+        "1-1:00",
+        "1:00:00\n",
+        "٣:00:00",
+        "0:00:00",
+    ],
 )
 def test_times_that_are_none(time: str) -> None:
     with pytest.raises(ConfigError, match=r"^--time "):
