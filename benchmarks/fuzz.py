@@ -31,6 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.fuzz_files import Files, Reader
 from benchmarks.fuzz_readers import make_readers
 
+#: No time limit, no shrinking, no memory of earlier runs.
+SETTINGS = settings(
+    database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
+
 #: Inputs a hypothesis run: it remembers them all.
 _BLOCK = 1000
 _MEMORY_BYTES = 8 << 30
@@ -74,13 +79,7 @@ def fuzz_block(reader: Reader, folder: Path, number: int, num_inputs: int, notes
     tally = Tally(reader.name)
 
     @seed(number)
-    @settings(
-        max_examples=num_inputs,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(SETTINGS, max_examples=num_inputs)
     @given(reader.inputs)
     def read(changed: Files) -> None:
         tally.inputs += 1

@@ -81,14 +81,15 @@ class DoctorCommand:
             return Examination([Finding("hosts", "fail", str(error), (), remedy)])
         hosts = tuple(replace(host, slots=self.num_ranks) for host in hostfile.hosts)
         in_slurm = allocation is not None and allocation.scheduler == "slurm"
-        return examine(self._request(hosts, hostfile.source, in_slurm, mpi_options), tell)
+        return examine(self._request(hosts, hostfile, in_slurm, mpi_options), tell)
 
     def _request(
-        self, hosts: tuple[Host, ...], source: str, in_slurm: bool, mpi_options: tuple[str, ...]
+        self, hosts: tuple[Host, ...], hostfile: Hostfile, in_slurm: bool, mpi_options: tuple[str, ...]
     ) -> Request:
         return Request(
             hosts=hosts,
-            source=source,
+            slots={host.name: host.slots for host in hostfile.hosts},
+            source=hostfile.source,
             in_slurm=in_slurm,
             launcher=self.launcher,
             controller=self.controller,

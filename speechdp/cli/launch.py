@@ -162,10 +162,11 @@ def _run_until_done(
         if request.signals:
             end = replace(end, stop_signal=request.signals[0], faults=())
             return end, verdict(end, target)
-        arguments, reason = restarts.going_on(command), result.reason or ""
+        without = f"; without {', '.join(restarts.left_out)}" if restarts.left_out else ""
+        arguments, reason = restarts.going_on(command), f"{result.reason or ''}{without}"
         where = ", ".join(f"{host.name} ({host.slots})" for host in hosts)
         num_ranks = sum(host.slots for host in hosts)
-        _say(f"start {restarts.number + 1} of {most}: {num_ranks} ranks on {where}")
+        _say(f"start {restarts.number + 1} of {most}: {num_ranks} ranks on {where}{without}")
 
 
 class _Starter:

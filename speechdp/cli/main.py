@@ -11,7 +11,7 @@ from typing import Any
 
 import tyro
 
-from speechdp import __version__
+from speechdp import __version__, exit_codes
 from speechdp.errors import ConfigError, SpeechDPError
 
 
@@ -58,6 +58,8 @@ SUBCOMMANDS = {
 }
 
 
+#: Subcommands behind whose `--` another stands.
+_WITH_COMMAND = ("launch", "submit")
 #: What a shell reports for a program ended by SIGPIPE: the reader of its output has gone.
 _BROKEN_PIPE = 141
 
@@ -85,7 +87,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     if name not in SUBCOMMANDS:
         print(f"speechdp: unknown command {name!r}\n\n{_overview()}", file=sys.stderr)
-        return 2
+        return exit_codes.USAGE
     # OpenMP's threads spin while they wait: beside another busy process a rank would crawl.  Read by torch.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
@@ -106,15 +108,22 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
         SystemExit: an unknown option, having said so, or --help, having helped.
         ConfigError: options that cannot be.
     """
+    _refuse_empty(arguments)
     # Only the module that is needed: `speechdp --help` must not wait for torch.
     command = SUBCOMMANDS[name]
     module = importlib.import_module(f"speechdp.cli.{command.module}")
-    return tyro.cli(
-        getattr(module, command.class_name),
-        prog=f"speechdp {name}",
-        args=arguments,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
-    )
+    try:
+        return tyro.cli(
+            getattr(module, command.class_name),
+            prog=f"speechdp {name}",
+            args=arguments,
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+        )
+    except SystemExit as end:
+        if end.code and name in _WITH_COMMAND and "--" not in arguments:
+            inner = next((word for word in arguments if word in SUBCOMMANDS), "train")
+            print(f"speechdp {name}: write -- before the command: ... -- {inner} ...", file=sys.stderr)
+        raise
 
 
 def check_forwarded(arguments: Sequence[str]) -> None:
@@ -122,12 +131,21 @@ def check_forwarded(arguments: Sequence[str]) -> None:
 
     Raises:
         SystemExit: as `parse` does.
-        ConfigError: no such subcommand, or options that cannot be.
+        ConfigError: options that cannot be.
     """
     name, *rest = arguments
     if name not in SUBCOMMANDS:
-        raise ConfigError(f"unknown command {name!r}; speechdp --help lists them")
+        print(f"speechdp: unknown command {name!r}; speechdp --help lists them", file=sys.stderr)
+        raise SystemExit(exit_codes.USAGE)
     parse(name, rest)
+
+
+def _refuse_empty(arguments: Sequence[str]) -> None:
+    """Refuse "" as a folder or file: it would be the present folder.  Raises ConfigError."""
+    for before, word in zip(["--", *arguments], arguments, strict=False):
+        if word == "" and (before == "--" or not before.startswith("-")):
+            place = "the first argument" if before == "--" else f"the argument after {before!r}"
+            raise ConfigError(f"{place} is empty; is a variable of the shell unset?")
 
 
 def _overview() -> str:

@@ -18,6 +18,7 @@ from speechdp.launching.submit import (
     Submission,
     check_command,
     detect_scheduler,
+    find_program,
     how_to_cancel,
     plan_submission,
     submit,
@@ -52,7 +53,7 @@ class SubmitCommand:
     name: str | None = None
     """Name of the job; without it that of the RUN folder."""
     output: str | None = None
-    """File for the job's output, %j standing for its number; without it speechdp-NAME.%j.out, here."""
+    """File for the job's output, %j standing for its number (not PBS); without it one of its name, here."""
     signal_s: int = 60
     """Seconds before the time limit at which all ranks save a checkpoint and leave."""
     requeue: bool = True
@@ -77,12 +78,17 @@ class SubmitCommand:
         script = render(scheduler, job)
         if self.dry_run:
             _show(script, submission, job.folder)
+            _look_for_data(job.command)
             return 0
-        write_script(submission.path, script)
+        find_program(scheduler, _search_path())  # before anything is written
+        kept = write_script(submission.path, script)
+        if kept is not None:
+            _warn(f"{submission.path.name} was another script; that is {kept} now")
         job_id = submit(submission, _search_path())
         print(f"job {job_id} submitted: {submission.path}")
         print(f"output: {where_output_goes(scheduler, job, job_id)}")
         print(f"end it: {how_to_cancel(scheduler, job_id)}")
+        _look_for_data(job.command)
         return 0
 
     def _scheduler(self) -> Scheduler:
@@ -90,8 +96,12 @@ class SubmitCommand:
             return self.scheduler
         scheduler, because = detect_scheduler(_search_path(), os.environ)
         # Not to stdout: with --dry-run that is the script.
-        print(f"speechdp submit: --scheduler {scheduler}, as {because}", file=sys.stderr)
+        _warn(f"--scheduler {scheduler}, as {because}")
         return scheduler
+
+
+def _warn(message: str) -> None:
+    print(f"speechdp submit: {message}", file=sys.stderr)
 
 
 def _batch_job(options: SubmitCommand) -> BatchJob:
@@ -127,6 +137,12 @@ def _batch_job(options: SubmitCommand) -> BatchJob:
         signal_s=options.signal_s,
         requeue=options.requeue,
     )
+
+
+def _look_for_data(command: tuple[str, ...]) -> None:
+    """Warn where DATA is not there: another job may yet prepare it."""
+    if command[0] in ("train", "sweep") and len(command) > 1 and not Path(command[1], "data.json").exists():
+        _warn(f"warning: {Path(command[1], 'data.json')} is not there (yet); the job will need it")
 
 
 def _default_name(command: tuple[str, ...]) -> str:

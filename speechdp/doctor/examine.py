@@ -6,8 +6,8 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Request:
 
     Attributes:
         hosts: with the ranks to be placed on each.
+        slots: by host, as a job fills them.
         source: where the hosts are from.
         in_slurm: whether this is a job of Slurm's.
         launcher, controller, interface, mpi_options: as for `speechdp launch`.
@@ -56,6 +57,7 @@ class Request:
     """
 
     hosts: tuple[Host, ...]
+    slots: Mapping[str, int]
     source: str
     in_slurm: bool
     launcher: Launcher
@@ -181,8 +183,14 @@ def _run_job(request: Request, programs: _Programs, hosts: tuple[Host, ...], res
     )
     program = (str(Path(sys.executable).absolute()), *_PROBE)
     job = Job(hosts, program, (options.to_json(),), request.interface, False, request.mpi_options)
+    # With the threads that each of a job's ranks would have, not those of the few ranks of the probe.
+    filled = tuple(replace(host, slots=max(host.slots, request.slots.get(host.name, 0))) for host in hosts)
     environment = child_environment(
-        job, programs.mpi, os.environ, is_root=os.geteuid() == 0, num_cores=available_cores()
+        replace(job, hosts=filled),
+        programs.mpi,
+        os.environ,
+        is_root=os.geteuid() == 0,
+        num_cores=available_cores(),
     )
     try:
         result.command, environment = _command(request, programs, job, environment)
@@ -215,7 +223,7 @@ def _judge(request: Request, job: JobRecord, placed: Sequence[str]) -> list[Find
     hangs = ended.status == "fail" and bool(ranks)
     return [
         ended,
-        *judge_nodes(ranks),
+        *judge_nodes(ranks, request.slots),
         *judge_data(ranks, str(request.data)),
         *judge_folder(ranks, str(request.folder)),
         *judge_clocks(ranks),

@@ -22,16 +22,22 @@ _HDF5_LOCKING = frozenset({"", "TRUE", "1", "FALSE", "0", "BEST_EFFORT"})
 _FEWEST_FILES = 1024
 
 
-def judge_nodes(ranks: Sequence[Rank]) -> list[Finding]:
-    """Judge everything a rank can tell of its node."""
+def judge_nodes(ranks: Sequence[Rank], slots: Mapping[str, int]) -> list[Finding]:
+    """Judge everything a rank can tell of its node.
+
+    Args:
+        slots: by host; a job will have as many ranks there, if not more.
+    """
     nodes = by_host(ranks, "node")
     if not nodes:
         return []
+    here = Counter(rank.host for rank in ranks)
+    num_ranks = {host: max(here[host], slots.get(host, 0)) for host in nodes}
     findings = judge_versions(ranks)
     findings += judge_world(ranks)
     findings.append(judge_host_names(nodes))
-    findings.append(judge_cores(ranks))
-    findings += judge_gpus(nodes, Counter(rank.host for rank in ranks))
+    findings.append(judge_cores(nodes, num_ranks))
+    findings += judge_gpus(nodes, num_ranks)
     findings.append(judge_limits(nodes))
     findings.append(judge_file_locking(nodes))
     return findings
@@ -120,15 +126,17 @@ def judge_host_names(nodes: Mapping[str, Mapping[str, Any]]) -> Finding:
     return Finding("host names", "fail", f"all call themselves {name}", hosts, remedy)
 
 
-def judge_cores(ranks: Sequence[Rank]) -> Finding:
-    """Compare threads of all ranks of a host with its cores."""
-    counts = Counter(rank.host for rank in ranks if "node" in rank.facts)
-    nodes = by_host(ranks, "node")
+def judge_cores(nodes: Mapping[str, Mapping[str, Any]], num_ranks: Mapping[str, int]) -> Finding:
+    """Compare threads of all ranks of a host with its cores.
+
+    Args:
+        num_ranks: by host.
+    """
     crowded = {}
     for host, node in nodes.items():
         threads = int(node["threads"]) if str(node["threads"]).isdigit() else 1
-        if threads * counts[host] > node["cores"]:
-            crowded[host] = f"{counts[host]} ranks of {threads} threads on {node['cores']} cores"
+        if threads * num_ranks[host] > node["cores"]:
+            crowded[host] = f"{num_ranks[host]} ranks of {threads} threads on {node['cores']} cores"
     if crowded:
         remedy = "lower slots= or OMP_NUM_THREADS: ranks that share a core wait for one another"
         return Finding("cores", "warn", who_has_what(crowded), tuple(crowded), remedy)

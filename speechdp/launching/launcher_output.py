@@ -162,7 +162,7 @@ _TRACES = (
 _BEGINNINGS = (
     b"---",
     b"[",
-    b"speechdp: rank",
+    b"speechdp: ",
     b"Traceback",
     b"Connection to",
     b"Timeout (",

@@ -73,6 +73,10 @@ class Restarts:
         num_ranks: wanted.
         target: the run; None: nothing that could go on.
         reachable: returns those of some hosts on which a process can be started.
+
+    Attributes:
+        number: starts after the first so far.
+        left_out: hosts that the last of them did without, because they failed or did not answer.
     """
 
     policy: RestartPolicy
@@ -81,6 +85,7 @@ class Restarts:
     target: Target | None
     reachable: Callable[[Sequence[Host]], list[Host]]
     number: int = 0
+    left_out: tuple[str, ...] = ()
     _checkpoint: _State | None = None
     _record: _State | None = None
     _failures: Counter[str] = field(default_factory=Counter)
@@ -124,6 +129,7 @@ class Restarts:
                 f"(no answer: {gone}); mend them, add hosts to the hostfile, or lower --min-ranks"
             )
         self._checkpoint = self._newest_checkpoint()
+        self.left_out = tuple(host.name for host in self.hostfile.hosts if host not in usable)
         left = replace(self.hostfile, hosts=tuple(usable))
         return left.allocate(min(self.num_ranks, slots))
 

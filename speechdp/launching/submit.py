@@ -140,13 +140,32 @@ def check_command(command: Sequence[str], *, requeue: bool) -> tuple[str, ...]:
     return tuple(command)
 
 
-def write_script(path: Path, script: str) -> None:
+def find_program(scheduler: Scheduler, search_path: str) -> str:
+    """Return the path of the program that takes scripts.  Raises ConfigError: it is not here."""
+    program = _PROGRAM[scheduler][0]
+    found = shutil.which(program, path=search_path)
+    if found is None:
+        raise ConfigError(
+            f"{program} is not on PATH; submit on a machine of the cluster that has it, "
+            "or look at the script with --dry-run"
+        )
+    return found
+
+
+def write_script(path: Path, script: str) -> Path | None:
     """Write the script, with the permissions the user's umask leaves.
+
+    Returns:
+        Where another script of this name, edited perhaps, has been moved to; None: there was none.
 
     Raises:
         ConfigError: it cannot be written.
     """
+    kept = None
     try:
+        if path.is_file() and path.read_bytes() != os.fsencode(script):
+            kept = path.with_name(f"{path.name}.old")
+            path.replace(kept)
         # "x": never through a link that somebody else has put there, in a folder all may write to.
         with atomic_path(path) as temporary, temporary.open("xb") as file:
             file.write(os.fsencode(script))
@@ -154,6 +173,7 @@ def write_script(path: Path, script: str) -> None:
         raise ConfigError(
             f"{path}: the script cannot be written ({error.strerror}); submit from a folder you may write to"
         ) from error
+    return kept
 
 
 def submit(submission: Submission, search_path: str) -> str:
@@ -181,12 +201,7 @@ def submit(submission: Submission, search_path: str) -> str:
 
 def _run_program(submission: Submission, search_path: str) -> subprocess.CompletedProcess[str]:
     program, *arguments = submission.argv
-    found = shutil.which(program, path=search_path)
-    if found is None:
-        raise ConfigError(
-            f"{program} is not on PATH; submit on a machine of the cluster that has it, "
-            "or look at the script with --dry-run"
-        )
+    found = find_program(submission.scheduler, search_path)
     stdin = submission.path if submission.reads_stdin else Path(os.devnull)
     try:
         with stdin.open("rb") as file:

@@ -1,62 +1,80 @@
 """What the threads of this process are doing, read from another thread.
 
+faulthandler walks the frames, in C and without giving the lock of the interpreter away. Python code that
+follows `f_back` of a thread that runs on may meet a frame that has just been freed (seen with CPython 3.11).
 Frames are described by file, line and function only: showing source lines would read files, from a disk that
 may be what hangs.
 """
 
 from __future__ import annotations
 
-import sys
+import faulthandler
+import os
+import re
 import threading
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
+#: As faulthandler writes it.
+_PACKAGE = f"{Path(__file__).resolve().parents[1]}/".encode("ascii", "backslashreplace").decode()
 _DEEPEST = 60
 #: How every thread begins.
 _ENTRIES = {"run", "_bootstrap", "_bootstrap_inner"}
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+)\b.*:")
+_CALL = re.compile(r'  File "(?P<file>.*)", line (?P<line>\S+) in (?P<function>.*)')
+
+
+@dataclass(frozen=True)
+class _Call:
+    file: str
+    line: str
+    function: str
+
+    @property
+    def is_entry(self) -> bool:
+        return self.file == threading.__file__ and self.function in _ENTRIES
 
 
 def describe_stacks() -> str:
     """Return the stack of every thread but the caller's: the main thread's first, innermost calls first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
-    frames.pop(threading.get_ident(), None)
+    stacks = _stacks()
+    stacks.pop(threading.get_ident(), None)
     first = threading.main_thread().ident
     texts = []
-    for ident in sorted(frames, key=lambda ident: ident != first):
-        lines = "".join(f"{line}\n" for line in _describe(frames[ident]))
+    for ident in sorted(stacks, key=lambda ident: ident != first):
+        calls = [call for call in stacks[ident] if not call.is_entry][:_DEEPEST]
+        lines = "".join(f'  File "{call.file}", line {call.line} in {call.function}\n' for call in calls)
         texts.append(f"Thread {names.get(ident, ident)} (most recent call first):\n{lines}")
     return "".join(texts)
 
 
-def _describe(frame: FrameType | None) -> list[str]:
-    lines: list[str] = []
-    while frame is not None and len(lines) < _DEEPEST:
-        code = frame.f_code
-        if not (code.co_filename == threading.__file__ and code.co_name in _ENTRIES):
-            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
-        frame = frame.f_back
-    return lines
-
-
 def innermost_module(thread: int) -> str:
     """Return the file of this package that a thread is in, e.g. `comm/mpi.py`; "" if it is in none."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(_PACKAGE):
-            return frame.f_code.co_filename.removeprefix(_PACKAGE)
-        frame = frame.f_back
-    return ""
+    files = (call.file for call in _stacks().get(thread, []) if call.file.startswith(_PACKAGE))
+    return next(files, "").removeprefix(_PACKAGE)
 
 
 def is_anywhere_in(module: str, function: str) -> bool:
     """Tell whether any thread is in this function of a module of the package, or in what it calls."""
     path = _PACKAGE + module
-    for innermost in sys._current_frames().values():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_code.co_name == function and frame.f_code.co_filename == path:
-                return True
-            frame = frame.f_back
-    return False
+    return any(
+        call.function == function and call.file == path for calls in _stacks().values() for call in calls
+    )
+
+
+def _stacks() -> dict[int, list[_Call]]:
+    """Return the calls of every thread, innermost first; of 100 threads and 100 calls each at most."""
+    descriptor = os.memfd_create("speechdp-stacks")  # memory: a disk may be what hangs
+    with os.fdopen(descriptor, "rb") as file:
+        faulthandler.dump_traceback(descriptor, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    stacks: dict[int, list[_Call]] = {}
+    calls: list[_Call] = []
+    for line in text.splitlines():
+        if thread := _THREAD.fullmatch(line):
+            calls = stacks[int(thread["ident"], 16)] = []
+        elif call := _CALL.fullmatch(line):
+            calls.append(_Call(call["file"], call["line"], call["function"]))
+    return stacks

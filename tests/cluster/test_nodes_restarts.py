@@ -50,7 +50,7 @@ def test_a_dead_node_is_left_out_where_others_have_room(lab: Lab, dataset: Datas
         lab.kill_node("n2")
         ended = job.finish(within_s=SECONDS)
         assert_nothing_left(lab, ["n1", "n3"])
-    assert_started_again(ended, run, "host n2 was lost", "3 ranks on n1 (2), n3 (1)")
+    assert_started_again(ended, run, "host n2 was lost", "3 ranks on n1 (2), n3 (1); without n2")
     assert_same_model(run, on_one_node(lab, dataset, 3, LONG))
 
 
@@ -60,7 +60,7 @@ def test_with_fewer_ranks_where_they_have_not(lab: Lab, dataset: Dataset) -> Non
     with Training(lab, dataset, launch=again, train=LONG).begun(run) as job:
         lab.kill_node("n3")
         ended = job.finish(within_s=SECONDS)
-    assert_started_again(ended, run, "host n3 was lost", "2 ranks on n1 (1), n2 (1)")
+    assert_started_again(ended, run, "host n3 was lost", "2 ranks on n1 (1), n2 (1); without n3")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [round(line["epoch"]) for line in lines] == list(range(1, NUM_EPOCHS + 1))
 

@@ -67,7 +67,7 @@ def two_ranks() -> list[Rank]:
 
 def all_findings(ranks: list[Rank]) -> list[Finding]:
     return [
-        *judge_nodes(ranks),
+        *judge_nodes(ranks, {}),
         *judge_data(ranks, "DATA"),
         *judge_folder(ranks, "/runs"),
         *judge_interfaces(ranks, None, job_hangs=False),
@@ -165,7 +165,7 @@ def test_the_odd_host_is_named() -> None:
     third["node"].update(host="n3")
     ranks.append(Rank(2, "n3", third))
     version("torch version")(ranks)
-    (finding,) = [f for f in judge_nodes(ranks) if f.check == "torch version"]
+    (finding,) = [f for f in judge_nodes(ranks, {}) if f.check == "torch version"]
     assert finding.hosts == ("n2",)
     assert finding.found == "2.13.0 (n1, n3), other (n2)"
 
@@ -175,14 +175,25 @@ def test_more_ranks_than_gpus() -> None:
     one = {**GPUS, "devices": GPUS["devices"][:1]}
     gpus(one, one)(ranks)
     ranks += [Rank(2, "n2", ranks[1].facts)]
-    found = [f for f in judge_nodes(ranks) if f.check == "GPUs"]
+    found = [f for f in judge_nodes(ranks, {}) if f.check == "GPUs"]
     assert [(f.status, f.hosts, f.found) for f in found] == [("warn", ("n2",), "more ranks than GPUs")]
+
+
+def test_slots_count_as_ranks_where_the_probe_has_fewer() -> None:
+    ranks = two_ranks()
+    one = {**GPUS, "devices": GPUS["devices"][:1]}
+    gpus(one, one)(ranks)
+    for rank in ranks:
+        rank.facts["node"].update(cores=2, threads="2")
+    found = {f.check: f for f in judge_nodes(ranks, {"n1": 1, "n2": 8}) if f.check in ("cores", "GPUs")}
+    assert [(f.status, f.hosts) for f in found.values()] == [("warn", ("n2",))] * 2
+    assert found["cores"].found == "8 ranks of 2 threads on 2 cores (n2)"
 
 
 def test_gpus_on_all_are_told() -> None:
     ranks = two_ranks()
     gpus(GPUS, GPUS)(ranks)
-    assert [f.found for f in judge_nodes(ranks) if f.check == "GPUs"] == ["4 x H200 a host"]
+    assert [f.found for f in judge_nodes(ranks, {}) if f.check == "GPUs"] == ["4 x H200 a host"]
 
 
 def test_shared_addresses_are_red_where_the_job_hung() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 
-from benchmarks.fuzz import Tally, fuzz
+from benchmarks.fuzz import SETTINGS, Tally, fuzz
 from benchmarks.fuzz_files import Files, Reader
 from benchmarks.fuzz_inputs import damaged
 from benchmarks.fuzz_readers import make_readers
@@ -47,14 +47,7 @@ def test_only_our_own_errors_come_out(readers: list[tuple[Reader, Path]]) -> Non
 def _refused(reader: Reader, folder: Path) -> int:
     refused = []
 
-    @settings(
-        max_examples=NUM_INPUTS,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(SETTINGS, max_examples=NUM_INPUTS, derandomize=True)
     @given(reader.inputs)
     def read(changed: Files) -> None:
         error = reader.refusal(folder, changed)

@@ -129,6 +129,13 @@ def test_what_ssh_returns_is_no_signal() -> None:
     assert (shown, faults) == ("", [Fault("exited", 1, exit_code=255)])
 
 
+def test_a_message_that_comes_in_two_pieces_is_noted() -> None:
+    output = LauncherOutput()
+    text = b"speechdp: unknown strategy 'model_avg'"
+    shown = output.feed(text) + output.feed(b"\n") + output.end()
+    assert shown == text + b"\n" and output.faults == [Fault("said")]
+
+
 def test_a_rule_behind_half_a_line_begins_a_banner_all_the_same() -> None:
     shown, faults = read("[1,0]<stderr>:half a line" + KILLED + "rest\n")
     assert shown == "[1,0]<stderr>:half a line\nrest\n"

@@ -46,6 +46,7 @@ def test_a_killed_rank_is_started_again_on_the_same_hosts(tmp_path: Path) -> Non
 def test_hosts_that_do_not_answer_are_left_out(tmp_path: Path) -> None:
     job = restarts(tmp_path, gone=["n2"])
     assert job.next_hosts([Fault("host lost", host="n2")]) == (Host("n1", 2), Host("n3", 2))
+    assert job.left_out == ("n2",)
 
 
 def test_a_host_on_which_ranks_died_twice_is_left_out_where_others_have_room(tmp_path: Path) -> None:

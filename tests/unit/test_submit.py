@@ -176,7 +176,7 @@ def test_no_scheduler_and_a_doubtful_one(work: Path, tmp_path: Path) -> None:
         (["submit"], "not submit"),
         (["train", "--seed", "1", "D", "R"], "folders right after the subcommand"),
         (["train", "D", "R", "--overwrite"], "--overwrite in a batch job would delete"),
-        (["trian", "D", "R"], "unknown command 'trian'"),
+        (["train", "D", ""], "the argument after 'D' is empty"),
     ],
 )
 def test_a_command_that_cannot_work_is_not_submitted(
@@ -184,6 +184,41 @@ def test_a_command_that_cannot_work_is_not_submitted(
 ) -> None:
     assert said in failure([*RESOURCES, "--scheduler", "slurm", "--", *words], capsys)
     assert list(work.iterdir()) == []
+
+
+def test_an_unknown_command_is_not_submitted(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        run(["submit", *RESOURCES, "--scheduler", "slurm", "--", "trian", "D", "R"])
+    assert "unknown command 'trian'" in capsys.readouterr().err
+    assert list(work.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["launch", "submit"])
+def test_two_dashes_are_asked_for(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = RESOURCES if name == "submit" else ["-np", "2"]
+    with pytest.raises(SystemExit, match=r"^2$"):
+        run([name, *options, "train", "D", "R", "--epochs", "1"])
+    assert f"speechdp {name}: write -- before the command: ... -- train ..." in capsys.readouterr().err
+
+
+def test_an_edited_script_is_kept(work: Path) -> None:
+    script = work / "speechdp-x.sbatch"
+    assert write_script(script, "one") is None
+    assert write_script(script, "one") is None
+    script.write_text("edited", encoding="utf-8")
+    kept = write_script(script, "two")
+    assert kept is not None and kept.read_text(encoding="utf-8") == "edited"
+    assert script.read_text(encoding="utf-8") == "two"
+
+
+def test_data_that_is_not_there_is_told(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["submit", *RESOURCES, "--scheduler", "slurm", "--dry-run", "--", "train", "D", "R"]
+    assert run(command) == 0
+    assert "warning: D/data.json is not there (yet)" in capsys.readouterr().err
+    (work / "D").mkdir()
+    (work / "D" / "data.json").touch()
+    assert run(command) == 0
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_train_goes_on_when_it_is_started_again() -> None:
