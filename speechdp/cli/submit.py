@@ -83,7 +83,7 @@ class SubmitCommand:
         find_program(scheduler, _search_path())  # before anything is written
         kept = write_script(submission.path, script)
         if kept is not None:
-            _warn(f"{submission.path.name} was another script; that is {kept} now")
+            _say(f"{submission.path.name} was another script; that is {kept} now")
         job_id = submit(submission, _search_path())
         print(f"job {job_id} submitted: {submission.path}")
         print(f"output: {where_output_goes(scheduler, job, job_id)}")
@@ -96,11 +96,11 @@ class SubmitCommand:
             return self.scheduler
         scheduler, because = detect_scheduler(_search_path(), os.environ)
         # Not to stdout: with --dry-run that is the script.
-        _warn(f"--scheduler {scheduler}, as {because}")
+        _say(f"--scheduler {scheduler}, as {because}")
         return scheduler
 
 
-def _warn(message: str) -> None:
+def _say(message: str) -> None:
     print(f"speechdp submit: {message}", file=sys.stderr)
 
 
@@ -142,7 +142,7 @@ def _batch_job(options: SubmitCommand) -> BatchJob:
 def _look_for_data(command: tuple[str, ...]) -> None:
     """Warn where DATA is not there: another job may yet prepare it."""
     if command[0] in ("train", "sweep") and len(command) > 1 and not Path(command[1], "data.json").exists():
-        _warn(f"warning: {Path(command[1], 'data.json')} is not there (yet); the job will need it")
+        _say(f"warning: {Path(command[1], 'data.json')} is not there (yet); the job will need it")
 
 
 def _default_name(command: tuple[str, ...]) -> str:

@@ -120,16 +120,16 @@ class Restarts:
         good = [host for host in usable if self._failures[short_name(host.name)] < _FAILURES_OF_A_BAD_HOST]
         if sum(host.slots for host in good) >= self.num_ranks:
             usable = good
+        self.left_out = tuple(host.name for host in self.hostfile.hosts if host not in usable)
         slots = sum(host.slots for host in usable)
         least = self.num_ranks if self.policy.min_ranks is None else self.policy.min_ranks
         if slots < least:
-            gone = ", ".join(host.name for host in self.hostfile.hosts if host not in usable)
             raise ConfigError(
                 f"not started again: {least} ranks need as many slots, the hosts that answer have {slots} "
-                f"(no answer: {gone}); mend them, add hosts to the hostfile, or lower --min-ranks"
+                f"(no answer: {', '.join(self.left_out)}); "
+                "mend them, add hosts to the hostfile, or lower --min-ranks"
             )
         self._checkpoint = self._newest_checkpoint()
-        self.left_out = tuple(host.name for host in self.hostfile.hosts if host not in usable)
         left = replace(self.hostfile, hosts=tuple(usable))
         return left.allocate(min(self.num_ranks, slots))
 
