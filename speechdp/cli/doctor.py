@@ -14,13 +14,13 @@ from typing import Annotated, NoReturn
 import tyro
 
 from speechdp import exit_codes
-from speechdp.atomic_file import write_text_atomically
 from speechdp.cli.console import make_console
 from speechdp.comm.environment import announced
 from speechdp.doctor.examine import Examination, Request, examine, to_json
 from speechdp.doctor.finding import Finding
 from speechdp.doctor.table import print_findings
 from speechdp.errors import ConfigError
+from speechdp.files import write_text_atomically
 from speechdp.launching.allocation import Allocation, find_allocation
 from speechdp.launching.command import Controller, Launcher, check_controller
 from speechdp.launching.hostfile import Host, Hostfile, local_hosts, read_hostfile

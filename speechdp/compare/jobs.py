@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speechdp.errors import RunError
+from speechdp.files import cannot_be_written
 from speechdp.launching.supervise import JobEnd, StopPolicy, run_job
 
 #: `speechdp launch` gives its ranks 30 s to save (--grace-s), and a second signal would cut that short.
@@ -63,7 +64,7 @@ class JobStarter:
                 end = run_job(argv, self.environment, _POLICY, file)
             printed = log.read_bytes()[begin:].decode(errors="replace")
         except OSError as error:
-            raise RunError(f"{log}: cannot be written ({error.strerror}); free some space") from error
+            raise RunError(cannot_be_written(log, error)) from error
         if end.stop_signal is not None:
             raise Stopped(end.exit_code or 128 + end.stop_signal)
         return what_went_wrong(end, printed)

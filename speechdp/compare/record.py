@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from speechdp.atomic_file import write_text_atomically
 from speechdp.compare.plan import PlannedRun
 from speechdp.errors import ConfigError, RunError
+from speechdp.files import cannot_be_written, write_text_atomically
 from speechdp.json_input import parse_json
 
 FILE_NAME = "compare.json"
@@ -84,7 +84,7 @@ def write_record(out: Path, record: Record) -> None:
         out.mkdir(parents=True, exist_ok=True)
         write_text_atomically(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror}); free some space") from error
+        raise RunError(cannot_be_written(path, error)) from error
 
 
 def read_record(out: Path) -> Record:

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.atomic_file import atomic_path
 from speechdp.data.contiguous import ArrayPlace, RowReader
 from speechdp.data.hdf5_file import create_hdf5
 from speechdp.data.hdf5_input import HDF5_ERRORS, open_hdf5
 from speechdp.data.shard_layout import check_format, printable
 from speechdp.data.shards import Shard
 from speechdp.errors import ShardError
+from speechdp.files import atomic_path, cannot_be_written
 
 TARGETS_FORMAT = "speechdp-targets"
 TARGETS_VERSION = 1
@@ -52,8 +52,7 @@ def write_targets(path: Path, shard: Shard, targets: Sequence[npt.NDArray[np.int
             file["crc32"] = crc32
             file["targets"] = np.concatenate([np.empty(0, dtype="<i4"), *arrays])
     except (OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise ShardError(f"{path}: cannot be written ({reason}); free some space and run again") from error
+        raise ShardError(cannot_be_written(path, error)) from error
 
 
 class TargetsFile:

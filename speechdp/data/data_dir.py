@@ -9,6 +9,7 @@ from pathlib import Path
 
 from speechdp.data.dataset import MANIFEST_NAME
 from speechdp.errors import ConfigError, ShardError
+from speechdp.files import cannot_be_written
 
 
 def check_target(path: Path, overwrite: bool) -> None:
@@ -48,13 +49,13 @@ def new_data_dir(path: Path, overwrite: bool) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)  # what a killed run left
         partial.mkdir(parents=True)
     except OSError as error:
-        raise ShardError(
-            f"{partial}: cannot be made ({error.strerror}); check the folder's rights"
-        ) from error
+        raise ShardError(cannot_be_written(partial, error)) from error
     try:
         yield partial
         if path.exists():
             shutil.rmtree(path)
         partial.rename(path)
+    except OSError as error:
+        raise ShardError(cannot_be_written(error.filename or partial, error)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from speechdp.atomic_file import write_text_atomically
 from speechdp.data.features import FeatureConfig
 from speechdp.data.shard_layout import VERSION_OF, ShardHeader, Stored, check_format, stored_in
 from speechdp.data.shard_writer import ShardWriter
 from speechdp.data.shards import Shard
 from speechdp.errors import ShardError
+from speechdp.files import write_text_atomically
 from speechdp.json_input import parse_json
 
 DATA_FORMAT = "speechdp-data"

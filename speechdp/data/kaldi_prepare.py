@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from speechdp.data.shard_jobs import Progress
 from speechdp.data.splits import choose_rule, deal, split_corpus
 from speechdp.decode.kaldi_pdfs import KaldiPdfs
 from speechdp.errors import ConfigError, ShardError
+from speechdp.files import cannot_be_written
 
 ALIGNMENT = "kaldi"
 _PDFS_NAME = "pdfs.tmp"
@@ -154,8 +154,7 @@ def _gather_pdfs(alignments: AlignmentSource, wanted: set[str], path: Path, prog
                     num_frames += len(pdfs)
                     progress(_ALIGNMENT_STAGE, len(places.of), len(wanted))
     except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise ShardError(f"{path}: cannot be written ({reason}); free some space and run again") from error
+        raise ShardError(cannot_be_written(path, error)) from error
     return places
 
 

@@ -5,7 +5,6 @@ Those of train are kept where asked for: a recogniser that is to hear synthetic 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import re
@@ -18,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import soundfile
 
-from speechdp.atomic_file import write_text_atomically
 from speechdp.data.audio import to_int16
 from speechdp.data.shard_layout import ShardHeader
 from speechdp.errors import ShardError
+from speechdp.files import cannot_be_written, write_text_atomically
 
 RECORDINGS_NAME = "recordings"
 TRAIN_RECORDINGS_NAME = "recordings-train"
@@ -87,12 +86,7 @@ def keep_recording(
 
 
 def _refused(path: Path, error: OSError) -> ShardError:
-    remedy = "permit writing there and run again"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "free some space and run again"
-    elif error.errno == errno.ENAMETOOLONG:
-        remedy = "use shorter utterance ids, or a data directory with a shorter path"
-    return ShardError(f"{path}: cannot be written ({error.strerror}); {remedy}")
+    return ShardError(cannot_be_written(path, error))
 
 
 class _Spoken(Protocol):

@@ -18,7 +18,6 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.atomic_file import write_text_atomically
 from speechdp.data.data_dir import check_target, new_data_dir
 from speechdp.data.dataset import MANIFEST_NAME, Dataset, ShardEntry
 from speechdp.data.recordings import RECORDINGS_NAME, TRAIN_RECORDINGS_NAME
@@ -26,6 +25,7 @@ from speechdp.data.shard_jobs import Progress
 from speechdp.data.shard_writer import ShardWriter
 from speechdp.data.shards import Shard
 from speechdp.errors import ConfigError, ShardError
+from speechdp.files import cannot_be_written, write_text_atomically
 
 Balance = Literal["frames", "utterances"]
 IntArray = npt.NDArray[np.int64]
@@ -218,9 +218,7 @@ def _copy_rest(dataset: Dataset, directory: Path, dealt: tuple[str, ...]) -> Non
         try:
             shutil.copyfile(path, directory / path.relative_to(dataset.path))
         except OSError as error:
-            raise ShardError(
-                f"{path}: cannot be copied to {directory} ({error.strerror}); free some space and run again"
-            ) from error
+            raise ShardError(cannot_be_written(f"{path}: its copy in {directory}", error)) from error
 
 
 def _write_manifest(dataset: Dataset, directory: Path, dealt: dict[str, list[ShardEntry]]) -> None:

@@ -6,7 +6,6 @@ Legend: U utterances, F frames of the shard, T frames of an utterance, S samples
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from array import array
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.atomic_file import atomic_path
 from speechdp.data.features import num_frames_of
 from speechdp.data.hdf5_file import copy_rows, create_hdf5, write_all
 from speechdp.data.shard_layout import (
@@ -35,6 +33,7 @@ from speechdp.data.shard_layout import (
     utterance_crc32,
 )
 from speechdp.errors import ConfigError, ShardError
+from speechdp.files import atomic_path, cannot_be_written
 
 _STRINGS_A_BLOCK = 4096
 
@@ -234,7 +233,4 @@ def _spool(folder: Path) -> IO[bytes]:
 
 
 def _cannot_write(path: Path, error: Exception) -> ShardError:
-    reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-    return ShardError(
-        f"{path}: cannot be written ({' '.join(reason.split())}); free some space and run again"
-    )
+    return ShardError(cannot_be_written(path, error))

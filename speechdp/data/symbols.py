@@ -13,10 +13,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.atomic_file import write_text_atomically
 from speechdp.data.text_normalise import PUNCTUATION, normalise, plain_words
 from speechdp.decode.lexicon import Lexicon
 from speechdp.errors import ConfigError
+from speechdp.files import write_text_atomically
 from speechdp.json_input import parse_json
 
 SymbolKind = Literal["characters", "phones"]

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from speechdp.atomic_file import write_text_atomically
 from speechdp.decode.lexicon import SILENCE, Lexicon
 from speechdp.errors import ConfigError
+from speechdp.files import write_text_atomically
 
 STATES_PER_PHONE = 3
 

@@ -6,9 +6,9 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from speechdp.atomic_file import write_text_atomically
 from speechdp.decode.hmm import StateInventory
 from speechdp.errors import ConfigError
+from speechdp.files import write_text_atomically
 
 _FIRST_LINE = "0 pdf-0\n"
 

@@ -10,8 +10,8 @@ from functools import cached_property
 from importlib import resources
 from pathlib import Path
 
-from speechdp.atomic_file import write_text_atomically
 from speechdp.errors import ConfigError
+from speechdp.files import write_text_atomically
 
 SILENCE = "SIL"
 

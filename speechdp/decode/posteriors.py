@@ -13,7 +13,6 @@ from typing import Literal
 
 import numpy as np
 
-from speechdp.atomic_file import atomic_path
 from speechdp.data.dataset import Dataset
 from speechdp.data.kaldi_matrix import write_matrix
 from speechdp.data.preprocess import Preprocessor, inputs_of
@@ -23,6 +22,7 @@ from speechdp.decode.kaldi_pdfs import load_classes
 from speechdp.decode.recognise import TrainedModel, check_origin
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.errors import ConfigError, RunError
+from speechdp.files import atomic_path, cannot_be_written
 
 Kind = Literal["log_likelihood", "log_posterior"]
 
@@ -102,9 +102,7 @@ def write_posteriors(
             if options.scp is not None:
                 _write_scp(options.scp, options.archive, starts)
         except OSError as error:
-            raise RunError(
-                f"{options.archive}: cannot be written ({error.strerror}); free some space and run again"
-            ) from error
+            raise RunError(cannot_be_written(options.archive, error)) from error
     return PosteriorResult(len(starts), num_frames, dataset.num_classes)
 
 

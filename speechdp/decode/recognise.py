@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 
-from speechdp.atomic_file import write_text_atomically
 from speechdp.comm.base import Communicator
 from speechdp.data.dataset import Dataset
 from speechdp.data.preprocess import InputOptions, Preprocessor, inputs_of
@@ -24,6 +23,7 @@ from speechdp.decode.scoring import AcousticScorer
 from speechdp.decode.search import Searcher, SearchOptions
 from speechdp.decode.wer import WerResult, word_error_rate
 from speechdp.errors import ConfigError, RunError
+from speechdp.files import cannot_be_written, write_text_atomically
 
 
 class TrainedModel(Protocol):
@@ -269,4 +269,4 @@ def _write(
         write_text_atomically(result.hypotheses, "".join(lines))
         write_text_atomically(wer_path(run_dir, result.split), json.dumps(values, indent=2) + "\n")
     except OSError as error:
-        raise RunError(f"{error.filename or run_dir}: cannot write the results ({error.strerror})") from error
+        raise RunError(cannot_be_written(error.filename or run_dir, error)) from error

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from speechdp.atomic_file import atomic_path
 from speechdp.errors import ConfigError
+from speechdp.files import atomic_path
 from speechdp.launching.allocation import Scheduler
 from speechdp.launching.batch_script import JOB_ID_IN_OUTPUT, BatchJob, output_file, quote
 from speechdp.launching.outcome import find_target

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from speechdp.atomic_file import write_text_atomically
 from speechdp.errors import RunError
+from speechdp.files import cannot_be_written, write_text_atomically
 from speechdp.json_input import parse_json
 from speechdp.profile.checked import checked_fields
 from speechdp.timing.jsonl import read_lines
@@ -206,7 +206,7 @@ def write_json(path: Path, content: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror}); free some space") from error
+        raise RunError(cannot_be_written(path, error)) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 
 from speechdp.comm.environment import host_name
 from speechdp.errors import RunError
+from speechdp.files import cannot_be_written
 from speechdp.launching.cores import available_cores
 from speechdp.profile.common_start import CommonStart
 from speechdp.profile.measured import (
@@ -46,7 +47,7 @@ def write_steps(session: Session, folder: Path, start: CommonStart, records: lis
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror}); free some space") from error
+        raise RunError(cannot_be_written(path, error)) from error
 
 
 def write_facts(session: Session, folder: Path, parts: TrainingParts) -> None:

@@ -14,12 +14,12 @@ import numpy.typing as npt
 import soundfile
 import torch
 
-from speechdp.atomic_file import atomic_path
 from speechdp.data.audio import to_int16
 from speechdp.data.batch import IGNORED_TARGET
 from speechdp.data.features import shift_samples
 from speechdp.data.spectrogram import invert_linear
 from speechdp.errors import ConfigError, RunError
+from speechdp.files import atomic_path, cannot_be_written
 from speechdp.synthesis.record import Ending
 from speechdp.train.model_file import LoadedSynthesis
 
@@ -188,7 +188,4 @@ def write_wav(path: Path, samples: FloatArray, sampling_rate: int) -> None:
         with atomic_path(path) as temporary:
             soundfile.write(temporary, to_int16(samples), sampling_rate, format="WAV", subtype="PCM_16")
     except (OSError, soundfile.LibsndfileError) as error:
-        reason = getattr(error, "strerror", None) or getattr(error, "error_string", error)
-        raise RunError(
-            f"{path}: cannot be written ({reason}); check the folder and free some space"
-        ) from error
+        raise RunError(cannot_be_written(path, error)) from error

@@ -16,8 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from speechdp.atomic_file import atomic_path
 from speechdp.errors import RunError
+from speechdp.files import atomic_path, cannot_be_written
 from speechdp.timing.figures import STYLE
 from speechdp.timing.theme import PRINT
 
@@ -82,9 +82,7 @@ def draw_picture(picture: Picture, path: Path) -> None:
             with atomic_path(path) as temporary:
                 figure.savefig(temporary, format="png", dpi=_DPI)
         except OSError as error:
-            raise RunError(
-                f"{path}: cannot be written ({error.strerror}); check the folder and free some space"
-            ) from error
+            raise RunError(cannot_be_written(path, error)) from error
 
 
 def _draw_attention(ax: Axes, picture: Picture) -> None:

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from speechdp.atomic_file import write_text_atomically
 from speechdp.decode.wer import WerResult
 from speechdp.errors import RunError
+from speechdp.files import cannot_be_written, write_text_atomically
 
 FORMAT = "speechdp-synthesis"
 VERSION = 1
@@ -170,5 +170,5 @@ class SynthesisResult:
         try:
             write_text_atomically(path, self.to_json())
         except OSError as error:
-            raise RunError(f"{path}: cannot be written ({error.strerror}); free some space") from error
+            raise RunError(cannot_be_written(path, error)) from error
         return path

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speechdp.errors import RunError
+from speechdp.files import cannot_be_written
 from speechdp.synthesis.generate import Speech, write_wav
 from speechdp.synthesis.pictures import Picture, draw_picture
 from speechdp.synthesis.record import Source
@@ -78,7 +79,7 @@ def show(example: Example, loaded: LoadedSynthesis, run_dir: Path, split: str) -
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise RunError(f"{folder}: cannot be made ({error.strerror}); check the run's rights") from error
+        raise RunError(cannot_be_written(folder, error)) from error
     name = _file_name(f"{split}-{example.utterance_id}")
     picture = picture_of(example.text, example.symbols, example.speech, loaded, example.recorded_mel)
     draw_picture(picture, folder / f"{name}.png")
@@ -101,7 +102,7 @@ def clear(run_dir: Path, split: str) -> None:
         ]:
             path.unlink()
     except OSError as error:
-        raise RunError(f"{folder}: cannot be cleared ({error.strerror}); check the run's rights") from error
+        raise RunError(cannot_be_written(folder, error)) from error
 
 
 def _file_name(wanted: str) -> str:

@@ -9,6 +9,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from speechdp.errors import RunError
+from speechdp.files import cannot_be_written
 from speechdp.json_input import parse_json
 
 FLUSH_INTERVAL_NS = 1_000_000_000
@@ -49,10 +50,7 @@ class LineFile:
             raise self._failure(error) from error
 
     def _failure(self, error: OSError) -> RunError:
-        return RunError(
-            f"{self._path}: cannot write the timeline ({error.strerror}); "
-            "free space or permit writing there, then continue with --resume"
-        )
+        return RunError(cannot_be_written(self._path, error, "go on with --resume"))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import RenderableType
 
 from speechdp.errors import ConfigError, RunError
+from speechdp.files import cannot_be_written
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,7 @@ def writing_into(folder: Path) -> Iterator[None]:
         folder.mkdir(exist_ok=True)
         yield
     except OSError as error:
-        raise RunError(
-            f"{folder}: cannot write the report ({error.strerror}); free space or permit writing there"
-        ) from error
+        raise RunError(cannot_be_written(folder, error)) from error
 
 
 def page_templates() -> Environment:

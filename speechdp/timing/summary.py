@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from speechdp.atomic_file import write_text_atomically
 from speechdp.comm.base import Communicator, ReduceOp
 from speechdp.errors import ConfigError, RunError
+from speechdp.files import cannot_be_written, write_text_atomically
 from speechdp.timing.jsonl import read_lines
 from speechdp.timing.records import number, read_object
 from speechdp.timing.results import Evaluation, RunResult, Sweep, WordErrors
@@ -63,9 +63,7 @@ def write_timing(run_dir: Path, timing: dict[str, Any]) -> Path:
     try:
         write_text_atomically(path, json.dumps(timing, indent=1))
     except OSError as error:
-        raise RunError(
-            f"{path}: cannot write the timing ({error.strerror}); free space or permit writing there"
-        ) from error
+        raise RunError(cannot_be_written(path, error, "go on with --resume")) from error
     return path
 
 

@@ -8,13 +8,13 @@ folder with that name is whole.  Nothing here is pickled: loading a checkpoint n
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors
-import safetensors.torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator
@@ -23,6 +23,8 @@ from speechdp.json_input import parse_json
 
 CHECKPOINT_FORMAT = "speechdp-checkpoint"
 CHECKPOINT_VERSION = 1
+_NAME = re.compile(r"step-[0-9]{8,}")
+_PIECE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,12 @@ def join_state(prefix: str, values: dict[str, Any], tensors: dict[str, Tensor]) 
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-????????"), reverse=True)
+    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=_step_of, reverse=True)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def last_checkpoint_note(run_dir: Path) -> str:
@@ -107,15 +114,22 @@ def _try_load(folder: Path, comm: Communicator, *, any_size: bool) -> tuple[Rank
         # Ranks that were lost before it was written begin again as copies of rank 0, which never is.
         rank = 0 if comm.rank % size in lost else comm.rank % size
         path = folder / f"rank-{rank:04d}.safetensors"
-        content = path.read_bytes()
-        if hashlib.sha256(content).hexdigest() != _entry_of(path.name, entries)["sha256"]:
+        entry = _entry_of(path.name, entries)
+        # The size first: a file that something has blown up may take hours to read.
+        num_bytes = path.stat().st_size
+        if num_bytes != entry["bytes"]:
+            return None, f"{path}: damaged ({num_bytes} bytes, {entry['bytes']} were written)"
+        if _sha256(path) != entry["sha256"]:
             return None, f"{path}: damaged (checksum)"
-        tensors = safetensors.torch.load(content)
         with safetensors.safe_open(str(path), framework="pt") as file:
             values = parse_json(file.metadata()["state"])
+            # Copies: what safetensors returns is the file, mapped, which goes when newer ones are whole.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (
         OSError,
         ValueError,
+        MemoryError,
+        RuntimeError,  # torch's, where the memory does not do
         ArithmeticError,  # no ranks at all
         LookupError,
         TypeError,
@@ -127,6 +141,14 @@ def _try_load(folder: Path, comm: Communicator, *, any_size: bool) -> tuple[Rank
     return RankState(values, tensors, size, is_copy=rank != comm.rank), None
 
 
+def _sha256(path: Path) -> str:
+    checksum, piece = hashlib.sha256(), bytearray(_PIECE_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while length := file.readinto(piece):
+            checksum.update(memoryview(piece)[:length])
+    return checksum.hexdigest()
+
+
 def _entry_of(file: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
     return next((entry for entry in entries if entry["file"] == file), {})
 
@@ -134,4 +156,4 @@ def _entry_of(file: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
 def checkpoint_steps(run_dir: Path) -> Iterator[int]:
     """Yield the steps of the checkpoints there are, newest first."""
     for folder in _newest_first(run_dir / "checkpoints"):
-        yield int(folder.name.removeprefix("step-"))
+        yield _step_of(folder)

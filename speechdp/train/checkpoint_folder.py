@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speechdp.atomic_file import write_text_atomically
+from speechdp.files import cannot_be_written, hand_over, sync, sync_name, write_synced
 from speechdp.train.checkpoint import (
     CHECKPOINT_FORMAT,
     CHECKPOINT_VERSION,
@@ -23,7 +22,7 @@ _KEPT = 2
 #: Seconds until what rank 0 writes must be seen on all hosts; NFS looks again after a while only.
 _VISIBLE_S = 65.0
 
-#: What a rank tells of its file: its name, sha256 and bytes, or the problem.
+#: What a rank tells of its file: its name, sha256 and bytes, or the problem and its errno.
 Entry = dict[str, Any]
 
 
@@ -81,21 +80,29 @@ def commit(place: Place, entries: dict[int, Entry], size: int) -> None:
         "ranks": [entries[rank] for rank in sorted(entries)],
         **({"lost": lost} if lost else {}),
     }
-    write_text_atomically(place.temporary / "checkpoint.json", json.dumps(head, indent=2) + "\n")
+    write_synced(place.temporary / "checkpoint.json", json.dumps(head, indent=2) + "\n")
     for rank in range(size):
-        (place.temporary / entry_name(rank)).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # nobody minds it
+            (place.temporary / entry_name(rank)).unlink(missing_ok=True)
+    sync(place.temporary)  # the names in it, the other ranks' too
+    aside = place.temporary.with_suffix(".old")
     if place.final.exists():  # of a step that was taken again, after it could not be read
-        aside = place.temporary.with_suffix(".old")
         place.final.rename(aside)
-        place.temporary.rename(place.final)
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        place.temporary.rename(place.final)
-    directory = os.open(place.final.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    hand_over(place.temporary, place.final)
+    sync_name(place.final)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def tell(place: Place, rank: int, entry: Entry) -> None:
+    """Tell rank 0 of a rank's part, which is rank 0's from now on, and so is the folder: it may be gone.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = place.temporary / entry_name(rank)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(entry), encoding="utf-8")
+    hand_over(temporary, path)
 
 
 def prune(run_dir: Path, written: list[int], gone_on_from: int | None) -> None:
@@ -113,9 +120,7 @@ def prune(run_dir: Path, written: list[int], gone_on_from: int | None) -> None:
         shutil.rmtree(run_dir / "checkpoints" / f"step-{step:08d}", ignore_errors=True)
 
 
-def cannot_be_written(run_dir: Path, reason: str) -> str:
+def not_saved(run_dir: Path, error: OSError) -> str:
     """Return the message of a disk that is full, or the like."""
-    return (
-        f"{run_dir / 'checkpoints'}: checkpoint cannot be written ({reason}); "
-        f"free some space, then go on with --resume; {last_checkpoint_note(run_dir)}"
-    )
+    problem = cannot_be_written(run_dir / "checkpoints", error, "go on with --resume")
+    return f"{problem}; {last_checkpoint_note(run_dir)}"

@@ -9,7 +9,6 @@ exchange nothing over the communicator: the shared disk is all they need.
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import shutil
 import threading
@@ -17,20 +16,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from speechdp.atomic_file import write_text_atomically
 from speechdp.comm.base import Communicator
 from speechdp.comm.environment import host_name
 from speechdp.errors import RunError
+from speechdp.files import disk_reason
 from speechdp.train.checkpoint import RankState, last_checkpoint_note
 from speechdp.train.checkpoint_folder import (
     Entry,
     Place,
-    cannot_be_written,
     commit,
-    entry_name,
     is_seen,
+    not_saved,
     prune,
     read_entries,
+    tell,
 )
 from speechdp.train.rank_file import GivenUpError, Snapshot, take_snapshot, write_rank_file
 
@@ -85,7 +84,8 @@ class CheckpointWriter:
             not_seen = [self._not_seen(rank) for rank, (_, sees) in enumerate(seen) if not sees]
             problem = not_seen[0] if not_seen else None
             if comm.rank == 0:
-                probe.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # the next start clears it
+                    probe.unlink(missing_ok=True)
         if problem is not None:
             raise RunError(problem)
         self._nonce = nonce
@@ -100,7 +100,7 @@ class CheckpointWriter:
                     left.unlink(missing_ok=True)
             probe.touch()
         except OSError as error:
-            return cannot_be_written(self._run_dir, str(error.strerror or error))
+            return not_saved(self._run_dir, error)
         return None
 
     def _not_seen(self, rank: int) -> str:
@@ -193,30 +193,34 @@ class CheckpointWriter:
         except OSError as error:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)  # its room may be all that the others lack
-            return {"file": path.name, "problem": f"{error.strerror or error} on rank {rank}"}
+            return {"file": path.name, **self._problem(error)}
         return {"file": path.name, "sha256": sha256, "bytes": num_bytes}
 
     def _tell(self, place: Place, entry: Entry) -> None:
         try:
-            write_text_atomically(place.temporary / entry_name(self._comm.rank), json.dumps(entry))
+            tell(place, self._comm.rank, entry)
         except OSError as error:
             self._is_untold = True
-            entry.setdefault("problem", f"{error.strerror or error} on rank {self._comm.rank}")
+            if "problem" not in entry:
+                entry |= self._problem(error)
         if "problem" in entry:
-            raise RunError(cannot_be_written(self._run_dir, entry["problem"]))
+            raise RunError(not_saved(self._run_dir, OSError(entry["errno"], entry["problem"])))
+
+    def _problem(self, error: OSError) -> Entry:
+        return {"problem": f"{disk_reason(error)} on rank {self._comm.rank}", "errno": error.errno or 0}
 
     def _complete(self, place: Place, entries: dict[int, Entry]) -> None:
         """Wait for all ranks' entries, then give the folder its name; on rank 0."""
         self._collect(place, entries)
-        problems = [entries[rank]["problem"] for rank in sorted(entries) if "problem" in entries[rank]]
+        problems = [entries[rank] for rank in sorted(entries) if "problem" in entries[rank]]
         try:
             if problems:
-                raise OSError(problems[0])
+                raise OSError(problems[0]["errno"], problems[0]["problem"])
             commit(place, entries, self._comm.size)
         except OSError as error:
             if len(entries) == self._comm.size:  # else somebody may still be writing
                 shutil.rmtree(place.temporary, ignore_errors=True)
-            raise RunError(cannot_be_written(self._run_dir, str(error.strerror or error))) from error
+            raise RunError(not_saved(self._run_dir, error)) from error
         self._written.append(place.step)
         prune(self._run_dir, self._written, self._gone_on_from)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,12 +17,12 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from speechdp.atomic_file import atomic_path
 from speechdp.data.dataset import MANIFEST_NAME
 from speechdp.data.features import FeatureConfig
 from speechdp.data.symbols import SymbolInventory
 from speechdp.decode.hmm import log_priors, self_loop_probabilities
 from speechdp.errors import ConfigError, RunError
+from speechdp.files import atomic_path, cannot_be_written
 from speechdp.json_input import parse_json
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.tacotron.config import TacotronConfig
@@ -122,10 +121,7 @@ def _save(run_dir: Path, model: nn.Module, facts: dict[str, Any], tensors: dict[
         with atomic_path(path) as temporary:
             temporary.write_bytes(content)
     except OSError as error:
-        raise RunError(
-            f"{path}: cannot be written ({error.strerror or os.strerror(error.errno or 0)}); "
-            "free some space, then go on with --resume"
-        ) from error
+        raise RunError(cannot_be_written(path, error, "go on with --resume")) from error
     return path
 
 

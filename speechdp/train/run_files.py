@@ -10,8 +10,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from speechdp.atomic_file import write_text_atomically
 from speechdp.errors import ConfigError, RunError
+from speechdp.files import cannot_be_written, write_text_atomically
 from speechdp.json_input import parse_json
 
 RUN_FORMAT = "speechdp-run"
@@ -160,10 +160,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(
-            f"{path}: cannot be written ({error.strerror or error}); "
-            "free some space or permit writing there, then go on with --resume"
-        ) from error
+        raise RunError(cannot_be_written(path, error, "go on with --resume")) from error
 
 
 def _step_of(line: str) -> float:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from speechdp.atomic_file import write_text_atomically
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.config import TrainOptions
 from speechdp.decode.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.decode.recognise import DecodingOptions, decode_split, wer_path
 from speechdp.errors import ConfigError, RunError
+from speechdp.files import cannot_be_written, write_text_atomically
 from speechdp.strategies.period import Period, PeriodUnit
 from speechdp.strategies.registry import parse_strategy
 from speechdp.train.model_file import load_model
@@ -153,6 +153,6 @@ def _write_sweep(out_dir: Path, names: list[str], *, completed: bool) -> None:
             raise ConfigError(f"{path}: holds a sweep over other runs; choose another folder, or --overwrite")
         write_text_atomically(path, json.dumps(head, indent=2) + "\n")
     except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror})") from error
+        raise RunError(cannot_be_written(path, error)) from error
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path}: damaged ({error}); choose another folder, or --overwrite") from error

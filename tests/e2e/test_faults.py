@@ -156,7 +156,7 @@ def test_a_full_disk_at_a_checkpoint(whole_data: Dataset, small_disk: Path) -> N
     assert ended.exit_code == 1, ended.output
     first, last = our_lines(ended)
     assert re.fullmatch(
-        ANY_RANK + rf"{run}/checkpoints: checkpoint cannot be written \(No space left on device on rank 0\); "
+        ANY_RANK + rf"{run}/checkpoints: cannot be written \(No space left on device on rank 0\); "
         rf"free some space, then go on with --resume; last checkpoint: {run}/checkpoints/step-00000006",
         first,
     ), ended.output

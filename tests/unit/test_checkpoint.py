@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import errno
 import hashlib
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads import run_threads
 from speechdp.errors import CommunicationError, RunError
-from speechdp.train import checkpoint_folder
+from speechdp.train import checkpoint, checkpoint_folder
 from speechdp.train.checkpoint import (
     RankState,
     checkpoint_steps,
@@ -136,20 +138,32 @@ def count_operations(run: Path) -> int:
 
 
 def test_a_disk_that_is_full_at_any_operation_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    outcomes = []
     for fails_at in range(1, count_operations(tmp_path) + 1):
-        with faulty_disk(fails_at, full()), pytest.raises(RunError) as raised:
-            save(tmp_path, 3)
-        message = str(raised.value)
-        assert "checkpoint cannot be written (No space left on device" in message and "\n" not in message
-        assert "free some space, then go on with --resume; last checkpoint: " in message
+        message = None
+        with faulty_disk(fails_at, full()):
+            try:
+                save(tmp_path, 3)
+            except RunError as error:
+                message = str(error)
         notices: list[str] = []
         state = load(tmp_path, notices)
         assert state is not None and notices == []
-        assert_same(state, state_of(state.values["counters"]["step"]))
-        assert f"step-{state.values['counters']['step']:08d}" in message
+        step = state.values["counters"]["step"]
+        assert_same(state, state_of(step))
+        assert step == (3 if message is None else 2)
+        if message is not None:
+            assert message == (
+                f"{tmp_path}/checkpoints: cannot be written ({os.strerror(errno.ENOSPC)}"
+                f"{' on rank 0' if ' on rank 0)' in message else ''}); free some space, then go on with "
+                f"--resume; last checkpoint: {tmp_path}/checkpoints/step-00000002"
+            )
+        outcomes.append(message is None)
         left = [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.startswith(".")]
         assert left == [], f"operation {fails_at}"
         shutil.rmtree(tmp_path / "checkpoints" / "step-00000003", ignore_errors=True)
+    # Only the last, the sync of a name that has been given already, changes nothing.
+    assert outcomes == [False] * (len(outcomes) - 1) + [True]
     save(tmp_path, 3)
     assert_same(load(tmp_path), state_of(3))
 
@@ -229,6 +243,7 @@ def rewrite(folder: Path, content: bytes) -> None:
     """Replace a rank's file and mend its checksum, as nobody but an attacker would."""
     (folder / "rank-0000.safetensors").write_bytes(content)
     head = json.loads((folder / "checkpoint.json").read_text())
+    head["ranks"][0]["bytes"] = len(content)
     head["ranks"][0]["sha256"] = hashlib.sha256(content).hexdigest()
     (folder / "checkpoint.json").write_text(json.dumps(head))
 
@@ -299,6 +314,55 @@ def test_a_broken_newest_is_passed_over_with_a_notice(tmp_path: Path, damage: Ca
     # And it does not stand in the way of its successor.
     save(tmp_path, 2)
     assert_same(load(tmp_path), state_of(2))
+
+
+def test_a_file_that_was_blown_up_is_not_read(tmp_path: Path) -> None:
+    """Of 3 TB, all of it a hole: no machine could hold it, and reading it would take hours."""
+    save(tmp_path, 1)
+    path = save(tmp_path, 2) / "rank-0000.safetensors"
+    written = path.stat().st_size
+    os.truncate(path, 3 * 10**12)
+    notices: list[str] = []
+    assert_same(load(tmp_path, notices), state_of(1))
+    assert notices == [
+        f"passing over a broken checkpoint: {path}: damaged (3000000000000 bytes, {written} were written)"
+    ]
+
+
+def test_a_checkpoint_that_memory_does_not_hold_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    original = checkpoint._sha256
+
+    def short_of_memory(path: Path) -> str:
+        if path.parent.name == "step-00000002":
+            raise MemoryError("no memory left")
+        return original(path)
+
+    monkeypatch.setattr(checkpoint, "_sha256", short_of_memory)
+    notices: list[str] = []
+    assert_same(load(tmp_path, notices), state_of(1))
+    assert len(notices) == 1 and notices[0].endswith("step-00000002: cannot be read (no memory left)")
+
+
+def test_folders_of_other_names_are_no_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for name in ("step-abcdefgh", "step-12", "step-00000009.bak", "step-"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    assert list(checkpoint_steps(tmp_path)) == [1]
+    assert_same(load(tmp_path), state_of(1))
+    for step in (2, 3):
+        save(tmp_path, step)
+    assert list(checkpoint_steps(tmp_path)) == [3, 2]
+    assert (tmp_path / "checkpoints" / "step-abcdefgh").is_dir()
+
+
+def test_steps_beyond_eight_digits_are_in_order(tmp_path: Path) -> None:
+    for step in (99_999_999, 100_000_000):
+        save(tmp_path, step)
+    assert list(checkpoint_steps(tmp_path)) == [100_000_000, 99_999_999]
 
 
 def test_one_damaged_file_makes_the_checkpoint_broken_for_all_ranks(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from speechdp import files
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads import run_threads
@@ -32,7 +35,7 @@ STAGES = {
     "nothing written": ("checkpoint_writer.write_rank_file", "before"),
     "own file written": ("checkpoint_writer.write_rank_file", "after"),
     "all have told": ("CheckpointWriter._collect", "after"),
-    "head written": ("checkpoint_folder.write_text_atomically", "after"),
+    "head written": ("checkpoint_folder.write_synced", "after"),
     "folder named": ("checkpoint_writer.commit", "after"),
     "old ones gone": ("checkpoint_writer.prune", "after"),
 }
@@ -187,6 +190,90 @@ def test_a_rank_that_writes_nothing_is_named_with_its_host(
         RunError, match=r"checkpoint is not complete: nothing from rank 2 on \S+ for 0.2 s; look"
     ):
         run_threads(3, train)
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_what_a_rank_has_handed_over_it_does_not_touch_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    """Rank 0 completes a checkpoint as soon as all have told, however late the others are with the rest."""
+    rank_of = threading.local()
+    work, open_ = CheckpointWriter._work, os.open
+
+    def numbered(writer: CheckpointWriter, *arguments: Any) -> None:
+        rank_of.value = writer._comm.rank
+        work(writer, *arguments)
+
+    def slow_for_folders(path: Any, *arguments: Any, **options: Any) -> int:
+        if getattr(rank_of, "value", None) == late and Path(path).is_dir():
+            deadline_s = time.monotonic() + 5  # until rank 0 has taken the folder away, as it does
+            while Path(path).is_dir() and time.monotonic() < deadline_s:
+                time.sleep(0.002)
+        return open_(path, *arguments, **options)
+
+    monkeypatch.setattr(CheckpointWriter, "_work", numbered)
+    monkeypatch.setattr(os, "open", slow_for_folders)
+
+    def train(comm: Communicator) -> None:
+        writer = CheckpointWriter(tmp_path, comm)
+        for step in (1, 2, 3):
+            writer.start(step, state_of(step))
+        writer.flush()
+
+    run_threads(3, train)
+    assert list(checkpoint_steps(tmp_path)) == [3, 2]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOENT])
+def test_a_checkpoint_that_has_its_name_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Whatever the disk says afterwards; and the file that shows ranks the disk may stay."""
+    sync, unlink = files.sync, Path.unlink
+
+    def failing_sync(path: Path) -> None:
+        if path.name == "checkpoints":
+            raise OSError(number, os.strerror(number))
+        sync(path)
+
+    def failing_unlink(path: Path, *, missing_ok: bool = False) -> None:
+        if path.suffix == ".probe":
+            raise OSError(number, os.strerror(number))
+        unlink(path, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sync", failing_sync)
+        patch.setattr(Path, "unlink", failing_unlink)
+        write(tmp_path, 1)
+    assert step_of(load_checkpoint(tmp_path, ALONE, [])) == 1
+    CheckpointWriter(tmp_path, ALONE).open()
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.EIO, "look at the disk"), (errno.ESTALE, "see that the network disk")]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_remedy_is_that_of_the_rank_s_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, number: int, remedy: str
+) -> None:
+    original: Callable[..., Any] = rank_file.write_rank_file
+
+    def failing(path: Path, *arguments: Any) -> Any:
+        if path.name == f"rank-{rank:04d}.safetensors":
+            raise OSError(number, os.strerror(number))
+        return original(path, *arguments)
+
+    monkeypatch.setattr(checkpoint_writer, "write_rank_file", failing)
+
+    def train(comm: Communicator) -> None:
+        writer = CheckpointWriter(tmp_path, comm)
+        writer.start(1, state_of(1))
+        writer.flush()
+
+    reason = rf"{os.strerror(number)} on rank {rank}"
+    with pytest.raises(RunError, match=rf"checkpoints: cannot be written \({reason}\); {remedy}"):
+        run_threads(2, train)
 
 
 def test_a_failed_run_leaves_what_it_cannot_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

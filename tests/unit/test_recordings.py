@@ -42,7 +42,7 @@ def test_any_id_has_a_file_of_its_own(tmp_path: Path) -> None:
     ("number", "remedy"),
     [
         (errno.ENOSPC, "free some space"),
-        (errno.ENAMETOOLONG, "use shorter utterance ids"),
+        (errno.ENAMETOOLONG, "use shorter names"),
         (errno.EACCES, "permit writing"),
     ],
 )

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.atomic_file import write_text_atomically
 from speechdp.cli.main import run as run_command
+from speechdp.files import write_text_atomically
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
 
 

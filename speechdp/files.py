@@ -1,0 +1,150 @@
+"""Writing files: a name only ever shows the whole of its file, and what to do where the disk refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_NETWORK_DISK = "see that the network disk is mounted and answers"
+_PERMIT = "permit writing there"
+_SPACE = "free some space"
+#: What helps against an error of the disk; HDF5 and others that give no number get `_UNKNOWN`.
+_REMEDIES = {
+    errno.ENOSPC: _SPACE,
+    errno.EDQUOT: _SPACE,
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
+    errno.EACCES: _PERMIT,
+    errno.EPERM: _PERMIT,
+    errno.EROFS: "have the disk mounted for writing",
+    errno.EIO: "look at the disk (the kernel's log on that host says what failed)",
+    errno.EREMOTEIO: _NETWORK_DISK,
+    errno.ESTALE: _NETWORK_DISK,
+    errno.ENOTCONN: _NETWORK_DISK,
+    errno.ENODEV: _NETWORK_DISK,
+    errno.EHOSTDOWN: _NETWORK_DISK,
+    errno.ETIMEDOUT: _NETWORK_DISK,
+    errno.ENOENT: "see that nothing removes or moves its folder",
+    errno.ENOTDIR: "give a folder whose path holds no plain file",
+    errno.EISDIR: "remove the folder of that name",
+    errno.ELOOP: "mend the symbolic links of its path",
+    errno.ENAMETOOLONG: "use shorter names (of folders, or utterance ids)",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENOMEM: "free some memory",
+    errno.EINTR: "wait a moment",
+    errno.EAGAIN: "wait a moment",
+    errno.EBUSY: "wait a moment",
+}
+_UNKNOWN = "look at the disk and the folder's rights"
+#: Times a rename is tried that a signal interrupts, which network disks allow.
+_ATTEMPTS = 10
+
+
+def disk_reason(error: Exception) -> str:
+    """Return in a few words what an error of the disk says; HDF5 raises some of them as RuntimeError."""
+    number = _number(error)
+    if isinstance(error, OSError) and error.strerror and "\n" not in error.strerror:
+        # HDF5's own text names the number somewhere in the middle of it.
+        return os.strerror(number) if "errno = " in error.strerror else error.strerror
+    return os.strerror(number) if number else " ".join(str(error).split())
+
+
+def cannot_be_written(path: Path | str, error: Exception, then: str = "run again") -> str:
+    """Return one line that says why `path` cannot be written and what helps.
+
+    Args:
+        error: an OSError, or what HDF5 raises in place of one.
+        then: what to do when that is done.
+
+    Example:
+        >>> cannot_be_written("/data/a.h5", OSError(errno.ENOSPC, "No space left on device"))
+        '/data/a.h5: cannot be written (No space left on device); free some space, then run again'
+    """
+    remedy = _REMEDIES.get(_number(error), _UNKNOWN)
+    return f"{path}: cannot be written ({disk_reason(error)}); {remedy}, then {then}"
+
+
+def _number(error: Exception) -> int:
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    found = re.search(r"errno = (\d+)", str(error))
+    return int(found[1]) if found else 0
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside `path`; on a clean exit sync it and rename it to `path`.
+
+    The temporary file is removed if the block, the sync or the rename raises, so a full disk or an
+    interrupted run leaves either the old file or none.  Once it has its name nothing raises any more.
+
+    Raises:
+        OSError: the file is not written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        sync(temporary)
+        hand_over(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # what went wrong first is what counts
+            temporary.unlink(missing_ok=True)
+        raise
+    sync_name(path)
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write UTF-8 `text` to `path` so that readers see the old content or all of the new."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write UTF-8 `text` to a file nobody looks for yet, and have the disk keep it.  Raises OSError."""
+    path.write_text(text, encoding="utf-8")
+    sync(path)
+
+
+def hand_over(temporary: Path, path: Path) -> None:
+    """Rename a file or folder; afterwards it belongs to whoever looks for `path`, who may take it away.
+
+    Raises:
+        OSError: it still has its old name.
+    """
+    before = temporary.stat()
+    for attempt in range(_ATTEMPTS):
+        try:
+            temporary.replace(path)
+        except OSError as error:
+            # A network disk may say no to a request that it has carried out already: it was sent twice.
+            with contextlib.suppress(OSError):
+                if os.path.samestat(before, path.stat()):
+                    return
+            if error.errno != errno.EINTR or attempt == _ATTEMPTS - 1:
+                raise
+        else:
+            return
+
+
+def sync(path: Path) -> None:
+    """Have the disk keep a file's content, or a folder's names.  Raises OSError."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_name(path: Path) -> None:
+    """Have the disk keep the name of `path`, which it has been given: else a power cut may undo that.
+
+    Whether that works changes nothing about what is written: some disks cannot, and the folder may be
+    another's by now.
+    """
+    with contextlib.suppress(OSError):
+        sync(path.parent)

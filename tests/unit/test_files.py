@@ -1,0 +1,161 @@
+"""A name shows the whole of its file, and what has been handed over by a rename is handed over."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+
+from speechdp import files
+from speechdp.errors import RunError
+from speechdp.files import atomic_path, cannot_be_written, hand_over, write_text_atomically
+from speechdp.train.run_files import RunDirectory
+
+ERRORS = (errno.EIO, errno.ENOENT, errno.ESTALE, errno.ENOSPC, errno.EINVAL)
+
+
+def failing(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+@pytest.fixture(params=ERRORS, ids=errno.errorcode.get)
+def no_folder_sync(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the sync of every folder fail."""
+    original = files.sync
+
+    def sync(path: Path) -> None:
+        if path.is_dir():
+            raise failing(request.param)
+        original(path)
+
+    monkeypatch.setattr(files, "sync", sync)
+
+
+@pytest.mark.usefixtures("no_folder_sync")
+def test_what_is_written_counts_as_written(tmp_path: Path) -> None:
+    write_text_atomically(tmp_path / "a", "new")
+    assert (tmp_path / "a").read_text() == "new"
+    run = RunDirectory(tmp_path / "run")
+    run.begin({"fingerprint": "abc"})
+    run.add_start({"step": 0})
+    run.complete({"step": 3})
+    assert run.is_begun and run.is_complete
+    assert sorted(path.name for path in run.path.iterdir()) == ["completed.json", "run.json", "starts.jsonl"]
+
+
+def test_a_folder_that_goes_after_the_rename_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when rank 0 gives a checkpoint its name before this rank has synced the folder."""
+    folder = tmp_path / "step.tmp"
+    folder.mkdir()
+
+    def hand_over_and_lose(temporary: Path, path: Path) -> None:
+        hand_over(temporary, path)
+        folder.rename(tmp_path / "step")
+
+    monkeypatch.setattr(files, "hand_over", hand_over_and_lose)
+    write_text_atomically(folder / "rank-0001.json", "{}")
+    assert [path.name for path in (tmp_path / "step").iterdir()] == ["rank-0001.json"]
+
+
+def patch_replace(monkeypatch: pytest.MonkeyPatch, replace: Callable[[Path, Path, Any], Any]) -> None:
+    original = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda source, target: replace(source, target, original))
+
+
+def test_a_rename_that_was_done_though_the_disk_says_no(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS sends a request again whose answer was lost; the second finds no such file."""
+
+    def replace(source: Path, target: Path, original: Any) -> None:
+        original(source, target)
+        original(source, target)
+
+    patch_replace(monkeypatch, replace)
+    write_text_atomically(tmp_path / "a", "new")
+    assert (tmp_path / "a").read_text() == "new"
+
+
+@pytest.mark.parametrize("times", [1, 9])
+def test_an_interrupted_rename_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    tries = []
+
+    def replace(source: Path, target: Path, original: Any) -> None:
+        tries.append(source)
+        if len(tries) <= times:
+            raise failing(errno.EINTR)
+        original(source, target)
+
+    patch_replace(monkeypatch, replace)
+    write_text_atomically(tmp_path / "a", "new")
+    assert (tmp_path / "a").read_text() == "new" and len(tries) == times + 1
+
+
+@pytest.mark.parametrize("number", [errno.EINTR, errno.EIO, errno.ENOENT])
+def test_a_rename_that_fails_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    (tmp_path / "a").write_text("old")
+
+    def replace(source: Path, target: Path, original: Any) -> None:
+        raise failing(number)
+
+    patch_replace(monkeypatch, replace)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        write_text_atomically(tmp_path / "a", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
+
+
+def test_what_went_wrong_first_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unlink(path: Path, *, missing_ok: bool = False) -> None:
+        raise failing(errno.EIO)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(OSError, match="No space left"), atomic_path(tmp_path / "a"):
+        raise failing(errno.ENOSPC)
+
+
+def test_every_error_has_its_own_remedy() -> None:
+    expected = {
+        errno.ENOSPC: "free some space",
+        errno.EDQUOT: "free some space",
+        errno.EIO: "look at the disk (the kernel's log on that host says what failed)",
+        errno.ESTALE: "see that the network disk is mounted and answers",
+        errno.ENOENT: "see that nothing removes or moves its folder",
+        errno.EACCES: "permit writing there",
+        errno.EROFS: "have the disk mounted for writing",
+        errno.EXDEV: "look at the disk and the folder's rights",
+    }
+    for number, remedy in expected.items():
+        reason = os.strerror(number)
+        line = cannot_be_written(Path("/run/a"), failing(number), "go on with --resume")
+        assert line == f"/run/a: cannot be written ({reason}); {remedy}, then go on with --resume"
+
+
+def test_an_error_of_hdf5_is_told_as_the_disk_told_it(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="errno = 2") as raised:
+        h5py.File(tmp_path / "missing" / "a.h5", "w")
+    for error in (raised.value, RuntimeError(str(raised.value))):
+        line = cannot_be_written("a.h5", error)
+        assert line.startswith("a.h5: cannot be written (No such file or directory); see that nothing")
+    assert "(truncated (or worse))" in cannot_be_written("a.h5", RuntimeError("truncated\n(or worse)"))
+
+
+def test_the_run_names_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(source: Path, target: Path, original: Any) -> None:
+        raise failing(errno.EIO)
+
+    patch_replace(monkeypatch, replace)
+    with pytest.raises(
+        RunError, match=r"run\.json: cannot be written \(Input/output error\); look at the disk"
+    ):
+        RunDirectory(tmp_path).begin({})
