@@ -1,7 +1,8 @@
-"""What the threads of this process are doing, read from another thread.
+"""What the threads of a process that stands still are doing, read from another thread.
 
-faulthandler walks the frames, in C and without giving the lock of the interpreter away. Python code that
-follows `f_back` of a thread that runs on may meet a frame that has just been freed (seen with CPython 3.11).
+Not to be asked of one that runs: nothing in CPython keeps a thread's frames while another reads them. Python
+code that follows `f_back` met one that had just been freed; faulthandler, which walks them in C and holds the
+interpreter's lock, met a thread that C code was just making, without that lock (both SIGSEGV, CPython 3.11).
 Frames are described by file, line and function only: showing source lines would read files, from a disk that
 may be what hangs.
 """

@@ -27,6 +27,8 @@ T = TypeVar("T")
 _INTERVAL_SHARE, _LEAST_INTERVAL_S, _MOST_INTERVAL_S = 0.1, 1.0, 5.0
 #: Share of the timeout after which a rank that stands still looks at the others.
 _LOOK_SHARE = 0.3
+#: Share of the timeout after which a rank that stands still, and does not wait, is late.
+_LATE_SHARE = 0.5
 #: Statuses missed before a rank gives no sign of life.
 _MISSED = 3
 #: Seconds that the rank which ends the job gives the others to show their stacks, and that they wait for it.
@@ -43,7 +45,8 @@ class Watch:
     Attributes:
         timeout_s: without progress, above 0.
         folder: where ranks tell what they are doing.
-        look: returns this rank's status, given for how long it has stood still, s; from any thread.
+        look: returns this rank's status, given for how long it has stood still, s, and whether to find out if
+            it waits; from any thread.
         others: ranks to read about, and their names; those that are gone with consent are left out.
         synchronous: ranks take every step together.
         prefix: how this rank's messages begin, e.g. `speechdp: rank 1 on n2`.
@@ -53,7 +56,7 @@ class Watch:
 
     timeout_s: float
     folder: StatusFolder
-    look: Callable[[float], RankStatus]
+    look: Callable[[float, bool], RankStatus]
     others: Callable[[], dict[int, str]]
     synchronous: bool
     prefix: str
@@ -68,7 +71,15 @@ class Watch:
     @property
     def silence_s(self) -> float:
         """Seconds without a new status after which a rank gives no sign of life."""
-        return min(_MISSED * self.interval_s, self.timeout_s / 2)
+        return min(_MISSED * self.interval_s, _LATE_SHARE * self.timeout_s)
+
+    def status(self, still_s: float) -> RankStatus:
+        """Return this rank's status; whether it waits only where it has stood still for long enough.
+
+        That is before it may count as late, also by a status that is as old as one may be.
+        """
+        counts_from_s = min(_LOOK_SHARE * self.timeout_s, _LATE_SHARE * self.timeout_s - self.silence_s)
+        return self.look(still_s, still_s >= counts_from_s)
 
 
 class Stillness:
@@ -144,7 +155,7 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._done.wait(self._tick_s):
-            own = self._watch.look(self._stillness.still_s)
+            own = self._watch.status(self._stillness.still_s)
             still_s = self._stillness.look(time.monotonic(), own.beats)
             if self._is_due(own, still_s):
                 self._end_job()
@@ -164,7 +175,7 @@ class Watchdog:
 
     def _end_job(self) -> None:
         watch, still_s = self._watch, self._stillness.still_s
-        own = watch.look(still_s)
+        own = watch.status(still_s)
         what = f"no step ended for {still_s:.0f} s (step {own.step}, {describe_doing(own)})"
         line = f"{watch.prefix}: {what}{self._late(own)}\n"
         # The first rank ends the job; the others show their stacks and wait for it, but not for ever.
@@ -187,7 +198,7 @@ class Watchdog:
         looked_s = self._looked_s
         if looked_s is None or now_s - looked_s >= watch.silence_s:
             return f"; who is late is unknown: {watch.folder.path} cannot be read"
-        at = Standpoint(now_s, watch.silence_s, watch.timeout_s / 2, watch.synchronous)
+        at = Standpoint(now_s, watch.silence_s, _LATE_SHARE * watch.timeout_s, watch.synchronous)
         sightings = [s for rank, s in sorted(self._sightings.items()) if rank in names]
         late = f"; late: {describe_late(own, sightings, at)}"
         if watch.fed_by and "in data_wait" in late:
@@ -207,7 +218,7 @@ class Watchdog:
             with contextlib.suppress(OSError):  # training goes on without; the next try may succeed
                 if now_s >= write_due_s:
                     write_due_s = now_s + self._watch.interval_s
-                    self._watch.folder.write(self._watch.look(still_s))
+                    self._watch.folder.write(self._watch.status(still_s))
                 if looks and now_s >= read_due_s:
                     read_due_s = now_s + self._watch.interval_s
                     self._read_others()

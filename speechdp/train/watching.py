@@ -70,8 +70,13 @@ class _Observer:
                 names[rank] = f"rank {rank} on {host}"
         return names
 
-    def look(self, still_s: float) -> RankStatus:
-        """Return what this rank is doing; `still_s` as the watchdog counts it."""
+    def look(self, still_s: float, finds_waits: bool) -> RankStatus:
+        """Return what this rank is doing.
+
+        Args:
+            still_s: as the watchdog counts it.
+            finds_waits: whether to look at the stacks if it waits, which is safe while it stands still.
+        """
         parts, counters = self._trainer.parts, self._trainer.counters
         doing, doing_s = parts.timeline.open_span() or (parts.pulse.part, still_s)
         return RankStatus(
@@ -83,7 +88,7 @@ class _Observer:
             step=counters.step,
             doing=doing,
             doing_s=round(doing_s, 3),
-            waits=self._comm.size > 1 and self._waits(doing),
+            waits=finds_waits and self._comm.size > 1 and self._waits(doing),
             beats=parts.pulse.beats,
             still_s=round(still_s, 3),
             written=datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -25,14 +25,16 @@ DEADLINE_S = 20.0
 class Rank:
     """A rank whose watchdog reports its end instead of ending the process."""
 
-    def __init__(self, rank: int, size: int, run_dir: Path, doing: str = "comm") -> None:
+    def __init__(
+        self, rank: int, size: int, run_dir: Path, doing: str = "comm", timeout_s: float = 1.0
+    ) -> None:
         self.status = status(rank, doing)
         self.said: list[str] = []
         self.exit_codes: list[int] = []
         self.has_ended = threading.Event()
         names = {other: f"rank {other}" for other in range(size) if other != rank}
         watch = Watch(
-            1.0,
+            timeout_s,
             StatusFolder(run_dir),
             self._look,
             lambda: names,
@@ -42,7 +44,7 @@ class Rank:
         )
         self.watchdog = Watchdog(watch, end=self._end, say=self.said.append)
 
-    def _look(self, still_s: float) -> RankStatus:
+    def _look(self, still_s: float, _finds_waits: bool) -> RankStatus:
         return dataclasses.replace(self.status, still_s=still_s, doing_s=still_s)
 
     def _end(self, exit_code: int) -> None:
@@ -99,7 +101,8 @@ def test_a_rank_by_itself_ends_with_its_stacks_and_a_line(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("quick")
 def test_every_rank_shows_its_stacks_and_names_the_late_one(tmp_path: Path) -> None:
-    ranks = [Rank(0, 3, tmp_path), Rank(1, 3, tmp_path), Rank(2, 3, tmp_path, "data_wait")]
+    # A thread may get no core for a second where many share few: that is no silence yet.
+    ranks = [Rank(i, 3, tmp_path, doing, 4.0) for i, doing in enumerate(("comm", "comm", "data_wait"))]
     with ExitStack() as stack:
         for rank in ranks:
             stack.enter_context(rank.watchdog)
@@ -190,6 +193,29 @@ def test_stacks_of_other_threads() -> None:
     assert "Thread the-thread (most recent call first):\n" in text
     assert "test_watchdog.py" in text and "in wait_in_vain" in text
     assert "test_stacks_of_other_threads" not in text and "_bootstrap" not in text
+
+
+@pytest.mark.parametrize("timeout_s", [5.0, 30.0, 600.0])
+def test_stacks_are_read_only_of_a_rank_that_stands_still(tmp_path: Path, timeout_s: float) -> None:
+    """Reading them while threads run has ended good runs by SIGSEGV, on a busy machine."""
+    asked: list[bool] = []
+
+    def look(still_s: float, finds_waits: bool) -> RankStatus:
+        asked.append(finds_waits)
+        return dataclasses.replace(status(0, "eval"), still_s=still_s)
+
+    watch = Watch(
+        timeout_s, StatusFolder(tmp_path), look, dict, synchronous=True, prefix="", before_end=lambda: None
+    )
+    late_s = timeout_s / 2
+    for share in (0.0, 0.001, 0.3, 0.5, 1.0):
+        watch.status(share * timeout_s)
+    # Where it counts: for its own end, and for whether others take it for late, by its last status too.
+    assert asked[2:] == [True, True, True]
+    if timeout_s >= 30:
+        assert asked[:2] == [False, False]
+    watch.status(late_s - watch.silence_s)
+    assert asked[-1]
 
 
 def test_where_a_thread_is(tmp_path: Path) -> None:

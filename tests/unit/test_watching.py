@@ -98,7 +98,7 @@ def looked_at(trainer: Trainer, session: Session) -> RankStatus:
     """Return what another thread sees of this one."""
     observer = _Observer(session, trainer)
     found: list[RankStatus] = []
-    thread = threading.Thread(target=lambda: found.append(observer.look(still_s=2.0)))
+    thread = threading.Thread(target=lambda: found.append(observer.look(still_s=2.0, finds_waits=True)))
     thread.start()
     thread.join(DEADLINE_S)
     return found[0]
@@ -157,7 +157,7 @@ def test_waiting_is_seen_where_no_span_tells_of_it(dataset: Dataset, tmp_path: P
 def wait_for(observer: _Observer, seen: list[RankStatus]) -> None:
     deadline_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline_s:
-        status = observer.look(0.0)
+        status = observer.look(0.0, True)
         if status.waits and status.doing == "eval":
             seen.append(status)
             return
