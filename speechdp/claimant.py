@@ -16,7 +16,7 @@ from speechdp.batch_job import BatchJob, find_batch_job
 
 CLAIM_FORMAT = "speechdp-owner"
 CLAIM_VERSION = 1
-#: Set by `speechdp launch` for its ranks: a word of its own and, behind a colon, the how manyth start this is.
+#: Set by `speechdp launch` for its ranks: a word of its own, a colon, and the number of the start.
 START_VARIABLE = "SPEECHDP_START"
 
 
@@ -43,7 +43,7 @@ class Claimant:
         since: when it claimed the folder (ISO 8601).
         nonce: a word that no other claim has.
         job: the batch job it is part of.
-        launch: the `speechdp launch` that started it, and the how manyth start it is; "" and 0 without.
+        launch: the `speechdp launch` that started it; `launch_start`: which of its starts; "" and 0 without.
     """
 
     command: str
@@ -101,9 +101,7 @@ class Claimant:
             process_start=None if start is None else int(start),
             job=None
             if job is None
-            else BatchJob(
-                str(job["scheduler"]), str(job["job_id"]), str(job["task"]), int(job["restarts"])
-            ),
+            else BatchJob(str(job["scheduler"]), str(job["job_id"]), str(job["task"]), int(job["restarts"])),
             launch_start=int(values["launch_start"]),
         )
 
@@ -123,7 +121,7 @@ class Claimant:
         return Fate.UNKNOWN
 
     def comes_after(self, other: Claimant) -> bool:
-        """Tell whether this process was started in place of another: its job requeued, or restarted by launch."""
+        """Tell whether this process was started in place of another: by a requeue, or again by launch."""
         if self.job is not None and other.job is not None and self.job.is_later_start_of(other.job):
             return True
         return bool(self.launch) and self.launch == other.launch and self.launch_start > other.launch_start
@@ -167,7 +165,7 @@ def _stat(pid: int) -> tuple[str, int] | None:
 
 def _pid_namespace() -> str:
     try:
-        return os.readlink("/proc/self/ns/pid")
+        return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return ""
 

@@ -1,11 +1,11 @@
 """One owner a folder: a second job is refused in one line, and takes over what is left by one that is gone.
 
-The owner's file is made by a hard link, which one process alone succeeds in, on NFS as well.  Its time of change is
-renewed every few seconds.  Only changes are looked for, so that the clocks of hosts need not agree.
+The owner's file is made by a hard link, which one process alone succeeds in, on NFS as well.  Its time of
+change is renewed every few seconds.  Only changes are looked for, so that the clocks of hosts need not agree.
 
-Whoever takes over from a claim first links its own beside it, under a name that follows from that claim: one
-process alone may do so, and replaces the owner's file by a rename.  Should it die in between, its claim is the one
-that the next has to judge.
+Whoever takes over from a claim first links its own beside it, under a name that follows from that claim.
+One process alone can do so; it then replaces the owner's file by a rename.  Should it die in between, its
+claim is the one that the next has to judge.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from types import TracebackType
 
 from speechdp.claimant import Claimant, Fate
 from speechdp.errors import ConfigError, RunError
+from speechdp.files import cannot_be_written, hand_over
 from speechdp.json_input import parse_json
 
 OWNER_FILE = "owner.json"
@@ -135,7 +136,7 @@ class FolderOwner:
         except OSError as error:
             self._remove_made()
             raise RunError(
-                f"{self.folder}: cannot be written ({error.strerror}); choose a folder that can be"
+                cannot_be_written(self.folder, error, "try again, or choose another folder")
             ) from error
         except BaseException:
             self._remove_made()
@@ -188,7 +189,7 @@ class FolderOwner:
         return self._is_gone(chain[-1]) and self._succeed(chain[-1])
 
     def _chain(self) -> list[_Sight]:
-        """Return the owner's claim, the one that takes over from it, and so on; the last is the one to judge."""
+        """Return the owner's claim, the one that takes over from it, and so on; the last is to be judged."""
         chain: list[_Sight] = []
         sight = _look(self.file)
         while sight is not None and sight.key not in [other.key for other in chain]:
@@ -239,7 +240,7 @@ class FolderOwner:
             if chain[-2].changed_ns != gone.changed_ns and not self._comes_after(gone):
                 return False
             os.utime(self._temporary)
-            self._temporary.replace(self.file)
+            hand_over(self._temporary, self.file)
             for sight in chain[1:]:
                 _remove(sight.path)
         finally:
@@ -290,7 +291,8 @@ class FolderOwner:
 
     def _refusal(self, sight: _Sight) -> ConfigError:
         return ConfigError(
-            f"{self.folder}: is in use by {_describe(sight)}; wait for its end, stop it, or choose another folder"
+            f"{self.folder}: is in use by {_describe(sight)}; "
+            "wait for its end, stop it, or choose another folder"
         )
 
     @property
@@ -308,8 +310,8 @@ class FolderOwner:
             return
         if folder.is_symlink():
             raise ConfigError(
-                f"{folder}: is a symbolic link to {folder.readlink()}, where there is no folder; make one there, "
-                "or remove the link"
+                f"{folder}: is a symbolic link to {folder.readlink()}, where there is no folder; "
+                "make one there, or remove the link"
             )
         if folder.exists():
             raise ConfigError(f"{folder}: is a file; give the name of a folder")

@@ -12,11 +12,14 @@ import tyro
 
 from speechdp.config import TrainOptions
 from speechdp.errors import ConfigError
+from speechdp.overwrite import check_overwrite, empty
 
 if TYPE_CHECKING:
     from speechdp.compare.jobs import JobStarter
     from speechdp.compare.plan import ComparePlan
     from speechdp.compare.run import CompareRequest
+
+_RECORDS = ("compare.json",)
 
 
 @dataclass(frozen=True)
@@ -54,23 +57,28 @@ class CompareCommand:
     def run(self) -> int:
         """Make the comparison and its report; return the exit code: 1 where a run failed."""
         from speechdp.cli.console import make_console  # noqa: PLC0415 - keeps --help fast
+        from speechdp.cli.folders import owner_of  # noqa: PLC0415
         from speechdp.cli.report import print_report  # noqa: PLC0415
-        from speechdp.cli.starting import line_printer, remove_folder  # noqa: PLC0415
+        from speechdp.cli.starting import line_printer  # noqa: PLC0415
         from speechdp.compare.jobs import Stopped  # noqa: PLC0415
         from speechdp.compare.record import FAILED  # noqa: PLC0415
         from speechdp.compare.run import Comparer  # noqa: PLC0415
 
         request, starter = self._request(self._plan()), self._starter()
+        announcement = _announcement(request)
         if self.overwrite:
-            remove_folder(self.out_dir, "compare.json")
+            check_overwrite(self.out_dir, _RECORDS, "with a compare.json")
         say = line_printer(make_console())
-        for line in _announcement(request):
-            say(line)
-        try:
-            record = Comparer(request, starter, say).run()
-        except Stopped as stopped:
-            say(f"stopped as asked; the same command goes on with {self.out_dir}")
-            return stopped.exit_code
+        with owner_of(self.out_dir, "compare", say) as owner:
+            if self.overwrite:
+                empty(owner, _RECORDS)
+            for line in announcement:
+                say(line)
+            try:
+                record = Comparer(request, starter, say).run()
+            except Stopped as stopped:
+                say(f"stopped as asked; the same command goes on with {self.out_dir}")
+                return stopped.exit_code
         print_report(self.out_dir, self.target)
         failed = sum(run.state == FAILED for run in record.runs)
         if failed:

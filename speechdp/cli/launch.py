@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Annotated
 import tyro
 
 from speechdp import exit_codes
+from speechdp.claimant import START_VARIABLE
 from speechdp.cli.console import describe_terminal
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Allocation, find_allocation
@@ -177,6 +179,7 @@ class _Starter:
     ) -> None:
         self._options, self._program, self._place, self._request = options, program, place, request
         self._environ = dict(os.environ)
+        self._name, self._starts = uuid.uuid4().hex, 0
         prefix, search_path = Path(sys.prefix), os.environ.get("PATH", os.defpath)
         check_controller(options.launcher, options.controller)
         if options.launcher == "srun" and (place.allocation is None or place.allocation.scheduler != "slurm"):
@@ -190,6 +193,7 @@ class _Starter:
         Args:
             reason: why it is started again; "" the first time.
         """
+        self._starts += 1
         argv, environment = self.prepare(hosts, arguments, reason)
         end = run_job(argv, environment, _stop_policy(self._options), request=self._request)
         return replace(end, faults=located(end.faults, hosts))
@@ -213,6 +217,8 @@ class _Starter:
         # Packed otherwise after a fault, ranks must not compute otherwise: sums would round differently.
         self._environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
         environment["SPEECHDP_TERMINAL"] = describe_terminal()
+        # By this a further start knows whose place it takes in a folder that the one before has owned.
+        environment[START_VARIABLE] = f"{self._name}:{self._starts}"
         if reason:
             environment["SPEECHDP_RESTART_REASON"] = reason
         environment["SPEECHDP_HOSTFILE"] = self._place.hostfile.source

@@ -10,9 +10,11 @@ import tyro
 from rich.console import Console
 
 from speechdp.cli.console import make_console
+from speechdp.cli.folders import owner_of, say_aside, tidied_on_sigterm
 from speechdp.cli.inspect import describe
 from speechdp.cli.progress import progress_bar
 from speechdp.cli.synthesis_arguments import SynthesisArguments
+from speechdp.data.data_dir import check_target, owner_file
 from speechdp.data.features import FeatureConfig
 from speechdp.data.kaldi_prepare import KaldiPrepared, prepare_kaldi
 from speechdp.data.kaldi_settings import KaldiOptions
@@ -109,8 +111,8 @@ class PrepareCommand:
         """Make the data directory and print what is in it."""
 
         console = make_console()
-        with progress_bar(Console(stderr=True)) as progress:
-            prepared = self._prepare(progress)
+        with tidied_on_sigterm(), progress_bar(Console(stderr=True)) as progress:
+            prepared = self._prepare_owned(progress)
         console.print(describe(prepared.dataset))
         if isinstance(prepared, KaldiPrepared | PreparedSynthesis):
             for notice in prepared.notices:
@@ -121,6 +123,14 @@ class PrepareCommand:
                 "their flat alignment skips states"
             )
         return 0
+
+    def _prepare_owned(self, progress: Progress) -> Prepared | KaldiPrepared | PreparedSynthesis:
+        if not self.paths:
+            return self._prepare(progress)  # which says how many it takes
+        data = self.paths[-1]
+        check_target(data, self.overwrite)
+        with owner_of(data, "prepare", say_aside, file=owner_file(data)):
+            return self._prepare(progress)
 
     def _prepare(self, progress: Progress) -> Prepared | KaldiPrepared | PreparedSynthesis:
         if self.task == "synthesis":

@@ -14,6 +14,7 @@ import tyro
 from speechdp import exit_codes
 from speechdp.config import TrainOptions
 from speechdp.errors import ConfigError
+from speechdp.overwrite import check_overwrite, empty
 
 if TYPE_CHECKING:
     from speechdp.compare.jobs import JobStarter
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from speechdp.profile.plan import ProfilePlan
     from speechdp.profile.record import Settings
     from speechdp.train.session import Session
+
+_RECORDS = ("profile.json",)
 
 
 @dataclass(frozen=True)
@@ -85,26 +88,30 @@ class ProfileCommand:
 
     def _run_all(self) -> int:
         from speechdp.cli.console import make_console  # noqa: PLC0415
+        from speechdp.cli.folders import owner_of  # noqa: PLC0415
         from speechdp.cli.report import print_report  # noqa: PLC0415
-        from speechdp.cli.starting import line_printer, remove_folder  # noqa: PLC0415
+        from speechdp.cli.starting import line_printer  # noqa: PLC0415
         from speechdp.compare.jobs import Stopped  # noqa: PLC0415
         from speechdp.profile.jobs import Profiler  # noqa: PLC0415
         from speechdp.profile.record import FAILED, STRONG  # noqa: PLC0415
 
         request, starter = self._request(self._plan()), self._starter()
         if self.overwrite:
-            remove_folder(self.out_dir, "profile.json")
+            check_overwrite(self.out_dir, _RECORDS, "with a profile.json")
         say = line_printer(make_console())
-        say(f"profile in {self.out_dir.absolute()}")
-        for note in request.settings.notes:
-            say(f"note: {note}")
-        if [job.entry.ranks for job in request.jobs if job.entry.kind == STRONG] == [1]:
-            say("note: strong on 1 rank alone: there is nothing to scale; give --ranks 1,2")
-        try:
-            record = Profiler(request, starter, say).run()
-        except Stopped:
-            say(f"stopped as asked; the same command goes on with {self.out_dir}")
-            return exit_codes.STOPPED
+        with owner_of(self.out_dir, "profile", say) as owner:
+            if self.overwrite:
+                empty(owner, _RECORDS)
+            say(f"profile in {self.out_dir.absolute()}")
+            for note in request.settings.notes:
+                say(f"note: {note}")
+            if [job.entry.ranks for job in request.jobs if job.entry.kind == STRONG] == [1]:
+                say("note: strong on 1 rank alone: there is nothing to scale; give --ranks 1,2")
+            try:
+                record = Profiler(request, starter, say).run()
+            except Stopped:
+                say(f"stopped as asked; the same command goes on with {self.out_dir}")
+                return exit_codes.STOPPED
         failed = [job for job in record.jobs if job.state == FAILED]
         if len(failed) < len(record.jobs):
             print_report(self.out_dir, None)

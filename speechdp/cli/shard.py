@@ -10,8 +10,10 @@ import tyro
 from rich.console import Console
 
 from speechdp.cli.console import make_console
+from speechdp.cli.folders import owner_of, say_aside, tidied_on_sigterm
 from speechdp.cli.inspect import describe
 from speechdp.cli.progress import progress_bar
+from speechdp.data.data_dir import check_target, owner_file
 from speechdp.data.reshard import ReshardOptions, reshard
 
 
@@ -45,7 +47,12 @@ class ShardCommand:
             seed=self.seed,
             overwrite=self.overwrite,
         )
-        with progress_bar(Console(stderr=True)) as progress:
+        check_target(self.out, self.overwrite)
+        with (
+            tidied_on_sigterm(),
+            owner_of(self.out, "shard", say_aside, file=owner_file(self.out)),
+            progress_bar(Console(stderr=True)) as progress,
+        ):
             dataset = reshard(options, progress)
         make_console().print(describe(dataset))
         return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -56,20 +55,3 @@ def threads_of_a_rank(most_ranks: int, hostfile: Path | None) -> int:
 def line_printer(console: Console) -> Callable[[str], None]:
     """Return what prints a line of news as it is: names of files are no markup, and nothing is folded."""
     return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def remove_folder(out: Path, record: str) -> None:
-    """Delete the folder that --overwrite is to begin anew, if there is one.
-
-    Args:
-        out: the folder.
-        record: the file that every folder of the command has.
-
-    Raises:
-        ConfigError: the folder holds something else.
-    """
-    if not out.exists():
-        return
-    if not (out / record).is_file():
-        raise ConfigError(f"{out}: --overwrite deletes only folders with a {record}; remove it yourself")
-    shutil.rmtree(out)

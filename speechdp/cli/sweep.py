@@ -70,16 +70,21 @@ class SweepCommand:
 
     def _on_rank(self, session: Session) -> int:
         from speechdp.cli.report import print_report  # noqa: PLC0415
-        from speechdp.cli.train import remove_run  # noqa: PLC0415
+        from speechdp.cli.train import RUN_RECORDS, check_run_overwrite  # noqa: PLC0415
+        from speechdp.overwrite import empty  # noqa: PLC0415
+        from speechdp.train.ownership import owned  # noqa: PLC0415
         from speechdp.train.sweep import run_sweep  # noqa: PLC0415
         from speechdp.train.trainer import Stopped  # noqa: PLC0415
 
         comm, plan = session.comm, self._plan()
         if comm.rank == 0 and self.overwrite:
-            remove_run(self.out_dir)
-        comm.barrier()
+            check_run_overwrite(self.out_dir)
         try:
-            run_sweep(session, self.options, plan, self.out_dir, self._reporter_maker(comm))
+            with owned(session, self.out_dir, "sweep") as owner:
+                if owner is not None and self.overwrite:
+                    empty(owner, RUN_RECORDS)
+                comm.barrier()
+                run_sweep(session, self.options, plan, self.out_dir, self._reporter_maker(comm))
         except Stopped:
             session.reporter.notice(f"stopped as asked; the same command goes on with {self.out_dir}")
             return exit_codes.STOPPED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,9 +11,13 @@ import tyro
 from speechdp import exit_codes
 from speechdp.config import TrainOptions
 from speechdp.errors import ConfigError
+from speechdp.overwrite import check_overwrite, empty
 
 if TYPE_CHECKING:
     from speechdp.train.session import Session
+
+#: One of these every run or sweep has.  Until its rounds of realignment are done, a run has only theirs.
+RUN_RECORDS = ("run.json", "sweep.json", "realign/*/run.json")
 
 
 @dataclass(frozen=True)
@@ -46,14 +49,18 @@ class TrainCommand:
         return train_over_ranks(request, self._on_rank)
 
     def _on_rank(self, session: Session) -> int:
+        from speechdp.train.ownership import owned  # noqa: PLC0415
         from speechdp.train.realign import train_with_realignment  # noqa: PLC0415
         from speechdp.train.trainer import Stopped  # noqa: PLC0415
 
         if session.comm.rank == 0 and self.overwrite:
-            remove_run(self.run_dir)
-        session.comm.barrier()
+            check_run_overwrite(self.run_dir)
         try:
-            train_with_realignment(session, self.options, self.run_dir, resume=self.resume)
+            with owned(session, self.run_dir, "train") as owner:
+                if owner is not None and self.overwrite:
+                    empty(owner, RUN_RECORDS)
+                session.comm.barrier()
+                train_with_realignment(session, self.options, self.run_dir, resume=self.resume)
         except Stopped:
             session.reporter.end()
             session.reporter.notice(
@@ -64,15 +71,6 @@ class TrainCommand:
         return 0
 
 
-def remove_run(run_dir: Path) -> None:
-    """Delete a run's folder.
-
-    Raises:
-        ConfigError: the folder holds something that is not a run.
-    """
-    if not run_dir.exists():
-        return
-    # Until its rounds of realignment are done, a run has only theirs.
-    if not any(next(run_dir.glob(name), None) for name in ("run.json", "sweep.json", "realign/*/run.json")):
-        raise ConfigError(f"{run_dir}: --overwrite deletes only folders that hold a run; remove it yourself")
-    shutil.rmtree(run_dir)
+def check_run_overwrite(run_dir: Path) -> None:
+    """Refuse to delete what holds no run or sweep, or may not be deleted.  Raises ConfigError."""
+    check_overwrite(run_dir, RUN_RECORDS, "that hold a run")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -157,7 +161,8 @@ def _run_in_processes(jobs: Sequence[Job], num_workers: int, progress: Progress)
     total = sum(job.num_utterances for job in jobs)
     stage = jobs[0].stage
     with ProcessPoolExecutor(num_workers, context, _keep, (shared,)) as pool:
-        futures = [pool.submit(_write_counted, job) for job in jobs]
+        with _interrupts_held_back():
+            futures = [pool.submit(_write_counted, job) for job in jobs]
         try:
             _watch(futures, lambda: progress(stage, shared.num_done.value, total))
             return [future.result() for future in futures]
@@ -170,6 +175,16 @@ def _run_in_processes(jobs: Sequence[Job], num_workers: int, progress: Progress)
             shared.stop.set()  # else leaving the pool would wait for shards that nobody wants any more
             for future in futures:
                 future.cancel()
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Start processes that Ctrl-C, which reaches all of a terminal, does not end: they inherit the mask."""
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
 def _watch(futures: Sequence[Future[ShardResult]], report: Callable[[], None]) -> None:
@@ -195,6 +210,15 @@ _shared: list[_Shared] = []
 
 def _keep(shared: _Shared) -> None:
     _shared.append(shared)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+
+
+def _end_after(parent: BaseProcess) -> None:
+    """End this process when the one that started it was killed: the next may write to the same folder."""
+    parent.join()
+    os._exit(1)
 
 
 def _write_counted(job: Job) -> ShardResult:

@@ -7,6 +7,7 @@ fast it is, not how well a model would recognise people.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -172,6 +173,8 @@ def _speak(job: SpeakingJob, advance: Callable[[], None], stop: threading.Event)
     command = [sys.executable, "-m", "speechdp.data.synthetic_worker", str(path)]
     # In the folder that holds the package, so that it is found even if it is not installed.
     home = Path(speechdp.__file__).parent.parent
+    # Ctrl-C reaches every process of the terminal: this one ends its workers, which inherit what it blocks.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

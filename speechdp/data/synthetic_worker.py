@@ -7,6 +7,7 @@ carries a line of JSON an utterance, {"done": n}, or {"error": message}.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -154,6 +155,8 @@ def main(arguments: list[str]) -> int:
         for done in run_job(SpeakingJob.read(Path(arguments[0]))):
             sys.stdout.write(json.dumps({"done": done}) + "\n")
             sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads was killed
+        os._exit(1)
     except (SpeechDPError, OSError) as error:
         sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
         return 1

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from speechdp.batch_job import find_batch_job
 from speechdp.train.session import Session
 
 #: Set by `speechdp launch`: where the hosts stood, the hosts themselves, its own command line (a JSON list),
@@ -18,7 +19,6 @@ HOSTFILE, HOSTS, LAUNCH = "SPEECHDP_HOSTFILE", "SPEECHDP_HOSTS", "SPEECHDP_LAUNC
 RESTART_REASON = "SPEECHDP_RESTART_REASON"
 _GIT_TIMEOUT_S = 3.0
 _MOST_BYTES = 1 << 20
-_JOB_IDS = {"SLURM_JOB_ID": "slurm", "LSB_JOBID": "lsf", "PBS_JOBID": "pbs", "JOB_ID": "sge"}
 _SETTINGS = re.compile(
     r"(OMP|MKL|OPENBLAS|GOTO)_NUM_THREADS|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|LAUNCH_BLOCKING)|CUBLAS_\w+"
     r"|(HOROVOD|NCCL|UCX|GLOO|TORCH|PYTORCH|KMP|GOMP|FI|SPEECHDP)_\w+|(OMPI|PRTE|PMIX)_MCA_\w+"
@@ -26,7 +26,7 @@ _SETTINGS = re.compile(
 #: Never written down: what opens doors, and what a launcher makes up anew for every job.
 _HIDDEN = re.compile(
     r"SECRET|TOKEN|PASSW|CREDENTIAL|(^|_)KEY|APIKEY|TRANSPORTS|_URI|_MCA_(orte|ess|prte|pmix|plm_base|ras_base)_"
-    r"|INITIAL_WDIR|SPEECHDP_(HOSTFILE|HOSTS|LAUNCH|RESTART_REASON)$",
+    r"|INITIAL_WDIR|SPEECHDP_(HOSTFILE|HOSTS|LAUNCH|RESTART_REASON|START)$",
     re.IGNORECASE,
 )
 
@@ -123,9 +123,5 @@ def _launch_command(environment: Mapping[str, str]) -> list[str] | None:
 
 
 def _scheduler(environment: Mapping[str, str]) -> dict[str, str] | None:
-    for variable, name in _JOB_IDS.items():
-        job_id = environment.get(variable)
-        # Only Grid Engine's name is one that others might use as well.
-        if job_id and (name != "sge" or "SGE_ROOT" in environment or "SGE_TASK_ID" in environment):
-            return {"name": name, "job_id": job_id}
-    return None
+    job = find_batch_job(environment)
+    return None if job is None else {"name": job.scheduler, "job_id": job.job_id}

@@ -17,6 +17,7 @@ from speechdp.files import cannot_be_written, write_text_atomically
 from speechdp.strategies.period import Period, PeriodUnit
 from speechdp.strategies.registry import parse_strategy
 from speechdp.train.model_file import load_model
+from speechdp.train.ownership import owned
 from speechdp.train.progress import Reporter
 from speechdp.train.realign import make_alignments, train_or_go_on, with_alignments
 from speechdp.train.session import Session
@@ -104,9 +105,10 @@ def run_sweep(
     options = with_alignments(options, alignments)
     for position, name in enumerate(names, start=1):
         run_session = dataclasses.replace(session, reporter=reporter_for(f"[{position}/{len(names)}] {name}"))
-        if name == ONE_RANK:
-            _train_one_rank(run_session, options, plan, out_dir / name)
-        else:
+        with owned(run_session, out_dir / name, "sweep"):
+            if name == ONE_RANK:
+                _train_one_rank(run_session, options, plan, out_dir / name)
+                continue
             own = dataclasses.replace(options, strategy=runs[name])
             train_or_go_on(run_session, own, out_dir / name)
             if plan.decode_split:

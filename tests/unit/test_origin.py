@@ -76,6 +76,7 @@ def test_settings_are_recorded_and_secrets_are_not() -> None:
         "OMPI_MCA_orte_hnp_uri": "tcp://10.0.0.1",
         "AWS_SECRET_ACCESS_KEY": "s3cret",
         "SPEECHDP_LAUNCH": "[]",
+        "SPEECHDP_START": "5ec4e7:1",
         "HOME": "/root",
         "PATH": "/bin",
     }

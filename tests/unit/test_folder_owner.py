@@ -1,0 +1,404 @@
+"""One owner a folder: who is refused, who takes over, who notices; no real waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from speechdp.batch_job import BatchJob, find_batch_job
+from speechdp.claimant import Claimant, Fate, process_fate
+from speechdp.errors import ConfigError, RunError
+from speechdp.folder_owner import OWNER_FILE, FolderOwner, StopAsked, Surroundings, Timing
+from tests.helpers.mpi import REPOSITORY
+
+POLLS = 60
+SLURM = BatchJob("slurm", "17")
+
+
+class Host:
+    """A process on a host of its own, whose pauses are counted instead of waited for."""
+
+    def __init__(self, folder: Path, name: str = "here", **changes: object) -> None:
+        self.said: list[str] = []
+        self.ends: list[str] = []
+        self.pauses = 0
+        self.meanwhile: Callable[[int], object] = lambda number: None
+        self.asked_to_stop = False
+        claimant = Claimant.here("train", {})
+        if name != "here":
+            claimant = replace(claimant, host=name, boot=f"boot of {name}", machine=f"disk of {name}")
+        claimant = replace(claimant, **changes)  # type: ignore[arg-type]
+        surroundings = Surroundings(
+            self.said.append, self.ends.append, lambda: self.asked_to_stop, self._pause, Timing()
+        )
+        self.owner = FolderOwner(folder, claimant, surroundings, beats=False)
+
+    def _pause(self, seconds: float) -> None:
+        self.pauses += 1
+        self.meanwhile(self.pauses)
+
+
+def owner_in(folder: Path) -> str:
+    return str(json.loads((folder / OWNER_FILE).read_text())["host"])
+
+
+def test_a_second_one_is_refused_in_a_line_that_names_the_first(tmp_path: Path) -> None:
+    run = tmp_path / "deep" / "run"
+    with Host(run, job=SLURM).owner:
+        with pytest.raises(ConfigError) as refused:
+            Host(run).owner.acquire()
+        for part in (
+            f"{run}: is in use by speechdp train",
+            f"process {os.getpid()}",
+            "slurm job 17",
+            "since ",
+        ):
+            assert part in str(refused.value)
+        assert os.listdir(run) == [OWNER_FILE]  # noqa: PTH208
+    assert list(tmp_path.iterdir()) == []
+    run.mkdir(parents=True)
+    with Host(run).owner:
+        (run / "file").touch()
+    assert os.listdir(run) == ["file"]  # noqa: PTH208
+
+
+def test_one_that_was_killed_is_followed_at_once(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with contextlib.suppress(OSError):
+        os.kill(ended.pid, 0)
+    Host(tmp_path, pid=ended.pid).owner.acquire()
+    second = Host(tmp_path)
+    second.owner.acquire()
+    assert second.pauses == 0 and len(second.said) == 1 and "taken over from" in second.said[0]
+    # The number may be another process's by now.
+    assert process_fate(os.getpid(), 1) is Fate.GONE and process_fate(ended.pid, 1) is Fate.GONE
+    assert sorted(os.listdir(tmp_path)) == [OWNER_FILE]  # noqa: PTH208
+
+
+def test_a_killed_process_that_nobody_has_waited_for_is_gone() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    start = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    assert process_fate(process.pid, start) is Fate.ALIVE
+    process.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert process_fate(process.pid, start) is Fate.GONE
+    process.communicate()
+
+
+def test_what_is_known_of_a_host_that_was_started_anew_and_of_containers() -> None:
+    me = Claimant.here("train", {})
+    assert me.fate_of(replace(me, boot="an earlier one")) is Fate.GONE
+    assert me.fate_of(replace(me, boot="an earlier one", host="another")) is Fate.UNKNOWN
+    assert me.fate_of(replace(me, boot="an earlier one", machine="another")) is Fate.UNKNOWN
+    assert me.fate_of(replace(me, pid_namespace="pid:[1]", pid=1 << 22)) is Fate.UNKNOWN
+    assert me.fate_of(replace(me, boot="", pid=1 << 22)) is Fate.UNKNOWN
+
+
+def test_silence_is_waited_for_and_then_the_folder_is_taken_over(tmp_path: Path) -> None:
+    Host(tmp_path, "n1").owner.acquire()
+    newcomer = Host(tmp_path, "n2")
+    newcomer.owner.acquire()
+    assert newcomer.pauses == POLLS and owner_in(tmp_path) == "n2"
+    assert "taken over if there is no sign of life for 60 s" in newcomer.said[0]
+
+
+def test_a_sign_of_life_refuses(tmp_path: Path) -> None:
+    first, newcomer = Host(tmp_path, "n1"), Host(tmp_path, "n2")
+    first.owner.acquire()
+    newcomer.meanwhile = lambda number: first.owner.beat() if number == 7 else None
+    with pytest.raises(ConfigError, match=r"process [0-9]+ on n1"):
+        newcomer.owner.acquire()
+    assert newcomer.pauses == 7 and owner_in(tmp_path) == "n1"
+    assert os.listdir(tmp_path) == [OWNER_FILE]  # noqa: PTH208
+
+
+def test_signs_of_life_come_by_themselves(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    surroundings = Surroundings(host.said.append, host.ends.append, timing=Timing(beat_s=0.01))
+    with FolderOwner(tmp_path, Claimant.here("train", {}), surroundings):
+        before = (tmp_path / OWNER_FILE).stat().st_mtime_ns
+        deadline = time.monotonic() + 30
+        while (tmp_path / OWNER_FILE).stat().st_mtime_ns == before and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert (tmp_path / OWNER_FILE).stat().st_mtime_ns != before
+    assert host.ends == [] and os.listdir(tmp_path) == []  # noqa: PTH208
+
+
+def test_one_that_was_frozen_notices_that_it_was_overtaken(tmp_path: Path) -> None:
+    frozen, newcomer = Host(tmp_path, "n1"), Host(tmp_path, "n2")
+    frozen.owner.acquire()
+    newcomer.owner.acquire()
+    frozen.owner.beat()
+    assert len(frozen.ends) == 1 and "was taken over by speechdp train" in frozen.ends[0]
+    assert "on n2" in frozen.ends[0] and "\n" not in frozen.ends[0]
+    frozen.owner.release()
+    assert owner_in(tmp_path) == "n2"
+    newcomer.owner.beat()
+    assert newcomer.ends == []
+
+
+def test_what_the_disk_refuses_a_sign_of_life_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(tmp_path / "run")
+    host.owner.acquire()
+
+    def refuse(*args: object, **keywords: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "utime", refuse)
+        host.owner.beat()
+        disk.setattr(os, "link", refuse)
+        (tmp_path / "run" / OWNER_FILE).unlink()
+        host.owner.beat()
+    assert host.ends == [] and not (tmp_path / "run" / OWNER_FILE).exists()
+    host.owner.beat()  # it claims anew what somebody has deleted
+    assert owner_in(tmp_path / "run") == host.owner._claimant.host
+
+
+@pytest.mark.parametrize("changes", [{"job": replace(SLURM, restarts=1)}, {"launch": "x", "launch_start": 2}])
+def test_a_requeued_job_and_a_further_start_take_over_at_once(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
+    Host(tmp_path, "n1", job=SLURM, launch="x", launch_start=1).owner.acquire()
+    again = Host(tmp_path, "n2", **changes)
+    again.owner.acquire()
+    assert again.pauses == 0 and owner_in(tmp_path) == "n2"
+
+
+def test_one_in_whose_place_this_came_is_given_time_to_end(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    start = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    Host(tmp_path, job=SLURM, pid=process.pid, process_start=start).owner.acquire()
+    again = Host(tmp_path, job=replace(SLURM, restarts=1))
+
+    def end(number: int) -> None:
+        if number == 3:
+            process.communicate(b"\n")
+
+    again.meanwhile = end
+    again.owner.acquire()
+    assert again.pauses == 3
+
+
+def test_the_same_start_of_a_job_or_launch_is_refused(tmp_path: Path) -> None:
+    first = Host(tmp_path, "n1", job=SLURM, launch="x", launch_start=1)
+    first.owner.acquire()
+    again = Host(tmp_path, "n2", job=SLURM, launch="x", launch_start=1)
+    again.meanwhile = lambda number: first.owner.beat()
+    with pytest.raises(ConfigError, match="is in use by"):
+        again.owner.acquire()
+
+
+def test_one_that_is_asked_to_stop_waits_no_longer(tmp_path: Path) -> None:
+    Host(tmp_path, "n1").owner.acquire()
+    newcomer = Host(tmp_path, "n2")
+    newcomer.meanwhile = lambda number: setattr(newcomer, "asked_to_stop", number == 2)
+    with pytest.raises(StopAsked):
+        newcomer.owner.acquire()
+    assert newcomer.pauses == 2 and os.listdir(tmp_path) == [OWNER_FILE]  # noqa: PTH208
+
+
+@pytest.mark.parametrize("content", [b"", b'{"format": "spee', b"\xff\xfe", b'{"format": "x"}', None])
+def test_a_file_that_cannot_be_read_is_that_of_a_silent_owner(tmp_path: Path, content: bytes | None) -> None:
+    if content is None:
+        (tmp_path / OWNER_FILE).symlink_to(tmp_path / "elsewhere")
+    else:
+        (tmp_path / OWNER_FILE).write_bytes(content)
+    newcomer = Host(tmp_path)
+    newcomer.owner.acquire()
+    assert (
+        newcomer.pauses == POLLS and f"a job that {tmp_path / OWNER_FILE} does not name" in newcomer.said[0]
+    )
+    assert os.listdir(tmp_path) == [OWNER_FILE]  # noqa: PTH208
+
+
+def test_a_newcomer_that_died_while_it_took_over_is_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its claim is linked beside the owner's, which it did not replace any more."""
+    Host(tmp_path, "n1").owner.acquire()
+    second = Host(tmp_path, "n2")
+    with monkeypatch.context() as dying:
+        dying.setattr("speechdp.folder_owner._remove", lambda path: None)
+        dying.setattr("speechdp.folder_owner.hand_over", lambda source, target: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            second.owner.acquire()
+    assert owner_in(tmp_path) == "n1" and len(list(tmp_path.glob(".owner.json.*.next"))) == 1
+    third = Host(tmp_path, "n3")
+    third.owner.acquire()
+    assert third.pauses == POLLS and "on n2" in third.said[0] and owner_in(tmp_path) == "n3"
+    assert list(tmp_path.glob(".owner.json.*.next")) == []
+
+
+def test_one_that_comes_too_late_takes_nothing_from_the_one_that_was_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another takes over between its judgement and its claim."""
+    first, faster, late = (Host(tmp_path, name) for name in ("n1", "n2", "n3"))
+    first.owner.acquire()
+    succeed = late.owner._succeed
+
+    def held_up(sight: object) -> bool:
+        monkeypatch.undo()
+        faster.owner.acquire()
+        late.meanwhile = lambda number: faster.owner.beat()
+        return succeed(sight)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(late.owner, "_succeed", held_up)
+    with pytest.raises(ConfigError, match="on n2"):
+        late.owner.acquire()
+    assert owner_in(tmp_path) == "n2" and os.listdir(tmp_path) == [OWNER_FILE]  # noqa: PTH208
+
+
+def test_a_sign_of_life_at_the_last_moment_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, late = Host(tmp_path, "n1"), Host(tmp_path, "n2")
+    first.owner.acquire()
+    succeed = late.owner._succeed
+
+    def held_up(sight: object) -> bool:
+        first.owner.beat()
+        late.meanwhile = lambda number: first.owner.beat()
+        return succeed(sight)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(late.owner, "_succeed", held_up)
+    with pytest.raises(ConfigError, match="on n1"):
+        late.owner.acquire()
+    assert os.listdir(tmp_path) == [OWNER_FILE]  # noqa: PTH208
+
+
+class Simulation:
+    """Time that passes only while every thread waits; whoever has won gives a sign of life each time."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.won: list[Host] = []
+        self._moving, self._waiting, self._time = num_threads, 0, 0
+        self._changed = threading.Condition()
+
+    def rest(self, *, ended: bool = False) -> None:
+        with self._changed:
+            self._moving -= 1
+            self._waiting += not ended
+            now = self._time
+            if self._moving == 0:
+                for host in self.won:
+                    host.owner.beat()
+                self._time += 1
+                self._moving, self._waiting = self._waiting, 0
+                self._changed.notify_all()
+            while not ended and self._time == now:
+                self._changed.wait()
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+@pytest.mark.parametrize("has_owner", [True, False])
+def test_of_many_that_come_at_once_exactly_one_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool, has_owner: bool
+) -> None:
+    if not has_links:
+
+        def no_links(*args: object) -> None:
+            raise PermissionError(1, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", no_links)
+    former = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for number in range(10):
+            run = tmp_path / str(number)
+            if has_owner:
+                Host(run, "gone").owner.acquire()
+            won = claim_at_once(run)
+            assert len(won) == 1 and owner_in(run) == won[0].owner._claimant.host
+            assert won[0].ends == [] and os.listdir(run) == [OWNER_FILE]  # noqa: PTH208
+    finally:
+        sys.setswitchinterval(former)
+
+
+def claim_at_once(run: Path) -> list[Host]:
+    hosts = [Host(run, f"n{number}") for number in range(6)]
+    simulation = Simulation(len(hosts))
+
+    def claim(host: Host) -> None:
+        host.meanwhile = lambda number: simulation.rest()
+        try:
+            host.owner.acquire()
+            simulation.won.append(host)
+        except ConfigError:
+            pass
+        finally:
+            simulation.rest(ended=True)
+
+    threads = [threading.Thread(target=claim, args=(host,)) for host in hosts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return simulation.won
+
+
+def test_places_that_cannot_be_owned_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"is a symbolic link to .*nothing, where there is no folder"):
+        Host(tmp_path / "link").owner.acquire()
+    (tmp_path / "nothing").mkdir()
+    with Host(tmp_path / "link").owner:
+        assert (tmp_path / "nothing" / OWNER_FILE).is_file()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        Host(tmp_path / "file").owner.acquire()
+    with pytest.raises(RunError, match="cannot be written"):
+        Host(tmp_path / "file" / "run").owner.acquire()
+    with pytest.raises(RunError, match=r"cannot be written"):
+        Host(Path("/proc/self/run")).owner.acquire()
+
+
+def test_batch_jobs_are_told_apart() -> None:
+    slurm = find_batch_job({"SLURM_JOB_ID": "3", "SLURM_RESTART_COUNT": "2"})
+    assert slurm == BatchJob("slurm", "3", restarts=2)
+    lsf = find_batch_job({"LSB_JOBID": "3", "LSB_JOBINDEX": "4", "LSB_RESTART": "Y"})
+    assert lsf == BatchJob("lsf", "3", "4", 1) and str(lsf) == "lsf job 3[4]"
+    sge = find_batch_job({"JOB_ID": "3", "SGE_TASK_ID": "undefined", "RESTARTED": "1"})
+    assert sge == BatchJob("sge", "3", "", 1)
+    assert find_batch_job({"PBS_JOBID": "3[1].server"}) == BatchJob("pbs", "3[1].server")
+    assert lsf.is_later_start_of(replace(lsf, restarts=0)) and not lsf.is_later_start_of(lsf)
+    assert not lsf.is_later_start_of(BatchJob("lsf", "3", "5")) and not lsf.is_later_start_of(sge)
+
+
+def test_a_claim_is_read_as_it_was_written() -> None:
+    claimant = Claimant.here("sweep", {"SLURM_JOB_ID": "3", "SPEECHDP_START": "abc:2"})
+    assert claimant.launch_start == 2 and claimant.job == BatchJob("slurm", "3")
+    assert Claimant.from_json(json.loads(json.dumps(claimant.to_json()))) == claimant
+    assert Claimant.here("sweep", {"SPEECHDP_START": "abc:x"}).launch == ""
+
+
+def test_two_processes_and_one_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from speechdp.cli.folders import owner_of\n"
+        "with owner_of(Path(sys.argv[1]), 'train', print): print('mine', flush=True); time.sleep(300)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, cwd=REPOSITORY
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"mine\n"
+            with pytest.raises(ConfigError, match=f"process {process.pid} on "):
+                Host(tmp_path).owner.acquire()
+        finally:
+            process.kill()
+    newcomer = Host(tmp_path)
+    newcomer.owner.acquire()
+    assert newcomer.pauses == 0
