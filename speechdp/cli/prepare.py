@@ -14,7 +14,7 @@ from speechdp.cli.folders import owner_of, say_aside, tidied_on_sigterm
 from speechdp.cli.inspect import describe
 from speechdp.cli.progress import progress_bar
 from speechdp.cli.synthesis_arguments import SynthesisArguments
-from speechdp.data.data_dir import check_target, owner_file
+from speechdp.data.data_dir import check_place, owner_file
 from speechdp.data.features import FeatureConfig
 from speechdp.data.kaldi_prepare import KaldiPrepared, prepare_kaldi
 from speechdp.data.kaldi_settings import KaldiOptions
@@ -128,7 +128,7 @@ class PrepareCommand:
         if not self.paths:
             return self._prepare(progress)  # which says how many it takes
         data = self.paths[-1]
-        check_target(data, self.overwrite)
+        check_place(data)
         with owner_of(data, "prepare", say_aside, file=owner_file(data)):
             return self._prepare(progress)
 

@@ -13,7 +13,7 @@ from speechdp.cli.console import make_console
 from speechdp.cli.folders import owner_of, say_aside, tidied_on_sigterm
 from speechdp.cli.inspect import describe
 from speechdp.cli.progress import progress_bar
-from speechdp.data.data_dir import check_target, owner_file
+from speechdp.data.data_dir import check_place, owner_file
 from speechdp.data.reshard import ReshardOptions, reshard
 
 
@@ -47,7 +47,7 @@ class ShardCommand:
             seed=self.seed,
             overwrite=self.overwrite,
         )
-        check_target(self.out, self.overwrite)
+        check_place(self.out)
         with (
             tidied_on_sigterm(),
             owner_of(self.out, "shard", say_aside, file=owner_file(self.out)),

@@ -27,12 +27,11 @@ def owner_file(path: Path) -> Path:
     return place.with_name(f".{place.name}.{OWNER_FILE}")
 
 
-def check_target(path: Path, overwrite: bool) -> None:
-    """Refuse a target that cannot be made, or exists, unless it is a data directory and may be overwritten.
+def check_place(path: Path) -> None:
+    """Refuse a name under which this user cannot make a folder.
 
     Raises:
-        ConfigError: a file, another kind of folder, a data directory without `overwrite`, a link that leads
-            nowhere, or rights that this user does not have.
+        ConfigError: a link that leads nowhere, or a place where this user may not write.
     """
     place = place_of(path)
     if path.is_symlink() and not place.exists():
@@ -40,7 +39,27 @@ def check_target(path: Path, overwrite: bool) -> None:
             f"{path}: is a symbolic link to {place}, where there is nothing; make a folder there, or remove "
             "the link"
         )
-    _check_parent(path, place)
+    parent = next(parent for parent in place.parents if parent.exists())
+    if not parent.is_dir():
+        raise ConfigError(f"{path}: {parent} is a file; give the name of a new folder for the data")
+    if not may_write(parent):
+        inside = f"a folder in {place}" if place.is_dir() and may_write(place) else "a folder elsewhere"
+        raise ConfigError(f"{path}: is made in {parent}, where this user may not write; give {inside}")
+    state = parent.stat()
+    is_sticky = state.st_mode & stat.S_ISVTX and os.geteuid() not in (0, state.st_uid)
+    if is_sticky and place.exists() and place.stat().st_uid != os.geteuid():
+        raise ConfigError(f"{path}: belongs to another user and cannot be replaced; give another folder")
+
+
+def check_target(path: Path, overwrite: bool) -> None:
+    """Refuse a target that cannot be made, or exists, unless it is a data directory and may be overwritten.
+
+    Raises:
+        ConfigError: a file, another kind of folder, a data directory without `overwrite`, a link that leads
+            nowhere, or rights that this user does not have.
+    """
+    check_place(path)
+    place = place_of(path)
     if not place.exists():
         return
     if not place.is_dir():
@@ -58,20 +77,6 @@ def check_target(path: Path, overwrite: bool) -> None:
     if not overwrite:
         raise ConfigError(f"{path}: exists; give another folder or add --overwrite")
     check_deletable(place)
-
-
-def _check_parent(path: Path, place: Path) -> None:
-    """Refuse a place whose folder, made first where it is missing, cannot be written."""
-    parent = next(parent for parent in place.parents if parent.exists())
-    if not parent.is_dir():
-        raise ConfigError(f"{path}: {parent} is a file; give the name of a new folder for the data")
-    if not may_write(parent):
-        inside = f"a folder in {place}" if place.is_dir() and may_write(place) else "a folder elsewhere"
-        raise ConfigError(f"{path}: is made in {parent}, where this user may not write; give {inside}")
-    state = parent.stat()
-    is_sticky = state.st_mode & stat.S_ISVTX and os.geteuid() not in (0, state.st_uid)
-    if is_sticky and place.exists() and place.stat().st_uid != os.geteuid():
-        raise ConfigError(f"{path}: belongs to another user and cannot be replaced; give another folder")
 
 
 @contextmanager

@@ -16,11 +16,13 @@ import pytest
 
 import speechdp as package
 from speechdp.cli import main
+from speechdp.cli.folders import owner_of
 from speechdp.cli.main import SUBCOMMANDS
 from speechdp.cli.main import run as speechdp
-from speechdp.cli.train import remove_run
+from speechdp.cli.train import RUN_RECORDS, check_run_overwrite
 from speechdp.data.dataset import Dataset
 from speechdp.errors import ConfigError, RunError
+from speechdp.overwrite import empty
 from tests.helpers.jobs import SPEECHDP
 from tests.helpers.mpi import REPOSITORY, job_environment
 from tests.helpers.tiny_data import TINY_MODEL, write_tiny_data
@@ -188,19 +190,22 @@ def test_a_folder_that_holds_a_run_is_not_written_to(
 
 
 def test_overwrite_deletes_nothing_but_runs(tmp_path: Path) -> None:
-    remove_run(tmp_path / "nothing")
+    check_run_overwrite(tmp_path / "nothing")
     corpus = tmp_path / "corpus"
     (corpus / "alignments").mkdir(parents=True)
     (corpus / "wav.scp").write_text("")
     with pytest.raises(ConfigError, match="--overwrite deletes only folders that hold a run"):
-        remove_run(corpus)
-    assert (corpus / "wav.scp").is_file()
-    for name in ("run.json", "sweep.json", "realign/1/run.json"):
+        check_run_overwrite(corpus)
+    for name in RUN_RECORDS:
         run = tmp_path / "run"
-        (run / name).parent.mkdir(parents=True)
-        (run / name).write_text("{}")
-        remove_run(run)
-        assert not run.exists()
+        record = run / name.replace("*", "1")
+        record.parent.mkdir(parents=True)
+        record.write_text("{}")
+        check_run_overwrite(run)
+        with owner_of(run, "train", print) as owner:
+            empty(owner, RUN_RECORDS)
+            assert [path.name for path in run.iterdir()] == ["owner.json"]
+        run.rmdir()
 
 
 def test_an_interrupt_is_exit_code_130(
