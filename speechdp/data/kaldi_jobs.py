@@ -19,6 +19,11 @@ from speechdp.data.kaldi_cmvn import SpeakerCmvn
 from speechdp.data.kaldi_matrix import MatrixPlace, read_matrix
 from speechdp.data.shard_jobs import Progress, num_cores
 from speechdp.data.shards import AudioUtterance, ShardHeader, ShardWriter, Utterance
+from speechdp.data.worker_processes import (
+    end_with_parent,
+    interrupts_held_back,
+    workers_ended_on_failure,
+)
 from speechdp.errors import ConfigError, RunError
 
 _STAGE = "writing shards"
@@ -158,8 +163,9 @@ def _run_in_processes(
     # Spawned, not forked: the caller may have threads, and HDF5 does not survive a fork.
     context = multiprocessing.get_context("spawn")
     total, done = sum(len(job.utterances) for job in jobs), 0
-    with ProcessPoolExecutor(num_workers, context) as pool:
-        futures = {pool.submit(write_kaldi_shard, job): job for job in jobs}
+    with ProcessPoolExecutor(num_workers, context, end_with_parent) as pool, workers_ended_on_failure():
+        with interrupts_held_back():
+            futures = {pool.submit(write_kaldi_shard, job): job for job in jobs}
         try:
             for future in as_completed(futures):
                 future.result()  # raises what the job raised

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -23,6 +19,7 @@ from speechdp.data.dataset import ShardEntry
 from speechdp.data.features import compute_features, num_frames_of
 from speechdp.data.shard_layout import Stored
 from speechdp.data.shards import AudioUtterance, ShardHeader, ShardWriter, Utterance
+from speechdp.data.worker_processes import end_with_parent, interrupts_held_back
 from speechdp.decode.hmm import STATES_PER_PHONE, StateInventory, flat_alignment
 from speechdp.decode.lexicon import Lexicon
 from speechdp.errors import ConfigError, RunError
@@ -161,9 +158,10 @@ def _run_in_processes(jobs: Sequence[Job], num_workers: int, progress: Progress)
     total = sum(job.num_utterances for job in jobs)
     stage = jobs[0].stage
     with ProcessPoolExecutor(num_workers, context, _keep, (shared,)) as pool:
-        with _interrupts_held_back():
-            futures = [pool.submit(_write_counted, job) for job in jobs]
+        futures: list[Future[ShardResult]] = []
         try:
+            with interrupts_held_back():
+                futures += [pool.submit(_write_counted, job) for job in jobs]
             _watch(futures, lambda: progress(stage, shared.num_done.value, total))
             return [future.result() for future in futures]
         except BrokenProcessPool as error:
@@ -175,16 +173,6 @@ def _run_in_processes(jobs: Sequence[Job], num_workers: int, progress: Progress)
             shared.stop.set()  # else leaving the pool would wait for shards that nobody wants any more
             for future in futures:
                 future.cancel()
-
-
-@contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Start processes that Ctrl-C, which reaches all of a terminal, does not end: they inherit the mask."""
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
 def _watch(futures: Sequence[Future[ShardResult]], report: Callable[[], None]) -> None:
@@ -210,15 +198,7 @@ _shared: list[_Shared] = []
 
 def _keep(shared: _Shared) -> None:
     _shared.append(shared)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
-
-
-def _end_after(parent: BaseProcess) -> None:
-    """End this process when the one that started it was killed: the next may write to the same folder."""
-    parent.join()
-    os._exit(1)
+    end_with_parent()
 
 
 def _write_counted(job: Job) -> ShardResult:
