@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.batch_job import BatchJob, find_batch_job
+from speechdp.errors import printable
 
 CLAIM_FORMAT = "speechdp-owner"
 CLAIM_VERSION = 1
@@ -128,7 +129,8 @@ class Claimant:
 
     def __str__(self) -> str:
         job = "" if self.job is None else f", {self.job}"
-        return f"speechdp {self.command}, process {self.pid} on {self.host}{job}, since {self.since}"
+        text = f"speechdp {self.command}, process {self.pid} on {self.host}{job}, since {self.since}"
+        return printable(text)  # it may come from a file
 
 
 def process_fate(pid: int, start: int | None) -> Fate:

@@ -5,12 +5,16 @@ the command line prints it as it is and exits non-zero on every rank.
 """
 
 
+def printable(text: str) -> str:
+    """Return text that breaks no line and steers no terminal, whatever names and lines of files are in it."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 class SpeechDPError(Exception):
     """Base of all errors that are the user's to mend; never raised itself."""
 
     def __str__(self) -> str:
-        # Names and lines of files come into messages: none may break the line or steer the terminal.
-        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
+        return printable(super().__str__())
 
 
 class ConfigError(SpeechDPError):

@@ -171,8 +171,8 @@ class FolderOwner:
                 os.utime(self.file, follow_symlinks=False)
             else:
                 self._surroundings.end(
-                    f"{self.folder}: was taken over by {sight.claimant}; this process gave no sign of life "
-                    f"for {self._surroundings.timing.silence_s:g} s, and writes no more"
+                    f"{self.folder}: was taken over by {sight.claimant}; this process, taken for gone, ends "
+                    "without writing more"
                 )
 
     def _run(self) -> None:

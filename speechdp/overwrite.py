@@ -25,8 +25,11 @@ def check_overwrite(folder: Path, records: Sequence[str], what: str) -> None:
     Raises:
         ConfigError: it holds something else, or may not be deleted by this user.
     """
-    if not folder.exists():
-        return
+    try:
+        if not folder.exists():
+            return
+    except OSError:
+        return  # who tries to own it is told why
     # What a start leaves that was killed before it had begun.
     is_left = folder.is_dir() and (names := os.listdir(folder)) and all(map(is_owners, names))  # noqa: PTH208
     if not is_left and not any(next(folder.glob(record), None) for record in records):

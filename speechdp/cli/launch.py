@@ -217,8 +217,9 @@ class _Starter:
         # Packed otherwise after a fault, ranks must not compute otherwise: sums would round differently.
         self._environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
         environment["SPEECHDP_TERMINAL"] = describe_terminal()
-        # By this a further start knows whose place it takes in a folder that the one before has owned.
-        environment[START_VARIABLE] = f"{self._name}:{self._starts}"
+        # By this a further start knows whose place it takes in the folder that the one before has owned.
+        if self._starts:
+            environment[START_VARIABLE] = f"{self._name}:{self._starts}"
         if reason:
             environment["SPEECHDP_RESTART_REASON"] = reason
         environment["SPEECHDP_HOSTFILE"] = self._place.hostfile.source

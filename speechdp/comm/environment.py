@@ -191,8 +191,10 @@ def end_process(exit_code: int) -> NoReturn:
 
 def end_process_with(text: str, exit_code: int) -> NoReturn:
     """Write `text` to stderr and leave at once, from any thread: no stream's lock is waited for."""
-    os.write(2, text.encode(errors="replace"))
-    os._exit(exit_code)
+    try:
+        os.write(2, text.encode(errors="replace"))
+    finally:
+        os._exit(exit_code)
 
 
 def _set_defaults(defaults: Mapping[str, str]) -> None:

@@ -33,13 +33,17 @@ def check_place(path: Path) -> None:
     Raises:
         ConfigError: a link that leads nowhere, or a place where this user may not write.
     """
-    place = place_of(path)
-    if path.is_symlink() and not place.exists():
+    try:
+        place = place_of(path)
+        is_there = place.exists()
+        parent = next(parent for parent in place.parents if parent.exists())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be made ({error.strerror}); give another folder") from error
+    if path.is_symlink() and not is_there:
         raise ConfigError(
             f"{path}: is a symbolic link to {place}, where there is nothing; make a folder there, or remove "
             "the link"
         )
-    parent = next(parent for parent in place.parents if parent.exists())
     if not parent.is_dir():
         raise ConfigError(f"{path}: {parent} is a file; give the name of a new folder for the data")
     if not may_write(parent):
@@ -47,7 +51,7 @@ def check_place(path: Path) -> None:
         raise ConfigError(f"{path}: is made in {parent}, where this user may not write; give {inside}")
     state = parent.stat()
     is_sticky = state.st_mode & stat.S_ISVTX and os.geteuid() not in (0, state.st_uid)
-    if is_sticky and place.exists() and place.stat().st_uid != os.geteuid():
+    if is_sticky and is_there and place.stat().st_uid != os.geteuid():
         raise ConfigError(f"{path}: belongs to another user and cannot be replaced; give another folder")
 
 

@@ -385,6 +385,10 @@ def test_a_claim_is_read_as_it_was_written() -> None:
     assert Claimant.here("sweep", {"SPEECHDP_START": "abc:x"}).launch == ""
 
 
+def test_a_claim_that_another_has_made_up_steers_no_terminal() -> None:
+    assert "\\x1b[2J" in str(replace(Claimant.here("train", {}), host="\x1b[2J"))
+
+
 def test_two_processes_and_one_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from speechdp.cli.folders import owner_of\n"

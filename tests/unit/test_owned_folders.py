@@ -217,6 +217,8 @@ def test_data_behind_a_link_are_made_where_it_leads(dataset: Dataset, tmp_path: 
             (directory / str(number)).touch()
         assert link.is_symlink() and (disk / "1").exists() == (number == 1) and (disk / str(number)).is_file()
     assert os.listdir(disk.parent) == ["mine"]  # noqa: PTH208
+    with pytest.raises(ConfigError, match="File name too long"):
+        check_target(tmp_path / ("long" * 99), overwrite=False)
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     with pytest.raises(ConfigError, match="is a symbolic link"):
