@@ -12,12 +12,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from speechdp import exit_codes
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
+from speechdp.ending import Ended
 from speechdp.errors import CommunicationError, SpeechDPError
 
 #: how long a rank whose exchange failed waits for the rank that caused it to speak and to end the job.
@@ -90,6 +91,8 @@ def _describe(comm: Communicator | None, error: BaseException) -> _Report:
     if isinstance(error, SpeechDPError):
         exit_code = exit_codes.FAILED if delay_s < _CONSEQUENCE_DELAY_S else exit_codes.CRASHED
         return _Report(f"{name}: {error}\n", exit_code, delay_s)
+    if isinstance(error, Ended):
+        return _Report(f"{name}: {error}\n", error.exit_code, delay_s)
     if isinstance(error, KeyboardInterrupt):
         return _Report(f"{name}: interrupted\n", _INTERRUPTED, delay_s)
     if isinstance(error, SystemExit):
@@ -127,9 +130,10 @@ def _is_alone(comm: Communicator | None) -> bool:
 
 def _print(text: str) -> None:
     """Write `text` in one piece, so that the ranks' messages do not run into one another."""
-    sys.stdout.flush()
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    environment.flush_output()
+    with suppress(OSError):  # a message that cannot be written must not keep the others waiting
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def _abort_without_communicator(exit_code: int) -> None:
