@@ -1,4 +1,4 @@
-"""End on SIGTERM or SIGHUP like on an error: clean up on the way, one line, and the exit code of that signal."""
+"""End on SIGTERM or SIGHUP as on an error: clean up on the way, one line, the exit code of that signal."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ class Ended(BaseException):
     def __init__(self, signum: int) -> None:
         super().__init__(f"ended by {signal.Signals(signum).name}")
         self.exit_code = 128 + signum
+
+
+def describe_end(error: KeyboardInterrupt | Ended) -> tuple[str, int]:
+    """Return what to say of an end by a signal, and the exit code."""
+    if isinstance(error, Ended):
+        return str(error), error.exit_code
+    return "interrupted", 128 + signal.SIGINT
 
 
 def end_by_exception() -> None:

@@ -1,8 +1,8 @@
 """Standard output and error that end no command: what cannot be written is dropped, and said elsewhere.
 
 A full disk under a log, a closed terminal or a reader that has gone (`| head`) is no reason to lose a run. So
-nothing that prints ever meets an error, Python's own last flush included. Whoever has a folder says so in its
-notices.txt; where nobody has, the command ends with one line about it (`cli/main.py`).
+nothing that prints ever meets an error, Python's own last flush included. A run says so in RUN/notices.txt; a
+command without one ends with a line about it (`cli/main.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from speechdp.notices import add_notice
+from speechdp.notices import FILE_NAME, add_notice
 
 STDOUT, STDERR = 1, 2
 _NAMES = {STDOUT: "standard output", STDERR: "standard error"}
@@ -74,7 +74,7 @@ def write_standard(descriptor: int, data: bytes) -> int:
 def lost_output() -> tuple[str, bool] | None:
     """Return what became of standard output where nothing says so yet, and whether its reader has just gone.
 
-    None: all was written, or a folder's notices tell.
+    None: all was written, or a run's notices tell.
     """
     loss = _losses.get(STDOUT)
     if loss is None:
@@ -84,20 +84,20 @@ def lost_output() -> tuple[str, bool] | None:
 
 
 @contextmanager
-def losses_noted_in(folder: Path) -> Iterator[None]:
-    """Say in FOLDER/notices.txt what of the output is lost before and during the block.
+def losses_noted_in(run_dir: Path) -> Iterator[None]:
+    """Say in RUN/notices.txt what of the output is lost before and during the block.
 
-    At once, and again at the block's end what could not be said: the folder need not be there before.
+    At once, and at the block's end what could not be said before: the run may only begin meanwhile.
     """
     with _lock:
-        _folders.append(folder)
+        _folders.append(run_dir)
         _tell()
     try:
         yield
     finally:
         with _lock:
             _tell()
-            _folders.remove(folder)
+            _folders.remove(run_dir)
 
 
 def _note(descriptor: int, error: OSError) -> None:
@@ -110,7 +110,8 @@ def _note(descriptor: int, error: OSError) -> None:
 def _tell() -> None:
     for descriptor, loss in _losses.items():
         for folder in _folders:
-            if folder not in loss.noted_in and add_notice(folder, loss.describe(descriptor)):
+            stands_there = folder in loss.noted_in and (folder / FILE_NAME).exists()  # a run is overwritten
+            if not stands_there and add_notice(folder, loss.describe(descriptor)):
                 loss.noted_in.add(folder)
 
 

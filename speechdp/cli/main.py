@@ -71,7 +71,9 @@ def main() -> None:
     """Run the subcommand in sys.argv and exit with its code."""
     keep_standard_streams()
     launch = announced()
-    if launch is None or launch.size == 1:  # the ranks of a job are ended by their launcher, which tells of it
+    if (
+        launch is None or launch.size == 1
+    ):  # the ranks of a job are ended by their launcher, which tells of it
         end_by_exception()
     try:
         exit_code = run(sys.argv[1:])
