@@ -13,7 +13,7 @@ import tyro
 
 from speechdp import __version__, exit_codes
 from speechdp.comm.environment import announced
-from speechdp.ending import Ended, end_by_exception
+from speechdp.ending import Ended, describe_end, end_by_exception
 from speechdp.errors import ConfigError, SpeechDPError
 from speechdp.output import keep_standard_streams, lost_output
 
@@ -71,9 +71,7 @@ def main() -> None:
     """Run the subcommand in sys.argv and exit with its code."""
     keep_standard_streams()
     launch = announced()
-    if (
-        launch is None or launch.size == 1
-    ):  # the ranks of a job are ended by their launcher, which tells of it
+    if launch is None or launch.size == 1:  # ranks are ended by their launcher, which tells of it
         end_by_exception()
     try:
         exit_code = run(sys.argv[1:])
@@ -119,14 +117,12 @@ def run(arguments: Sequence[str]) -> int:
     try:
         exit_code: int = parse(name, rest).run()
     except SpeechDPError as error:
-        print(f"speechdp: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("speechdp: interrupted", file=sys.stderr)
-        return 130
-    except Ended as end:
-        print(f"speechdp: {end}", file=sys.stderr)
-        return end.exit_code
+        text, exit_code = str(error), exit_codes.FAILED
+    except (KeyboardInterrupt, Ended) as end:
+        text, exit_code = describe_end(end)
+    else:
+        return exit_code
+    print(f"speechdp: {text}", file=sys.stderr)
     return exit_code
 
 

@@ -60,8 +60,8 @@ class Fault:
             "host lost": f"host {self.host} was lost: it is down, or its link is cut",
             "not reached": "a host was not reached, what ssh says stands above; "
             "`speechdp doctor` looks at every host",
-            "no folder": f"mpirun cannot make its folder {self.detail}; let TMPDIR name one that every host has "
-            "and can write to",
+            "no folder": f"mpirun cannot make its folder {self.detail}; let TMPDIR name one that can be "
+            "written on every host",
             "no program": f"this Python is not on {self.host}; install speechdp there under the same path",
         }[self.kind]
 

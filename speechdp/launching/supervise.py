@@ -145,8 +145,8 @@ def _start(
         return child, ShownOutput(None, None)
     reading, writing = zip(*(os.pipe() for _ in range(2)), strict=True)
     try:
-        # The launcher holds the reading ends, too: were this process killed, what it then says about the ranks
-        # it ends would be an error.
+        # The launcher holds the reading ends, too: were this process killed, what it then says about the
+        # ranks it ends would be an error.
         child = _popen(argv, environment, stdout=writing[0], stderr=writing[1], pass_fds=reading)
     except ConfigError:
         for pipe in reading:

@@ -1,4 +1,4 @@
-"""Stop on request: SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 on any rank makes all save and end at the same step."""
+"""Stop on request: SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 on any rank: all save and end at the same step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class StopRequest:
     """Remembers the signal; installed around a run, in the main thread.
 
     Schedulers send SIGTERM, SIGUSR1 or SIGUSR2 before they end a job, Grid Engine on each host; mpirun
-    forwards SIGUSR1 and SIGUSR2 to every rank.  SIGHUP comes of a terminal that is closed; where it is ignored
-    (nohup) it stays so.
+    forwards SIGUSR1 and SIGUSR2 to every rank.  SIGHUP comes of a terminal that is closed; where it is
+    ignored (nohup) it stays so.
     """
 
     def __init__(self) -> None:

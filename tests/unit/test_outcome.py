@@ -111,8 +111,8 @@ def test_where_no_rank_failed_none_is_said_to_have(tmp_path: Path) -> None:
     not_begun = verdict(ended, Target("train", tmp_path, None))
     assert not_begun.exit_code == 1 and not_begun.advice == ""
     assert "(no rank failed first: the launcher was ended from outside, or failed" in str(not_begun.reason)
-    assert verdict(ended, run_folder(tmp_path, 7)).advice == "; start again with --resume"
-    killed = verdict(JobEnd(137, None, killed_by=9), Target("train", tmp_path, None))
+    assert verdict(ended, run_folder(tmp_path / "b", 7)).advice == "; start again with --resume"
+    killed = verdict(JobEnd(137, None, killed_by=9), Target("train", tmp_path / "c", None))
     assert str(killed.reason).startswith("the launcher itself was killed by SIGKILL; no checkpoint")
     no_folder = JobEnd(1, None, (Fault("no folder", detail="/proc/x (No such file or directory)"),))
     result = verdict(no_folder, Target("train", tmp_path, None))
