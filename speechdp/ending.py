@@ -21,6 +21,10 @@ class Ended(BaseException):
         self.exit_code = 128 + signum
 
 
+class Stopped(Exception):  # noqa: N818 (not an error)
+    """Work over ranks was asked to stop, which all have agreed on, and what can be gone on from is saved."""
+
+
 def describe_end(error: KeyboardInterrupt | Ended) -> tuple[str, int]:
     """Return what to say of an end by a signal, and the exit code."""
     if isinstance(error, Ended):

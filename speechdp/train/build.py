@@ -180,14 +180,11 @@ def _open_dealing(
     if comm.rank == 0:
         limits = DealingLimits(options.num_epochs, options.checkpoint_steps, options.max_steps)
         desk = Desk(plan, roster, limits, trainer.dealing_state)
-    stop = session.stop
 
     def tell(rank: int) -> None:
         session.reporter.notice(loss_notice(session, rank))
 
-    dealing = Dealing(
-        comm.peers(), roster, plan, desk, lambda: stop is not None and stop.received is not None, tell
-    )
+    dealing = Dealing(comm.peers(), roster, plan, desk, session.is_asked_to_stop, tell)
     trainer.on_loss = dealing.lose
     return dealing
 

@@ -15,6 +15,7 @@ from speechdp.config import TrainOptions
 from speechdp.data.fed_source import gather_feeder_times
 from speechdp.data.kaldi_unaligned import UNALIGNED
 from speechdp.data.loader import StepLoader
+from speechdp.ending import Stopped
 from speechdp.errors import ConfigError
 from speechdp.output import losses_noted_in
 from speechdp.strategies.base import Strategy
@@ -39,7 +40,7 @@ from speechdp.train.session import Session
 from speechdp.train.status import StatusFolder
 from speechdp.train.stop import StopAgreement
 from speechdp.train.tolerance import begin_tolerating, lost_ranks
-from speechdp.train.trainer import Stopped, Trainer
+from speechdp.train.trainer import Trainer
 from speechdp.train.watching import watched
 
 

@@ -20,7 +20,7 @@ _NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
 class Scalars:
     """Writes evaluations for TensorBoard (rank 0 only); a file that cannot be written is a notice.
 
-    Each is on disk before the checkpoint that follows it, as a line of metrics.jsonl is: torch's SummaryWriter
+    Each is on disk before the checkpoint that follows, as a line of metrics.jsonl is: torch's SummaryWriter
     writes minutes later, in a thread whose errors come up in whatever is called next.
 
     Args:
