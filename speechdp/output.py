@@ -161,7 +161,7 @@ def _kept(stream: TextIO | None, standard: int) -> TextIO:
             return stream
         if not isinstance(stream, io.TextIOWrapper):
             return stream
-        encoding, at_each_line = stream.encoding, stream.line_buffering
+        encoding, at_each_line = stream.encoding, stream.line_buffering or stream.write_through
         errors = stream.errors if stream.errors not in (None, "strict") else "backslashreplace"
     file = io.BufferedWriter(_KeptFile(standard, descriptor))
     return io.TextIOWrapper(file, encoding, errors, line_buffering=at_each_line)
