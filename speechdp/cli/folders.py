@@ -1,14 +1,11 @@
-"""What commands without ranks do about the folder they write: own it, and leave it tidy when ended."""
+"""What commands without ranks do about the folder they write: own it."""
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 from speechdp import exit_codes
 from speechdp.claimant import Claimant
@@ -36,21 +33,3 @@ def owner_of(
 def say_aside(text: str) -> None:
     """Print a line of news to stderr."""
     print(text, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def tidied_on_sigterm() -> Iterator[None]:
-    """Leave the block on SIGTERM as by an exception, so that what is unfinished is removed; exit code 143."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would end the tidying
-        raise SystemExit(128 + number)
-
-    former = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    except SystemExit:
-        print("speechdp: ended by SIGTERM", file=sys.stderr)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, former)

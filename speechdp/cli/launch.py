@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +45,7 @@ from speechdp.launching.restarts import RestartPolicy, Restarts, find_reachable
 from speechdp.launching.submit import check_command
 from speechdp.launching.supervise import JobEnd, StopPolicy, StopRequest, noted_signals, run_job
 from speechdp.launching.words import has_option, split_words
+from speechdp.output import losses_noted_in
 
 #: So long a GPU may need to free the memory of a killed rank, s.
 _RESTART_DELAY_S = 1.0
@@ -116,7 +118,10 @@ def launch(options: LaunchCommand, program: tuple[str, ...]) -> int:
     policy = RestartPolicy(options.max_restarts, options.min_ranks)
     policy.check(place.num_ranks, target)
     # Signals between two starts count as well.
-    with noted_signals() as request:
+    with ExitStack() as stack:
+        request = stack.enter_context(noted_signals())
+        if target is not None:
+            stack.enter_context(losses_noted_in(target.directory))
         starter = _Starter(options, program, place, request)
         restarts = Restarts(policy, place.hostfile, place.num_ranks, target, starter.reachable)
         if options.dry_run:

@@ -12,7 +12,10 @@ from typing import Any
 import tyro
 
 from speechdp import __version__, exit_codes
+from speechdp.comm.environment import announced
+from speechdp.ending import Ended, describe_end, end_by_exception
 from speechdp.errors import ConfigError, SpeechDPError
+from speechdp.output import keep_standard_streams, lost_output
 
 
 @dataclass(frozen=True)
@@ -66,14 +69,35 @@ _BROKEN_PIPE = 141
 
 def main() -> None:
     """Run the subcommand in sys.argv and exit with its code."""
+    keep_standard_streams()
+    launch = announced()
+    if launch is None or launch.size == 1:  # ranks are ended by their launcher, which tells of it
+        end_by_exception()
     try:
         exit_code = run(sys.argv[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # `speechdp ... | head`: nobody reads on.  Python would flush once more at its end, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        exit_code = _BROKEN_PIPE
-    sys.exit(exit_code)
+    except SystemExit as end:  # of an argument parser, also after --help
+        exit_code = _exit_code_of(end)
+    sys.stdout.flush()
+    sys.exit(_told_of_lost_output(exit_code))
+
+
+def _exit_code_of(end: SystemExit) -> int:
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    print(end.code, file=sys.stderr)
+    return exit_codes.FAILED
+
+
+def _told_of_lost_output(exit_code: int) -> int:
+    """Say what of the output is lost, where nothing else does; return the exit code for it."""
+    lost = lost_output()
+    if lost is None or exit_code != 0:
+        return exit_code
+    text, reader_has_gone = lost
+    if reader_has_gone:  # `speechdp ... | head`
+        return _BROKEN_PIPE
+    print(f"speechdp: {text}; free some space there, or send it elsewhere", file=sys.stderr)
+    return exit_codes.FAILED
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -93,11 +117,12 @@ def run(arguments: Sequence[str]) -> int:
     try:
         exit_code: int = parse(name, rest).run()
     except SpeechDPError as error:
-        print(f"speechdp: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("speechdp: interrupted", file=sys.stderr)
-        return 130
+        text, exit_code = str(error), exit_codes.FAILED
+    except (KeyboardInterrupt, Ended) as end:
+        text, exit_code = describe_end(end)
+    else:
+        return exit_code
+    print(f"speechdp: {text}", file=sys.stderr)
     return exit_code
 
 

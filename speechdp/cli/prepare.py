@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 
 from speechdp.cli.console import make_console
-from speechdp.cli.folders import owner_of, say_aside, tidied_on_sigterm
+from speechdp.cli.folders import owner_of, say_aside
 from speechdp.cli.inspect import describe
 from speechdp.cli.progress import progress_bar
 from speechdp.cli.synthesis_arguments import SynthesisArguments
@@ -111,7 +111,7 @@ class PrepareCommand:
         """Make the data directory and print what is in it."""
 
         console = make_console()
-        with tidied_on_sigterm(), progress_bar(Console(stderr=True)) as progress:
+        with progress_bar(Console(stderr=True)) as progress:
             prepared = self._prepare_owned(progress)
         console.print(describe(prepared.dataset))
         if isinstance(prepared, KaldiPrepared | PreparedSynthesis):

@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 
 from speechdp.cli.console import make_console
-from speechdp.cli.folders import owner_of, say_aside, tidied_on_sigterm
+from speechdp.cli.folders import owner_of, say_aside
 from speechdp.cli.inspect import describe
 from speechdp.cli.progress import progress_bar
 from speechdp.data.data_dir import check_place, owner_file
@@ -49,7 +49,6 @@ class ShardCommand:
         )
         check_place(self.out)
         with (
-            tidied_on_sigterm(),
             owner_of(self.out, "shard", say_aside, file=owner_file(self.out)),
             progress_bar(Console(stderr=True)) as progress,
         ):

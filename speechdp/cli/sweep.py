@@ -71,10 +71,10 @@ class SweepCommand:
     def _on_rank(self, session: Session) -> int:
         from speechdp.cli.report import print_report  # noqa: PLC0415
         from speechdp.cli.train import RUN_RECORDS, check_run_overwrite  # noqa: PLC0415
+        from speechdp.ending import Stopped  # noqa: PLC0415
         from speechdp.overwrite import empty  # noqa: PLC0415
         from speechdp.train.ownership import owned  # noqa: PLC0415
         from speechdp.train.sweep import run_sweep  # noqa: PLC0415
-        from speechdp.train.trainer import Stopped  # noqa: PLC0415
 
         comm, plan = session.comm, self._plan()
         if comm.rank == 0 and self.overwrite:

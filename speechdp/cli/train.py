@@ -49,9 +49,9 @@ class TrainCommand:
         return train_over_ranks(request, self._on_rank)
 
     def _on_rank(self, session: Session) -> int:
+        from speechdp.ending import Stopped  # noqa: PLC0415
         from speechdp.train.ownership import owned  # noqa: PLC0415
         from speechdp.train.realign import train_with_realignment  # noqa: PLC0415
-        from speechdp.train.trainer import Stopped  # noqa: PLC0415
 
         if session.comm.rank == 0 and self.overwrite:
             check_run_overwrite(self.run_dir)

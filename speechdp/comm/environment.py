@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -182,19 +182,24 @@ def prefer_gloo_interface(name: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
+def flush_output() -> None:
+    """Write out what was printed; nothing that ends a process may fail over it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+
+
 def end_process(exit_code: int) -> NoReturn:
     """Leave at once: no exit handlers, which would wait for peers that are never going to answer."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os._exit(exit_code)
 
 
 def end_process_with(text: str, exit_code: int) -> NoReturn:
     """Write `text` to stderr and leave at once, from any thread: no stream's lock is waited for."""
-    try:
+    with suppress(OSError):  # where nothing can be said, leaving counts all the same
         os.write(2, text.encode(errors="replace"))
-    finally:
-        os._exit(exit_code)
+    os._exit(exit_code)
 
 
 def _set_defaults(defaults: Mapping[str, str]) -> None:

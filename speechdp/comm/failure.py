@@ -12,19 +12,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from speechdp import exit_codes
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
+from speechdp.ending import Ended, describe_end
 from speechdp.errors import CommunicationError, SpeechDPError
 
 #: how long a rank whose exchange failed waits for the rank that caused it to speak and to end the job.
 _CONSEQUENCE_DELAY_S = 3.0
 #: how long ranks other than 0 wait before they print what probably all ranks have to say.
 _OTHERS_DELAY_S = 0.5
-_INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -90,18 +90,23 @@ def _describe(comm: Communicator | None, error: BaseException) -> _Report:
     if isinstance(error, SpeechDPError):
         exit_code = exit_codes.FAILED if delay_s < _CONSEQUENCE_DELAY_S else exit_codes.CRASHED
         return _Report(f"{name}: {error}\n", exit_code, delay_s)
-    if isinstance(error, KeyboardInterrupt):
-        return _Report(f"{name}: interrupted\n", _INTERRUPTED, delay_s)
+    if isinstance(error, (KeyboardInterrupt, Ended)):
+        text, exit_code = describe_end(error)
+        return _Report(f"{name}: {text}\n", exit_code, delay_s)
     if isinstance(error, SystemExit):
-        if _says_success(error):
-            text = f"{name}: left by sys.exit as if all were well, which the other ranks would wait for\n"
-            return _Report(text, exit_codes.CRASHED, delay_s)
-        if isinstance(error.code, int):
-            return _Report(f"{name}: ended with exit code {error.code}\n", error.code, delay_s)
-        return _Report(f"{name}: {error.code}\n", exit_codes.FAILED, delay_s)
+        return _describe_exit(name, error, delay_s)
     trace = "".join(traceback.format_exception(error))
     text = f"{trace}{name}: ended by an unexpected {type(error).__name__}: {error}\n"
     return _Report(text, exit_codes.CRASHED, delay_s)
+
+
+def _describe_exit(name: str, error: SystemExit, delay_s: float) -> _Report:
+    if _says_success(error):
+        text = f"{name}: left by sys.exit as if all were well, which the other ranks would wait for\n"
+        return _Report(text, exit_codes.CRASHED, delay_s)
+    if isinstance(error.code, int):
+        return _Report(f"{name}: ended with exit code {error.code}\n", error.code, delay_s)
+    return _Report(f"{name}: {error.code}\n", exit_codes.FAILED, delay_s)
 
 
 def _says_success(error: SystemExit) -> bool:
@@ -127,9 +132,10 @@ def _is_alone(comm: Communicator | None) -> bool:
 
 def _print(text: str) -> None:
     """Write `text` in one piece, so that the ranks' messages do not run into one another."""
-    sys.stdout.flush()
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    environment.flush_output()
+    with suppress(OSError):  # a message that cannot be written must not keep the others waiting
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def _abort_without_communicator(exit_code: int) -> None:

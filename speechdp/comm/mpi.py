@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator, CompletedWork, PeerCommunicator, ReduceOp, Work
-from speechdp.comm.environment import end_process, prepare_open_mpi
+from speechdp.comm.environment import end_process, flush_output, prepare_open_mpi
 from speechdp.comm.packets import Allocate, PacketChannel, fresh
 from speechdp.comm.patience import sleep_until
 from speechdp.comm.staging import Staged, as_bytes
@@ -228,8 +227,7 @@ def world_rank() -> int:
 
 def abort_world(exit_code: int) -> NoReturn:
     """End every rank of the MPI job at once."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     MPI.COMM_WORLD.Abort(exit_code)
     raise AssertionError("MPI_Abort returned")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from speechdp.decode.lexicon import Lexicon
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.decode.search import Searcher, SearchOptions
 from speechdp.decode.wer import WerResult, word_error_rate
+from speechdp.ending import Stopped
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import cannot_be_written, write_text_atomically
 
@@ -165,6 +166,7 @@ def decode_split(
     run_dir: Path,
     options: DecodingOptions,
     comm: Communicator,
+    is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> DecodingResult:
     """Decode a split and write RUN/hypotheses/<split>.txt (Kaldi `text`) and RUN/wer-<split>.json.
 
@@ -180,8 +182,10 @@ def decode_split(
         run_dir: the run directory.
         options: how to decode.
         comm: the ranks to share the work.
+        is_asked_to_stop: looked at before every utterance; where one rank is, none writes anything.
 
     Raises:
+        Stopped: a rank was asked to.
         ConfigError: the model does not fit the data, or the split has no reference words.
         ShardError: a shard is damaged.
         RunError: the model gives NaN, or the results cannot be written.
@@ -198,10 +202,17 @@ def decode_split(
         lexicon = Lexicon.load(dataset.lexicon_path)
         recogniser = Recogniser(trained, lexicon, inventory, options, transcripts)
         owners = [(shard, i) for shard in shards for i in range(shard.num_utterances)]
-        own = _recognise_own(recogniser, owners[comm.rank :: comm.size], inputs_of(trained.config))
+        mine = owners[comm.rank :: comm.size]
+        own = _recognise_own(recogniser, mine, inputs_of(trained.config), is_asked_to_stop)
     parts = comm.allgather_object(
-        {"hypotheses": [asdict(h) for h in own], "retried": recogniser.searcher.num_retried}
+        {
+            "hypotheses": [asdict(h) for h in own],
+            "retried": recogniser.searcher.num_retried,
+            "stopped": len(own) < len(mine),
+        }
     )
+    if any(part["stopped"] for part in parts):
+        raise Stopped
     everything = (Hypothesis(**values) for part in parts for values in part["hypotheses"])
     hypotheses = sorted(everything, key=lambda h: h.utterance_id)  # the order Kaldi's tools expect
     wer = word_error_rate([h.ref for h in hypotheses], [h.hyp for h in hypotheses])
@@ -237,12 +248,17 @@ def check_origin(config: dict[str, Any], dataset: Dataset, classes: StateInvento
 
 
 def _recognise_own(
-    recogniser: Recogniser, own: Sequence[tuple[Shard, int]], inputs: InputOptions
+    recogniser: Recogniser,
+    own: Sequence[tuple[Shard, int]],
+    inputs: InputOptions,
+    is_asked_to_stop: Callable[[], bool],
 ) -> list[Hypothesis]:
-    """Recognise utterances, each given by its shard and its place there, with a model of these inputs."""
+    """Recognise utterances, each given by its shard and its place there, until asked to stop."""
     features = (Preprocessor.for_shard(shard.header, inputs).read(shard, i)[0] for shard, i in own)
     hypotheses = []
     for position, words in recogniser.recognise(features):
+        if is_asked_to_stop():
+            break
         shard, i = own[position]
         ref = " ".join(shard.text(i).split())
         hyp = " ".join(words or ())

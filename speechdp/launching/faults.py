@@ -11,7 +11,7 @@ from speechdp import exit_codes
 from speechdp.launching.hostfile import Host
 
 FaultKind = Literal[
-    "said", "killed", "exited", "host lost", "aborted", "not reached", "no program", "start hung"
+    "said", "killed", "exited", "host lost", "aborted", "not reached", "no program", "no folder", "start hung"
 ]
 
 
@@ -26,12 +26,14 @@ class Fault:
     Attributes:
         kind: a rank's own message, a rank killed by a signal or ended with an exit code, a host lost, a rank
             that aborted all others, having said why, a host on which no daemon could be started, or one
-            without the program, or ranks that waited in vain for others to start.
+            without the program, a launcher that can make no folder for itself, or ranks that waited in vain
+            for others to start.
         rank: index of the rank, None where the launcher does not tell.
         host: its host, None likewise.
         signal: what killed it.
         exit_code: what it ended with.
         silent_hosts: hosts of ranks that, by a hung rank's message, gave no sign of life.
+        detail: of "no folder": which, and why not.
     """
 
     kind: FaultKind
@@ -40,6 +42,7 @@ class Fault:
     signal: int | None = None
     exit_code: int | None = None
     silent_hosts: tuple[str, ...] = ()
+    detail: str = ""
 
     def describe(self) -> str:
         """Return who failed and how, for one line."""
@@ -57,6 +60,8 @@ class Fault:
             "host lost": f"host {self.host} was lost: it is down, or its link is cut",
             "not reached": "a host was not reached, what ssh says stands above; "
             "`speechdp doctor` looks at every host",
+            "no folder": f"mpirun cannot make its folder {self.detail}; let TMPDIR name one that can be "
+            "written on every host",
             "no program": f"this Python is not on {self.host}; install speechdp there under the same path",
         }[self.kind]
 

@@ -75,6 +75,10 @@ def _no_program(match: re.Match[str]) -> Fault:
     return Fault("no program", host=match["host"])
 
 
+def _no_folder(match: re.Match[str]) -> Fault:
+    return Fault("no folder", detail=f"{match['folder']} ({match['error']})")
+
+
 def _start_hung(_match: re.Match[str]) -> Fault:
     return Fault("start hung", exit_code=exit_codes.HUNG)
 
@@ -111,6 +115,14 @@ _BLOCKS = (
     _Banner(
         re.compile(r"unable to (launch|start) the specified application.*Node: (?P<host>\S+)"), _no_program
     ),
+    _Banner(
+        re.compile(
+            r"unable to create the desired directory: Directory: (?P<folder>\S+) Error: (?P<error>.*?) "
+            r"Please check"
+        ),
+        _no_folder,
+    ),
+    _Banner(re.compile(r"orte_init failed for some reason.* orte_session_dir failed"), _nothing),
     _Banner(re.compile(r"Primary job +terminated normally, but"), _nothing),
     _Banner(
         re.compile(r"mpirun has exited due to process rank|This may have caused other processes"), _nothing
@@ -121,7 +133,7 @@ _LINES = (
     _Banner(re.compile(r"^Timeout \(\d+:\d\d:\d\d\)!$"), _start_hung),
     _Banner(re.compile(r"^Connection to (?P<host>\S+) closed by remote host\.$"), _host_lost),
     _Banner(re.compile(r"^\[warn\] Epoll |plm:rsh: Warning: setpgid"), _nothing),
-    _Banner(re.compile(r"ORTE_ERROR_LOG: .* in file \S*show_help\.c"), _nothing),
+    _Banner(re.compile(r"ORTE_ERROR_LOG: .* in file \S*(show_help|session_dir)\.c"), _nothing),
     _Banner(
         re.compile(r'more process(es have| has) sent help message|"orte_base_help_aggregate" to 0'), _nothing
     ),

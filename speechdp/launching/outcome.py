@@ -17,8 +17,9 @@ from speechdp.launching.words import has_option
 #: Subcommands that leave a completion marker, and how they name their two folders.
 _WITH_MARKER = {"train": "DATA RUN", "sweep": "DATA OUT"}
 _MPIRUN_LOST_HOST = 205
+#: Faults after which the ranks have not begun: what was said of them says what to do.
+_NOT_STARTED = ("not reached", "no program", "no folder")
 #: Exit codes of ranks that refused what they were asked for: an error of the user's, an unknown option.
-_NOT_STARTED = ("not reached", "no program")
 _REFUSED = (exit_codes.FAILED, exit_codes.USAGE)
 
 
@@ -122,8 +123,10 @@ def verdict(end: JobEnd, target: Target | None) -> Verdict:
             f"the job ended with exit code 0 but left no completion marker in {target.directory} ({reason})"
         )
         return Verdict(exit_codes.FAILED, f"{happened}{_known(target)}", _how_to_go_on(target))
-    happened = _what_happened(exit_code, cause)
+    happened = _what_happened(end, exit_code, cause)
     begun = target is not None and last_checkpoint(target) is not None
+    if exit_code in _REFUSED and cause is None:  # the launcher's own end: nobody refused anything
+        return Verdict(exit_code, f"{happened}{_known(target)}", _how_to_go_on(target) if begun else "")
     if exit_code in _REFUSED or (cause is not None and cause.kind in _NOT_STARTED):
         # A mistake is not mended by giving the same command again: what was said of it says what to do.
         return Verdict(exit_code, f"{happened}{_known(target) if begun else ''}")
@@ -138,7 +141,7 @@ def _stopped(end: JobEnd, exit_code: int, target: Target | None) -> Verdict:
     if (
         cause is not None and cause.kind == "said"
     ):  # a full disk, say: not to be taken for a stop like any other
-        happened = f"{happened}, and {_what_happened(exit_code, cause)}"
+        happened = f"{happened}, and {_what_happened(end, exit_code, cause)}"
     elif exit_code != exit_codes.STOPPED:
         exit_code = 128 + end.stop_signal
     return Verdict(exit_code, f"{happened}{_known(target)}", _how_to_go_on(target))
@@ -156,11 +159,13 @@ def ranks_exit_code(end: JobEnd) -> int:
     return end.exit_code
 
 
-def _what_happened(exit_code: int, cause: Fault | None) -> str:
+def _what_happened(end: JobEnd, exit_code: int, cause: Fault | None) -> str:
     """Name the rank and host that failed where the launcher told them, else what its exit code means."""
     if cause is not None and exit_code != exit_codes.STOPPED:
         told = cause.kind == "exited" and cause.exit_code == exit_code
         return cause.describe() if told else f"{cause.describe()} (exit code {exit_code})"
+    if end.killed_by is not None:
+        return f"the launcher itself was killed by {signal.Signals(end.killed_by).name}"
     return f"the job ended with exit code {exit_code} ({_meaning(exit_code)})"
 
 
@@ -191,7 +196,7 @@ def _meaning(exit_code: int) -> str:
         return "a host or its daemon was lost"
     if exit_code > 128 and exit_code - 128 in {int(known) for known in signal.Signals}:
         return f"a rank was killed by signal {exit_code - 128}"
-    return "a rank failed, its message stands above"
+    return "no rank failed first: the launcher was ended from outside, or failed itself and says above why"
 
 
 def _marker_state(subcommand: str, directory: Path) -> tuple[int, int] | None:

@@ -21,7 +21,7 @@ from speechdp.launching.supervise import JobEnd
 from speechdp.launching.words import has_option, plain_option
 
 #: Faults that another start, over other hosts, may escape.
-_FAULTS_OF_HOSTS = ("killed", "host lost", "not reached", "no program")
+_FAULTS_OF_HOSTS = ("killed", "host lost", "not reached", "no program", "no folder")
 #: A host on which ranks died so often is left out where the others have room for all ranks.
 _FAILURES_OF_A_BAD_HOST = 2
 _PROBE_S = 15.0
@@ -144,8 +144,10 @@ class Restarts:
     def _is_refusal(self, end: JobEnd, exit_code: int) -> bool:
         """Tell whether the ranks refused to go on, as they would again."""
         cause = first_cause(end.faults)
-        if end.exit_code == 0 or (cause is not None and cause.kind in _FAULTS_OF_HOSTS):
-            return False  # Open MPI 5 returns 0 when a host is lost, mpirun 1 when it reaches none
+        if end.exit_code == 0 or cause is None or cause.kind in _FAULTS_OF_HOSTS:
+            # Open MPI 5 returns 0 when a host is lost, mpirun 1 when it reaches none, is ended by SIGTERM, or
+            # fails itself.
+            return False
         return exit_code == exit_codes.FAILED
 
     def _has_gone_on(self) -> bool:

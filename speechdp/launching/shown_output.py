@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from speechdp.launching.faults import Fault, ends_job
 from speechdp.launching.launcher_output import LauncherOutput
+from speechdp.output import STDERR, STDOUT, write_standard
 
 _PIPE_BYTES = 65_536
 #: A pipe or terminal that can take anything takes so much without blocking (PIPE_BUF).
@@ -17,20 +21,70 @@ _PIPE_END_S = 1.0
 _POLL_S = 0.2
 
 
+@dataclass
+class _Relay:
+    """One stream of the launcher on its way to ours.
+
+    Attributes:
+        descriptor: ours.
+        pipe: reading end; None: it is at its end.
+        take: what becomes of what was read, before it is shown.
+        end: returns what was held back.
+        pending: what is to be written.
+        most_pending: how much of that there may be before the launcher has to wait, bytes.
+    """
+
+    descriptor: int
+    pipe: int | None
+    take: Callable[[bytes], bytes]
+    end: Callable[[], bytes]
+    pending: bytes = b""
+    most_pending: float = _PIPE_BYTES
+
+    @property
+    def may_read(self) -> bool:
+        return self.pipe is not None and len(self.pending) <= self.most_pending
+
+    def read(self) -> None:
+        assert self.pipe is not None
+        data = os.read(self.pipe, _PIPE_BYTES)
+        if data:
+            self.pending += self.take(data)
+        else:
+            self.close()
+
+    def write(self) -> None:
+        try:
+            done = write_standard(self.descriptor, self.pending[:_WRITTEN_AT_ONCE])
+        except BlockingIOError:
+            return
+        self.pending = self.pending[done:]
+
+    def close(self) -> None:
+        if self.pipe is not None:
+            os.close(self.pipe)
+            self.pipe = None
+            self.pending += self.end()
+
+
 class ShownOutput:
-    """Shows what a launcher writes to its stderr, and notes when the first fault was read.
+    """Shows what a launcher writes to its stdout and stderr, and notes when the first fault was read.
+
+    Its stdout is passed on, too, and not handed to it: mpirun ends the job where it cannot write there.
 
     In the main thread, by and by: when this process is killed, the launcher gets a signal for each thread of
     it that dies (PR_SET_PDEATHSIG), and mpirun crashes on the second before it has ended the ranks.
 
     Args:
-        pipe: reading end; None: there is nothing to show.
+        stdout, stderr: reading ends of pipes; None: there is nothing to show.
     """
 
-    def __init__(self, pipe: int | None) -> None:
-        self._pipe = pipe
+    def __init__(self, stdout: int | None, stderr: int | None) -> None:
         self._output = LauncherOutput()
-        self._pending = b""
+        self._relays = (
+            _Relay(STDOUT, stdout, lambda data: data, lambda: b""),
+            _Relay(STDERR, stderr, self._output.feed, self._output.end),
+        )
         self.fault_since: float | None = None
 
     @property
@@ -39,43 +93,29 @@ class ShownOutput:
         return tuple(self._output.faults)
 
     def pump(self, timeout_s: float) -> bool:
-        """Read and show what there is, waiting so long for it; return whether the pipe may give more."""
-        reading = [] if self._pipe is None or len(self._pending) > _PIPE_BYTES else [self._pipe]
-        writing = [2] if self._pending else []
+        """Read and show what there is, waiting so long for it; return whether the pipes may give more."""
+        reading = {relay.pipe: relay for relay in self._relays if relay.may_read}
+        writing = {relay.descriptor: relay for relay in self._relays if relay.pending}
         if not reading and not writing:
             time.sleep(timeout_s)
             return False
-        readable, writable, _ = select.select(reading, writing, [], timeout_s)
-        if writable:
-            self._write()
-        if readable and self._pipe is not None:
-            data = os.read(self._pipe, _PIPE_BYTES)
-            self._pending += self._output.feed(data) if data else self._close()
-            if self.fault_since is None and any(map(ends_job, self._output.faults)):
-                self.fault_since = time.monotonic()
+        readable, writable, _ = select.select([*reading], [*writing], [], timeout_s)
+        for descriptor in writable:
+            writing[descriptor].write()
+        for pipe in readable:
+            reading[pipe].read()
+        if self.fault_since is None and any(map(ends_job, self._output.faults)):
+            self.fault_since = time.monotonic()
         return bool(readable)
 
     def finish(self) -> None:
-        """Show what is left; the launcher has ended."""
-        deadline = time.monotonic() + _PIPE_END_S  # a process of nobody's may hold the pipe for ever
-        while self._pipe is not None and self.pump(0.0) and time.monotonic() < deadline:
+        """Show what is left, waiting for whoever reads it; the launcher has ended."""
+        deadline = time.monotonic() + _PIPE_END_S  # a process of nobody's may hold a pipe for ever
+        for relay in self._relays:
+            relay.most_pending = math.inf  # no more than the pipes hold
+        while self.pump(0.0) and time.monotonic() < deadline:
             pass
-        self._pending += self._close()
-        while self._pending and time.monotonic() < deadline:
+        for relay in self._relays:
+            relay.close()
+        while any(relay.pending for relay in self._relays):
             self.pump(_POLL_S)
-
-    def _close(self) -> bytes:
-        """Close the pipe; return what was held back."""
-        if self._pipe is None:
-            return b""
-        os.close(self._pipe)
-        self._pipe = None
-        return self._output.end()
-
-    def _write(self) -> None:
-        try:
-            self._pending = self._pending[os.write(2, self._pending[:_WRITTEN_AT_ONCE]) :]
-        except BlockingIOError:
-            return
-        except OSError:  # full, closed or gone: no reason to leave the ranks blocked
-            self._pending = b""

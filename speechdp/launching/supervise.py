@@ -68,11 +68,13 @@ class JobEnd:
         exit_code: of the launcher; 128 + signal where one killed it.
         stop_signal: the signal by which the user asked for the end; None: it came by itself.
         faults: what the launcher printed about ranks and hosts that failed.
+        killed_by: the signal that killed the launcher itself; None: it ended by itself.
     """
 
     exit_code: int
     stop_signal: int | None
     faults: tuple[Fault, ...] = ()
+    killed_by: int | None = None
 
 
 @dataclass
@@ -130,6 +132,7 @@ def run_job(
         exit_code=128 - exit_code if exit_code < 0 else exit_code,
         stop_signal=noted.signals[0] if noted.signals else None,
         faults=shown.faults,
+        killed_by=-exit_code if exit_code < 0 else None,
     )
 
 
@@ -138,18 +141,21 @@ def _start(
 ) -> tuple[subprocess.Popen[bytes], ShownOutput]:
     """Start the launcher, which ends when this process is killed outright; return what shows its output."""
     if output is not None:
-        return _popen(argv, environment, stdout=output, stderr=subprocess.STDOUT), ShownOutput(None)
-    read_end, write_end = os.pipe()
+        child = _popen(argv, environment, stdout=output, stderr=subprocess.STDOUT)
+        return child, ShownOutput(None, None)
+    reading, writing = zip(*(os.pipe() for _ in range(2)), strict=True)
     try:
-        # The launcher holds the reading end, too: were this process killed, what it then says about the ranks
-        # it ends would be an error.
-        child = _popen(argv, environment, stdout=None, stderr=write_end, pass_fds=(read_end,))
+        # The launcher holds the reading ends, too: were this process killed, what it then says about the
+        # ranks it ends would be an error.
+        child = _popen(argv, environment, stdout=writing[0], stderr=writing[1], pass_fds=reading)
     except ConfigError:
-        os.close(read_end)
+        for pipe in reading:
+            os.close(pipe)
         raise
     finally:
-        os.close(write_end)
-    return child, ShownOutput(read_end)
+        for pipe in writing:
+            os.close(pipe)
+    return child, ShownOutput(*reading)
 
 
 def _popen(argv: Sequence[str], environment: Mapping[str, str], **streams: Any) -> subprocess.Popen[bytes]:

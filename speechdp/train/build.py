@@ -25,6 +25,7 @@ from speechdp.data.preprocess import CACHE_BYTES
 from speechdp.data.source import SplitSource
 from speechdp.data.source_options import SourceRequest, Workshop, make_preprocessor, open_local_source
 from speechdp.errors import ConfigError, ShardError
+from speechdp.notices import add_notice
 from speechdp.strategies.base import Strategy
 from speechdp.strategies.registry import parse_strategy
 from speechdp.timing.timeline import Timeline
@@ -33,10 +34,10 @@ from speechdp.train.desk import DealingLimits, Desk, Roster
 from speechdp.train.evaluate import Evaluator
 from speechdp.train.models import make_model, make_task
 from speechdp.train.parts import TrainingParts
-from speechdp.train.progress import Scalars
 from speechdp.train.pulse import Pulse
 from speechdp.train.replica import Replica
 from speechdp.train.run_files import Metrics, RunDirectory
+from speechdp.train.scalars import Scalars
 from speechdp.train.session import Session
 from speechdp.train.tolerance import loss_notice
 from speechdp.train.trainer import Trainer
@@ -179,14 +180,11 @@ def _open_dealing(
     if comm.rank == 0:
         limits = DealingLimits(options.num_epochs, options.checkpoint_steps, options.max_steps)
         desk = Desk(plan, roster, limits, trainer.dealing_state)
-    stop = session.stop
 
     def tell(rank: int) -> None:
         session.reporter.notice(loss_notice(session, rank))
 
-    dealing = Dealing(
-        comm.peers(), roster, plan, desk, lambda: stop is not None and stop.received is not None, tell
-    )
+    dealing = Dealing(comm.peers(), roster, plan, desk, session.is_asked_to_stop, tell)
     trainer.on_loss = dealing.lose
     return dealing
 
@@ -254,15 +252,21 @@ def build_trainer(
         comm=comm,
         device=session.device,
         reporter=session.reporter,
-        on_metrics=_metrics_writer(RunDirectory(run_dir), stack) if comm.rank == 0 else lambda metrics: None,
+        on_metrics=_metrics_writer(session, run_dir, stack) if comm.rank == 0 else lambda metrics: None,
         slowness=options.slowness(comm.rank),
         pulse=pulse,
     )
     return Trainer(parts, run_dir, options), sources
 
 
-def _metrics_writer(run: RunDirectory, stack: ExitStack) -> Callable[[Metrics], None]:
-    scalars = stack.enter_context(Scalars(run.path / "tensorboard"))
+def _metrics_writer(session: Session, run_dir: Path, stack: ExitStack) -> Callable[[Metrics], None]:
+    run = RunDirectory(run_dir)
+
+    def notice(text: str) -> None:
+        session.reporter.notice(text)
+        add_notice(run_dir, text)
+
+    scalars = stack.enter_context(Scalars(run_dir / "tensorboard", run.evaluated_step, notice))
 
     def write(metrics: Metrics) -> None:
         run.add_metrics(metrics)

@@ -10,9 +10,9 @@ from pathlib import Path
 from speechdp import exit_codes
 from speechdp.claimant import Claimant
 from speechdp.comm import environment
+from speechdp.ending import Stopped
 from speechdp.folder_owner import FolderOwner, StopAsked, Surroundings
 from speechdp.train.session import Session
-from speechdp.train.trainer import Stopped
 
 
 @contextmanager

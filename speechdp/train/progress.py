@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 from rich.console import Console
@@ -122,32 +120,3 @@ class ConsoleReporter(SilentReporter):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-
-
-class Scalars:
-    """TensorBoard scalars in RUN/tensorboard (rank 0 only)."""
-
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (slow to import)
-
-        self._writer = SummaryWriter(str(folder))
-
-    def add(self, metrics: Metrics) -> None:
-        """Record an evaluation."""
-        values = {
-            "train/loss": metrics.train_loss,
-            "train/learning_rate": metrics.learning_rate,
-            "train/frames_per_s": metrics.frames / max(metrics.time_s, 1e-9),
-            "held_out/log_prob_per_frame": metrics.heldout_log_prob,
-            "held_out/frame_accuracy": metrics.heldout_frame_accuracy,
-        }
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, metrics.step)
-
-    def __enter__(self) -> Scalars:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._writer.close()

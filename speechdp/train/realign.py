@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from speechdp.config import TrainOptions
 from speechdp.data.dataset import Dataset
 from speechdp.data.preprocess import inputs_of
-from speechdp.decode.align import Aligner, AlignmentJob, AlignmentReport, align_shards
+from speechdp.decode.align import Aligner, AlignmentJob, AlignmentReport, Scorer, align_shards
 from speechdp.decode.graph import LexiconTransducer
-from speechdp.decode.hmm import StateInventory
+from speechdp.decode.hmm import FloatArray, StateInventory
 from speechdp.decode.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.decode.lexicon import Lexicon
 from speechdp.decode.scoring import AcousticScorer
+from speechdp.ending import Stopped
 from speechdp.errors import RunError
 from speechdp.train.model_file import LoadedModel, load_model
 from speechdp.train.run import train_run
@@ -86,6 +88,10 @@ def align(
     """Align the training and held-out splits with the model in `run_dir`.  Collective.
 
     Each rank aligns some of the shards; the report counts all of them.
+
+    Raises:
+        Stopped: a rank was asked to; it aligned no further.
+        RunError: nothing could be aligned.
     """
     comm, dataset = session.comm, session.dataset
     trained = load_model(run_dir, session.device)
@@ -98,8 +104,16 @@ def align(
     report = AlignmentReport.empty(dataset.num_classes)
     scorer = _scorer(trained, session)
     alignment, inputs = f"realigned-{output.name}", inputs_of(trained.config)
-    align_shards(jobs, _aligner(dataset, trained), scorer.score, report, alignment, inputs)
-    merged = AlignmentReport.merge(comm.allgather_object(report.to_dict()))
+    stopped = False
+    try:
+        score = _until_asked(session, scorer.score)
+        align_shards(jobs, _aligner(dataset, trained), score, report, alignment, inputs)
+    except Stopped:
+        stopped = True
+    parts = comm.allgather_object({"report": report.to_dict(), "stopped": stopped})
+    if any(part["stopped"] for part in parts):
+        raise Stopped
+    merged = AlignmentReport.merge(part["report"] for part in parts)
     if merged.failed == merged.utterances:
         raise RunError(f"{output}: no utterance could be aligned; train more --realign-epochs")
     if comm.rank == 0:
@@ -108,6 +122,18 @@ def align(
         )
     comm.barrier()
     return merged
+
+
+def _until_asked(session: Session, score: Scorer) -> Scorer:
+    """Return a scorer that raises Stopped at the next utterance once this rank is asked to stop."""
+
+    def scored(features: Iterable[FloatArray]) -> Iterator[tuple[int, FloatArray]]:
+        for item in score(features):
+            if session.is_asked_to_stop():
+                raise Stopped
+            yield item
+
+    return scored
 
 
 def _aligner(dataset: Dataset, trained: LoadedModel) -> Aligner:

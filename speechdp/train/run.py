@@ -15,7 +15,9 @@ from speechdp.config import TrainOptions
 from speechdp.data.fed_source import gather_feeder_times
 from speechdp.data.kaldi_unaligned import UNALIGNED
 from speechdp.data.loader import StepLoader
+from speechdp.ending import Stopped
 from speechdp.errors import ConfigError
+from speechdp.output import losses_noted_in
 from speechdp.strategies.base import Strategy
 from speechdp.strategies.registry import describe, parse_strategy
 from speechdp.timing.memory import peak_memory
@@ -38,7 +40,7 @@ from speechdp.train.session import Session
 from speechdp.train.status import StatusFolder
 from speechdp.train.stop import StopAgreement
 from speechdp.train.tolerance import begin_tolerating, lost_ranks
-from speechdp.train.trainer import Stopped, Trainer
+from speechdp.train.trainer import Trainer
 from speechdp.train.watching import watched
 
 
@@ -80,6 +82,8 @@ def _train_run(
     if session.comm.rank == 0:  # counting parameters takes time that the other ranks would spend in vain
         session.reporter.notice(_describe_model(session, resolved))
     with ExitStack() as stack:
+        if session.comm.rank == 0:
+            stack.enter_context(losses_noted_in(run_dir))
         stack.callback(session.reporter.end)  # also after a failure: a live bar hides the cursor
         trainer, sources = build_trainer(session, options, run_dir, stack)
         trainer.open_checkpoints()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -137,6 +138,15 @@ class RunDirectory:
             text = self._metrics.read_text(errors="replace")
             lines = [line for line in text.splitlines() if _step_of(line) <= step]
             write_text_atomically(self._metrics, "".join(f"{line}\n" for line in lines))
+
+    @property
+    def evaluated_step(self) -> int:
+        """The last step of which an evaluation stands in metrics.jsonl; 0: there is none."""
+        if not self._metrics.is_file():
+            return 0
+        with _disk_errors(self._metrics):
+            steps = [_step_of(line) for line in self._metrics.read_text(errors="replace").splitlines()]
+        return int(max((step for step in steps if step < math.inf), default=0))
 
     def add_metrics(self, metrics: Metrics) -> None:
         """Append a line to metrics.jsonl.  Raises RunError on a full disk."""

@@ -35,3 +35,7 @@ class Session:
     stop: StopRequest | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     feeders: SourceOpener | None = None
+
+    def is_asked_to_stop(self) -> bool:
+        """Return whether this rank has been asked to stop; the others may not know."""
+        return self.stop is not None and self.stop.received is not None

@@ -1,4 +1,4 @@
-"""Stop on request: SIGTERM, SIGUSR1 or SIGUSR2 on any rank makes all save and end at the same step."""
+"""Stop on request: SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 on any rank: all save and end at the same step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from speechdp.comm.base import Communicator, ReduceOp, Work
 
 #: Seconds between two agreements on whether to stop.
 _INTERVAL_S = 1.0
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopRequest:
     """Remembers the signal; installed around a run, in the main thread.
 
     Schedulers send SIGTERM, SIGUSR1 or SIGUSR2 before they end a job, Grid Engine on each host; mpirun
-    forwards SIGUSR1 and SIGUSR2 to every rank.
+    forwards SIGUSR1 and SIGUSR2 to every rank.  SIGHUP comes of a terminal that is closed; where it is
+    ignored (nohup) it stays so.
     """
 
     def __init__(self) -> None:
@@ -28,6 +29,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         for number in _SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._previous[number] = signal.signal(number, self._note)
         return self
 

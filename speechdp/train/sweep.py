@@ -12,6 +12,7 @@ from speechdp.comm.serial import SerialCommunicator
 from speechdp.config import TrainOptions
 from speechdp.decode.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.decode.recognise import DecodingOptions, decode_split, wer_path
+from speechdp.ending import Stopped
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import cannot_be_written, write_text_atomically
 from speechdp.strategies.period import Period, PeriodUnit
@@ -21,7 +22,6 @@ from speechdp.train.ownership import owned
 from speechdp.train.progress import Reporter
 from speechdp.train.realign import make_alignments, train_or_go_on, with_alignments
 from speechdp.train.session import Session
-from speechdp.train.trainer import Stopped
 
 SWEEP_FORMAT = "speechdp-sweep"
 SWEEP_VERSION = 1
@@ -138,11 +138,13 @@ def _train_one_rank(session: Session, options: TrainOptions, plan: SweepPlan, ru
 
 
 def _decode(session: Session, split: str, run_dir: Path) -> None:
-    """Decode a split once; a result that stands there is kept."""
+    """Decode a split once; a result that stands there is kept.  Raises Stopped, having kept nothing."""
     if session.comm.broadcast_object(wer_path(run_dir, split).is_file()):
         return
     trained = load_model(run_dir, session.device)
-    result = decode_split(trained, session.dataset, split, run_dir, DecodingOptions(), session.comm)
+    result = decode_split(
+        trained, session.dataset, split, run_dir, DecodingOptions(), session.comm, session.is_asked_to_stop
+    )
     session.reporter.notice(f"{run_dir.name}: {result.wer.summary()} on {split}")
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from speechdp.config import TrainOptions
 from speechdp.data.assignment import Meeting, MeetingKind, Position
 from speechdp.data.loader import Step, StepLoader
+from speechdp.ending import Stopped
 from speechdp.errors import RunError
 from speechdp.strategies.base import Progress
 from speechdp.timing.timeline import Span
@@ -26,10 +27,6 @@ from speechdp.train.tolerance import lost_ranks
 
 #: On a GPU the loss is looked at once in so many steps: each look makes the host wait for the device.
 _GPU_LOSS_STEPS = 20
-
-
-class Stopped(Exception):  # noqa: N818 (not an error)
-    """Training was asked to stop and has saved a checkpoint."""
 
 
 class Trainer:

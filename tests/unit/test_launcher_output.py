@@ -48,6 +48,16 @@ NO_PROGRAM = (
     "executable:\n\nExecutable: /no/such/python\nNode: n2\n\nwhile attempting to start process rank 0.\n"
     + RULE
 )
+NO_FOLDER = (
+    RULE + "A call to mkdir was unable to create the desired directory:\n\n"
+    "  Directory: /proc/ompi.n1.0\n  Error:     No such file or directory\n\n"
+    "Please check to ensure you have adequate permissions to perform\nthe desired operation.\n"
+    + RULE
+    + "[n1:41] [[2,0],0] ORTE_ERROR_LOG: Error in file /openmpi-4.1.8/orte/util/session_dir.c at line 107\n"
+    + RULE
+    + "It looks like orte_init failed for some reason; your parallel process is\nlikely to abort.\n\n"
+    "  orte_session_dir failed\n  --> Returned value Error (-1) instead of ORTE_SUCCESS\n" + RULE
+)
 HOROVODRUN = (
     "Traceback (most recent call last):\n"
     '  File "/venv/bin/horovodrun", line 8, in <module>\n    sys.exit(run_commandline())\n'
@@ -75,6 +85,7 @@ def read(text: str, piece: int | None = None) -> tuple[str, list[Fault]]:
         (TRACE_OF_SSH, Fault("not reached")),
         (NOT_REACHED, Fault("not reached")),
         (NO_PROGRAM, Fault("no program", host="n2")),
+        (NO_FOLDER, Fault("no folder", detail="/proc/ompi.n1.0 (No such file or directory)")),
         ("Timeout (0:05:05)!\n", Fault("start hung", exit_code=124)),
         (HOROVODRUN, Fault("killed", 1, signal=9)),
         ("srun: error: n2: task 1: Killed\n", Fault("killed", 1, "n2", signal=9)),

@@ -100,9 +100,24 @@ def test_without_a_checkpoint_it_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("exit_code", [1, 2])
 def test_a_refused_command_is_not_to_be_given_again(exit_code: int, tmp_path: Path) -> None:
-    result = verdict(JobEnd(exit_code, None), Target("train", tmp_path, None))
+    end = JobEnd(exit_code, None, (Fault("said", 0, "n1"),))
+    result = verdict(end, Target("train", tmp_path, None))
     assert result.exit_code == exit_code and result.advice == ""
-    assert str(result.reason).endswith("(a rank failed, its message stands above)")
+    assert result.reason == f"rank 0 on n1 failed, its message stands above (exit code {exit_code})"
+
+
+def test_where_no_rank_failed_none_is_said_to_have(tmp_path: Path) -> None:
+    ended = JobEnd(1, None)  # mpirun, of a SIGTERM from outside
+    not_begun = verdict(ended, Target("train", tmp_path, None))
+    assert not_begun.exit_code == 1 and not_begun.advice == ""
+    assert "(no rank failed first: the launcher was ended from outside, or failed" in str(not_begun.reason)
+    assert verdict(ended, run_folder(tmp_path / "b", 7)).advice == "; start again with --resume"
+    killed = verdict(JobEnd(137, None, killed_by=9), Target("train", tmp_path / "c", None))
+    assert str(killed.reason).startswith("the launcher itself was killed by SIGKILL; no checkpoint")
+    no_folder = JobEnd(1, None, (Fault("no folder", detail="/proc/x (No such file or directory)"),))
+    result = verdict(no_folder, Target("train", tmp_path, None))
+    assert str(result.reason).startswith("mpirun cannot make its folder /proc/x (No such file or directory);")
+    assert result.advice == ""
 
 
 def test_exit_code_0_needs_a_fresh_marker(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from speechdp.comm.threads import run_threads
 from speechdp.config import ModelOptions, TrainOptions
 from speechdp.data.data_dir import check_target, new_data_dir, owner_file
 from speechdp.data.dataset import Dataset
+from speechdp.ending import Stopped
 from speechdp.errors import ConfigError
 from speechdp.folder_owner import OWNER_FILE, FolderOwner, Surroundings
 from speechdp.train.ownership import owned
@@ -32,7 +33,6 @@ from speechdp.train.run_files import Metrics
 from speechdp.train.session import Session
 from speechdp.train.stop import StopRequest
 from speechdp.train.sweep import SweepPlan, run_sweep
-from speechdp.train.trainer import Stopped
 from tests.helpers.jobs import SPEECHDP
 from tests.helpers.mpi import REPOSITORY, job_environment
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data

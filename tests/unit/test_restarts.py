@@ -136,6 +136,14 @@ def test_hosts_that_cannot_be_reached_are_no_refusal(tmp_path: Path) -> None:
     assert job.why_not(JobEnd(1, None, (Fault("no program", host="n2"),)), 1) is None
 
 
+@pytest.mark.parametrize("faults", [(), (Fault("no folder", detail="/proc/x"),)])
+def test_a_launcher_that_ends_by_itself_is_no_refusal(faults: tuple[Fault, ...], tmp_path: Path) -> None:
+    """mpirun returns 1 where it is ended by SIGTERM, and where it can make no folder for itself."""
+    job = restarts(tmp_path)
+    assert job.why_not(JobEnd(1, None, faults), 1) is None
+    assert job.next_hosts(faults) == (Host("n1", 2), Host("n2", 2))
+
+
 def test_only_the_host_at_which_it_began_is_blamed(tmp_path: Path) -> None:
     job = restarts(tmp_path, num_ranks=4, policy=RestartPolicy(5))
     ended_with_it = [Fault("killed", 0, "n1", signal=9), Fault("killed", 3, "n2", signal=15)]

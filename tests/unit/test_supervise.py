@@ -22,31 +22,47 @@ from speechdp.launching.supervise import JobEnd, StopPolicy, StopRequest, noted_
 RUN = """
 import os, sys
 from speechdp.launching.supervise import StopPolicy, run_job
-end = run_job([sys.executable, "-c", sys.argv[1]], os.environ, StopPolicy())
-print(end.exit_code, end.stop_signal)
+from speechdp.output import lost_output
+end = run_job([sys.executable, "-c", sys.argv[2]], os.environ, StopPolicy())
+with open(sys.argv[1], "w") as file:
+    print(end.exit_code, end.stop_signal, lost_output(), file=file)
 """
+#: Prints more than any pipe holds, and minds that it cannot.
+CHATTY = "import sys; sys.stdout.write('x' * 300_000); sys.stdout.flush(); sys.stderr.write('y' * 300_000)"
 
 
-def run_beside(program: str, *, stderr: int) -> str:
+def run_beside(program: str, told: Path, *, stdout: int | None = None, stderr: int | None = None) -> str:
     """Supervise `program` in a process of its own; return what run_job made of it."""
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, program],
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return done.stdout.strip()
+    command = [sys.executable, "-c", RUN, str(told), program]
+    subprocess.run(command, stdout=stdout, stderr=stderr, text=True, timeout=60, check=True)
+    return told.read_text().strip()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_a_full_stderr_blocks_nobody() -> None:
-    full = os.open("/dev/full", os.O_WRONLY)
-    try:
-        assert run_beside("import sys; sys.stderr.write('x' * 300_000)", stderr=full) == "0 None"
-    finally:
-        os.close(full)
+def test_full_streams_end_nobody(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        told = run_beside(CHATTY, tmp_path / "told", stdout=full.fileno(), stderr=full.fileno())
+    lost = "standard output: cannot be written (No space left on device), lines are lost"
+    assert told == f"0 None {(lost, False)}"
+
+
+def test_a_reader_that_goes_ends_nobody_and_one_that_is_slow_gets_all(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    assert run_beside(CHATTY, tmp_path / "told", stdout=writing).startswith("0 None ('standard output: its")
+    os.close(writing)
+    slow = [sys.executable, "-c", "import sys, time; time.sleep(1.5); print(len(sys.stdin.read()))"]
+    reader = subprocess.Popen(slow, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert reader.stdin is not None
+    told = run_beside(CHATTY, tmp_path / "told", stdout=reader.stdin.fileno(), stderr=subprocess.DEVNULL)
+    assert told == "0 None None" and reader.communicate()[0] == b"300000\n"
+
+
+def test_a_launcher_that_is_killed_is_told_from_one_that_returns_so() -> None:
+    end = run_job(["sh", "-c", "kill -9 $$"], os.environ, StopPolicy())
+    assert (end.exit_code, end.killed_by) == (137, signal.SIGKILL)
+    end = run_job(["sh", "-c", "exit 137"], os.environ, StopPolicy())
+    assert (end.exit_code, end.killed_by) == (137, None)
 
 
 def test_signals_that_are_ignored_stay_ignored() -> None:
@@ -65,7 +81,7 @@ def test_after_a_fault_what_is_left_is_killed() -> None:
     program = "import sys, time; sys.stderr.write('speechdp: rank 1 on n2: a fault\\n'); time.sleep(60)"
     begun = time.monotonic()
     end = run_job([sys.executable, "-c", program], os.environ, StopPolicy(fault_grace_s=0.5))
-    assert end == JobEnd(128 + signal.SIGKILL, None, (Fault("said", 1, "n2"),))
+    assert end == JobEnd(128 + signal.SIGKILL, None, (Fault("said", 1, "n2"),), signal.SIGKILL)
     assert time.monotonic() - begun < 30
 
 

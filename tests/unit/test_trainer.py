@@ -21,6 +21,7 @@ from speechdp.data.assignment import planned
 from speechdp.data.dataset import Dataset
 from speechdp.data.loader import Loader
 from speechdp.data.plan import plan_epoch
+from speechdp.ending import Stopped
 from speechdp.errors import ConfigError, RunError
 from speechdp.tasks.acoustic import AcousticTask, FrameScores, LossSum
 from speechdp.timing.summary import read_run
@@ -33,7 +34,6 @@ from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from speechdp.train.stop import StopRequest
 from speechdp.train.sweep import SweepPlan, run_sweep
-from speechdp.train.trainer import Stopped
 from tests.helpers.finished_run import evaluations, model_tensors
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 

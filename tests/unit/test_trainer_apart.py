@@ -14,12 +14,12 @@ from speechdp.comm.threads import run_threads
 from speechdp.config import ModelOptions, TrainOptions
 from speechdp.config_batch import BatchOptions
 from speechdp.data.dataset import Dataset
+from speechdp.ending import Stopped
 from speechdp.train.checkpoint import checkpoint_steps
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from speechdp.train.stop import StopRequest
-from speechdp.train.trainer import Stopped
 from tests.helpers.finished_run import evaluations, model_tensors
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 

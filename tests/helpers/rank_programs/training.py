@@ -16,13 +16,13 @@ from speechdp.config import TrainOptions
 from speechdp.data.dataset import Dataset
 from speechdp.data.plan import plan_epoch
 from speechdp.data.reader import SplitReader
+from speechdp.ending import Stopped
 from speechdp.train import stop
 from speechdp.train.checkpoint import checkpoint_steps
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from speechdp.train.stop import StopRequest
-from speechdp.train.trainer import Stopped
 from tests.helpers.finished_run import assert_equal_runs
 from tests.helpers.training_cases import CASES, CHECKPOINT_STEPS, SYNTHESIS_CASES
 

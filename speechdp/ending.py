@@ -1,0 +1,48 @@
+"""End on SIGTERM or SIGHUP as on an error: clean up on the way, one line, the exit code of that signal."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import NoReturn
+
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+class Ended(BaseException):
+    """A signal asked for the end; no error, so that nothing takes it for one and goes on.
+
+    Attributes:
+        exit_code: what a shell reports for a program that the signal has ended.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"ended by {signal.Signals(signum).name}")
+        self.exit_code = 128 + signum
+
+
+class Stopped(Exception):  # noqa: N818 (not an error)
+    """Work over ranks was asked to stop, which all have agreed on, and what can be gone on from is saved."""
+
+
+def describe_end(error: KeyboardInterrupt | Ended) -> tuple[str, int]:
+    """Return what to say of an end by a signal, and the exit code."""
+    if isinstance(error, Ended):
+        return str(error), error.exit_code
+    return "interrupted", 128 + signal.SIGINT
+
+
+def end_by_exception() -> None:
+    """Let SIGTERM and SIGHUP raise `Ended` in the main thread; where they are ignored (nohup) they stay so.
+
+    More of them do not disturb the cleaning up after the first.
+    """
+    for signum in _SIGNALS:
+        if signal.getsignal(signum) == signal.SIG_DFL:
+            signal.signal(signum, _raise)
+
+
+def _raise(signum: int, _frame: FrameType | None) -> NoReturn:
+    for other in _SIGNALS:
+        signal.signal(other, signal.SIG_IGN)
+    raise Ended(signum)

@@ -1,0 +1,26 @@
+"""Notices in RUN/notices.txt: what went wrong beside a run and did not end it."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from pathlib import Path
+
+FILE_NAME = "notices.txt"
+_RECORDS = ("run.json", "sweep.json")
+
+
+def add_notice(folder: Path, text: str) -> bool:
+    """Append a line with the present time; return whether it stands there.
+
+    False where no run, or sweep, has begun in the folder, or nothing can be written there: a notice must not
+    end a run either.
+    """
+    if not any((folder / name).is_file() for name in _RECORDS):
+        return False
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    try:
+        with (folder / FILE_NAME).open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{now} {text}\n")
+    except OSError:
+        return False
+    return True

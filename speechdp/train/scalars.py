@@ -1,0 +1,117 @@
+"""The metrics of a run as TensorBoard scalars: one file of events a start, in RUN/tensorboard."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from speechdp.comm.environment import host_name
+from speechdp.files import cannot_be_written
+from speechdp.train.run_files import Metrics
+
+_NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
+
+
+class Scalars:
+    """Writes evaluations for TensorBoard (rank 0 only); a file that cannot be written is a notice.
+
+    Each is on disk before the checkpoint that follows, as a line of metrics.jsonl is: torch's SummaryWriter
+    writes minutes later, in a thread whose errors come up in whatever is called next.
+
+    Args:
+        folder: RUN/tensorboard.
+        after_step: the last step whose evaluation counts.  TensorBoard drops what earlier starts have written
+            of later ones, which are made again.
+        notice: takes the line about a file that cannot be written; it is given one line at most.
+    """
+
+    def __init__(self, folder: Path, after_step: int, notice: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._notice = notice
+        self._is_noticed = False
+        self._path: Path | None = None
+        self._written_bytes = 0
+        self._unwritten = _first_records(after_step)
+
+    def add(self, metrics: Metrics) -> None:
+        """Record an evaluation."""
+        self._unwritten += _records(metrics)
+        self._write()
+
+    def __enter__(self) -> Scalars:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._path is not None and self._unwritten:
+            self._write()
+
+    def _write(self) -> None:
+        """Write what is not yet written; what is not is tried again with the next evaluation."""
+        try:
+            if self._path is None:
+                self._path = self._make_file()
+            with self._path.open("r+b") as file:
+                # Not appended: half a record, of a disk that was full, would make the rest unreadable.
+                file.seek(self._written_bytes)
+                file.write(self._unwritten)
+        except OSError as error:
+            if not self._is_noticed:
+                then = "the next evaluation adds what is missing; training goes on"
+                self._notice(cannot_be_written(self._path or self._folder, error, then))
+                self._is_noticed = True
+        else:
+            self._written_bytes += len(self._unwritten)
+            self._unwritten = b""
+
+    def _make_file(self) -> Path:
+        """Make a file that TensorBoard reads after those of earlier starts: it sorts them by their names."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        numbers = [int(match[1]) for path in self._folder.iterdir() if (match := _NAME.match(path.name))]
+        # The clock of another host may be behind, and a second is enough for a start.
+        number = max(int(time.time()), 1 + max(numbers, default=0))
+        path = self._folder / f"events.out.tfevents.{number:010d}.{host_name()}.{os.getpid()}"
+        path.touch(exist_ok=False)
+        return path
+
+
+def _first_records(after_step: int) -> bytes:
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # noqa: PLC0415 (slow to import)
+
+    now = time.time()
+    start = SessionLog(status=SessionLog.START)
+    return _encoded(
+        Event(wall_time=now, file_version="brain.Event:2"),
+        Event(wall_time=now, step=after_step + 1, session_log=start),
+    )
+
+
+def _records(metrics: Metrics) -> bytes:
+    from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415 (slow to import)
+    from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
+
+    values = {
+        "train/loss": metrics.train_loss,
+        "train/learning_rate": metrics.learning_rate,
+        "train/frames_per_s": metrics.frames / max(metrics.time_s, 1e-9),
+        "held_out/log_prob_per_frame": metrics.heldout_log_prob,
+        "held_out/frame_accuracy": metrics.heldout_frame_accuracy,
+    }
+    summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+    return _encoded(Event(wall_time=time.time(), step=metrics.step, summary=summary))
+
+
+def _encoded(*events: object) -> bytes:
+    from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415 (slow to import)
+
+    file = io.BytesIO()
+    writer = RecordWriter(file)
+    for event in events:
+        writer.write(event.SerializeToString())  # type: ignore[attr-defined]
+    return file.getvalue()
