@@ -52,15 +52,16 @@ class _Place:
 class _Handler(RendezvousHandler):  # type: ignore[misc]
     """Answers those only who know the secret, the first part of every path."""
 
+    path: str
+
     def parse_request(self) -> bool:
         if not super().parse_request():
             return False
         expected: str = self.server.prefix
-        path: str = self.path
-        if not hmac.compare_digest(path[: len(expected)].encode(), expected.encode()):
+        if not hmac.compare_digest(self.path[: len(expected)].encode(), expected.encode()):
             self.send_error(403)
             return False
-        self.path = path[len(expected) - 1 :]
+        self.path = self.path[len(expected) - 1 :]
         return True
 
 
