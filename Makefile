@@ -1,27 +1,31 @@
 # All targets make .venv first where it is missing or out of date (seconds when it is not).
-.PHONY: setup test test-cluster check format clean
+.PHONY: setup test test-cluster test-all check format clean
 
 PYTHON := .venv/bin/python
 
 setup:
 	@launch/setup --dev
 
-# Every test. One torch thread a process: tests start several ranks on few cores. Isolated: on a machine
-# without ssh Open MPI 4 would refuse to start even local ranks.
-# The unit tests share the cores file by file; those that start ranks have them to themselves.
+# One torch thread a process: tests start several ranks on few cores. Isolated: on a machine without ssh Open MPI 4
+# would refuse to start even local ranks.
+# Files side by side, one more than there are cores, since tests that start jobs wait for much; the longest first.
 PYTEST := OMP_NUM_THREADS=1 OMPI_MCA_plm=isolated $(PYTHON) -m pytest
-test: setup
-ifdef PYTEST_ARGS
-	@$(PYTEST) $(PYTEST_ARGS)
-else
-	@$(PYTEST) -n auto --dist loadfile tests/unit
-	@$(PYTEST) tests/contract tests/parallel tests/e2e
-endif
+WORKERS ?= $(shell expr $$(nproc) + 1)
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+ON_THIS_MACHINE := tests/e2e tests/parallel tests/contract tests/unit
 
-# Several nodes, Slurm and Grid Engine on this machine (10 min on 2 cores): namespaces, which need root, and
-# Debian's packages; what is missing is said, and its tests are skipped. Each test has both cores to itself.
+# Every test but those of several nodes.
+test: setup
+	@$(PYTEST) $(or $(PYTEST_ARGS),$(SIDE_BY_SIDE) $(ON_THIS_MACHINE))
+
+# Several nodes, Slurm and Grid Engine on this machine: namespaces, which need root, and Debian's packages; what is
+# missing is said, and its tests are skipped.
 test-cluster: setup
-	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -rs $(or $(PYTEST_ARGS),tests/cluster)
+	@$(PYTEST) -rs $(or $(PYTEST_ARGS),$(SIDE_BY_SIDE) tests/cluster)
+
+# Both at once: what waits for a batch system leaves the cores to the others.
+test-all: setup
+	@$(PYTEST) -rs $(SIDE_BY_SIDE) tests/cluster $(ON_THIS_MACHINE)
 
 check: setup
 	@$(PYTHON) -m ruff check .

@@ -189,6 +189,11 @@ def flush_output() -> None:
             stream.flush()
 
 
+def gloo_connects_later() -> bool:
+    """Return whether the user lets gloo connect two ranks only when they first exchange something."""
+    return os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() not in {"", "0", "n", "no", "off", "false"}
+
+
 def end_process(exit_code: int) -> NoReturn:
     """Leave at once: no exit handlers, which would wait for peers that are never going to answer."""
     flush_output()

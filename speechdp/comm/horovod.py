@@ -62,7 +62,6 @@ class HorovodCommunicator(Communicator):
 
     def __init__(self, part: Communicator | None = None) -> None:
         self._part = part
-        self._meeting: GlooMeeting | None = None
         if environment.started_by_horovodrun():
             _checked("hvd.init", hvd.init)
         else:
@@ -84,9 +83,11 @@ class HorovodCommunicator(Communicator):
 
         mpi = MpiCommunicator() if self._part is None else self._part
         if gloo_is_better(mpi) and hvd.gloo_built():
-            self._meeting = GlooMeeting(mpi)
-            with environment.set_meanwhile(self._meeting.settings):
+            meeting = GlooMeeting(mpi)
+            with environment.set_meanwhile(meeting.settings):
                 _checked("hvd.init", hvd.init)
+            mpi.barrier()
+            meeting.close()
         elif self._part is None:
             _checked("hvd.init", hvd.init)
         else:
@@ -138,8 +139,6 @@ class HorovodCommunicator(Communicator):
         # A rank that shuts down while others still exchange would fail their exchange.
         self.barrier()
         hvd.shutdown()
-        if self._meeting is not None:
-            self._meeting.close()
 
     def abort(self, exit_code: int) -> NoReturn:
         if not environment.started_by_horovodrun():

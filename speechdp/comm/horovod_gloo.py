@@ -7,9 +7,12 @@ idle ranks, is gone.  Gloo waits in poll() and takes 0.02 of a core for the same
 
 from __future__ import annotations
 
+import hmac
+import secrets
 import threading
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
@@ -46,8 +49,35 @@ class _Place:
     cross_size: int
 
 
+class _Handler(RendezvousHandler):  # type: ignore[misc]
+    """Answers those only who know the secret, the first part of every path."""
+
+    path: str
+
+    def parse_request(self) -> bool:
+        if not super().parse_request():
+            return False
+        expected: str = self.server.prefix
+        if not hmac.compare_digest(self.path[: len(expected)].encode(), expected.encode()):
+            self.send_error(403)
+            return False
+        self.path = self.path[len(expected) - 1 :]
+        return True
+
+
+class _Server(RendezvousHTTPServer):  # type: ignore[misc]
+    def __init__(self, address: str, prefix: str) -> None:
+        self.prefix = prefix
+        super().__init__((address, 0), _Handler, 0)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a stranger's broken request is no news, and a rank asks again."""
+
+
 class GlooMeeting:
     """The rendezvous of Horovod's ranks, served by rank 0 on the one address the others reach it at.
+
+    Horovod's own server takes and gives what anybody asks; ours wants a secret that only the ranks know.
 
     Attributes:
         settings: environment variables to be set while `hvd.init` runs.
@@ -60,18 +90,20 @@ class GlooMeeting:
         hosts: list[str] = mpi.allgather_object(environment.host_name())
         places = _places(hosts)
         interface = network.interface_between(mpi.rank, hosts)
-        self._server: RendezvousHTTPServer | None = None
+        self._server: _Server | None = None
         self._thread: threading.Thread | None = None
+        secret = secrets.token_hex(16)
         if mpi.rank == 0:
-            self._serve(interface.address, hosts, places)
+            self._serve(_Server(interface.address, f"/{secret}:0/"), hosts, places)
         port = 0 if self._server is None else self._server.server_address[1]
-        address, port = mpi.broadcast_object([interface.address, port])
+        address, port, secret = mpi.broadcast_object([interface.address, port, secret])
         place = places[mpi.rank]
         self.settings = {
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": str(address),
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+            # Horovod asks for http://ADDR:PORT/SCOPE/KEY, so what follows a slash in ADDR begins the path.
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": f"{address}:{port}/{secret}",
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": "0",
             "HOROVOD_GLOO_IFACE": interface.name,
             "HOROVOD_HOSTNAME": hosts[mpi.rank],
             "HOROVOD_RANK": str(mpi.rank),
@@ -83,23 +115,21 @@ class GlooMeeting:
         }
 
     def close(self) -> None:
-        """Stop serving; after `hvd.shutdown`, in which the ranks sign off."""
+        """Stop serving, once all ranks have met."""
         if self._server is not None and self._thread is not None:
             self._server.shutdown()
             self._server.server_close()
             self._thread.join()
 
-    def _serve(self, address: str, hosts: list[str], places: list[_Place]) -> None:
-        self._server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
-        self._server.init(
+    def _serve(self, server: _Server, hosts: list[str], places: list[_Place]) -> None:
+        self._server = server
+        server.init(
             [
                 SlotInfo(hosts[r], r, p.local_rank, p.cross_rank, len(hosts), p.local_size, p.cross_size)
                 for r, p in enumerate(places)
             ]
         )
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="horovod-rendezvous", daemon=True
-        )
+        self._thread = threading.Thread(target=server.serve_forever, name="horovod-rendezvous", daemon=True)
         self._thread.start()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from speechdp.comm.peers import CheckedPeers
 from speechdp.comm.staging import Staged, as_bytes
-from speechdp.comm.torchdist import TIMEOUT, checked
+from speechdp.comm.torch_meeting import TIMEOUT, checked
 
 
 class TorchPeers(CheckedPeers):

@@ -42,8 +42,9 @@ class _Relay:
     most_pending: float = _PIPE_BYTES
 
     @property
-    def may_read(self) -> bool:
-        return self.pipe is not None and len(self.pending) <= self.most_pending
+    def readable(self) -> list[int]:
+        """The pipe, where there is more to come and room for it."""
+        return [self.pipe] if self.pipe is not None and len(self.pending) <= self.most_pending else []
 
     def read(self) -> None:
         assert self.pipe is not None
@@ -94,7 +95,7 @@ class ShownOutput:
 
     def pump(self, timeout_s: float) -> bool:
         """Read and show what there is, waiting so long for it; return whether the pipes may give more."""
-        reading = {relay.pipe: relay for relay in self._relays if relay.may_read}
+        reading = {pipe: relay for relay in self._relays for pipe in relay.readable}
         writing = {relay.descriptor: relay for relay in self._relays if relay.pending}
         if not reading and not writing:
             time.sleep(timeout_s)

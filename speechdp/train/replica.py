@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from speechdp.comm.flat import FlatBuffer
+from speechdp.train.uncompiled import made_without_compiler, step_without_compiler
 
 #: Extra scalars behind the parameters and the gradients: the frame count that weights the exchange.
 _NUM_EXTRA = 1
@@ -48,7 +49,7 @@ class Replica:
             parameter.grad = gradient
         self.flat = nn.Parameter(self.parameters.values)
         self.flat.grad = self.gradients.values
-        self.optimizer = make_optimizer([self.flat])
+        self.optimizer = made_without_compiler(lambda: make_optimizer([self.flat]))
         self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self._prime_optimizer()
         self.max_gradient_norm = max_gradient_norm
@@ -103,7 +104,7 @@ class Replica:
     def _step_optimizer(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        self.optimizer.step()
+        step_without_compiler(self.optimizer)
 
     def _gradient_scale(self, gradients: Tensor, frames: float | Tensor) -> float | Tensor:
         """Return the factor that turns sums into means and clips them: one pass over the vector, not two."""

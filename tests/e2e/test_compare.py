@@ -41,7 +41,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 @pytest.fixture(scope="module")
 def compared(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
     out = tmp_path_factory.mktemp("out") / "compared"
-    ended = ended_within(400, alone("compare", dataset.path, out, *OPTIONS))
+    ended = ended_within(560, alone("compare", dataset.path, out, *OPTIONS))
     assert ended.exit_code == 0, ended.output
     return out, ended
 
@@ -189,11 +189,11 @@ def test_a_stop_saves_the_run_under_way_and_the_same_command_goes_on(
     with started(command, out) as job:
         job.wait_until(lambda: list(out.glob("*/checkpoints/step-*")), "a checkpoint")
         job.signal(signal.SIGTERM)
-        stopped = job.finish(within_s=90)
+        stopped = job.finish(within_s=120)
     assert stopped.exit_code == STOPPED, stopped.output
     assert "stopped as asked; the same command goes on" in stopped.stdout
     (run,) = json.loads((out / "compare.json").read_text())["runs"]
     assert run["state"] == "pending"
-    ended = ended_within(250, command)
+    ended = ended_within(500, command)
     assert ended.exit_code == 0, ended.output
     assert "going on from step" in (out / "logs" / f"{run['folder']}.log").read_text()

@@ -11,7 +11,7 @@ from speechdp.data.dataset import Dataset
 from tests.helpers.jobs import alone, ended_within, our_lines
 from tests.helpers.tiny_data import TINY_MODEL, write_tiny_data
 
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(300)
 def test_a_profile_of_two_ranks(tmp_path: Path) -> None:
     data = write_tiny_speech(tmp_path / "data", TinySizes(train=30)).path
     out = tmp_path / "out"
-    ended = ended_within(250, alone("profile", data, out, *OPTIONS))
+    ended = ended_within(500, alone("profile", data, out, *OPTIONS))
     assert ended.exit_code == 0, ended.output
     assert "[1/2] weak-2: 2 ranks, 5 steps" in ended.stdout and " ms a step (" in ended.stdout
     assert str(out / "report" / "profile.html") in ended.stdout

@@ -32,14 +32,14 @@ def model(run: Path) -> dict[str, torch.Tensor]:
 
 def test_killed_ranks_change_nothing(dataset: Dataset, tmp_path: Path) -> None:
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    ended = ended_within(90, launched(["-np", "2"], dataset, undisturbed))
+    ended = ended_within(180, launched(["-np", "2"], dataset, undisturbed))
     assert ended.exit_code == 0, ended.output
     with started(launched(["-np", "2", "--max-restarts", "2"], dataset, disturbed), disturbed) as job:
         for rank in (1, 0):
             before = last_step(disturbed)
             job.wait_until(lambda before=before: last_step(disturbed) > before, "a checkpoint")
             job.signal(signal.SIGKILL, job.rank_pid(rank))
-        ended = job.finish(within_s=90)
+        ended = job.finish(within_s=120)
     assert ended.exit_code == 0, ended.output
     lines = our_lines(ended)
     assert sum("was killed by SIGKILL" in line for line in lines) == 2, ended.output
@@ -54,7 +54,7 @@ def test_what_is_refused_is_not_started_again(dataset: Dataset, tmp_path: Path) 
     arguments = launched(
         ["-np", "2", "--max-restarts", "5"], dataset, tmp_path / "run", "--held-out", "nothing"
     )
-    ended = ended_within(60, arguments)
+    ended = ended_within(120, arguments)
     assert ended.exit_code == 1, ended.output
     assert ended.stderr.count("has no split 'nothing'") == 1
     assert "not started again: it would fail in the same way" in our_lines(ended)[-1], ended.output

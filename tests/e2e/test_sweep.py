@@ -37,7 +37,7 @@ def swept(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     with started(command, out) as job:
         job.wait_until(lambda: list(out.glob("one-rank/checkpoints/step-*")), "a checkpoint of one-rank")
         job.signal(signal.SIGTERM)
-        stopped = job.finish(within_s=60)
+        stopped = job.finish(within_s=120)
     assert stopped.exit_code == STOPPED, stopped.output
     assert "stopped as asked; the same command goes on" in stopped.stdout, stopped.output
     assert json.loads((out / "sweep.json").read_text())["completed"] is False
@@ -82,7 +82,7 @@ def test_the_same_command_again_keeps_what_is_finished(dataset: Dataset, swept: 
     out, _ = swept
     kept = [p for name in RUNS for p in (out / name).rglob("*") if p.is_file()]
     before = {path: path.stat().st_mtime_ns for path in kept}
-    ended = ended_within(60, by_launch(2, "sweep", dataset.path, out, *OPTIONS))
+    ended = ended_within(120, by_launch(2, "sweep", dataset.path, out, *OPTIONS))
     assert ended.exit_code == 0, ended.output
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert json.loads((out / "sweep.json").read_text())["completed"] is True

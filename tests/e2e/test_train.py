@@ -31,7 +31,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def trained(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run with a round of realignment on two ranks, and what it printed."""
     run = tmp_path_factory.mktemp("run") / "run"
-    ended = ended_within(90, by_launch(2, "train", dataset.path, run, *OPTIONS, *ROUNDS))
+    ended = ended_within(180, by_launch(2, "train", dataset.path, run, *OPTIONS, *ROUNDS))
     assert ended.exit_code == 0, ended.output
     assert our_lines(ended) == [] and "Traceback" not in ended.stderr, ended.output
     return run, ended.stdout
@@ -115,7 +115,7 @@ def test_damage_found_by_one_rank_in_decoding_ends_both(
     shutil.copytree(dataset.path, tmp_path / "data")
     path = tmp_path / "data" / dataset.shard_paths("test")[0].name
     name = flip_byte(path, 1)
-    ended = ended_within(40, under_mpirun(2, "decode", trained[0], tmp_path / "data", "--backend", "mpi"))
+    ended = ended_within(180, under_mpirun(2, "decode", trained[0], tmp_path / "data", "--backend", "mpi"))
     assert ended.exit_code == 1, ended.output
     (line,) = our_lines(ended)
     assert f"{path}: utterance {name} is damaged (checksum)" in line and "rank 1 on" in line
@@ -124,7 +124,7 @@ def test_damage_found_by_one_rank_in_decoding_ends_both(
 def test_the_same_command_again_does_nothing_over(dataset: Dataset, trained: tuple[Path, str]) -> None:
     run, _ = trained
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file() and p.name != "completed.json"}
-    ended = ended_within(60, by_launch(2, "train", dataset.path, run, *OPTIONS, *ROUNDS, "--resume"))
+    ended = ended_within(120, by_launch(2, "train", dataset.path, run, *OPTIONS, *ROUNDS, "--resume"))
     assert ended.exit_code == 0, ended.output
     assert f"{run}: is complete already" in ended.stdout
     for path, time_ns in before.items():

@@ -14,7 +14,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 #: the launchers of the environment that runs the tests, by absolute path: from PATH the Open MPI wheel
 #: could not start its daemons on other hosts, and another MPI might come first.
 BIN = Path(sys.prefix) / "bin"
-TIMEOUT_S = 60.0
+#: a hang is waited for so long: other tests run beside this one.
+TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,11 @@ def test_mpi_sums_between_hosts_as_well_as_on_one(size: int) -> None:
     assert ended.exit_code == 0, ended.output
 
 
+def test_torch_meets_between_hosts_and_lets_nobody_else_in() -> None:
+    ended = run_mpi(2, [*PROGRAM, "torch", "2", "--between-hosts"])
+    assert ended.exit_code == 0, ended.output
+
+
 @needs_horovod
 def test_contract_under_horovodrun_without_mpi() -> None:
     ended = run_horovodrun(2, [*PROGRAM, "horovod", "2", "--without-peers"])

@@ -22,8 +22,8 @@ RANK_1 = rf"speechdp: rank 1 on {re.escape(host_name())}: "
 
 def ended_soon(how: str, backend: str, size: int = 2) -> Ended:
     start_s = time.monotonic()
-    ended = run_mpi(size, [*PROGRAM, how, backend], timeout_s=40)
-    assert time.monotonic() - start_s < 25, ended.output  # seconds of it are Python's start on shared cores
+    ended = run_mpi(size, [*PROGRAM, how, backend], timeout_s=90)
+    assert time.monotonic() - start_s < 60, ended.output  # most of it is Python's start on shared cores
     return ended
 
 
@@ -111,7 +111,7 @@ runpy.run_module("tests.helpers.rank_programs.fail", run_name="__main__")
 @needs_horovod
 @pytest.mark.parametrize("how", ["user_error", "exit", "kill"])
 def test_failures_under_horovodrun_without_mpi(how: str) -> None:
-    ended = run_horovodrun(2, [*PROGRAM, how, "horovod"], timeout_s=40)
+    ended = run_horovodrun(2, [*PROGRAM, how, "horovod"], timeout_s=90)
     assert ended.exit_code != 0, ended.output
     assert "Process name: 1" in ended.stderr, ended.output
     if how != "kill":

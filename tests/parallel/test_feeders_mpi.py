@@ -34,7 +34,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def test_fed_runs_are_bitwise_those_that_read_themselves(
     dataset: Dataset, tmp_path: Path, backend: str, size: int, num_feeders: int
 ) -> None:
-    ended = run_mpi(size, [*PROGRAM, backend, str(num_feeders), dataset.path, tmp_path], timeout_s=200)
+    ended = run_mpi(size, [*PROGRAM, backend, str(num_feeders), dataset.path, tmp_path], timeout_s=400)
     assert ended.exit_code == 0, ended.output
     expected = f"{size - num_feeders} trainers over {backend}, fed by {num_feeders}: the same bits"
     assert expected in ended.stdout, ended.output
@@ -44,7 +44,7 @@ def test_fed_runs_are_bitwise_those_that_read_themselves(
 def test_horovod_over_mpi_knows_the_trainers_only(dataset: Dataset, tmp_path: Path) -> None:
     over_mpi = {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
     program = [*PROGRAM, "horovod", "1", dataset.path, tmp_path]
-    ended = run_mpi(3, program, env=over_mpi, timeout_s=200)
+    ended = run_mpi(3, program, env=over_mpi, timeout_s=400)
     assert ended.exit_code == 0, ended.output
 
 

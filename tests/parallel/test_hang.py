@@ -41,7 +41,7 @@ def test_a_rank_that_is_frozen(dataset: Dataset, tmp_path: Path) -> None:
         job.wait_until((run / "status" / "rank-0001.json").exists, "a status")
         job.wait_until((run / "metrics.jsonl").exists, "an evaluation")
         job.signal(signal.SIGSTOP, job.rank_pid(1))
-        ended = job.finish(within_s=60)
+        ended = job.finish(within_s=120)
     line = the_line(ended)
     where = rf"speechdp: rank 0 on {HOST}: no step ended for \d+ s \(step \d+, .*\)"
     assert re.fullmatch(rf"{where}; late: rank 1 on {HOST} \(no sign of life for \d+ s\)", line), ended.output

@@ -1,49 +1,84 @@
-"""What a job's processes listen on: the ranks only on the one address they use, never on all interfaces."""
+"""What a job's processes listen on, and whom they let in, is what docs/security.md says."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
 
 from speechdp.data.dataset import Dataset
-from tests.helpers.jobs import Job, by_launch, started
+from tests.helpers.jobs import SPEECHDP, Job, started
+from tests.helpers.listening import is_let_in, listening
+from tests.helpers.mpi import REPOSITORY
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
 
-ALL_INTERFACES = {"0.0.0.0", "::", "::ffff:0.0.0.0"}
+WORDS = {"nothing": set(), "127.0.0.1": {"127.0.0.1"}, "all interfaces": {"0.0.0.0"}}
+LOOPBACK = {"127.0.0.1", "::1"}
+ROW = re.compile(r"\| (ranks|launcher), `([a-z -]+)` \| ([^|]+) \| [^|]+ \| ([^|]+) \|")
+needs_horovod = pytest.mark.skipif(
+    importlib.util.find_spec("horovod") is None, reason="Horovod is not installed; launch/setup builds it"
+)
+GLOO_RUN = ("--launcher", "horovodrun", "--controller", "gloo")
+
+
+@dataclass
+class Seen:
+    """Addresses and ports that the processes of a job listen on."""
+
+    ranks: set[tuple[str, int]] = field(default_factory=set)
+    launcher: set[tuple[str, int]] = field(default_factory=set)
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return write_tiny_data(tmp_path_factory.mktemp("listening") / "data", TinySizes(train=200))
+    return write_tiny_data(tmp_path_factory.mktemp("listening") / "data", TinySizes(train=40))
 
 
-@pytest.mark.parametrize("backend", ["mpi", "horovod", "torch"])
-def test_ranks_of_one_host_listen_on_loopback_at_most(dataset: Dataset, tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "launcher", "options"),
+    [
+        ("mpi", "mpirun", ()),
+        ("torch", "mpirun", ()),
+        pytest.param("horovod", "mpirun", (), marks=needs_horovod),
+        pytest.param("horovod", "horovodrun --gloo", GLOO_RUN, marks=needs_horovod),
+    ],
+)
+def test_who_listens_and_lets_in_whom(
+    dataset: Dataset, tmp_path: Path, backend: str, launcher: str, options: tuple[str, ...]
+) -> None:
     run = tmp_path / "run"
-    options = (*TINY_MODEL, "--batch-size", "1", "--epochs", "40", "--backend", backend)
-    seen: set[str] = set()
+    training = (*TINY_MODEL, "--batch-size", "1", "--epochs", "200", "--backend", backend)
+    job_of_two = [*SPEECHDP, "launch", "-np", "2", *options, "--", "train"]
+    documented = dict(_table())
+    with started([*job_of_two, str(dataset.path), str(run), *training], run) as job:
+        job.wait_until((run / "metrics.jsonl").is_file, "an evaluation")
+        seen = _seen(job)
+        let_in = {is_let_in(address) for address in seen.ranks}
+    addresses, strangers = documented["ranks", backend]
+    assert {host for host, _ in seen.ranks} == WORDS[addresses], seen
+    assert let_in == ({strangers == "yes"} if seen.ranks else set())
+    addresses, _ = documented["launcher", launcher]
+    hosts = {"0.0.0.0" if host == "::" else host for host, _ in seen.launcher}
+    assert hosts - LOOPBACK == WORDS[addresses], seen
 
-    def trained() -> bool:
-        seen.update(_addresses(job, run))
-        return (run / "metrics.jsonl").is_file()
 
-    with started(by_launch(2, "train", dataset.path, run, *options), run) as job:
-        job.wait_until(trained, "an evaluation")
-    assert not seen & ALL_INTERFACES and seen <= {"127.0.0.1", "::1"}, seen
-    assert bool(seen) == (backend != "mpi")  # that sockets are seen at all
+def _table() -> list[tuple[tuple[str, str], tuple[str, str]]]:
+    """Return, by process and its kind, where it listens on one host and whether it lets strangers in."""
+    text = (REPOSITORY / "docs" / "security.md").read_text(encoding="utf-8")
+    return [((who, what), (addresses, strangers)) for who, what, addresses, strangers in ROW.findall(text)]
 
 
-def _addresses(job: Job, run: Path) -> set[str]:
-    """Return the addresses that the job's ranks, not the launchers, listen on."""
-    found: set[str] = set()
+def _seen(job: Job) -> Seen:
+    seen = Seen()
     for process in psutil.Process(job.pid).children(recursive=True):
         try:
             words = process.cmdline()
-            is_rank = "train" in words and "launch" not in words and "python" in Path(words[0]).name
-            connections = process.net_connections("inet") if is_rank and str(run) in words else []
         except psutil.Error:
             continue
-        found.update(c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN)
-    return found
+        is_rank = words[1:4] == ["-m", "speechdp", "train"]
+        (seen.ranks if is_rank else seen.launcher).update(listening(process))
+    return seen

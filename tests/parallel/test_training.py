@@ -29,7 +29,7 @@ def test_resumed_runs_are_bitwise_those_not_interrupted(
     dataset: Dataset, tmp_path: Path, backend: str, size: int
 ) -> None:
     program = [*PROGRAM, backend, str(size), dataset.path, tmp_path]
-    ended = run_mpi(size, program, timeout_s=280)
+    ended = run_mpi(size, program, timeout_s=500)
     assert ended.exit_code == 0, ended.output
     assert f"{len(CASES)} runs resumed bitwise on {size} ranks" in ended.stdout, ended.output
 
@@ -38,6 +38,6 @@ def test_resumed_runs_are_bitwise_those_not_interrupted(
 def test_synthesis_resumes_bitwise_with_each_rank_s_own_statistics(tmp_path: Path, backend: str) -> None:
     dataset = write_tiny_speech(tmp_path / "data", SIZES)
     program = [*PROGRAM, backend, "2", dataset.path, tmp_path / "runs"]
-    ended = run_mpi(2, program, timeout_s=200)
+    ended = run_mpi(2, program, timeout_s=400)
     assert ended.exit_code == 0, ended.output
     assert f"{len(SYNTHESIS_CASES)} runs resumed bitwise on 2 ranks" in ended.stdout, ended.output

@@ -1,12 +1,17 @@
-"""Where Horovod's ranks stand on their hosts, for any order in which mpirun places them."""
+"""Where Horovod's ranks stand on their hosts, for any order mpirun places them in, and how they meet."""
 
 from __future__ import annotations
+
+import socket
+import urllib.error
+import urllib.request
 
 import pytest
 
 pytest.importorskip("horovod", reason="Horovod is not installed; launch/setup builds it")
 
-from speechdp.comm.horovod_gloo import _Place, _places
+from speechdp.comm.horovod_gloo import GlooMeeting, _Place, _places
+from speechdp.comm.serial import SerialCommunicator
 
 
 def test_two_hosts_filled_one_after_the_other() -> None:
@@ -20,3 +25,37 @@ def test_hosts_in_turn() -> None:
         _Place(1, 2, 0, 2),
         _Place(1, 2, 1, 2),
     ]
+
+
+def test_only_who_knows_the_secret_reads_and_writes_where_ranks_meet(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    meeting = GlooMeeting(SerialCommunicator())
+    place, port = (meeting.settings[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
+    ours = f"http://{place}:{port}"  # as Horovod puts it together
+    host, served_at = place.partition("/")[0].split(":")
+    try:
+        assert _asked(f"{ours}/global_/0", b"here I am") == (200, b"")
+        assert _asked(f"{ours}/global_/0") == (200, b"here I am")
+        assert _asked(f"{ours}/global_/1")[0] == 404
+        for stranger in ("", "global_/0", "0" * 34 + "/global_/0"):
+            assert _asked(f"http://{host}:{served_at}/{stranger}")[0] == 403
+            assert _asked(f"http://{host}:{served_at}/{stranger}", b"poison")[0] == 403
+        for words in (b"GET nothing HTTP/1.0\r\n\r\n", b"\xff\x00\r\n\r\n", b"PUT"):
+            with socket.create_connection((host, int(served_at))) as connection:
+                connection.sendall(words)
+        assert _asked(f"{ours}/global_/0") == (200, b"here I am")
+    finally:
+        meeting.close()
+    assert capfd.readouterr().err == ""
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection((host, int(served_at)))
+
+
+def _asked(url: str, put: bytes | None = None) -> tuple[int, bytes]:
+    request = urllib.request.Request(url, data=put, method="GET" if put is None else "PUT")
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return int(answer.status), bytes(answer.read())
+    except urllib.error.HTTPError as refusal:
+        return refusal.code, b""

@@ -1,8 +1,8 @@
 """One rank of a job that runs every check of the communicator contract.
 
 `contract.py BACKEND SIZE [--without-peers] [--in-pieces] [--between-hosts]`: the first where the back-end has
-collectives only, the second to let MPI count no more than 2^20 elements in a call, the third to let it sum
-as it does between hosts.
+collectives only, the second to let MPI count no more than 2^20 elements in a call, the third to let MPI sum,
+and torch meet, as they do between hosts.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import sys
 import threading
 
-from speechdp.comm import Communicator, create_communicator
+from speechdp.comm import Communicator, create_communicator, environment
 from speechdp.comm.failure import guard
 from speechdp.comm.world import check_world
 from tests.helpers.communicator_checks import CHECKS
+from tests.helpers.listening import is_let_in
 from tests.helpers.peer_checks import PEER_CHECKS, peers_and_groups_are_refused_with_the_remedy
 
 
@@ -24,7 +25,9 @@ def main(comm: Communicator) -> None:
         from speechdp.comm import mpi  # noqa: PLC0415  initialises MPI
 
         mpi._MAX_COUNT = 1 << 20
-    if "--between-hosts" in sys.argv:
+    if "--between-hosts" in sys.argv and comm.backend == "torch":
+        _check_that_strangers_are_kept_out(comm)
+    elif "--between-hosts" in sys.argv:
         from speechdp.comm import mpi  # noqa: PLC0415
 
         assert isinstance(comm, mpi.MpiCommunicator)
@@ -41,6 +44,25 @@ def main(comm: Communicator) -> None:
         print(f"{len(checks)} checks passed on {comm.size} ranks")
 
 
-exit_code = guard(lambda: create_communicator(sys.argv[1]), main)
+def _check_that_strangers_are_kept_out(comm: Communicator) -> None:
+    from speechdp.comm.torchdist import TorchCommunicator  # noqa: PLC0415
+
+    assert isinstance(comm, TorchCommunicator)
+    listener = comm._meeting.listener
+    assert (listener is not None) == (comm.rank == 0), "rank 0 serves the store"
+    if listener is not None:
+        assert not is_let_in(listener.getsockname())
+
+
+def _communicator() -> Communicator:
+    launch = environment.announced()
+    if "--between-hosts" in sys.argv and launch is not None:
+        # Every second rank under another name of this machine.
+        name = ("localhost", "127.0.0.1")[launch.rank % 2]
+        environment.host_name = lambda: name
+    return create_communicator(sys.argv[1])
+
+
+exit_code = guard(_communicator, main)
 left = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
 sys.exit(exit_code if not left else f"threads left: {left}")

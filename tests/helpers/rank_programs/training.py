@@ -106,6 +106,8 @@ def main(comm: Communicator) -> None:
             check(comm, dataset, options, Path(sys.argv[4]) / name)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
+    # A rank's start would take a second more (train/uncompiled.py).
+    assert "torch._dynamo" not in sys.modules, "training imports torch's compiler"
     if comm.rank == 0:
         print(f"{len(cases)} runs resumed bitwise on {comm.size} ranks")
 
