@@ -124,11 +124,11 @@ static uint64_t draw(void) /* splitmix64 */
     return z ^ (z >> 31);
 }
 
-/* Return the path below the folder, NULL if it is elsewhere; "" for the folder itself. */
+/* Return the path below the folder, NULL if it is elsewhere; "." for the folder itself. */
 static const char *inside(const char *path)
 {
     if (strncmp(path, folder, folder_length)) return NULL;
-    if (path[folder_length] == 0) return path + folder_length;
+    if (path[folder_length] == 0) return ".";
     return path[folder_length] == '/' ? path + folder_length + 1 : NULL;
 }
 static int path_of(int fd, char *path)
