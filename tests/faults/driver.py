@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.cases import Case
-from tests.faults.fork_server import ForkServer, JobEnd, ranks
+from tests.faults.fork_server import ForkServer, JobEnd, Process, ranks
 from tests.faults.points import Operation, Point, has_failed, operations, order
-from tests.faults.verdict import Result, differences, faults_of_output, faults_of_refusal, summary
+from tests.faults.results import Result, differences
+from tests.faults.verdict import faults_of_output, faults_of_refusal, summary
+from tests.helpers.jobs import by_launch
+from tests.helpers.mpi import run_job
+
+#: Seconds after which a job hangs: it takes half a second, launched 5 s.
+_FORKED_LIMIT_S, _LAUNCHED_LIMIT_S = 45.0, 120.0
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,6 @@ class Verdict:
     happened: str
 
 
-@dataclass
 class Driver:
     """Tries a case.
 
@@ -42,18 +48,25 @@ class Driver:
         folder: for what the jobs leave; what went wrong is kept there.
     """
 
-    server: ForkServer
-    case: Case
-    folder: Path
-    _expected: Result = field(default_factory=dict)
+    def __init__(self, server: ForkServer, case: Case, folder: Path) -> None:
+        self._server, self._case, self._folder = server, case, folder
+        self._expected: Result = {}
 
     def learn(self) -> list[Operation]:
-        """Run the case with no fault: note what it comes to, return what it does to files."""
-        with self._workplace() as place:
-            end = self._run(place, self.case.arguments(place.work), place.logging(self.case.size))
-            assert end.exit_codes == [0] * self.case.size, summary(end)
-            self._expected = self.case.result(place.work)
-            return [done for rank in range(self.case.size) for done in operations(rank, place.log(rank))]
+        """Run the case with no fault, twice: note what it comes to, return what it does to files."""
+        results, done = [], []
+        for rank in range(max(2, self._case.size)):
+            watched = min(rank, self._case.size - 1)
+            with self._workplace() as place:
+                end = self._run(place, {watched: order(place.work, place.log(watched))})
+                assert end.is_well, summary(end)
+                results.append(self._case.result(place.work))
+                if rank < self._case.size:
+                    done += operations(watched, place.log(watched))
+        first = results[0]
+        same = {name for name in first if all(other.get(name) == first[name] for other in results)}
+        self._expected = {name: first[name] if name in same else _VARIES for name in first}
+        return done
 
     def try_points(self, points: Iterable[Point], jobs: int) -> Iterator[Verdict]:
         """Try each; `jobs` at a time."""
@@ -64,14 +77,13 @@ class Driver:
         """Let an operation fail; judge what comes of it."""
         with self._workplace() as place:
             rank = point.operation.rank
-            orders = {rank: point.order(place.work, place.log(rank))}
-            end = self._run(place, self.case.arguments(place.work), orders)
+            end = self._run(place, {rank: point.order(place.work, place.log(rank))})
             wrong, happened = faults_of_output(end), "went on"
             if end.hung:
                 wrong.append(f"hung: {summary(end)}")
-            elif any(end.exit_codes):
+            elif not end.is_well:
                 happened = "refused"
-                wrong += faults_of_refusal(end, point, place.work)
+                wrong += faults_of_refusal(end, point, place.work, through=self._is_told_through)
                 wrong += self._repeat(place)
             else:
                 wrong += self._compare(place)
@@ -81,38 +93,74 @@ class Driver:
                 place.keep(wrong)
             return Verdict(point, wrong, end.hung, happened)
 
-    def try_order(self, orders: dict[int, str]) -> list[str]:
-        """Run the case with orders to the shim by rank; `WORK` and `LOG` in them stand for the paths."""
+    def try_order(self, rank: int, **settings: object) -> list[str]:
+        """Run the case with an order to a rank's shim; return what is wrong unless it ends as ever."""
         with self._workplace() as place:
-            told = {r: o.replace("WORK", str(place.work)).replace("LOG", str(place.log(r))) for r, o in orders.items()}
-            end = self._run(place, self.case.arguments(place.work), told)
+            end = self._run(place, {rank: order(place.work, place.log(rank), **settings)})
             wrong = faults_of_output(end)
-            wrong += [summary(end)] if any(end.exit_codes) else self._compare(place)
-            return wrong
+            return [*wrong, *(self._compare(place) if end.is_well else [summary(end)])]
+
+    @property
+    def _is_told_through(self) -> bool:
+        return self._case.child or self._case.start == "launched"
 
     def _repeat(self, place: Workplace) -> list[str]:
         """Do as a message advises, the fault being gone; return what is wrong then."""
-        end = self._run(place, self.case.again(place.work), {}, "again")
+        end = self._run(place, {}, "again", self._case.again)
         wrong = faults_of_output(end)
-        if any(end.exit_codes):
+        if not end.is_well and "--overwrite" in "".join(end.stderr):
+            end = self._run(place, {}, "overwritten", ("--overwrite",))
+            wrong += faults_of_output(end)
+        if not end.is_well:
             return [*wrong, f"repeated: {summary(end)}"]
         return [*wrong, *(f"repeated: {what}" for what in self._compare(place))]
 
     def _compare(self, place: Workplace) -> list[str]:
         try:
-            return differences(self.case.result(place.work), self._expected)
-        except (OSError, ValueError, KeyError) as error:
+            result = self._case.result(place.work)
+        except (OSError, ValueError, LookupError) as error:
             return [f"the result cannot be read: {type(error).__name__}: {error}"]
+        varying = {name for name, value in self._expected.items() if value is _VARIES}
+        return differences(
+            {name: _VARIES if name in varying else value for name, value in result.items()}, self._expected
+        )
 
     def _run(
-        self, place: Workplace, arguments: Iterable[str], orders: dict[int, str], what: str = "first"
+        self, place: Workplace, orders: Mapping[int, str], what: str = "first", more: Iterable[str] = ()
     ) -> JobEnd:
-        return self.server.run(ranks(self.case.size, list(arguments), orders), place.folder / what)
+        case = self._case
+        arguments = [*case.arguments(place.work), *more]
+        if case.start == "launched":
+            return self._launch(arguments, orders)
+        if case.child:
+            env = self._environment(orders)
+            return self._server.run([Process(arguments, "", env)], place.folder / what, limit_s=_LAUNCHED_LIMIT_S)
+        return self._server.run(ranks(case.size, arguments, orders), place.folder / what, limit_s=_FORKED_LIMIT_S)
+
+    def _launch(self, arguments: Iterable[str], orders: Mapping[int, str]) -> JobEnd:
+        begun = time.monotonic()
+        try:
+            ended = run_job(
+                by_launch(self._case.size, *arguments),
+                env={"LD_PRELOAD": str(self._server.shim), **self._environment(orders)},
+                timeout_s=_LAUNCHED_LIMIT_S,
+            )
+        except AssertionError as hung:
+            return JobEnd([-9], [""], [str(hung)], _LAUNCHED_LIMIT_S, hung=True)
+        seconds = time.monotonic() - begun
+        return JobEnd([ended.exit_code], [ended.stdout], [ended.stderr], seconds, hung=False)
+
+    def _environment(self, orders: Mapping[int, str]) -> dict[str, str]:
+        return {"IOFAULT": f"{orders[rank]};rank={rank}" for rank in orders}
 
     def _workplace(self) -> Workplace:
-        place = Workplace(Path(tempfile.mkdtemp(prefix=f"{self.case.name}-", dir=self.folder)))
-        self.case.set_up(place.work)
+        place = Workplace(Path(tempfile.mkdtemp(prefix=f"{self._case.name}-", dir=self._folder)))
+        self._case.set_up(place.work)
         return place
+
+
+#: Stands for what is different each time.
+_VARIES = "(varies)"
 
 
 class Workplace:
@@ -126,10 +174,6 @@ class Workplace:
     def log(self, rank: int) -> Path:
         """Return where a rank's operations are noted."""
         return self.folder / f"operations-{rank}"
-
-    def logging(self, size: int) -> dict[int, str]:
-        """Return orders to note all operations."""
-        return {rank: order(self.work, self.log(rank)) for rank in range(size)}
 
     def keep(self, wrong: list[str]) -> None:
         """Leave the folder as it is."""

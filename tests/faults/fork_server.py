@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,7 +33,8 @@ from typing import Any, NoReturn
 from tests.helpers.mpi import REPOSITORY, job_environment
 
 SHIM_SOURCE = Path(__file__).with_name("iofault.c")
-_READY_S = 120.0
+#: Seconds from SIGTERM to SIGKILL when a rank has failed, as Open MPI's.
+_TERMINATION_S = 1.0
 #: Modules that initialise MPI, or start threads, when they are imported.
 _NOT_IMPORTED = ("speechdp.comm.mpi", "speechdp.comm.horovod", "speechdp.comm.fed_job", "speechdp.__main__")
 
@@ -58,19 +59,22 @@ class JobEnd:
     """How a job ended.
 
     Attributes:
-        exit_codes: of each process; -9 of those that had to be killed.
+        exit_codes: of each process; None of those that the launcher ended because another had failed.
         stdout, stderr: of each process.
         seconds: it took.
-        after_s: from the end of the first process that failed to that of the last, s.
-        hung: it had to be killed.
+        hung: it took too long and had to be killed.
     """
 
-    exit_codes: list[int]
+    exit_codes: list[int | None]
     stdout: list[str]
     stderr: list[str]
     seconds: float
-    after_s: float
     hung: bool
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it ended as if nothing had gone wrong."""
+        return not any(code != 0 for code in self.exit_codes)
 
 
 def why_no_shim() -> str | None:
@@ -97,20 +101,14 @@ class ForkServer:
         self._address = address
 
     def run(
-        self, processes: Sequence[Process], folder: Path, *, limit_s: float = 60.0, end_s: float = 10.0
+        self, processes: Sequence[Process], folder: Path, *, limit_s: float = 60.0
     ) -> JobEnd:
-        """Run a job; what its processes print goes to files in `folder`.
-
-        Args:
-            limit_s: it may take.
-            end_s: it may take from the end of a process that fails to that of the last.
-        """
+        """Run a job, which may take `limit_s`; what its processes print goes to files in `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         request = {
             "processes": [asdict(process) for process in processes],
             "folder": str(folder),
             "limit_s": limit_s,
-            "end_s": end_s,
         }
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(str(self._address))
@@ -231,7 +229,7 @@ def _supervise(connection: socket.socket, listener: socket.socket) -> int:
         for n, p in enumerate(processes)
     }
     try:
-        answer = _watch(pids, connection, request["limit_s"], request["end_s"])
+        answer = _watch(pids, connection, request["limit_s"])
     finally:
         if store:
             os.kill(store, signal.SIGKILL)
@@ -283,31 +281,34 @@ def _rank(process: Process, port: int, outputs: Sequence[Path]) -> int:
     return 0
 
 
-def _watch(pids: dict[int, int], connection: socket.socket, limit_s: float, end_s: float) -> dict[str, Any]:
-    """Wait until all have ended, and kill those that do not."""
-    codes: dict[int, int] = {}
-    deadline, failed_at, hung = time.monotonic() + limit_s, 0.0, False
-    fds = {os.pidfd_open(pid): pid for pid in pids}
-    while fds:
-        left_s = deadline - time.monotonic()
-        ended, _, _ = select.select([*fds, connection], [], [], max(0.0, left_s))
-        if not ended or connection in ended:  # late, or nobody waits for the answer any more
-            hung = True
-            for pid in fds.values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-            ended, deadline = list(fds), deadline + limit_s
-        for fd in ended:
-            if fd is connection:
-                continue
-            pid = fds.pop(fd)
-            codes[pids[pid]] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def _watch(pids: dict[int, int], connection: socket.socket, limit_s: float) -> dict[str, Any]:
+    """Wait until all have ended; where one fails end the others, as launchers do."""
+    codes: dict[int, int | None] = {}
+    running = {os.pidfd_open(pid): pid for pid in pids}
+    deadline, hung, is_ending = time.monotonic() + limit_s, False, False
+    while running:
+        ended, _, _ = select.select([*running, connection], [], [], max(0.0, deadline - time.monotonic()))
+        for fd in set(ended) - {connection}:
+            pid = running.pop(fd)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            codes[pids[pid]] = None if is_ending and not hung else code
             os.close(fd)
-            if codes[pids[pid]] != 0 and not failed_at:
-                failed_at = time.monotonic()
-                deadline = min(deadline, failed_at + end_s)
-    after_s = time.monotonic() - failed_at if failed_at else 0.0
-    return {"exit_codes": [codes[n] for n in sorted(codes)], "after_s": after_s, "hung": hung}
+        if (not ended and not is_ending) or connection in ended:  # late, or nobody waits for the answer any more
+            hung, deadline = True, time.monotonic() + limit_s
+            _signal(running.values(), signal.SIGKILL)
+        elif not ended:
+            _signal(running.values(), signal.SIGKILL)
+            deadline = time.monotonic() + limit_s
+        elif not is_ending and any(codes.values()):
+            is_ending, deadline = True, time.monotonic() + _TERMINATION_S
+            _signal(running.values(), signal.SIGTERM)
+    return {"exit_codes": [codes[n] for n in sorted(codes)], "hung": hung}
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, number)
 
 
 if __name__ == "__main__":
