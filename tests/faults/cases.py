@@ -19,7 +19,7 @@ from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
 _TRAIN = (*TINY_MODEL, "--batch-size", "4", "--epochs", "2", "--checkpoint-steps", "2")
 _SHORT = (*TINY_MODEL, "--batch-size", "4", "--epochs", "1", "--backend", "torch")
 
-Start = Literal["forked", "launched"]
+Start = Literal["forked", "launching", "launched"]
 
 
 def _nothing(folder: Path) -> None:
@@ -37,8 +37,8 @@ class Case:
         result: reads what it has left in that folder.
         again: options it is repeated with when a fault has ended it.
         set_up: puts into the folder what it needs there.
-        start: forked from the server, or by `speechdp launch`, which takes seconds.
-        is_watched: process whose operations are meant: a rank, or with `child` a rank of a job it starts.
+        start: forked from the server, and perhaps launching jobs of its own; or by `speechdp launch`.
+        child: the operations meant are those of rank 0 of the jobs it launches.
     """
 
     name: str
@@ -177,7 +177,7 @@ def _compare(child: bool) -> Callable[[Cases, str], Case]:
         def result(folder: Path) -> Result:
             return sweep_result(folder / "OUT", "compare.json")
 
-        return Case(name, 1, arguments, result, child=child)
+        return Case(name, 1, arguments, result, start="launching", child=child)
 
     return make
 
@@ -188,8 +188,8 @@ _MAKERS: dict[str, Callable[[Cases, str], Case]] = {
     "train-averaging": _train(2, "--backend", "torch", "--strategy", "model_averaging:period=2"),
     "train-realign": _train(2, "--backend", "torch", "--realign", "1", "--realign-epochs", "1"),
     "resume": _resume("train"),
-    "prepare": _prepare("--workers", "1"),
-    "prepare-synthetic": _prepare("--synthetic", "0.005", "--workers", "1"),
+    "prepare": _prepare("--workers", "1", "--split", "random:dev=0.2,test=0.2"),
+    "prepare-synthetic": _prepare("--synthetic", "0.001", "--shards", "1", "--workers", "1"),
     "shard": _shard,
     "decode": _of_a_run("decode"),
     "report": _of_a_run("report"),

@@ -18,8 +18,8 @@ from tests.faults.verdict import faults_of_output, faults_of_refusal, summary
 from tests.helpers.jobs import by_launch
 from tests.helpers.mpi import run_job
 
-#: Seconds after which a job hangs: it takes half a second, launched 5 s.
-_FORKED_LIMIT_S, _LAUNCHED_LIMIT_S = 45.0, 120.0
+#: Seconds after which a job hangs: it takes half a second, launched or launching others 5 to 20 s.
+_FORKED_LIMIT_S, _LAUNCHED_LIMIT_S = 45.0, 240.0
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,12 @@ class Driver:
         arguments = [*case.arguments(place.work), *more]
         if case.start == "launched":
             return self._launch(arguments, orders)
+        processes, limit_s = ranks(case.size, arguments, orders), _FORKED_LIMIT_S
+        if case.start == "launching":
+            limit_s = _LAUNCHED_LIMIT_S
         if case.child:
-            env = self._environment(orders)
-            return self._server.run([Process(arguments, "", env)], place.folder / what, limit_s=_LAUNCHED_LIMIT_S)
-        return self._server.run(ranks(case.size, arguments, orders), place.folder / what, limit_s=_FORKED_LIMIT_S)
+            processes = [Process(arguments, "", self._environment(orders))]
+        return self._server.run(processes, place.folder / what, limit_s=limit_s)
 
     def _launch(self, arguments: Iterable[str], orders: Mapping[int, str]) -> JobEnd:
         begun = time.monotonic()

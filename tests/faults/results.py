@@ -38,7 +38,7 @@ def run_result(run: Path) -> Result:
     completed = json.loads((run / "completed.json").read_text())
     return {
         "model": model_digest(run / "model.safetensors"),
-        "evaluations": evaluations(run),
+        "evaluations": evaluations(run) if (run / "metrics.jsonl").exists() else None,
         "completed": {name: completed[name] for name in ("step", "epochs")},
         "tensorboard": tensorboard_steps(run / "tensorboard"),
         "run.json": sorted(json.loads((run / "run.json").read_text())),
