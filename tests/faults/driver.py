@@ -46,10 +46,11 @@ class Driver:
         server: that runs jobs.
         case: what is tried.
         folder: for what the jobs leave; what went wrong is kept there.
+        keep_all: keep what went well, too.
     """
 
-    def __init__(self, server: ForkServer, case: Case, folder: Path) -> None:
-        self._server, self._case, self._folder = server, case, folder
+    def __init__(self, server: ForkServer, case: Case, folder: Path, *, keep_all: bool = False) -> None:
+        self._server, self._case, self._folder, self._keep_all = server, case, folder, keep_all
         self._expected: Result = {}
 
     def learn(self) -> list[Operation]:
@@ -89,7 +90,7 @@ class Driver:
                 wrong += self._compare(place)
             if not has_failed(place.log(rank)):
                 happened = "not reached"
-            if wrong:
+            if wrong or self._keep_all:
                 place.keep(wrong)
             return Verdict(point, wrong, end.hung, happened)
 

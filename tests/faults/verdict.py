@@ -19,7 +19,9 @@ _REMEDIES = {
 }
 #: What a rank says whose peer has ended: under a launcher it would mostly be ended itself by then.
 _CONSEQUENCE = re.compile(r"failed in torch\.distributed|: rank \d+ (is gone|has failed)")
-_NEVER = ("Traceback", "Exception ignored", "terminate called", "unexpected ")
+#: What is told of how far a command has come.
+_PROGRESS = re.compile(r"[a-z0-9 ]+: \d+ of \d+$")
+_NEVER = ("Traceback", "Fatal Python error", "Exception ignored", "terminate called", "unexpected ")
 
 
 def faults_of_output(end: JobEnd) -> list[str]:
@@ -41,7 +43,7 @@ def faults_of_refusal(end: JobEnd, point: Point, folder: Path, *, through: bool)
         wrong.append(f"exit codes {end.exit_codes}")
     told = []
     for number, text in enumerate(end.stderr):
-        lines = [line for line in text.splitlines() if line.strip() and not _CONSEQUENCE.search(line)]
+        lines = [line for line in text.splitlines() if line.strip() and not _is_expected(line)]
         if len(lines) > 1 and not through:
             wrong.append(f"process {number} prints {len(lines)} lines: {text[:700]}")
         told += lines
@@ -59,6 +61,10 @@ def faults_of_refusal(end: JobEnd, point: Point, folder: Path, *, through: bool)
         elif str(folder) not in line:
             wrong.append(f"names no file: {line}")
     return wrong
+
+
+def _is_expected(line: str) -> bool:
+    return bool(_CONSEQUENCE.search(line) or _PROGRESS.fullmatch(line))
 
 
 def summary(end: JobEnd) -> str:
