@@ -101,7 +101,9 @@ def _train(size: int, *options: str, start: Start = "forked") -> Callable[[Cases
         def arguments(folder: Path) -> list[str]:
             return ["train", str(cases.data), str(folder / "RUN"), *_TRAIN, *options]
 
-        return Case(name, size, arguments, lambda folder: run_result(folder / "RUN"), ("--resume",), start=start)
+        return Case(
+            name, size, arguments, lambda folder: run_result(folder / "RUN"), ("--resume",), start=start
+        )
 
     return make
 
@@ -171,7 +173,16 @@ def _sweep(cases: Cases, name: str) -> Case:
 def _compare(child: bool) -> Callable[[Cases, str], Case]:
     def make(cases: Cases, name: str) -> Case:
         def arguments(folder: Path) -> list[str]:
-            plan = ["--strategies", "gradient_averaging", "--ranks", "2", "--modes", "frames", "--decode-split", ""]
+            plan = [
+                "--strategies",
+                "gradient_averaging",
+                "--ranks",
+                "2",
+                "--modes",
+                "frames",
+                "--decode-split",
+                "",
+            ]
             return ["compare", str(cases.data), str(folder / "OUT"), *plan, *_SHORT]
 
         def result(folder: Path) -> Result:

@@ -81,7 +81,9 @@ def why_no_shim() -> str | None:
     """Return why no operation can be made to fail here, None where it can."""
     if not sys.platform.startswith("linux"):
         return "the shim that makes operations fail is preloaded, which is done on Linux only"
-    return None if shutil.which("cc") else "there is no C compiler (cc) for the shim that makes operations fail"
+    return (
+        None if shutil.which("cc") else "there is no C compiler (cc) for the shim that makes operations fail"
+    )
 
 
 def build_shim(folder: Path) -> Path:
@@ -100,9 +102,7 @@ class ForkServer:
         self.shim = shim
         self._address = address
 
-    def run(
-        self, processes: Sequence[Process], folder: Path, *, limit_s: float = 60.0
-    ) -> JobEnd:
+    def run(self, processes: Sequence[Process], folder: Path, *, limit_s: float = 60.0) -> JobEnd:
         """Run a job, which may take `limit_s`; what its processes print goes to files in `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         request = {
@@ -247,7 +247,12 @@ def _store(size: int) -> tuple[int, int]:
 
     def serve() -> NoReturn:
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            "127.0.0.1",
+            port,
+            size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
         while store is not None:
             signal.pause()
@@ -293,7 +298,9 @@ def _watch(pids: dict[int, int], connection: socket.socket, limit_s: float) -> d
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             codes[pids[pid]] = None if is_ending and not hung else code
             os.close(fd)
-        if (not ended and not is_ending) or connection in ended:  # late, or nobody waits for the answer any more
+        if (
+            not ended and not is_ending
+        ) or connection in ended:  # late, or nobody waits for the answer any more
             hung, deadline = True, time.monotonic() + limit_s
             _signal(running.values(), signal.SIGKILL)
         elif not ended:

@@ -70,16 +70,6 @@ class Point:
     lasts: bool = False
     is_late: bool = False
 
-    @property
-    def errno(self) -> int:
-        """The error's number."""
-        return int(getattr(errno, self.error))
-
-    @property
-    def reason(self) -> str:
-        """What the system calls the error."""
-        return os.strerror(self.errno)
-
     def __str__(self) -> str:
         what = self.operation
         how = "on" if self.lasts else "late" if self.is_late else "once"
@@ -100,10 +90,15 @@ class Point:
             op=what.kind,
             path=what.path,
             n=what.number,
-            errno=self.errno,
+            errno=getattr(errno, self.error),
             last=int(self.lasts),
             late=int(self.is_late),
         )
+
+
+def reason_of(error: str) -> str:
+    """Return what the system calls an error."""
+    return os.strerror(getattr(errno, error))
 
 
 def order(folder: Path, log: Path, **settings: Any) -> str:
