@@ -4,9 +4,9 @@
                                    [--out FILE.jsonl] [--schedules N] [--keep FOLDER]
     python benchmarks/io_faults.py --only 'train 0 fsync RUN/.run.json.*.tmp 1 EIO once'
 
-A point is an operation (open, write, sync, rename, ...) of a process of a command (tests/faults/cases.py), an
-error, and whether it comes once or lasts.  Tried without it a command takes 0.5 s: its processes are forked from
-one that has imported everything.  Right is: the command goes on and leaves what it leaves without a fault, to the
+A point is an operation (open, write, sync, rename, ...) of a process of a command (tests/faults/cases.py),
+an error, and whether it comes once or lasts.  A try takes about a second: its processes are forked from one
+that has imported everything.  Right is: the command goes on and leaves what it leaves without a fault, to the
 bit; or all its processes end with one line that names the file and a remedy for this error, and repeating it
 leaves just that.  Never a traceback, never exit code 0 with anything else (tests/faults/verdict.py).
 

@@ -73,7 +73,7 @@ def cannot_be_written(path: Path | str, error: Exception, then: str = "run again
 
 
 def cannot_be_read(path: Path | str, error: Exception, then: str = "run again") -> str:
-    """Return one line that says why `path` cannot be read and what helps; arguments as `cannot_be_written`."""
+    """Return one line that says why `path` cannot be read and what helps; as `cannot_be_written`."""
     number = _number(error)
     remedy = _PERMIT_READING if number in (errno.EACCES, errno.EPERM) else _REMEDIES.get(number, _UNKNOWN)
     return f"{path}: cannot be read ({disk_reason(error)}); {remedy}, then {then}"

@@ -60,7 +60,7 @@ class Patience:
 
 
 def is_seen(path: Path) -> bool:
-    """Return whether a file is there, or comes to be seen soon.  Raises OSError: its folder cannot be read."""
+    """Return whether a file is there, or comes to be seen soon.  Raises OSError: its folder is unreadable."""
     deadline_s, patience = time.monotonic() + _VISIBLE_S, Patience()
     while True:
         # Listing a folder makes NFS look again; asking for the file alone may answer from memory.

@@ -18,8 +18,8 @@ from tests.faults.verdict import faults_of_output, faults_of_refusal, summary
 from tests.helpers.jobs import by_launch
 from tests.helpers.mpi import run_job
 
-#: Seconds after which a job hangs: it takes half a second, launched or launching others 5 to 20 s.  Ranks look
-#: for rank 0's files for 65 s.
+#: Seconds after which a job hangs: it takes half a second, launched or launching others 5 to 20 s.
+#: Ranks look for rank 0's files for 65 s.
 _FORKED_LIMIT_S, _LAUNCHED_LIMIT_S = 100.0, 240.0
 
 
@@ -48,10 +48,14 @@ class Driver:
         case: what is tried.
         folder: for what the jobs leave; what went wrong is kept there.
         keep_all: keep what went well, too.
+        spoilt: how the command is spoilt (tests/faults/spoilt.py), to see that it is found; "" for not at all.
     """
 
-    def __init__(self, server: ForkServer, case: Case, folder: Path, *, keep_all: bool = False) -> None:
+    def __init__(
+        self, server: ForkServer, case: Case, folder: Path, *, keep_all: bool = False, spoilt: str = ""
+    ) -> None:
         self._server, self._case, self._folder, self._keep_all = server, case, folder, keep_all
+        self._spoilt = spoilt
         self._expected: Result = {}
 
     def learn(self) -> list[Operation]:
@@ -134,11 +138,11 @@ class Driver:
         arguments = [*case.arguments(place.work), *more]
         if case.start == "launched":
             return self._launch(arguments, orders)
-        processes, limit_s = ranks(case.size, arguments, orders), _FORKED_LIMIT_S
+        processes, limit_s = ranks(case.size, arguments, orders, self._spoilt), _FORKED_LIMIT_S
         if case.start == "launching":
             limit_s = _LAUNCHED_LIMIT_S
         if case.child:
-            processes = [Process(arguments, "", self._environment(orders))]
+            processes = [Process(arguments, env=self._environment(orders))]
         return self._server.run(processes, place.folder / what, limit_s=limit_s)
 
     def _launch(self, arguments: Iterable[str], orders: Mapping[int, str]) -> JobEnd:
@@ -155,7 +159,9 @@ class Driver:
         return JobEnd([ended.exit_code], [ended.stdout], [ended.stderr], seconds, hung=False)
 
     def _environment(self, orders: Mapping[int, str]) -> dict[str, str]:
-        return {"IOFAULT": f"{orders[rank]};rank={rank}" for rank in orders}
+        for rank, text in orders.items():
+            return {"IOFAULT": f"{text};rank={rank}"}
+        return {}
 
     def _workplace(self) -> Workplace:
         place = Workplace(Path(tempfile.mkdtemp(prefix=f"{self._case.name}-", dir=self._folder)))

@@ -1,9 +1,9 @@
-"""Jobs without their imports: a process that has imported everything forks the ranks of one job after another.
+"""Jobs without their imports: a process that has imported everything forks the ranks of job after job.
 
 The server is `python -m tests.faults.fork_server SOCKET`, with the shim preloaded.  It starts no thread and
 initialises neither MPI nor a process group; for each connection it forks a supervisor, which forks the ranks,
-looks after their end, and answers.  It ends when its stdin does.  Ranks meet as torchrun's do, over a TCPStore
-that a process of the job's own serves.
+looks after their end, and answers.  It ends when its stdin does.  Ranks meet as torchrun's do, over a
+TCPStore that a process of the job's own serves.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,10 +48,12 @@ class Process:
         arguments: of `speechdp`.
         order: for the shim (iofault.c); empty: none.
         env: variables that it gets besides.
+        spoilt: how it is spoilt (spoilt.py); empty: not at all.
     """
 
     arguments: Sequence[str]
     order: str = ""
+    spoilt: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -123,13 +126,15 @@ class ForkServer:
         return JobEnd(stdout=printed[0], stderr=printed[1], **json.loads(answer))
 
 
-def ranks(size: int, arguments: Sequence[str], orders: Mapping[int, str]) -> list[Process]:
+def ranks(size: int, arguments: Sequence[str], orders: Mapping[int, str], spoilt: str = "") -> list[Process]:
     """Return the processes of `speechdp ARGUMENTS` over `size` ranks; `orders` to the shim by rank."""
     if size == 1:
-        return [Process(arguments, orders.get(0, ""))]
+        return [Process(arguments, orders.get(0, ""), spoilt)]
     announced = {"WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"}
     return [
-        Process(arguments, orders.get(rank, ""), {**announced, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        Process(
+            arguments, orders.get(rank, ""), spoilt, {**announced, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
         for rank in range(size)
     ]
 
@@ -192,7 +197,7 @@ def _serve(address: str) -> None:
                 return
             if listener in readable:
                 connection, _ = listener.accept()
-                _forked(lambda: _supervise(connection, listener))
+                _forked(partial(_supervise, connection, listener))
                 connection.close()
 
 
@@ -225,8 +230,10 @@ def _supervise(connection: socket.socket, listener: socket.socket) -> int:
     store, port = _store(len(processes)) if len(processes) > 1 else (0, 0)
     begun = time.monotonic()
     pids = {
-        _forked(lambda n=n, p=p: _rank(p, port, [_output(folder, n, w) for w in ("out", "err")])): n  # type: ignore[misc]
-        for n, p in enumerate(processes)
+        _forked(
+            partial(_rank, process, port, [_output(folder, number, what) for what in ("out", "err")])
+        ): number
+        for number, process in enumerate(processes)
     }
     try:
         answer = _watch(pids, connection, request["limit_s"])
@@ -280,6 +287,8 @@ def _rank(process: Process, port: int, outputs: Sequence[Path]) -> int:
     sys.argv = ["speechdp", *process.arguments]
     if process.order:
         ctypes.CDLL(os.environ["IOFAULT_SHIM"]).iofault_arm(process.order.encode())
+    if process.spoilt:
+        getattr(importlib.import_module("tests.faults.spoilt"), process.spoilt)()
     from speechdp.cli.main import main  # noqa: PLC0415
 
     main()

@@ -1,4 +1,4 @@
-"""How a job may fail whose file could not be written: one line that names the file and helps, no traceback."""
+"""How a job may fail whose file could not be written: by one line that names the file and helps."""
 
 from __future__ import annotations
 
