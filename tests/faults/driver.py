@@ -48,7 +48,7 @@ class Driver:
         case: what is tried.
         folder: for what the jobs leave; what went wrong is kept there.
         keep_all: keep what went well, too.
-        spoilt: how the command is spoilt (tests/faults/spoilt.py), to see that it is found; "" for not at all.
+        spoilt: how the command is spoilt (spoilt.py), to see that it is found; empty: not at all.
     """
 
     def __init__(

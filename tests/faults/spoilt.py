@@ -10,7 +10,7 @@ from speechdp.train import checkpoint_folder, run_files
 
 
 def syncs_what_it_has_handed_over() -> None:
-    """Sync a folder after its file has been handed over to rank 0, which may have renamed the folder by then."""
+    """Sync a folder after its file was handed over to rank 0, which may have renamed the folder by then."""
 
     def hand_over(temporary: Path, path: Path) -> None:
         files.hand_over(temporary, path)

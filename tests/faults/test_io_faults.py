@@ -1,4 +1,4 @@
-"""Operations on files that fail or are late, a sample of each command's; benchmarks/io_faults.py tries all."""
+"""Operations on files that fail or are late: a sample; benchmarks/io_faults.py tries all."""
 
 from __future__ import annotations
 
