@@ -41,6 +41,9 @@ _REMEDIES = {
     errno.EBUSY: "wait a moment",
 }
 _UNKNOWN = "look at the disk and the folder's rights"
+_PERMIT_READING = "permit reading it"
+#: How HDF5, Rust (safetensors) and torch put the number of an error into words.
+_NUMBER = re.compile(r"errno = (\d+)|os error (\d+)|read-only mode: .*\((\d+)\)")
 #: Times a rename is tried that a signal interrupts, which network disks allow.
 _ATTEMPTS = 10
 
@@ -69,11 +72,25 @@ def cannot_be_written(path: Path | str, error: Exception, then: str = "run again
     return f"{path}: cannot be written ({disk_reason(error)}); {remedy}, then {then}"
 
 
+def cannot_be_read(path: Path | str, error: Exception, then: str = "run again") -> str:
+    """Return one line that says why `path` cannot be read and what helps; as `cannot_be_written`."""
+    number = _number(error)
+    remedy = _PERMIT_READING if number in (errno.EACCES, errno.EPERM) else _REMEDIES.get(number, _UNKNOWN)
+    return f"{path}: cannot be read ({disk_reason(error)}); {remedy}, then {then}"
+
+
 def _number(error: Exception) -> int:
     if isinstance(error, OSError) and error.errno:
         return error.errno
-    found = re.search(r"errno = (\d+)", str(error))
-    return int(found[1]) if found else 0
+    if isinstance(error, FileNotFoundError):  # of safetensors, without a number
+        return errno.ENOENT
+    found = _NUMBER.search(str(error))
+    return int(next(filter(None, found.groups()))) if found else 0
+
+
+def is_of_disk(error: Exception) -> bool:
+    """Return whether the disk refused, rather than that a file holds something odd."""
+    return isinstance(error, OSError) or _number(error) != 0
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Create HDF5 files so that a full disk gives an error, and nothing worse."""
+"""Create HDF5 files so that a disk that fails gives an error, and nothing worse."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -22,12 +22,12 @@ _COPY_BYTES = 1 << 24
 def create_hdf5(path: Path, num_bytes: int) -> Iterator[Any]:
     """Yield a new h5py.File to which at most `num_bytes` of data may be written.
 
-    HDF5 can crash the process when a write fails for want of space and the file is then closed.  So an
-    empty HDF5 file is laid down with plain writes and its whole size reserved before HDF5 opens it; on
-    closing, HDF5 cuts the file to what it used.
+    HDF5 can crash the process when a write fails and the file is then closed.  So it writes through
+    `_Disk`, from which it hears of no failure; and an empty HDF5 file is laid down with plain writes and
+    its whole size reserved before HDF5 opens it.  On closing, HDF5 cuts the file to what it used.
 
     Raises:
-        OSError: the disk has no room for the file.
+        OSError: the disk has no room for the file, or a write failed.
     """
     with h5py.File(path.name, "w", driver="core", backing_store=False, libver=_LIBVER) as empty:
         empty.flush()
@@ -35,8 +35,69 @@ def create_hdf5(path: Path, num_bytes: int) -> Iterator[Any]:
     with path.open("wb", buffering=0) as raw:
         write_all(raw, image)
         os.posix_fallocate(raw.fileno(), 0, num_bytes + _STRUCTURE_BYTES)
-    with h5py.File(path, "r+", libver=_LIBVER, locking=False) as file:
-        yield file
+    with path.open("r+b", buffering=0) as raw:
+        disk = _Disk(raw)
+        try:
+            with h5py.File(disk, "r+", libver=_LIBVER) as file:
+                yield file
+        except (OSError, RuntimeError):
+            disk.check()  # HDF5 may have missed what could not be written
+            raise
+        disk.check()
+
+
+class _Disk:
+    """A file to HDF5, which hears of no write that fails; the first failure is kept.
+
+    Attributes:
+        problem: that failure; nothing is written after it.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.problem: OSError | None = None
+
+    def check(self) -> None:
+        """Raise the failure, if there was one."""
+        if self.problem is not None:
+            raise self.problem
+
+    def write(self, data: memoryview) -> int:
+        """Write all of `data` here."""
+        self._try(lambda: write_all(self._file, data))
+        return len(data)
+
+    def truncate(self, size: int) -> int:
+        """Cut the file to `size` bytes."""
+        self._try(lambda: self._file.truncate(size))
+        return size
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a position."""
+        return self._file.seek(position, whence)
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._file.tell()
+
+    def read(self, size: int) -> bytes:
+        """Return what stands here; by this method h5py knows a file."""
+        return self._file.read(size)
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Fill `buffer` from here."""
+        return os.readv(self._file.fileno(), [buffer])
+
+    def _try(self, change: Callable[[], object]) -> None:
+        if self.problem is not None:
+            return
+        try:
+            change()
+        except OSError as error:
+            self.problem = error
 
 
 def write_all(file: IO[bytes], data: bytes | memoryview) -> None:

@@ -19,12 +19,14 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.errors import RunError
+from speechdp.files import cannot_be_read, disk_reason
 from speechdp.json_input import parse_json
 
 CHECKPOINT_FORMAT = "speechdp-checkpoint"
 CHECKPOINT_VERSION = 1
 _NAME = re.compile(r"step-[0-9]{8,}")
 _PIECE_BYTES = 4 * 2**20
+_AGAIN = "go on with --resume"
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,14 @@ def join_state(prefix: str, values: dict[str, Any], tensors: dict[str, Tensor]) 
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
+    """Return the checkpoints of a folder, which may not be there.  Raises OSError: it cannot be listed."""
+    # Not by glob, to which a folder that may not be read is an empty one.
+    try:
+        found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    except FileNotFoundError:
+        if folder.is_dir():
+            raise
+        return []
     return sorted(found, key=_step_of, reverse=True)
 
 
@@ -67,7 +76,10 @@ def _step_of(folder: Path) -> int:
 
 def last_checkpoint_note(run_dir: Path) -> str:
     """Return `last checkpoint: PATH`, or that there is none."""
-    found = _newest_first(run_dir / "checkpoints")
+    try:
+        found = _newest_first(run_dir / "checkpoints")
+    except OSError as error:
+        return f"whether there is an earlier checkpoint cannot be seen ({disk_reason(error)})"
     return f"last checkpoint: {found[0]}" if found else "there is no earlier checkpoint"
 
 
@@ -85,9 +97,9 @@ def load_checkpoint(
 
     Raises:
         RunError: checkpoints exist, but none is whole, or they are of another number of ranks and that
-            is not to be.
+            is not to be; or their folder cannot be read.
     """
-    folders = comm.broadcast_object([str(f) for f in _newest_first(run_dir / "checkpoints")])
+    folders = comm.broadcast_object([str(f) for f in _listed(run_dir)] if comm.rank == 0 else None)
     for folder in map(Path, folders):
         state, problem = _try_load(folder, comm, any_size=any_size)
         problems = [p for p in comm.allgather_object(problem) if p]
@@ -98,6 +110,13 @@ def load_checkpoint(
     if folders:
         raise RunError(f"{run_dir / 'checkpoints'}: no checkpoint is whole; {'; '.join(notices)}")
     return None
+
+
+def _listed(run_dir: Path) -> list[Path]:
+    try:
+        return _newest_first(run_dir / "checkpoints")
+    except OSError as error:
+        raise RunError(cannot_be_read(run_dir / "checkpoints", error, _AGAIN)) from error
 
 
 def _try_load(folder: Path, comm: Communicator, *, any_size: bool) -> tuple[RankState | None, str | None]:
@@ -125,8 +144,9 @@ def _try_load(folder: Path, comm: Communicator, *, any_size: bool) -> tuple[Rank
             values = parse_json(file.metadata()["state"])
             # Copies: what safetensors returns is the file, mapped, which goes when newer ones are whole.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except OSError as error:
+        return None, cannot_be_read(folder, error, _AGAIN)
     except (
-        OSError,
         ValueError,
         MemoryError,
         RuntimeError,  # torch's, where the memory does not do

@@ -21,6 +21,8 @@ from speechdp.train.checkpoint import (
 _KEPT = 2
 #: Seconds until what rank 0 writes must be seen on all hosts; NFS looks again after a while only.
 _VISIBLE_S = 65.0
+#: Seconds that a folder may give errors instead of its names: a network disk recovers.
+_UNREADABLE_S = 3.0
 
 #: What a rank tells of its file: its name, sha256 and bytes, or the problem and its errno.
 Entry = dict[str, Any]
@@ -40,29 +42,50 @@ def entry_name(rank: int) -> str:
     return f"rank-{rank:04d}.json"
 
 
+class Patience:
+    """Errors of reading a folder that others write to are borne for a while."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+
+    def bear(self, error: OSError | None) -> None:
+        """Take the outcome of one more look.  Raises the error if there have been only such for long."""
+        now_s = time.monotonic()
+        if error is None:
+            self._since_s = None
+        elif self._since_s is None:
+            self._since_s = now_s
+        elif now_s - self._since_s > _UNREADABLE_S:
+            raise error
+
+
 def is_seen(path: Path) -> bool:
-    """Return whether a file is there, or comes to be seen soon."""
-    deadline_s = time.monotonic() + _VISIBLE_S
+    """Return whether a file is there, or comes to be seen soon.  Raises OSError: its folder is unreadable."""
+    deadline_s, patience = time.monotonic() + _VISIBLE_S, Patience()
     while True:
         # Listing a folder makes NFS look again; asking for the file alone may answer from memory.
-        with contextlib.suppress(OSError):
+        try:
             if path in path.parent.iterdir():
                 return True
+            patience.bear(None)
+        except FileNotFoundError:
+            patience.bear(None)
+        except OSError as error:
+            patience.bear(error)
         if time.monotonic() > deadline_s or not path.parent.parent.is_dir():
             return False
         time.sleep(0.05)
 
 
 def read_entries(folder: Path, ranks: list[int]) -> dict[int, Entry]:
-    """Return the entries that have come from `ranks`, those whose file is seen whole."""
+    """Return the entries that have come from `ranks`, those whose file is seen whole.  Raises OSError."""
     found: dict[int, Entry] = {}
-    with contextlib.suppress(OSError):
-        names = {path.name for path in folder.iterdir()}
-        for rank in ranks:
-            if entry_name(rank) in names:
-                entry = json.loads((folder / entry_name(rank)).read_text())
-                if "problem" in entry or (folder / entry["file"]).stat().st_size == entry["bytes"]:
-                    found[rank] = entry
+    names = {path.name for path in folder.iterdir()}
+    for rank in ranks:
+        if entry_name(rank) in names:
+            entry = json.loads((folder / entry_name(rank)).read_text())
+            if "problem" in entry or (folder / entry["file"]).stat().st_size == entry["bytes"]:
+                found[rank] = entry
     return found
 
 
@@ -106,13 +129,16 @@ def tell(place: Place, rank: int, entry: Entry) -> None:
 
 
 def prune(run_dir: Path, written: list[int], gone_on_from: int | None) -> None:
-    """Keep the last two that are whole.
+    """Keep the last two that are whole.  What cannot be seen or deleted now goes the next time.
 
     Args:
         written: steps of the checkpoints of this start, in order, the newest last.
         gone_on_from: step of the checkpoint that was loaded: later ones of earlier starts could not be read.
     """
-    steps = list(checkpoint_steps(run_dir))
+    try:
+        steps = list(checkpoint_steps(run_dir))
+    except OSError:
+        return
     latest_read = written[-1] if gone_on_from is None else gone_on_from
     whole = [step for step in steps if step <= latest_read or step in written]
     kept = [step for step in whole if step <= written[-1]][:_KEPT]

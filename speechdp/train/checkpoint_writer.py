@@ -19,10 +19,11 @@ from pathlib import Path
 from speechdp.comm.base import Communicator
 from speechdp.comm.environment import host_name
 from speechdp.errors import RunError
-from speechdp.files import disk_reason
+from speechdp.files import cannot_be_read, disk_reason
 from speechdp.train.checkpoint import RankState, last_checkpoint_note
 from speechdp.train.checkpoint_folder import (
     Entry,
+    Patience,
     Place,
     commit,
     is_seen,
@@ -79,9 +80,9 @@ class CheckpointWriter:
         nonce, problem = comm.broadcast_object((nonce, problem))
         if problem is None:
             probe = self._folder / f".{nonce}.probe"
-            seen = comm.allgather_object((host_name(), is_seen(probe)))
+            seen = comm.allgather_object((host_name(), self._look_for(probe)))
             self._hosts = [host for host, _ in seen]
-            not_seen = [self._not_seen(rank) for rank, (_, sees) in enumerate(seen) if not sees]
+            not_seen = [self._not_seen(rank, why) for rank, (_, why) in enumerate(seen) if why is not None]
             problem = not_seen[0] if not_seen else None
             if comm.rank == 0:
                 with contextlib.suppress(OSError):  # the next start clears it
@@ -103,8 +104,15 @@ class CheckpointWriter:
             return not_saved(self._run_dir, error)
         return None
 
-    def _not_seen(self, rank: int) -> str:
-        return (
+    def _look_for(self, probe: Path) -> str | None:
+        """Return None if this rank sees the file, the line that says what the disk does, or ""."""
+        try:
+            return None if is_seen(probe) else ""
+        except OSError as error:
+            return cannot_be_read(self._folder, error, "go on with --resume")
+
+    def _not_seen(self, rank: int, why: str) -> str:
+        return why or (
             f"{self._folder}: rank {rank} on {self._hosts[rank]} does not see what rank 0 on "
             f"{self._hosts[0]} writes there; put RUN on a disk all hosts share"
         )
@@ -211,9 +219,9 @@ class CheckpointWriter:
 
     def _complete(self, place: Place, entries: dict[int, Entry]) -> None:
         """Wait for all ranks' entries, then give the folder its name; on rank 0."""
-        self._collect(place, entries)
-        problems = [entries[rank] for rank in sorted(entries) if "problem" in entries[rank]]
         try:
+            self._collect(place, entries)
+            problems = [entries[rank] for rank in sorted(entries) if "problem" in entries[rank]]
             if problems:
                 raise OSError(problems[0]["errno"], problems[0]["problem"])
             commit(place, entries, self._comm.size)
@@ -225,11 +233,16 @@ class CheckpointWriter:
         prune(self._run_dir, self._written, self._gone_on_from)
 
     def _collect(self, place: Place, entries: dict[int, Entry]) -> None:
-        heard_s, pause_s = time.monotonic(), 0.002
+        heard_s, pause_s, patience = time.monotonic(), 0.002, Patience()
         while missing := [rank for rank in range(self._comm.size) if rank not in entries]:
             if self._comm.gone.issuperset(missing):
                 return  # a checkpoint of those that are left, where losses are tolerated
-            new = read_entries(place.temporary, missing)
+            new = {}
+            try:
+                new = read_entries(place.temporary, missing)
+                patience.bear(None)
+            except OSError as error:
+                patience.bear(error)
             entries |= new
             now_s = time.monotonic()
             heard_s = now_s if new else heard_s

@@ -22,7 +22,7 @@ from speechdp.data.features import FeatureConfig
 from speechdp.data.symbols import SymbolInventory
 from speechdp.decode.hmm import log_priors, self_loop_probabilities
 from speechdp.errors import ConfigError, RunError
-from speechdp.files import atomic_path, cannot_be_written
+from speechdp.files import atomic_path, cannot_be_read, cannot_be_written, is_of_disk
 from speechdp.json_input import parse_json
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.tacotron.config import TacotronConfig
@@ -233,5 +233,7 @@ def _reading(run_dir: Path) -> Iterator[_ModelFile]:
         ConfigError,
         safetensors.SafetensorError,
     ) as error:
+        if is_of_disk(error):
+            raise RunError(cannot_be_read(path, error)) from error
         reason = " ".join(str(error).split())
         raise RunError(f"{path}: damaged ({reason}); train again or copy the file anew") from error

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.errors import ConfigError, RunError
-from speechdp.files import cannot_be_written, write_text_atomically
+from speechdp.files import cannot_be_read, cannot_be_written, write_text_atomically
 from speechdp.json_input import parse_json
 
 RUN_FORMAT = "speechdp-run"
@@ -90,7 +90,9 @@ class RunDirectory:
             record = parse_json(path.read_text())
             begun, data = record["fingerprint"], record["data"]
             same_data = data["checksum"] == data_checksum
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except OSError as error:
+            raise RunError(cannot_be_read(path, error, "go on with --resume")) from error
+        except (ValueError, LookupError, TypeError) as error:
             raise RunError(
                 f"{path}: cannot be read ({error}); start the run anew with --overwrite"
             ) from error

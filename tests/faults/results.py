@@ -1,0 +1,80 @@
+"""What a command has left, as far as it is the same each time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.helpers.finished_run import evaluations
+
+Result = Mapping[str, Any]
+
+
+def differences(result: Result, expected: Result) -> list[str]:
+    """Return what differs from the result of a command in which nothing failed."""
+    return [
+        f"{name}: {result.get(name)!r:.300} instead of {expected.get(name)!r:.300}"
+        for name in sorted({*result, *expected})
+        if result.get(name) != expected.get(name)
+    ]
+
+
+def run_result(run: Path) -> Result:
+    """Return what a run has come to, to the bit.
+
+    Raises:
+        OSError, ValueError, LookupError: a file of it is missing or damaged.
+    """
+    timing = run / "timing.json"
+    if timing.exists():  # a run resumed at its very end has none
+        json.loads(timing.read_text())
+    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    completed = json.loads((run / "completed.json").read_text())
+    return {
+        "model": model_digest(run / "model.safetensors"),
+        "evaluations": evaluations(run) if (run / "metrics.jsonl").exists() else None,
+        "completed": {name: completed[name] for name in ("step", "epochs")},
+        "tensorboard": tensorboard_steps(run / "tensorboard"),
+        "run.json": sorted(json.loads((run / "run.json").read_text())),
+        "ranks at the starts": sorted({start["size"] for start in starts}),
+        "checkpoints": sorted(path.name for path in (run / "checkpoints").glob("step-*")),
+    }
+
+
+def sweep_result(out: Path, record: str) -> Result:
+    """Return what the runs of a sweep or comparison have come to.  Raises as `run_result` does."""
+    content = json.loads((out / record).read_text())
+    runs = {path.parent.name: run_result(path.parent) for path in sorted(out.glob("*/completed.json"))}
+    pages = sorted(str(path.relative_to(out)) for path in out.glob("*/*.html"))
+    return {"completed": content["completed"], "pages": pages, **runs}
+
+
+def model_digest(path: Path) -> str:
+    """Return a checksum of a model's tensors."""
+    checksum = hashlib.sha256()
+    for name, tensor in sorted(safetensors.torch.load_file(path).items()):
+        checksum.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        checksum.update(tensor.numpy().tobytes())
+    return checksum.hexdigest()
+
+
+def tensorboard_steps(folder: Path) -> dict[str, list[int]]:
+    """Return the steps of every curve as TensorBoard shows them."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [event.step for event in events.Scalars(tag)] for tag in sorted(events.Tags()["scalars"])}
+
+
+def files(folder: Path) -> Result:
+    """Return a checksum of every file of a folder, hidden ones apart."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("[!.]*"))
+        if path.is_file()
+    }
