@@ -41,7 +41,10 @@ def create_hdf5(path: Path, num_bytes: int) -> Iterator[Any]:
 
 def write_all(file: IO[bytes], data: bytes | memoryview) -> None:
     """Write all of `data` to an unbuffered file, which may take less at a time."""
-    view = memoryview(data).cast("B")
+    view = memoryview(data)
+    if view.nbytes == 0:  # which cannot be cast
+        return
+    view = view.cast("B")
     while view:
         view = view[file.write(view) :]
 

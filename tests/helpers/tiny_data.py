@@ -14,7 +14,7 @@ import numpy as np
 
 from speechdp.data.dataset import Dataset, Manifest, ShardEntry, SplitEntry
 from speechdp.data.features import FeatureConfig
-from speechdp.data.shards import Shard, ShardHeader, ShardWriter, Utterance
+from speechdp.data.shards import AudioUtterance, Shard, ShardHeader, ShardWriter, Utterance
 from speechdp.decode.hmm import StateInventory, flat_alignment
 from speechdp.decode.lexicon import Lexicon, lexicon_for
 
@@ -84,6 +84,9 @@ def _write_split(
     return SplitEntry(tuple(entries), len(utterances), num_frames, len(speakers))
 
 
+AnyUtterance = Utterance | AudioUtterance
+
+
 class _AnyShard(ShardWriter):
     """Writes what a program of somebody else's may write: every checksum is right, nothing else is sure."""
 
@@ -92,7 +95,7 @@ class _AnyShard(ShardWriter):
 
 
 def rewrite_shard(
-    dataset: Dataset, split: str, change: Callable[[list[Utterance]], list[Utterance]]
+    dataset: Dataset, split: str, change: Callable[[list[AnyUtterance]], list[AnyUtterance]]
 ) -> Dataset:
     """Write a split's first shard and data.json anew with other utterances; the checksums are right again."""
     entry = dataset.splits[split].shards[0]
@@ -100,7 +103,7 @@ def rewrite_shard(
         utterances = [shard.read_utterance(number) for number in range(shard.num_utterances)]
         header = shard.header
     with _AnyShard(dataset.path / entry.file, header) as writer:
-        for utterance in change([u for u in utterances if isinstance(u, Utterance)]):
+        for utterance in change(utterances):
             writer.add(utterance)
     values = json.loads((dataset.path / "data.json").read_text())
     entries = values["splits"][split]["shards"]
