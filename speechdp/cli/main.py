@@ -13,6 +13,7 @@ import tyro
 
 from speechdp import __version__, exit_codes
 from speechdp.errors import ConfigError, SpeechDPError
+from speechdp.utf8 import use_utf8
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ _BROKEN_PIPE = 141
 
 def main() -> None:
     """Run the subcommand in sys.argv and exit with its code."""
+    use_utf8()
     try:
         exit_code = run(sys.argv[1:])
         sys.stdout.flush()

@@ -172,7 +172,9 @@ def _speak(job: SpeakingJob, advance: Callable[[], None], stop: threading.Event)
     command = [sys.executable, "-m", "speechdp.data.synthetic_worker", str(path)]
     # In the folder that holds the package, so that it is found even if it is not installed.
     home = Path(speechdp.__file__).parent.parent
-    with subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=home, stdout=subprocess.PIPE, encoding="utf-8", errors="replace"
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             message = json.loads(line)
