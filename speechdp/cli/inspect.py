@@ -13,7 +13,8 @@ from rich.text import Text
 from speechdp.cli.console import make_console
 from speechdp.data.dataset import Dataset
 from speechdp.data.shard_layout import printable
-from speechdp.data.symbols import SymbolInventory
+from speechdp.data.symbols import symbols_of
+from speechdp.decode.kaldi_pdfs import classes_of
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class InspectCommand:
     data: tyro.conf.Positional[Path]
     """Data directory that `speechdp prepare` wrote."""
     verify: bool = True
-    """Read every utterance and compare its checksum."""
+    """Read every utterance, compare its checksum, and look for targets outside the classes."""
 
     def run(self) -> int:
         """Print the table, then verify; a damaged shard ends with its one-line message."""
@@ -31,6 +32,8 @@ class InspectCommand:
         dataset = Dataset.open(self.data)
         console.print(describe(dataset))
         if self.verify:
+            if dataset.task == "acoustic":  # of synthesis, `describe` has looked
+                classes_of(dataset)
             storages = dataset.verify()
             console.print(
                 f"{sum(len(s.shards) for s in dataset.splits.values())} shards, all checksums match"
@@ -60,7 +63,7 @@ def describe(dataset: Dataset) -> RenderableType:
 
 def _of_synthesis(dataset: Dataset) -> str:
     features = dataset.features
-    kind = SymbolInventory.load(dataset.symbols_path).kind
+    kind = symbols_of(dataset).kind
     return (
         f"{dataset.sampling_rate} Hz, spectrograms {features.num_mel_bins} mel + {features.linear_dim} "
         f"linear {features.dtype}, {features.frame_length_ms:g} ms every {features.frame_shift_ms:g} ms, "

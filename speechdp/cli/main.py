@@ -16,6 +16,7 @@ from speechdp.comm.environment import announced
 from speechdp.ending import Ended, describe_end, end_by_exception
 from speechdp.errors import ConfigError, SpeechDPError
 from speechdp.output import keep_standard_streams, lost_output
+from speechdp.utf8 import use_utf8
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ _BROKEN_PIPE = 141
 
 def main() -> None:
     """Run the subcommand in sys.argv and exit with its code."""
+    use_utf8()
     keep_standard_streams()
     launch = announced()
     if launch is None or launch.size == 1:  # ranks are ended by their launcher, which tells of it

@@ -16,6 +16,7 @@ from speechdp.data.hdf5_file import create_hdf5
 from speechdp.data.hdf5_input import HDF5_ERRORS, open_hdf5
 from speechdp.data.shard_layout import check_format, printable
 from speechdp.data.shards import Shard
+from speechdp.data.targets import check_targets
 from speechdp.errors import ShardError
 from speechdp.files import atomic_path, cannot_be_written
 
@@ -84,6 +85,10 @@ class TargetsFile:
         """Compare an utterance's checksum, unless that has been done.  Raises ShardError as `read`."""
         if not self._verified[utterance]:
             self.read(utterance)
+
+    def check_targets(self) -> None:
+        """Read all targets.  Raises ShardError on the first that is outside the shard's classes."""
+        check_targets(self.path, self.dataset, self._shard, _AGAIN)
 
     @property
     def dataset(self) -> tuple[RowReader, ArrayPlace]:

@@ -14,7 +14,7 @@ from speechdp.data.features import FeatureConfig
 from speechdp.data.shard_layout import VERSION_OF, ShardHeader, Stored, check_format, stored_in
 from speechdp.data.shard_writer import ShardWriter
 from speechdp.data.shards import Shard
-from speechdp.errors import ShardError
+from speechdp.errors import ConfigError, ShardError
 from speechdp.files import write_text_atomically
 from speechdp.json_input import parse_json
 
@@ -186,19 +186,35 @@ class Dataset:
         """Open a shard and check that it is the one data.json names.  Raises ShardError."""
         entry = self._split(split).shards[index]
         shard = Shard(self.path / entry.file)
-        if shard.index_sha256 != entry.index_sha256:
-            raise ShardError(f"{shard.path}: is not the shard {MANIFEST_NAME} lists; prepare the data again")
         header = shard.header
-        found = (header.features, header.stored, header.sampling_rate, header.num_classes)
-        if found != (self.features, self.stored, self.sampling_rate, self.num_classes):
-            raise ShardError(
-                f"{shard.path}: holds other features or classes than {MANIFEST_NAME} says; "
-                "prepare the data again"
-            )
+        for what, found, expected in (
+            ("features", header.features, self.features),
+            ("content", header.stored, self.stored),
+            ("sampling rate", header.sampling_rate, self.sampling_rate),
+            ("number of classes", header.num_classes, self.num_classes),
+            ("alignment", header.alignment, self.alignment),
+            ("split", header.split, split),
+            ("number of utterances", shard.num_utterances, entry.utterances),
+            ("number of frames", shard.num_frames, entry.frames),
+            ("checksum", shard.index_sha256, entry.index_sha256),
+        ):
+            if found != expected:
+                raise ShardError(
+                    f"{shard.path}: is not the shard {MANIFEST_NAME} lists (another {what}); "
+                    "copy the directory anew or prepare the data again"
+                )
         return shard
 
+    def check_num_classes(self, path: Path, found: int) -> None:
+        """Compare data.json's number of classes with that of their list at `path`.  Raises ConfigError."""
+        if found != self.num_classes:
+            raise ConfigError(
+                f"{path}: lists {found} classes, {MANIFEST_NAME} says {self.num_classes}; "
+                "copy the directory anew or prepare the data again"
+            )
+
     def verify(self) -> Counter[str]:
-        """Check every checksum of the directory; return how many shards are stored in which way.
+        """Check every checksum and target of the directory; return how many shards are stored in which way.
 
         Raises:
             ShardError: the first damage.
@@ -223,15 +239,27 @@ def _parse(file: Path, content: bytes) -> Manifest:
         values: dict[str, Any] = parse_json(content)
         check_format(file, values, DATA_FORMAT, *VERSION_OF.values())
         stored = stored_in(values)
-        splits = {name: _parse_split(split) for name, split in values["splits"].items()}
+        splits = {name: _parse_split(name, split) for name, split in values["splits"].items()}
+        files = [entry.file for split in splits.values() for entry in split.shards]
         # Both become names of files: nothing outside the directory is to be read or written.
-        for name in (*splits, *(entry.file for split in splits.values() for entry in split.shards)):
+        for name in (*splits, *files):
             if name in ("", "..") or Path(name).name != name or "\0" in name:
                 raise ValueError(f"{name!r} is not a plain name")
+        twice = [file for file, times in Counter(files).items() if times > 1]
+        if twice:
+            raise ValueError(f"it lists {twice[0]!r} twice")
+        features = FeatureConfig.from_dict(values["features"])
+        num_classes = values["num_classes"]
+        if type(num_classes) is not int or not 0 < num_classes < 1 << 31:  # targets are int32
+            raise ValueError(f"{num_classes!r} is no number of classes")
+        if values["feature_dim"] != features.feature_dim:
+            raise ValueError(
+                f"it says {values['feature_dim']!r} values a frame, its features have {features.feature_dim}"
+            )
         return Manifest(
             sampling_rate=int(values["sampling_rate"]),
-            features=FeatureConfig.from_dict(values["features"]),
-            num_classes=int(values["num_classes"]),
+            features=features,
+            num_classes=num_classes,
             alignment=str(values["alignment"]),
             split=str(values["split"]),
             splits=splits,
@@ -241,15 +269,19 @@ def _parse(file: Path, content: bytes) -> Manifest:
         raise ShardError(f"{file}: damaged ({error}); prepare the data again") from error
 
 
-def _parse_split(values: dict[str, Any]) -> SplitEntry:
+def _parse_split(name: str, values: dict[str, Any]) -> SplitEntry:
     shards = tuple(ShardEntry(**shard) for shard in values["shards"])
-    if not shards:
-        raise ValueError("a split without shards")
     for shard in shards:
         _check_numbers(shard.utterances, shard.frames)
-    numbers = [values[key] for key in ("utterances", "frames", "speakers")]
-    _check_numbers(*numbers)
-    return SplitEntry(shards, *numbers)
+    split = SplitEntry(shards, *(values[key] for key in ("utterances", "frames", "speakers")))
+    _check_numbers(split.utterances, split.frames, split.speakers)
+    for what in ("utterances", "frames"):
+        total, parts = getattr(split, what), sum(getattr(shard, what) for shard in shards)
+        if total != parts:
+            raise ValueError(f"split {name!r} has {total} {what}, its shards {parts}")
+        if total == 0:
+            raise ValueError(f"split {name!r} has no {what}")
+    return split
 
 
 def _check_numbers(*values: Any) -> None:

@@ -102,7 +102,10 @@ class _Disk:
 
 def write_all(file: IO[bytes], data: bytes | memoryview) -> None:
     """Write all of `data` to an unbuffered file, which may take less at a time."""
-    view = memoryview(data).cast("B")
+    view = memoryview(data)
+    if view.nbytes == 0:  # which cannot be cast
+        return
+    view = view.cast("B")
     while view:
         view = view[file.write(view) :]
 

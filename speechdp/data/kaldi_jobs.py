@@ -113,9 +113,7 @@ def _ready(job: KaldiShardJob) -> Iterator[Utterance | AudioUtterance]:
             _check_frames(utterance, num_frames_of(len(samples), header.sampling_rate, header.features))
             yield AudioUtterance(*names, samples, targets)
         else:
-            features = _features(utterance, header, cmvn)
-            _check_frames(utterance, len(features))
-            yield Utterance(*names, features, targets)
+            yield Utterance(*names, _features(utterance, header, cmvn), targets)
 
 
 def _targets(utterance: AlignedUtterance, pdfs: Path) -> npt.NDArray[np.int32]:
@@ -136,9 +134,11 @@ def _features(
     config = header.features
     if isinstance(utterance.source, Path):
         samples = read_audio(utterance.source, header.sampling_rate)
+        _check_frames(utterance, num_frames_of(len(samples), header.sampling_rate, config))
         return compute_features(samples, header.sampling_rate, config)
     with np.errstate(over="ignore"):  # the shard refuses what overflowed
         features = read_matrix(utterance.source, utterance.utterance_id).astype(np.float32)
+    _check_frames(utterance, len(features))
     if features.shape[1] != config.feature_dim:
         raise ConfigError(
             f"{utterance.source.path}: utterance {utterance.utterance_id} has {features.shape[1]} values a "

@@ -108,7 +108,9 @@ def _features_of_kaldi(
     )
     feature_dim = read_matrix(first.source, first.utterance_id).shape[1]
     if feature_dim == 0:
-        raise ConfigError(f"{first.source.path}: utterance {first.utterance_id} has no features")
+        raise ConfigError(
+            f"{first.source.path}: utterance {first.utterance_id} has no features; leave it out of feats.scp"
+        )
     return dataclasses.replace(
         config,
         kind="kaldi",

@@ -165,6 +165,10 @@ def _jobs(
     header = manifest.header(part.name)
     rate = manifest.sampling_rate
     sizes = [num_frames_of(round(seconds[u.audio] * rate), rate, manifest.features) for u in part.utterances]
+    short = [u.audio for u, size in zip(part.utterances, sizes, strict=True) if size == 0]
+    if short:
+        others = f", as are {len(short) - 1} others of {part.name}" if len(short) > 1 else ""
+        raise ConfigError(f"{short[0]}: is shorter than one frame{others}; leave it out of the corpus")
     inventory = StateInventory(lexicon.phones)  # of the whole corpus, not of one shard's words
     num_shards = shards_of_split(part.name, options.num_shards)
     dealt = deal(part.utterances, sizes, num_shards, f"{options.seed} {part.name}")

@@ -135,7 +135,7 @@ class Preprocessor:
         """Compute the features of whole utterances, perturbed as their keys say, and normalise them.
 
         Args:
-            samples: (S,) int16 of each, S > 0.
+            samples: (S,) int16 of each.
             keys: name the utterances.
             device: where to compute and where the results are.
 
@@ -143,7 +143,7 @@ class Preprocessor:
             (T, F) float32 each, T as `perturb.size_at_speed` of the recorded frames; not to be changed.
         """
         if device.type != "cpu":
-            return self.compute_together(samples, keys, device) if len(samples) else []
+            return self.compute_together(samples, keys, device)
         return [self._compute_once(x, key) for x, key in zip(samples, keys, strict=True)]
 
     def compute_together(
@@ -155,6 +155,13 @@ class Preprocessor:
         """
         frames = [num_frames_of(len(x), self._sampling_rate, self._features) for x in samples]
         frames = [size_at_speed(num, key.speed) for num, key in zip(frames, keys, strict=True)]
+        if 0 in frames:
+            some = [number for number, num in enumerate(frames) if num]
+            made = self.compute_together([samples[n] for n in some], [keys[n] for n in some], device)
+            empty = torch.empty(0, self.base_dim, device=device)
+            return [made.pop(0) if num else empty for num in frames]
+        if not frames:
+            return []
         waves = _to_device(samples, device)
         for speed in {key.speed for key in keys} - {AS_RECORDED}:
             changed = [number for number, key in enumerate(keys) if key.speed == speed]

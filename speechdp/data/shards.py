@@ -31,6 +31,7 @@ from speechdp.data.shard_layout import (
     utterance_crc32,
 )
 from speechdp.data.shard_writer import ShardWriter
+from speechdp.data.targets import check_targets
 from speechdp.errors import ShardError
 
 __all__ = ["AudioUtterance", "Shard", "ShardHeader", "ShardIndex", "ShardWriter", "Utterance"]
@@ -164,9 +165,14 @@ class Shard:
         return kind(*names, content, targets)
 
     def verify(self) -> None:
-        """Read every utterance and compare its checksum.  Raises ShardError on the first mismatch."""
+        """Check every utterance's checksum, and all targets.  Raises ShardError on the first mistake."""
         for utterance in range(self.num_utterances):
             self._read(utterance, verify=True)
+        self.check_targets()
+
+    def check_targets(self) -> None:
+        """Read all targets.  Raises ShardError on the first that is outside the classes."""
+        check_targets(self.path, (self.reader, self.targets_place), self, _AGAIN)
 
     def damaged(self, utterance: int) -> ShardError:
         """Return the error to raise where an utterance's checksum does not match."""

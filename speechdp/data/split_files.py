@@ -41,20 +41,22 @@ class SplitFiles:
         self._targets = DatasetTable(self.num_shards, lambda number: self._get(number).targets)
 
     def lengths(self, comm: Communicator | None) -> list[npt.NDArray[Any]]:
-        """Return the frames of each utterance, shard by shard.  Collective where ranks share the reading."""
+        """Check all targets; return the frames of each utterance, shard by shard.
+
+        Collective where ranks share the reading.
+
+        Raises:
+            ShardError: a shard that is not what data.json says, or targets outside the classes.
+        """
         rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
         counts = [entry.utterances for entry in self._dataset.splits[self._split].shards]
         for path, count in zip(self._dataset.shard_paths(self._split), counts, strict=True):
             _check_count(path, count)
         found = [np.zeros(count, dtype=np.int32) for count in counts]
         for number in range(rank, self.num_shards, size):
-            lengths = np.diff(self.open(number).offsets)
-            if len(lengths) != counts[number]:
-                raise ShardError(
-                    f"{self.open(number).path}: has {len(lengths)} utterances, data.json says "
-                    f"{counts[number]}; prepare the data again"
-                )
-            found[number][:] = lengths
+            opened = self._get(number)
+            opened.check_targets()
+            found[number][:] = np.diff(opened.shard.offsets)
         if comm is not None and size > 1:
             everything = torch.from_numpy(np.concatenate(found))
             comm.allreduce(everything, name=f"lengths.{self._split}")
@@ -142,6 +144,10 @@ class _Opened:
         """The targets' own file."""
         assert self.targets_file is not None
         return self.targets_file
+
+    def check_targets(self) -> None:
+        """Refuse targets outside the classes.  Raises ShardError."""
+        (self.targets_file or self.shard).check_targets()
 
     def close(self) -> None:
         """Close the files."""

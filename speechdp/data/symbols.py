@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from speechdp.data.dataset import Dataset
 from speechdp.data.text_normalise import PUNCTUATION, normalise, plain_words
 from speechdp.decode.lexicon import Lexicon
 from speechdp.errors import ConfigError
@@ -174,3 +175,14 @@ class SymbolInventory:
             return cls.from_dict(values)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
+
+
+def symbols_of(dataset: Dataset) -> SymbolInventory:
+    """Read a data directory's symbols.
+
+    Raises:
+        ConfigError: there are none, or another number of them than data.json says.
+    """
+    symbols = SymbolInventory.load(dataset.symbols_path)
+    dataset.check_num_classes(dataset.symbols_path, symbols.num_symbols)
+    return symbols

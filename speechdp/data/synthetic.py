@@ -175,7 +175,9 @@ def _speak(job: SpeakingJob, advance: Callable[[], None], stop: threading.Event)
     home = Path(speechdp.__file__).parent.parent
     # Ctrl-C reaches every process of the terminal: this one ends its workers, which inherit what it blocks.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    with subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=home, stdout=subprocess.PIPE, encoding="utf-8", errors="replace"
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             message = json.loads(line)

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from speechdp.data.dataset import Dataset
 from speechdp.decode.hmm import StateInventory
 from speechdp.errors import ConfigError
 from speechdp.files import write_text_atomically
@@ -56,6 +57,17 @@ def is_kaldi_pdfs(path: Path) -> bool:
 def load_classes(path: Path) -> StateInventory | KaldiPdfs:
     """Read a class list of either kind.  Raises ConfigError if it is neither."""
     return KaldiPdfs.load(path) if is_kaldi_pdfs(path) else StateInventory.load(path)
+
+
+def classes_of(dataset: Dataset) -> StateInventory | KaldiPdfs:
+    """Read a data directory's class list.
+
+    Raises:
+        ConfigError: there is none, or it has another number of classes than data.json.
+    """
+    classes = load_classes(dataset.classes_path)
+    dataset.check_num_classes(dataset.classes_path, classes.num_classes)
+    return classes
 
 
 def refuse_kaldi_pdfs(path: Path, what: str) -> None:

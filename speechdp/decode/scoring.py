@@ -41,12 +41,14 @@ class AcousticScorer:
         its posteriors have to fit into memory.
 
         Args:
-            utterances: features, (T, F) each, T > 0.
+            utterances: features, (T, F) each.
         """
         numbered = enumerate(utterances)
         while window := list(itertools.islice(numbered, _WINDOW)):
             # Longest first: if a batch is too large for the device, it is the first one.
             window.sort(key=lambda item: len(item[1]), reverse=True)
+            while window and len(window[-1][1]) == 0:  # which no network takes
+                yield window.pop()[0], np.empty((0, np.asarray(self.log_prior).size), dtype=np.float32)
             for batch in self._batches(window):
                 indices, features = zip(*batch, strict=True)
                 yield from zip(indices, self._score_batch(features), strict=True)

@@ -153,7 +153,7 @@ class Probe:
         self._speaker.say(Report(rank, phase, is_end=False, limit_s=limit_s))
         found: dict[str, Any] = {}
         # By a thread of C's own, since MPI_Init keeps Python's lock; the doctor knows where we were.
-        with Path(os.devnull).open("w") as nowhere:
+        with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
             faulthandler.dump_traceback_later(limit_s, exit=True, file=nowhere)
             try:
                 yield found

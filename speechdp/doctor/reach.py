@@ -119,7 +119,7 @@ def look_at(host: str, login: Login | None, run: Callable[..., subprocess.Comple
             login.command(host),
             stdin=subprocess.DEVNULL,  # nobody is asked for a password
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             timeout=login.time_limit_s,
             check=False,

@@ -16,7 +16,7 @@ def available_cores(quota_file: Path = _CGROUP_V2_QUOTA) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        quota, period = quota_file.read_text().split()
+        quota, period = quota_file.read_text(encoding="utf-8").split()
         if quota != "max":
             cores = min(cores, int(quota) // int(period))
     except (OSError, ValueError):

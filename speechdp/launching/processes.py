@@ -49,7 +49,7 @@ def descendants(root: int) -> list[int]:
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             # The name, in brackets, may hold blanks and brackets itself: read on after the last one.
-            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
+            state, parent = entry.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
         except (OSError, ValueError):
             continue  # it ended meanwhile
         if state != "Z":
@@ -66,7 +66,7 @@ def descendants(root: int) -> list[int]:
 def program_name(pid: int) -> str:
     """Return the name of a process, empty when it is gone."""
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
 

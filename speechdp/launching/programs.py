@@ -75,7 +75,8 @@ def _major_version(mpirun: Path) -> int:
             [str(mpirun), "--version"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=60,
             check=False,
         )

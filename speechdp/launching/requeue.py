@@ -48,7 +48,13 @@ def _ask(argv: list[str]) -> None:
     remedy = "submit the job again; with --resume it goes on from its checkpoint"
     try:
         answer = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=60,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{' '.join(argv)} cannot be run ({error}); {remedy}") from error

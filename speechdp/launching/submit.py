@@ -209,7 +209,7 @@ def _run_program(submission: Submission, search_path: str) -> subprocess.Complet
                 [found, *arguments],
                 stdin=file,
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
                 errors="replace",
                 timeout=_SUBMIT_TIMEOUT_S,
                 check=False,

@@ -16,11 +16,12 @@ import numpy.typing as npt
 from speechdp.data.audio import read_audio
 from speechdp.data.dataset import Dataset
 from speechdp.data.recordings import recording_path
+from speechdp.data.shard_layout import printable
 from speechdp.data.shards import Shard
 from speechdp.data.symbols import SymbolInventory
 from speechdp.decode.graph import Grammar
 from speechdp.decode.wer import word_error_rate
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, ShardError
 from speechdp.synthesis.generate import Speech, Synthesiser
 from speechdp.synthesis.quality import diagonality, focus_rate, mel_cepstral_distortion
 from speechdp.synthesis.recognition import Ear, Listener
@@ -122,6 +123,10 @@ def evaluate_split(
         owners = [everything[i] for i in spread(len(everything), request.max_utterances)]
         if not owners:
             raise ConfigError(f"{dataset.path}: split {request.split!r} has no utterances; name another")
+        for shard, i in owners:
+            if any(offsets[i] == offsets[i + 1] for offsets in (shard.offsets, shard.target_offsets)):
+                name = printable(shard.utterance_id(i))
+                raise ShardError(f"{shard.path}: utterance {name} has no frame or no text; leave it out")
         evaluation = _Evaluation(synthesiser, request, dataset, [shard.text(i) for shard, i in owners])
         for first in range(0, len(owners), _GROUP_SIZE):
             advance(first, len(owners))

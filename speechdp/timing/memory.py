@@ -26,7 +26,7 @@ def peak_rss_bytes() -> int:
     """Return the largest resident memory that this process has had."""
     try:
         # getrusage counts what the parent held when it started this process, which can be much more.
-        status = Path("/proc/self/status").read_text()
+        status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         status = ""
     peak = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)

@@ -121,7 +121,7 @@ def _listed(run_dir: Path) -> list[Path]:
 
 def _try_load(folder: Path, comm: Communicator, *, any_size: bool) -> tuple[RankState | None, str | None]:
     try:
-        head = parse_json((folder / "checkpoint.json").read_text())
+        head = parse_json((folder / "checkpoint.json").read_text(encoding="utf-8"))
         if head.get("format") != CHECKPOINT_FORMAT or head.get("version") != CHECKPOINT_VERSION:
             return None, f"{folder}: not a checkpoint of this version of speechdp"
         entries, lost = head["ranks"], head.get("lost", [])

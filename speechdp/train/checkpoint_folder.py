@@ -83,7 +83,7 @@ def read_entries(folder: Path, ranks: list[int]) -> dict[int, Entry]:
     names = {path.name for path in folder.iterdir()}
     for rank in ranks:
         if entry_name(rank) in names:
-            entry = json.loads((folder / entry_name(rank)).read_text())
+            entry = json.loads((folder / entry_name(rank)).read_text(encoding="utf-8"))
             if "problem" in entry or (folder / entry["file"]).stat().st_size == entry["bytes"]:
                 found[rank] = entry
     return found

@@ -14,8 +14,8 @@ from speechdp.config import TrainOptions
 from speechdp.data.dataset import Dataset
 from speechdp.data.source import SplitSource
 from speechdp.data.source_options import make_preprocessor
-from speechdp.data.symbols import SymbolInventory
-from speechdp.decode.kaldi_pdfs import load_classes
+from speechdp.data.symbols import symbols_of
+from speechdp.decode.kaldi_pdfs import classes_of
 from speechdp.errors import ConfigError
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.models.tacotron.model import Tacotron
@@ -71,19 +71,13 @@ def describe_data(dataset: Dataset, options: TrainOptions) -> dict[str, Any]:
         "sampling_rate": dataset.sampling_rate,
     }
     if options.task == "synthesis":
-        symbols = SymbolInventory.load(dataset.symbols_path)
-        if symbols.num_symbols != dataset.num_classes:
-            raise ConfigError(
-                f"{dataset.symbols_path}: has {symbols.num_symbols} symbols, data.json says "
-                f"{dataset.num_classes}; prepare the data again"
-            )
-        return {**facts, "symbols": symbols.to_dict()}
+        return {**facts, "symbols": symbols_of(dataset).to_dict()}
     return {
         **facts,
         "feature_dim": dataset.feature_dim * options.inputs.copies,
         "inputs": dataclasses.asdict(options.inputs),
         "num_classes": dataset.num_classes,
-        "classes_sha256": load_classes(dataset.classes_path).sha256,
+        "classes_sha256": classes_of(dataset).sha256,
     }
 
 

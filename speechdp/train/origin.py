@@ -92,7 +92,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             timeout=_GIT_TIMEOUT_S,
         )

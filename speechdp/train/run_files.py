@@ -87,7 +87,7 @@ class RunDirectory:
         """
         path = self.path / "run.json"
         try:
-            record = parse_json(path.read_text())
+            record = parse_json(path.read_text(encoding="utf-8"))
             begun, data = record["fingerprint"], record["data"]
             same_data = data["checksum"] == data_checksum
         except OSError as error:
@@ -115,7 +115,7 @@ class RunDirectory:
         """
         path = self.path / "run.json"
         with _disk_errors(path):
-            head = parse_json(path.read_text())
+            head = parse_json(path.read_text(encoding="utf-8"))
             if head["size"] == facts["size"]:
                 return
             sizes = [*head.get("earlier_sizes", []), head["size"]]
@@ -127,7 +127,7 @@ class RunDirectory:
         """Append a line to starts.jsonl: ranks begin, or go on.  Raises RunError on a full disk."""
         path = self.path / "starts.jsonl"
         with _disk_errors(path):
-            text = path.read_text() if path.is_file() else ""
+            text = path.read_text(encoding="utf-8") if path.is_file() else ""
             # A line that a full disk has cut off is left as it is, the next one begins anew.
             whole = text if text.endswith("\n") or not text else f"{text}\n"
             write_text_atomically(path, whole + json.dumps({"started": _now(), **facts}) + "\n")
@@ -137,7 +137,7 @@ class RunDirectory:
         if not self._metrics.is_file():
             return
         with _disk_errors(self._metrics):
-            text = self._metrics.read_text(errors="replace")
+            text = self._metrics.read_text(encoding="utf-8", errors="replace")
             lines = [line for line in text.splitlines() if _step_of(line) <= step]
             write_text_atomically(self._metrics, "".join(f"{line}\n" for line in lines))
 
@@ -152,7 +152,7 @@ class RunDirectory:
 
     def add_metrics(self, metrics: Metrics) -> None:
         """Append a line to metrics.jsonl.  Raises RunError on a full disk."""
-        with _disk_errors(self._metrics), self._metrics.open("a") as file:
+        with _disk_errors(self._metrics), self._metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(metrics)) + "\n")
 
     def complete(self, facts: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ class RunDirectory:
     def complete_again(self) -> None:
         """Renew completed.json as it stands: a launcher takes no marker that was there before."""
         with _disk_errors(self._completed):
-            write_text_atomically(self._completed, self._completed.read_text())
+            write_text_atomically(self._completed, self._completed.read_text(encoding="utf-8"))
 
 
 @contextmanager

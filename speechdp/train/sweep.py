@@ -153,7 +153,7 @@ def _write_sweep(out_dir: Path, names: list[str], *, completed: bool) -> None:
     head = {"format": SWEEP_FORMAT, "version": SWEEP_VERSION, "runs": names, "completed": completed}
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        if path.is_file() and json.loads(path.read_text())["runs"] != names:
+        if path.is_file() and json.loads(path.read_text(encoding="utf-8"))["runs"] != names:
             raise ConfigError(f"{path}: holds a sweep over other runs; choose another folder, or --overwrite")
         write_text_atomically(path, json.dumps(head, indent=2) + "\n")
     except OSError as error:

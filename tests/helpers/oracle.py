@@ -59,8 +59,8 @@ class Spoken:
     num_frames: int = 40
 
 
-def write_dataset(path: Path, shards: Sequence[Sequence[Spoken]]) -> Dataset:
-    """Write a data directory with one split `test`; stored targets are all class 0."""
+def write_dataset(path: Path, shards: Sequence[Sequence[Spoken]], split: str = "test") -> Dataset:
+    """Write a data directory with one split; stored targets are all class 0."""
     path.mkdir()
     words = {
         word for shard in shards for spoken in shard for word in (spoken.text + " " + spoken.said).split()
@@ -69,10 +69,10 @@ def write_dataset(path: Path, shards: Sequence[Sequence[Spoken]]) -> Dataset:
     inventory = StateInventory(lexicon.phones)
     lexicon.save(path / "lexicon.txt")
     inventory.save(path / "classes.txt")
-    header = ShardHeader(FEATURES, 8000, inventory.num_classes, "flat", "test")
+    header = ShardHeader(FEATURES, 8000, inventory.num_classes, "flat", split)
     entries = []
     for number, utterances in enumerate(shards):
-        file = path / f"test-{number:05}.h5"
+        file = path / f"{split}-{number:05}.h5"
         writer = ShardWriter(file, header)
         with writer:
             for spoken in utterances:
@@ -83,6 +83,6 @@ def write_dataset(path: Path, shards: Sequence[Sequence[Spoken]]) -> Dataset:
                 writer.add(Utterance(spoken.utterance_id, "s", spoken.text, features, targets))
         entries.append(ShardEntry(file.name, writer.num_utterances, writer.num_frames, writer.index_sha256))
     num_utterances = sum(entry.utterances for entry in entries)
-    split = SplitEntry(tuple(entries), num_utterances, sum(entry.frames for entry in entries), 1)
-    Manifest(8000, FEATURES, inventory.num_classes, "flat", "given", {"test": split}).write(path)
+    whole = SplitEntry(tuple(entries), num_utterances, sum(entry.frames for entry in entries), 1)
+    Manifest(8000, FEATURES, inventory.num_classes, "flat", "given", {split: whole}).write(path)
     return Dataset.open(path)

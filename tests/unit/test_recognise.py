@@ -103,9 +103,8 @@ def test_another_class_list_of_the_same_length_is_refused(dataset: Dataset, tmp_
 
 
 def test_no_split_overwrites_another(tmp_path: Path) -> None:
-    dataset = write_dataset(tmp_path / "data", SHARDS)
     for split in ("test", "dev"):
-        dataset.splits[split] = dataset.splits["test"]
+        dataset = write_dataset(tmp_path / split, SHARDS, split)
         trained = oracle(dataset.num_classes)
         decode_split(trained, dataset, split, tmp_path / "run", DecodingOptions(), SerialCommunicator())
     for split in ("test", "dev"):

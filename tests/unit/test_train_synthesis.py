@@ -101,7 +101,7 @@ def test_symbols_of_other_data_are_refused(tmp_path: Path) -> None:
     values = json.loads(dataset.symbols_path.read_text())
     values["names"].append("é")
     dataset.symbols_path.write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match=r"symbols\.json: has \d+ symbols, data\.json says"):
+    with pytest.raises(ConfigError, match=r"symbols\.json: lists \d+ classes, data\.json says"):
         train_run(Session(dataset, SerialCommunicator(), CPU), TINY_SYNTHESIS, tmp_path / "run")
 
 
