@@ -75,11 +75,10 @@ class Pace:
 
 @dataclass
 class _Self:
-    """Who a thread is: its rank, its own random numbers, and how many threads it has started."""
+    """Who a thread is: its rank, and random numbers of its own."""
 
     rank: int
     rng: random.Random
-    num_children: int = 0
 
 
 class _Late:
@@ -102,18 +101,20 @@ class _Late:
         if seconds > 0:
             time.sleep(seconds)
 
+    def begin(self, rank: int) -> _Self:
+        """Return who the first thread of a rank is."""
+        return _Self(rank, random.Random(f"{self.pace.seed}/{rank}"))
+
     def adopt(self, thread: threading.Thread) -> None:
         """Give a thread about to start its rank and its random numbers: its starter's, or by its name."""
         starter: _Self | None = getattr(threading.current_thread(), "speechdp_who", None)
         if starter is not None:
-            starter.num_children += 1
-            seed, rank = f"{starter.rng.random()}/{starter.num_children}", starter.rank
+            who = _Self(starter.rank, random.Random(starter.rng.random()))
         elif thread.name.startswith("rank "):
-            rank = int(thread.name.removeprefix("rank "))
-            seed = f"{self.pace.seed}/{rank}"
+            who = self.begin(int(thread.name.removeprefix("rank ")))
         else:
             return
-        thread.speechdp_who = _Self(rank, random.Random(seed))  # type: ignore[attr-defined]
+        thread.speechdp_who = who  # type: ignore[attr-defined]
 
     def is_here(self, path: Any) -> bool:
         """Tell whether a path is in the folder whose operations are late."""
@@ -133,8 +134,14 @@ _hooked = threading.Event()
 
 
 @contextlib.contextmanager
-def late(pace: Pace, folder: Path) -> Iterator[None]:
-    """Delay what threads named `rank N`, and theirs, do below `folder` and over late communicators."""
+def late(pace: Pace, folder: Path, rank: int | None = None) -> Iterator[None]:
+    """Delay what ranks do below `folder` and over late communicators.
+
+    Args:
+        pace: the delays.
+        folder: whose files are late.
+        rank: of this process; None: ranks are the threads named `rank N`, and those they start.
+    """
     global _late  # noqa: PLW0603  audit hooks stay for ever: this one asks what is in force
     if not _hooked.is_set():
         _hooked.set()
@@ -165,6 +172,8 @@ def late(pace: Pace, folder: Path) -> Iterator[None]:
 
         patch.setattr(threading.Thread, "start", adopted)
         patch.setattr(threading.Thread, "run", begun_late)
+        if rank is not None:
+            patch.setattr(threading.current_thread(), "speechdp_who", force.begin(rank), raising=False)
         _late = force
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         try:

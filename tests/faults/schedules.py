@@ -24,9 +24,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ _OPTIONS = TrainOptions(
     epochs=_EPOCHS,
     checkpoint_steps=2,
 )
-_SIZES = TinySizes(train=18, dev=4, test=1)
+SIZES = TinySizes(train=18, dev=4, test=1)
 #: Ranks that wait for one another longer than this hang, s.
 _PATIENCE_S = 60.0
 #: Seconds that a killed rank's checkpoint gets; a real one would get none.
@@ -129,13 +130,6 @@ class Schedule:
         return f"--seed {self.seed}: {self.strategy} on {self.size} ranks, {self.story}"
 
 
-@dataclass
-class _Ended:
-    """What the ranks of a finished run held when the model was saved."""
-
-    parameters: dict[int, Tensor] = field(default_factory=dict)
-
-
 class _Killed(BaseException):
     """A rank is gone."""
 
@@ -152,42 +146,60 @@ class _At(SilentReporter):
             self._act()
 
 
+class Ranks(Protocol):
+    """How schedules come to their ranks: threads of this process, or the processes of an MPI job."""
+
+    def run(self, size: int, work: Callable[[Communicator], None]) -> None:
+        """Have every rank do `work`."""
+
+    def late(self, pace: Pace, folder: Path) -> AbstractContextManager[None]:
+        """Return the block in which the ranks are late."""
+
+
+class Threads(Ranks):
+    """Ranks that are threads of this process."""
+
+    def run(self, size: int, work: Callable[[Communicator], None]) -> None:
+        run_threads(size, work, timeout_s=_PATIENCE_S)
+
+    def late(self, pace: Pace, folder: Path) -> AbstractContextManager[None]:
+        return late(pace, folder)
+
+
 class Bench:
     """The data, the undisturbed runs, and a folder for those under delays.
 
     Args:
         folder: for all of it.
+        ranks: what does the work.
+        dataset: to train on; None: it is made up.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._dataset = write_tiny_data(folder / "data", _SIZES)
+    def __init__(self, folder: Path, ranks: Ranks, dataset: Dataset | None = None) -> None:
+        self.folder, self._ranks = folder, ranks
+        self._dataset = write_tiny_data(folder / "data", SIZES) if dataset is None else dataset
         self._references: dict[tuple[str, int, bool], Path] = {}
 
-    def problem(self, schedule: Schedule) -> str | None:
-        """Run a schedule; return what is wrong with what it came to."""
-        run_dir = self.folder / f"run-{schedule.seed}"
-        with _repeatable_in_threads() as ended, late(schedule.pace, run_dir):
-            try:
-                self._tell(schedule, run_dir)
-            except (Exception, _Killed) as error:
-                notes = ", ".join(getattr(error, "__notes__", []))
-                return f"{schedule}: {type(error).__name__}: {error} ({notes})"
-        wrong = list(self._differences(schedule, run_dir, ended))
-        shutil.rmtree(run_dir)
-        return f"{schedule}: {'; '.join(wrong)}" if wrong else None
+    @property
+    def num_frames(self) -> int:
+        """Frames trained on an epoch."""
+        return self._dataset.num_frames("train")
 
-    def _tell(self, schedule: Schedule, run_dir: Path) -> None:
-        """Run to the end, where the story has it over an interruption."""
-        if schedule.story in {"stopped", "killed"}:
-            with contextlib.suppress(Stopped, _Killed):
-                self._train(schedule, run_dir, interrupted=True)
-            if (run_dir / "completed.json").exists():
-                return
-        if schedule.story == "fed":
-            self._train_fed(schedule, run_dir)
-        else:
-            self._train(schedule, run_dir, resume=schedule.story in {"stopped", "killed"})
+    def run(self, schedule: Schedule) -> Finished:
+        """Run a schedule to its end, where its story has it over an interruption."""
+        reference = self._reference(schedule) if schedule.repeats else None
+        run_dir = self.folder / f"run-{schedule.seed}"
+        with _repeatable_in_threads() as parameters, self._ranks.late(schedule.pace, run_dir):
+            if schedule.story == "fed":
+                self._train_fed(schedule, run_dir)
+            elif schedule.story in {"stopped", "killed"}:
+                with contextlib.suppress(Stopped, _Killed):
+                    self._train(schedule, run_dir, interrupted=True)
+                if not (run_dir / "completed.json").exists():
+                    self._train(schedule, run_dir, resume=True)
+            else:
+                self._train(schedule, run_dir)
+        return Finished(schedule, run_dir, reference, parameters)
 
     def _train(
         self, schedule: Schedule, run_dir: Path, *, interrupted: bool = False, resume: bool = False
@@ -212,7 +224,7 @@ class Bench:
             else:
                 run.train_run(session, options, run_dir, resume=resume)
 
-        run_threads(schedule.size, work, timeout_s=_PATIENCE_S)
+        self._ranks.run(schedule.size, work)
 
     def _train_fed(self, schedule: Schedule, run_dir: Path) -> None:
         num_feeders = 1 + schedule.seed // len(STRATEGIES) % 2
@@ -230,34 +242,7 @@ class Bench:
                 session = Session(self._dataset, part, CPU, feeders=Feeders(goodbye.link))
                 run.train_run(session, _options(schedule), run_dir)
 
-        run_threads(size, work, timeout_s=_PATIENCE_S)
-
-    def _differences(self, schedule: Schedule, run_dir: Path, ended: _Ended) -> Iterator[str]:
-        """Yield what a finished run should not have come to."""
-        lines, num_frames = evaluations(run_dir), self._dataset.num_frames("train")
-        expected_lines = [(epoch, epoch * num_frames) for epoch in range(1, _EPOCHS + 1)]
-        if [(line["epoch"], line["frames"]) for line in lines] != expected_lines:
-            yield f"of {num_frames} frames metrics.jsonl has {lines}"
-        if not (run_dir / "completed.json").is_file():
-            yield "completed.json is missing"
-        # What a killed rank had done since its last checkpoint stands there twice.
-        too_many = _frames_trained(run_dir) - _EPOCHS * num_frames
-        if too_many < 0 or (too_many > 0 and schedule.story != "killed"):
-            yield f"{too_many} frames too many in the timelines"
-        model = model_tensors(run_dir)
-        if not all(bool(tensor.isfinite().all()) for tensor in model.values()):
-            yield "the model is not finite"
-        parameters = list(ended.parameters.values())
-        if len(parameters) != schedule.size or any(not torch.equal(parameters[0], x) for x in parameters):
-            yield f"replicas of {len(parameters)} ranks differ"
-        if schedule.repeats:
-            reference = self._reference(schedule)
-            expected = model_tensors(reference)
-            different = [name for name, tensor in model.items() if not torch.equal(tensor, expected[name])]
-            if different:
-                yield f"another model: {different}"
-            if lines != evaluations(reference):
-                yield f"other evaluations: {lines} for {evaluations(reference)}"
+        self._ranks.run(size, work)
 
     def _reference(self, schedule: Schedule) -> Path:
         """Return the run of the same strategy without delays."""
@@ -269,6 +254,53 @@ class Bench:
                 self._train(dataclasses.replace(schedule, story=story), path)
             self._references[key] = path
         return self._references[key]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a schedule came to.
+
+    Attributes:
+        schedule: which.
+        run_dir: its run.
+        reference: the same run without delays; None: none is the same.
+        parameters: of every rank that is known, when the model was saved.
+    """
+
+    schedule: Schedule
+    run_dir: Path
+    reference: Path | None
+    parameters: dict[int, Tensor]
+
+    def differences(self, num_frames: int) -> Iterator[str]:
+        """Yield what it should not have come to.
+
+        Args:
+            num_frames: of the split it was trained on.
+        """
+        lines = evaluations(self.run_dir)
+        expected_lines = [(epoch, epoch * num_frames) for epoch in range(1, _EPOCHS + 1)]
+        if [(line["epoch"], line["frames"]) for line in lines] != expected_lines:
+            yield f"of {num_frames} frames metrics.jsonl has {lines}"
+        if not (self.run_dir / "completed.json").is_file():
+            yield "completed.json is missing"
+        # What a killed rank had done since its last checkpoint stands there twice.
+        too_many = _frames_trained(self.run_dir) - _EPOCHS * num_frames
+        if too_many < 0 or (too_many > 0 and self.schedule.story != "killed"):
+            yield f"{too_many} frames too many in the timelines"
+        model = model_tensors(self.run_dir)
+        if not all(bool(tensor.isfinite().all()) for tensor in model.values()):
+            yield "the model is not finite"
+        parameters = [self.parameters[rank] for rank in sorted(self.parameters)]
+        if any(not torch.equal(parameters[0], other) for other in parameters):
+            yield f"replicas of {len(parameters)} ranks differ"
+        if self.reference is not None:
+            expected = model_tensors(self.reference)
+            different = [name for name, tensor in model.items() if not torch.equal(tensor, expected[name])]
+            if different:
+                yield f"another model: {different}"
+            if lines != evaluations(self.reference):
+                yield f"other evaluations: {lines} for {evaluations(self.reference)}"
 
 
 def _keep_quiet(args: threading.ExceptHookArgs) -> None:
@@ -291,9 +323,9 @@ def _frames_trained(run_dir: Path) -> int:
 
 
 @contextlib.contextmanager
-def _repeatable_in_threads() -> Iterator[_Ended]:
+def _repeatable_in_threads() -> Iterator[dict[int, Tensor]]:
     """Keep ranks that are threads out of one another's random numbers; note what each ends with."""
-    ended = _Ended()
+    parameters: dict[int, Tensor] = {}
     seed, make, save = torch.manual_seed, build.make_model, run.save_trained
 
     def seed_alone(number: int) -> Any:
@@ -305,8 +337,8 @@ def _repeatable_in_threads() -> Iterator[_Ended]:
             return make(*arguments)
 
     def noted(session: Session, source: Any, run_dir: Path, model: torch.nn.Module, origin: Any) -> None:
-        flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        ended.parameters[session.comm.rank] = flat
+        flat = torch.cat([weights.detach().flatten() for weights in model.parameters()])
+        parameters[session.comm.rank] = flat
         save(session, source, run_dir, model, origin)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -317,7 +349,7 @@ def _repeatable_in_threads() -> Iterator[_Ended]:
         patch.setattr(stop, "_INTERVAL_S", 0.0)
         patch.setattr(checkpoint_writer, "_GRACE_S", _GRACE_S)
         patch.setattr(threading, "excepthook", _keep_quiet)
-        yield ended
+        yield parameters
 
 
 def fuzz_schedules(
@@ -340,18 +372,30 @@ def fuzz_schedules(
     torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory(prefix="speechdp-schedules-", ignore_cleanup_errors=True) as folder:
-            bench = Bench(Path(folder))
+            bench = Bench(Path(folder), Threads())
             for number in range(seed, seed + num):
                 if until_s is not None and time.monotonic() - begun_s > until_s:
                     break
                 done += 1
-                problem = bench.problem(Schedule.draw(number, strategies))
+                problem = _problem(bench, Schedule.draw(number, strategies))
                 if problem is not None:
                     tell(problem)
                     wrong.append(problem)
     finally:
         torch.set_num_threads(threads)
     return done, wrong
+
+
+def _problem(bench: Bench, schedule: Schedule) -> str | None:
+    """Run a schedule; return what is wrong with what it came to."""
+    try:
+        finished = bench.run(schedule)
+    except (Exception, _Killed) as error:
+        notes = ", ".join(getattr(error, "__notes__", []))
+        return f"{schedule}: {type(error).__name__}: {error} ({notes})"
+    wrong = list(finished.differences(bench.num_frames))
+    shutil.rmtree(finished.run_dir)
+    return f"{schedule}: {'; '.join(wrong)}" if wrong else None
 
 
 def main() -> None:
