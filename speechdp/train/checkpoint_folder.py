@@ -17,10 +17,15 @@ from speechdp.train.checkpoint import (
     checkpoint_steps,
     last_checkpoint_note,
 )
+from speechdp.train.watchdog import Stillness
 
 _KEPT = 2
 #: Seconds until what rank 0 writes must be seen on all hosts; NFS looks again after a while only.
 _VISIBLE_S = 65.0
+#: Seconds for which a disk may refuse to list a folder.
+_REFUSED_S = 3.0
+#: Of a look at the disk only so many seconds count as waiting, s: a disk that stands still proves nothing.
+LOOK_S = 1.0
 
 #: What a rank tells of its file: its name, sha256 and bytes, or the problem and its errno.
 Entry = dict[str, Any]
@@ -41,14 +46,27 @@ def entry_name(rank: int) -> str:
 
 
 def is_seen(path: Path) -> bool:
-    """Return whether a file is there, or comes to be seen soon."""
-    deadline_s = time.monotonic() + _VISIBLE_S
+    """Return whether a file is there, or comes to be seen soon.
+
+    Raises:
+        OSError: the disk does not say.
+    """
+    looking, failing = Stillness(time.monotonic(), LOOK_S), Stillness(time.monotonic(), LOOK_S)
+    problem: OSError | None = None
     while True:
         # Listing a folder makes NFS look again; asking for the file alone may answer from memory.
-        with contextlib.suppress(OSError):
+        try:
             if path in path.parent.iterdir():
                 return True
-        if time.monotonic() > deadline_s or not path.parent.parent.is_dir():
+            problem = None
+        except FileNotFoundError:
+            problem = None
+        except OSError as error:
+            problem = error
+        now_s = time.monotonic()
+        if problem is not None and failing.look(now_s, 0) > _REFUSED_S:
+            raise problem
+        if looking.look(now_s, 0) > _VISIBLE_S or not path.parent.parent.is_dir():
             return False
         time.sleep(0.05)
 
@@ -56,7 +74,7 @@ def is_seen(path: Path) -> bool:
 def read_entries(folder: Path, ranks: list[int]) -> dict[int, Entry]:
     """Return the entries that have come from `ranks`, those whose file is seen whole."""
     found: dict[int, Entry] = {}
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         names = {path.name for path in folder.iterdir()}
         for rank in ranks:
             if entry_name(rank) in names:
@@ -64,6 +82,13 @@ def read_entries(folder: Path, ranks: list[int]) -> dict[int, Entry]:
                 if "problem" in entry or (folder / entry["file"]).stat().st_size == entry["bytes"]:
                     found[rank] = entry
     return found
+
+
+def bytes_written(folder: Path) -> int:
+    """Return the bytes that the ranks' files have so far, as far as can be seen."""
+    with contextlib.suppress(OSError):
+        return sum(path.stat().st_size for path in folder.iterdir())
+    return 0
 
 
 def commit(place: Place, entries: dict[int, Entry], size: int) -> None:
