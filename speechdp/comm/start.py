@@ -68,6 +68,7 @@ class StartGuard:
         name = f"rank {self._rank} on {environment.host_name()}"
         environment.end_process_with(
             f"speechdp: {name}: waited {self._timeout_s:.0f} s for all ranks to {self._awaited}; "
-            "see with speechdp doctor that every host can be reached and reads the same disks\n",
+            "see with speechdp doctor that every host can be reached and reads the same disks, or raise "
+            "--hang-timeout where a disk is just slow\n",
             exit_codes.HUNG,
         )

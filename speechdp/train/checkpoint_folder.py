@@ -17,12 +17,15 @@ from speechdp.train.checkpoint import (
     checkpoint_steps,
     last_checkpoint_note,
 )
+from speechdp.train.watchdog import Stillness
 
 _KEPT = 2
 #: Seconds until what rank 0 writes must be seen on all hosts; NFS looks again after a while only.
 _VISIBLE_S = 65.0
 #: Seconds that a folder may give errors instead of its names: a network disk recovers.
 _UNREADABLE_S = 3.0
+#: Of a look at the disk only so many seconds count as waiting, s: a disk that stands still proves nothing.
+LOOK_S = 1.0
 
 #: What a rank tells of its file: its name, sha256 and bytes, or the problem and its errno.
 Entry = dict[str, Any]
@@ -46,22 +49,19 @@ class Patience:
     """Errors of reading a folder that others write to are borne for a while."""
 
     def __init__(self) -> None:
-        self._since_s: float | None = None
+        self._failing, self._num_read = Stillness(time.monotonic(), LOOK_S), 0
 
     def bear(self, error: OSError | None) -> None:
         """Take the outcome of one more look.  Raises the error if there have been only such for long."""
-        now_s = time.monotonic()
-        if error is None:
-            self._since_s = None
-        elif self._since_s is None:
-            self._since_s = now_s
-        elif now_s - self._since_s > _UNREADABLE_S:
+        self._num_read += error is None
+        failing_s = self._failing.look(time.monotonic(), self._num_read)
+        if error is not None and failing_s > _UNREADABLE_S:
             raise error
 
 
 def is_seen(path: Path) -> bool:
     """Return whether a file is there, or comes to be seen soon.  Raises OSError: its folder is unreadable."""
-    deadline_s, patience = time.monotonic() + _VISIBLE_S, Patience()
+    looking, patience = Stillness(time.monotonic(), LOOK_S), Patience()
     while True:
         # Listing a folder makes NFS look again; asking for the file alone may answer from memory.
         try:
@@ -72,7 +72,7 @@ def is_seen(path: Path) -> bool:
             patience.bear(None)
         except OSError as error:
             patience.bear(error)
-        if time.monotonic() > deadline_s or not path.parent.parent.is_dir():
+        if looking.look(time.monotonic(), 0) > _VISIBLE_S or not path.parent.parent.is_dir():
             return False
         time.sleep(0.05)
 
@@ -82,11 +82,20 @@ def read_entries(folder: Path, ranks: list[int]) -> dict[int, Entry]:
     found: dict[int, Entry] = {}
     names = {path.name for path in folder.iterdir()}
     for rank in ranks:
-        if entry_name(rank) in names:
-            entry = json.loads((folder / entry_name(rank)).read_text(encoding="utf-8"))
-            if "problem" in entry or (folder / entry["file"]).stat().st_size == entry["bytes"]:
-                found[rank] = entry
+        # Of what a network disk lists it may not show all yet; what cannot be parsed is looked at again.
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            if entry_name(rank) in names:
+                entry = json.loads((folder / entry_name(rank)).read_text(encoding="utf-8"))
+                if "problem" in entry or (folder / entry["file"]).stat().st_size == entry["bytes"]:
+                    found[rank] = entry
     return found
+
+
+def bytes_written(folder: Path) -> int:
+    """Return the bytes that the ranks' files have so far, as far as can be seen."""
+    with contextlib.suppress(OSError):
+        return sum(path.stat().st_size for path in folder.iterdir())
+    return 0
 
 
 def commit(place: Place, entries: dict[int, Entry], size: int) -> None:

@@ -22,9 +22,11 @@ from speechdp.errors import RunError
 from speechdp.files import cannot_be_read, disk_reason
 from speechdp.train.checkpoint import RankState, last_checkpoint_note
 from speechdp.train.checkpoint_folder import (
+    LOOK_S,
     Entry,
     Patience,
     Place,
+    bytes_written,
     commit,
     is_seen,
     not_saved,
@@ -33,9 +35,10 @@ from speechdp.train.checkpoint_folder import (
     tell,
 )
 from speechdp.train.rank_file import GivenUpError, Snapshot, take_snapshot, write_rank_file
+from speechdp.train.watchdog import Stillness
 
-#: Seconds that rank 0 waits for the next rank to have written; once one could not, for the others to end.
-_PATIENCE_S, _AFTER_PROBLEM_S = 600.0, 2.0
+#: Seconds that rank 0 waits while no file of the others grows; once one could not write, for them to end.
+PATIENCE_S, _AFTER_PROBLEM_S = 600.0, 2.0
 #: Seconds a failed run gives the checkpoint under way.
 _GRACE_S = 2.0
 _LONGEST_PAUSE_S = 0.2
@@ -48,10 +51,19 @@ class CheckpointWriter:
         run_dir: the run's folder, on a disk all hosts share.
         comm: the ranks.
         beat: called while this rank's file is written: slow is not hung.
+        patience_s: how long rank 0 waits while nothing comes from the others, s.
     """
 
-    def __init__(self, run_dir: Path, comm: Communicator, beat: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        comm: Communicator,
+        beat: Callable[[], None] = lambda: None,
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         self._run_dir, self._comm, self._beat = run_dir, comm, beat
+        self._patience_s = patience_s
         self._folder = run_dir / "checkpoints"
         self._nonce = ""
         self._hosts: list[str] = []
@@ -233,21 +245,21 @@ class CheckpointWriter:
         prune(self._run_dir, self._written, self._gone_on_from)
 
     def _collect(self, place: Place, entries: dict[int, Entry]) -> None:
-        heard_s, pause_s, patience = time.monotonic(), 0.002, Patience()
+        silence, pause_s, num_bytes = Stillness(time.monotonic(), LOOK_S), 0.002, 0
+        patience = Patience()
         while missing := [rank for rank in range(self._comm.size) if rank not in entries]:
             if self._comm.gone.issuperset(missing):
                 return  # a checkpoint of those that are left, where losses are tolerated
-            new = {}
             try:
-                new = read_entries(place.temporary, missing)
+                entries |= read_entries(place.temporary, missing)
                 patience.bear(None)
             except OSError as error:
                 patience.bear(error)
-            entries |= new
-            now_s = time.monotonic()
-            heard_s = now_s if new else heard_s
             has_problem = any("problem" in entry for entry in entries.values())
-            if now_s - heard_s > (_AFTER_PROBLEM_S if has_problem else _PATIENCE_S):
+            if not has_problem:  # slow is not gone
+                num_bytes = max(num_bytes, bytes_written(place.temporary))
+            silent_s = silence.look(time.monotonic(), len(entries) + num_bytes)
+            if silent_s > (_AFTER_PROBLEM_S if has_problem else self._patience_s):
                 if has_problem:
                     return
                 raise RunError(self._waited_in_vain(missing))
@@ -259,6 +271,7 @@ class CheckpointWriter:
         names = ", ".join(f"rank {rank} on {self._hosts[rank]}" for rank in missing[:4])
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         return (
-            f"{self._folder}: checkpoint is not complete: nothing from {names}{more} for {_PATIENCE_S:g} s; "
-            f"look at the disk there, then go on with --resume; {last_checkpoint_note(self._run_dir)}"
+            f"{self._folder}: checkpoint is not complete: nothing from {names}{more} for "
+            f"{self._patience_s:g} s; look at the disk there, then go on with --resume; "
+            f"{last_checkpoint_note(self._run_dir)}"
         )

@@ -19,7 +19,7 @@ from speechdp.errors import RunError
 from speechdp.strategies.base import Progress
 from speechdp.timing.timeline import Span
 from speechdp.train.checkpoint import RankState, last_checkpoint_note
-from speechdp.train.checkpoint_writer import CheckpointWriter
+from speechdp.train.checkpoint_writer import PATIENCE_S, CheckpointWriter
 from speechdp.train.epoch_end import measure_epoch, settle_final_model
 from speechdp.train.parts import Counters, Standing, TrainingParts, collect_state, restore_state
 from speechdp.train.stop import StopAgreement
@@ -36,7 +36,9 @@ class Trainer:
         self.parts = parts
         self._run_dir = run_dir
         self._options = options
-        self._writer = CheckpointWriter(run_dir, parts.comm, parts.pulse.beat)
+        hang_s = options.faults.hang_timeout
+        patience_s = max(PATIENCE_S, hang_s) if hang_s else math.inf
+        self._writer = CheckpointWriter(run_dir, parts.comm, parts.pulse.beat, patience_s=patience_s)
         #: The place in training that the last checkpoint holds.
         self._saved_at: tuple[int, int, int] | None = None
         self._at = Standing(torch.zeros(2, dtype=torch.float64, device=parts.device))

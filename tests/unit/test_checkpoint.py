@@ -9,8 +9,10 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,6 +224,40 @@ def test_a_disk_the_hosts_do_not_share_is_noticed(tmp_path: Path, monkeypatch: p
         ):
             run_threads(2, lambda comm: save(tmp_path / f"host{comm.rank}", 1, comm))
         (tmp_path / "host1" / "checkpoints").mkdir(parents=True, exist_ok=True)
+
+
+def test_a_folder_that_a_rank_may_not_list_is_not_taken_for_another_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_folder, "_REFUSED_S", 0.1)
+    iterdir = Path.iterdir
+
+    def refused(path: Path) -> Iterator[Path]:
+        if threading.current_thread().name == "rank 1":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    words = r"checkpoints: cannot be written \(Stale file handle on rank 1\); see that the network disk"
+    with pytest.raises(RunError, match=words):
+        run_threads(2, lambda comm: save(tmp_path, 1, comm))
+
+
+def test_a_disk_that_stands_still_at_the_start_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three looks of 100 s each, and the file is there: nobody says the disk is not shared."""
+    looks = 0
+
+    def iterdir(path: Path) -> Iterator[Path]:
+        nonlocal looks
+        looks += 1
+        return iter([path / "probe"] if looks == 3 else [])
+
+    clock = SimpleNamespace(monotonic=lambda: looks * 100.0, sleep=lambda seconds: None)
+    monkeypatch.setattr(checkpoint_folder, "time", clock)
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert checkpoint_folder.is_seen(tmp_path / "checkpoints" / "probe")
 
 
 # --- broken checkpoints -------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from speechdp.comm.threads import run_threads
 from speechdp.errors import CommunicationError, RunError
 from speechdp.train import checkpoint_writer, rank_file
 from speechdp.train.checkpoint import RankState, checkpoint_steps, load_checkpoint
-from speechdp.train.checkpoint_folder import prune
+from speechdp.train.checkpoint_folder import Place, prune
 from speechdp.train.checkpoint_writer import CheckpointWriter
 from speechdp.train.rank_file import Snapshot, take_snapshot
 from tests.helpers.mpi import REPOSITORY
@@ -175,11 +176,10 @@ def test_what_goes_wrong_behind_training_is_raised_at_the_next_step(
 def test_a_rank_that_writes_nothing_is_named_with_its_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_writer, "_PATIENCE_S", 0.2)
     gate = Gate(monkeypatch, checkpoint_writer, "write_rank_file", rank_file="rank-0002.safetensors")
 
     def train(comm: Communicator) -> None:
-        writer = CheckpointWriter(tmp_path, comm)
+        writer = CheckpointWriter(tmp_path, comm, patience_s=0.2)
         writer.start(1, state_of(1))
         if comm.rank == 0:
             writer._join()
@@ -190,6 +190,33 @@ def test_a_rank_that_writes_nothing_is_named_with_its_host(
         RunError, match=r"checkpoint is not complete: nothing from rank 2 on \S+ for 0.2 s; look"
     ):
         run_threads(3, train)
+
+
+@pytest.mark.parametrize(("look_s", "num_looks", "bytes_a_look"), [(500.0, 5, 0.0), (0.9, 2000, 0.01)])
+def test_a_slow_disk_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look_s: float, num_looks: int, bytes_a_look: float
+) -> None:
+    """A disk may stand still longer than 600 s, or a rank take longer for its file, which grows."""
+    looks = 0
+
+    def entries(folder: Path, ranks: list[int]) -> dict[int, Any]:
+        nonlocal looks
+        looks += 1
+        return {1: {"file": "rank-0001.safetensors"}} if looks == num_looks else {}
+
+    clock = SimpleNamespace(monotonic=lambda: looks * look_s)
+    monkeypatch.setattr(checkpoint_writer, "time", clock)
+    monkeypatch.setattr(checkpoint_writer, "_LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(checkpoint_writer, "read_entries", entries)
+    monkeypatch.setattr(checkpoint_writer, "bytes_written", lambda folder: int(looks * bytes_a_look))
+    found: dict[int, Any] = {0: {}}
+
+    def collect(comm: Communicator) -> None:
+        if comm.rank == 0:
+            CheckpointWriter(tmp_path, comm)._collect(Place(1, tmp_path, tmp_path), found)
+
+    run_threads(2, collect)
+    assert sorted(found) == [0, 1]
 
 
 @pytest.mark.parametrize("late", [1, 2])
