@@ -121,7 +121,9 @@ class CheckpointWriter:
         try:
             return None if is_seen(probe) else ""
         except OSError as error:
-            return cannot_be_read(self._folder, error, "go on with --resume")
+            entry = self._problem(error)
+            told = OSError(entry["errno"], entry["problem"])
+            return cannot_be_read(self._folder, told, "go on with --resume")
 
     def _not_seen(self, rank: int, why: str) -> str:
         return why or (

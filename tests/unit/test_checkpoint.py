@@ -229,7 +229,7 @@ def test_a_disk_the_hosts_do_not_share_is_noticed(tmp_path: Path, monkeypatch: p
 def test_a_folder_that_a_rank_may_not_list_is_not_taken_for_another_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_folder, "_REFUSED_S", 0.1)
+    monkeypatch.setattr(checkpoint_folder, "_UNREADABLE_S", 0.1)
     iterdir = Path.iterdir
 
     def refused(path: Path) -> Iterator[Path]:
@@ -238,7 +238,7 @@ def test_a_folder_that_a_rank_may_not_list_is_not_taken_for_another_disk(
         return iterdir(path)
 
     monkeypatch.setattr(Path, "iterdir", refused)
-    words = r"checkpoints: cannot be written \(Stale file handle on rank 1\); see that the network disk"
+    words = r"checkpoints: cannot be read \(Stale file handle on rank 1\); see that the network disk"
     with pytest.raises(RunError, match=words):
         run_threads(2, lambda comm: save(tmp_path, 1, comm))
 
