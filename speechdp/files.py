@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,6 +114,21 @@ def atomic_path(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
         raise
     sync_name(path)
+
+
+def check_writable(folder: Path) -> None:
+    """Make a folder where it is missing and see that files can be made in it, before work that would be lost.
+
+    Raises:
+        OSError: they cannot.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        error.filename = str(folder)  # not the name that nobody has heard of
+        raise
 
 
 def write_text_atomically(path: Path, text: str) -> None:

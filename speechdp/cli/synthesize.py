@@ -122,6 +122,7 @@ class SynthesizeCommand:
         ]
 
     def _on_rank(self, comm: Communicator) -> int:
+        from speechdp.cli.caches import compiled_code_kept  # noqa: PLC0415
         from speechdp.synthesis.generate import Synthesiser, SynthesisOptions  # noqa: PLC0415
         from speechdp.train.device import choose_device  # noqa: PLC0415
         from speechdp.train.model_file import load_synthesis_model  # noqa: PLC0415
@@ -133,9 +134,10 @@ class SynthesizeCommand:
         )
         device = choose_device(self.device, comm.local_rank)
         synthesiser = Synthesiser(load_synthesis_model(self.run_dir, device), options)
-        if self.data is None:
-            return self._say(synthesiser)
-        return self._measure(synthesiser, self.data, device)
+        with compiled_code_kept():
+            if self.data is None:
+                return self._say(synthesiser)
+            return self._measure(synthesiser, self.data, device)
 
     def _say(self, synthesiser: Synthesiser) -> int:
         from speechdp.synthesis.generate import write_wav  # noqa: PLC0415

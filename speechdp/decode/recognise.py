@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from speechdp.decode.search import Searcher, SearchOptions
 from speechdp.decode.wer import WerResult, word_error_rate
 from speechdp.ending import Stopped
 from speechdp.errors import ConfigError, RunError
-from speechdp.files import cannot_be_written, write_text_atomically
+from speechdp.files import cannot_be_written, check_writable, write_text_atomically
 
 
 class TrainedModel(Protocol):
@@ -193,6 +193,10 @@ def decode_split(
     refuse_kaldi_pdfs(dataset.classes_path, "decode")
     inventory = StateInventory.load(dataset.classes_path)
     check_origin(trained.config, dataset, inventory)
+    path = run_dir / "hypotheses" / f"{split}.txt"
+    if comm.rank == 0:
+        with _results_at(run_dir):
+            check_writable(path.parent)  # of somebody else's run, say: before the work
     with ExitStack() as stack:
         num_shards = len(dataset.shard_paths(split))
         shards = [stack.enter_context(dataset.open_shard(split, i)) for i in range(num_shards)]
@@ -218,7 +222,6 @@ def decode_split(
     wer = word_error_rate([h.ref for h in hypotheses], [h.hyp for h in hypotheses])
     retried = sum(part["retried"] for part in parts)
     failed = sum(not h.found for h in hypotheses)
-    path = run_dir / "hypotheses" / f"{split}.txt"
     result = DecodingResult(split, recogniser.grammar, wer, retried, failed, path)
     if comm.rank == 0:
         _write(run_dir, result, hypotheses, options)
@@ -280,9 +283,15 @@ def _write(
         "options": settings,
     }
     lines = (f"{h.utterance_id} {h.hyp}".rstrip() + "\n" for h in hypotheses)
-    try:
-        result.hypotheses.parent.mkdir(parents=True, exist_ok=True)
+    with _results_at(run_dir):
         write_text_atomically(result.hypotheses, "".join(lines))
         write_text_atomically(wer_path(run_dir, result.split), json.dumps(values, indent=2) + "\n")
+
+
+@contextmanager
+def _results_at(run_dir: Path) -> Iterator[None]:
+    """Raise RunError where the disk refuses results of the run."""
+    try:
+        yield
     except OSError as error:
         raise RunError(cannot_be_written(error.filename or run_dir, error)) from error

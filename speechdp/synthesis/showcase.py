@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speechdp.errors import RunError
-from speechdp.files import cannot_be_written
+from speechdp.files import cannot_be_written, check_writable
 from speechdp.synthesis.generate import Speech, write_wav
 from speechdp.synthesis.pictures import Picture, draw_picture
 from speechdp.synthesis.record import Source
@@ -89,20 +89,21 @@ def show(example: Example, loaded: LoadedSynthesis, run_dir: Path, split: str) -
 
 
 def clear(run_dir: Path, split: str) -> None:
-    """Delete what an earlier measurement of a split has shown.
+    """Delete what an earlier measurement of a split has shown, and see that a new one can be written.
 
     Raises:
         RunError: the disk refuses.
     """
     folder = run_dir / FOLDER
     try:
+        check_writable(run_dir)
         for path in [
             *folder.glob(f"{glob.escape(split)}-*.png"),
             *folder.glob(f"{glob.escape(split)}-*.wav"),
         ]:
             path.unlink()
     except OSError as error:
-        raise RunError(cannot_be_written(folder, error)) from error
+        raise RunError(cannot_be_written(error.filename or folder, error)) from error
 
 
 def _file_name(wanted: str) -> str:

@@ -120,7 +120,7 @@ def test_split_without_words_is_refused(tmp_path: Path) -> None:
 
 def test_full_disk_is_one_line(dataset: Dataset, tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file where the folder should be")
-    with pytest.raises(RunError, match="cannot write the results"):
+    with pytest.raises(RunError, match="cannot be written"):
         decode(dataset, tmp_path / "run")
 
 

@@ -1,0 +1,78 @@
+"""A user who may write neither run nor installation nor home: served, or refused before the work."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from speechdp.cli.caches import compiled_code_kept
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.decode.recognise import DecodingOptions, decode_split
+from speechdp.errors import RunError
+from speechdp.synthesis.generate import Synthesiser, SynthesisOptions
+from speechdp.synthesis.held_out import EvaluationRequest, evaluate_split
+from speechdp.train.model_file import load_synthesis_model
+from tests.helpers.oracle import Spoken, oracle, write_dataset
+from tests.helpers.tiny_data import TinySizes
+from tests.helpers.tiny_speech import write_tiny_speech
+from tests.helpers.untrained_speech import write_untrained_run
+
+
+def refuse_new_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse every new file in every folder, as somebody else's do; rights bind no root."""
+
+    def refuse(*_: object, dir: Path, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    monkeypatch.setattr("speechdp.files.tempfile.TemporaryFile", refuse)
+
+
+def test_decoding_into_a_run_of_somebody_elses_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = write_dataset(tmp_path / "data", [[Spoken("a", "one", "one")]])
+    refuse_new_files(monkeypatch)
+    monkeypatch.setattr("speechdp.decode.recognise.Recogniser", None)  # nothing is recognised
+    with pytest.raises(RunError, match=r"run/hypotheses: cannot be written \(Permission denied\); permit"):
+        decode_split(
+            oracle(dataset.num_classes),
+            dataset,
+            "test",
+            tmp_path / "run",
+            DecodingOptions(),
+            SerialCommunicator(),
+        )
+
+
+def test_so_is_measuring_synthesis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = write_tiny_speech(tmp_path / "data", TinySizes(1, 1, 1, shards=1))
+    run = write_untrained_run(tmp_path / "run", dataset)
+    synthesiser = Synthesiser(load_synthesis_model(run, torch.device("cpu")), SynthesisOptions())
+    refuse_new_files(monkeypatch)
+    monkeypatch.setattr(Synthesiser, "say", None)
+    with pytest.raises(RunError, match=r"run: cannot be written \(Permission denied\); permit"):
+        evaluate_split(synthesiser, dataset, EvaluationRequest(run, "test"), lambda *_: None)
+
+
+@pytest.mark.parametrize("home", ["/proc/nobody", ""])
+def test_numba_gets_a_folder_where_the_user_has_none(monkeypatch: pytest.MonkeyPatch, home: str) -> None:
+    """Without one it refuses to be imported from an installation that is read-only."""
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with compiled_code_kept():
+        folder = Path(os.environ["NUMBA_CACHE_DIR"])
+        assert folder.is_dir()
+    assert not folder.exists() and "NUMBA_CACHE_DIR" not in os.environ
+
+
+def test_a_users_own_cache_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with compiled_code_kept():
+        assert "NUMBA_CACHE_DIR" not in os.environ
+    assert not (tmp_path / "cache").exists()
