@@ -101,7 +101,7 @@ class ShownOutput:
             time.sleep(timeout_s)
             return False
         readable, writable, _ = select.select([*reading], [*writing], [], timeout_s)
-        for descriptor in writable:
+        for descriptor in writable[-1:]:  # both may be one pipe, whose room is that for one
             writing[descriptor].write()
         for pipe in readable:
             reading[pipe].read()
