@@ -1,7 +1,8 @@
-"""Delays at random in what ranks that are threads do: exchanges, messages, operations on the run's files.
+"""Delays at random in what ranks do, and ranks that die or whose disk fails at one of their operations.
 
-Every thread draws its delays from a generator of its own, seeded by the schedule and by who started it: a
-schedule's delays are the same each time, whatever the other threads do meanwhile.
+Operations are exchanges and messages (late_communicator.py) and what is done to the run's files.  Every
+thread draws its delays from a generator of its own, seeded by the schedule and by who started it: they are
+the same each time, whatever the other threads do meanwhile.
 """
 
 from __future__ import annotations
@@ -12,18 +13,17 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any
 
 import pytest
-from torch import Tensor
 
-from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
-from speechdp.comm.packets import Allocate, Packet, PacketChannel, Sent, fresh
+from speechdp.comm.thread_job import Vanished
+from speechdp.train.trainer import Stopped
 
-#: Audit events of operations on files that are delayed, and what they are called here.
+#: Audit events of operations on files, and what they are called here.
 _EVENTS = {
     "open": "open",
     "os.rename": "rename",
@@ -33,8 +33,31 @@ _EVENTS = {
     "os.listdir": "list",
     "os.scandir": "list",
 }
+#: What changes a disk; opening does where it is for writing.
+_WRITING = frozenset({"rename", "remove", "mkdir", "rmdir", "sync"})
 KINDS = ("collective", "wait", "message", "packet", "thread", "sync", "stat", *sorted({*_EVENTS.values()}))
 _SWITCH_INTERVAL_S = 1e-6
+#: Seconds for threads of a killed rank to end the operation they are in.
+_LEFT_S = 0.3
+
+
+class Killed(BaseException):
+    """What every operation of a rank raises that is gone."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A rank dies, or its disk fails from some operation on.
+
+    Attributes:
+        rank: which.
+        at: number of the operation, from 1; of those that write, where the disk fails.
+        number: errno of its disk; 0: the rank dies.
+    """
+
+    rank: int
+    at: int
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,9 +66,9 @@ class Pace:
 
     Attributes:
         seed: of all delays.
-        share: of the calls that are late.
+        share: of the operations that are late.
         longest_s: delays are drawn from 0 to this, s; small ones are as likely as large ones by magnitude.
-        slow: kinds of operation (KINDS) that are late by `slow_s` each time on `slow_rank`.
+        slow: kinds of operation (KINDS) that are late by up to `slow_s` each time on `slow_rank`.
         slow_rank: None: on all ranks.
         slow_s: seconds.
     """
@@ -74,67 +97,148 @@ class Pace:
 
 
 @dataclass
-class _Self:
-    """Who a thread is: its rank, and random numbers of its own."""
+class _Life:
+    """A rank from its start to its end.
+
+    Attributes:
+        num_operations: so far, those that write or all, whichever the fault counts.
+        is_over: it is gone: none of its threads does anything any more.
+    """
 
     rank: int
+    num_operations: int = 0
+    is_over: bool = False
+
+
+@dataclass
+class _Self:
+    """Who a thread is: a rank's, with random numbers of its own."""
+
+    life: _Life
     rng: random.Random
 
 
-class _Late:
-    """The delays in force in this process."""
+@dataclass
+class Lateness:
+    """The delays in force in this process, and the fault.
 
-    def __init__(self, pace: Pace, folder: Path) -> None:
-        self.pace, self.folder = pace, f"{folder}{os.sep}"
+    Attributes:
+        pace: the delays.
+        folder: whose files are late.
+        fault: of one rank; may be set and taken away between two jobs.
+    """
 
-    def pause(self, kind: str) -> None:
-        """Sleep as long as the pace has it for this thread's next operation."""
+    pace: Pace
+    folder: str
+    fault: Fault | None = None
+    #: Wakes all ranks, whatever they wait for, with an error.
+    wake: Callable[[BaseException], None] = lambda error: None
+    _lives: list[_Life] = field(default_factory=list)
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def operate(self, kind: str, *, writes: bool) -> None:
+        """Sleep as long as this thread's next operation is late, then let it fail or not."""
         who: _Self | None = getattr(threading.current_thread(), "speechdp_who", None)
         if who is None:
             return
-        pace = self.pace
-        seconds = 0.0
+        pace, seconds = self.pace, 0.0
         if who.rng.random() < pace.share:
             seconds = pace.longest_s * 10 ** (-3 * who.rng.random())
-        if kind in pace.slow and pace.slow_rank in {None, who.rank}:
+        if kind in pace.slow and pace.slow_rank in {None, who.life.rank}:
             seconds += pace.slow_s * who.rng.random()
         if seconds > 0:
             time.sleep(seconds)
+        self._fail(who.life, writes=writes)
+
+    def _fail(self, life: _Life, *, writes: bool) -> None:
+        fault = self.fault
+        if fault is not None and fault.rank == life.rank and (writes or not fault.number):
+            life.num_operations += 1
+            if life.num_operations >= fault.at:
+                if fault.number:
+                    raise OSError(fault.number, os.strerror(fault.number))
+                self.end_job(Killed())
+        if life.is_over:
+            raise Killed
 
     def begin(self, rank: int) -> _Self:
         """Return who the first thread of a rank is."""
-        return _Self(rank, random.Random(f"{self.pace.seed}/{rank}"))
+        life = _Life(rank)
+        self._lives.append(life)
+        return _Self(life, random.Random(f"{self.pace.seed}/{rank}"))
 
     def adopt(self, thread: threading.Thread) -> None:
         """Give a thread about to start its rank and its random numbers: its starter's, or by its name."""
         starter: _Self | None = getattr(threading.current_thread(), "speechdp_who", None)
         if starter is not None:
-            who = _Self(starter.rank, random.Random(starter.rng.random()))
+            who = _Self(starter.life, random.Random(starter.rng.random()))
         elif thread.name.startswith("rank "):
             who = self.begin(int(thread.name.removeprefix("rank ")))
         else:
             return
         thread.speechdp_who = who  # type: ignore[attr-defined]
+        self._threads.append(thread)
+
+    def end_job(self, error: BaseException) -> None:
+        """End all ranks for an error of one of them, as a launcher does."""
+        self.wake(error)
+        for life in self._lives:
+            life.is_over = True
+
+    def end_all(self) -> None:
+        """Kill what is left of all ranks, and wait until it is gone, or waits for what never comes."""
+        for life in self._lives:
+            life.is_over = True
+        deadline_s = time.monotonic() + _LEFT_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        self._lives.clear()
+        self._threads.clear()
 
     def is_here(self, path: Any) -> bool:
-        """Tell whether a path is in the folder whose operations are late."""
+        """Tell whether a path is in the folder whose files are late."""
         return isinstance(path, str | os.PathLike) and os.fspath(path).startswith(self.folder)
 
 
-_late: _Late | None = None
+_late: Lateness | None = None
+_hooked = threading.Event()
+
+
+def pause(kind: str) -> None:
+    """Be as late with an exchange or a message as the pace in force has it."""
+    if _late is not None:
+        _late.operate(kind, writes=False)
+
+
+@contextlib.contextmanager
+def rank_of_job(wake: Callable[[BaseException], None]) -> Iterator[None]:
+    """Do what a rank does; an error ends all of the job, as comm/failure.py has it.
+
+    Args:
+        wake: wakes all ranks, whatever exchange they wait in, with an error.
+    """
+    if _late is not None:
+        _late.wake = wake
+    try:
+        yield
+    except (Stopped, Vanished):
+        raise
+    except BaseException as error:
+        if _late is not None:
+            _late.end_job(error)
+        raise
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     late = _late
     if late is not None and event in _EVENTS and arguments and late.is_here(arguments[0]):
-        late.pause(_EVENTS[event])
-
-
-_hooked = threading.Event()
+        kind = _EVENTS[event]
+        opened_to_write = event == "open" and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        late.operate(kind, writes=opened_to_write or kind in _WRITING)
 
 
 @contextlib.contextmanager
-def late(pace: Pace, folder: Path, rank: int | None = None) -> Iterator[None]:
+def late(pace: Pace, folder: Path, rank: int | None = None) -> Iterator[Lateness]:
     """Delay what ranks do below `folder` and over late communicators.
 
     Args:
@@ -146,20 +250,10 @@ def late(pace: Pace, folder: Path, rank: int | None = None) -> Iterator[None]:
     if not _hooked.is_set():
         _hooked.set()
         sys.addaudithook(_audit)
-    interval_s = sys.getswitchinterval()
+    interval_s, force = sys.getswitchinterval(), Lateness(pace, f"{folder}{os.sep}")
     with pytest.MonkeyPatch.context() as patch:
-        force = _Late(pace, folder)
-
-        def paused(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*arguments: Any, **options: Any) -> Any:
-                if kind != "stat" or force.is_here(arguments[0]):
-                    force.pause(kind)
-                return original(*arguments, **options)
-
-            return call
-
         for name, kind in (("fsync", "sync"), ("fdatasync", "sync"), ("stat", "stat")):
-            patch.setattr(os, name, paused(kind, getattr(os, name)))
+            patch.setattr(os, name, _before(force, kind, getattr(os, name)))
         start, run = threading.Thread.start, threading.Thread.run
 
         def adopted(thread: threading.Thread) -> None:
@@ -167,167 +261,33 @@ def late(pace: Pace, folder: Path, rank: int | None = None) -> Iterator[None]:
             start(thread)
 
         def begun_late(thread: threading.Thread) -> None:
-            force.pause("thread")
+            force.operate("thread", writes=False)
             run(thread)
+
+        def ended(args: threading.ExceptHookArgs) -> None:
+            if args.exc_value is not None and not isinstance(args.exc_value, Killed | SystemExit):
+                force.end_job(args.exc_value)
 
         patch.setattr(threading.Thread, "start", adopted)
         patch.setattr(threading.Thread, "run", begun_late)
+        patch.setattr(threading, "excepthook", ended)
         if rank is not None:
             patch.setattr(threading.current_thread(), "speechdp_who", force.begin(rank), raising=False)
         _late = force
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         try:
-            yield
+            yield force
         finally:
             sys.setswitchinterval(interval_s)
             _late = None
 
 
-def _pause(kind: str) -> None:
-    if _late is not None:
-        _late.pause(kind)
+def _before(force: Lateness, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of `os` that is late: with a file of the folder, or any descriptor."""
 
+    def call(*arguments: Any, **options: Any) -> Any:
+        if kind != "stat" or force.is_here(arguments[0]):
+            force.operate(kind, writes=kind in _WRITING)
+        return original(*arguments, **options)
 
-class LateCommunicator(Communicator):
-    """Another communicator, all of whose calls begin and end late now and then.
-
-    Args:
-        inner: does the work.
-    """
-
-    backend: ClassVar[str] = "late"
-
-    def __init__(self, inner: Communicator) -> None:
-        self._inner = inner
-        self.rank, self.size, self.local_rank = inner.rank, inner.size, inner.local_rank
-        self.role, self.has_peers = inner.role, inner.has_peers
-
-    @property
-    def sent_bytes(self) -> float:  # type: ignore[override]
-        return self._inner.sent_bytes
-
-    @property
-    def alive(self) -> tuple[int, ...]:
-        return self._inner.alive
-
-    @property
-    def gone(self) -> frozenset[int]:
-        return self._inner.gone
-
-    def tolerate_loss(self) -> None:
-        self._inner.tolerate_loss()
-
-    def allreduce_async(self, x: Tensor, *, name: str, op: ReduceOp = ReduceOp.SUM) -> Work:
-        _pause("collective")
-        return _LateWork(self._inner.allreduce_async(x, name=name, op=op))
-
-    def broadcast(self, x: Tensor, *, name: str, root: int = 0) -> Tensor:
-        with _around("collective"):
-            return self._inner.broadcast(x, name=name, root=root)
-
-    def allgather_object(self, value: Any) -> list[Any]:
-        with _around("collective"):
-            return self._inner.allgather_object(value)
-
-    def peers(self) -> PeerCommunicator:
-        with _around("collective"):
-            return _LatePeers(self._inner.peers())
-
-    def packets(self, allocate: Allocate = fresh) -> PacketChannel:
-        with _around("collective"):
-            return _LatePackets(self._inner.packets(allocate))
-
-    def split(self, color: int) -> Communicator:
-        with _around("collective"):
-            return LateCommunicator(self._inner.split(color))
-
-    def barrier(self) -> None:
-        with _around("collective"):
-            self._inner.barrier()
-
-    def close(self) -> None:
-        with _around("collective"):
-            self._inner.close()
-
-    def leave(self, exit_code: int) -> None:
-        self._inner.leave(exit_code)
-
-    def abort(self, exit_code: int) -> NoReturn:
-        self._inner.abort(exit_code)
-
-    def _allreduce_async(self, x: Tensor, name: str, op: ReduceOp) -> Work:
-        raise NotImplementedError
-
-    def _broadcast(self, x: Tensor, name: str, root: int) -> None:
-        raise NotImplementedError
-
-    def _allgather_bytes(self, data: bytes) -> list[bytes]:
-        raise NotImplementedError
-
-
-@contextlib.contextmanager
-def _around(kind: str) -> Iterator[None]:
-    _pause(kind)
-    yield
-    _pause(kind)
-
-
-class _LateWork(Work):
-    def __init__(self, inner: Work) -> None:
-        self._inner = inner
-
-    def wait(self) -> None:
-        with _around("wait"):
-            self._inner.wait()
-
-
-class _LatePeers(PeerCommunicator):
-    def __init__(self, inner: PeerCommunicator) -> None:
-        self._inner, self.rank, self.size = inner, inner.rank, inner.size
-
-    @property
-    def sent_bytes(self) -> int:  # type: ignore[override]
-        return self._inner.sent_bytes
-
-    @property
-    def lost(self) -> frozenset[int]:  # type: ignore[override]
-        return self._inner.lost
-
-    def send(self, x: Tensor, dest: int, *, tag: int = 0) -> None:
-        with _around("message"):
-            self._inner.send(x, dest, tag=tag)
-
-    def recv(self, x: Tensor, source: int | None = None, *, tag: int = 0) -> int:
-        with _around("message"):
-            return self._inner.recv(x, source, tag=tag)
-
-    def close(self) -> None:
-        with _around("collective"):
-            self._inner.close()
-
-
-class _LatePackets(PacketChannel):
-    def __init__(self, inner: PacketChannel) -> None:
-        self._inner, self.rank, self.size = inner, inner.rank, inner.size
-
-    @property
-    def sent_bytes(self) -> int:  # type: ignore[override]
-        return self._inner.sent_bytes
-
-    def send(
-        self, dest: int, head: dict[str, Any], tensors: Sequence[Tensor] = (), sent: Sent | None = None
-    ) -> None:
-        with _around("packet"):
-            self._inner.send(dest, head, tensors, sent)
-
-    def receive(self) -> Packet | None:
-        with _around("packet"):
-            return self._inner.receive()
-
-    @property
-    def is_moving(self) -> bool:
-        return self._inner.is_moving
-
-    def close(self) -> None:
-        with _around("collective"):
-            self._inner.close()
+    return call

@@ -16,11 +16,10 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.create import create_communicator
 from speechdp.comm.failure import guard
 from speechdp.data.dataset import Dataset
-from tests.faults.late import Pace, late
-from tests.faults.schedules import SIZES, Bench, Ranks, Schedule, Story
+from tests.faults.late import Lateness, Pace, late
+from tests.faults.late_runs import SIZES, Bench, Interruption, Ranks
+from tests.faults.schedules import Schedule
 from tests.helpers.tiny_data import write_tiny_data
-
-_STORIES: dict[Story, Story] = {"killed": "stopped", "fed": "left alone"}
 
 
 class Processes(Ranks):
@@ -36,7 +35,7 @@ class Processes(Ranks):
     def run(self, size: int, work: Callable[[Communicator], None]) -> None:
         work(self._comm)
 
-    def late(self, pace: Pace, folder: Path) -> AbstractContextManager[None]:
+    def late(self, pace: Pace, folder: Path) -> AbstractContextManager[Lateness]:
         return late(pace, folder, self._comm.rank)
 
 
@@ -51,10 +50,10 @@ def main(comm: Communicator) -> None:
         schedule = _fit(Schedule.draw(number), comm)
         if comm.rank == 0:
             print(f"begun: {schedule}", flush=True)  # seen where it hangs
-        finished = bench.run(schedule)
+        finished = bench.run(schedule.story, schedule.pace)
         sums = comm.allgather_object(float(finished.parameters[comm.rank].double().abs().sum()))
         if comm.rank == 0:
-            wrong = list(finished.differences(bench.num_frames))
+            wrong = list(finished.differences())
             wrong += ["replicas differ"] if len(set(sums)) > 1 else []
             if wrong:
                 num_wrong += 1
@@ -66,10 +65,16 @@ def main(comm: Communicator) -> None:
 
 def _fit(schedule: Schedule, comm: Communicator) -> Schedule:
     """Return the schedule for this job's ranks."""
-    strategy = schedule.strategy.replace("groups=2", f"groups={comm.size}")
-    story = _STORIES.get(schedule.story, schedule.story)
-    pace = Pace.draw(schedule.seed, comm.size)
-    return dataclasses.replace(schedule, strategy=strategy, size=comm.size, story=story, pace=pace)
+    story = schedule.story
+    interruption: Interruption = "undisturbed" if story.interruption == "undisturbed" else "stopped"
+    story = dataclasses.replace(
+        story,
+        strategy=story.strategy.replace("groups=2", f"groups={comm.size}"),
+        size=comm.size,
+        interruption=interruption,
+        num_feeders=0,
+    )
+    return dataclasses.replace(schedule, story=story, pace=Pace.draw(schedule.seed, comm.size))
 
 
 if __name__ == "__main__":
