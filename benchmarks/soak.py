@@ -5,7 +5,8 @@
 Needs root (nodes are namespaces, tests/cluster/lab.py).  Three nodes, two ranks on two of them, one to spare;
 `speechdp launch --max-restarts` runs on the first.  A fault comes 10 to 60 s after the run has recovered from
 the last one: a rank or a node is killed, a link cut, a node frozen, the disk of the run stopped for 8 s or
-slowed for 20 s.  Before that the same run is trained undisturbed.  Data is synthesised.
+slowed for 20 s; all the while each operation on the run's files, on all ranks, is late by up to 50 ms.
+Before that the same run is trained undisturbed.  Data is synthesised.
 
 Back at full speed: the steps of 3 s took at most 1.25 times as long as in the median of the undisturbed time
 before.  Last line: JSON {"same_model": 1, "minutes": ..., "faults": ..., "back_s_after_a_killed_rank": ...}.
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -37,6 +38,7 @@ import torch
 from benchmarks.soak_faults import Disk, Fault, Faults, stoppable_disk, why_no_disk
 from benchmarks.soak_watch import WINDOW_S, Event, Watch, show
 from tests.cluster.lab import Lab, why_not
+from tests.faults.fork_server import build_shim, why_no_shim
 from tests.helpers.jobs import SPEECHDP, ended_within
 from tests.helpers.killed import last_step
 from tests.helpers.mpi import REPOSITORY, job_environment
@@ -49,6 +51,9 @@ _OPTIONS = (
 )  # fmt: skip
 _POLL_S = 0.25
 _SLOWER = 1.25
+#: How late an operation on the run's files is at most, us: writes and all that changes folders, and opening.
+_LONGEST_DELAY_US = 50_000
+_LATE_OPERATIONS = "open,create,opendir,write,fsync,fsyncdir,rename,unlink,mkdir,rmdir"
 #: A run that has not recovered in so long has failed.
 _RECOVERY_S = 180.0
 #: Share of the disturbed run's time in which steps are taken, roughly: how many epochs fill the minutes.
@@ -79,7 +84,8 @@ def disturbed(
     begun = time.monotonic()
     events: list[Event] = []
     command = lab.command(lab.names[0], [*launch, "--", *command])
-    with closing(faults), _started(command, lab.folder / "output.txt") as job:
+    late = _late_files(build_shim(disk.path), run, seed)
+    with closing(faults), _started(command, lab.folder / "output.txt", late) as job:
         speeds = _wait_for_speed(job, watch, pauses.uniform(15, 30))
         while job.poll() is None:
             full = statistics.median(speeds)
@@ -112,14 +118,25 @@ def disturbed(
     return events, seconds
 
 
+def _late_files(shim: Path, run: Path, seed: int) -> dict[str, str]:
+    """Return what has mpirun give every rank, on whatever node, a shim that makes it late with its files."""
+    order = f"folder={run};op={_LATE_OPERATIONS};n=0;longest_us={_LONGEST_DELAY_US};seed={seed}"
+    return {
+        "OMPI_MCA_mca_base_env_list": f"LD_PRELOAD={shim}+IOFAULT={order}",
+        "OMPI_MCA_mca_base_env_list_delimiter": "+",
+    }
+
+
 @contextmanager
-def _started(command: Sequence[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _started(
+    command: Sequence[str], output: Path, more_environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
     """Start a job that prints into a file; it does not outlive the block."""
     with output.open("wb") as file:
         job = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env=job_environment(),
+            env={**job_environment(), **more_environment},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -204,7 +221,7 @@ def main() -> None:
     parser.add_argument("more", nargs="*")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # nodes and disk go down
-    reason = why_not() or why_no_disk()
+    reason = why_not() or why_no_disk() or why_no_shim()
     if reason is not None:
         raise SystemExit(f"soak: {reason}")
     with tempfile.TemporaryDirectory(prefix="speechdp-soak-") as temporary, stoppable_disk() as disk:

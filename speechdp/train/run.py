@@ -168,12 +168,13 @@ def _prepare_folder(
         session.reporter.notice(notice)
     if comm.rank == 0 and not run.is_begun:
         run.begin(_facts(session, options))
-    step = 0 if state is None else state.values["counters"]["step"]
+    counters = {"step": 0, "epoch": 0} if state is None else state.values["counters"]
+    step = counters["step"]
     if comm.rank == 0:
         StatusFolder(run.path).clear()
         if resume:
             run.resize(_facts_of_size(session, options))
-        run.truncate_metrics(step)
+        run.truncate_metrics(step, counters["epoch"])
         run.add_start(start_facts(session, step, os.environ))
     comm.barrier()
     if resume and (state is None or state.size == comm.size):

@@ -132,13 +132,19 @@ class RunDirectory:
             whole = text if text.endswith("\n") or not text else f"{text}\n"
             write_text_atomically(path, whole + json.dumps({"started": _now(), **facts}) + "\n")
 
-    def truncate_metrics(self, step: int) -> None:
-        """Drop evaluations after `step`: the resumed run makes them again.  Raises RunError (disk)."""
+    def truncate_metrics(self, step: int, epochs_done: int) -> None:
+        """Drop evaluations after a checkpoint: the resumed run makes them again.  Raises RunError (disk).
+
+        Args:
+            step: of the checkpoint.
+            epochs_done: by then; asynchronous ranks may save at the last step before they evaluate there.
+        """
         if not self._metrics.is_file():
             return
         with _disk_errors(self._metrics):
             text = self._metrics.read_text(encoding="utf-8", errors="replace")
-            lines = [line for line in text.splitlines() if _step_of(line) <= step]
+            made = {"step": step, "epoch": epochs_done}
+            lines = [line for line in text.splitlines() if all(_of(line, n) <= x for n, x in made.items())]
             write_text_atomically(self._metrics, "".join(f"{line}\n" for line in lines))
 
     @property
@@ -147,7 +153,7 @@ class RunDirectory:
         if not self._metrics.is_file():
             return 0
         with _disk_errors(self._metrics):
-            steps = [_step_of(line) for line in self._metrics.read_text(errors="replace").splitlines()]
+            steps = [_of(line, "step") for line in self._metrics.read_text(errors="replace").splitlines()]
         return int(max((step for step in steps if step < math.inf), default=0))
 
     def add_metrics(self, metrics: Metrics) -> None:
@@ -175,9 +181,10 @@ def _disk_errors(path: Path) -> Iterator[None]:
         raise RunError(cannot_be_written(path, error, "go on with --resume")) from error
 
 
-def _step_of(line: str) -> float:
+def _of(line: str, name: str) -> float:
+    """Return a number of a line of metrics.jsonl."""
     try:
-        return float(parse_json(line)["step"])
+        return float(parse_json(line)[name])
     except (ValueError, KeyError, TypeError):
         return float("inf")  # torn by a crash
 

@@ -28,7 +28,7 @@ from speechdp.config_faults import FaultOptions
 from speechdp.config_optimizer import OptimizerOptions
 from speechdp.data.dataset import Dataset
 from speechdp.data.fed_source import Feeders
-from speechdp.errors import RunError
+from speechdp.errors import SpeechDPError
 from speechdp.files import cannot_be_written
 from speechdp.train import build, checkpoint_writer, run, stop
 from speechdp.train.feeders import open_link, serve_trainers
@@ -60,6 +60,8 @@ SIZES = TinySizes(train=18, dev=4, test=1)
 PATIENCE_S = 60.0
 #: Seconds that a killed rank's checkpoint gets; a real one would get none.
 _GRACE_S = 0.05
+#: Longest pause between two looks of rank 0 for the others' files, s: the sooner it takes them, the worse.
+_PAUSE_S = 0.004
 _ERRORS = (errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EROFS)
 _torch_is_drawing = threading.RLock()
 
@@ -196,14 +198,14 @@ class Bench:
             self._train(story, run_dir, reporter)
         except (Stopped, Killed):
             pass
-        except RunError as error:
+        except SpeechDPError as error:
             self._check_message(error, lateness.fault)
         finally:
             lateness.fault = None
             if story.interruption != "stopped":
                 lateness.end_all()
 
-    def _check_message(self, error: RunError, fault: Fault | None) -> None:
+    def _check_message(self, error: SpeechDPError, fault: Fault | None) -> None:
         assert fault is not None, error
         reason = OSError(fault.number, "")
         remedy = cannot_be_written("", reason).partition("; ")[2].partition(", then")[0]
@@ -340,4 +342,5 @@ def _repeatable_in_threads() -> Iterator[dict[int, Tensor]]:
         patch.setattr(run, "save_trained", noted)
         patch.setattr(stop, "_INTERVAL_S", 0.0)
         patch.setattr(checkpoint_writer, "_GRACE_S", _GRACE_S)
+        patch.setattr(checkpoint_writer, "_LONGEST_PAUSE_S", _PAUSE_S)
         yield parameters

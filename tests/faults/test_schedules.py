@@ -2,13 +2,55 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from speechdp.comm import threads
+from speechdp.comm.base import ReduceOp
+from speechdp.errors import RunError
+from speechdp.files import sync
 from speechdp.strategies.registry import strategy_names
+from speechdp.train import checkpoint_writer
+from speechdp.train.checkpoint_folder import Entry, Place, tell
+from tests.faults.late import Pace
+from tests.faults.late_runs import Bench, Story, Threads
 from tests.faults.schedules import STRATEGIES, fuzz_schedules
 
 #: For some 20 s of a core; benchmarks/io_faults.py runs thousands.
 NUM_SCHEDULES = 36
+PUNCTUAL = Pace(1, share=0.0, longest_s=0.0)
+#: Only what rank 1 opens is late.
+OPENS_LATE = Pace(1, share=0.0, longest_s=0.0, slow=frozenset({"open"}), slow_rank=1, slow_s=0.5)
 
 
 def test_every_strategy_ends_the_same_however_late_anything_is() -> None:
     assert {strategy.partition(":")[0] for strategy in STRATEGIES} == set(strategy_names())
     assert fuzz_schedules(NUM_SCHEDULES, seed=0) == (NUM_SCHEDULES, [])
+
+
+def test_what_touches_a_folder_that_is_no_longer_its_own_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tell_and_sync(place: Place, rank: int, entry: Entry) -> None:
+        tell(place, rank, entry)
+        sync(place.temporary)  # which rank 0 may have renamed by now
+
+    monkeypatch.setattr(checkpoint_writer, "tell", tell_and_sync)
+    with pytest.raises(RunError, match=r"No such file or directory on rank 1"):
+        Bench(tmp_path, Threads()).run(Story("gradient_averaging", 2), OPENS_LATE)
+
+
+def test_another_order_of_summation_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    story, bench = Story("gradient_averaging", 3), Bench(tmp_path, Threads())
+    assert list(bench.run(story, PUNCTUAL).differences()) == []
+    reduce, rng = threads._reduce, random.Random(1)
+
+    def reduce_in_any_order(parts: list[Tensor], op: ReduceOp) -> Tensor:
+        return reduce(rng.sample(parts, len(parts)), op)
+
+    monkeypatch.setattr(threads, "_reduce", reduce_in_any_order)
+    (wrong, *_) = bench.run(story, PUNCTUAL).differences()
+    assert wrong.startswith("another model: [")

@@ -75,17 +75,19 @@ def test_metrics_are_a_line_an_evaluation(tmp_path: Path) -> None:
 
 def test_a_resumed_run_makes_the_evaluations_after_its_checkpoint_again(tmp_path: Path) -> None:
     run = begun(tmp_path)
-    run.truncate_metrics(0)  # there are none yet
+    run.truncate_metrics(0, 0)  # there are none yet
     for step in (10, 20, 30):
         run.add_metrics(metrics(step))
     path = tmp_path / "metrics.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"step": 40, "tor\xff')  # killed while writing
-    run.truncate_metrics(35)
+    run.truncate_metrics(35, 3)
     assert path.read_bytes() == whole
-    run.truncate_metrics(20)
+    run.truncate_metrics(30, 2)  # saved after the last step of epoch 3, before its evaluation
     assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:2])
-    run.truncate_metrics(0)
+    run.truncate_metrics(10, 1)
+    assert path.read_bytes() == whole.splitlines(keepends=True)[0]
+    run.truncate_metrics(0, 0)
     assert path.read_bytes() == b""
 
 
@@ -97,7 +99,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path: Path) -> None:
     attempts = {
         "run.json": lambda: run.begin({"fingerprint": "other"}),
         "completed.json": lambda: run.complete({}),
-        "metrics.jsonl": lambda: run.truncate_metrics(10),
+        "metrics.jsonl": lambda: run.truncate_metrics(10, 1),
     }
     for name, attempt in attempts.items():
         for fails_at in (1, 2):
