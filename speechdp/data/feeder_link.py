@@ -173,10 +173,12 @@ class FeederLink:
         if packet is None:
             return False
         with self._changed:
-            feeder, answer = self._expected.pop(packet.head["number"])
+            number = packet.head["number"]
+            feeder, answer = self._expected[number]
             if packet.head.get("op") == "batch":
                 self._batches[feeder] -= 1
-                self._deal()
+                self._deal()  # may fail: whoever waits for this packet is then told, too
+            del self._expected[number]
             self._changed.notify_all()
         error = packet.head.get("error")
         if error is None:

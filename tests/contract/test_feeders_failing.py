@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from speechdp.comm.base import Communicator
+from speechdp.comm.packets import Packet, PacketChannel, Sent
 from speechdp.comm.threads import run_threads
 from speechdp.data import feeding
 from speechdp.data.assignment import planned
 from speechdp.data.dataset import Dataset
 from speechdp.data.fed_source import FedSource
+from speechdp.data.feeder_link import DEPTH, FeederLink
 from speechdp.data.loader import Loader
 from speechdp.data.plan import plan_epoch
 from speechdp.data.source import SplitSource
@@ -99,3 +104,43 @@ def test_feeders_leave_with_the_exit_code_of_the_trainers(dataset: Dataset) -> N
         source.close()
 
     fed(2, 2, lambda feeder: dataset, train, exit_code=75)
+
+
+class BrokenOff(PacketChannel):
+    """A feeder that has answered once when it is gone: the third question cannot be sent any more."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.answers = [Packet(1, {"op": "batch", "number": 0})]
+        self.may_answer = threading.Event()
+
+    def send(
+        self, dest: int, head: dict[str, Any], tensors: Sequence[Tensor] = (), sent: Sent | None = None
+    ) -> None:
+        self.num_asked += 1
+        if self.num_asked > DEPTH:
+            raise CommunicationError("the cable is gone")
+
+    def receive(self) -> Packet | None:
+        return self.answers.pop() if self.may_answer.is_set() and self.answers else None
+
+    @property
+    def is_moving(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        return None
+
+
+def test_nobody_waits_for_an_answer_that_came_with_the_end_of_the_link() -> None:
+    """The answer makes room for the next question, which cannot be sent."""
+    channel = BrokenOff()
+    link = FeederLink(channel, [1])
+    answers = [link.ask_for_batch({}, []) for _ in range(DEPTH + 1)]
+    channel.may_answer.set()
+    for answer in answers:
+        with pytest.raises(CommunicationError, match="the cable is gone"):
+            answer.result(timeout=20)
+    link.abandon()

@@ -167,7 +167,7 @@ class Bench:
         """
         reference = self._reference(story.uninterrupted) if story.repeats else None
         run_dir = self._next_run_dir()
-        with _repeatable_in_threads() as parameters, self._ranks.late(pace, run_dir) as lateness:
+        with _repeatable_in_threads(run_dir) as parameters, self._ranks.late(pace, run_dir) as lateness:
             if story.interruption != "undisturbed":
                 self._run_interrupted(story, run_dir, lateness, random.Random(f"{pace.seed} interrupted"))
             is_begun = (run_dir / "run.json").exists() or (run_dir / "realign").exists()
@@ -251,7 +251,7 @@ class Bench:
         """Return the run of a story without delays."""
         if story not in self._references:
             path = self.folder / f"reference-{len(self._references)}"
-            with _repeatable_in_threads():
+            with _repeatable_in_threads(path):
                 self._train(story, path, SilentReporter)
             self._references[story] = path
         return self._references[story]
@@ -317,8 +317,8 @@ class Finished:
 
 
 @contextlib.contextmanager
-def _repeatable_in_threads() -> Iterator[dict[int, Tensor]]:
-    """Keep ranks that are threads out of one another's random numbers; note what each ends with."""
+def _repeatable_in_threads(run_dir: Path) -> Iterator[dict[int, Tensor]]:
+    """Keep ranks that are threads out of one another's random numbers; note what each ends the run with."""
     parameters: dict[int, Tensor] = {}
     seed, make, save = torch.manual_seed, build.make_model, run.save_trained
 
@@ -330,10 +330,11 @@ def _repeatable_in_threads() -> Iterator[dict[int, Tensor]]:
         with _torch_is_drawing:
             return make(*arguments)
 
-    def noted(session: Session, source: Any, run_dir: Path, model: torch.nn.Module, origin: Any) -> None:
-        flat = torch.cat([weights.detach().flatten() for weights in model.parameters()])
-        parameters[session.comm.rank] = flat
-        save(session, source, run_dir, model, origin)
+    def noted(session: Session, source: Any, folder: Path, model: torch.nn.Module, origin: Any) -> None:
+        if folder == run_dir:  # not a round of realignment
+            flat = torch.cat([weights.detach().flatten() for weights in model.parameters()])
+            parameters[session.comm.rank] = flat
+        save(session, source, folder, model, origin)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "manual_seed", seed_alone)
