@@ -10,7 +10,6 @@ import ctypes
 import errno
 import os
 import socket
-import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,10 +51,12 @@ def _listening() -> Iterator[tuple[int, socket.socket]]:
         except OSError:
             continue  # closed meanwhile, as the folder's own descriptor is
         status = os.fstat(copy)
-        if not stat.S_ISSOCK(status.st_mode):
-            os.close(copy)
+        try:
+            found = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)  # no socket, or none with an address
             continue
-        with socket.socket(fileno=copy) as found:
+        with found:
             is_tcp = found.family in {socket.AF_INET, socket.AF_INET6} and found.type == socket.SOCK_STREAM
             if is_tcp and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 yield status.st_ino, found

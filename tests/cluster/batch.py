@@ -14,7 +14,7 @@ from tests.cluster.lab import Lab
 from tests.helpers.tiny_data import TINY_MODEL
 
 #: Long: everything on the nodes shares the few cores of one machine.
-WAIT_S = 120.0
+WAIT_S = 240.0
 _POLL_S = 0.2
 #: Some hundred steps on two ranks, and a checkpoint soon after the start: long enough to be interrupted.
 OPTIONS = (

@@ -18,7 +18,7 @@ from speechdp.errors import ConfigError
 from speechdp.launching.programs import find_horovodrun, find_open_mpi
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DEADLINE_S = 90.0
+DEADLINE_S = 180.0
 
 #: Run as every rank instead of speechdp; gets the forwarded arguments, of which the third is the run.
 RANK = """

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.helpers.mpi import BIN, REPOSITORY, Ended, job_environment, run_job
 
 SPEECHDP = (sys.executable, "-m", "speechdp")
-DEADLINE_S = 90.0
+DEADLINE_S = 180.0
 
 
 def under_mpirun(size: int, *arguments: str | Path) -> list[str]:
