@@ -43,7 +43,6 @@ def run_result(run: Path) -> Result:
         "tensorboard": tensorboard_steps(run / "tensorboard"),
         "run.json": sorted(json.loads((run / "run.json").read_text())),
         "ranks at the starts": sorted({start["size"] for start in starts}),
-        "checkpoints": sorted(path.name for path in (run / "checkpoints").glob("step-*")),
     }
 
 
