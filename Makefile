@@ -12,7 +12,7 @@ setup:
 PYTEST := OMP_NUM_THREADS=1 OMPI_MCA_plm=isolated $(PYTHON) -m pytest
 WORKERS ?= $(shell expr $$(nproc) + 1)
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-ON_THIS_MACHINE := tests/e2e tests/parallel tests/contract tests/unit
+ON_THIS_MACHINE := tests/faults tests/e2e tests/parallel tests/contract tests/unit
 
 # Every test but those of several nodes.
 test: setup
