@@ -114,7 +114,8 @@ class Driver:
         """Do as a message advises, the fault being gone; return what is wrong then."""
         end = self._run(place, {}, "again", self._case.again)
         wrong = faults_of_output(end)
-        if not end.is_well and "--overwrite" in "".join(end.stderr):
+        resumes = "--resume" in (*self._case.arguments(place.work), *self._case.again)
+        if not end.is_well and not resumes and "--overwrite" in "".join(end.stderr):
             end = self._run(place, {}, "overwritten", ("--overwrite",))
             wrong += faults_of_output(end)
         if not end.is_well:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.helpers.finished_run import evaluations
 
 Result = Mapping[str, Any]
+
+logging.getLogger("tensorboard").setLevel(logging.ERROR)  # that steps are taken again is what is wanted
 
 
 def differences(result: Result, expected: Result) -> list[str]:
@@ -43,7 +46,6 @@ def run_result(run: Path) -> Result:
         "tensorboard": tensorboard_steps(run / "tensorboard"),
         "run.json": sorted(json.loads((run / "run.json").read_text())),
         "ranks at the starts": sorted({start["size"] for start in starts}),
-        "checkpoints": sorted(path.name for path in (run / "checkpoints").glob("step-*")),
     }
 
 
