@@ -90,12 +90,12 @@ class RunDirectory:
             record = parse_json(path.read_text(encoding="utf-8"))
             begun, data = record["fingerprint"], record["data"]
             same_data = data["checksum"] == data_checksum
-        except OSError as error:
-            raise RunError(cannot_be_read(path, error, "go on with --resume")) from error
-        except (ValueError, LookupError, TypeError) as error:
+        except (FileNotFoundError, ValueError, LookupError, TypeError) as error:
             raise RunError(
                 f"{path}: cannot be read ({error}); start the run anew with --overwrite"
             ) from error
+        except OSError as error:
+            raise RunError(cannot_be_read(path, error, "go on with --resume")) from error
         if begun != fingerprint:
             raise ConfigError(
                 f"{path}: the run was begun with other options{_difference(record.get('options'), options)}; "
