@@ -16,7 +16,7 @@ _NO_TASK = ("", "0", "undefined")
 
 
 @dataclass(frozen=True)
-class BatchJob:
+class SchedulerJob:
     """A batch job.
 
     Attributes:
@@ -31,7 +31,7 @@ class BatchJob:
     task: str = ""
     restarts: int = 0
 
-    def is_later_start_of(self, other: BatchJob) -> bool:
+    def is_later_start_of(self, other: SchedulerJob) -> bool:
         """Tell whether the scheduler has put `other` back into its queue, and this is what came of it."""
         same = (self.scheduler, self.job_id, self.task) == (other.scheduler, other.job_id, other.task)
         return same and self.restarts > other.restarts
@@ -40,14 +40,14 @@ class BatchJob:
         return f"{self.scheduler} job {self.job_id}{f'[{self.task}]' if self.task else ''}"
 
 
-def find_batch_job(environment: Mapping[str, str]) -> BatchJob | None:
+def find_batch_job(environment: Mapping[str, str]) -> SchedulerJob | None:
     """Return the batch job that a process with this environment is part of; None: it is part of none."""
     for variable, scheduler, task_variable in _SYSTEMS:
         job_id = environment.get(variable)
         # Only Grid Engine's name is one that others might use as well.
         if job_id and (scheduler != "sge" or "SGE_ROOT" in environment or "SGE_TASK_ID" in environment):
             task = environment.get(task_variable, "")
-            return BatchJob(scheduler, job_id, "" if task in _NO_TASK else task, _restarts(environment))
+            return SchedulerJob(scheduler, job_id, "" if task in _NO_TASK else task, _restarts(environment))
     return None
 
 

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from speechdp.batch_job import BatchJob, find_batch_job
+from speechdp.batch_job import SchedulerJob, find_batch_job
 from speechdp.errors import printable
 
 CLAIM_FORMAT = "speechdp-owner"
@@ -56,7 +56,7 @@ class Claimant:
     machine: str
     since: str
     nonce: str
-    job: BatchJob | None = None
+    job: SchedulerJob | None = None
     launch: str = ""
     launch_start: int = 0
 
@@ -102,7 +102,9 @@ class Claimant:
             process_start=None if start is None else int(start),
             job=None
             if job is None
-            else BatchJob(str(job["scheduler"]), str(job["job_id"]), str(job["task"]), int(job["restarts"])),
+            else SchedulerJob(
+                str(job["scheduler"]), str(job["job_id"]), str(job["task"]), int(job["restarts"])
+            ),
             launch_start=int(values["launch_start"]),
         )
 

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.batch_job import BatchJob, find_batch_job
+from speechdp.batch_job import SchedulerJob, find_batch_job
 from speechdp.claimant import Claimant, Fate, process_fate
 from speechdp.errors import ConfigError, RunError
 from speechdp.folder_owner import OWNER_FILE, FolderOwner, StopAsked, Surroundings, Timing
 from tests.helpers.mpi import REPOSITORY
 
 POLLS = 60
-SLURM = BatchJob("slurm", "17")
+SLURM = SchedulerJob("slurm", "17")
 
 
 class Host:
@@ -368,19 +368,19 @@ def test_places_that_cannot_be_owned_are_one_line(tmp_path: Path) -> None:
 
 def test_batch_jobs_are_told_apart() -> None:
     slurm = find_batch_job({"SLURM_JOB_ID": "3", "SLURM_RESTART_COUNT": "2"})
-    assert slurm == BatchJob("slurm", "3", restarts=2)
+    assert slurm == SchedulerJob("slurm", "3", restarts=2)
     lsf = find_batch_job({"LSB_JOBID": "3", "LSB_JOBINDEX": "4", "LSB_RESTART": "Y"})
-    assert lsf == BatchJob("lsf", "3", "4", 1) and str(lsf) == "lsf job 3[4]"
+    assert lsf == SchedulerJob("lsf", "3", "4", 1) and str(lsf) == "lsf job 3[4]"
     sge = find_batch_job({"JOB_ID": "3", "SGE_TASK_ID": "undefined", "RESTARTED": "1"})
-    assert sge == BatchJob("sge", "3", "", 1)
-    assert find_batch_job({"PBS_JOBID": "3[1].server"}) == BatchJob("pbs", "3[1].server")
+    assert sge == SchedulerJob("sge", "3", "", 1)
+    assert find_batch_job({"PBS_JOBID": "3[1].server"}) == SchedulerJob("pbs", "3[1].server")
     assert lsf.is_later_start_of(replace(lsf, restarts=0)) and not lsf.is_later_start_of(lsf)
-    assert not lsf.is_later_start_of(BatchJob("lsf", "3", "5")) and not lsf.is_later_start_of(sge)
+    assert not lsf.is_later_start_of(SchedulerJob("lsf", "3", "5")) and not lsf.is_later_start_of(sge)
 
 
 def test_a_claim_is_read_as_it_was_written() -> None:
     claimant = Claimant.here("sweep", {"SLURM_JOB_ID": "3", "SPEECHDP_START": "abc:2"})
-    assert claimant.launch_start == 2 and claimant.job == BatchJob("slurm", "3")
+    assert claimant.launch_start == 2 and claimant.job == SchedulerJob("slurm", "3")
     assert Claimant.from_json(json.loads(json.dumps(claimant.to_json()))) == claimant
     assert Claimant.here("sweep", {"SPEECHDP_START": "abc:x"}).launch == ""
 
