@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.faults.cases import Case
 from tests.faults.fork_server import ForkServer, JobEnd, Process, ranks
-from tests.faults.points import Operation, Point, has_failed, operations, order
+from tests.faults.points import Operation, Point, has_failed, operations, order, reason_of
 from tests.faults.results import Result, differences
 from tests.faults.verdict import faults_of_output, faults_of_refusal, summary
 from tests.helpers.jobs import by_launch
@@ -91,7 +91,7 @@ class Driver:
                 happened = "refused"
                 wrong += faults_of_refusal(end, point, place.work, through=self._is_told_through)
                 wrong += self._repeat(place, end)
-            else:
+            elif not self._is_named(point, place):
                 wrong += self._compare(place, end)
             if not has_failed(place.log(rank)):
                 happened = "not reached"
@@ -105,6 +105,11 @@ class Driver:
             end = self._run(place, {rank: order(place.work, place.log(rank), **settings)})
             wrong = faults_of_output(end)
             return [*wrong, *(self._compare(place, end) if end.is_well else [summary(end)])]
+
+    def _is_named(self, point: Point, place: Workplace) -> bool:
+        """Return whether the command's page names what could not be read."""
+        page = place.work / self._case.page
+        return bool(self._case.page) and page.is_file() and reason_of(point.error) in page.read_text()
 
     @property
     def _is_told_through(self) -> bool:
