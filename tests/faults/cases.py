@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -38,6 +39,7 @@ class Case:
         again: options it is repeated with when a fault has ended it.
         set_up: puts into the folder what it needs there.
         start: forked from the server, and perhaps launching jobs of its own; or by `speechdp launch`.
+        page: where it may name what it could not read, and show the rest.
         child: the operations meant are those of rank 0 of the jobs it launches.
     """
 
@@ -48,6 +50,7 @@ class Case:
     again: tuple[str, ...] = ()
     set_up: Callable[[Path], None] = _nothing
     start: Start = "forked"
+    page: str = ""
     child: bool = False
 
 
@@ -137,7 +140,7 @@ def _prepare(*options: str) -> Callable[[Cases, str], Case]:
         def arguments(folder: Path) -> list[str]:
             return ["prepare", *source, str(folder / "DATA"), *options]
 
-        return Case(name, 1, arguments, lambda folder: files(folder / "DATA"))
+        return Case(name, 1, arguments, partial(_files_of, "DATA"))
 
     return make
 
@@ -146,7 +149,7 @@ def _shard(cases: Cases, name: str) -> Case:
     def arguments(folder: Path) -> list[str]:
         return ["shard", str(cases.data), str(folder / "OUT"), "--shards", "2"]
 
-    return Case(name, 1, arguments, lambda folder: files(folder / "OUT"))
+    return Case(name, 1, arguments, partial(_files_of, "OUT"))
 
 
 def _of_a_run(command: str) -> Callable[[Cases, str], Case]:
@@ -157,9 +160,15 @@ def _of_a_run(command: str) -> Callable[[Cases, str], Case]:
         def arguments(folder: Path) -> list[str]:
             return [command, str(folder / "RUN"), *data]
 
-        return Case(name, 1, arguments, lambda folder: files(folder / "RUN"), (), _copying(whole))
+        page = "RUN/report/report.html" if command == "report" else ""
+        result = partial(_files_of, "RUN")
+        return Case(name, 1, arguments, result, (), _copying(whole), page=page)
 
     return make
+
+
+def _files_of(name: str, folder: Path) -> Result:
+    return files(folder / name)
 
 
 def _sweep(cases: Cases, name: str) -> Case:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.faults.cases import Case
 from tests.faults.fork_server import ForkServer, JobEnd, Process, ranks
-from tests.faults.points import Operation, Point, has_failed, operations, order
+from tests.faults.points import Operation, Point, has_failed, operations, order, reason_of
 from tests.faults.results import Result, differences
 from tests.faults.verdict import faults_of_output, faults_of_refusal, summary
 from tests.helpers.jobs import by_launch
@@ -90,9 +90,9 @@ class Driver:
             elif not end.is_well:
                 happened = "refused"
                 wrong += faults_of_refusal(end, point, place.work, through=self._is_told_through)
-                wrong += self._repeat(place)
-            else:
-                wrong += self._compare(place)
+                wrong += self._repeat(place, end)
+            elif not self._is_named(point, place):
+                wrong += self._compare(place, end)
             if not has_failed(place.log(rank)):
                 happened = "not reached"
             if wrong or self._keep_all:
@@ -104,13 +104,18 @@ class Driver:
         with self._workplace() as place:
             end = self._run(place, {rank: order(place.work, place.log(rank), **settings)})
             wrong = faults_of_output(end)
-            return [*wrong, *(self._compare(place) if end.is_well else [summary(end)])]
+            return [*wrong, *(self._compare(place, end) if end.is_well else [summary(end)])]
+
+    def _is_named(self, point: Point, place: Workplace) -> bool:
+        """Return whether the command's page names what could not be read."""
+        page = place.work / self._case.page
+        return bool(self._case.page) and page.is_file() and reason_of(point.error) in page.read_text()
 
     @property
     def _is_told_through(self) -> bool:
         return self._case.child or self._case.start == "launched"
 
-    def _repeat(self, place: Workplace) -> list[str]:
+    def _repeat(self, place: Workplace, failed: JobEnd) -> list[str]:
         """Do as a message advises, the fault being gone; return what is wrong then."""
         end = self._run(place, {}, "again", self._case.again)
         wrong = faults_of_output(end)
@@ -120,16 +125,18 @@ class Driver:
             wrong += faults_of_output(end)
         if not end.is_well:
             return [*wrong, f"repeated: {summary(end)}"]
-        return [*wrong, *(f"repeated: {what}" for what in self._compare(place))]
+        return [*wrong, *(f"repeated: {what}" for what in self._compare(place, failed, end))]
 
-    def _compare(self, place: Workplace) -> list[str]:
+    def _compare(self, place: Workplace, *ends: JobEnd) -> list[str]:
         try:
             result = self._case.result(place.work)
         except (OSError, ValueError, LookupError) as error:
             return [f"the result cannot be read: {type(error).__name__}: {error}"]
         varying = {name for name, value in self._expected.items() if value is _VARIES}
         return differences(
-            {name: _VARIES if name in varying else value for name, value in result.items()}, self._expected
+            {name: _VARIES if name in varying else value for name, value in result.items()},
+            self._expected,
+            "".join(text for end in ends for text in end.stdout),
         )
 
     def _run(

@@ -241,7 +241,8 @@ def _supervise(connection: socket.socket, listener: socket.socket) -> int:
         if store:
             os.kill(store, signal.SIGKILL)
     answer["seconds"] = time.monotonic() - begun
-    connection.sendall(json.dumps(answer).encode())
+    with contextlib.suppress(BrokenPipeError):  # whoever asked has gone
+        connection.sendall(json.dumps(answer).encode())
     return 0
 
 
