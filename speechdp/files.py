@@ -80,6 +80,17 @@ def cannot_be_read(path: Path | str, error: Exception, then: str = "run again") 
     return f"{path}: cannot be read ({disk_reason(error)}); {remedy}, then {then}"
 
 
+def cannot_be_used(error: OSError) -> str | None:
+    """Return what to say of an error of the disk where nothing nearer has words; None: it names no file.
+
+    So a network disk that has gone, or a folder without rights, is never a traceback.
+    """
+    if not error.filename or not error.errno:
+        return None
+    remedy = _REMEDIES.get(error.errno, _UNKNOWN)
+    return f"{os.fsdecode(error.filename)}: cannot be used ({disk_reason(error)}); {remedy}, then run again"
+
+
 def _number(error: Exception) -> int:
     if isinstance(error, OSError) and error.errno:
         return error.errno

@@ -15,10 +15,10 @@ def add_notice(folder: Path, text: str) -> bool:
     False where no run, or sweep, has begun in the folder, or nothing can be written there: a notice must not
     end a run either.
     """
-    if not any((folder / name).is_file() for name in _RECORDS):
-        return False
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     try:
+        if not any((folder / name).is_file() for name in _RECORDS):  # raises where a network disk is stale
+            return False
         with (folder / FILE_NAME).open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{now} {text}\n")
     except OSError:

@@ -110,7 +110,8 @@ def _note(descriptor: int, error: OSError) -> None:
 def _tell() -> None:
     for descriptor, loss in _losses.items():
         for folder in _folders:
-            stands_there = folder in loss.noted_in and (folder / FILE_NAME).exists()  # a run is overwritten
+            # It goes where a run is overwritten.  Not by pathlib, which raises where a network disk is stale.
+            stands_there = folder in loss.noted_in and os.path.exists(folder / FILE_NAME)  # noqa: PTH110
             if not stands_there and add_notice(folder, loss.describe(descriptor)):
                 loss.noted_in.add(folder)
 

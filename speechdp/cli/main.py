@@ -15,6 +15,7 @@ from speechdp import __version__, exit_codes
 from speechdp.comm.environment import announced
 from speechdp.ending import Ended, describe_end, end_by_exception
 from speechdp.errors import ConfigError, SpeechDPError
+from speechdp.files import cannot_be_used
 from speechdp.output import keep_standard_streams, lost_output
 from speechdp.utf8 import use_utf8
 
@@ -120,6 +121,11 @@ def run(arguments: Sequence[str]) -> int:
         exit_code: int = parse(name, rest).run()
     except SpeechDPError as error:
         text, exit_code = str(error), exit_codes.FAILED
+    except OSError as error:
+        line = cannot_be_used(error)
+        if line is None:
+            raise
+        text, exit_code = line, exit_codes.FAILED
     except (KeyboardInterrupt, Ended) as end:
         text, exit_code = describe_end(end)
     else:

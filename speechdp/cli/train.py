@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from speechdp.train.session import Session
 
 #: One of these every run or sweep has.  Until its rounds of realignment are done, a run has only theirs.
-RUN_RECORDS = ("run.json", "sweep.json", "realign/*/run.json")
+RUN_RECORDS = ("run.json", "sweep.json", "realign/*/run.json", "completed.json", "checkpoints/step-*")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from speechdp.comm import environment
 from speechdp.comm.base import Communicator
 from speechdp.ending import Ended, describe_end
 from speechdp.errors import CommunicationError, SpeechDPError
+from speechdp.files import cannot_be_used
 
 #: how long a rank whose exchange failed waits for the rank that caused it to speak and to end the job.
 _CONSEQUENCE_DELAY_S = 3.0
@@ -93,6 +94,9 @@ def _describe(comm: Communicator | None, error: BaseException) -> _Report:
     if isinstance(error, (KeyboardInterrupt, Ended)):
         text, exit_code = describe_end(error)
         return _Report(f"{name}: {text}\n", exit_code, delay_s)
+    line = cannot_be_used(error) if isinstance(error, OSError) else None
+    if line is not None:
+        return _Report(f"{name}: {line}\n", exit_codes.FAILED, delay_s)
     if isinstance(error, SystemExit):
         return _describe_exit(name, error, delay_s)
     trace = "".join(traceback.format_exception(error))

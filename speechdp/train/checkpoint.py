@@ -7,6 +7,7 @@ folder with that name is whole.  Nothing here is pickled: loading a checkpoint n
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import re
 from collections.abc import Iterator
@@ -145,7 +146,10 @@ def _try_load(folder: Path, comm: Communicator, *, any_size: bool) -> tuple[Rank
             # Copies: what safetensors returns is the file, mapped, which goes when newer ones are whole.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except OSError as error:
-        return None, cannot_be_read(folder, error, _AGAIN)
+        # What is not there, or what the disk has lost, is no better the next time; anything else may be.
+        if error.errno not in (None, errno.ENOENT, errno.EIO):
+            raise RunError(cannot_be_read(folder, error, _AGAIN)) from error
+        return None, f"{folder}: cannot be read ({disk_reason(error)})"
     except (
         ValueError,
         MemoryError,

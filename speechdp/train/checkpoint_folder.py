@@ -120,7 +120,12 @@ def commit(place: Place, entries: dict[int, Entry], size: int) -> None:
     aside = place.temporary.with_suffix(".old")
     if place.final.exists():  # of a step that was taken again, after it could not be read
         place.final.rename(aside)
-    hand_over(place.temporary, place.final)
+    try:
+        hand_over(place.temporary, place.final)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.rename(place.final)
+        raise
     sync_name(place.final)
     shutil.rmtree(aside, ignore_errors=True)
 

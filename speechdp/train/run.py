@@ -16,7 +16,7 @@ from speechdp.data.fed_source import gather_feeder_times
 from speechdp.data.kaldi_unaligned import UNALIGNED
 from speechdp.data.loader import StepLoader
 from speechdp.ending import Stopped
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, RunError
 from speechdp.output import losses_noted_in
 from speechdp.strategies.base import Strategy
 from speechdp.strategies.registry import describe, parse_strategy
@@ -30,7 +30,7 @@ from speechdp.train.build import (
     open_loader,
     training_ranks,
 )
-from speechdp.train.checkpoint import RankState, load_checkpoint
+from speechdp.train.checkpoint import RankState, checkpoint_steps, load_checkpoint
 from speechdp.train.dealing import Dealing
 from speechdp.train.models import check_task, describe_data, make_model, save_trained
 from speechdp.train.origin import origin_facts, start_facts
@@ -160,6 +160,11 @@ def _prepare_folder(
             raise ConfigError(f"{run.path}: already holds a run; go on with --resume, or --overwrite it")
         if run.is_begun:
             run.check_same(options.fingerprint(), session.dataset.checksum, options.to_json())
+        elif resume and any(True for _ in checkpoint_steps(run.path)):
+            raise RunError(
+                f"{run.path}: has checkpoints, but no run.json to tell what run they are of; put it back, "
+                "or start the run anew with --overwrite"
+            )
     comm.barrier()
     notices: list[str] = []
     any_size = parse_strategy(options.strategy).resumes_with_other_size

@@ -12,8 +12,15 @@ import h5py
 import pytest
 
 from speechdp import files
+from speechdp.cli import main
 from speechdp.errors import RunError
-from speechdp.files import atomic_path, cannot_be_written, hand_over, write_text_atomically
+from speechdp.files import (
+    atomic_path,
+    cannot_be_used,
+    cannot_be_written,
+    hand_over,
+    write_text_atomically,
+)
 from speechdp.train.run_files import RunDirectory
 
 ERRORS = (errno.EIO, errno.ENOENT, errno.ESTALE, errno.ENOSPC, errno.EINVAL)
@@ -159,3 +166,28 @@ def test_the_run_names_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         RunError, match=r"run\.json: cannot be written \(Input/output error\); look at the disk"
     ):
         RunDirectory(tmp_path).begin({})
+
+
+def test_what_nobody_has_words_for_is_one_line_if_it_is_of_a_file() -> None:
+    error = OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/run/run.json")
+    assert cannot_be_used(error) == (
+        "/run/run.json: cannot be used (Stale file handle); see that the network disk is mounted and "
+        "answers, then run again"
+    )
+    assert cannot_be_used(OSError(errno.EPIPE, "Broken pipe")) is None
+    assert cannot_be_used(OSError("no number")) is None
+
+
+def test_a_command_ends_in_one_line_where_a_disk_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stale(path: Path, **_: Any) -> Any:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr(Path, "is_file", stale)
+    monkeypatch.setattr(Path, "exists", stale)
+    monkeypatch.setattr(Path, "is_dir", stale)
+    assert main.run(["report", str(tmp_path)]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"speechdp: {tmp_path}") and printed.count("\n") == 1
+    assert "cannot be used (Stale file handle); see that the network disk" in printed

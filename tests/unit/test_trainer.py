@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from speechdp.cli.train import check_run_overwrite
 from speechdp.comm.base import Communicator, ReduceOp, Work
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads import ThreadsCommunicator, run_threads
@@ -134,6 +135,17 @@ def test_a_run_that_has_no_checkpoint_yet_begins_anew(dataset: Dataset, tmp_path
         train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path)
     train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path, resume=True)
     assert len(evaluations(tmp_path)) == 2
+
+
+def test_checkpoints_without_a_record_are_not_resumed(dataset: Dataset, tmp_path: Path) -> None:
+    """Nothing would tell whether options and data are those they were made with."""
+    train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path)
+    for name in ("run.json", "completed.json"):
+        (tmp_path / name).unlink()
+    with pytest.raises(RunError, match=r"has checkpoints, but no run\.json .*; put it back, or start"):
+        train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path, resume=True)
+    assert not (tmp_path / "run.json").exists()
+    check_run_overwrite(tmp_path)  # as the line advises
 
 
 def test_it_ends_after_max_steps_also_when_resumed_there(dataset: Dataset, tmp_path: Path) -> None:
