@@ -17,6 +17,8 @@ from speechdp.errors import printable
 
 CLAIM_FORMAT = "speechdp-owner"
 CLAIM_VERSION = 1
+#: What a host's own processes see, those of containers do not; it is fixed in Linux.
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"
 #: Set by `speechdp launch` for its ranks: a word of its own, a colon, and the number of the start.
 START_VARIABLE = "SPEECHDP_START"
 
@@ -118,10 +120,14 @@ class Claimant:
             if self.pid_namespace != other.pid_namespace:
                 return Fate.UNKNOWN
             return process_fate(other.pid, other.process_start)
-        same_machine = (self.host, self.machine) == (other.host, other.machine)
-        if same_machine and self.boot and other.boot:
+        if self._is_on_machine_of(other) and self.boot and other.boot:
             return Fate.GONE  # the host has been started anew since
         return Fate.UNKNOWN
+
+    def _is_on_machine_of(self, other: Claimant) -> bool:
+        """Tell whether both are on one host for certain: containers may share both name and id."""
+        here, there = ((one.host, one.machine, one.pid_namespace) for one in (self, other))
+        return bool(self.machine) and here == there and self.pid_namespace == _FIRST_PID_NAMESPACE
 
     def comes_after(self, other: Claimant) -> bool:
         """Tell whether this process was started in place of another: by a requeue, or again by launch."""

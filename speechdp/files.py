@@ -142,6 +142,13 @@ def check_writable(folder: Path) -> None:
         raise
 
 
+def may_write(directory: Path) -> bool:
+    """Return whether this user may make and delete files in a folder."""
+    return os.access(
+        directory, os.R_OK | os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids
+    )
+
+
 def write_text_atomically(path: Path, text: str) -> None:
     """Write UTF-8 `text` to `path` so that readers see the old content or all of the new."""
     with atomic_path(path) as temporary:

@@ -55,6 +55,11 @@ def _never() -> bool:
     return False
 
 
+def _clock() -> float:
+    """Return seconds that go on while the host is suspended, where it has such a clock."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """What an owner needs of its process.
@@ -64,6 +69,7 @@ class Surroundings:
         end: ends the process at once with a line; called in a thread when another has taken the folder over.
         stopped: tells whether the process was asked to stop.
         pause: waits for some seconds.
+        clock: tells the time in seconds, that of a suspension included.
     """
 
     say: Callable[[str], None]
@@ -71,6 +77,7 @@ class Surroundings:
     stopped: Callable[[], bool] = _never
     pause: Callable[[float], None] = time.sleep
     timing: Timing = Timing()
+    clock: Callable[[], float] = _clock
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,7 @@ class FolderOwner:
         self._temporary = self.file.with_name(f".{self._name}.{claimant.nonce}.tmp")
         self._made: list[Path] = []
         self._ended = threading.Event()
+        self._last_sign_s = 0.0
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> FolderOwner:
@@ -130,9 +138,7 @@ class FolderOwner:
         """
         try:
             self._make_folder()
-            self._write_temporary()
-            while not self._try():
-                pass
+            self._claim()
         except OSError as error:
             self._remove_made()
             raise RunError(
@@ -141,8 +147,6 @@ class FolderOwner:
         except BaseException:
             self._remove_made()
             raise
-        finally:
-            _remove(self._temporary)
         if self._beats:
             self._thread = threading.Thread(target=self._run, name="speechdp-owner", daemon=True)
             self._thread.start()
@@ -152,9 +156,7 @@ class FolderOwner:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(_PATIENCE_S)
-        with contextlib.suppress(OSError):
-            if self._is_mine(_look(self.file)):
-                self.file.unlink()
+        self._unlink_mine()
         self._remove_made()
 
     def of(self, folder: Path) -> FolderOwner:
@@ -165,10 +167,19 @@ class FolderOwner:
         """Give a sign of life; end the process if another has taken over.  What the disk refuses is left."""
         with contextlib.suppress(OSError):
             sight = _look(self.file)
-            if sight is None:  # somebody has deleted it
+            now_s = self._surroundings.clock()
+            if self._ended.is_set():
+                return  # the folder was given up while the disk kept this thread waiting
+            if sight is None and now_s - self._last_sign_s > self._surroundings.timing.silence_s:
+                self._surroundings.end(
+                    f"{self.folder}: this process was silent for too long, and another may have written "
+                    "there meanwhile; it ends without writing more"
+                )
+            elif sight is None:  # somebody has deleted it
                 self._claim_again()
             elif self._is_mine(sight) or sight.claimant is None:
                 os.utime(self.file, follow_symlinks=False)
+                self._last_sign_s = now_s
             else:
                 self._surroundings.end(
                     f"{self.folder}: was taken over by {sight.claimant}; this process, taken for gone, ends "
@@ -180,6 +191,15 @@ class FolderOwner:
             self.beat()
 
     # --- claiming
+
+    def _claim(self) -> None:
+        try:
+            self._write_temporary()
+            while not self._try():
+                pass
+            self._last_sign_s = self._surroundings.clock()
+        finally:
+            _remove(self._temporary)
 
     def _try(self) -> bool:
         """Try to become the owner; return False where the claims have changed meanwhile."""
@@ -254,9 +274,17 @@ class FolderOwner:
     def _claim_again(self) -> None:
         try:
             self._write_temporary()
-            self._link(self.file)
+            if self._link(self.file):
+                self._last_sign_s = self._surroundings.clock()
+            if self._ended.is_set():
+                self._unlink_mine()  # it was given up meanwhile
         finally:
             _remove(self._temporary)
+
+    def _unlink_mine(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._is_mine(_look(self.file)):
+                self.file.unlink()
 
     def _link(self, name: Path) -> bool:
         """Give our claim a name, unless there is something of that name."""

@@ -8,9 +8,10 @@ import stat
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NoReturn
 
 from speechdp.errors import ConfigError, RunError
-from speechdp.files import cannot_be_written
+from speechdp.files import cannot_be_read, cannot_be_written, may_write
 from speechdp.folder_owner import OWNER_FILE, FolderOwner, is_owners
 
 
@@ -30,35 +31,43 @@ def check_overwrite(folder: Path, records: Sequence[str], what: str) -> None:
             return
     except OSError:
         return  # who tries to own it is told why
-    # What a start leaves that was killed before it had begun.
-    is_left = folder.is_dir() and (names := os.listdir(folder)) and all(map(is_owners, names))  # noqa: PTH208
-    if not is_left and not any(next(folder.glob(record), None) for record in records):
+    try:
+        holds_what_is_said = _is_left(folder) or any(next(folder.glob(record), None) for record in records)
+    except OSError as error:
+        _refuse(error)
+    if not holds_what_is_said:
         raise ConfigError(f"{folder}: --overwrite deletes only folders {what}; remove it yourself")
     check_deletable(folder)
 
 
+def _is_left(folder: Path) -> bool:
+    """Return whether a folder holds only what a start leaves that was killed before it had begun."""
+    names = os.listdir(folder) if folder.is_dir() else []  # noqa: PTH208
+    return bool(names) and all(map(is_owners, names))
+
+
 def check_deletable(folder: Path) -> None:
     """Refuse a folder of which this user may not delete all that is in it.  Raises ConfigError."""
-    for directory, folders, files in os.walk(folder):
+    for directory, folders, files in os.walk(folder, onerror=_refuse):
         if not may_write(Path(directory)):
+            raise _not_deletable(directory)
+        try:
+            other = _of_another_user(Path(directory), [*folders, *files])
+        except OSError as error:
+            _refuse(error)
+        if other is not None:
             raise ConfigError(
-                f"{directory}: this user may not delete what is in it ({_rights(Path(directory))}), as "
-                "--overwrite has to; choose another folder"
+                f"{other}: belongs to another user, so --overwrite cannot delete it; choose another folder"
             )
-        if (state := Path(directory).stat()).st_mode & stat.S_ISVTX and state.st_uid != os.geteuid() != 0:
-            for name in (*folders, *files):
-                if (Path(directory) / name).lstat().st_uid != os.geteuid():
-                    raise ConfigError(
-                        f"{Path(directory) / name}: belongs to another user, so --overwrite cannot delete "
-                        "it; choose another folder"
-                    )
 
 
-def may_write(directory: Path) -> bool:
-    """Return whether this user may make and delete files in a folder."""
-    return os.access(
-        directory, os.R_OK | os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids
-    )
+def _of_another_user(directory: Path, names: Sequence[str]) -> Path | None:
+    """Return something of another user that this one may not delete from a folder where it may write."""
+    state = directory.stat()
+    if not state.st_mode & stat.S_ISVTX or os.geteuid() in (0, state.st_uid):
+        return None
+    paths = (directory / name for name in names)
+    return next((path for path in paths if path.lstat().st_uid != os.geteuid()), None)
 
 
 def empty(owner: FolderOwner, records: Sequence[str]) -> None:
@@ -74,17 +83,23 @@ def empty(owner: FolderOwner, records: Sequence[str]) -> None:
         ConfigError: a folder in it is in use.
         RunError: something cannot be deleted.
     """
-    folder = owner.folder
     with ExitStack() as stack:
-        for file in folder.glob(f"*/{OWNER_FILE}"):
+        for file in _list(owner.folder, f"*/{OWNER_FILE}"):
             stack.enter_context(owner.of(file.parent))
-        paths = [path for path in sorted(folder.iterdir()) if not is_owners(path.name)]
-        last = {path for record in records for path in folder.glob(record)}
+        paths = [path for path in sorted(_list(owner.folder)) if not is_owners(path.name)]
+        last = {path for record in records for path in _list(owner.folder, record)}
         for path in [
             *(path for path in paths if path not in last),
             *(path for path in paths if path in last),
         ]:
             _delete(path)
+
+
+def _list(folder: Path, pattern: str = "") -> list[Path]:
+    try:
+        return list(folder.glob(pattern) if pattern else folder.iterdir())
+    except OSError as error:
+        raise _not_emptied(folder, error) from error
 
 
 def _delete(path: Path) -> None:
@@ -94,7 +109,24 @@ def _delete(path: Path) -> None:
         else:
             path.unlink()
     except OSError as error:
-        raise RunError(cannot_be_written(path, error, "give the same command again")) from error
+        raise _not_emptied(path, error) from error
+
+
+def _not_emptied(path: Path, error: OSError) -> RunError:
+    return RunError(cannot_be_written(path, error, "give the same command again"))
+
+
+def _refuse(error: OSError) -> NoReturn:
+    if isinstance(error, PermissionError):
+        raise _not_deletable(error.filename) from error
+    raise ConfigError(cannot_be_read(error.filename, error, "give the same command again")) from error
+
+
+def _not_deletable(directory: str) -> ConfigError:
+    return ConfigError(
+        f"{directory}: this user may not delete what is in it ({_rights(Path(directory))}), as "
+        "--overwrite has to; choose another folder"
+    )
 
 
 def _rights(directory: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
@@ -11,9 +12,9 @@ from pathlib import Path
 
 from speechdp.data.dataset import MANIFEST_NAME
 from speechdp.errors import ConfigError, ShardError
-from speechdp.files import cannot_be_written, hand_over
+from speechdp.files import cannot_be_written, hand_over, may_write
 from speechdp.folder_owner import OWNER_FILE
-from speechdp.overwrite import check_deletable, may_write
+from speechdp.overwrite import check_deletable
 
 
 def place_of(path: Path) -> Path:
@@ -27,6 +28,11 @@ def owner_file(path: Path) -> Path:
     return place.with_name(f".{place.name}.{OWNER_FILE}")
 
 
+def _former_of(place: Path) -> Path:
+    """Return the name of an old data directory while the new one takes its place."""
+    return place.with_name(f".{place.name}.former")
+
+
 def check_place(path: Path) -> None:
     """Refuse a name under which this user cannot make a folder.
 
@@ -36,10 +42,11 @@ def check_place(path: Path) -> None:
     try:
         place = place_of(path)
         is_there = place.exists()
+        comes_back = not is_there and _former_of(place).exists()
         parent = next(parent for parent in place.parents if parent.exists())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be made ({error.strerror}); give another folder") from error
-    if path.is_symlink() and not is_there:
+    if path.is_symlink() and not is_there and not comes_back:
         raise ConfigError(
             f"{path}: is a symbolic link to {place}, where there is nothing; make a folder there, or remove "
             "the link"
@@ -58,12 +65,19 @@ def check_place(path: Path) -> None:
 def check_target(path: Path, overwrite: bool) -> None:
     """Refuse a target that cannot be made, or exists, unless it is a data directory and may be overwritten.
 
+    A data directory gets its name back if a run was killed that was about to replace it.
+
     Raises:
         ConfigError: a file, another kind of folder, a data directory without `overwrite`, a link that leads
             nowhere, or rights that this user does not have.
+        ShardError: the disk refuses.
     """
     check_place(path)
     place = place_of(path)
+    try:
+        _bring_back(_former_of(place), place)
+    except OSError as error:
+        raise ShardError(cannot_be_written(place, error)) from error
     if not place.exists():
         return
     if not place.is_dir():
@@ -97,9 +111,9 @@ def new_data_dir(path: Path, overwrite: bool) -> Iterator[Path]:
     check_target(path, overwrite)
     place = place_of(path)
     partial = place.with_name(f".{place.name}.partial")
-    former = place.with_name(f".{place.name}.former")
-    for left in (partial, former):  # by a run that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    former = _former_of(place)
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed, as the other
+    _discard(former)
     try:
         partial.mkdir(parents=True)
     except OSError as error:
@@ -116,12 +130,25 @@ def new_data_dir(path: Path, overwrite: bool) -> Iterator[Path]:
 def _replace(place: Path, partial: Path, former: Path) -> None:
     """Give the new directory its name; the old one goes only when that is done.  Raises OSError."""
     replaces = place.exists()
-    if replaces:
-        hand_over(place, former)
     try:
-        hand_over(partial, place)
-    except OSError:
         if replaces:
+            hand_over(place, former)
+        hand_over(partial, place)
+    except BaseException:  # a signal, too, may come between the two
+        if replaces and not place.exists():
             hand_over(former, place)
         raise
+    _discard(former)
+
+
+def _discard(former: Path) -> None:
+    """Delete an old directory, first what tells that it is whole: half of it must not be brought back."""
+    with contextlib.suppress(OSError):
+        (former / MANIFEST_NAME).unlink()
     shutil.rmtree(former, ignore_errors=True)
+
+
+def _bring_back(former: Path, place: Path) -> None:
+    """Give an old directory its name back where a run was killed before the new one had it."""
+    if not place.exists() and (former / MANIFEST_NAME).is_file():
+        hand_over(former, place)

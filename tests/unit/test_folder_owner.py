@@ -33,6 +33,7 @@ class Host:
         self.said: list[str] = []
         self.ends: list[str] = []
         self.pauses = 0
+        self.now_s = 0.0
         self.meanwhile: Callable[[int], object] = lambda number: None
         self.asked_to_stop = False
         claimant = Claimant.here("train", {})
@@ -40,7 +41,12 @@ class Host:
             claimant = replace(claimant, host=name, boot=f"boot of {name}", machine=f"disk of {name}")
         claimant = replace(claimant, **changes)  # type: ignore[arg-type]
         surroundings = Surroundings(
-            self.said.append, self.ends.append, lambda: self.asked_to_stop, self._pause, Timing()
+            self.said.append,
+            self.ends.append,
+            lambda: self.asked_to_stop,
+            self._pause,
+            Timing(),
+            lambda: self.now_s,
         )
         self.owner = FolderOwner(folder, claimant, surroundings, beats=False)
 
@@ -98,12 +104,16 @@ def test_a_killed_process_that_nobody_has_waited_for_is_gone() -> None:
 
 
 def test_what_is_known_of_a_host_that_was_started_anew_and_of_containers() -> None:
-    me = Claimant.here("train", {})
+    me = replace(Claimant.here("train", {}), machine="disk", pid_namespace="pid:[4026531836]")
     assert me.fate_of(replace(me, boot="an earlier one")) is Fate.GONE
     assert me.fate_of(replace(me, boot="an earlier one", host="another")) is Fate.UNKNOWN
     assert me.fate_of(replace(me, boot="an earlier one", machine="another")) is Fate.UNKNOWN
     assert me.fate_of(replace(me, pid_namespace="pid:[1]", pid=1 << 22)) is Fate.UNKNOWN
     assert me.fate_of(replace(me, boot="", pid=1 << 22)) is Fate.UNKNOWN
+    # Containers on two hosts may have one name, and the id of their image, or none.
+    for alike in ({"machine": ""}, {"pid_namespace": "pid:[4026532000]"}, {"pid_namespace": ""}):
+        here = replace(me, **alike)  # type: ignore[arg-type]
+        assert here.fate_of(replace(here, boot="of another host")) is Fate.UNKNOWN
 
 
 def test_silence_is_waited_for_and_then_the_folder_is_taken_over(tmp_path: Path) -> None:
@@ -147,6 +157,70 @@ def test_one_that_was_frozen_notices_that_it_was_overtaken(tmp_path: Path) -> No
     assert owner_in(tmp_path) == "n2"
     newcomer.owner.beat()
     assert newcomer.ends == []
+
+
+def test_one_that_was_frozen_until_its_successor_had_ended_ends_as_well(tmp_path: Path) -> None:
+    frozen, newcomer = Host(tmp_path / "run", "n1"), Host(tmp_path / "run", "n2")
+    frozen.owner.acquire()
+    newcomer.owner.acquire()
+    (tmp_path / "run" / "results").touch()
+    newcomer.owner.release()
+    frozen.now_s += 61
+    frozen.owner.beat()
+    assert (
+        len(frozen.ends) == 1 and "was silent for too long" in frozen.ends[0] and "\n" not in frozen.ends[0]
+    )
+    assert os.listdir(tmp_path / "run") == ["results"]  # noqa: PTH208
+
+
+def test_a_file_that_somebody_has_deleted_is_made_anew_while_signs_were_given(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    host.now_s = 1000.0
+    host.owner.acquire()
+    for _ in range(3):
+        host.now_s += 40
+        host.owner.beat()
+        (tmp_path / OWNER_FILE).unlink()
+        host.now_s += 40
+        host.owner.beat()
+        assert host.ends == [] and (tmp_path / OWNER_FILE).is_file()
+
+
+def test_a_sign_of_life_that_the_disk_held_up_comes_to_nothing_after_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end waits only a while for the thread that gives them."""
+    host = Host(tmp_path)
+    host.owner.acquire()
+    (tmp_path / OWNER_FILE).unlink()
+    link = os.link
+
+    def held_up(source: Path, target: Path) -> None:
+        host.owner.release()
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", held_up)
+    host.owner.beat()
+    assert os.listdir(tmp_path) == []  # noqa: PTH208
+    host.now_s += 61
+    host.owner.beat()
+    assert host.ends == [] and os.listdir(tmp_path) == []  # noqa: PTH208
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [(OSError(5, "Input/output error"), RunError), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
+def test_what_could_not_be_owned_leaves_no_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, seen: type[BaseException]
+) -> None:
+    def refuse(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(seen):
+        Host(tmp_path / "deep" / "run").owner.acquire()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_the_disk_refuses_a_sign_of_life_ends_nothing(

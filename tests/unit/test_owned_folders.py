@@ -24,9 +24,10 @@ from speechdp.comm.threads import run_threads
 from speechdp.config import ModelOptions, TrainOptions
 from speechdp.data.data_dir import check_target, new_data_dir, owner_file
 from speechdp.data.dataset import Dataset
-from speechdp.ending import Stopped
-from speechdp.errors import ConfigError
+from speechdp.ending import Ended, Stopped
+from speechdp.errors import ConfigError, RunError
 from speechdp.folder_owner import OWNER_FILE, FolderOwner, Surroundings
+from speechdp.overwrite import check_overwrite, empty
 from speechdp.train.ownership import owned
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run_files import Metrics
@@ -298,6 +299,25 @@ def test_what_this_user_may_not_write_is_refused_before_the_work(
     assert tree(shared) == before
 
 
+def test_what_may_not_be_listed_is_refused_and_nothing_of_it_deleted(shared: Path) -> None:
+    shared.chmod(0o755)
+    run = shared / "run"
+    (run / "status").mkdir(parents=True)
+    for path in (run / "run.json", run / "status" / "0.json"):
+        path.touch()
+    for folder in (run, run / "status"):
+        run.chmod(0o777)
+        folder.chmod(0o311)
+        with as_nobody():
+            with pytest.raises(ConfigError, match=f"^{folder}: this user may not delete .*0311"):
+                check_overwrite(run, ["run.json"], "that hold a run")
+            if folder == run:
+                with pytest.raises(RunError, match=f"^{folder}: cannot be written"):
+                    empty(owner(run), ["run.json"])
+    (run / "status").chmod(0o755)
+    assert sorted(tree(run)) == ["run.json", "status/0.json"]
+
+
 # --- signals ----------------------------------------------------------------------------------------------
 
 
@@ -341,3 +361,46 @@ def test_prepare_ends_by_a_signal_without_a_trace(
     assert process.returncode == exit_code and said == ([line] if line else [])
     left = [".data.owner.json", ".data.partial"] if number == signal.SIGKILL else []
     assert sorted(os.listdir(tmp_path)) == left  # noqa: PTH208
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_an_end_between_two_renames_loses_no_data(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    data, link = tmp_path / "data", tmp_path / "link"
+    shutil.copytree(dataset.path, data)
+    link.symlink_to(data)
+    replace_path, calls = Path.replace, 0
+
+    def ended(source: Path, target: Path) -> None:
+        nonlocal calls
+        calls += 1
+        if is_killed and calls > 1:
+            raise Ended(signal.SIGKILL)  # nothing happens any more
+        replace_path(source, target)
+        if calls == 1:
+            raise Ended(signal.SIGTERM)
+
+    with monkeypatch.context() as signals:
+        signals.setattr(Path, "replace", ended)
+        with pytest.raises(Ended), new_data_dir(link, overwrite=True) as directory:
+            (directory / "new").touch()
+    assert sorted(os.listdir(tmp_path)) == [".data.former" if is_killed else "data", "link"]  # noqa: PTH208
+    assert speechdp(["shard", str(dataset.path), str(link), "--shards", "2"]) == 1  # for want of --overwrite
+    assert sorted(os.listdir(tmp_path)) == ["data", "link"] and tree(data) == tree(dataset.path)  # noqa: PTH208
+
+
+def test_half_an_old_directory_is_not_brought_back(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(dataset.path, data)
+    with monkeypatch.context() as killed:
+        killed.setattr(shutil, "rmtree", lambda path, ignore_errors: None)
+        with new_data_dir(data, overwrite=True) as directory:
+            (directory / "new").touch()
+    assert (tmp_path / ".data.former").is_dir()
+    shutil.rmtree(data)
+    with new_data_dir(data, overwrite=False) as directory:
+        (directory / "newer").touch()
+    assert os.listdir(tmp_path) == ["data"] and os.listdir(data) == ["newer"]  # noqa: PTH208
