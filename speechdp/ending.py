@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -23,6 +24,18 @@ class Ended(BaseException):
 
 class Stopped(Exception):  # noqa: N818 (not an error)
     """Work over ranks was asked to stop, which all have agreed on, and what can be gone on from is saved."""
+
+
+class StoppedBefore(Stopped):
+    """It was asked to stop while it waited for a folder, in which nothing was begun.
+
+    Attributes:
+        folder: waited for.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"{folder}: stopped before it began")
+        self.folder = folder
 
 
 def describe_end(error: KeyboardInterrupt | Ended) -> tuple[str, int]:

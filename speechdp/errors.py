@@ -4,6 +4,10 @@ Every message is one line that names the file (or option), the rank where it mat
 the command line prints it as it is and exits non-zero on every rank.
 """
 
+from typing import ClassVar
+
+from speechdp import exit_codes
+
 
 def printable(text: str) -> str:
     """Return text that breaks no line and steers no terminal, whatever names and lines of files are in it."""
@@ -11,7 +15,13 @@ def printable(text: str) -> str:
 
 
 class SpeechDPError(Exception):
-    """Base of all errors that are the user's to mend; never raised itself."""
+    """Base of all errors that are the user's to mend; never raised itself.
+
+    Attributes:
+        exit_code: of the command that ends by it.
+    """
+
+    exit_code: ClassVar[int] = exit_codes.FAILED
 
     def __str__(self) -> str:
         return printable(super().__str__())
@@ -19,6 +29,12 @@ class SpeechDPError(Exception):
 
 class ConfigError(SpeechDPError):
     """An option, a corpus, a lexicon, a hostfile or a transcript that cannot be used."""
+
+
+class FolderInUseError(ConfigError):
+    """A folder that belongs to another job."""
+
+    exit_code = exit_codes.IN_USE
 
 
 class ShardError(SpeechDPError):

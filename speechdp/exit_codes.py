@@ -8,6 +8,9 @@ FAILED = 1
 USAGE = 2
 #: Something unexpected, or a peer that was lost: another start may help (EX_SOFTWARE of sysexits.h).
 CRASHED = 70
+#: The folder belongs to another job that lives, or has taken it over: another start would only be refused, or
+#: disturb it (EX_CANTCREAT of sysexits.h).
+IN_USE = 73
 #: The run was asked to stop and saved a checkpoint: not success (there is no model yet), and told apart
 #: from failure by schedulers that requeue on it (EX_TEMPFAIL of sysexits.h).
 STOPPED = 75

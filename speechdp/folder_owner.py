@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 
 from speechdp.claimant import Claimant, Fate
-from speechdp.errors import ConfigError, RunError
+from speechdp.errors import ConfigError, FolderInUseError, RunError
 from speechdp.files import cannot_be_written, hand_over
 from speechdp.json_input import parse_json
 
@@ -317,8 +317,8 @@ class FolderOwner:
         claimant = None if sight is None else sight.claimant
         return claimant is not None and claimant.nonce == self._claimant.nonce
 
-    def _refusal(self, sight: _Sight) -> ConfigError:
-        return ConfigError(
+    def _refusal(self, sight: _Sight) -> FolderInUseError:
+        return FolderInUseError(
             f"{self.folder}: is in use by {_describe(sight)}; "
             "wait for its end, stop it, or choose another folder"
         )

@@ -41,6 +41,8 @@ class _Loss:
 
 _losses: dict[int, _Loss] = {}
 _folders: list[Path] = []
+#: Descriptors whose reader was waited for in vain.
+_unread: set[int] = set()
 _lock = threading.RLock()  # a signal handler may print in the midst of it
 
 
@@ -69,6 +71,23 @@ def write_standard(descriptor: int, data: bytes) -> int:
     except OSError as error:
         _note(descriptor, error)
         return len(data)
+
+
+def is_read(descriptor: int, patience_s: float = 60.0) -> bool:
+    """Tell whether standard output or error takes something, within some time; where not, give it up.
+
+    What was given up is waited for but a second.
+    """
+    if select.select([], [descriptor], [], min(patience_s, 1.0) if descriptor in _unread else patience_s)[1]:
+        return True
+    give_up(descriptor)
+    return False
+
+
+def give_up(descriptor: int) -> None:
+    """Note that something is lost because nobody reads standard output or error."""
+    _unread.add(descriptor)
+    _note(descriptor, OSError(errno.ETIMEDOUT, "nobody reads it"))
 
 
 def lost_output() -> tuple[str, bool] | None:

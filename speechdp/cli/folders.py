@@ -25,7 +25,7 @@ def owner_of(
     """
 
     def end(message: str) -> None:
-        environment.end_process_with(f"speechdp: {message}\n", exit_codes.FAILED)
+        environment.end_process_with(f"speechdp: {message}\n", exit_codes.IN_USE)
 
     return FolderOwner(folder, Claimant.here(command, os.environ), Surroundings(say, end), file=file)
 

@@ -45,7 +45,7 @@ from speechdp.launching.restarts import RestartPolicy, Restarts, find_reachable
 from speechdp.launching.submit import check_command
 from speechdp.launching.supervise import JobEnd, StopPolicy, StopRequest, noted_signals, run_job
 from speechdp.launching.words import has_option, split_words
-from speechdp.output import losses_noted_in
+from speechdp.output import STDERR, is_read, losses_noted_in
 
 #: So long a GPU may need to free the memory of a killed rank, s.
 _RESTART_DELAY_S = 1.0
@@ -295,7 +295,8 @@ def _stop_policy(options: LaunchCommand) -> StopPolicy:
 
 def _say(message: str) -> None:
     sys.stdout.flush()
-    print(f"speechdp launch: {message}", file=sys.stderr, flush=True)
+    if is_read(STDERR):
+        print(f"speechdp launch: {message}", file=sys.stderr, flush=True)
 
 
 def _print_command(argv: list[str], environment: dict[str, str]) -> None:

@@ -16,7 +16,7 @@ from speechdp.comm.environment import announced
 from speechdp.ending import Ended, describe_end, end_by_exception
 from speechdp.errors import ConfigError, SpeechDPError
 from speechdp.files import cannot_be_used
-from speechdp.output import keep_standard_streams, lost_output
+from speechdp.output import STDERR, is_read, keep_standard_streams, lost_output
 from speechdp.utf8 import use_utf8
 
 
@@ -99,7 +99,8 @@ def _told_of_lost_output(exit_code: int) -> int:
     text, reader_has_gone = lost
     if reader_has_gone:  # `speechdp ... | head`
         return _BROKEN_PIPE
-    print(f"speechdp: {text}; free some space there, or send it elsewhere", file=sys.stderr)
+    if is_read(STDERR):
+        print(f"speechdp: {text}; free some space there, or send it elsewhere", file=sys.stderr)
     return exit_codes.FAILED
 
 
@@ -120,7 +121,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         exit_code: int = parse(name, rest).run()
     except SpeechDPError as error:
-        text, exit_code = str(error), exit_codes.FAILED
+        text, exit_code = str(error), error.exit_code
     except OSError as error:
         line = cannot_be_used(error)
         if line is None:

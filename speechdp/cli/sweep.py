@@ -71,7 +71,7 @@ class SweepCommand:
     def _on_rank(self, session: Session) -> int:
         from speechdp.cli.report import print_report  # noqa: PLC0415
         from speechdp.cli.train import RUN_RECORDS, check_run_overwrite  # noqa: PLC0415
-        from speechdp.ending import Stopped  # noqa: PLC0415
+        from speechdp.ending import Stopped, StoppedBefore  # noqa: PLC0415
         from speechdp.overwrite import empty  # noqa: PLC0415
         from speechdp.train.ownership import owned  # noqa: PLC0415
         from speechdp.train.sweep import run_sweep  # noqa: PLC0415
@@ -85,8 +85,12 @@ class SweepCommand:
                     empty(owner, RUN_RECORDS)
                 comm.barrier()
                 run_sweep(session, self.options, plan, self.out_dir, self._reporter_maker(comm))
-        except Stopped:
-            session.reporter.notice(f"stopped as asked; the same command goes on with {self.out_dir}")
+        except Stopped as stop:
+            if isinstance(stop, StoppedBefore) and stop.folder == self.out_dir:
+                text = f"stopped as asked before it began; give the same command again: {self.out_dir}"
+            else:
+                text = f"stopped as asked; the same command goes on with {self.out_dir}"
+            session.reporter.notice(text)
             return exit_codes.STOPPED
         if comm.rank == 0:
             print_report(self.out_dir, self.target)

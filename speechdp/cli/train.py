@@ -49,7 +49,7 @@ class TrainCommand:
         return train_over_ranks(request, self._on_rank)
 
     def _on_rank(self, session: Session) -> int:
-        from speechdp.ending import Stopped  # noqa: PLC0415
+        from speechdp.ending import Stopped, StoppedBefore  # noqa: PLC0415
         from speechdp.train.ownership import owned  # noqa: PLC0415
         from speechdp.train.realign import train_with_realignment  # noqa: PLC0415
 
@@ -61,11 +61,13 @@ class TrainCommand:
                     empty(owner, RUN_RECORDS)
                 session.comm.barrier()
                 train_with_realignment(session, self.options, self.run_dir, resume=self.resume)
-        except Stopped:
+        except Stopped as stop:
             session.reporter.end()
-            session.reporter.notice(
-                f"stopped as asked; the same command with --resume goes on: {self.run_dir}"
-            )
+            if isinstance(stop, StoppedBefore):
+                text = "stopped as asked before it began; give the same command again"
+            else:
+                text = "stopped as asked; the same command with --resume goes on"
+            session.reporter.notice(f"{text}: {self.run_dir}")
             return exit_codes.STOPPED
         session.reporter.notice(f"model: {self.run_dir / 'model.safetensors'}")
         return 0

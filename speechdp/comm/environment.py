@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from speechdp.bounded import bounded
+
 #: which algorithm Open MPI takes for which message size; see the file itself and docs/communicators.md.
 ALLREDUCE_RULES = Path(__file__).with_name("openmpi_allreduce.rules")
 
@@ -201,10 +203,11 @@ def end_process(exit_code: int) -> NoReturn:
 
 
 def end_process_with(text: str, exit_code: int) -> NoReturn:
-    """Write `text` to stderr and leave at once, from any thread: no stream's lock is waited for."""
-    with suppress(OSError):  # where nothing can be said, leaving counts all the same
-        os.write(2, text.encode(errors="replace"))
-    os._exit(exit_code)
+    """Write `text` to stderr and leave, from any thread: no stream's lock is waited for, nor a reader."""
+    try:  # where nothing can be said, leaving counts all the same
+        bounded(lambda: os.write(2, text.encode(errors="replace")), default=0)
+    finally:
+        os._exit(exit_code)
 
 
 def _set_defaults(defaults: Mapping[str, str]) -> None:

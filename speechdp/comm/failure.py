@@ -89,7 +89,7 @@ def _describe(comm: Communicator | None, error: BaseException) -> _Report:
         # Raised by the back-end because a peer is gone, most likely: let the peer speak first.
         delay_s = _CONSEQUENCE_DELAY_S
     if isinstance(error, SpeechDPError):
-        exit_code = exit_codes.FAILED if delay_s < _CONSEQUENCE_DELAY_S else exit_codes.CRASHED
+        exit_code = error.exit_code if delay_s < _CONSEQUENCE_DELAY_S else exit_codes.CRASHED
         return _Report(f"{name}: {error}\n", exit_code, delay_s)
     if isinstance(error, (KeyboardInterrupt, Ended)):
         text, exit_code = describe_end(error)

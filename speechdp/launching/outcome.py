@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ _WITH_MARKER = {"train": "DATA RUN", "sweep": "DATA OUT"}
 _MPIRUN_LOST_HOST = 205
 #: Faults after which the ranks have not begun: what was said of them says what to do.
 _NOT_STARTED = ("not reached", "no program", "no folder")
-#: Exit codes of ranks that refused what they were asked for: an error of the user's, an unknown option.
-_REFUSED = (exit_codes.FAILED, exit_codes.USAGE)
+#: Exit codes of ranks that refused what they were asked for: an error of the user's, an unknown option,
+#: a folder of another job's.
+_REFUSED = (exit_codes.FAILED, exit_codes.USAGE, exit_codes.IN_USE)
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,22 @@ def last_checkpoint(target: Target) -> Path | None:
 
     Checkpoints get their name when they are whole, so a name that fits is enough.
     """
-    found = [
-        path
-        for path in target.directory.glob("**/checkpoints/step-*")
-        if path.name.removeprefix("step-").isdigit()
-    ]
-    return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
+    found: list[Path] = []
+    # Others may delete meanwhile, which ends a glob by an error.
+    for name, folders, _files in os.walk(target.directory):
+        folder = Path(name)
+        if folder.name == "checkpoints":
+            steps = [step for step in folders if step.startswith("step-")]
+            found += [folder / step for step in steps if step.removeprefix("step-").isdigit()]
+            folders.clear()
+    return max(found, key=_age_key, default=None)
+
+
+def _age_key(path: Path) -> tuple[int, str]:
+    try:
+        return path.stat().st_mtime_ns, path.name
+    except OSError:  # deleted meanwhile
+        return 0, path.name
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from speechdp.launching.words import has_option, plain_option
 
 #: Faults that another start, over other hosts, may escape.
 _FAULTS_OF_HOSTS = ("killed", "host lost", "not reached", "no program", "no folder")
+#: Exit codes after which nobody wants another start, and nothing is to be said about that.
+_NEVER_AGAIN = (exit_codes.USAGE, exit_codes.IN_USE, exit_codes.STOPPED)
 #: A host on which ranks died so often is left out where the others have room for all ranks.
 _FAILURES_OF_A_BAD_HOST = 2
 _PROBE_S = 15.0
@@ -100,7 +102,7 @@ class Restarts:
         """Return why the job is not to be started again, None where it is; "": there is no need to say."""
         if exit_code == 0 or self.policy.max_restarts == 0 or end.stop_signal is not None:
             return ""
-        if self.target is None or exit_code in (exit_codes.USAGE, exit_codes.STOPPED):
+        if self.target is None or exit_code in _NEVER_AGAIN:
             return ""
         if self._is_refusal(end, exit_code) and not self._has_gone_on():
             return "not started again: it would fail in the same way, as there is no checkpoint of this start"
@@ -169,7 +171,7 @@ class Restarts:
 def _state(path: Path | None) -> _State | None:
     try:
         return None if path is None else (path, path.stat().st_mtime_ns, path.stat().st_ino)
-    except FileNotFoundError:
+    except OSError:
         return None
 
 

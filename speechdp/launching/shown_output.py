@@ -11,13 +11,17 @@ from dataclasses import dataclass
 
 from speechdp.launching.faults import Fault, ends_job
 from speechdp.launching.launcher_output import LauncherOutput
-from speechdp.output import STDERR, STDOUT, write_standard
+from speechdp.output import STDERR, STDOUT, give_up, is_read, write_standard
 
 _PIPE_BYTES = 65_536
 #: A pipe or terminal that can take anything takes so much without blocking (PIPE_BUF).
 _WRITTEN_AT_ONCE = 4096
 #: A process that left the job's session may hold the pipe for ever.
 _PIPE_END_S = 1.0
+#: So long whoever reads our output may take nothing of what is left at the end, s.
+_READER_PATIENCE_S = 60.0
+#: So long what is left is written once this process is asked to end, s.
+_ASKED_PATIENCE_S = 2.0
 _POLL_S = 0.2
 
 
@@ -109,8 +113,12 @@ class ShownOutput:
             self.fault_since = time.monotonic()
         return bool(readable)
 
-    def finish(self) -> None:
-        """Show what is left, waiting for whoever reads it; the launcher has ended."""
+    def finish(self, asked: Callable[[], bool]) -> None:
+        """Show what is left, as long as somebody reads it; the launcher has ended.
+
+        Args:
+            asked: tells whether this process was asked to end.
+        """
         deadline = time.monotonic() + _PIPE_END_S  # a process of nobody's may hold a pipe for ever
         for relay in self._relays:
             relay.most_pending = math.inf  # no more than the pipes hold
@@ -118,5 +126,23 @@ class ShownOutput:
             pass
         for relay in self._relays:
             relay.close()
-        while any(relay.pending for relay in self._relays):
+        self._write_pending(asked)
+
+    def _write_pending(self, asked: Callable[[], bool]) -> None:
+        left, written_at, asked_at = self._num_pending, time.monotonic(), math.inf
+        while self._num_pending:
             self.pump(_POLL_S)
+            now = time.monotonic()
+            if self._num_pending < left:
+                left, written_at = self._num_pending, now
+            if asked():
+                asked_at = min(asked_at, now)
+            if now - written_at > _READER_PATIENCE_S or now - asked_at > _ASKED_PATIENCE_S:
+                for relay in self._relays:
+                    if relay.pending or not is_read(relay.descriptor, 0.0):  # both may be one pipe
+                        give_up(relay.descriptor)
+                    relay.pending = b""
+
+    @property
+    def _num_pending(self) -> int:
+        return sum(len(relay.pending) for relay in self._relays)

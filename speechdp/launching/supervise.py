@@ -30,6 +30,9 @@ from speechdp.launching.shown_output import ShownOutput
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 #: A batch system's warning may be followed by others: only these, sent again, mean haste.
 _URGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+#: Signals within so long are one request, s: the death of a process is told once a thread (PR_SET_PDEATHSIG),
+#: and a batch system may signal both this process and its group.
+_AT_ONCE_S = 1.0
 _POLL_S = 0.2
 _KILL_AFTER_FAULT_S = 2.0
 #: beginnings of the names mpirun runs under; in the PyPI wheel it becomes "orterun_wrapper".
@@ -85,17 +88,19 @@ class StopRequest:
         signals: those that came, in order.
         since: when the first came, by the monotonic clock.
         again: when the user asked once more, and means haste.
+        clock: that tells s.
     """
 
     signals: list[int] = field(default_factory=list)
     since: float = 0.0
     again: float | None = None
+    clock: Callable[[], float] = time.monotonic
 
     def note(self, signum: int, _frame: FrameType | None) -> None:
         if not self.signals:
-            self.since = time.monotonic()
-        elif self.again is None and signum in _URGENT_SIGNALS:
-            self.again = time.monotonic()
+            self.since = self.clock()
+        elif self.again is None and signum in _URGENT_SIGNALS and self.clock() - self.since >= _AT_ONCE_S:
+            self.again = self.clock()
         self.signals.append(signum)
 
 
@@ -127,7 +132,7 @@ def run_job(
             exit_code = _wait(child, noted, policy, shown)
         finally:
             kill_descendants(os.getpid(), keep=adopt)
-            shown.finish()
+            shown.finish(lambda: bool(noted.signals))
     return JobEnd(
         exit_code=128 - exit_code if exit_code < 0 else exit_code,
         stop_signal=noted.signals[0] if noted.signals else None,
@@ -166,7 +171,7 @@ def _popen(argv: Sequence[str], environment: Mapping[str, str], **streams: Any) 
             # mpirun would read the terminal for rank 0 and be stopped for it, being in the background.
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=at_our_death(),  # noqa: PLW1509 - no other thread runs here
+            preexec_fn=at_our_death(),  # noqa: PLW1509 - a folder's owner may run, whose locks it takes none of
             **streams,
         )
     except OSError as error:

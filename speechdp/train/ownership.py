@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from speechdp import exit_codes
+from speechdp.bounded import bounded
 from speechdp.claimant import Claimant
 from speechdp.comm import environment
-from speechdp.ending import Stopped
+from speechdp.ending import StoppedBefore
 from speechdp.folder_owner import FolderOwner, StopAsked, Surroundings
 from speechdp.train.session import Session
 
@@ -25,13 +26,13 @@ def owned(session: Session, folder: Path, command: str) -> Iterator[FolderOwner 
     Raises:
         ConfigError: on rank 0, another owns the folder.
         RunError: on rank 0, the folder cannot be written.
-        Stopped: a signal came while it was not known whether another owner still lives.
+        StoppedBefore: a signal came while it was not known whether another owner still lives.
     """
     owner = None
     if session.comm.rank == 0:
         owner = FolderOwner(folder, Claimant.here(command, os.environ), _surroundings(session))
     if not session.comm.broadcast_object(_acquired(owner)):
-        raise Stopped
+        raise StoppedBefore(folder)
     try:
         yield owner
     finally:
@@ -50,11 +51,11 @@ def _acquired(owner: FolderOwner | None) -> bool:
 
 def _surroundings(session: Session) -> Surroundings:
     def end(message: str) -> None:
-        session.reporter.end()
+        bounded(session.reporter.end, default=None)  # training may hold its lock, in a print nobody reads
         name = "speechdp"
         if session.comm.size > 1:
             name = f"speechdp: rank {session.comm.rank} on {environment.host_name()}"
-        environment.end_process_with(f"{name}: {message}\n", exit_codes.FAILED)
+        environment.end_process_with(f"{name}: {message}\n", exit_codes.IN_USE)
 
     def stopped() -> bool:
         return session.stop is not None and session.stop.received is not None

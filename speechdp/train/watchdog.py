@@ -14,14 +14,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeVar
 
 from speechdp import exit_codes
+from speechdp.bounded import bounded
 from speechdp.train.lateness import Sighting, Standpoint, describe_doing, describe_late
 from speechdp.train.stacks import describe_stacks
 from speechdp.train.status import RankStatus, StatusFolder
-
-T = TypeVar("T")
 
 #: Seconds between two statuses, a share of the timeout and its bounds.
 _INTERVAL_SHARE, _LEAST_INTERVAL_S, _MOST_INTERVAL_S = 0.1, 1.0, 5.0
@@ -179,14 +177,14 @@ class Watchdog:
         what = f"no step ended for {still_s:.0f} s (step {own.step}, {describe_doing(own)})"
         line = f"{watch.prefix}: {what}{self._late(own)}\n"
         # The first rank ends the job; the others show their stacks and wait for it, but not for ever.
-        is_first = _bounded(lambda: watch.folder.claim_end(line), default=False)
-        _bounded(watch.before_end, default=None)
+        is_first = bounded(lambda: watch.folder.claim_end(line), default=False)
+        bounded(watch.before_end, default=None)
         where = own.name.removeprefix("rank ")
         stacks = f"Stacks of rank {where}, {what}:\n{describe_stacks()}"
-        _bounded(lambda: self._say(stacks), default=None)
+        bounded(lambda: self._say(stacks), default=None)
         if self._watch.others():
             time.sleep(_GRACE_S if is_first else _FALLBACK_S)
-        _bounded(lambda: self._say(line), default=None)
+        bounded(lambda: self._say(line), default=None)
         self._end(exit_codes.HUNG)
 
     def _late(self, own: RankStatus) -> str:
@@ -239,17 +237,3 @@ def _write_stderr(text: str) -> None:
     data = text.encode(errors="replace")
     while data:
         data = data[os.write(2, data) :]
-
-
-def _bounded(function: Callable[[], T], *, default: T) -> T:
-    """Return what `function` returns, or `default` if it fails or takes too long."""
-    results: list[T] = []
-
-    def call() -> None:
-        with contextlib.suppress(Exception):  # nothing may keep this rank from ending
-            results.append(function())
-
-    thread = threading.Thread(target=call, name="speechdp-last-words", daemon=True)
-    thread.start()
-    thread.join(_PATIENCE_S)
-    return results[0] if results else default

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,28 @@ def test_a_killed_rank_names_the_last_whole_checkpoint(tmp_path: Path) -> None:
         f"the job ended with exit code 137 (a rank was killed by signal 9); last checkpoint: {newest}",
         "; start again with --resume",
     )
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_is_not_minded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = run_folder(tmp_path, 10, 20)
+    (tmp_path / "checkpoints" / "step-00000030").symlink_to("nowhere", target_is_directory=True)
+    walk = os.walk
+
+    def walk_beside_another(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+        for found in walk(top):
+            if found[0].endswith("checkpoints"):
+                (tmp_path / "checkpoints" / "step-00000020").rmdir()
+            yield found
+
+    monkeypatch.setattr(os, "walk", walk_beside_another)
+    assert last_checkpoint(target) == tmp_path / "checkpoints" / "step-00000010"
+
+
+def test_a_folder_in_use_is_not_to_be_gone_on_with(tmp_path: Path) -> None:
+    result = verdict(JobEnd(73, None, (Fault("said", 0, "n1"),)), run_folder(tmp_path, 10))
+    assert (result.exit_code, result.advice) == (73, "")
 
 
 def test_what_the_launcher_tells_names_rank_and_host(tmp_path: Path) -> None:

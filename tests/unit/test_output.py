@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -245,3 +246,13 @@ def test_a_rank_that_can_say_nothing_still_leaves() -> None:
             argv = [sys.executable, "-c", program, how]
             ended = subprocess.run(argv, stdout=full, stderr=full, env=buffered, check=False)
             assert ended.returncode == code
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, bytes(4096))
+    os.set_blocking(writing, True)
+    argv = [sys.executable, "-c", program, "with words"]
+    assert subprocess.run(argv, stderr=writing, timeout=60, check=False).returncode == 124
+    for descriptor in (reading, writing):
+        os.close(descriptor)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,13 +19,15 @@ import torch
 
 from speechdp.claimant import Claimant
 from speechdp.cli.main import run as speechdp
+from speechdp.cli.sweep import SweepCommand
+from speechdp.cli.train import TrainCommand
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads import run_threads
 from speechdp.config import ModelOptions, TrainOptions
 from speechdp.data.data_dir import check_target, new_data_dir, owner_file
 from speechdp.data.dataset import Dataset
-from speechdp.ending import Ended, Stopped
+from speechdp.ending import Ended
 from speechdp.errors import ConfigError, RunError
 from speechdp.folder_owner import OWNER_FILE, FolderOwner, Surroundings
 from speechdp.overwrite import check_overwrite, empty
@@ -85,7 +88,7 @@ def test_a_folder_in_use_is_refused_and_left_as_it_is(
             (out / name).write_text("{}")
         before = tree(out)
         name, *options = command
-        assert speechdp([name, str(dataset.path), str(out), *options]) == 1
+        assert speechdp([name, str(dataset.path), str(out), *options]) == 73
         assert one_line(capsys).startswith(
             f"speechdp: {out}: is in use by speechdp train, process {os.getpid()} on "
         )
@@ -100,7 +103,7 @@ def test_what_holds_a_run_in_use_is_not_deleted(
     with owner(out / "gradient_averaging"):
         (out / record).write_text("{}")
         before = tree(out)
-        assert speechdp([command, str(dataset.path), str(out), "--overwrite"]) == 1
+        assert speechdp([command, str(dataset.path), str(out), "--overwrite"]) == 73
         assert f"{out / 'gradient_averaging'}: is in use by" in one_line(capsys)
         assert tree(out) == before
 
@@ -119,7 +122,7 @@ def test_data_that_are_being_made_are_refused(
     options = ["--overwrite"] if command == "prepare" else ["--overwrite", "--shards", "2"]
     with owner(data, owner_file(data)):
         for name in (data, link):
-            assert speechdp([*words, str(name), *options]) == 1
+            assert speechdp([*words, str(name), *options]) == 73
             assert one_line(capsys).startswith(f"speechdp: {name}: is in use by speechdp train")
         assert (partial / "train-00000.h5").is_file() and tree(data) == tree(dataset.path)
     # Once its owner has gone by a kill, what it has left goes as well.
@@ -169,21 +172,54 @@ def test_ranks_agree_on_who_owns_and_one_says_that_it_was_overtaken(
 
     run_threads(2, train, timeout_s=30)
     ((text, code),) = said
-    assert code == 1 and text.count("\n") == 1
+    assert code == 73 and text.count("\n") == 1
     assert text.startswith("speechdp: rank 0 on ") and "run: was taken over by speechdp train" in text
     assert (tmp_path / "run" / OWNER_FILE).is_file()
 
 
-def test_a_signal_ends_the_waiting_for_a_sign_of_life(
+def test_a_print_that_hangs_keeps_no_overtaken_rank(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("speechdp.comm.environment.end_process_with", lambda text, code: ended.append(code))
+    monkeypatch.setattr("speechdp.bounded._PATIENCE_S", 0.1)
+    is_read = threading.Event()
+
+    class Printing(SilentReporter):
+        def end(self) -> None:
+            is_read.wait()
+
+    session = Session(dataset, SerialCommunicator(), torch.device("cpu"), Printing())
+    with owned(session, tmp_path, "train") as mine:
+        assert mine is not None
+        (tmp_path / OWNER_FILE).unlink()
+        owner(tmp_path).acquire()
+        beating = threading.Thread(target=mine.beat, daemon=True)
+        beating.start()
+        beating.join(30)
+        is_read.set()
+    assert ended[:1] == [73]
+
+
+@pytest.mark.parametrize("command", [TrainCommand, SweepCommand])
+def test_a_signal_ends_the_waiting_for_a_sign_of_life(
+    dataset: Dataset, tmp_path: Path, command: type[TrainCommand | SweepCommand]
+) -> None:
+    """What was to be overwritten is still there: --resume would go on with it."""
+    said: list[str] = []
+
+    class Noting(SilentReporter):
+        def notice(self, text: str) -> None:
+            said.append(text)
+
+    (tmp_path / "run.json").write_text("{}")
     owner(tmp_path, boot="another", host="another").acquire()
     with StopRequest() as stop:
-        session = Session(dataset, SerialCommunicator(), torch.device("cpu"), SilentReporter(), stop)
+        session = Session(dataset, SerialCommunicator(), torch.device("cpu"), Noting(), stop)
         os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(Stopped), owned(session, tmp_path, "train"):
-            pass
-    assert os.listdir(tmp_path) == [OWNER_FILE]  # noqa: PTH208
+        assert command(dataset.path, tmp_path, overwrite=True)._on_rank(session) == 75
+    assert said[-1] == f"stopped as asked before it began; give the same command again: {tmp_path}"
+    assert sorted(os.listdir(tmp_path)) == [OWNER_FILE, "run.json"]  # noqa: PTH208
 
 
 # --- links and rights -------------------------------------------------------------------------------------
@@ -349,7 +385,7 @@ def test_prepare_ends_by_a_signal_without_a_trace(
             while not any(path.stat().st_size for path in tmp_path.glob(".data.partial/.speaking-*/*.rows")):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.01)
-            assert speechdp(["prepare", "--synthetic", "1", str(data)]) == 1  # its owner lives
+            assert speechdp(["prepare", "--synthetic", "1", str(data)]) == 73  # its owner lives
             if number == signal.SIGINT:
                 os.killpg(process.pid, number)
             else:

@@ -58,6 +58,35 @@ def test_a_reader_that_goes_ends_nobody_and_one_that_is_slow_gets_all(tmp_path: 
     assert told == "0 None None" and reader.communicate()[0] == b"300000\n"
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_reader_that_takes_nothing_keeps_no_launch(tmp_path: Path, *, asked: bool) -> None:
+    """As in `launch ... | tee /hung/log`: the ranks have ended, and what is left is dropped."""
+    reading, writing = os.pipe()
+    program = "import os, signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    program += "sys.stdout.write('x' * 100_000); sys.stdout.flush()\n"
+    program += "os.kill(os.getppid(), signal.SIGUSR2)" if asked else ""
+    limits = "shown_output._READER_PATIENCE_S, shown_output._ASKED_PATIENCE_S = "
+    limits += "(1000.0, 0.2)" if asked else "(0.2, 1000.0)"
+    run = f"from speechdp.launching import shown_output\n{limits}\n{RUN}"
+    command = [sys.executable, "-c", run, str(tmp_path / "told"), program]
+    subprocess.run(command, stdout=writing, timeout=60, check=True)
+    for descriptor in (reading, writing):
+        os.close(descriptor)
+    lost = "standard output: cannot be written (nobody reads it), lines are lost"
+    assert (tmp_path / "told").read_text() == f"0 {12 if asked else None} {(lost, False)}\n"
+
+
+def test_a_signal_that_comes_twice_at_once_is_no_haste() -> None:
+    now = [100.0]
+    request = StopRequest(clock=lambda: now[0])
+    for now[0] in (100.0, 100.4):
+        request.note(signal.SIGTERM, None)
+    assert request.again is None and request.since == 100.0
+    now[0] = 101.5
+    request.note(signal.SIGTERM, None)
+    assert request.again == 101.5 and len(request.signals) == 3
+
+
 def test_a_launcher_that_is_killed_is_told_from_one_that_returns_so() -> None:
     end = run_job(["sh", "-c", "kill -9 $$"], os.environ, StopPolicy())
     assert (end.exit_code, end.killed_by) == (137, signal.SIGKILL)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from speechdp import bounded
 from speechdp.train import watchdog
 from speechdp.train.stacks import describe_stacks, innermost_module, is_anywhere_in
 from speechdp.train.status import RankStatus, StatusFolder
@@ -148,7 +149,8 @@ def test_a_rank_that_waits_lets_a_slower_one_get_on(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_a_disk_that_hangs_keeps_no_rank_from_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_PATIENCE_S", 0.1)
+    for module in (watchdog, bounded):
+        monkeypatch.setattr(module, "_PATIENCE_S", 0.1)
     unplugged = threading.Event()
     for name in ("write", "claim_end"):
         monkeypatch.setattr(StatusFolder, name, lambda *_: unplugged.wait(DEADLINE_S))
