@@ -90,7 +90,9 @@ def model_digest(path: Path) -> str:
 
 
 def tensorboard_steps(folder: Path) -> dict[str, list[int]]:
-    """Return the steps of every curve as TensorBoard shows them."""
+    """Return the steps of every curve as TensorBoard shows them; none where nothing was evaluated."""
+    if not folder.is_dir():
+        return {}
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     return {tag: [event.step for event in events.Scalars(tag)] for tag in sorted(events.Tags()["scalars"])}

@@ -115,15 +115,21 @@ def rewrite_shard(
 
 
 def flip_byte(path: Path, utterance: int, where: Literal["features", "targets"] = "features") -> str:
-    """Change one byte of an utterance's frames; return the utterance's id."""
+    """Change one bit of an utterance's frames; return the utterance's id.
+
+    A target stays one of the classes, if these are an even number: it is found by the checksum alone.
+    """
     with Shard(path) as shard:
         name, row = shard.utterance_ids[utterance], int(shard.offsets[utterance])
     with h5py.File(path, "r") as file:
         dataset = file[where]
         row_bytes = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:]))
-        position = dataset.id.get_offset() + row * row_bytes + 1
+        position = dataset.id.get_offset() + row * row_bytes
     content = bytearray(path.read_bytes())
-    content[position] ^= 0x40
+    if where == "targets":
+        content[position] ^= 0x01
+    else:
+        content[position + 1] ^= 0x40
     path.write_bytes(content)
     return name
 
