@@ -66,7 +66,8 @@ def model_readers(scratch: Path) -> list[Reader]:
 
 
 def _checkpoint(part_content: bytes, head: str, part: str) -> Files:
-    entry = {"file": Path(part).name, "sha256": hashlib.sha256(part_content).hexdigest()}
+    checksum = hashlib.sha256(part_content).hexdigest()
+    entry = {"file": Path(part).name, "sha256": checksum, "bytes": len(part_content)}
     values = {"format": "speechdp-checkpoint", "version": 1, "step": 12, "ranks": [entry]}
     return {head: json.dumps(values).encode(), part: part_content}
 

@@ -17,7 +17,7 @@ from speechdp.doctor.facts import data_facts, node_facts
 from speechdp.doctor.judge_network import clock_offset
 from speechdp.doctor.links import slow_links
 from speechdp.doctor.probe import ProbeOptions
-from tests.helpers.tiny_data import TinySizes, write_tiny_data
+from tests.helpers.tiny_data import TinySizes, flip_byte, write_tiny_data
 
 
 def test_facts_of_a_node_are_json_and_name_what_is_compared() -> None:
@@ -59,8 +59,7 @@ def test_facts_of_data(tmp_path: Path) -> None:
     assert good["checksum"] == dataset.checksum
     assert (good["missing"], good["verified"]) == ([], True)
     shard = dataset.shard_paths("train")[0]
-    content = shard.read_bytes()
-    shard.write_bytes(content[:-100] + bytes(100))
+    flip_byte(shard, 3)
     assert "error" in data_facts(dataset.path, verify=True)
     shard.unlink()
     assert data_facts(dataset.path, verify=False)["missing"] == [shard.name]
