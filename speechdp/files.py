@@ -31,6 +31,7 @@ _REMEDIES = {
     errno.ETIMEDOUT: _NETWORK_DISK,
     errno.ENOENT: "see that nothing removes or moves its folder",
     errno.ENOTDIR: "give a folder whose path holds no plain file",
+    errno.EEXIST: "remove the file of that name",
     errno.EISDIR: "remove the folder of that name",
     errno.ELOOP: "mend the symbolic links of its path",
     errno.ENAMETOOLONG: "use shorter names (of folders, or utterance ids)",

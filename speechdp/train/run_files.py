@@ -153,7 +153,8 @@ class RunDirectory:
         if not self._metrics.is_file():
             return 0
         with _disk_errors(self._metrics):
-            steps = [_of(line, "step") for line in self._metrics.read_text(errors="replace").splitlines()]
+            text = self._metrics.read_text(encoding="utf-8", errors="replace")
+            steps = [_of(line, "step") for line in text.splitlines()]
         return int(max((step for step in steps if step < math.inf), default=0))
 
     def add_metrics(self, metrics: Metrics) -> None:

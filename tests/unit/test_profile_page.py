@@ -242,5 +242,5 @@ def test_errors_are_the_users_to_mend(tmp_path: Path) -> None:
         write_profile_page(tmp_path)
     out = small_profile(tmp_path)
     (out / "report").write_text("in the way")
-    with pytest.raises(RunError, match="cannot write the report"):
+    with pytest.raises(RunError, match=r"report: cannot be written \(File exists\); remove the file"):
         write_profile_page(out)

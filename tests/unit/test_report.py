@@ -296,7 +296,7 @@ def test_the_command_prints_table_answer_and_paths(
 def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     out = write_sweep(tmp_path / "sweep", [MadeUpRun("a")])
     (out / "report").write_text("in the way")
-    with pytest.raises(RunError, match=r"sweep/report: cannot write the report"):
+    with pytest.raises(RunError, match=r"sweep/report: cannot be written \(File exists\); remove"):
         write_report(out)
 
 

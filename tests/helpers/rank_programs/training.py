@@ -107,7 +107,8 @@ def main(comm: Communicator) -> None:
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
     # A rank's start would take a second more (train/uncompiled.py).
-    assert "torch._dynamo" not in sys.modules, "training imports torch's compiler"
+    if dataset.task == "acoustic":
+        assert "torch._dynamo" not in sys.modules, "training imports torch's compiler"
     if comm.rank == 0:
         print(f"{len(cases)} runs resumed bitwise on {comm.size} ranks")
 
