@@ -163,6 +163,8 @@ _LINES = (
 _SHELLS_WORD = re.compile(r"\[\d+\]<stderr>:(Killed|Terminated)")
 #: horovodrun ends with a traceback of its own, whose last line but two says what happened.
 _TRACE_BEGINS = "Traceback (most recent call last):"
+#: A thread of horovodrun that fails at its end has just begun to say so.
+_TRACE_BEGINS_BEHIND = f"Exception in thread {_TRACE_BEGINS}"
 _TRACE_OF_LAUNCHER = "Horovod detected that one or more processes exited with non-zero status"
 _TRACES = (
     _Banner(
@@ -176,6 +178,7 @@ _BEGINNINGS = (
     b"[",
     b"speechdp: ",
     b"Traceback",
+    b"Exception in thread Traceback",
     b"Connection to",
     b"Timeout (",
     b"srun: ",
@@ -227,8 +230,9 @@ class LauncherOutput:
         text = _TAG.sub("", raw)
         if self._held:
             return self._hold(line, text)
-        if _RULE.fullmatch(text) or text == _TRACE_BEGINS:
-            self._held, self._in_trace = [line], text == _TRACE_BEGINS
+        begins_trace = text in (_TRACE_BEGINS, _TRACE_BEGINS_BEHIND)
+        if _RULE.fullmatch(text) or begins_trace:
+            self._held, self._in_trace = [line], begins_trace
             return b""
         if _note(_LINES, text, self.faults):
             return b""

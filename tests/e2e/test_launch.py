@@ -165,7 +165,7 @@ def test_a_killed_rank_ends_the_job_with_one_last_line(
     checkpoint.mkdir(parents=True)
     process = start("-np", "2", *launcher, "--", "train", "DATA", str(run), "die")
     code, errors = finish(process)
-    assert code == 137, errors
+    assert code == 137, "\n".join(errors)
     where = "" if "gloo" in launcher else f" on {host_name()}"  # which horovodrun does not tell
     said = [line for line in errors if line and not line.startswith("[")]  # horovodrun's "[1]<stderr>:Killed"
     assert said == errors[-1:]

@@ -147,6 +147,14 @@ def test_a_message_that_comes_in_two_pieces_is_noted() -> None:
     assert shown == text + b"\n" and output.faults == [Fault("said")]
 
 
+@pytest.mark.parametrize("piece", [None, 7])
+def test_horovodruns_end_is_read_behind_half_a_line_of_a_thread_of_its_own(piece: int | None) -> None:
+    shown, faults = read("Exception in thread " + HOROVODRUN, piece)
+    assert (shown, faults) == ("", [Fault("killed", 1, signal=9)])
+    text = "Exception in thread Thread-5:\n"
+    assert read(text, piece) == (text, [])
+
+
 def test_a_rule_behind_half_a_line_begins_a_banner_all_the_same() -> None:
     shown, faults = read("[1,0]<stderr>:half a line" + KILLED + "rest\n")
     assert shown == "[1,0]<stderr>:half a line\nrest\n"
