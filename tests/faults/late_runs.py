@@ -57,7 +57,7 @@ _OPTIONS = TrainOptions(
 )
 SIZES = TinySizes(train=18, dev=4, test=1)
 #: Ranks that wait for one another longer than this hang, s.
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 #: Seconds that a killed rank's checkpoint gets; a real one would get none.
 _GRACE_S = 0.05
 #: Longest pause between two looks of rank 0 for the others' files, s: the sooner it takes them, the worse.
