@@ -42,6 +42,9 @@ PATIENCE_S, _AFTER_PROBLEM_S = 600.0, 2.0
 #: Seconds a failed run gives the checkpoint under way.
 _GRACE_S = 2.0
 _LONGEST_PAUSE_S = 0.2
+#: Share of its patience after which rank 0 looks again how large the files have become: on a network disk a
+#: request a file.
+_SIZES_SHARE = 0.1
 
 
 class CheckpointWriter:
@@ -248,7 +251,7 @@ class CheckpointWriter:
 
     def _collect(self, place: Place, entries: dict[int, Entry]) -> None:
         silence, pause_s, num_bytes = Stillness(time.monotonic(), LOOK_S), 0.002, 0
-        patience = Patience()
+        patience, sizes_due_s = Patience(), time.monotonic()
         while missing := [rank for rank in range(self._comm.size) if rank not in entries]:
             if self._comm.gone.issuperset(missing):
                 return  # a checkpoint of those that are left, where losses are tolerated
@@ -258,9 +261,11 @@ class CheckpointWriter:
             except OSError as error:
                 patience.bear(error)
             has_problem = any("problem" in entry for entry in entries.values())
-            if not has_problem:  # slow is not gone
+            now_s = time.monotonic()
+            if not has_problem and now_s >= sizes_due_s:  # slow is not gone
+                sizes_due_s = now_s + _SIZES_SHARE * self._patience_s
                 num_bytes = max(num_bytes, bytes_written(place.temporary))
-            silent_s = silence.look(time.monotonic(), len(entries) + num_bytes)
+            silent_s = silence.look(now_s, len(entries) + num_bytes)
             if silent_s > (_AFTER_PROBLEM_S if has_problem else self._patience_s):
                 if has_problem:
                     return

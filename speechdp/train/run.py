@@ -160,7 +160,7 @@ def _prepare_folder(
             raise ConfigError(f"{run.path}: already holds a run; go on with --resume, or --overwrite it")
         if run.is_begun:
             run.check_same(options.fingerprint(), session.dataset.checksum, options.to_json())
-        elif resume and any(True for _ in checkpoint_steps(run.path)):
+        elif resume and next(checkpoint_steps(run.path), None) is not None:
             raise RunError(
                 f"{run.path}: has checkpoints, but no run.json to tell what run they are of; put it back, "
                 "or start the run anew with --overwrite"
