@@ -66,9 +66,9 @@ setup(
     package_data={
         "speechdp": [
             "comm/*.rules",
-            "decode/data/*",
+            "labels/data/*",
             "launching/templates/*",
-            "timing/templates/*",
+            "report/templates/*",
             "py.typed",
         ],
     },

@@ -17,21 +17,21 @@ import torch
 from torch import nn
 
 from speechdp.comm.base import Communicator
-from speechdp.config import ModelOptions, TrainOptions
-from speechdp.config_optimizer import OptimizerOptions
-from speechdp.data.assignment import Assignment, planned
-from speechdp.data.batch import Batch
-from speechdp.data.dataset import Dataset, Manifest, ShardEntry, SplitEntry
-from speechdp.data.features import FeatureConfig
-from speechdp.data.loader import Loader
-from speechdp.data.plan import plan_epoch
-from speechdp.data.shards import ShardHeader, ShardWriter, Utterance
-from speechdp.data.source import SplitSource
+from speechdp.data.loading.batch import Batch
+from speechdp.data.loading.loader import Loader
+from speechdp.data.loading.source import SplitSource
+from speechdp.data.plan.assignment import Assignment, planned
+from speechdp.data.plan.epoch_plan import plan_epoch
+from speechdp.data.shards.dataset import Dataset, Manifest, ShardEntry, SplitEntry
+from speechdp.data.shards.shard import ShardHeader, ShardWriter, Utterance
+from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError
 from speechdp.models.lstm_am import LstmAcousticModel
-from speechdp.strategies.base import Progress
-from speechdp.strategies.period import Period
-from speechdp.strategies.registry import parse_strategy
+from speechdp.options.optimizer import OptimizerOptions
+from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.parallel.period import Period
+from speechdp.parallel.registry import parse_strategy
+from speechdp.parallel.strategy import Progress
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.timing.timeline import Timeline
 from speechdp.train.build import build_trainer, make_replica

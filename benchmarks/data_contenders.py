@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import Dataset as MapDataset
 
 from benchmarks.data_corpora import BATCH_SIZE, index_of, plan_of
-from speechdp.data.assignment import planned
-from speechdp.data.dataset import Dataset
-from speechdp.data.loader import Loader
-from speechdp.data.plan import EpochPlan, RankPlan
-from speechdp.data.reader import Context, SplitReader
+from speechdp.data.loading.loader import Loader
+from speechdp.data.loading.reader import Context, SplitReader
+from speechdp.data.plan.assignment import planned
+from speechdp.data.plan.epoch_plan import EpochPlan, RankPlan
+from speechdp.data.shards.dataset import Dataset
 
 #: Features (B, T, F) float32, targets (B, T) int64 with -1 where nothing is learnt, lengths (B,) int64.
 Delivered = tuple[Tensor, Tensor, Tensor]

@@ -17,10 +17,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.data.dataset import Dataset, Manifest, ShardEntry, SplitEntry
-from speechdp.data.features import FeatureConfig
-from speechdp.data.plan import CorpusIndex, EpochPlan, PlanOptions, plan_epoch
-from speechdp.data.shards import ShardHeader, ShardWriter, Utterance
+from speechdp.data.plan.epoch_plan import CorpusIndex, EpochPlan, PlanOptions, plan_epoch
+from speechdp.data.shards.dataset import Dataset, Manifest, ShardEntry, SplitEntry
+from speechdp.data.shards.shard import ShardHeader, ShardWriter, Utterance
+from speechdp.data.signal.features import FeatureConfig
 
 NUM_CLASSES = 3000
 BATCH_SIZE = 32

@@ -42,8 +42,8 @@ from rich.table import Table
 from benchmarks.data_contenders import READERS, Checksum, Epoch, Task, checksum
 from benchmarks.data_corpora import CORPORA, write_corpus
 from benchmarks.paired import Rates, compare, run_job, run_rounds
-from speechdp.cli.console import make_console
-from speechdp.data.dataset import Dataset
+from speechdp.cli.support.console import make_console
+from speechdp.data.shards.dataset import Dataset
 
 DATALOADER, TAR, ARK, LIMIT = "vs_dataloader", "vs_webdataset_or_shar", "vs_ark", "vs_limit"
 OURS = "ours"

@@ -26,10 +26,10 @@ from rich import box
 from rich.table import Table
 
 from benchmarks.trainloader import WAIT, share
-from speechdp.cli.console import make_console
-from speechdp.compare.jobs import JobStarter
+from speechdp.cli.support.console import make_console
+from speechdp.experiments.compare.jobs import JobStarter
 from speechdp.launching.command import own_program
-from speechdp.timing.timing_file import DEFAULT_WARMUP_STEPS, read_timeline
+from speechdp.report.runs.timing_file import DEFAULT_WARMUP_STEPS, read_timeline
 
 #: With their batches: a step of the large model on a CPU takes a second for 10 chunks of 20 frames.
 MODELS = {"tiny": (), "kaldi-4x800": ("--batch-size", "10")}

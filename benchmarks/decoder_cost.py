@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import poster_model
 from benchmarks.decoder_parts import PARTS, make_part
 from benchmarks.poster_model import CONFIGS, LAUNCHES, Function, Sizes, timed
-from speechdp.cli.console import make_console
+from speechdp.cli.support.console import make_console
 from speechdp.models.tacotron.config import DecoderKind, TacotronConfig
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}

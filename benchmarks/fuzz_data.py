@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from benchmarks.fuzz_files import Files, Reader, changing, content_of
 from benchmarks.fuzz_inputs import damaged, other_hdf5, other_json
-from speechdp.data.alignment_file import open_targets, write_targets
-from speechdp.data.audio import probe, read_audio
-from speechdp.data.dataset import Dataset
-from speechdp.data.plan import PlanOptions, plan_epoch
-from speechdp.data.reader import SplitReader
-from speechdp.data.shard_layout import STRING_NAMES, ShardIndex, string_blocks
-from speechdp.data.shards import Shard
-from speechdp.data.symbols import SymbolInventory
-from speechdp.decode.hmm import StateInventory
-from speechdp.decode.lexicon import Lexicon
+from speechdp.data.loading.reader import SplitReader
+from speechdp.data.plan.epoch_plan import PlanOptions, plan_epoch
+from speechdp.data.shards.alignment_file import open_targets, write_targets
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.layout import STRING_NAMES, ShardIndex, string_blocks
+from speechdp.data.shards.shard import Shard
+from speechdp.data.signal.audio import probe, read_audio
+from speechdp.labels.hmm import StateInventory
+from speechdp.labels.lexicon import Lexicon
+from speechdp.labels.symbols import SymbolInventory
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 from tests.helpers.tiny_speech import write_tiny_speech
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from benchmarks.fuzz_files import Files, Reader, changing
 from benchmarks.fuzz_inputs import damaged
-from speechdp.data.kaldi_ali import alignment_source
-from speechdp.data.kaldi_cmvn import SpeakerCmvn
-from speechdp.data.kaldi_dir import read_kaldi_dir, read_table
-from speechdp.data.kaldi_matrix import num_rows, read_matrix, read_scp
-from speechdp.data.kaldi_model import read_pdf_map
+from speechdp.data.corpora.kaldi_dir import read_kaldi_dir, read_table
+from speechdp.data.kaldi.alignments import alignment_source
+from speechdp.data.kaldi.cmvn import SpeakerCmvn
+from speechdp.data.kaldi.matrix import num_rows, read_matrix, read_scp
+from speechdp.data.kaldi.model import read_pdf_map
 from tests.helpers.kaldi_files import binary_model, some_features, text_model, write_alignments, write_feats
 
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from benchmarks.fuzz_files import Change, Files, Reader, changing, content_of
 from benchmarks.fuzz_inputs import damaged, other_json
+from speechdp.checkpoint.state import load_checkpoint
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.launching.allocation import find_allocation
 from speechdp.launching.hostfile import read_hostfile
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
-from speechdp.timing.answer import find_answer
-from speechdp.timing.derived import sweep_figures
-from speechdp.timing.summary import read_sweep
-from speechdp.train.checkpoint import load_checkpoint
+from speechdp.report.runs.derived import sweep_figures
+from speechdp.report.runs.folders import read_sweep
+from speechdp.report.sweep.answer import find_answer
 from speechdp.train.model_file import ClassCounts, load_model, save_model
 from tests.helpers.runs import MadeUpRun, write_run
 

@@ -26,11 +26,18 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from speechdp.data.dataset import Dataset, Manifest, ShardEntry, SplitEntry
-from speechdp.data.features import FeatureConfig
-from speechdp.data.plan import CorpusIndex, EpochPlan, PlanOptions, Segments, padding_share, plan_epoch
-from speechdp.data.reader import SplitReader
-from speechdp.data.shards import ShardHeader, ShardWriter, Utterance
+from speechdp.data.loading.reader import SplitReader
+from speechdp.data.plan.epoch_plan import (
+    CorpusIndex,
+    EpochPlan,
+    PlanOptions,
+    Segments,
+    padding_share,
+    plan_epoch,
+)
+from speechdp.data.shards.dataset import Dataset, Manifest, ShardEntry, SplitEntry
+from speechdp.data.shards.shard import ShardHeader, ShardWriter, Utterance
+from speechdp.data.signal.features import FeatureConfig
 
 NUM_CLASSES = 10
 FEATURES = FeatureConfig(num_mel_bins=3)

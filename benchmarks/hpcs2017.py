@@ -56,12 +56,12 @@ from benchmarks.hpcs2017_results import (
     show,
     write_csv,
 )
-from speechdp.compare.jobs import JobStarter
-from speechdp.config import TrainOptions
-from speechdp.data.dataset import Dataset
-from speechdp.data.preprocess import AugmentOptions
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.transforms.preprocess import AugmentOptions
+from speechdp.experiments.compare.jobs import JobStarter
 from speechdp.launching.command import own_program
 from speechdp.models.lstm_am import LstmAcousticModel
+from speechdp.options.run import TrainOptions
 from speechdp.train.model_file import MODEL_NAME, ClassCounts, save_model
 
 SYNTHETIC_HOURS = 0.25

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from benchmarks.hpcs2017_results import PARTS, SAVED, WAYS, Result, count, frame_counts_of, of, saved
-from speechdp.timing.canvas import style_axes
-from speechdp.timing.figures import STYLE
-from speechdp.timing.theme import PRINT, RUN_COLOURS
+from speechdp.report.kit.canvas import style_axes
+from speechdp.report.kit.svg import STYLE
+from speechdp.report.kit.theme import PRINT, RUN_COLOURS
 
 _PART_COLOURS = {
     "start": "#8c3b2e", "read_model": "#c4513c", "load": "#e3b04b", "preprocess": "#f0d38f",

@@ -13,9 +13,9 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from speechdp.cli.console import make_console
-from speechdp.timing.jsonl import read_lines
-from speechdp.timing.summary import read_run
+from speechdp.cli.support.console import make_console
+from speechdp.jsonl import read_lines
+from speechdp.report.runs.folders import read_run
 
 #: Start of Kaldi's programs in an iteration, s: C++, no interpreter and no torch to import.
 CPP_START_S = 0.3

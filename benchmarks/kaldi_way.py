@@ -35,11 +35,11 @@ from benchmarks.kaldi_way_train import (
     read_utterances,
     write_weights,
 )
-from speechdp.config import TrainOptions
-from speechdp.data.batch import Batch
-from speechdp.data.dataset import Dataset
-from speechdp.data.plan import CorpusIndex, PlanOptions, plan_epoch
+from speechdp.data.loading.batch import Batch
+from speechdp.data.plan.epoch_plan import CorpusIndex, PlanOptions, plan_epoch
+from speechdp.data.shards.dataset import Dataset
 from speechdp.models.lstm_am import LstmAcousticModel
+from speechdp.options.run import TrainOptions
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.train.models import make_acoustic_model
 

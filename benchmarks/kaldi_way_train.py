@@ -29,18 +29,18 @@ import numpy.typing as npt
 import safetensors.torch
 import torch
 
-from speechdp.config import TrainOptions
-from speechdp.data.alignment_file import open_targets
-from speechdp.data.batch import IGNORED_TARGET, Batch
-from speechdp.data.dataset import Dataset
-from speechdp.data.preprocess import Preprocessor, UtteranceKey
-from speechdp.data.segments import Segments
-from speechdp.data.source_options import make_preprocessor
+from speechdp.data.loading.batch import IGNORED_TARGET, Batch
+from speechdp.data.loading.source_options import make_preprocessor
+from speechdp.data.plan.segments import Segments
+from speechdp.data.shards.alignment_file import open_targets
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.transforms.preprocess import Preprocessor, UtteranceKey
 from speechdp.models.lstm_am import LstmAcousticModel
+from speechdp.options.run import TrainOptions
+from speechdp.parallel.replica import Replica
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.train.build import make_replica
 from speechdp.train.models import make_acoustic_model
-from speechdp.train.replica import Replica
 
 
 @dataclass(frozen=True)

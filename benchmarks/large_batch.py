@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import trials
 from benchmarks.trials import Outcome, Trial
-from speechdp.config import TrainOptions
-from speechdp.config_batch import BatchOptions
-from speechdp.config_optimizer import OptimizerOptions
-from speechdp.train.recipe import RECIPES
+from speechdp.options.batch import BatchOptions
+from speechdp.options.optimizer import OptimizerOptions
+from speechdp.options.recipe import RECIPES
+from speechdp.options.run import TrainOptions
 
 RECIPE = RECIPES["adpsgd-asr"]
 SMALL, WITH_RECIPE, WITHOUT = "small batch", "large batch, recipe", "large batch, no recipe"

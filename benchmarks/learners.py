@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import trials
 from benchmarks.trials import Outcome, Trial
-from speechdp.compare.plan import split_strategies
-from speechdp.config_batch import BatchOptions
-from speechdp.config_optimizer import OptimizerOptions
-from speechdp.train.recipe import RECIPES
+from speechdp.experiments.compare.plan import split_strategies
+from speechdp.options.batch import BatchOptions
+from speechdp.options.optimizer import OptimizerOptions
+from speechdp.options.recipe import RECIPES
 
 #: Plain SGD, on one rank.
 SEQUENTIAL = "gradient_averaging"

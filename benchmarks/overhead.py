@@ -33,13 +33,13 @@ from benchmarks.contenders import (
 )
 from benchmarks.paired import compare, launch_ranks, run_rounds
 from speechdp.comm.base import Communicator
-from speechdp.comm.create import create_communicator
 from speechdp.comm.environment import expect_rare_exchanges
-from speechdp.comm.failure import guard
-from speechdp.config import TrainOptions
-from speechdp.data.batch import Batch
-from speechdp.data.dataset import Dataset
-from speechdp.data.reader import SplitReader
+from speechdp.comm.startup.create import create_communicator
+from speechdp.comm.startup.failure import guard
+from speechdp.data.loading.batch import Batch
+from speechdp.data.loading.reader import SplitReader
+from speechdp.data.shards.dataset import Dataset
+from speechdp.options.run import TrainOptions
 from speechdp.train.models import make_acoustic_model
 
 LOOP, AVERAGING = "bare loop", "model_averaging:period=1000000"

@@ -49,8 +49,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.namespaces import Nodes, ended_by_signals, why_not
 from benchmarks.paired import launch_ranks, run_job, run_rounds
 from speechdp.comm.base import Communicator
-from speechdp.comm.create import create_communicator
-from speechdp.comm.failure import guard
+from speechdp.comm.startup.create import create_communicator
+from speechdp.comm.startup.failure import guard
 
 CONTENDERS = ("iallreduce", "mpi", "torch", "horovod", "peers_mpi", "peers_torch")
 SIZES_MB = (16, 64)

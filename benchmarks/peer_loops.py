@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from benchmarks.contenders import loss_of, open_loader, print_rate, timed
 from speechdp.comm import environment
-from speechdp.comm.flat import FlatBuffer
-from speechdp.config import TrainOptions
-from speechdp.data.batch import Batch
-from speechdp.data.dataset import Dataset
-from speechdp.data.reader import SplitReader
+from speechdp.data.loading.batch import Batch
+from speechdp.data.loading.reader import SplitReader
+from speechdp.data.shards.dataset import Dataset
+from speechdp.options.run import TrainOptions
+from speechdp.parallel.flat_buffer import FlatBuffer
 from speechdp.train.models import make_acoustic_model
 
 
@@ -123,8 +123,8 @@ def horovod(setting: Setting, *, gloo: bool) -> Iterator[Step]:
 @contextlib.contextmanager
 def _horovod_over_gloo() -> Iterator[None]:
     """Say to `hvd.init`, which the block calls, where the ranks meet."""
-    from speechdp.comm.horovod_gloo import GlooMeeting  # noqa: PLC0415
-    from speechdp.comm.mpi import MpiCommunicator  # noqa: PLC0415
+    from speechdp.comm.horovod.gloo import GlooMeeting  # noqa: PLC0415
+    from speechdp.comm.mpi.communicator import MpiCommunicator  # noqa: PLC0415
 
     mpi = MpiCommunicator()  # carries the meeting only
     meeting = GlooMeeting(mpi)

@@ -40,15 +40,15 @@ from benchmarks.contenders import (
 from benchmarks.paired import Rates, compare, launch_ranks, run_rounds
 from benchmarks.peer_loops import PEER_LOOPS, Run, run_peer
 from speechdp.comm.base import Communicator
-from speechdp.comm.create import create_communicator
 from speechdp.comm.environment import expect_rare_exchanges
-from speechdp.comm.failure import guard
-from speechdp.config import ModelOptions, TrainOptions
-from speechdp.data.batch import Batch
-from speechdp.data.dataset import Dataset
-from speechdp.data.loader import Loader
-from speechdp.data.reader import SplitReader
-from speechdp.strategies.registry import parse_strategy
+from speechdp.comm.startup.create import create_communicator
+from speechdp.comm.startup.failure import guard
+from speechdp.data.loading.batch import Batch
+from speechdp.data.loading.loader import Loader
+from speechdp.data.loading.reader import SplitReader
+from speechdp.data.shards.dataset import Dataset
+from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.parallel.registry import parse_strategy
 from speechdp.train.models import make_acoustic_model
 
 #: What is compared with what: peers of the kind, and strategies of ours that do the same.

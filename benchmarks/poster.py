@@ -41,10 +41,10 @@ from rich import box
 from rich.table import Table
 
 from benchmarks.paired import REPOSITORY
-from speechdp.cli.console import make_console
+from speechdp.cli.support.console import make_console
+from speechdp.experiments.profile.derived import STEP, make_loading, make_scaling
+from speechdp.experiments.profile.record import BLOCKING, FED, POOLED, STRONG, WEAK, Profile, read_profile
 from speechdp.launching.command import own_program
-from speechdp.profile.derived import STEP, make_loading, make_scaling
-from speechdp.profile.record import BLOCKING, FED, POOLED, STRONG, WEAK, Profile, read_profile
 
 PARTS = ("profile", "decoder", "threads", "memory")
 GPU_PARTS = (*PARTS, "decoder_bf16")

@@ -37,10 +37,10 @@ from benchmarks import poster_model
 from benchmarks.paired import launch_ranks
 from benchmarks.poster_model import CONFIGS
 from benchmarks.poster_schemes import EqualRanks, Job, OneMaster, Scheme
-from speechdp.cli.console import make_console
+from speechdp.cli.support.console import make_console
 from speechdp.comm.base import Communicator
-from speechdp.comm.create import create_communicator
-from speechdp.comm.failure import guard
+from speechdp.comm.startup.create import create_communicator
+from speechdp.comm.startup.failure import guard
 
 SCHEMES = ("master", "equal")
 #: What the C library frees goes back to the system: else resident memory is what was used at some time.

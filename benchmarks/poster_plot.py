@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from speechdp.timing.canvas import style_axes
-from speechdp.timing.figures import STYLE
-from speechdp.timing.theme import PRINT, RUN_COLOURS
+from speechdp.report.kit.canvas import style_axes
+from speechdp.report.kit.svg import STYLE
+from speechdp.report.kit.theme import PRINT, RUN_COLOURS
 
 Result = dict[str, Any]
 _OURS, _POSTER = RUN_COLOURS[0], RUN_COLOURS[1]

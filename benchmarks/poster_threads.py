@@ -49,7 +49,7 @@ from rich.table import Table
 from benchmarks import poster_model
 from benchmarks.paired import REPOSITORY
 from benchmarks.poster_model import CONFIGS, FUNCTIONS, LAUNCHES, Function, synchronise
-from speechdp.cli.console import make_console
+from speechdp.cli.support.console import make_console
 
 WAYS = ("threads", "processes")
 

@@ -35,14 +35,14 @@ from benchmarks.namespaces import Nodes, ended_by_signals, why_not
 from benchmarks.paired import REPOSITORY, run_job
 from benchmarks.slow_link_plot import Result, draw
 from speechdp.comm.base import Communicator
-from speechdp.comm.create import create_communicator
 from speechdp.comm.environment import expect_rare_exchanges
-from speechdp.comm.failure import guard
-from speechdp.config import ModelOptions
-from speechdp.config_optimizer import OptimizerOptions
-from speechdp.data.batch import Batch
+from speechdp.comm.startup.create import create_communicator
+from speechdp.comm.startup.failure import guard
+from speechdp.data.loading.batch import Batch
 from speechdp.models.lstm_am import LstmAcousticModel
-from speechdp.strategies.registry import parse_strategy
+from speechdp.options.optimizer import OptimizerOptions
+from speechdp.options.run import ModelOptions
+from speechdp.parallel.registry import parse_strategy
 
 
 @dataclass(frozen=True)

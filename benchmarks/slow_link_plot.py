@@ -10,8 +10,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from speechdp.timing.canvas import style_axes
-from speechdp.timing.theme import PRINT
+from speechdp.report.kit.canvas import style_axes
+from speechdp.report.kit.theme import PRINT
 
 #: Marker and dashes by back-end.
 _STYLES: dict[str, tuple[str, tuple[int, ...]]] = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from speechdp.cli.console import make_console
+from speechdp.cli.support.console import make_console
 
 WINDOW_S = 3.0
 

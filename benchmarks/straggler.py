@@ -30,16 +30,16 @@ from rich import box
 from rich.table import Table
 
 from benchmarks.straggler_plot import Bar, draw
-from speechdp.cli.console import make_console
-from speechdp.compare.jobs import JobStarter
-from speechdp.compare.plan import split_strategies, whole_numbers
-from speechdp.config import TrainOptions
+from speechdp.cli.support.console import make_console
+from speechdp.experiments.compare.jobs import JobStarter
+from speechdp.experiments.compare.plan import split_strategies, whole_numbers
 from speechdp.launching.command import own_program
 from speechdp.launching.cores import available_cores
-from speechdp.timing import wording
-from speechdp.timing.derived import best_log_prob, frames_per_s, time_to_target
-from speechdp.timing.results import RunResult
-from speechdp.timing.summary import read_run
+from speechdp.options.run import TrainOptions
+from speechdp.report.kit import formatting
+from speechdp.report.runs.derived import best_log_prob, frames_per_s, time_to_target
+from speechdp.report.runs.folders import read_run
+from speechdp.report.runs.results import RunResult
 from speechdp.train.build import training_ranks
 
 STRATEGIES = "gradient_averaging,model_averaging:period=16,bmuf:period=16,delayed_averaging,dpsgd,ad_psgd"
@@ -145,7 +145,7 @@ def train(
                 words.append(f"--slow-ranks={given.ranks - 1}:{case.factor}")
             message = starter.run(given.ranks, words, out / "logs" / f"{case.folder}.log")
         timing = read_run(run_dir).timing
-        rate = wording.count(frames_per_s(timing) if timing else None)
+        rate = formatting.count(frames_per_s(timing) if timing else None)
         print(f"{place}: {message or f'{rate} frames/s'}", flush=True)
 
 
@@ -167,7 +167,7 @@ def show(found: Sequence[Outcome], ranks: int) -> None:
     for row in found:
         shares = (row.of_own, row.of_sum, row.target_of_own)
         table.add_row(
-            row.strategy, f"{row.factor}x", wording.count(row.frames_per_s), *map(wording.times, shares)
+            row.strategy, f"{row.factor}x", formatting.count(row.frames_per_s), *map(formatting.times, shares)
         )
     make_console().print(table)
 

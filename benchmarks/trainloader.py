@@ -37,10 +37,10 @@ from rich import box
 from rich.table import Table
 
 from benchmarks.trainloader_plot import Panel, draw
-from speechdp.cli.console import make_console
-from speechdp.compare.jobs import JobStarter
+from speechdp.cli.support.console import make_console
+from speechdp.experiments.compare.jobs import JobStarter
 from speechdp.launching.command import own_program
-from speechdp.timing.timing_file import DEFAULT_WARMUP_STEPS, read_timeline
+from speechdp.report.runs.timing_file import DEFAULT_WARMUP_STEPS, read_timeline
 
 ORDERS = "blocking-sort,shuffled,pooled,laplace"
 COMPUTE = ("forward", "backward", "update")

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
 
-from speechdp.timing.canvas import style_axes
-from speechdp.timing.figures import STYLE
-from speechdp.timing.theme import PRINT, RUN_COLOURS
+from speechdp.report.kit.canvas import style_axes
+from speechdp.report.kit.svg import STYLE
+from speechdp.report.kit.theme import PRINT, RUN_COLOURS
 
 
 @dataclass(frozen=True)

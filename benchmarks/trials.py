@@ -25,14 +25,14 @@ from pathlib import Path
 import torch
 
 from speechdp.comm.base import Communicator
-from speechdp.comm.create import create_communicator
-from speechdp.comm.failure import guard
-from speechdp.config import ModelOptions, TrainOptions
-from speechdp.data.dataset import Dataset
+from speechdp.comm.startup.create import create_communicator
+from speechdp.comm.startup.failure import guard
+from speechdp.data.shards.dataset import Dataset
 from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.launching.command import Job, child_environment, mpirun_command
 from speechdp.launching.hostfile import local_hosts
 from speechdp.launching.programs import find_open_mpi
+from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.train.model_file import load_model
 from speechdp.train.realign import make_alignments, train_or_go_on
 from speechdp.train.session import Session

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from speechdp.config import TrainOptions
 from speechdp.errors import ConfigError
-from speechdp.overwrite import check_overwrite, empty
+from speechdp.options.run import TrainOptions
+from speechdp.ownership.overwrite import check_overwrite, empty
 
 if TYPE_CHECKING:
-    from speechdp.compare.jobs import JobStarter
-    from speechdp.compare.plan import ComparePlan
-    from speechdp.compare.run import CompareRequest
+    from speechdp.experiments.compare.jobs import JobStarter
+    from speechdp.experiments.compare.plan import ComparePlan
+    from speechdp.experiments.compare.run import CompareRequest
 
 _RECORDS = ("compare.json",)
 
@@ -56,13 +56,13 @@ class CompareCommand:
 
     def run(self) -> int:
         """Make the comparison and its report; return the exit code: 1 where a run failed."""
-        from speechdp.cli.console import make_console  # noqa: PLC0415 - keeps --help fast
-        from speechdp.cli.folders import owner_of  # noqa: PLC0415
         from speechdp.cli.report import print_report  # noqa: PLC0415
-        from speechdp.cli.starting import line_printer  # noqa: PLC0415
-        from speechdp.compare.jobs import Stopped  # noqa: PLC0415
-        from speechdp.compare.record import FAILED  # noqa: PLC0415
-        from speechdp.compare.run import Comparer  # noqa: PLC0415
+        from speechdp.cli.support.console import make_console  # noqa: PLC0415 - keeps --help fast
+        from speechdp.cli.support.folders import owner_of  # noqa: PLC0415
+        from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
+        from speechdp.experiments.compare.jobs import Stopped  # noqa: PLC0415
+        from speechdp.experiments.compare.record import FAILED  # noqa: PLC0415
+        from speechdp.experiments.compare.run import Comparer  # noqa: PLC0415
 
         request, starter = self._request(self._plan()), self._starter()
         announcement = _announcement(request)
@@ -90,8 +90,8 @@ class CompareCommand:
         return 1 if failed else 0
 
     def _plan(self) -> ComparePlan:
-        from speechdp.compare.plan import ComparePlan, split_strategies, whole_numbers  # noqa: PLC0415
-        from speechdp.strategies.registry import describe, parse_strategy  # noqa: PLC0415
+        from speechdp.experiments.compare.plan import ComparePlan, split_strategies, whole_numbers  # noqa: PLC0415
+        from speechdp.parallel.registry import describe, parse_strategy  # noqa: PLC0415
 
         if self.options.strategy != TrainOptions().strategy:
             raise ConfigError("--strategy is not for compare: use --strategies")
@@ -115,9 +115,9 @@ class CompareCommand:
         )
 
     def _request(self, plan: ComparePlan) -> CompareRequest:
-        from speechdp.compare.run import CompareRequest  # noqa: PLC0415
-        from speechdp.data.dataset import Dataset  # noqa: PLC0415
-        from speechdp.decode.kaldi_pdfs import refuse_kaldi_pdfs  # noqa: PLC0415
+        from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
+        from speechdp.experiments.compare.run import CompareRequest  # noqa: PLC0415
+        from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs  # noqa: PLC0415
         from speechdp.launching.cores import available_cores  # noqa: PLC0415
 
         dataset = Dataset.open(self.data)
@@ -137,7 +137,7 @@ class CompareCommand:
         )
 
     def _starter(self) -> JobStarter:
-        from speechdp.cli.starting import make_starter, threads_of_a_rank  # noqa: PLC0415
+        from speechdp.cli.support.starting import make_starter, threads_of_a_rank  # noqa: PLC0415
 
         feeders = self.options.loading.feeders
         if feeders and self.hostfile is not None:

@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import tyro
 
 from speechdp import exit_codes
-from speechdp.cli.console import make_console
+from speechdp.cli.support.console import make_console
 from speechdp.comm.environment import announced
 from speechdp.doctor.examine import Examination, Request, examine, to_json
 from speechdp.doctor.finding import Finding
@@ -23,8 +23,8 @@ from speechdp.errors import ConfigError
 from speechdp.files import write_text_atomically
 from speechdp.launching.allocation import Allocation, find_allocation
 from speechdp.launching.command import Controller, Launcher, check_controller
+from speechdp.launching.forwarded_options import split_words
 from speechdp.launching.hostfile import Host, Hostfile, local_hosts, read_hostfile
-from speechdp.launching.words import split_words
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from speechdp.cli.console import make_console
-from speechdp.data.dataset import Dataset
-from speechdp.data.shard_layout import printable
-from speechdp.data.symbols import symbols_of
-from speechdp.decode.kaldi_pdfs import classes_of
+from speechdp.cli.support.console import make_console
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.layout import printable
+from speechdp.labels.kaldi_pdfs import classes_of
+from speechdp.labels.symbols import symbols_of
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from typing import Annotated
 import tyro
 
 from speechdp import exit_codes
-from speechdp.claimant import START_VARIABLE
-from speechdp.cli.console import describe_terminal
+from speechdp.cli.support.console import describe_terminal
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Allocation, find_allocation
 from speechdp.launching.command import (
@@ -37,6 +36,7 @@ from speechdp.launching.command import (
 )
 from speechdp.launching.cores import available_cores
 from speechdp.launching.faults import located
+from speechdp.launching.forwarded_options import has_option, split_words
 from speechdp.launching.hostfile import Host, Hostfile, local_hosts, read_hostfile
 from speechdp.launching.outcome import Verdict, find_target, verdict
 from speechdp.launching.programs import find_horovodrun, find_open_mpi
@@ -44,8 +44,8 @@ from speechdp.launching.requeue import is_to_go_on, requeue
 from speechdp.launching.restarts import RestartPolicy, Restarts, find_reachable
 from speechdp.launching.submit import check_command
 from speechdp.launching.supervise import JobEnd, StopPolicy, StopRequest, noted_signals, run_job
-from speechdp.launching.words import has_option, split_words
-from speechdp.output import STDERR, is_read, losses_noted_in
+from speechdp.ownership.claimant import START_VARIABLE
+from speechdp.process.output import STDERR, is_read, losses_noted_in
 
 #: So long a GPU may need to free the memory of a killed rank, s.
 _RESTART_DELAY_S = 1.0

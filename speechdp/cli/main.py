@@ -13,11 +13,11 @@ import tyro
 
 from speechdp import __version__, exit_codes
 from speechdp.comm.environment import announced
-from speechdp.ending import Ended, describe_end, end_by_exception
 from speechdp.errors import ConfigError, SpeechDPError
 from speechdp.files import cannot_be_used
-from speechdp.output import STDERR, is_read, keep_standard_streams, lost_output
-from speechdp.utf8 import use_utf8
+from speechdp.process.ending import Ended, describe_end, end_by_exception
+from speechdp.process.output import STDERR, is_read, keep_standard_streams, lost_output
+from speechdp.process.utf8 import use_utf8
 
 
 @dataclass(frozen=True)

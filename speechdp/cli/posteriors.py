@@ -38,15 +38,15 @@ class PosteriorsCommand:
 
     def run(self) -> int:
         """Write the archive and say what is in it."""
-        from speechdp.cli.distributed import over_ranks  # noqa: PLC0415 - keeps --help fast
+        from speechdp.cli.support.distributed import over_ranks  # noqa: PLC0415 - keeps --help fast
 
         return over_ranks("auto", self.device, self._on_rank)
 
     def _on_rank(self, comm: Communicator) -> int:
         from rich.console import Console  # noqa: PLC0415
 
-        from speechdp.cli.progress import progress_bar  # noqa: PLC0415
-        from speechdp.data.dataset import Dataset  # noqa: PLC0415
+        from speechdp.cli.support.progress import progress_bar  # noqa: PLC0415
+        from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
         from speechdp.decode.posteriors import PosteriorOptions, write_posteriors  # noqa: PLC0415
         from speechdp.errors import ConfigError  # noqa: PLC0415
         from speechdp.train.device import choose_device  # noqa: PLC0415

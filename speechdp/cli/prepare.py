@@ -9,26 +9,26 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from speechdp.cli.console import make_console
-from speechdp.cli.folders import owner_of, say_aside
 from speechdp.cli.inspect import describe
-from speechdp.cli.progress import progress_bar
-from speechdp.cli.synthesis_arguments import SynthesisArguments
-from speechdp.data.data_dir import check_place, owner_file
-from speechdp.data.features import FeatureConfig
-from speechdp.data.kaldi_prepare import KaldiPrepared, prepare_kaldi
-from speechdp.data.kaldi_settings import KaldiOptions
-from speechdp.data.prepare import Prepared, PrepareOptions, prepare
-from speechdp.data.prepare_synthesis import (
+from speechdp.cli.support.console import make_console
+from speechdp.cli.support.folders import owner_of, say_aside
+from speechdp.cli.support.progress import progress_bar
+from speechdp.cli.support.synthesis_arguments import SynthesisArguments
+from speechdp.data.prepare.kaldi import KaldiPrepared, prepare_kaldi
+from speechdp.data.prepare.kaldi_settings import KaldiOptions
+from speechdp.data.prepare.recognition import Prepared, PrepareOptions, prepare
+from speechdp.data.prepare.shard_jobs import Progress
+from speechdp.data.prepare.synthesis import (
     PreparedSynthesis,
     SpectrogramOptions,
     SynthesisOptions,
     prepare_synthesis,
 )
-from speechdp.data.prepare_voices import VoiceOptions, prepare_voices
-from speechdp.data.shard_jobs import Progress
-from speechdp.data.spectrogram import FRAME_LENGTH_MS, FRAME_SHIFT_MS, NUM_MEL_BINS
-from speechdp.data.synthetic import SyntheticOptions, prepare_synthetic
+from speechdp.data.prepare.synthetic import SyntheticOptions, prepare_synthetic
+from speechdp.data.prepare.voices import VoiceOptions, prepare_voices
+from speechdp.data.shards.data_dir import check_place, owner_file
+from speechdp.data.signal.features import FeatureConfig
+from speechdp.data.signal.spectrogram import FRAME_LENGTH_MS, FRAME_SHIFT_MS, NUM_MEL_BINS
 from speechdp.errors import ConfigError
 
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from speechdp import exit_codes
-from speechdp.config import TrainOptions
 from speechdp.errors import ConfigError
-from speechdp.overwrite import check_overwrite, empty
+from speechdp.options.run import TrainOptions
+from speechdp.ownership.overwrite import check_overwrite, empty
 
 if TYPE_CHECKING:
-    from speechdp.compare.jobs import JobStarter
-    from speechdp.profile.jobs import ProfileRequest
-    from speechdp.profile.plan import ProfilePlan
-    from speechdp.profile.record import Settings
+    from speechdp.experiments.compare.jobs import JobStarter
+    from speechdp.experiments.profile.jobs import ProfileRequest
+    from speechdp.experiments.profile.plan import ProfilePlan
+    from speechdp.experiments.profile.record import Settings
     from speechdp.train.session import Session
 
 _RECORDS = ("profile.json",)
@@ -67,14 +67,14 @@ class ProfileCommand:
         return self._be_a_rank() if self.job else self._run_all()
 
     def _be_a_rank(self) -> int:
-        from speechdp.cli.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415 - fast --help
+        from speechdp.cli.support.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415 - fast --help
 
         others = {"OUT folder": self.out_dir, "--job": self.job, "--steps": self.steps}
         return train_over_ranks(SessionRequest(self.data, self.options, self.job, others), self._on_rank)
 
     def _on_rank(self, session: Session) -> int:
-        from speechdp.profile.ranks import JobRequest, profile_rank  # noqa: PLC0415
-        from speechdp.profile.record import MODULES  # noqa: PLC0415
+        from speechdp.experiments.profile.ranks import JobRequest, profile_rank  # noqa: PLC0415
+        from speechdp.experiments.profile.record import MODULES  # noqa: PLC0415
 
         kind = self.job.rpartition("-")[0]
         request = JobRequest(
@@ -87,13 +87,13 @@ class ProfileCommand:
         return 0
 
     def _run_all(self) -> int:
-        from speechdp.cli.console import make_console  # noqa: PLC0415
-        from speechdp.cli.folders import owner_of  # noqa: PLC0415
         from speechdp.cli.report import print_report  # noqa: PLC0415
-        from speechdp.cli.starting import line_printer  # noqa: PLC0415
-        from speechdp.compare.jobs import Stopped  # noqa: PLC0415
-        from speechdp.profile.jobs import Profiler  # noqa: PLC0415
-        from speechdp.profile.record import FAILED, STRONG  # noqa: PLC0415
+        from speechdp.cli.support.console import make_console  # noqa: PLC0415
+        from speechdp.cli.support.folders import owner_of  # noqa: PLC0415
+        from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
+        from speechdp.experiments.compare.jobs import Stopped  # noqa: PLC0415
+        from speechdp.experiments.profile.jobs import Profiler  # noqa: PLC0415
+        from speechdp.experiments.profile.record import FAILED, STRONG  # noqa: PLC0415
 
         request, starter = self._request(self._plan()), self._starter()
         if self.overwrite:
@@ -124,8 +124,8 @@ class ProfileCommand:
         return 1 if failed else 0
 
     def _plan(self) -> ProfilePlan:
-        from speechdp.compare.plan import whole_numbers  # noqa: PLC0415
-        from speechdp.profile.plan import ProfilePlan  # noqa: PLC0415
+        from speechdp.experiments.compare.plan import whole_numbers  # noqa: PLC0415
+        from speechdp.experiments.profile.plan import ProfilePlan  # noqa: PLC0415
 
         return ProfilePlan(
             ranks=tuple(sorted(whole_numbers("ranks", self.ranks, least=1))),
@@ -138,8 +138,8 @@ class ProfileCommand:
         )
 
     def _request(self, plan: ProfilePlan) -> ProfileRequest:
-        from speechdp.data.dataset import Dataset  # noqa: PLC0415
-        from speechdp.profile.jobs import ProfileRequest  # noqa: PLC0415
+        from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
+        from speechdp.experiments.profile.jobs import ProfileRequest  # noqa: PLC0415
         from speechdp.train.models import check_task  # noqa: PLC0415
 
         dataset = Dataset.open(self.data)
@@ -152,10 +152,10 @@ class ProfileCommand:
         return ProfileRequest(self.data, self.out_dir, jobs, self._settings(plan, dataset.checksum))
 
     def _settings(self, plan: ProfilePlan, checksum: str) -> Settings:
+        from speechdp.experiments.profile.notes import notes_on  # noqa: PLC0415
+        from speechdp.experiments.profile.plan import batch_of_rank  # noqa: PLC0415
+        from speechdp.experiments.profile.record import Settings  # noqa: PLC0415
         from speechdp.launching.cores import available_cores  # noqa: PLC0415
-        from speechdp.profile.notes import notes_on  # noqa: PLC0415
-        from speechdp.profile.plan import batch_of_rank  # noqa: PLC0415
-        from speechdp.profile.record import Settings  # noqa: PLC0415
 
         options = self.options
         is_synthesis = options.task == "synthesis"
@@ -178,14 +178,14 @@ class ProfileCommand:
         )
 
     def _starter(self) -> JobStarter:
-        from speechdp.cli.starting import make_starter  # noqa: PLC0415
+        from speechdp.cli.support.starting import make_starter  # noqa: PLC0415
 
         environment = {"OMP_NUM_THREADS": str(self._num_threads())}
         return make_starter("profile", self.launch_args, self.hostfile, environment)
 
     def _num_threads(self) -> int:
         """Return the threads of a rank: in every job the same, or times could not be compared."""
-        from speechdp.cli.starting import threads_of_a_rank  # noqa: PLC0415
+        from speechdp.cli.support.starting import threads_of_a_rank  # noqa: PLC0415
 
         if self.threads is not None:
             return max(1, self.threads)

@@ -11,7 +11,7 @@ import tyro
 from speechdp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from speechdp.timing.pages import WrittenReport
+    from speechdp.report.kit.pages import WrittenReport
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def print_report(out: Path, target: float | None) -> None:
     """Write the report of a folder and print its table, its answer and where it lies."""
     from rich.text import Text  # noqa: PLC0415 (keeps `speechdp --help` fast)
 
-    from speechdp.cli.console import make_console  # noqa: PLC0415
+    from speechdp.cli.support.console import make_console  # noqa: PLC0415
 
     report = _write(out, target)
     console = make_console()
@@ -50,13 +50,13 @@ def print_report(out: Path, target: float | None) -> None:
 
 def _write(out: Path, target: float | None) -> WrittenReport:
     """Write the report of whatever is in a folder."""
-    from speechdp.compare import record as comparison  # noqa: PLC0415
-    from speechdp.compare.report import write_comparison  # noqa: PLC0415
-    from speechdp.profile import record as profile  # noqa: PLC0415
-    from speechdp.timing.report import write_report  # noqa: PLC0415
+    from speechdp.experiments.compare import record as comparison  # noqa: PLC0415
+    from speechdp.experiments.profile import record as profile  # noqa: PLC0415
+    from speechdp.report.compare.report import write_comparison  # noqa: PLC0415
+    from speechdp.report.sweep.report import write_report  # noqa: PLC0415
 
     if (out / profile.FILE_NAME).is_file():
-        from speechdp.profile.page import write_profile_page  # noqa: PLC0415
+        from speechdp.report.profile.page import write_profile_page  # noqa: PLC0415
 
         if target is not None:
             raise ConfigError(f"--target: {out} is a profile, in which nothing is learnt; leave it out")

@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from speechdp.cli.console import make_console
-from speechdp.cli.folders import owner_of, say_aside
 from speechdp.cli.inspect import describe
-from speechdp.cli.progress import progress_bar
-from speechdp.data.data_dir import check_place, owner_file
-from speechdp.data.reshard import ReshardOptions, reshard
+from speechdp.cli.support.console import make_console
+from speechdp.cli.support.folders import owner_of, say_aside
+from speechdp.cli.support.progress import progress_bar
+from speechdp.data.prepare.reshard import ReshardOptions, reshard
+from speechdp.data.shards.data_dir import check_place, owner_file
 
 
 @dataclass(frozen=True)

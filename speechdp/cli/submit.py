@@ -14,6 +14,7 @@ from speechdp.cli.main import check_forwarded
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Scheduler
 from speechdp.launching.batch_script import BatchJob, Placement, Resources, job_name, render
+from speechdp.launching.forwarded_options import split_words
 from speechdp.launching.submit import (
     Submission,
     check_command,
@@ -25,7 +26,6 @@ from speechdp.launching.submit import (
     where_output_goes,
     write_script,
 )
-from speechdp.launching.words import split_words
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from speechdp import exit_codes
-from speechdp.config import TrainOptions
 from speechdp.errors import ConfigError
+from speechdp.options.run import TrainOptions
 
 if TYPE_CHECKING:
     from speechdp.comm.base import Communicator
+    from speechdp.experiments.sweep import SweepPlan
     from speechdp.train.progress import Reporter
     from speechdp.train.session import Session
-    from speechdp.train.sweep import SweepPlan
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SweepCommand:
 
     def run(self) -> int:
         """Run the sweep; return the exit code."""
-        from speechdp.cli.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415 - fast --help
+        from speechdp.cli.support.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415 - fast --help
 
         if self.options.strategy != TrainOptions().strategy:
             raise ConfigError("--strategy is not for sweep: use --swept, --periods and --reference")
@@ -56,7 +56,7 @@ class SweepCommand:
         return train_over_ranks(request, self._on_rank)
 
     def _plan(self) -> SweepPlan:
-        from speechdp.train.sweep import SweepPlan  # noqa: PLC0415
+        from speechdp.experiments.sweep import SweepPlan  # noqa: PLC0415
 
         plan = SweepPlan(
             strategy=self.swept,
@@ -71,10 +71,10 @@ class SweepCommand:
     def _on_rank(self, session: Session) -> int:
         from speechdp.cli.report import print_report  # noqa: PLC0415
         from speechdp.cli.train import RUN_RECORDS, check_run_overwrite  # noqa: PLC0415
-        from speechdp.ending import Stopped, StoppedBefore  # noqa: PLC0415
-        from speechdp.overwrite import empty  # noqa: PLC0415
+        from speechdp.experiments.sweep import run_sweep  # noqa: PLC0415
+        from speechdp.ownership.overwrite import empty  # noqa: PLC0415
+        from speechdp.process.ending import Stopped, StoppedBefore  # noqa: PLC0415
         from speechdp.train.ownership import owned  # noqa: PLC0415
-        from speechdp.train.sweep import run_sweep  # noqa: PLC0415
 
         comm, plan = session.comm, self._plan()
         if comm.rank == 0 and self.overwrite:
@@ -97,7 +97,7 @@ class SweepCommand:
         return 0
 
     def _reporter_maker(self, comm: Communicator) -> Callable[[str], Reporter]:
-        from speechdp.cli.console import make_console  # noqa: PLC0415
+        from speechdp.cli.support.console import make_console  # noqa: PLC0415
         from speechdp.train.progress import ConsoleReporter, SilentReporter  # noqa: PLC0415
 
         if comm.rank != 0:

@@ -75,7 +75,7 @@ class SynthesizeCommand:
 
     def run(self) -> int:
         """Say the texts, or measure."""
-        from speechdp.cli.distributed import over_ranks  # noqa: PLC0415 - keeps --help fast
+        from speechdp.cli.support.distributed import over_ranks  # noqa: PLC0415 - keeps --help fast
 
         self._check()
         return over_ranks("auto", self.device, self._on_rank)
@@ -122,7 +122,7 @@ class SynthesizeCommand:
         ]
 
     def _on_rank(self, comm: Communicator) -> int:
-        from speechdp.cli.caches import compiled_code_kept  # noqa: PLC0415
+        from speechdp.cli.support.caches import compiled_code_kept  # noqa: PLC0415
         from speechdp.synthesis.generate import Synthesiser, SynthesisOptions  # noqa: PLC0415
         from speechdp.train.device import choose_device  # noqa: PLC0415
         from speechdp.train.model_file import load_synthesis_model  # noqa: PLC0415
@@ -162,10 +162,10 @@ class SynthesizeCommand:
     def _measure(self, synthesiser: Synthesiser, data: Path, device: torch.device) -> int:
         from rich.console import Console  # noqa: PLC0415
 
-        from speechdp.cli.console import make_console  # noqa: PLC0415
-        from speechdp.cli.progress import progress_bar  # noqa: PLC0415
-        from speechdp.cli.synthesis_table import print_result  # noqa: PLC0415
-        from speechdp.data.dataset import Dataset  # noqa: PLC0415
+        from speechdp.cli.support.console import make_console  # noqa: PLC0415
+        from speechdp.cli.support.progress import progress_bar  # noqa: PLC0415
+        from speechdp.cli.support.synthesis_table import print_result  # noqa: PLC0415
+        from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
         from speechdp.decode.graph import Grammar  # noqa: PLC0415
         from speechdp.synthesis.held_out import EvaluationRequest, evaluate_split  # noqa: PLC0415
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from speechdp import exit_codes
-from speechdp.config import TrainOptions
 from speechdp.errors import ConfigError
-from speechdp.overwrite import check_overwrite, empty
+from speechdp.options.run import TrainOptions
+from speechdp.ownership.overwrite import check_overwrite, empty
 
 if TYPE_CHECKING:
     from speechdp.train.session import Session
@@ -36,7 +36,7 @@ class TrainCommand:
 
     def run(self) -> int:
         """Train; return the exit code."""
-        from speechdp.cli.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415 - fast --help
+        from speechdp.cli.support.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415 - fast --help
         from speechdp.comm.environment import expect_rare_exchanges  # noqa: PLC0415
         from speechdp.strategies import parse_strategy  # noqa: PLC0415
 
@@ -49,7 +49,7 @@ class TrainCommand:
         return train_over_ranks(request, self._on_rank)
 
     def _on_rank(self, session: Session) -> int:
-        from speechdp.ending import Stopped, StoppedBefore  # noqa: PLC0415
+        from speechdp.process.ending import Stopped, StoppedBefore  # noqa: PLC0415
         from speechdp.train.ownership import owned  # noqa: PLC0415
         from speechdp.train.realign import train_with_realignment  # noqa: PLC0415
 

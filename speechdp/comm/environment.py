@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from speechdp.bounded import bounded
+from speechdp.process.bounded import bounded
 
 #: which algorithm Open MPI takes for which message size; see the file itself and docs/communicators.md.
 ALLREDUCE_RULES = Path(__file__).with_name("openmpi_allreduce.rules")

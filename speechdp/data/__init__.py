@@ -1,0 +1,1 @@
+"""From audio and archives to batches; one room for each stage."""

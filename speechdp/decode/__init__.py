@@ -1,0 +1,1 @@
+"""From posteriors to words: graphs, search, forced alignment, word error rate."""

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speechdp.data.alignment_file import TargetsFile, open_targets, write_targets
-from speechdp.data.inputs import FEATURES_ALONE, InputOptions
-from speechdp.data.preprocess import Preprocessor
-from speechdp.data.shards import Shard
+from speechdp.data.shards.alignment_file import TargetsFile, open_targets, write_targets
+from speechdp.data.shards.shard import Shard
+from speechdp.data.transforms.inputs import FEATURES_ALONE, InputOptions
+from speechdp.data.transforms.preprocess import Preprocessor
 from speechdp.decode.graph import LexiconTransducer, transcript, word_ids_of
-from speechdp.decode.hmm import FloatArray, IntArray, count_frames_and_runs
 from speechdp.decode.search import Searcher, SearchOptions
+from speechdp.labels.hmm import FloatArray, IntArray, count_frames_and_runs
 
 #: `AcousticScorer.score`: features one by one in, (position, log-likelihoods (T, C)) out, in any order.
 Scorer = Callable[[Iterable[FloatArray]], Iterable[tuple[int, FloatArray]]]

@@ -19,9 +19,9 @@ import kaldifst
 import numpy as np
 from numpy.typing import ArrayLike
 
-from speechdp.decode.hmm import STATES_PER_PHONE, StateInventory, states_of
-from speechdp.decode.lexicon import SILENCE, Lexicon, digit_words
 from speechdp.errors import ConfigError
+from speechdp.labels.hmm import STATES_PER_PHONE, StateInventory, states_of
+from speechdp.labels.lexicon import SILENCE, Lexicon, digit_words
 
 EPSILON = 0
 

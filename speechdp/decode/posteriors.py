@@ -13,16 +13,16 @@ from typing import Literal
 
 import numpy as np
 
-from speechdp.data.dataset import Dataset
-from speechdp.data.kaldi_matrix import write_matrix
-from speechdp.data.preprocess import Preprocessor, inputs_of
-from speechdp.data.shards import Shard
-from speechdp.decode.hmm import FloatArray
-from speechdp.decode.kaldi_pdfs import load_classes
+from speechdp.data.kaldi.matrix import write_matrix
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.shard import Shard
+from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
 from speechdp.decode.recognise import TrainedModel, check_origin
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import atomic_path, cannot_be_written
+from speechdp.labels.hmm import FloatArray
+from speechdp.labels.kaldi_pdfs import load_classes
 
 Kind = Literal["log_likelihood", "log_posterior"]
 

@@ -12,23 +12,23 @@ from typing import Any, Protocol
 import torch
 
 from speechdp.comm.base import Communicator
-from speechdp.data.dataset import Dataset
-from speechdp.data.preprocess import InputOptions, Preprocessor, inputs_of
-from speechdp.data.shards import Shard
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.shard import Shard
+from speechdp.data.transforms.preprocess import InputOptions, Preprocessor, inputs_of
 from speechdp.decode.graph import Grammar, LexiconTransducer, build_graph, choose_grammar
-from speechdp.decode.hmm import FloatArray, StateInventory
-from speechdp.decode.kaldi_pdfs import KaldiPdfs, refuse_kaldi_pdfs
-from speechdp.decode.lexicon import Lexicon
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.decode.search import Searcher, SearchOptions
 from speechdp.decode.wer import WerResult, word_error_rate
-from speechdp.ending import Stopped
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import cannot_be_written, check_writable, write_text_atomically
+from speechdp.labels.hmm import FloatArray, StateInventory
+from speechdp.labels.kaldi_pdfs import KaldiPdfs, refuse_kaldi_pdfs
+from speechdp.labels.lexicon import Lexicon
+from speechdp.process.ending import Stopped
 
 
 class TrainedModel(Protocol):
-    """What decoding needs of `speechdp.train.checkpoint.LoadedModel`."""
+    """What decoding needs of `speechdp.checkpoint.state.LoadedModel`."""
 
     @property
     def model(self) -> torch.nn.Module:

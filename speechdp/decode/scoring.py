@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from speechdp.decode.hmm import FloatArray, scaled_log_likelihoods
+from speechdp.labels.hmm import FloatArray, scaled_log_likelihoods
 
 _WINDOW = 256  # utterances that are sorted by length together
 _MAX_LOGITS = 2**26  # of a batch: 256 MiB in float32

@@ -9,8 +9,8 @@ import kaldifst
 import numpy as np
 
 from speechdp.decode.graph import DecodingGraph
-from speechdp.decode.hmm import FloatArray, IntArray
 from speechdp.errors import RunError
+from speechdp.labels.hmm import FloatArray, IntArray
 
 _UNLIMITED = 2**31 - 1
 _MIN_ACTIVE = 20  # paths kept however narrow the beam; Kaldi's default

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from speechdp.comm.base import Communicator, ReduceOp
-from speechdp.comm.create import choose_backend, create_communicator
-from speechdp.comm.world import check_sum
+from speechdp.comm.startup.create import choose_backend, create_communicator
+from speechdp.comm.startup.world import check_sum
 from speechdp.doctor.links import slow_links
 
 #: A network disk may show a new file late.

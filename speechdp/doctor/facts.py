@@ -16,8 +16,8 @@ import torch
 
 import speechdp
 from speechdp.comm import environment, network
-from speechdp.comm.world import versions
-from speechdp.data.dataset import Dataset
+from speechdp.comm.startup.world import versions
+from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ShardError
 from speechdp.launching.cores import available_cores
 from speechdp.timing.gpu import gpu_facts

@@ -82,13 +82,13 @@ class Probe:
             limit_s = _VERIFY_LIMIT_S if self._options.verify else self._options.limit_s
             with self._part("data", limit_s) as found:
                 found.update(data_facts(Path(self._options.data), verify=self._options.verify))
-        from speechdp.comm.failure import guard  # noqa: PLC0415
+        from speechdp.comm.startup.failure import guard  # noqa: PLC0415
 
         return guard(self._connect, self._together)
 
     def _connect(self) -> Communicator:
         """Initialise what the launcher has ranks meet over."""
-        from speechdp.comm.create import create_communicator  # noqa: PLC0415
+        from speechdp.comm.startup.create import create_communicator  # noqa: PLC0415
 
         with self._part("connect") as found:
             alone = self._launch is None

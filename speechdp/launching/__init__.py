@@ -1,0 +1,1 @@
+"""Starting jobs: hostfiles, allocations, command lines, job scripts, supervision, restarts."""

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from speechdp.errors import ConfigError
+from speechdp.launching.forwarded_options import has_option
 from speechdp.launching.hostfile import Host, is_this_machine
 from speechdp.launching.programs import OpenMpi
-from speechdp.launching.words import has_option
 
 Launcher = Literal["mpirun", "horovodrun", "srun"]
 Controller = Literal["mpi", "gloo"]

@@ -12,8 +12,8 @@ from speechdp import exit_codes
 from speechdp.errors import ConfigError
 from speechdp.json_input import parse_json
 from speechdp.launching.faults import Fault, first_cause
+from speechdp.launching.forwarded_options import has_option
 from speechdp.launching.supervise import JobEnd
-from speechdp.launching.words import has_option
 
 #: Subcommands that leave a completion marker, and how they name their two folders.
 _WITH_MARKER = {"train": "DATA RUN", "sweep": "DATA OUT"}

@@ -15,10 +15,10 @@ from pathlib import Path
 from speechdp import exit_codes
 from speechdp.errors import ConfigError
 from speechdp.launching.faults import Fault, first_cause, short_name
+from speechdp.launching.forwarded_options import has_option, plain_option
 from speechdp.launching.hostfile import Host, Hostfile, is_this_machine
 from speechdp.launching.outcome import Target, last_checkpoint
 from speechdp.launching.supervise import JobEnd
-from speechdp.launching.words import has_option, plain_option
 
 #: Faults that another start, over other hosts, may escape.
 _FAULTS_OF_HOSTS = ("killed", "host lost", "not reached", "no program", "no folder")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from speechdp.launching.faults import Fault, ends_job
 from speechdp.launching.launcher_output import LauncherOutput
-from speechdp.output import STDERR, STDOUT, give_up, is_read, write_standard
+from speechdp.process.output import STDERR, STDOUT, give_up, is_read, write_standard
 
 _PIPE_BYTES = 65_536
 #: A pipe or terminal that can take anything takes so much without blocking (PIPE_BUF).

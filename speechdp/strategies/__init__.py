@@ -1,5 +1,5 @@
 """The registry of strategies: this folder itself."""
 
-from speechdp.strategies.registry import parse_strategy, strategy_names
+from speechdp.parallel.registry import parse_strategy, strategy_names
 
 __all__ = ["parse_strategy", "strategy_names"]

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.comm.topology import BipartiteKind
 from speechdp.errors import ConfigError
-from speechdp.strategies.base import Progress, Strategy
-from speechdp.strategies.effective import EffectiveParameters
-from speechdp.strategies.gossip import Gossip, Role
-from speechdp.strategies.super_learner import SuperLearner
+from speechdp.parallel.replica import Replica
+from speechdp.parallel.strategy import Progress, Strategy
+from speechdp.strategies.mechanisms.gossip import Gossip, Role
+from speechdp.strategies.mechanisms.pending_correction import EffectiveParameters
+from speechdp.strategies.mechanisms.super_learner import SuperLearner
+from speechdp.strategies.mechanisms.topology import BipartiteKind
 from speechdp.timing.timeline import Span, Timeline
-from speechdp.train.replica import Replica
 
 
 @dataclass(eq=False)

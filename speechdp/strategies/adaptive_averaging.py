@@ -11,12 +11,12 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError
-from speechdp.strategies.base import Progress
+from speechdp.parallel.period import Period, PeriodUnit
+from speechdp.parallel.replica import Replica
+from speechdp.parallel.strategy import Progress
+from speechdp.strategies.mechanisms.window_loss import WindowLoss
 from speechdp.strategies.model_averaging import ModelAveraging
-from speechdp.strategies.period import Period, PeriodUnit
-from speechdp.strategies.window_loss import WindowLoss
 from speechdp.timing.timeline import Span, Timeline
-from speechdp.train.replica import Replica
 
 #: Share of training over which learning_rate=scale raises the learning rate.
 _WARMUP_SHARE = 0.25

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from speechdp.errors import ConfigError
-from speechdp.strategies.outer import OuterStrategy
-from speechdp.strategies.period import Period
-from speechdp.strategies.periodic import MomentumRule
+from speechdp.parallel.period import Period
+from speechdp.strategies.mechanisms.outer_optimizer import OuterStrategy
+from speechdp.strategies.mechanisms.periodic import MomentumRule
 
 
 @dataclass(eq=False)

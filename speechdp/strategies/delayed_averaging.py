@@ -11,11 +11,11 @@ import torch
 
 from speechdp.comm.base import Communicator, Work
 from speechdp.errors import ConfigError
-from speechdp.strategies.base import Progress
-from speechdp.strategies.period import Period, PeriodUnit
-from speechdp.strategies.periodic import PeriodicStrategy
+from speechdp.parallel.period import Period, PeriodUnit
+from speechdp.parallel.replica import Replica
+from speechdp.parallel.strategy import Progress
+from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
 from speechdp.timing.timeline import Span, Timeline
-from speechdp.train.replica import Replica
 
 #: Fragments begin at multiples of this, as the tensors in the flat vector do.
 _ALIGNMENT_BYTES = 64

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from speechdp.errors import ConfigError
-from speechdp.strategies.outer import OuterStrategy
-from speechdp.strategies.period import Period
+from speechdp.parallel.period import Period
+from speechdp.strategies.mechanisms.outer_optimizer import OuterStrategy
 
 
 @dataclass(eq=False)

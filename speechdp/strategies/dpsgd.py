@@ -9,15 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from speechdp.comm import topology
+from speechdp.comm.background import JobThread
 from speechdp.comm.base import Communicator, PeerCommunicator, Work
-from speechdp.comm.topology import Mixing
-from speechdp.strategies.background import JobThread
-from speechdp.strategies.base import Progress
-from speechdp.strategies.period import Period
-from speechdp.strategies.periodic import PeriodicStrategy
+from speechdp.parallel.period import Period
+from speechdp.parallel.replica import Replica
+from speechdp.parallel.strategy import Progress
+from speechdp.strategies.mechanisms import topology
+from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
+from speechdp.strategies.mechanisms.topology import Mixing
 from speechdp.timing.timeline import Span, Timeline
-from speechdp.train.replica import Replica
 
 
 @dataclass(eq=False)

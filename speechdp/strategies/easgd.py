@@ -12,12 +12,12 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError
-from speechdp.strategies.base import Progress
-from speechdp.strategies.period import PeriodUnit
-from speechdp.strategies.periodic import PeriodicStrategy
-from speechdp.strategies.server import SERVER, Link, Request, Server, refuse_too_few, worker_shard
+from speechdp.parallel.period import PeriodUnit
+from speechdp.parallel.replica import Replica
+from speechdp.parallel.strategy import Progress
+from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
+from speechdp.strategies.mechanisms.server import SERVER, Link, Request, Server, refuse_too_few, worker_shard
 from speechdp.timing.timeline import Span, Timeline
-from speechdp.train.replica import Replica
 
 #: alpha times the number of workers, unless alpha is given.
 _DEFAULT_BETA = 0.9

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError
-from speechdp.strategies.base import Progress
-from speechdp.strategies.last_models import LastModels
-from speechdp.strategies.periodic import MomentumRule, PeriodicStrategy
-from speechdp.strategies.window_loss import WindowLoss
+from speechdp.parallel.replica import Replica
+from speechdp.parallel.strategy import Progress
+from speechdp.strategies.mechanisms.last_models import LastModels
+from speechdp.strategies.mechanisms.periodic import MomentumRule, PeriodicStrategy
+from speechdp.strategies.mechanisms.window_loss import WindowLoss
 from speechdp.timing.timeline import Span, Timeline
-from speechdp.train.replica import Replica
 
 
 @dataclass(eq=False)

@@ -12,10 +12,18 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError
-from speechdp.strategies.base import Progress, Strategy
-from speechdp.strategies.server import SERVER, Kind, Link, Request, Server, refuse_too_few, worker_shard
+from speechdp.parallel.replica import Replica
+from speechdp.parallel.strategy import Progress, Strategy
+from speechdp.strategies.mechanisms.server import (
+    SERVER,
+    Kind,
+    Link,
+    Request,
+    Server,
+    refuse_too_few,
+    worker_shard,
+)
 from speechdp.timing.timeline import Span, Timeline
-from speechdp.train.replica import Replica
 
 _GRADIENTS, _PARAMETERS = 0, 1  # tags of mode=sync
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from speechdp.errors import ConfigError
-from speechdp.strategies.outer import OuterStrategy
-from speechdp.strategies.period import Period
-from speechdp.strategies.periodic import MomentumRule
+from speechdp.parallel.period import Period
+from speechdp.strategies.mechanisms.outer_optimizer import OuterStrategy
+from speechdp.strategies.mechanisms.periodic import MomentumRule
 
 #: Slow momentum by number of workers (nodes there): fairscale's tuning guide.
 _BETA_FROM = {16: 0.6, 8: 0.5, 4: 0.2}

@@ -1,1 +1,1 @@
-"""Speech from text with a trained model, and how good it is."""
+"""Text to sound with a trained model, and how good it is."""

@@ -14,10 +14,10 @@ import numpy.typing as npt
 import soundfile
 import torch
 
-from speechdp.data.audio import to_int16
-from speechdp.data.batch import IGNORED_TARGET
-from speechdp.data.features import shift_samples
-from speechdp.data.spectrogram import invert_linear
+from speechdp.data.loading.batch import IGNORED_TARGET
+from speechdp.data.signal.audio import to_int16
+from speechdp.data.signal.features import shift_samples
+from speechdp.data.signal.spectrogram import invert_linear
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import atomic_path, cannot_be_written
 from speechdp.synthesis.record import Ending

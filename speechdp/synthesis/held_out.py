@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.data.audio import read_audio
-from speechdp.data.dataset import Dataset
-from speechdp.data.recordings import recording_path
-from speechdp.data.shard_layout import printable
-from speechdp.data.shards import Shard
-from speechdp.data.symbols import SymbolInventory
+from speechdp.data.prepare.recordings import recording_path
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.layout import printable
+from speechdp.data.shards.shard import Shard
+from speechdp.data.signal.audio import read_audio
 from speechdp.decode.graph import Grammar
 from speechdp.decode.wer import word_error_rate
 from speechdp.errors import ConfigError, ShardError
+from speechdp.labels.symbols import SymbolInventory
 from speechdp.synthesis.generate import Speech, Synthesiser
 from speechdp.synthesis.quality import diagonality, focus_rate, mel_cepstral_distortion
 from speechdp.synthesis.recognition import Ear, Listener

@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 
 from speechdp.errors import RunError
 from speechdp.files import atomic_path, cannot_be_written
-from speechdp.timing.figures import STYLE
-from speechdp.timing.theme import PRINT
+from speechdp.report.kit.svg import STYLE
+from speechdp.report.kit.theme import PRINT
 
 _WIDTH_INCHES = 8.0
 _PANEL_INCHES = 2.1

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.data.features import FeatureConfig
+from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError
 
 FloatArray = npt.NDArray[np.float64]

@@ -13,17 +13,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from speechdp.data.audio import resample
-from speechdp.data.dataset import Dataset
-from speechdp.data.features import compute_features, num_frames_of
-from speechdp.data.preprocess import Preprocessor, inputs_of
-from speechdp.data.text_normalise import normalise, plain_words
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.signal.audio import resample
+from speechdp.data.signal.features import compute_features, num_frames_of
+from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
 from speechdp.decode.graph import Grammar
-from speechdp.decode.hmm import FloatArray, StateInventory
-from speechdp.decode.kaldi_pdfs import refuse_kaldi_pdfs
-from speechdp.decode.lexicon import Lexicon
 from speechdp.decode.recognise import DecodingOptions, Recogniser, TrainedModel, check_origin
 from speechdp.errors import ConfigError
+from speechdp.labels.hmm import FloatArray, StateInventory
+from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
+from speechdp.labels.lexicon import Lexicon
+from speechdp.labels.text_normalise import normalise, plain_words
 from speechdp.train.model_file import load_model
 
 Samples = npt.NDArray[np.float32]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from speechdp.data.batch import IGNORED_TARGET, Batch
+from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.tasks.base import FrameScores, LossSum, Task
 

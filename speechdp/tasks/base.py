@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from speechdp.data.batch import Batch
-from speechdp.data.dataset import TaskName
+from speechdp.data.loading.batch import Batch
+from speechdp.data.shards.dataset import TaskName
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from speechdp.data.batch import IGNORED_TARGET, Batch
+from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.models.tacotron.model import Tacotron, TacotronOutput
 from speechdp.tasks.base import FrameScores, LossSum, Task
 

@@ -17,8 +17,8 @@ import psutil
 
 from speechdp.comm.environment import host_name
 from speechdp.errors import RunError
+from speechdp.jsonl import LineFile
 from speechdp.timing.gpu import GpuReader, visible_gpus
-from speechdp.timing.jsonl import LineFile
 
 #: Longest wait for the thread at the end, s: a driver that does not answer must not hold up the run.
 _JOIN_S = 10.0

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from speechdp.jsonl import LineFile
 from speechdp.timing.device_events import CudaEvents, DeviceEvents
-from speechdp.timing.jsonl import LineFile
 from speechdp.timing.spans import EXIT, DeviceSpan, HostSpan, OverlappedSpan, innermost
 from speechdp.timing.steps import PendingStep, StepTotals
 

@@ -11,36 +11,36 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from speechdp.config import TrainOptions
-from speechdp.config_optimizer import OptimizerOptions
-from speechdp.data.alignment_file import check_alignments
-from speechdp.data.assignment import Assignment, planned
-from speechdp.data.dataset import Dataset
-from speechdp.data.device_stream import DeviceStream
-from speechdp.data.loader import BlockingLoader, Loader, StepLoader
-from speechdp.data.perturb import speed_of_utterances
-from speechdp.data.plan import EpochPlan, PlanOptions, plan_epoch
-from speechdp.data.planner import Planner
-from speechdp.data.preprocess import CACHE_BYTES
-from speechdp.data.source import SplitSource
-from speechdp.data.source_options import SourceRequest, Workshop, make_preprocessor, open_local_source
+from speechdp.data.loading.device_stream import DeviceStream
+from speechdp.data.loading.loader import BlockingLoader, Loader, StepLoader
+from speechdp.data.loading.source import SplitSource
+from speechdp.data.loading.source_options import SourceRequest, Workshop, make_preprocessor, open_local_source
+from speechdp.data.plan.assignment import Assignment, planned
+from speechdp.data.plan.epoch_plan import EpochPlan, PlanOptions, plan_epoch
+from speechdp.data.plan.planner import Planner
+from speechdp.data.shards.alignment_file import check_alignments
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.transforms.perturb import speed_of_utterances
+from speechdp.data.transforms.preprocess import CACHE_BYTES
+from speechdp.dealing.batch_client import Dealing
+from speechdp.dealing.batch_server import DealingLimits, Desk, Roster
 from speechdp.errors import ConfigError, ShardError
-from speechdp.notices import add_notice
-from speechdp.strategies.base import Strategy
-from speechdp.strategies.registry import parse_strategy
+from speechdp.options.optimizer import OptimizerOptions
+from speechdp.options.run import TrainOptions
+from speechdp.parallel.registry import parse_strategy
+from speechdp.parallel.replica import Replica
+from speechdp.parallel.strategy import Strategy
+from speechdp.process.notices import add_notice
 from speechdp.timing.timeline import Timeline
-from speechdp.train.dealing import Dealing
-from speechdp.train.desk import DealingLimits, Desk, Roster
 from speechdp.train.evaluate import Evaluator
 from speechdp.train.models import make_model, make_task
-from speechdp.train.parts import TrainingParts
-from speechdp.train.pulse import Pulse
-from speechdp.train.replica import Replica
 from speechdp.train.run_files import Metrics, RunDirectory
 from speechdp.train.scalars import Scalars
 from speechdp.train.session import Session
 from speechdp.train.tolerance import loss_notice
 from speechdp.train.trainer import Trainer
+from speechdp.train.trainer_state import TrainingParts
+from speechdp.watchdog.progress_beats import Pulse
 
 #: Batches read ahead; asynchronous ranks hold as few as hide the reading, since others may be faster.
 _READ_AHEAD, _READ_AHEAD_APART = 4, 1

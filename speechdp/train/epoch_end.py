@@ -7,9 +7,9 @@ import torch
 from speechdp.comm.base import ReduceOp
 from speechdp.timing.timeline import Span
 from speechdp.train.evaluate import HeldOut, choose_final_model, relative_distance
-from speechdp.train.parts import Standing, TrainingParts
 from speechdp.train.run_files import Metrics
 from speechdp.train.statistics import average_statistics, averaged_statistics
+from speechdp.train.trainer_state import Standing, TrainingParts
 
 
 def measure_epoch(parts: TrainingParts, at: Standing, epochs_done: int, time_s: float) -> Metrics:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from speechdp.comm.base import Communicator
 from speechdp.comm.shares import in_shares
-from speechdp.data.plan import PlanOptions, RankPlan, plan_epoch
-from speechdp.data.source import Pending, SplitSource
+from speechdp.data.loading.source import Pending, SplitSource
+from speechdp.data.plan.epoch_plan import PlanOptions, RankPlan, plan_epoch
+from speechdp.parallel.replica import Replica
 from speechdp.tasks.base import FrameScores, Task
-from speechdp.train.pulse import Pulse
-from speechdp.train.replica import Replica
+from speechdp.watchdog.progress_beats import Pulse
 
 #: Held-out segments scored at a time, relative to a training batch: there is no backward pass to keep.
 _LARGER = 4

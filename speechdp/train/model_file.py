@@ -17,13 +17,13 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from speechdp.data.dataset import MANIFEST_NAME
-from speechdp.data.features import FeatureConfig
-from speechdp.data.symbols import SymbolInventory
-from speechdp.decode.hmm import log_priors, self_loop_probabilities
+from speechdp.data.shards.dataset import MANIFEST_NAME
+from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import atomic_path, cannot_be_read, cannot_be_written, is_of_disk
 from speechdp.json_input import parse_json
+from speechdp.labels.hmm import log_priors, self_loop_probabilities
+from speechdp.labels.symbols import SymbolInventory
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.models.tacotron.model import Tacotron

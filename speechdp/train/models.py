@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from speechdp.comm.shares import in_shares
-from speechdp.config import TrainOptions
-from speechdp.data.dataset import Dataset
-from speechdp.data.source import SplitSource
-from speechdp.data.source_options import make_preprocessor
-from speechdp.data.symbols import symbols_of
-from speechdp.decode.kaldi_pdfs import classes_of
+from speechdp.data.loading.source import SplitSource
+from speechdp.data.loading.source_options import make_preprocessor
+from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError
+from speechdp.labels.kaldi_pdfs import classes_of
+from speechdp.labels.symbols import symbols_of
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.models.tacotron.model import Tacotron
+from speechdp.options.run import TrainOptions
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.base import Task
 from speechdp.tasks.synthesis import SynthesisTask

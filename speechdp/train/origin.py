@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from speechdp.batch_job import find_batch_job
+from speechdp.ownership.batch_job import find_batch_job
 from speechdp.train.session import Session
 
 #: Set by `speechdp launch`: where the hosts stood, the hosts themselves, its own command line (a JSON list),

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from speechdp import exit_codes
-from speechdp.bounded import bounded
-from speechdp.claimant import Claimant
 from speechdp.comm import environment
-from speechdp.ending import StoppedBefore
-from speechdp.folder_owner import FolderOwner, StopAsked, Surroundings
+from speechdp.ownership.claimant import Claimant
+from speechdp.ownership.owner import FolderOwner, StopAsked, Surroundings
+from speechdp.process.bounded import bounded
+from speechdp.process.ending import StoppedBefore
 from speechdp.train.session import Session
 
 

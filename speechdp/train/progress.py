@@ -8,7 +8,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from speechdp.data.dataset import TaskName
+from speechdp.data.shards.dataset import TaskName
 from speechdp.train.run_files import Metrics
 
 #: Seconds between log lines where the output is not a terminal, and between updates of the rate.

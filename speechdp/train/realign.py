@@ -6,17 +6,17 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from speechdp.config import TrainOptions
-from speechdp.data.dataset import Dataset
-from speechdp.data.preprocess import inputs_of
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.transforms.preprocess import inputs_of
 from speechdp.decode.align import Aligner, AlignmentJob, AlignmentReport, Scorer, align_shards
 from speechdp.decode.graph import LexiconTransducer
-from speechdp.decode.hmm import FloatArray, StateInventory
-from speechdp.decode.kaldi_pdfs import refuse_kaldi_pdfs
-from speechdp.decode.lexicon import Lexicon
 from speechdp.decode.scoring import AcousticScorer
-from speechdp.ending import Stopped
 from speechdp.errors import RunError
+from speechdp.labels.hmm import FloatArray, StateInventory
+from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
+from speechdp.labels.lexicon import Lexicon
+from speechdp.options.run import TrainOptions
+from speechdp.process.ending import Stopped
 from speechdp.train.model_file import LoadedModel, load_model
 from speechdp.train.run import train_run
 from speechdp.train.run_files import RunDirectory

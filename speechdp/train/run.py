@@ -10,18 +10,20 @@ from typing import Any
 
 import torch
 
-from speechdp.comm.start import StartGuard
-from speechdp.config import TrainOptions
-from speechdp.data.fed_source import gather_feeder_times
-from speechdp.data.kaldi_unaligned import UNALIGNED
-from speechdp.data.loader import StepLoader
-from speechdp.ending import Stopped
+from speechdp.checkpoint.state import RankState, checkpoint_steps, load_checkpoint
+from speechdp.comm.startup.start_guard import StartGuard
+from speechdp.data.loading.loader import StepLoader
+from speechdp.data.prepare.kaldi_unaligned import UNALIGNED
+from speechdp.dealing.batch_client import Dealing
 from speechdp.errors import ConfigError, RunError
-from speechdp.output import losses_noted_in
-from speechdp.strategies.base import Strategy
-from speechdp.strategies.registry import describe, parse_strategy
+from speechdp.feeding.fed_source import gather_feeder_times
+from speechdp.options.run import TrainOptions
+from speechdp.parallel.registry import describe, parse_strategy
+from speechdp.parallel.strategy import Strategy
+from speechdp.process.ending import Stopped
+from speechdp.process.output import losses_noted_in
+from speechdp.timing.gather import gather_timing, write_timing
 from speechdp.timing.memory import peak_memory
-from speechdp.timing.summary import gather_timing, write_timing
 from speechdp.train.build import (
     Sources,
     build_trainer,
@@ -30,18 +32,16 @@ from speechdp.train.build import (
     open_loader,
     training_ranks,
 )
-from speechdp.train.checkpoint import RankState, checkpoint_steps, load_checkpoint
-from speechdp.train.dealing import Dealing
 from speechdp.train.models import check_task, describe_data, make_model, save_trained
 from speechdp.train.origin import origin_facts, start_facts
 from speechdp.train.run_files import RunDirectory
 from speechdp.train.sampling import sampled
 from speechdp.train.session import Session
-from speechdp.train.status import StatusFolder
 from speechdp.train.stop import StopAgreement
 from speechdp.train.tolerance import begin_tolerating, lost_ranks
 from speechdp.train.trainer import Trainer
 from speechdp.train.watching import watched
+from speechdp.watchdog.status import StatusFolder
 
 
 def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume: bool = False) -> None:

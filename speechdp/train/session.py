@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from speechdp.comm.base import Communicator
-from speechdp.data.dataset import Dataset
-from speechdp.data.source_options import SourceOpener
+from speechdp.data.loading.source_options import SourceOpener
+from speechdp.data.shards.dataset import Dataset
 from speechdp.train.progress import Reporter, SilentReporter
 from speechdp.train.stop import StopRequest
 

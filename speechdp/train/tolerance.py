@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from speechdp.comm.base import Communicator
-from speechdp.config import TrainOptions
 from speechdp.errors import ConfigError, RunError
-from speechdp.strategies.base import Strategy
+from speechdp.options.run import TrainOptions
+from speechdp.parallel.strategy import Strategy
 from speechdp.train.session import Session
 
 

@@ -11,19 +11,19 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from speechdp.config import TrainOptions
-from speechdp.data.assignment import Meeting, MeetingKind, Position
-from speechdp.data.loader import Step, StepLoader
-from speechdp.ending import Stopped
+from speechdp.checkpoint.state import RankState, last_checkpoint_note
+from speechdp.checkpoint.writer import PATIENCE_S, CheckpointWriter
+from speechdp.data.loading.loader import Step, StepLoader
+from speechdp.data.plan.assignment import Meeting, MeetingKind, Position
 from speechdp.errors import RunError
-from speechdp.strategies.base import Progress
+from speechdp.options.run import TrainOptions
+from speechdp.parallel.strategy import Progress
+from speechdp.process.ending import Stopped
 from speechdp.timing.timeline import Span
-from speechdp.train.checkpoint import RankState, last_checkpoint_note
-from speechdp.train.checkpoint_writer import PATIENCE_S, CheckpointWriter
 from speechdp.train.epoch_end import measure_epoch, settle_final_model
-from speechdp.train.parts import Counters, Standing, TrainingParts, collect_state, restore_state
 from speechdp.train.stop import StopAgreement
 from speechdp.train.tolerance import lost_ranks
+from speechdp.train.trainer_state import Counters, Standing, TrainingParts, collect_state, restore_state
 
 #: On a GPU the loss is looked at once in so many steps: each look makes the host wait for the device.
 _GPU_LOSS_STEPS = 20

@@ -10,13 +10,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from speechdp.comm import environment
-from speechdp.config import TrainOptions
+from speechdp.options.run import TrainOptions
 from speechdp.timing.timeline import Span
 from speechdp.train.session import Session
-from speechdp.train.stacks import innermost_module, is_anywhere_in
-from speechdp.train.status import RankStatus, StatusFolder
 from speechdp.train.trainer import Trainer
-from speechdp.train.watchdog import Watch, Watchdog
+from speechdp.watchdog.stacks import innermost_module, is_anywhere_in
+from speechdp.watchdog.status import RankStatus, StatusFolder
+from speechdp.watchdog.watchdog import Watch, Watchdog
 
 
 def watched(
@@ -101,8 +101,7 @@ class _Observer:
         if doing == Span.DATA_WAIT.value:
             # An asynchronous rank may have to wait until it is dealt a batch, or the next meeting.
             is_dealt = not self._trainer.parts.strategy.synchronous
-            return is_dealt and is_anywhere_in("train/dealing.py", "assignments")
-        if doing == Span.CHECKPOINT.value and is_anywhere_in("train/checkpoint_writer.py", "_collect"):
+            return is_dealt and is_anywhere_in("dealing/batch_client.py", "assignments")
+        if doing == Span.CHECKPOINT.value and is_anywhere_in("checkpoint/writer.py", "_collect"):
             return True  # rank 0's thread waits for the files of the others
-        module = innermost_module(self._thread)
-        return module.startswith("comm/") or module == "strategies/background.py"
+        return innermost_module(self._thread).startswith("comm/")

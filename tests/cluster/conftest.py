@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.data.dataset import Dataset
+from speechdp.data.shards.dataset import Dataset
 from tests.cluster.lab import Lab, why_not
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 

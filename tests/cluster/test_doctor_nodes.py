@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import speechdp
-from speechdp.data.dataset import Dataset
+from speechdp.data.shards.dataset import Dataset
 from tests.cluster.lab import Lab
 from tests.helpers.jobs import SPEECHDP
 from tests.helpers.mpi import Ended

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.data.dataset import Dataset
+from speechdp.data.shards.dataset import Dataset
 from tests.cluster.lab import Lab
 from tests.cluster.training import (
     ENDLESS,

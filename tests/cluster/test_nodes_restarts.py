@@ -6,7 +6,7 @@ import json
 import signal
 from pathlib import Path
 
-from speechdp.data.dataset import Dataset
+from speechdp.data.shards.dataset import Dataset
 from tests.cluster.lab import Lab
 from tests.cluster.training import (
     LONG,

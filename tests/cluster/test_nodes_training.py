@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speechdp.data.dataset import Dataset
+from speechdp.data.shards.dataset import Dataset
 from tests.cluster.lab import Lab
 from tests.cluster.training import (
     HOROVODRUN_GLOO,

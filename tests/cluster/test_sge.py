@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.data.dataset import Dataset
+from speechdp.data.shards.dataset import Dataset
 from tests.cluster.batch import OPTIONS, hosts_of, in_folder, submit_train
 from tests.cluster.lab import Lab
 from tests.cluster.sge import GridEngine, why_not

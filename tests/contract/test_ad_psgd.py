@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from speechdp.comm.base import Communicator
-from speechdp.comm.threads import run_threads
+from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError
 from speechdp.strategies import parse_strategy
 from tests.helpers.strategy_checks.ad_psgd import Descent

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from speechdp.comm import Communicator
+from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.comm.threads import run_threads
+from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import CommunicationError, ShardError
 from tests.helpers.communicator_checks import CHECKS
 from tests.helpers.peer_checks import PEER_CHECKS

@@ -15,23 +15,23 @@ import pytest
 import torch
 
 from speechdp.comm.packets import Packet
-from speechdp.data import feeding
-from speechdp.data.alignment_file import write_targets
-from speechdp.data.assignment import Place, planned
-from speechdp.data.buffers import BufferPool
-from speechdp.data.dataset import Dataset
-from speechdp.data.fed_source import gather_feeder_times
-from speechdp.data.feeder_link import DEPTH
-from speechdp.data.loader import Loader
-from speechdp.data.perturb import speed_of_utterances
-from speechdp.data.plan import CorpusIndex, PlanOptions, Segments, plan_epoch
-from speechdp.data.prepare import PrepareOptions, prepare
-from speechdp.data.preprocess import AugmentOptions, InputOptions
-from speechdp.data.reader import Context
-from speechdp.data.shards import Shard
-from speechdp.data.source import Pending, SplitSource
-from speechdp.data.source_options import SourceRequest, Workshop, open_local_source
-from speechdp.train import feeders
+from speechdp.data.loading.buffers import BufferPool
+from speechdp.data.loading.loader import Loader
+from speechdp.data.loading.reader import Context
+from speechdp.data.loading.source import Pending, SplitSource
+from speechdp.data.loading.source_options import SourceRequest, Workshop, open_local_source
+from speechdp.data.plan.assignment import Place, planned
+from speechdp.data.plan.epoch_plan import CorpusIndex, PlanOptions, Segments, plan_epoch
+from speechdp.data.prepare.recognition import PrepareOptions, prepare
+from speechdp.data.shards.alignment_file import write_targets
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.shard import Shard
+from speechdp.data.transforms.perturb import speed_of_utterances
+from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
+from speechdp.feeding import feeder as feeding
+from speechdp.feeding import feeders
+from speechdp.feeding.fed_source import gather_feeder_times
+from speechdp.feeding.feeder_link import DEPTH
 from tests.helpers.corpora import digit_folder, no_progress
 from tests.helpers.feeding import Trainer, assert_same_batch, fed
 from tests.helpers.tiny_data import TinySizes, write_tiny_data

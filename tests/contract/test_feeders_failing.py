@@ -13,17 +13,17 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.comm.packets import Packet, PacketChannel, Sent
-from speechdp.comm.threads import run_threads
-from speechdp.data import feeding
-from speechdp.data.assignment import planned
-from speechdp.data.dataset import Dataset
-from speechdp.data.fed_source import FedSource
-from speechdp.data.feeder_link import DEPTH, FeederLink
-from speechdp.data.loader import Loader
-from speechdp.data.plan import plan_epoch
-from speechdp.data.source import SplitSource
-from speechdp.data.source_options import SourceRequest
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.loading.loader import Loader
+from speechdp.data.loading.source import SplitSource
+from speechdp.data.loading.source_options import SourceRequest
+from speechdp.data.plan.assignment import planned
+from speechdp.data.plan.epoch_plan import plan_epoch
+from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import CommunicationError, ShardError
+from speechdp.feeding import feeder as feeding
+from speechdp.feeding.fed_source import FedSource
+from speechdp.feeding.feeder_link import DEPTH, FeederLink
 from tests.contract.test_feeders import PLAIN, PLAN, no_thread_is_left, segments_of
 from tests.helpers.feeding import Trainer, fed
 from tests.helpers.packet_checks import CHECKS

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from speechdp.checkpoint.state import checkpoint_steps
 from speechdp.comm.base import Communicator
-from speechdp.comm.threads import run_threads
-from speechdp.config import TrainOptions
-from speechdp.config_batch import BatchOptions
-from speechdp.config_model import ModelOptions
-from speechdp.data.dataset import Dataset
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import CommunicationError, RunError
-from speechdp.strategies.registry import parse_strategy
-from speechdp.timing.summary import read_run
-from speechdp.train.checkpoint import checkpoint_steps
+from speechdp.options.batch import BatchOptions
+from speechdp.options.model import ModelOptions
+from speechdp.options.run import TrainOptions
+from speechdp.parallel.registry import parse_strategy
+from speechdp.report.runs.folders import read_run
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session

@@ -9,10 +9,10 @@ import pytest
 
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.comm.threads import run_threads
+from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError
+from speechdp.parallel.registry import describe
 from speechdp.strategies import parse_strategy, strategy_names
-from speechdp.strategies.registry import describe
 from tests.helpers.strategy_checks import CHECKS, PEER_CHECKS
 from tests.helpers.strategy_runs import (
     Run,

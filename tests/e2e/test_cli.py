@@ -16,13 +16,13 @@ import pytest
 
 import speechdp as package
 from speechdp.cli import main
-from speechdp.cli.folders import owner_of
 from speechdp.cli.main import SUBCOMMANDS
 from speechdp.cli.main import run as speechdp
+from speechdp.cli.support.folders import owner_of
 from speechdp.cli.train import RUN_RECORDS, check_run_overwrite
-from speechdp.data.dataset import Dataset
+from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError, RunError
-from speechdp.overwrite import empty
+from speechdp.ownership.overwrite import empty
 from tests.helpers.jobs import SPEECHDP
 from tests.helpers.mpi import REPOSITORY, job_environment
 from tests.helpers.tiny_data import TINY_MODEL, write_tiny_data

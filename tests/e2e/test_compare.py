@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from speechdp.cli.main import run as speechdp
-from speechdp.data.dataset import Dataset
+from speechdp.data.shards.dataset import Dataset
 from tests.helpers.jobs import alone, ended_within, started
 from tests.helpers.mpi import Ended
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data

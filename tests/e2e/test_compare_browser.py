@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.compare.report import write_comparison as write_report
+from speechdp.report.compare.report import write_comparison as write_report
 from tests.helpers.comparisons import MadeUpStrategy, realistic_strategies, write_comparison
 
 pytest.importorskip("selenium", reason="selenium is not installed")

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from speechdp.checkpoint.state import checkpoint_steps
 from speechdp.cli.main import run as speechdp
 from speechdp.comm.environment import host_name
-from speechdp.data.dataset import Dataset
-from speechdp.train.checkpoint import checkpoint_steps
+from speechdp.data.shards.dataset import Dataset
 from tests.helpers.begun_run import begin_run, load_last_checkpoint
 from tests.helpers.corpora import digit_folder
 from tests.helpers.jobs import by_launch, ended_within, our_lines, under_mpirun

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from speechdp.cli.main import run as speechdp
-from speechdp.data.dataset import Dataset
-from speechdp.data.kaldi_ali import alignment_source
+from speechdp.data.kaldi.alignments import alignment_source
+from speechdp.data.shards.dataset import Dataset
 from speechdp.decode.graph import DecodingGraph
 from speechdp.decode.search import Searcher
 from tests.helpers.corpora import shared_data

@@ -10,7 +10,7 @@ import pytest
 
 from speechdp import exit_codes
 from speechdp.comm.environment import host_name
-from speechdp.data.dataset import Dataset
+from speechdp.data.shards.dataset import Dataset
 from tests.helpers.jobs import by_launch, ended_within, our_lines, started
 from tests.helpers.killed import assert_ended_by_a_kill, assert_goes_on_to_the_end, last_step
 from tests.helpers.mpi import run_mpi

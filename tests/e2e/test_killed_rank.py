@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.data.dataset import Dataset
+from speechdp.data.shards.dataset import Dataset
 from tests.helpers.jobs import by_launch, started
 from tests.helpers.killed import assert_ended_by_a_kill, assert_goes_on_to_the_end, last_step
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.data.dataset import Dataset
+from speechdp.data.shards.dataset import Dataset
 from tests.helpers.jobs import alone, ended_within, our_lines
 from tests.helpers.tiny_data import TINY_MODEL, write_tiny_data
 

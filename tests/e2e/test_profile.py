@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.profile.record import read_profile
+from speechdp.experiments.profile.record import read_profile
 from tests.helpers.jobs import alone, ended_within
 from tests.helpers.tiny_data import TinySizes
 from tests.helpers.tiny_speech import write_tiny_speech

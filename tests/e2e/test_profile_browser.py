@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.profile.page import write_profile_page
+from speechdp.report.profile.page import write_profile_page
 from tests.helpers.profiles import MadeUpProfile, write_profile
 
 pytest.importorskip("selenium", reason="selenium is not installed")

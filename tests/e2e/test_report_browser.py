@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.timing.report import write_report
+from speechdp.report.sweep.report import write_report
 from tests.helpers.runs import MadeUpRun, realistic_sweep, write_sweep
 from tests.helpers.usage_files import GB, add_memory, write_samples
 

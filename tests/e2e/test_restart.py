@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from speechdp.data.dataset import Dataset
+from speechdp.data.shards.dataset import Dataset
 from tests.helpers.jobs import SPEECHDP, ended_within, our_lines, started
 from tests.helpers.killed import last_step
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from speechdp.checkpoint.state import checkpoint_steps
 from speechdp.comm.environment import host_name
-from speechdp.data.dataset import Dataset
-from speechdp.train.checkpoint import checkpoint_steps
+from speechdp.data.shards.dataset import Dataset
 from tests.helpers.begun_run import begin_run
 from tests.helpers.finished_run import assert_equal_runs, evaluations
 from tests.helpers.jobs import Job, alone, by_launch, ended_within, our_lines, started, under_mpirun

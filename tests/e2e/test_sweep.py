@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from speechdp.cli.main import run as speechdp
-from speechdp.data.dataset import Dataset
-from speechdp.timing.summary import read_sweep
+from speechdp.data.shards.dataset import Dataset
+from speechdp.report.runs.folders import read_sweep
 from tests.helpers.jobs import by_launch, ended_within, started
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 

@@ -11,9 +11,9 @@ import soundfile
 import torch
 
 from speechdp.cli.main import run as speechdp
-from speechdp.data.dataset import Dataset
-from speechdp.data.joining import JoinRule
-from speechdp.data.prepare_synthesis import SynthesisOptions, prepare_synthesis
+from speechdp.data.corpora.joining import JoinRule
+from speechdp.data.prepare.synthesis import SynthesisOptions, prepare_synthesis
+from speechdp.data.shards.dataset import Dataset
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.train.model_file import ClassCounts, save_model
 from tests.helpers.corpora import digit_folder, no_progress

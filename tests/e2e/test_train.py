@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from speechdp.cli.main import run as speechdp
-from speechdp.data.alignment_file import open_targets
-from speechdp.data.dataset import Dataset
-from speechdp.timing.summary import read_run
+from speechdp.data.shards.alignment_file import open_targets
+from speechdp.data.shards.dataset import Dataset
+from speechdp.report.runs.folders import read_run
 from tests.helpers.finished_run import evaluations
 from tests.helpers.jobs import by_launch, ended_within, our_lines, under_mpirun
 from tests.helpers.tiny_data import TinySizes, flip_byte, write_tiny_data

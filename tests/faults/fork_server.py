@@ -37,7 +37,12 @@ SHIM_SOURCE = Path(__file__).with_name("iofault.c")
 #: Seconds from SIGTERM to SIGKILL when a rank has failed, as Open MPI's.
 _TERMINATION_S = 1.0
 #: Modules that initialise MPI, or start threads, when they are imported.
-_NOT_IMPORTED = ("speechdp.comm.mpi", "speechdp.comm.horovod", "speechdp.comm.fed_job", "speechdp.__main__")
+_NOT_IMPORTED = (
+    "speechdp.comm.mpi.",
+    "speechdp.comm.horovod.",
+    "speechdp.comm.startup.fed_job",
+    "speechdp.__main__",
+)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from speechdp.comm.thread_job import Vanished
+from speechdp.comm.threads.job import Vanished
 from speechdp.train.trainer import Stopped
 
 #: Audit events of operations on files, and what they are called here.
@@ -212,7 +212,7 @@ def pause(kind: str) -> None:
 
 @contextlib.contextmanager
 def rank_of_job(wake: Callable[[BaseException], None]) -> Iterator[None]:
-    """Do what a rank does; an error ends all of the job, as comm/failure.py has it.
+    """Do what a rank does; an error ends all of the job, as comm/startup/failure.py has it.
 
     Args:
         wake: wakes all ranks, whatever exchange they wait in, with an error.

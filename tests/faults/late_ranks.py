@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from speechdp.comm.base import Communicator
-from speechdp.comm.create import create_communicator
-from speechdp.comm.failure import guard
-from speechdp.data.dataset import Dataset
+from speechdp.comm.startup.create import create_communicator
+from speechdp.comm.startup.failure import guard
+from speechdp.data.shards.dataset import Dataset
 from tests.faults.late import Lateness, Pace, late
 from tests.faults.late_runs import SIZES, Bench, Interruption, Ranks
 from tests.faults.schedules import Schedule

@@ -18,20 +18,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from speechdp.checkpoint import writer as checkpoint_writer
 from speechdp.comm.base import Communicator
-from speechdp.comm.roles import assign_roles
-from speechdp.comm.thread_job import Vanished
-from speechdp.comm.threads import ThreadsCommunicator, run_threads
-from speechdp.config import ModelOptions, TrainOptions
-from speechdp.config_batch import BatchOptions
-from speechdp.config_faults import FaultOptions
-from speechdp.config_optimizer import OptimizerOptions
-from speechdp.data.dataset import Dataset
-from speechdp.data.fed_source import Feeders
+from speechdp.comm.startup.feeder_roles import assign_roles
+from speechdp.comm.threads.communicator import ThreadsCommunicator, run_threads
+from speechdp.comm.threads.job import Vanished
+from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import SpeechDPError
+from speechdp.feeding.fed_source import Feeders
+from speechdp.feeding.feeders import open_link, serve_trainers
 from speechdp.files import cannot_be_written
-from speechdp.train import build, checkpoint_writer, run, stop
-from speechdp.train.feeders import open_link, serve_trainers
+from speechdp.options.batch import BatchOptions
+from speechdp.options.faults import FaultOptions
+from speechdp.options.optimizer import OptimizerOptions
+from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.train import build, run, stop
 from speechdp.train.progress import SilentReporter
 from speechdp.train.realign import train_with_realignment
 from speechdp.train.session import Session

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from speechdp.strategies.registry import parse_strategy
+from speechdp.parallel.registry import parse_strategy
 from tests.faults.late import Killed, Pace
 from tests.faults.late_runs import Bench, Interruption, Story, Threads
 

@@ -6,7 +6,8 @@ import contextlib
 from pathlib import Path
 
 from speechdp import files
-from speechdp.train import checkpoint_folder, run_files
+from speechdp.checkpoint import folder as checkpoint_folder
+from speechdp.train import run_files
 
 
 def syncs_what_it_has_handed_over() -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from speechdp.comm import threads
+from speechdp.checkpoint import writer as checkpoint_writer
+from speechdp.checkpoint.folder import Entry, Place, tell
 from speechdp.comm.base import ReduceOp
+from speechdp.comm.threads import communicator as threads
 from speechdp.errors import RunError
 from speechdp.files import sync
-from speechdp.strategies.registry import strategy_names
-from speechdp.train import checkpoint_writer
-from speechdp.train.checkpoint_folder import Entry, Place, tell
+from speechdp.parallel.registry import strategy_names
 from tests.faults.late import Pace
 from tests.faults.late_runs import Bench, Story, Threads
 from tests.faults.schedules import STRATEGIES, fuzz_schedules

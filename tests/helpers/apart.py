@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator
-from speechdp.data.batch import Batch
+from speechdp.data.loading.batch import Batch
 from tests.helpers.strategy_runs import NUM_STEPS, Run, Sgd, flat, make_batch, make_model
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 import tyro
 
+from speechdp.checkpoint.state import RankState, load_checkpoint
 from speechdp.cli.train import TrainCommand
 from speechdp.comm.base import Communicator
-from speechdp.comm.threads import run_threads
-from speechdp.data.dataset import Dataset
-from speechdp.train.checkpoint import RankState, load_checkpoint
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.shards.dataset import Dataset
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.run_files import Metrics

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speechdp.compare.plan import PlannedRun
+from speechdp.experiments.compare.plan import PlannedRun
 from tests.helpers.runs import MadeUpRun, write_run
 
 EPOCHS = 12

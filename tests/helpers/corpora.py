@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 import soundfile
 
-from speechdp.data.features import FeatureConfig
-from speechdp.data.shards import Shard, ShardHeader, ShardWriter, Utterance
+from speechdp.data.shards.shard import Shard, ShardHeader, ShardWriter, Utterance
+from speechdp.data.signal.features import FeatureConfig
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 

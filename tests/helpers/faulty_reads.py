@@ -9,7 +9,7 @@ from typing import Literal
 
 
 class FaultyReads:
-    """Stands for `speechdp.data.contiguous.preadv`: fails after `num_good` reads.
+    """Stands for `speechdp.data.shards.contiguous.preadv`: fails after `num_good` reads.
 
     `kind`: "eio" raises as the kernel does for an unplugged disk, "end" reads nothing as behind the end of a
     truncated file, "short" hands over at most 5 bytes a call, which is no failure.

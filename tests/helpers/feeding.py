@@ -9,13 +9,13 @@ from typing import TypeVar
 import torch
 
 from speechdp.comm.base import Communicator
-from speechdp.comm.roles import assign_roles
-from speechdp.comm.threads import run_threads
-from speechdp.data.batch import Batch
-from speechdp.data.dataset import Dataset
-from speechdp.data.fed_source import Feeders
-from speechdp.data.feeder_link import FeederLink
-from speechdp.train.feeders import open_link, serve_trainers
+from speechdp.comm.startup.feeder_roles import assign_roles
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.loading.batch import Batch
+from speechdp.data.shards.dataset import Dataset
+from speechdp.feeding.fed_source import Feeders
+from speechdp.feeding.feeder_link import FeederLink
+from speechdp.feeding.feeders import open_link, serve_trainers
 
 T = TypeVar("T")
 

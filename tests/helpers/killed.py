@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from speechdp.train.checkpoint import checkpoint_steps
+from speechdp.checkpoint.state import checkpoint_steps
 from tests.helpers.jobs import ended_within, our_lines
 from tests.helpers.mpi import Ended
 

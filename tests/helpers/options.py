@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from speechdp.config import TrainOptions
-from speechdp.config_batch import BatchOptions, LoadingOptions
-from speechdp.config_model import ModelOptions
-from speechdp.config_optimizer import OptimizerOptions
-from speechdp.data.preprocess import AugmentOptions, InputOptions
+from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
+from speechdp.options.batch import BatchOptions, LoadingOptions
+from speechdp.options.model import ModelOptions
+from speechdp.options.optimizer import OptimizerOptions
+from speechdp.options.run import TrainOptions
 
 
 def options_with(**given: Any) -> TrainOptions:

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speechdp.data.dataset import Dataset, Manifest, ShardEntry, SplitEntry
-from speechdp.data.features import FeatureConfig
-from speechdp.data.shards import ShardHeader, ShardWriter, Utterance
-from speechdp.decode.hmm import StateInventory, flat_alignment, log_priors
-from speechdp.decode.lexicon import lexicon_for
+from speechdp.data.shards.dataset import Dataset, Manifest, ShardEntry, SplitEntry
+from speechdp.data.shards.shard import ShardHeader, ShardWriter, Utterance
+from speechdp.data.signal.features import FeatureConfig
+from speechdp.labels.hmm import StateInventory, flat_alignment, log_priors
+from speechdp.labels.lexicon import lexicon_for
 
 FEATURES = FeatureConfig(num_mel_bins=4, dtype="float32")
 

@@ -6,9 +6,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from speechdp.profile.answer import ProfileAnswer, find_answer
-from speechdp.profile.derived import all_scalings
-from speechdp.profile.record import (
+from speechdp.experiments.profile.derived import all_scalings
+from speechdp.experiments.profile.record import (
     WEAK,
     FunctionTime,
     JobEntry,
@@ -17,6 +16,7 @@ from speechdp.profile.record import (
     StepRecord,
     read_profile,
 )
+from speechdp.report.profile.answer import ProfileAnswer, find_answer
 from tests.helpers.profiles import MadeUpProfile, write_profile
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from speechdp.profile.record import (
+from speechdp.experiments.profile.record import (
     BLOCKING,
     FACTS_NAME,
     MEMORY_NAME,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from speechdp.train.replica import Replica
+from speechdp.parallel.replica import Replica
 from tests.helpers.strategy_runs import Sgd, make_batch, make_replica
 
 MOMENTUM = Sgd(momentum=0.9)

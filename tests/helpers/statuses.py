@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from speechdp.train.status import RankStatus
+from speechdp.watchdog.status import RankStatus
 
 
 def status(rank: int, doing: str = "comm", *, step: int = 12, still_s: float = 59.0) -> RankStatus:

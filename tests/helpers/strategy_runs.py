@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from speechdp.comm.base import Communicator
-from speechdp.data.batch import Batch
+from speechdp.data.loading.batch import Batch
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.parallel.replica import Replica
+from speechdp.parallel.strategy import Progress, Strategy
 from speechdp.strategies import parse_strategy
-from speechdp.strategies.base import Progress, Strategy
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.timing.timeline import Timeline
-from speechdp.train.replica import Replica
 
 TOLERANCE = 1e-9
 NUM_STEPS = 7

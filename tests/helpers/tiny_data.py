@@ -12,11 +12,11 @@ from typing import Literal
 import h5py
 import numpy as np
 
-from speechdp.data.dataset import Dataset, Manifest, ShardEntry, SplitEntry
-from speechdp.data.features import FeatureConfig
-from speechdp.data.shards import AudioUtterance, Shard, ShardHeader, ShardWriter, Utterance
-from speechdp.decode.hmm import StateInventory, flat_alignment
-from speechdp.decode.lexicon import Lexicon, lexicon_for
+from speechdp.data.shards.dataset import Dataset, Manifest, ShardEntry, SplitEntry
+from speechdp.data.shards.shard import AudioUtterance, Shard, ShardHeader, ShardWriter, Utterance
+from speechdp.data.signal.features import FeatureConfig
+from speechdp.labels.hmm import StateInventory, flat_alignment
+from speechdp.labels.lexicon import Lexicon, lexicon_for
 
 WORDS = ("one", "two")
 FEATURES = FeatureConfig(num_mel_bins=6, dtype="float32")

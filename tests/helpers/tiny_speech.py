@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from speechdp.config import TrainOptions
-from speechdp.config_batch import BatchOptions
-from speechdp.config_model import ModelOptions
-from speechdp.data.dataset import Dataset, Manifest, ShardEntry, SplitEntry
-from speechdp.data.features import FeatureConfig
-from speechdp.data.shards import ShardWriter, Utterance
-from speechdp.data.symbols import SymbolInventory
+from speechdp.data.shards.dataset import Dataset, Manifest, ShardEntry, SplitEntry
+from speechdp.data.shards.shard import ShardWriter, Utterance
+from speechdp.data.signal.features import FeatureConfig
+from speechdp.labels.symbols import SymbolInventory
+from speechdp.options.batch import BatchOptions
+from speechdp.options.model import ModelOptions
+from speechdp.options.run import TrainOptions
 from tests.helpers.tiny_data import TinySizes
 
 SPECTROGRAM = FeatureConfig(

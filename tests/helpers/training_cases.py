@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from speechdp.config import ModelOptions, TrainOptions
-from speechdp.config_batch import BatchOptions
-from speechdp.config_optimizer import OptimizerOptions
-from speechdp.data.preprocess import AugmentOptions
+from speechdp.data.transforms.preprocess import AugmentOptions
+from speechdp.options.batch import BatchOptions
+from speechdp.options.optimizer import OptimizerOptions
+from speechdp.options.run import ModelOptions, TrainOptions
 from tests.helpers.tiny_data import TinySizes
 
 CHECKPOINT_STEPS = 4

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from speechdp.data.dataset import Dataset
-from speechdp.data.symbols import SymbolInventory
+from speechdp.data.shards.dataset import Dataset
+from speechdp.labels.symbols import SymbolInventory
 from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.models.tacotron.model import Tacotron
 from speechdp.train.model_file import save_synthesis_model

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.data.dataset import Dataset
+from speechdp.data.shards.dataset import Dataset
 from tests.helpers.mpi import run_mpi
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 from tests.parallel.test_communicator_backends import needs_horovod

@@ -10,7 +10,7 @@ import pytest
 
 from speechdp import exit_codes
 from speechdp.comm.environment import host_name
-from speechdp.data.dataset import Dataset
+from speechdp.data.shards.dataset import Dataset
 from tests.helpers.jobs import started, under_mpirun
 from tests.helpers.mpi import Ended, run_mpi
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from speechdp.data.dataset import Dataset
+from speechdp.data.shards.dataset import Dataset
 from tests.helpers.jobs import SPEECHDP, Job, started
 from tests.helpers.listening import is_let_in, listening
 from tests.helpers.mpi import REPOSITORY

@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from speechdp.data.alignment_file import open_targets, write_targets
-from speechdp.data.shards import Shard
+from speechdp.data.shards.alignment_file import open_targets, write_targets
+from speechdp.data.shards.shard import Shard
 from speechdp.decode.align import Aligner, AlignmentJob, AlignmentReport, align_shards
 from speechdp.decode.graph import LexiconTransducer
-from speechdp.decode.hmm import StateInventory, count_frames_and_runs
-from speechdp.decode.lexicon import Lexicon
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.errors import ConfigError
+from speechdp.labels.hmm import StateInventory, count_frames_and_runs
+from speechdp.labels.lexicon import Lexicon
 from tests.helpers.oracle import Spoken, oracle, write_dataset
 
 SPOKEN = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from speechdp.cli.caches import compiled_code_kept
+from speechdp.cli.support.caches import compiled_code_kept
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.errors import RunError

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from speechdp.data.audio import common_sampling_rate, edge_silence, probe, read_audio, resample
-from speechdp.data.features import FeatureConfig
+from speechdp.data.signal.audio import common_sampling_rate, edge_silence, probe, read_audio, resample
+from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError
 from tests.helpers.corpora import tone, write_tone
 

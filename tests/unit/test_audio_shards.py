@@ -11,12 +11,12 @@ import pytest
 import soundfile
 
 from speechdp.cli import main
-from speechdp.data.audio import read_audio, to_int16
-from speechdp.data.dataset import Dataset
-from speechdp.data.features import FeatureConfig, compute_features, num_frames_of
-from speechdp.data.prepare import PrepareOptions, prepare
-from speechdp.data.shard_layout import Stored
-from speechdp.data.shards import AudioUtterance, Shard, ShardHeader, ShardWriter
+from speechdp.data.prepare.recognition import PrepareOptions, prepare
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.layout import Stored
+from speechdp.data.shards.shard import AudioUtterance, Shard, ShardHeader, ShardWriter
+from speechdp.data.signal.audio import read_audio, to_int16
+from speechdp.data.signal.features import FeatureConfig, compute_features, num_frames_of
 from speechdp.errors import ConfigError, ShardError
 from tests.helpers.corpora import digit_folder, no_progress, write_shard
 from tests.helpers.tiny_data import flip_byte

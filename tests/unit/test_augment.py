@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from speechdp.data.augment import SpecAugment
+from speechdp.data.transforms.augment import SpecAugment
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 LENGTHS = torch.tensor([50, 20, 3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from speechdp.data.batch import Batch
+from speechdp.data.loading.batch import Batch
 
 
 def test_a_batch_that_is_there_already_is_not_copied() -> None:

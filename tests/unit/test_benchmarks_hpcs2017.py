@@ -17,13 +17,13 @@ from benchmarks import kaldi_way, kaldi_way_average, kaldi_way_train
 from benchmarks.hpcs2017 import Task, frame_count, parse, write_run
 from benchmarks.hpcs2017_plot import draw
 from benchmarks.hpcs2017_results import Result, count, read_our_run, saved_shares, write_csv
-from speechdp.config import TrainOptions
-from speechdp.data.dataset import Dataset
-from speechdp.data.plan import plan_epoch
-from speechdp.data.source_options import Workshop, open_local_source
-from speechdp.strategies.base import Progress
+from speechdp.data.loading.source_options import Workshop, open_local_source
+from speechdp.data.plan.epoch_plan import plan_epoch
+from speechdp.data.shards.dataset import Dataset
+from speechdp.options.run import TrainOptions
+from speechdp.parallel.period import Period
+from speechdp.parallel.strategy import Progress
 from speechdp.strategies.model_averaging import ModelAveraging
-from speechdp.strategies.period import Period
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.train.build import make_replica
 from speechdp.train.model_file import ClassCounts, load_model, save_model

@@ -19,10 +19,8 @@ from benchmarks.poster_plot import draw
 from benchmarks.poster_schemes import EqualRanks, Job, OneMaster, Scheme, flat_gradient
 from benchmarks.poster_threads import Timing, in_threads, measure
 from speechdp.comm.base import Communicator
-from speechdp.comm.threads import run_threads
-from speechdp.models.tacotron.config import TINY
-from speechdp.models.tacotron.decoder import Decoder
-from speechdp.profile.record import (
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.experiments.profile.record import (
     BLOCKING,
     WEAK,
     FunctionTime,
@@ -35,6 +33,8 @@ from speechdp.profile.record import (
     Settings,
     StepRecord,
 )
+from speechdp.models.tacotron.config import TINY
+from speechdp.models.tacotron.decoder import Decoder
 
 CPU = torch.device("cpu")
 SIZES = Sizes(batch=3, symbols=4, frames=11, mel_dim=5, linear_dim=7, num_symbols=6)

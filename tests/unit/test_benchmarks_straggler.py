@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.straggler import Case, cases_in_order, outcomes, parse, sum_of_speeds
 from benchmarks.straggler_plot import Bar, draw
-from speechdp.timing.results import RunResult
-from speechdp.timing.summary import read_run
+from speechdp.report.runs.folders import read_run
+from speechdp.report.runs.results import RunResult
 from tests.helpers.runs import MadeUpRun, write_run
 
 

@@ -8,14 +8,14 @@ from contextlib import closing
 import pytest
 import torch
 
-from speechdp.data.assignment import Assignment, Place, planned
-from speechdp.data.batch import Batch
-from speechdp.data.dataset import Dataset
-from speechdp.data.loader import BlockingLoader, Loader
-from speechdp.data.orders import GROUP_BATCHES
-from speechdp.data.plan import EpochPlan, PlanOptions, Segments, plan_epoch
-from speechdp.data.reader import SplitReader
-from speechdp.data.source import Ready
+from speechdp.data.loading.batch import Batch
+from speechdp.data.loading.loader import BlockingLoader, Loader
+from speechdp.data.loading.reader import SplitReader
+from speechdp.data.loading.source import Ready
+from speechdp.data.plan.assignment import Assignment, Place, planned
+from speechdp.data.plan.epoch_plan import EpochPlan, PlanOptions, Segments, plan_epoch
+from speechdp.data.plan.orders import GROUP_BATCHES
+from speechdp.data.shards.dataset import Dataset
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 
 OPTIONS = PlanOptions(1, seed=2, order="blocking-sort")

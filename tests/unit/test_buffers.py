@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from speechdp.data.buffers import BufferPool
+from speechdp.data.loading.buffers import BufferPool
 
 
 def test_a_tensor_has_the_shape_and_dtype_asked_for() -> None:

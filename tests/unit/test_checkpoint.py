@@ -19,12 +19,9 @@ import pytest
 import torch
 
 import speechdp
-from speechdp.comm.base import Communicator
-from speechdp.comm.serial import SerialCommunicator
-from speechdp.comm.threads import run_threads
-from speechdp.errors import CommunicationError, RunError
-from speechdp.train import checkpoint, checkpoint_folder
-from speechdp.train.checkpoint import (
+from speechdp.checkpoint import folder as checkpoint_folder
+from speechdp.checkpoint import state as checkpoint
+from speechdp.checkpoint.state import (
     RankState,
     checkpoint_steps,
     join_state,
@@ -32,7 +29,11 @@ from speechdp.train.checkpoint import (
     load_checkpoint,
     split_state,
 )
-from speechdp.train.checkpoint_writer import CheckpointWriter
+from speechdp.checkpoint.writer import CheckpointWriter
+from speechdp.comm.base import Communicator
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.errors import CommunicationError, RunError
 from tests.helpers.faulty_disk import Crash, faulty_disk, full
 
 ALONE = SerialCommunicator()

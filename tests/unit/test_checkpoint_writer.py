@@ -19,15 +19,16 @@ import pytest
 import torch
 
 from speechdp import files
+from speechdp.checkpoint import rank_file
+from speechdp.checkpoint import writer as checkpoint_writer
+from speechdp.checkpoint.folder import Place, prune
+from speechdp.checkpoint.rank_file import Snapshot, take_snapshot
+from speechdp.checkpoint.state import RankState, checkpoint_steps, load_checkpoint
+from speechdp.checkpoint.writer import CheckpointWriter
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.comm.threads import run_threads
+from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import CommunicationError, RunError
-from speechdp.train import checkpoint_writer, rank_file
-from speechdp.train.checkpoint import RankState, checkpoint_steps, load_checkpoint
-from speechdp.train.checkpoint_folder import Place, prune
-from speechdp.train.checkpoint_writer import CheckpointWriter
-from speechdp.train.rank_file import Snapshot, take_snapshot
 from tests.helpers.mpi import REPOSITORY
 
 ALONE = SerialCommunicator()
@@ -44,10 +45,10 @@ KILLED = """
 import json, os, signal, sys
 from pathlib import Path
 import torch
-from speechdp.comm.threads import run_threads
+from speechdp.comm.threads.communicator import run_threads
 from speechdp.train import checkpoint_folder, checkpoint_writer
-from speechdp.train.checkpoint import RankState
-from speechdp.train.checkpoint_writer import CheckpointWriter
+from speechdp.checkpoint.state import RankState
+from speechdp.checkpoint.writer import CheckpointWriter
 
 def train(comm, run, function, when):
     writer = CheckpointWriter(run, comm)

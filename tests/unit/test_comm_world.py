@@ -9,13 +9,15 @@ from typing import NoReturn
 import pytest
 
 from speechdp import exit_codes
-from speechdp.comm import Communicator, choose_backend, create
+from speechdp.comm.base import Communicator
 from speechdp.comm.environment import Launch, announced, host_name, started_unconnected
-from speechdp.comm.failure import guard
 from speechdp.comm.network import interface_between, interface_of
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.comm.threads import run_threads
-from speechdp.comm.world import check_world
+from speechdp.comm.startup import create
+from speechdp.comm.startup.create import choose_backend
+from speechdp.comm.startup.failure import guard
+from speechdp.comm.startup.world import check_world
+from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import CommunicationError, ConfigError, ShardError
 
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
@@ -91,7 +93,7 @@ def test_a_back_end_that_is_not_installed_names_the_remedy(monkeypatch: pytest.M
 
 def test_a_single_process_does_not_initialise_mpi() -> None:
     code = (
-        "import sys; from speechdp.comm import create_communicator; c = create_communicator('auto'); "
+        "import sys; from speechdp.comm.startup import create; c = create.create_communicator('auto'); "
         "c.close(); print(c.backend, any(m.startswith(('mpi4py', 'horovod')) for m in sys.modules))"
     )
     done = subprocess.run(

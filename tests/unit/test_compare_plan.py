@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import tyro
 
-from speechdp.compare.arguments import train_arguments
-from speechdp.compare.jobs import what_went_wrong
-from speechdp.compare.plan import (
+from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
+from speechdp.errors import ConfigError
+from speechdp.experiments.compare.arguments import train_arguments
+from speechdp.experiments.compare.jobs import what_went_wrong
+from speechdp.experiments.compare.plan import (
     ComparePlan,
     PlannedRun,
     equal_time_epochs,
@@ -19,14 +21,20 @@ from speechdp.compare.plan import (
     stretched,
     whole_numbers,
 )
-from speechdp.compare.record import COMPLETE, FAILED, PENDING, Record, RunRecord, read_record, write_record
-from speechdp.compare.run import estimate_left_s, plan_time_runs
-from speechdp.config import ModelOptions, TrainOptions
-from speechdp.config_batch import BatchOptions, LoadingOptions
-from speechdp.config_optimizer import OptimizerOptions
-from speechdp.data.preprocess import AugmentOptions, InputOptions
-from speechdp.errors import ConfigError
+from speechdp.experiments.compare.record import (
+    COMPLETE,
+    FAILED,
+    PENDING,
+    Record,
+    RunRecord,
+    read_record,
+    write_record,
+)
+from speechdp.experiments.compare.run import estimate_left_s, plan_time_runs
 from speechdp.launching.supervise import JobEnd
+from speechdp.options.batch import BatchOptions, LoadingOptions
+from speechdp.options.optimizer import OptimizerOptions
+from speechdp.options.run import ModelOptions, TrainOptions
 from tests.helpers.comparisons import MadeUpStrategy, write_comparison
 from tests.helpers.comparisons import write_record as write_made_up
 

@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 
 from speechdp.cli.report import ReportCommand
-from speechdp.compare.choice import choose
-from speechdp.compare.groups import Group, common_target, make_groups, mean_age, read_comparison
-from speechdp.compare.panels import dashes, make_canvas, make_panels, mean_curve
-from speechdp.compare.report import write_comparison as write_report
-from speechdp.timing.pages import WrittenReport
-from speechdp.timing.theme import PRINT
+from speechdp.report.compare.choice import choose
+from speechdp.report.compare.groups import Group, common_target, make_groups, mean_age, read_comparison
+from speechdp.report.compare.panels import dashes, make_canvas, make_panels, mean_curve
+from speechdp.report.compare.report import write_comparison as write_report
+from speechdp.report.kit.pages import WrittenReport
+from speechdp.report.kit.theme import PRINT
 from tests.helpers.comparisons import (
     MadeUpStrategy,
     failed,

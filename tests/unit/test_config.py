@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from speechdp.config import ModelOptions, TrainOptions
-from speechdp.config_batch import BatchOptions
-from speechdp.config_optimizer import OptimizerOptions
-from speechdp.data.plan import PlanOptions
+from speechdp.data.plan.epoch_plan import PlanOptions
 from speechdp.errors import ConfigError
 from speechdp.models.presets import PRESETS
+from speechdp.options.batch import BatchOptions
+from speechdp.options.optimizer import OptimizerOptions
+from speechdp.options.run import ModelOptions, TrainOptions
 from tests.helpers.options import options_with
 
 

@@ -15,13 +15,13 @@ import torch
 
 from speechdp.cli import main
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.config import ModelOptions, TrainOptions
-from speechdp.config_batch import BatchOptions
-from speechdp.data.alignment_file import write_targets
-from speechdp.data.dataset import Dataset
-from speechdp.data.reader import SplitReader
-from speechdp.data.shards import Utterance
+from speechdp.data.loading.reader import SplitReader
+from speechdp.data.shards.alignment_file import write_targets
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.shard import Utterance
 from speechdp.errors import ConfigError, ShardError, SpeechDPError
+from speechdp.options.batch import BatchOptions
+from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from tests.helpers.tiny_data import TinySizes, rewrite_shard, write_tiny_data
@@ -73,7 +73,7 @@ def test_targets_outside_the_classes(
 
 
 def test_targets_far_into_a_shard_are_found(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speechdp.data.targets._ROWS_A_READ", 7)
+    monkeypatch.setattr("speechdp.data.shards.targets._ROWS_A_READ", 7)
     SplitReader(dataset, "train").close()
     changed = rewrite_shard(dataset, "train", with_target(-1))
     with pytest.raises(ShardError, match="has target -1"):

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from speechdp.timing.answer import Answer, find_answer
-from speechdp.timing.data_path import data_figures, data_wait
-from speechdp.timing.derived import common_target, sweep_figures
-from speechdp.timing.pages import WrittenReport
-from speechdp.timing.report import write_report
-from speechdp.timing.results import DataTimes, Feeder, RankTiming, Timing
-from speechdp.timing.summary import read_run, read_sweep
+from speechdp.report.kit.pages import WrittenReport
+from speechdp.report.runs.data_path import data_figures, data_wait
+from speechdp.report.runs.derived import common_target, sweep_figures
+from speechdp.report.runs.folders import read_run, read_sweep
+from speechdp.report.runs.results import DataTimes, Feeder, RankTiming, Timing
+from speechdp.report.sweep.answer import Answer, find_answer
+from speechdp.report.sweep.report import write_report
 from tests.helpers.page_reader import PageReader
 from tests.helpers.runs import MadeUpRun, write_run, write_sweep
 

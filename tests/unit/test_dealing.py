@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speechdp.comm.base import Communicator
-from speechdp.comm.threads import run_threads
-from speechdp.data.assignment import Assignment, Meeting, MeetingKind
-from speechdp.data.dealer import BACKLOG, Deal, Dealer
-from speechdp.data.plan import CorpusIndex, EpochPlan, PlanOptions, plan_epoch
-from speechdp.train.dealing import Dealing
-from speechdp.train.desk import DealingLimits, Desk, Roster
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.plan.assignment import Assignment, Meeting, MeetingKind
+from speechdp.data.plan.epoch_plan import CorpusIndex, EpochPlan, PlanOptions, plan_epoch
+from speechdp.dealing.batch_client import Dealing
+from speechdp.dealing.batch_server import DealingLimits, Desk, Roster
+from speechdp.dealing.epoch_batches import BACKLOG, Deal, Dealer
 
 EPOCHS = 2
 

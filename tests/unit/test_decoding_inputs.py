@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.data.features import FeatureConfig, compute_features, num_frames_of
-from speechdp.data.inputs import InputOptions
-from speechdp.data.preprocess import Preprocessor
-from speechdp.data.shards import AudioUtterance, Shard, ShardHeader, ShardWriter
+from speechdp.data.shards.shard import AudioUtterance, Shard, ShardHeader, ShardWriter
+from speechdp.data.signal.features import FeatureConfig, compute_features, num_frames_of
+from speechdp.data.transforms.inputs import InputOptions
+from speechdp.data.transforms.preprocess import Preprocessor
 from speechdp.decode.align import Aligner, AlignmentJob, AlignmentReport, align_shards
 from speechdp.decode.graph import LexiconTransducer
-from speechdp.decode.hmm import StateInventory
-from speechdp.decode.lexicon import Lexicon
 from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.decode.scoring import AcousticScorer
+from speechdp.labels.hmm import StateInventory
+from speechdp.labels.lexicon import Lexicon
 from tests.helpers.oracle import FEATURES, Oracle, OracleModel, Spoken, oracle, write_dataset
 
 SPOKEN = [Spoken("a1", "one", "one"), Spoken("b1", "two", "two", 30)]

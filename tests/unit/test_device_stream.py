@@ -8,13 +8,13 @@ from itertools import repeat
 import pytest
 import torch
 
-from speechdp.data.assignment import Assignment, Place
-from speechdp.data.batch import Batch
-from speechdp.data.buffers import BufferPool
-from speechdp.data.loader import Loader
-from speechdp.data.plan import Segments
-from speechdp.data.source import Pending, Ready
-from speechdp.data.stage_times import StageTimes
+from speechdp.data.loading.batch import Batch
+from speechdp.data.loading.buffers import BufferPool
+from speechdp.data.loading.loader import Loader
+from speechdp.data.loading.source import Pending, Ready
+from speechdp.data.loading.stage_times import StageTimes
+from speechdp.data.plan.assignment import Assignment, Place
+from speechdp.data.plan.epoch_plan import Segments
 
 NUM = 40
 SHAPE = (16, 300, 80)
@@ -73,7 +73,7 @@ def test_an_error_in_moving_is_raised_at_its_batch() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_what_arrives_on_the_gpu_is_what_was_read() -> None:
-    from speechdp.data.device_stream import DeviceStream  # noqa: PLC0415
+    from speechdp.data.loading.device_stream import DeviceStream  # noqa: PLC0415
 
     device = torch.device("cuda", torch.cuda.current_device())
     times = StageTimes()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from speechdp.comm.base import Communicator
-from speechdp.comm.threads import run_threads
+from speechdp.comm.threads.communicator import run_threads
 from speechdp.doctor import exchange
 from speechdp.doctor.facts import data_facts, node_facts
 from speechdp.doctor.judge_network import clock_offset

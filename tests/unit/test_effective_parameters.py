@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speechdp.strategies.effective import EffectiveParameters
+from speechdp.strategies.mechanisms.pending_correction import EffectiveParameters
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]

@@ -11,10 +11,10 @@ import torch
 
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.comm.threads import run_threads
-from speechdp.data.dataset import Dataset
-from speechdp.data.plan import PlanOptions
-from speechdp.data.reader import Context, SplitReader
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.loading.reader import Context, SplitReader
+from speechdp.data.plan.epoch_plan import PlanOptions
+from speechdp.data.shards.dataset import Dataset
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.train.evaluate import Evaluator, HeldOut

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from speechdp.data.features import (
+from speechdp.data.signal.features import (
     FeatureConfig,
     check_mel_bins,
     compute_features,

@@ -11,14 +11,14 @@ import pytest
 from torch import Tensor
 
 from speechdp.comm import packets
-from speechdp.comm.create import create_fed_job
 from speechdp.comm.packets import Pacing, Packet, PacketChannel, Sent
-from speechdp.comm.roles import assign_roles
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.data.fed_source import gather_feeder_times, pack_segments, unpack_segments
-from speechdp.data.feeder_link import DEPTH, FeederLink
-from speechdp.data.plan import Segments
+from speechdp.comm.startup.create import create_fed_job
+from speechdp.comm.startup.feeder_roles import assign_roles
+from speechdp.data.plan.epoch_plan import Segments
 from speechdp.errors import CommunicationError, ConfigError, RunError, ShardError
+from speechdp.feeding.fed_source import gather_feeder_times, pack_segments, unpack_segments
+from speechdp.feeding.feeder_link import DEPTH, FeederLink
 
 
 def test_the_last_ranks_of_each_host_feed() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from speechdp.comm.flat import FlatBuffer
+from speechdp.parallel.flat_buffer import FlatBuffer
 
 shapes = st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=3), min_size=1, max_size=8)
 

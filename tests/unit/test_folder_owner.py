@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.batch_job import SchedulerJob, find_batch_job
-from speechdp.claimant import Claimant, Fate, process_fate
 from speechdp.errors import ConfigError, RunError
-from speechdp.folder_owner import OWNER_FILE, FolderOwner, StopAsked, Surroundings, Timing
+from speechdp.ownership.batch_job import SchedulerJob, find_batch_job
+from speechdp.ownership.claimant import Claimant, Fate, process_fate
+from speechdp.ownership.owner import OWNER_FILE, FolderOwner, StopAsked, Surroundings, Timing
 from tests.helpers.mpi import REPOSITORY
 
 POLLS = 60
@@ -307,8 +307,8 @@ def test_a_newcomer_that_died_while_it_took_over_is_in_nobodys_way(
     Host(tmp_path, "n1").owner.acquire()
     second = Host(tmp_path, "n2")
     with monkeypatch.context() as dying:
-        dying.setattr("speechdp.folder_owner._remove", lambda path: None)
-        dying.setattr("speechdp.folder_owner.hand_over", lambda source, target: 1 / 0)
+        dying.setattr("speechdp.ownership.owner._remove", lambda path: None)
+        dying.setattr("speechdp.ownership.owner.hand_over", lambda source, target: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             second.owner.acquire()
     assert owner_in(tmp_path) == "n1" and len(list(tmp_path.glob(".owner.json.*.next"))) == 1
@@ -465,7 +465,7 @@ def test_a_claim_that_another_has_made_up_steers_no_terminal() -> None:
 
 def test_two_processes_and_one_that_is_killed(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from speechdp.cli.folders import owner_of\n"
+        "import sys, time; from pathlib import Path; from speechdp.cli.support.folders import owner_of\n"
         "with owner_of(Path(sys.argv[1]), 'train', print): print('mine', flush=True); time.sleep(300)"
     )
     with subprocess.Popen(

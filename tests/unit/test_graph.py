@@ -13,9 +13,9 @@ from speechdp.decode.graph import (
     choose_grammar,
     transcript,
 )
-from speechdp.decode.hmm import FloatArray, StateInventory, states_of
-from speechdp.decode.lexicon import Lexicon
 from speechdp.errors import ConfigError
+from speechdp.labels.hmm import FloatArray, StateInventory, states_of
+from speechdp.labels.lexicon import Lexicon
 from tests.helpers.viterbi import best_cost
 
 LEXICON = Lexicon({"one": (("A",), ("B",)), "two": (("B", "C"),), "red": (("C", "C"),)})

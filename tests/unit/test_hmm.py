@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speechdp.decode.hmm import (
+from speechdp.errors import ConfigError
+from speechdp.labels.hmm import (
     UNSEEN_LOG_LIKELIHOOD,
     StateInventory,
     alignment_from_phone_times,
@@ -17,8 +18,7 @@ from speechdp.decode.hmm import (
     scaled_log_likelihoods,
     self_loop_probabilities,
 )
-from speechdp.decode.lexicon import Lexicon
-from speechdp.errors import ConfigError
+from speechdp.labels.lexicon import Lexicon
 
 LEXICON = Lexicon({"ab": (("A", "B"), ("B",)), "c": (("C",),)})
 INVENTORY = StateInventory(("A", "B", "C"))

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("horovod", reason="Horovod is not installed; launch/setup builds it")
 
-from speechdp.comm.horovod_gloo import GlooMeeting, _Place, _places
+from speechdp.comm.horovod.gloo import GlooMeeting, _Place, _places
 from speechdp.comm.serial import SerialCommunicator
 
 

@@ -10,7 +10,7 @@ import kaldi_native_io
 import numpy as np
 import pytest
 
-from speechdp.data.kaldi_matrix import MatrixPlace, num_rows, read_matrix, read_scp, write_matrix
+from speechdp.data.kaldi.matrix import MatrixPlace, num_rows, read_matrix, read_scp, write_matrix
 from speechdp.errors import ConfigError
 from tests.helpers.corpora import shared_data
 from tests.helpers.kaldi_files import some_features, write_feats

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from speechdp.data.kaldi_ali import alignment_source, read_int_vectors
-from speechdp.data.kaldi_model import read_pdf_map
+from speechdp.data.kaldi.alignments import alignment_source, read_int_vectors
+from speechdp.data.kaldi.model import read_pdf_map
 from speechdp.errors import ConfigError
 from tests.helpers.kaldi_files import (
     PDFS_OF_TRIPLES,

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from speechdp.cli.main import run as speechdp
-from speechdp.data.dataset import Dataset
+from speechdp.data.shards.dataset import Dataset
 from speechdp.decode import posteriors
-from speechdp.decode.hmm import UNSEEN_LOG_LIKELIHOOD, log_priors
 from speechdp.decode.posteriors import PosteriorOptions, PosteriorResult, write_posteriors
 from speechdp.errors import ConfigError, RunError
+from speechdp.labels.hmm import UNSEEN_LOG_LIKELIHOOD, log_priors
 from tests.helpers.faulty_disk import faulty_disk, full
 from tests.helpers.oracle import Oracle, OracleModel, Spoken, oracle, write_dataset
 

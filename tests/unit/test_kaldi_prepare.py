@@ -11,17 +11,17 @@ import pytest
 
 from speechdp.cli.main import run as speechdp
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.data.audio import read_audio
-from speechdp.data.dataset import Dataset
-from speechdp.data.features import FeatureConfig, compute_features, normalise, num_frames_of
-from speechdp.data.kaldi_cmvn import SpeakerCmvn
-from speechdp.data.kaldi_jobs import KaldiShardJob, run_kaldi_jobs
-from speechdp.data.kaldi_prepare import KaldiPrepared, prepare_kaldi
-from speechdp.data.kaldi_settings import KaldiOptions
-from speechdp.data.shards import AudioUtterance, Utterance
-from speechdp.decode.kaldi_pdfs import KaldiPdfs, load_classes
+from speechdp.data.kaldi.cmvn import SpeakerCmvn
+from speechdp.data.prepare.kaldi import KaldiPrepared, prepare_kaldi
+from speechdp.data.prepare.kaldi_jobs import KaldiShardJob, run_kaldi_jobs
+from speechdp.data.prepare.kaldi_settings import KaldiOptions
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.shard import AudioUtterance, Utterance
+from speechdp.data.signal.audio import read_audio
+from speechdp.data.signal.features import FeatureConfig, compute_features, normalise, num_frames_of
 from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.errors import ConfigError, ShardError
+from speechdp.labels.kaldi_pdfs import KaldiPdfs, load_classes
 from tests.helpers.corpora import kaldi_folder, no_progress, write_tone
 from tests.helpers.kaldi_files import (
     PDFS_OF_TUPLES,
@@ -104,7 +104,7 @@ def test_features_and_pdfs_go_into_shards(options: KaldiOptions) -> None:
 
 def test_processes_write_the_same_bytes(options: KaldiOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared(options)
-    monkeypatch.setattr("speechdp.data.kaldi_jobs._FEWEST_FRAMES_FOR_PROCESSES", 0)
+    monkeypatch.setattr("speechdp.data.prepare.kaldi_jobs._FEWEST_FRAMES_FOR_PROCESSES", 0)
     other = dataclasses.replace(options, data=options.data.with_name("other"), num_workers=2)
     prepared(other)
     files = sorted(path.name for path in options.data.iterdir())

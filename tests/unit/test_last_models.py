@@ -7,9 +7,9 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.comm.threads import run_threads
-from speechdp.strategies.base import Progress
-from speechdp.strategies.last_models import LastModels
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.parallel.strategy import Progress
+from speechdp.strategies.mechanisms.last_models import LastModels
 
 
 def _model(number: float) -> Tensor:

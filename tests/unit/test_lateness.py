@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from speechdp.train.lateness import Sighting, Standpoint, describe_late
-from speechdp.train.status import RankStatus
+from speechdp.watchdog.late_ranks import Sighting, Standpoint, describe_late
+from speechdp.watchdog.status import RankStatus
 from tests.helpers.statuses import status
 
 #: Looked since 20 s by the looking rank's clock, judged at 60 s; it was last seen to change at 59 s.

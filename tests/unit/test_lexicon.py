@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.decode.lexicon import (
+from speechdp.errors import ConfigError
+from speechdp.labels.lexicon import (
     Lexicon,
     command_words,
     digit_words,
     lexicon_for,
     own_lexicon,
 )
-from speechdp.errors import ConfigError
 
 ARPABET = frozenset(
     re.findall(

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from speechdp.data.alignment_file import write_targets
-from speechdp.data.assignment import Place, Position, planned
-from speechdp.data.batch import IGNORED_TARGET, Batch
-from speechdp.data.dataset import Dataset
-from speechdp.data.loader import Loader, Step
-from speechdp.data.plan import CorpusIndex, EpochPlan, PlanOptions, Segments, plan_epoch
-from speechdp.data.reader import Context, SplitReader
-from speechdp.data.source import Ready
+from speechdp.data.loading.batch import IGNORED_TARGET, Batch
+from speechdp.data.loading.loader import Loader, Step
+from speechdp.data.loading.reader import Context, SplitReader
+from speechdp.data.loading.source import Ready
+from speechdp.data.plan.assignment import Place, Position, planned
+from speechdp.data.plan.epoch_plan import CorpusIndex, EpochPlan, PlanOptions, Segments, plan_epoch
+from speechdp.data.shards.alignment_file import write_targets
+from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ShardError
 from tests.helpers.tiny_data import TinySizes, flip_byte, truncate, write_tiny_data
 

@@ -23,19 +23,19 @@ from speechdp.comm.losses import PeerLost
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.shares import in_shares
 from speechdp.comm.star import Star
-from speechdp.comm.thread_job import Vanished
-from speechdp.comm.threads import run_threads
-from speechdp.config import TrainOptions
-from speechdp.config_batch import BatchOptions
-from speechdp.config_faults import FaultOptions
-from speechdp.config_model import ModelOptions
-from speechdp.data.assignment import Meeting, MeetingKind
-from speechdp.data.dataset import Dataset
-from speechdp.data.dealer import Deal
-from speechdp.data.plan import CorpusIndex, PlanOptions, plan_epoch
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.comm.threads.job import Vanished
+from speechdp.data.plan.assignment import Meeting, MeetingKind
+from speechdp.data.plan.epoch_plan import CorpusIndex, PlanOptions, plan_epoch
+from speechdp.data.shards.dataset import Dataset
+from speechdp.dealing.batch_server import DealingLimits, Desk, Roster
+from speechdp.dealing.epoch_batches import Deal
 from speechdp.errors import CommunicationError, ConfigError, RunError
-from speechdp.timing.summary import read_run
-from speechdp.train.desk import DealingLimits, Desk, Roster
+from speechdp.options.batch import BatchOptions
+from speechdp.options.faults import FaultOptions
+from speechdp.options.model import ModelOptions
+from speechdp.options.run import TrainOptions
+from speechdp.report.runs.folders import read_run
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session

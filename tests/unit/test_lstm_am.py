@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speechdp.data.batch import IGNORED_TARGET, Batch
+from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.errors import ConfigError
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.presets import PRESETS

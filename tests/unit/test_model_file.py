@@ -11,8 +11,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from speechdp.decode.hmm import log_priors, self_loop_probabilities
 from speechdp.errors import RunError
+from speechdp.labels.hmm import log_priors, self_loop_probabilities
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.train.model_file import ClassCounts, load_model, save_model
 from tests.helpers.faulty_disk import faulty_disk, full

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.config import ModelOptions, TrainOptions
-from speechdp.config_batch import BatchOptions
-from speechdp.data.dataset import Dataset
-from speechdp.data.features import FeatureConfig
-from speechdp.data.kaldi_prepare import prepare_kaldi
-from speechdp.data.kaldi_settings import KaldiOptions
-from speechdp.data.prepare import PrepareOptions, prepare
-from speechdp.data.preprocess import AugmentOptions, InputOptions
-from speechdp.data.shards import Utterance
+from speechdp.data.prepare.kaldi import prepare_kaldi
+from speechdp.data.prepare.kaldi_settings import KaldiOptions
+from speechdp.data.prepare.recognition import PrepareOptions, prepare
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.shard import Utterance
+from speechdp.data.signal.features import FeatureConfig
+from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
 from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.errors import ConfigError, ShardError
+from speechdp.options.batch import BatchOptions
+from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.synthesis.generate import Synthesiser, SynthesisOptions
 from speechdp.synthesis.held_out import EvaluationRequest, evaluate_split
 from speechdp.train.model_file import load_model, load_synthesis_model

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speechdp.data.orders import (
+from speechdp.data.plan.epoch_plan import CorpusIndex, EpochPlan, Order, plan_epoch
+from speechdp.data.plan.orders import (
     GROUP_BATCHES,
     ORDERS,
     POOL_BATCHES,
@@ -21,8 +22,7 @@ from speechdp.data.orders import (
     even_out,
     steps_of,
 )
-from speechdp.data.plan import CorpusIndex, EpochPlan, Order, plan_epoch
-from speechdp.data.segments import IntArray
+from speechdp.data.plan.segments import IntArray
 
 Lengths = npt.NDArray[np.int64]
 some_lengths = st.lists(st.integers(1, 50), min_size=1, max_size=80).map(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.data.dataset import Dataset
+from speechdp.data.shards.dataset import Dataset
 from speechdp.train.origin import git_state, origin_facts, settings, start_facts
 from speechdp.train.session import Session
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from speechdp import output
 from speechdp.cli import main
-from speechdp.data.dataset import Dataset
-from speechdp.ending import end_by_exception
+from speechdp.data.shards.dataset import Dataset
+from speechdp.process import output
+from speechdp.process.ending import end_by_exception
 from speechdp.train.stop import StopRequest
 from tests.helpers.tiny_data import TINY_MODEL, write_tiny_data
 

@@ -17,26 +17,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from speechdp.claimant import Claimant
 from speechdp.cli.main import run as speechdp
 from speechdp.cli.sweep import SweepCommand
 from speechdp.cli.train import TrainCommand
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.comm.threads import run_threads
-from speechdp.config import ModelOptions, TrainOptions
-from speechdp.data.data_dir import check_target, new_data_dir, owner_file
-from speechdp.data.dataset import Dataset
-from speechdp.ending import Ended
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.shards.data_dir import check_target, new_data_dir, owner_file
+from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError, RunError
-from speechdp.folder_owner import OWNER_FILE, FolderOwner, Surroundings
-from speechdp.overwrite import check_overwrite, empty
+from speechdp.experiments.sweep import SweepPlan, run_sweep
+from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.ownership.claimant import Claimant
+from speechdp.ownership.overwrite import check_overwrite, empty
+from speechdp.ownership.owner import OWNER_FILE, FolderOwner, Surroundings
+from speechdp.process.ending import Ended
 from speechdp.train.ownership import owned
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run_files import Metrics
 from speechdp.train.session import Session
 from speechdp.train.stop import StopRequest
-from speechdp.train.sweep import SweepPlan, run_sweep
 from tests.helpers.jobs import SPEECHDP
 from tests.helpers.mpi import REPOSITORY, job_environment
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
@@ -182,7 +182,7 @@ def test_a_print_that_hangs_keeps_no_overtaken_rank(
 ) -> None:
     ended: list[int] = []
     monkeypatch.setattr("speechdp.comm.environment.end_process_with", lambda text, code: ended.append(code))
-    monkeypatch.setattr("speechdp.bounded._PATIENCE_S", 0.1)
+    monkeypatch.setattr("speechdp.process.bounded._PATIENCE_S", 0.1)
     is_read = threading.Event()
 
     class Printing(SilentReporter):

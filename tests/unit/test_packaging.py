@@ -87,7 +87,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
     assert modules <= declared | optional | WITH_ANOTHER
 
 
-@pytest.mark.parametrize("part", ["comm/*.rules", "decode/data/*", "timing/templates/*", "py.typed"])
+@pytest.mark.parametrize("part", ["comm/*.rules", "labels/data/*", "report/templates/*", "py.typed"])
 def test_data_files_are_packaged(part: str) -> None:
     assert f'"{part}"' in (REPOSITORY / "setup.py").read_text()
     assert list((REPOSITORY / "speechdp").glob(part))
@@ -99,9 +99,9 @@ def test_every_data_file_is_packaged() -> None:
         path
         for part in (
             "comm/*.rules",
-            "decode/data/*",
+            "labels/data/*",
             "launching/templates/*",
-            "timing/templates/*",
+            "report/templates/*",
             "py.typed",
         )
         for path in (REPOSITORY / "speechdp").glob(part)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from speechdp.comm.patience import sleep_until
+from speechdp.comm.waiting import sleep_until
 
 
 @pytest.fixture

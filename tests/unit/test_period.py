@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speechdp.errors import ConfigError
-from speechdp.strategies.period import Beginning, Period, PeriodUnit
+from speechdp.parallel.period import Beginning, Period, PeriodUnit
 
 STEPS, FRAMES, SECONDS = PeriodUnit.STEPS, PeriodUnit.FRAMES, PeriodUnit.SECONDS
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from speechdp.data.features import FeatureConfig, num_frames_of
-from speechdp.data.perturb import (
+from speechdp.data.plan.segments import size_at_speed
+from speechdp.data.signal.features import FeatureConfig, num_frames_of
+from speechdp.data.transforms.perturb import (
     NoiseDraw,
     NoiseLevel,
     add_noise,
@@ -16,7 +17,6 @@ from speechdp.data.perturb import (
     perturbed_targets,
     speed_of_utterances,
 )
-from speechdp.data.segments import size_at_speed
 from speechdp.errors import ConfigError
 
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from speechdp.data import windows
-from speechdp.data.plan import (
+from speechdp.data.plan import windows
+from speechdp.data.plan.epoch_plan import (
     ORDERS,
     CorpusIndex,
     EpochPlan,

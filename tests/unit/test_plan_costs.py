@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from speechdp.data import windows
-from speechdp.data.plan import ORDERS, CorpusIndex, Order, PlanOptions, padding_share, plan_epoch
+from speechdp.data.plan import windows
+from speechdp.data.plan.epoch_plan import ORDERS, CorpusIndex, Order, PlanOptions, padding_share, plan_epoch
 
 
 def speech(num_utterances: int, num_shards: int, seed: int = 0) -> CorpusIndex:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from speechdp.data.plan import CorpusIndex, EpochPlan, PlanOptions, plan_epoch
-from speechdp.data.planner import Planner
+from speechdp.data.plan.epoch_plan import CorpusIndex, EpochPlan, PlanOptions, plan_epoch
+from speechdp.data.plan.planner import Planner
 
 INDEX = CorpusIndex.of_lengths([np.arange(1, 30)])
 

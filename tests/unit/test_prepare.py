@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from speechdp.cli import main
-from speechdp.data.audio import read_audio
-from speechdp.data.dataset import Dataset
-from speechdp.data.features import FeatureConfig, compute_features, usual_mel_bins
-from speechdp.data.prepare import PrepareOptions, prepare
-from speechdp.data.shards import Shard
-from speechdp.decode.hmm import StateInventory
-from speechdp.decode.lexicon import Lexicon
+from speechdp.data.prepare.recognition import PrepareOptions, prepare
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.shard import Shard
+from speechdp.data.signal.audio import read_audio
+from speechdp.data.signal.features import FeatureConfig, compute_features, usual_mel_bins
 from speechdp.errors import ConfigError, ShardError
+from speechdp.labels.hmm import StateInventory
+from speechdp.labels.lexicon import Lexicon
 from tests.helpers.corpora import digit_folder, kaldi_folder, no_progress, some_fsdd, write_tone
 
 

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 
 from speechdp.cli import main
-from speechdp.data.audio import read_audio
-from speechdp.data.corpus import CorpusUtterance
-from speechdp.data.dataset import Dataset
-from speechdp.data.joining import JoinRule, join_recordings, plan_joins
-from speechdp.data.prepare import open_corpus
-from speechdp.data.prepare_synthesis import SynthesisOptions, prepare_synthesis
-from speechdp.data.prepare_voices import VoiceOptions, prepare_voices
-from speechdp.data.recordings import recording_path
-from speechdp.data.reshard import ReshardOptions, reshard
-from speechdp.data.shards import Shard
-from speechdp.data.spectrogram import compute_spectrogram, spectrogram_config
-from speechdp.data.symbols import SymbolInventory
-from speechdp.data.voice_plan import VOICES, plan_voices, voices_of
+from speechdp.data.corpora.corpus import CorpusUtterance
+from speechdp.data.corpora.joining import JoinRule, join_recordings, plan_joins
+from speechdp.data.espeak.voice_plan import VOICES, plan_voices, voices_of
+from speechdp.data.prepare.recognition import open_corpus
+from speechdp.data.prepare.recordings import recording_path
+from speechdp.data.prepare.reshard import ReshardOptions, reshard
+from speechdp.data.prepare.synthesis import SynthesisOptions, prepare_synthesis
+from speechdp.data.prepare.voices import VoiceOptions, prepare_voices
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.shard import Shard
+from speechdp.data.signal.audio import read_audio
+from speechdp.data.signal.spectrogram import compute_spectrogram, spectrogram_config
 from speechdp.errors import ConfigError
+from speechdp.labels.symbols import SymbolInventory
 from tests.helpers.corpora import DIGITS, digit_folder, kaldi_folder, no_progress, some_fsdd, tone, write_tone
 
 

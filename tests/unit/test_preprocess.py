@@ -9,10 +9,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from speechdp.data.assignment import Place
-from speechdp.data.features import FeatureConfig, compute_features, num_frames_of
-from speechdp.data.inputs import FEATURES_ALONE
-from speechdp.data.preprocess import (
+from speechdp.data.plan.assignment import Place
+from speechdp.data.signal.features import FeatureConfig, compute_features, num_frames_of
+from speechdp.data.transforms.inputs import FEATURES_ALONE
+from speechdp.data.transforms.preprocess import (
     CACHE_BYTES,
     AugmentOptions,
     InputOptions,

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from speechdp.data.assignment import Place, augmentation_seed
-from speechdp.data.augment import SpecAugment
-from speechdp.data.dataset import Dataset
-from speechdp.data.features import FeatureConfig
-from speechdp.data.perturb import perturbed_targets, speed_of_utterances
-from speechdp.data.plan import EpochPlan, PlanOptions, plan_epoch
-from speechdp.data.prepare import PrepareOptions, prepare
-from speechdp.data.preprocess import AugmentOptions, InputOptions
-from speechdp.data.reader import Context, SplitReader
-from speechdp.data.source import SplitSource
-from speechdp.data.source_options import SourceRequest, Workshop, open_local_source
-from speechdp.data.threaded_source import ThreadedSource
+from speechdp.data.loading.reader import Context, SplitReader
+from speechdp.data.loading.source import SplitSource
+from speechdp.data.loading.source_options import SourceRequest, Workshop, open_local_source
+from speechdp.data.loading.threaded_source import ThreadedSource
+from speechdp.data.plan.assignment import Place, augmentation_seed
+from speechdp.data.plan.epoch_plan import EpochPlan, PlanOptions, plan_epoch
+from speechdp.data.prepare.recognition import PrepareOptions, prepare
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.signal.features import FeatureConfig
+from speechdp.data.transforms.augment import SpecAugment
+from speechdp.data.transforms.perturb import perturbed_targets, speed_of_utterances
+from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
 from speechdp.errors import ConfigError
 from tests.helpers.corpora import digit_folder, no_progress
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.profile.answer import find_answer
-from speechdp.profile.derived import (
+from speechdp.experiments.profile.derived import (
     STEP,
     Scaling,
     all_scalings,
@@ -21,7 +20,7 @@ from speechdp.profile.derived import (
     waited_share,
     waiting_s,
 )
-from speechdp.profile.record import (
+from speechdp.experiments.profile.record import (
     STRONG,
     WEAK,
     Memory,
@@ -29,6 +28,7 @@ from speechdp.profile.record import (
     RankMemory,
     read_profile,
 )
+from speechdp.report.profile.answer import find_answer
 from tests.helpers.profile_checks import answer_of, job_of_one_step, recorded_seconds, small_profile
 from tests.helpers.profiles import MadeUpProfile, write_profile
 

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from speechdp.cli.main import run as speechdp
-from speechdp.compare.jobs import JobStarter, Stopped
-from speechdp.config import TrainOptions
-from speechdp.config_batch import BatchOptions
-from speechdp.config_model import ModelOptions
 from speechdp.errors import ConfigError
-from speechdp.profile.derived import STEP, job_costs
-from speechdp.profile.jobs import Profiler, ProfileRequest
-from speechdp.profile.plan import ProfilePlan
-from speechdp.profile.record import Record, read_profile, read_record
-from speechdp.profile.words import milliseconds
-from speechdp.timing.pages import WrittenReport
+from speechdp.experiments.compare.jobs import JobStarter, Stopped
+from speechdp.experiments.profile.derived import STEP, job_costs
+from speechdp.experiments.profile.jobs import Profiler, ProfileRequest
+from speechdp.experiments.profile.plan import ProfilePlan
+from speechdp.experiments.profile.record import Record, read_profile, read_record
+from speechdp.options.batch import BatchOptions
+from speechdp.options.model import ModelOptions
+from speechdp.options.run import TrainOptions
+from speechdp.report.kit.formatting import milliseconds
+from speechdp.report.kit.pages import WrittenReport
 from tests.helpers.profiles import MadeUpProfile, write_job, write_profile
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 
@@ -189,7 +189,7 @@ def test_the_command_ends_with_the_page_and_says_what_failed(
     monkeypatch.setattr(JobStarter, "run", lambda self, *job: starter.run(*job))
     page = tmp_path / "page.html"
     written = WrittenReport(page, page, None, "", ("Encoder scales.",))
-    monkeypatch.setattr("speechdp.profile.page.write_profile_page", lambda out: written)
+    monkeypatch.setattr("speechdp.report.profile.page.write_profile_page", lambda out: written)
     data = write_tiny_data(tmp_path / "data", TinySizes(train=4, dev=2, test=2, shards=1)).path
     words = ["profile", str(data), str(tmp_path / "out"), "--only", "weak,output", "--steps", "5"]
     assert speechdp([*words, "--backend", "mpi"]) == 1

@@ -13,17 +13,13 @@ from rich.console import Console
 
 from speechdp.cli.report import ReportCommand
 from speechdp.errors import ConfigError, RunError
-from speechdp.profile import gantt as gantts
-from speechdp.profile.answer import find_answer
-from speechdp.profile.derived import (
+from speechdp.experiments.profile.derived import (
     STEP,
     all_scalings,
     main_job,
     make_scaling,
 )
-from speechdp.profile.figures import make_pictures
-from speechdp.profile.page import render_page, write_profile_page
-from speechdp.profile.record import (
+from speechdp.experiments.profile.record import (
     FAILED,
     PENDING,
     WEAK,
@@ -31,8 +27,12 @@ from speechdp.profile.record import (
     read_record,
     write_record,
 )
-from speechdp.profile.table import make_tables
-from speechdp.timing.pages import WrittenReport
+from speechdp.report.kit.pages import WrittenReport
+from speechdp.report.profile import gantt as gantts
+from speechdp.report.profile.answer import find_answer
+from speechdp.report.profile.figures import make_pictures
+from speechdp.report.profile.page import render_page, write_profile_page
+from speechdp.report.profile.table import make_tables
 from tests.helpers.page_reader import PageReader
 from tests.helpers.profile_checks import answer_of, job_of_one_step, recorded_seconds, small_profile
 from tests.helpers.profiles import MadeUpProfile, write_profile

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from speechdp.config import TrainOptions
-from speechdp.config_model import ModelOptions
 from speechdp.errors import ConfigError
-from speechdp.profile.notes import about_cores, notes_on
-from speechdp.profile.plan import PlannedJob, ProfilePlan
+from speechdp.experiments.profile.notes import about_cores, notes_on
+from speechdp.experiments.profile.plan import PlannedJob, ProfilePlan
+from speechdp.options.model import ModelOptions
+from speechdp.options.run import TrainOptions
 from tests.helpers.options import options_with
 
 SPEECH = TrainOptions(ModelOptions(), task="synthesis")

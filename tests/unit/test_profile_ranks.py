@@ -14,20 +14,20 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.comm.threads import run_threads
-from speechdp.config import TrainOptions
-from speechdp.data.batch import Batch
-from speechdp.data.dataset import Dataset
-from speechdp.data.plan import EpochPlan
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.loading.batch import Batch
+from speechdp.data.plan.epoch_plan import EpochPlan
+from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError, RunError
-from speechdp.profile import ranks
-from speechdp.profile.common_start import CommonStart, begin_together
-from speechdp.profile.ranks import JobRequest, profile_rank
-from speechdp.profile.record import JobEntry, ProfileJob, read_job
-from speechdp.profile.steps import StageClock, StagedStep
+from speechdp.experiments.profile import ranks
+from speechdp.experiments.profile.common_start import CommonStart, begin_together
+from speechdp.experiments.profile.ranks import JobRequest, profile_rank
+from speechdp.experiments.profile.record import JobEntry, ProfileJob, read_job
+from speechdp.experiments.profile.steps import StageClock, StagedStep
+from speechdp.options.run import TrainOptions
 from speechdp.train.build import build_trainer, epoch_planner, open_loader
-from speechdp.train.parts import TrainingParts
 from speechdp.train.session import Session
+from speechdp.train.trainer_state import TrainingParts
 from tests.helpers.options import options_with
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 from tests.helpers.tiny_speech import TINY_SYNTHESIS, write_tiny_speech

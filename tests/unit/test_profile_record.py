@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from speechdp.errors import ConfigError, RunError
-from speechdp.profile.common_start import start_of
-from speechdp.profile.jobs import merged, news
-from speechdp.profile.record import FAILED, JobEntry, read_profile, read_record, write_record
+from speechdp.experiments.profile.common_start import start_of
+from speechdp.experiments.profile.jobs import merged, news
+from speechdp.experiments.profile.record import FAILED, JobEntry, read_profile, read_record, write_record
 from tests.helpers.profiles import MadeUpProfile, write_profile
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from speechdp.data.batch import IGNORED_TARGET, Batch
+from speechdp.data.loading.batch import IGNORED_TARGET, Batch
+from speechdp.experiments.profile.steps import SingleModule, StageClock, StagedStep, stages_of
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.models.tacotron.model import Tacotron
-from speechdp.profile.steps import SingleModule, StageClock, StagedStep, stages_of
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.base import Task
 from speechdp.tasks.synthesis import SynthesisTask

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from speechdp.profile.palette import WAITING
-from speechdp.profile.record import ProfileJob, read_profile
-from speechdp.profile.trace import microseconds, trace_events, write_trace
-from speechdp.profile.usage import mean_utilisation
+from speechdp.experiments.profile.record import ProfileJob, read_profile
+from speechdp.report.profile.palette import WAITING
+from speechdp.report.profile.trace import microseconds, trace_events, write_trace
+from speechdp.report.profile.usage import mean_utilisation
 from tests.helpers.profiles import MadeUpProfile, write_profile
 
 #: What the format asks of each kind of event.

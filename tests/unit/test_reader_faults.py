@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from speechdp.comm.base import Communicator
-from speechdp.comm.threads import run_threads
-from speechdp.data import contiguous
-from speechdp.data import reader as reader_module
-from speechdp.data.assignment import planned
-from speechdp.data.dataset import Dataset
-from speechdp.data.loader import Loader
-from speechdp.data.plan import EpochPlan, PlanOptions, plan_epoch
-from speechdp.data.reader import Context, SplitReader
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.loading import reader as reader_module
+from speechdp.data.loading.loader import Loader
+from speechdp.data.loading.reader import Context, SplitReader
+from speechdp.data.plan.assignment import planned
+from speechdp.data.plan.epoch_plan import EpochPlan, PlanOptions, plan_epoch
+from speechdp.data.shards import contiguous
+from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ShardError
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 

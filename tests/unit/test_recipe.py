@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from speechdp.config import TrainOptions
 from speechdp.errors import ConfigError
 from speechdp.models.presets import PRESETS
-from speechdp.train.recipe import RECIPES
-from speechdp.train.schedule import Schedule
+from speechdp.options.recipe import RECIPES
+from speechdp.options.run import TrainOptions
+from speechdp.options.schedule import Schedule
 from tests.helpers.options import options_with
 
 RECIPE = "adpsgd-asr"

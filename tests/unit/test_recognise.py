@@ -11,13 +11,13 @@ import torch
 
 from speechdp.cli.decode import DecodeCommand
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.comm.threads import run_threads
-from speechdp.data.dataset import Dataset
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.shards.dataset import Dataset
 from speechdp.decode.graph import Grammar
-from speechdp.decode.hmm import StateInventory
 from speechdp.decode.recognise import DecodingOptions, DecodingResult, decode_split
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.errors import ConfigError, RunError
+from speechdp.labels.hmm import StateInventory
 from tests.helpers.oracle import Oracle, OracleModel, Spoken, oracle, write_dataset
 
 SHARDS = [

@@ -12,9 +12,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from speechdp.data.audio import read_audio
-from speechdp.data.recordings import keep_recording, list_recordings, recording_path
-from speechdp.data.shard_layout import ShardHeader
+from speechdp.data.prepare.recordings import keep_recording, list_recordings, recording_path
+from speechdp.data.shards.layout import ShardHeader
+from speechdp.data.signal.audio import read_audio
 from speechdp.errors import ShardError
 
 HEADER = cast(ShardHeader, SimpleNamespace(split="test", sampling_rate=8000))

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.config import ModelOptions, TrainOptions
-from speechdp.config_batch import BatchOptions, LoadingOptions
-from speechdp.data.dataset import Dataset
-from speechdp.data.preprocess import AugmentOptions, InputOptions
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
 from speechdp.errors import ConfigError, ShardError
+from speechdp.options.batch import BatchOptions, LoadingOptions
+from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from tests.helpers.tiny_data import write_tiny_data

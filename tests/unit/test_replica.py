@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speechdp.config import TrainOptions
-from speechdp.config_optimizer import OptimizerOptions
-from speechdp.data.features import FeatureConfig
+from speechdp.data.signal.features import FeatureConfig
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.options.optimizer import OptimizerOptions
+from speechdp.options.run import TrainOptions
+from speechdp.parallel.replica import Replica
 from speechdp.train.build import make_replica
-from speechdp.train.replica import Replica
 
 TOLERANCE = 1e-9
 NUM_STEPS = 6

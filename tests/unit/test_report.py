@@ -14,14 +14,14 @@ from rich.console import Console
 
 from speechdp.cli.report import ReportCommand
 from speechdp.errors import ConfigError, RunError
-from speechdp.timing import wording
-from speechdp.timing.answer import Answer, find_answer
-from speechdp.timing.bars import shown_ranks
-from speechdp.timing.derived import common_target, sweep_figures
-from speechdp.timing.pages import WrittenReport
-from speechdp.timing.report import write_report
-from speechdp.timing.results import RankTiming
-from speechdp.timing.summary import read_sweep
+from speechdp.report.kit import formatting
+from speechdp.report.kit.pages import WrittenReport
+from speechdp.report.runs.derived import common_target, sweep_figures
+from speechdp.report.runs.folders import read_sweep
+from speechdp.report.runs.results import RankTiming
+from speechdp.report.sweep.answer import Answer, find_answer
+from speechdp.report.sweep.bars import shown_ranks
+from speechdp.report.sweep.report import write_report
 from tests.helpers.page_reader import PageReader
 from tests.helpers.runs import MadeUpRun, realistic_sweep, write_run, write_sweep
 
@@ -259,7 +259,7 @@ def test_labels_say_what_tells_the_runs_apart(tmp_path: Path) -> None:
         MadeUpRun("p16-seed2"),
     ]
     sweep = read_sweep(write_sweep(tmp_path, runs))
-    assert list(wording.run_labels(sweep.runs).values()) == [
+    assert list(formatting.run_labels(sweep.runs).values()) == [
         "one rank",
         "gradient averaging",
         "period 4",
@@ -269,11 +269,11 @@ def test_labels_say_what_tells_the_runs_apart(tmp_path: Path) -> None:
 
 
 def test_numbers_are_written_in_one_style() -> None:
-    assert wording.count(21649.6) == "21,650"
-    assert wording.count(8.25) == "8.25"
-    assert wording.nats(-0.4071) == "\u22120.407"
-    assert wording.percent(0.0864, 1) == "8.6"
-    assert [wording.seconds(s) for s in (8.26, 365.2, 7800.0, None)] == [
+    assert formatting.count(21649.6) == "21,650"
+    assert formatting.count(8.25) == "8.25"
+    assert formatting.nats(-0.4071) == "\u22120.407"
+    assert formatting.percent(0.0864, 1) == "8.6"
+    assert [formatting.seconds(s) for s in (8.26, 365.2, 7800.0, None)] == [
         "8.3 s",
         "6 min 05 s",
         "2 h 10 min",

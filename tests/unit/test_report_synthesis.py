@@ -13,15 +13,15 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from speechdp.timing.answer import find_answer
-from speechdp.timing.canvas import make_canvas
-from speechdp.timing.columns import COLUMNS, main_columns
-from speechdp.timing.derived import sweep_figures
-from speechdp.timing.pages import WrittenReport
-from speechdp.timing.plots import draw_learning
-from speechdp.timing.report import write_report
-from speechdp.timing.summary import read_sweep
-from speechdp.timing.theme import PRINT
+from speechdp.report.kit.canvas import make_canvas
+from speechdp.report.kit.pages import WrittenReport
+from speechdp.report.kit.theme import PRINT
+from speechdp.report.runs.derived import sweep_figures
+from speechdp.report.runs.folders import read_sweep
+from speechdp.report.sweep.answer import find_answer
+from speechdp.report.sweep.columns import COLUMNS, main_columns
+from speechdp.report.sweep.plots import draw_learning
+from speechdp.report.sweep.report import write_report
 from tests.helpers.runs import MadeUpRun, realistic_sweep, write_run, write_sweep
 
 

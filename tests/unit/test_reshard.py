@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from speechdp.cli import main
-from speechdp.data import reshard as reshard_module
-from speechdp.data.dataset import Dataset
-from speechdp.data.prepare import PrepareOptions, prepare
-from speechdp.data.reshard import Balance, ReshardOptions, deal_by_frames, reshard
+from speechdp.data.prepare import reshard as reshard_module
+from speechdp.data.prepare.recognition import PrepareOptions, prepare
+from speechdp.data.prepare.reshard import Balance, ReshardOptions, deal_by_frames, reshard
+from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError, ShardError
 from tests.helpers.corpora import digit_folder, no_progress
 from tests.helpers.faulty_disk import faulty_disk, full

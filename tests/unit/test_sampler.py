@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
+from speechdp import jsonl
 from speechdp.errors import RunError
-from speechdp.timing import jsonl
+from speechdp.report.runs.samples import Samples, read_samples
 from speechdp.timing.gpu import GpuReader, gpu_uuid, visible_gpus
 from speechdp.timing.sampler import Sampler
-from speechdp.timing.samples import Samples, read_samples
 
 NAMES = {"GPU-a": "H200", "GPU-b": "L4"}
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from speechdp.comm.base import Communicator
-from speechdp.comm.threads import run_threads
-from speechdp.config_batch import LoadingOptions
-from speechdp.data.dataset import Dataset
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError
-from speechdp.timing.samples import read_samples
-from speechdp.timing.summary import read_sweep
+from speechdp.options.batch import LoadingOptions
+from speechdp.report.runs.folders import read_sweep
+from speechdp.report.runs.samples import read_samples
 from speechdp.timing.timeline import Timeline
 from speechdp.train import sampling
 from speechdp.train.progress import SilentReporter

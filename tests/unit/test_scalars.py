@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.config import ModelOptions, TrainOptions
-from speechdp.config_batch import BatchOptions
+from speechdp.options.batch import BatchOptions
+from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.run_files import Metrics

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from speechdp.errors import ConfigError
-from speechdp.train.schedule import Schedule
+from speechdp.options.schedule import Schedule
 
 
 def test_warm_up_rises_linearly_then_stays() -> None:

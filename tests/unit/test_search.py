@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from speechdp.decode.graph import Grammar, LexiconTransducer, build_graph
-from speechdp.decode.hmm import FloatArray, StateInventory, flat_alignment
-from speechdp.decode.lexicon import digit_words, lexicon_for
 from speechdp.decode.search import Searcher, SearchOptions
 from speechdp.errors import RunError
+from speechdp.labels.hmm import FloatArray, StateInventory, flat_alignment
+from speechdp.labels.lexicon import digit_words, lexicon_for
 from tests.helpers.viterbi import best_cost
 
 LEXICON = lexicon_for(digit_words()[:10])

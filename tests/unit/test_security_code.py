@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import speechdp
+from speechdp.checkpoint.state import load_checkpoint
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.errors import RunError
-from speechdp.train.checkpoint import load_checkpoint
 from speechdp.train.model_file import load_model
 
 PACKAGE = Path(speechdp.__file__).parent

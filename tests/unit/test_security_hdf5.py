@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import pytest
 
-from speechdp.data.shards import Shard
+from speechdp.data.shards.shard import Shard
 from speechdp.errors import ShardError
 from tests.helpers.corpora import write_shard
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from speechdp.cli.console import make_console
 from speechdp.cli.inspect import describe
+from speechdp.cli.support.console import make_console
 from speechdp.errors import ConfigError
-from speechdp.timing.report import write_report
+from speechdp.report.sweep.report import write_report
 from tests.helpers.runs import MadeUpRun, write_run
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 

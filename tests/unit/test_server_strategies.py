@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from speechdp.comm.base import Communicator
-from speechdp.comm.threads import run_threads
+from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import CommunicationError, ConfigError
 from speechdp.strategies import parse_strategy
 from tests.helpers.strategy_runs import Run, make_batch

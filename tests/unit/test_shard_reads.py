@@ -12,11 +12,11 @@ import h5py
 import numpy as np
 import pytest
 
-from speechdp.data import contiguous
-from speechdp.data.alignment_file import open_targets, write_targets
-from speechdp.data.contiguous import ArrayPlace, RowReader
-from speechdp.data.features import FeatureConfig
-from speechdp.data.shards import Shard, ShardHeader, ShardWriter, Utterance
+from speechdp.data.shards import contiguous
+from speechdp.data.shards.alignment_file import open_targets, write_targets
+from speechdp.data.shards.contiguous import ArrayPlace, RowReader
+from speechdp.data.shards.shard import Shard, ShardHeader, ShardWriter, Utterance
+from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError, ShardError
 from tests.helpers.corpora import write_shard
 from tests.helpers.faulty_reads import FaultyReads

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from speechdp.data import shard_writer
-from speechdp.data.alignment_file import open_targets, write_targets
-from speechdp.data.features import FeatureConfig
-from speechdp.data.shards import Shard, ShardHeader, ShardWriter, Utterance
+from speechdp.data.shards import writer as shard_writer
+from speechdp.data.shards.alignment_file import open_targets, write_targets
+from speechdp.data.shards.shard import Shard, ShardHeader, ShardWriter, Utterance
+from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError, ShardError
 from tests.helpers.corpora import make_utterances, write_shard
 

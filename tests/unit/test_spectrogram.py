@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from speechdp.data.audio import read_audio
-from speechdp.data.features import FeatureConfig, compute_features, num_frames_of
-from speechdp.data.spectrogram import (
+from speechdp.data.signal.audio import read_audio
+from speechdp.data.signal.features import FeatureConfig, compute_features, num_frames_of
+from speechdp.data.signal.spectrogram import (
     compute_spectrogram,
     invert_linear,
     mel_filters,

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.data.batch import IGNORED_TARGET
-from speechdp.data.dataset import Dataset
-from speechdp.data.plan import PlanOptions, plan_epoch
-from speechdp.data.preprocess import AugmentOptions, InputOptions
-from speechdp.data.reader import SplitReader
-from speechdp.data.reshard import ReshardOptions, reshard
-from speechdp.data.shards import Shard
-from speechdp.data.source_options import SourceRequest, Workshop, open_local_source
+from speechdp.data.loading.batch import IGNORED_TARGET
+from speechdp.data.loading.reader import SplitReader
+from speechdp.data.loading.source_options import SourceRequest, Workshop, open_local_source
+from speechdp.data.plan.epoch_plan import PlanOptions, plan_epoch
+from speechdp.data.prepare.reshard import ReshardOptions, reshard
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.shard import Shard
+from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
 from speechdp.errors import ConfigError, ShardError
 from tests.helpers.corpora import no_progress
 from tests.helpers.tiny_data import TinySizes

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speechdp.data.audio_folder import read_audio_folder
-from speechdp.data.corpus import Corpus, CorpusUtterance
-from speechdp.data.splits import choose_rule, deal, parse_split, split_corpus
+from speechdp.data.corpora.audio_folder import read_audio_folder
+from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
+from speechdp.data.corpora.splits import choose_rule, deal, parse_split, split_corpus
 from speechdp.errors import ConfigError
 from tests.helpers.corpora import fsdd_dir
 

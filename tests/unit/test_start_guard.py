@@ -9,9 +9,10 @@ import threading
 import pytest
 
 from speechdp import exit_codes
-from speechdp.comm import environment, start
+from speechdp.comm import environment
 from speechdp.comm.environment import host_name
-from speechdp.comm.start import StartGuard
+from speechdp.comm.startup import start_guard
+from speechdp.comm.startup.start_guard import StartGuard
 from tests.helpers.mpi import REPOSITORY, job_environment
 
 DEADLINE_S = 20.0
@@ -19,9 +20,9 @@ DEADLINE_S = 20.0
 #: sleep() of the C library by PyDLL keeps the interpreter's lock, as the start of MPI does.
 PROGRAM = """
 import ctypes
-from speechdp.comm import start
-start._LEAST_S, start._BACKSTOP_S = 0.2, 0.2
-start.StartGuard(0.1).waiting_for_all_ranks(lambda: ctypes.PyDLL(None).sleep(60))
+from speechdp.comm.startup import start_guard
+start_guard._LEAST_S, start_guard._BACKSTOP_S = 0.2, 0.2
+start_guard.StartGuard(0.1).waiting_for_all_ranks(lambda: ctypes.PyDLL(None).sleep(60))
 """
 
 
@@ -45,7 +46,7 @@ def ending(monkeypatch: pytest.MonkeyPatch) -> Ending:
     for name, value in (("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(environment, "end_process_with", ending)
-    monkeypatch.setattr(start, "_LEAST_S", 0.2)
+    monkeypatch.setattr(start_guard, "_LEAST_S", 0.2)
     return ending
 
 

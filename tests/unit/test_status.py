@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.train.status import StatusFolder
+from speechdp.watchdog.status import StatusFolder
 from tests.helpers.statuses import status
 
 

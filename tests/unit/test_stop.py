@@ -12,7 +12,7 @@ import torch
 
 from speechdp.comm.base import Communicator, ReduceOp, Work
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.comm.threads import run_threads
+from speechdp.comm.threads.communicator import run_threads
 from speechdp.train import stop
 from speechdp.train.stop import StopAgreement, StopRequest
 

@@ -11,12 +11,12 @@ import torch
 
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.comm.threads import run_threads
-from speechdp.config import ModelOptions, TrainOptions
-from speechdp.config_batch import BatchOptions
-from speechdp.data.dataset import Dataset
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.shards.dataset import Dataset
 from speechdp.decode.recognise import DecodingOptions, decode_split
-from speechdp.ending import Stopped
+from speechdp.options.batch import BatchOptions
+from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.process.ending import Stopped
 from speechdp.train.model_file import load_model
 from speechdp.train.realign import align
 from speechdp.train.run import train_run

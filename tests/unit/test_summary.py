@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from speechdp.comm.base import Communicator, ReduceOp
-from speechdp.comm.threads import run_threads
+from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError, RunError
-from speechdp.timing import derived
-from speechdp.timing.results import Evaluation, RankTiming, RunResult, Timing
-from speechdp.timing.summary import gather_timing, read_run, read_sweep, write_timing
+from speechdp.report.runs import derived
+from speechdp.report.runs.folders import read_run, read_sweep
+from speechdp.report.runs.results import Evaluation, RankTiming, RunResult, Timing
+from speechdp.report.runs.timing_file import read_timeline
+from speechdp.timing.gather import gather_timing, write_timing
 from speechdp.timing.timeline import Span, Timeline
-from speechdp.timing.timing_file import read_timeline
 from tests.helpers.runs import MadeUpRun, write_run, write_sweep
 
 

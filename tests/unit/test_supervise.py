@@ -22,7 +22,7 @@ from speechdp.launching.supervise import JobEnd, StopPolicy, StopRequest, noted_
 RUN = """
 import os, sys
 from speechdp.launching.supervise import StopPolicy, run_job
-from speechdp.output import lost_output
+from speechdp.process.output import lost_output
 end = run_job([sys.executable, "-c", sys.argv[2]], os.environ, StopPolicy())
 with open(sys.argv[1], "w") as file:
     print(end.exit_code, end.stop_signal, lost_output(), file=file)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.data.symbols import SymbolInventory
-from speechdp.data.text_normalise import normalise, number_in_words
-from speechdp.decode.lexicon import Lexicon
 from speechdp.errors import ConfigError
+from speechdp.labels.lexicon import Lexicon
+from speechdp.labels.symbols import SymbolInventory
+from speechdp.labels.text_normalise import normalise, number_in_words
 
 _LEXICON = Lexicon({"NO": (("N", "OW"),), "one": (("W", "AH", "N"), ("W", "AA", "N"))})
 

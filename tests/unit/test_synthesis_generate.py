@@ -11,7 +11,7 @@ import pytest
 import soundfile
 import torch
 
-from speechdp.data.spectrogram import compute_spectrogram, spectrogram_config
+from speechdp.data.signal.spectrogram import compute_spectrogram, spectrogram_config
 from speechdp.errors import ConfigError, RunError
 from speechdp.models.tacotron.model import Generated
 from speechdp.synthesis.generate import MAX_SYMBOLS, Synthesiser, SynthesisOptions, write_wav

@@ -8,8 +8,8 @@ import itertools
 import numpy as np
 import pytest
 
-from speechdp.data.features import FeatureConfig
-from speechdp.data.spectrogram import spectrogram_config
+from speechdp.data.signal.features import FeatureConfig
+from speechdp.data.signal.spectrogram import spectrogram_config
 from speechdp.synthesis import quality
 
 pytest.importorskip("librosa", reason="librosa is not installed")

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from speechdp.data.audio import resample
-from speechdp.data.dataset import Dataset, Manifest
-from speechdp.data.features import FeatureConfig, compute_features
-from speechdp.decode.hmm import StateInventory, log_priors
-from speechdp.decode.lexicon import SILENCE, Lexicon, lexicon_for
+from speechdp.data.shards.dataset import Dataset, Manifest
+from speechdp.data.signal.audio import resample
+from speechdp.data.signal.features import FeatureConfig, compute_features
 from speechdp.errors import ConfigError, RunError
+from speechdp.labels.hmm import StateInventory, log_priors
+from speechdp.labels.lexicon import SILENCE, Lexicon, lexicon_for
 from speechdp.synthesis.recognition import Listener
 from tests.helpers.oracle import Oracle
 from tests.helpers.tiny_speech import write_tiny_speech

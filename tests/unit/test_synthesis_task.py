@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speechdp.data.batch import IGNORED_TARGET, Batch
+from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.models.tacotron.model import Tacotron, TacotronOutput
 from speechdp.tasks.synthesis import GUIDE_WIDTH, STOP_WEIGHT, SynthesisTask, synthesis_losses

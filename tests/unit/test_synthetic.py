@@ -9,15 +9,15 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from speechdp.data.dataset import Dataset
-from speechdp.data.espeak import Espeak, Voice, plain_phone
-from speechdp.data.features import FeatureConfig, compute_features
-from speechdp.data.shard_layout import Stored
-from speechdp.data.synthetic import SyntheticOptions, prepare_synthetic
-from speechdp.data.synthetic_plan import ACCENTS, VARIANTS, plan_corpus
-from speechdp.decode.hmm import StateInventory
-from speechdp.decode.lexicon import Lexicon, command_words, digit_words
+from speechdp.data.espeak.espeak import Espeak, Voice, plain_phone
+from speechdp.data.espeak.synthetic_plan import ACCENTS, VARIANTS, plan_corpus
+from speechdp.data.prepare.synthetic import SyntheticOptions, prepare_synthetic
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.layout import Stored
+from speechdp.data.signal.features import FeatureConfig, compute_features
 from speechdp.errors import ConfigError
+from speechdp.labels.hmm import StateInventory
+from speechdp.labels.lexicon import Lexicon, command_words, digit_words
 from tests.helpers.corpora import no_progress
 
 needs_espeak = pytest.mark.skipif(

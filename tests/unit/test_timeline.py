@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from speechdp.errors import RunError
+from speechdp.report.runs.timing_file import read_timeline
 from speechdp.timing.device_events import CudaEvents
 from speechdp.timing.spans import innermost
 from speechdp.timing.steps import STEP_SPAN_NAMES, exclusive_pieces
 from speechdp.timing.timeline import STEP_SPANS, Span, Timeline
-from speechdp.timing.timing_file import read_timeline
 
 CPU = torch.device("cpu")
 

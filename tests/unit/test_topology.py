@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from speechdp.comm import topology
-from speechdp.comm.topology import BipartiteKind, Mixing
+from speechdp.strategies.mechanisms import topology
+from speechdp.strategies.mechanisms.topology import BipartiteKind, Mixing
 
 SIZES = list(range(1, 18))
 KINDS: tuple[BipartiteKind, ...] = ("all", "ring", "exponential")

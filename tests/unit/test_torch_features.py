@@ -10,8 +10,8 @@ import pytest
 import soundfile
 import torch
 
-from speechdp.data.features import FeatureConfig, kaldi_features, normalise, num_frames_of
-from speechdp.data.torch_features import normalise_rows, raw_features
+from speechdp.data.signal.features import FeatureConfig, kaldi_features, normalise, num_frames_of
+from speechdp.data.transforms.torch_features import normalise_rows, raw_features
 from speechdp.errors import ConfigError
 from tests.helpers.corpora import fsdd_dir, shared_data, tone
 

@@ -12,12 +12,12 @@ from torch import nn
 
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.comm.threads import run_threads
-from speechdp.config import BatchOptions, ModelOptions, TrainOptions
-from speechdp.data.dataset import Dataset
-from speechdp.data.preprocess import AugmentOptions, InputOptions
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
 from speechdp.errors import ConfigError, RunError
-from speechdp.timing.summary import read_run
+from speechdp.options.run import BatchOptions, ModelOptions, TrainOptions
+from speechdp.report.runs.folders import read_run
 from speechdp.train.model_file import load_model, load_synthesis_model
 from speechdp.train.run import train_run
 from speechdp.train.session import Session

@@ -12,29 +12,29 @@ from typing import Any
 import pytest
 import torch
 
+from speechdp.checkpoint.state import RankState, checkpoint_steps, load_checkpoint
+from speechdp.checkpoint.writer import CheckpointWriter
 from speechdp.cli.train import check_run_overwrite
 from speechdp.comm.base import Communicator, ReduceOp, Work
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.comm.threads import ThreadsCommunicator, run_threads
-from speechdp.config import ModelOptions, TrainOptions
-from speechdp.config_batch import BatchOptions
-from speechdp.data.assignment import planned
-from speechdp.data.dataset import Dataset
-from speechdp.data.loader import Loader
-from speechdp.data.plan import plan_epoch
-from speechdp.ending import Stopped
+from speechdp.comm.threads.communicator import ThreadsCommunicator, run_threads
+from speechdp.data.loading.loader import Loader
+from speechdp.data.plan.assignment import planned
+from speechdp.data.plan.epoch_plan import plan_epoch
+from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError, RunError
+from speechdp.experiments.sweep import SweepPlan, run_sweep
+from speechdp.options.batch import BatchOptions
+from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.process.ending import Stopped
+from speechdp.report.runs.folders import read_run
 from speechdp.tasks.acoustic import AcousticTask, FrameScores, LossSum
-from speechdp.timing.summary import read_run
 from speechdp.train import stop
 from speechdp.train.build import build_trainer
-from speechdp.train.checkpoint import RankState, checkpoint_steps, load_checkpoint
-from speechdp.train.checkpoint_writer import CheckpointWriter
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from speechdp.train.stop import StopRequest
-from speechdp.train.sweep import SweepPlan, run_sweep
 from tests.helpers.finished_run import evaluations, model_tensors
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from speechdp.checkpoint.state import checkpoint_steps
 from speechdp.comm.base import Communicator
-from speechdp.comm.threads import run_threads
-from speechdp.config import ModelOptions, TrainOptions
-from speechdp.config_batch import BatchOptions
-from speechdp.data.dataset import Dataset
-from speechdp.ending import Stopped
-from speechdp.train.checkpoint import checkpoint_steps
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.shards.dataset import Dataset
+from speechdp.options.batch import BatchOptions
+from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.process.ending import Stopped
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session

@@ -20,7 +20,7 @@ PLAIN = {"PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": "asc
 COMMANDS = """
 import sys
 from speechdp.cli import main
-from speechdp.utf8 import use_utf8
+from speechdp.process.utf8 import use_utf8
 
 use_utf8()
 for number, command in enumerate(map(str.split, sys.argv[1].split(";"))):

@@ -14,13 +14,12 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from speechdp.timing.canvas import Canvas
-from speechdp.timing.memory import memory_balance, peak_memory
-from speechdp.timing.report import write_report
-from speechdp.timing.samples import Samples, read_samples
-from speechdp.timing.summary import read_run, read_sweep
-from speechdp.timing.theme import PRINT
-from speechdp.timing.utilisation import (
+from speechdp.report.kit.canvas import Canvas
+from speechdp.report.kit.theme import PRINT
+from speechdp.report.runs.folders import read_run, read_sweep
+from speechdp.report.runs.samples import Samples, read_samples
+from speechdp.report.sweep.report import write_report
+from speechdp.report.sweep.utilisation import (
     CPU_AXIS,
     GPU_AXIS,
     MAX_BARS,
@@ -30,6 +29,7 @@ from speechdp.timing.utilisation import (
     draw_utilisation,
     utilisation_course,
 )
+from speechdp.timing.memory import memory_balance, peak_memory
 from tests.helpers.runs import MadeUpRun, realistic_sweep, write_run, write_sweep
 from tests.helpers.usage_files import GB, add_memory, write_samples
 

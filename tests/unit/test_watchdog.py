@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from speechdp import bounded
-from speechdp.train import watchdog
-from speechdp.train.stacks import describe_stacks, innermost_module, is_anywhere_in
-from speechdp.train.status import RankStatus, StatusFolder
-from speechdp.train.watchdog import Stillness, Watch, Watchdog
+from speechdp.process import bounded
+from speechdp.watchdog import watchdog
+from speechdp.watchdog.stacks import describe_stacks, innermost_module, is_anywhere_in
+from speechdp.watchdog.status import RankStatus, StatusFolder
+from speechdp.watchdog.watchdog import Stillness, Watch, Watchdog
 from tests.helpers.statuses import status
 
 #: Long enough for whatever must happen.
@@ -223,9 +223,9 @@ def test_stacks_are_read_only_of_a_rank_that_stands_still(tmp_path: Path, timeou
 def test_where_a_thread_is(tmp_path: Path) -> None:
     folder = StatusFolder(tmp_path)
     rank = Rank(0, 1, tmp_path)
-    assert innermost_module(threading.get_ident()) == "train/stacks.py"
-    assert not is_anywhere_in("train/watchdog.py", "_run")
+    assert innermost_module(threading.get_ident()) == "watchdog/stacks.py"
+    assert not is_anywhere_in("watchdog/watchdog.py", "_run")
     with rank.watchdog:
-        assert is_anywhere_in("train/watchdog.py", "_run")
-        assert not is_anywhere_in("train/dealing.py", "_run")
+        assert is_anywhere_in("watchdog/watchdog.py", "_run")
+        assert not is_anywhere_in("dealing/batch_client.py", "_run")
     assert folder.path.is_dir()

@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 import torch
 
+from speechdp.checkpoint import rank_file
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.comm.threads import run_threads
-from speechdp.config import TrainOptions
-from speechdp.config_faults import FaultOptions
-from speechdp.data.dataset import Dataset
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.shards.dataset import Dataset
+from speechdp.options.faults import FaultOptions
+from speechdp.options.run import TrainOptions
 from speechdp.timing.timeline import Span
-from speechdp.train import rank_file
 from speechdp.train.build import build_trainer
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
-from speechdp.train.status import RankStatus
 from speechdp.train.trainer import Trainer
 from speechdp.train.watching import _Observer
+from speechdp.watchdog.status import RankStatus
 from tests.helpers.options import options_with
 from tests.helpers.tiny_data import write_tiny_data
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import sys
 import threading
 
-from speechdp.comm import Communicator, create_communicator, environment
-from speechdp.comm.failure import guard
-from speechdp.comm.world import check_world
+from speechdp.comm import environment
+from speechdp.comm.base import Communicator
+from speechdp.comm.startup.create import create_communicator
+from speechdp.comm.startup.failure import guard
+from speechdp.comm.startup.world import check_world
 from tests.helpers.communicator_checks import CHECKS
 from tests.helpers.listening import is_let_in
 from tests.helpers.peer_checks import PEER_CHECKS, peers_and_groups_are_refused_with_the_remedy
@@ -22,13 +24,13 @@ def main(comm: Communicator) -> None:
     assert comm.backend == sys.argv[1]
     assert comm.size == int(sys.argv[2])
     if "--in-pieces" in sys.argv:
-        from speechdp.comm import mpi  # noqa: PLC0415  initialises MPI
+        from speechdp.comm.mpi import communicator as mpi  # noqa: PLC0415  initialises MPI
 
         mpi._MAX_COUNT = 1 << 20
     if "--between-hosts" in sys.argv and comm.backend == "torch":
         _check_that_strangers_are_kept_out(comm)
     elif "--between-hosts" in sys.argv:
-        from speechdp.comm import mpi  # noqa: PLC0415
+        from speechdp.comm.mpi import communicator as mpi  # noqa: PLC0415
 
         assert isinstance(comm, mpi.MpiCommunicator)
         comm._over_network, mpi._NETWORK_BYTES = True, 0
@@ -45,7 +47,7 @@ def main(comm: Communicator) -> None:
 
 
 def _check_that_strangers_are_kept_out(comm: Communicator) -> None:
-    from speechdp.comm.torchdist import TorchCommunicator  # noqa: PLC0415
+    from speechdp.comm.torchdist.communicator import TorchCommunicator  # noqa: PLC0415
 
     assert isinstance(comm, TorchCommunicator)
     listener = comm._meeting.listener

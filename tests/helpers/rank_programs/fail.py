@@ -10,9 +10,10 @@ import time
 
 import torch
 
-from speechdp.comm import Communicator, create_communicator
-from speechdp.comm.failure import guard
-from speechdp.comm.world import check_world
+from speechdp.comm.base import Communicator
+from speechdp.comm.startup.create import create_communicator
+from speechdp.comm.startup.failure import guard
+from speechdp.comm.startup.world import check_world
 from speechdp.errors import ShardError
 
 

@@ -15,18 +15,18 @@ from typing import Any, NoReturn, cast
 
 import torch
 
-from speechdp.comm import Communicator
-from speechdp.comm.create import create_fed_job
-from speechdp.comm.failure import guard
-from speechdp.comm.fed_job import FedJob
-from speechdp.config import ModelOptions, TrainOptions
-from speechdp.config_batch import BatchOptions, LoadingOptions
-from speechdp.data.dataset import Dataset
-from speechdp.data.fed_source import Feeders
-from speechdp.data.plan import PlanOptions, plan_epoch
-from speechdp.data.preprocess import AugmentOptions
-from speechdp.data.source_options import SourceRequest, Workshop, open_local_source
-from speechdp.train.feeders import open_link, serve_trainers
+from speechdp.comm.base import Communicator
+from speechdp.comm.startup.create import create_fed_job
+from speechdp.comm.startup.failure import guard
+from speechdp.comm.startup.fed_job import FedJob
+from speechdp.data.loading.source_options import SourceRequest, Workshop, open_local_source
+from speechdp.data.plan.epoch_plan import PlanOptions, plan_epoch
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.transforms.preprocess import AugmentOptions
+from speechdp.feeding.fed_source import Feeders
+from speechdp.feeding.feeders import open_link, serve_trainers
+from speechdp.options.batch import BatchOptions, LoadingOptions
+from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from tests.helpers.feeding import assert_same_batch

@@ -13,7 +13,7 @@ from typing import Any
 
 from speechdp.cli.main import run
 from speechdp.comm import environment
-from speechdp.data import contiguous
+from speechdp.data.shards import contiguous
 from speechdp.tasks.acoustic import AcousticTask
 
 launch = environment.announced()

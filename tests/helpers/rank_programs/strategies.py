@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from speechdp.comm import Communicator, create_communicator
-from speechdp.comm.failure import guard
+from speechdp.comm.base import Communicator
+from speechdp.comm.startup.create import create_communicator
+from speechdp.comm.startup.failure import guard
 from tests.helpers.strategy_checks import CHECKS, PEER_CHECKS
 
 

@@ -10,8 +10,9 @@ import sys
 import time
 from typing import Any
 
-from speechdp.comm import Communicator, create_communicator
-from speechdp.comm.failure import guard
+from speechdp.comm.base import Communicator
+from speechdp.comm.startup.create import create_communicator
+from speechdp.comm.startup.failure import guard
 from tests.helpers.strategy_checks.ad_psgd import Descent
 
 

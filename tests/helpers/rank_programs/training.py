@@ -10,15 +10,16 @@ from pathlib import Path
 
 import torch
 
-from speechdp.comm import Communicator, create_communicator
-from speechdp.comm.failure import guard
-from speechdp.config import TrainOptions
-from speechdp.data.dataset import Dataset
-from speechdp.data.plan import plan_epoch
-from speechdp.data.reader import SplitReader
-from speechdp.ending import Stopped
+from speechdp.checkpoint.state import checkpoint_steps
+from speechdp.comm.base import Communicator
+from speechdp.comm.startup.create import create_communicator
+from speechdp.comm.startup.failure import guard
+from speechdp.data.loading.reader import SplitReader
+from speechdp.data.plan.epoch_plan import plan_epoch
+from speechdp.data.shards.dataset import Dataset
+from speechdp.options.run import TrainOptions
+from speechdp.process.ending import Stopped
 from speechdp.train import stop
-from speechdp.train.checkpoint import checkpoint_steps
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
@@ -106,7 +107,7 @@ def main(comm: Communicator) -> None:
             check(comm, dataset, options, Path(sys.argv[4]) / name)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
-    # A rank's start would take a second more (train/uncompiled.py).
+    # A rank's start would take a second more (parallel/uncompiled.py).
     if dataset.task == "acoustic":
         assert "torch._dynamo" not in sys.modules, "training imports torch's compiler"
     if comm.rank == 0:

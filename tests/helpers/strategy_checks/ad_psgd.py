@@ -16,10 +16,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from speechdp.comm import topology
 from speechdp.comm.base import Communicator
-from speechdp.strategies.base import Progress
-from speechdp.train.replica import Replica
+from speechdp.parallel.replica import Replica
+from speechdp.parallel.strategy import Progress
+from speechdp.strategies.mechanisms import topology
 from tests.helpers.strategy_runs import (
     Run,
     Sgd,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from speechdp.comm.base import Communicator
-from speechdp.strategies.base import Progress
+from speechdp.parallel.strategy import Progress
 from tests.helpers.strategy_runs import Run, Sgd, assert_close, make_batch, make_replica, plain_sgd
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator
-from speechdp.comm.topology import random_matching
+from speechdp.strategies.mechanisms.topology import random_matching
 from tests.helpers.simulated_ranks import SimulatedRanks
 from tests.helpers.strategy_runs import (
     NUM_STEPS,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from speechdp.comm.base import Communicator
-from speechdp.strategies.base import Progress
-from speechdp.train.replica import Replica
+from speechdp.parallel.replica import Replica
+from speechdp.parallel.strategy import Progress
 from tests.helpers.strategy_runs import TOLERANCE, Run, Sgd, assert_bitwise_equal_over_ranks
 
 NEEDS_PEERS = True

@@ -1,0 +1,166 @@
+"""The folder of a checkpoint while it is written, how rank 0 completes it, and what goes for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speechdp.checkpoint.state import (
+    CHECKPOINT_FORMAT,
+    CHECKPOINT_VERSION,
+    checkpoint_steps,
+    last_checkpoint_note,
+)
+from speechdp.files import cannot_be_written, hand_over, sync, sync_name, write_synced
+from speechdp.watchdog.watchdog import Stillness
+
+_KEPT = 2
+#: Seconds until what rank 0 writes must be seen on all hosts; NFS looks again after a while only.
+_VISIBLE_S = 65.0
+#: Seconds that a folder may give errors instead of its names: a network disk recovers.
+_UNREADABLE_S = 3.0
+#: Of a look at the disk only so many seconds count as waiting, s: a disk that stands still proves nothing.
+LOOK_S = 1.0
+
+#: What a rank tells of its file: its name, sha256 and bytes, or the problem and its errno.
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint is written, and what its folder is called when it is whole."""
+
+    step: int
+    temporary: Path
+    final: Path
+
+
+def entry_name(rank: int) -> str:
+    """Return the file in which a rank other than 0 tells of its part."""
+    return f"rank-{rank:04d}.json"
+
+
+class Patience:
+    """Errors of reading a folder that others write to are borne for a while."""
+
+    def __init__(self) -> None:
+        self._failing, self._num_read = Stillness(time.monotonic(), LOOK_S), 0
+
+    def bear(self, error: OSError | None) -> None:
+        """Take the outcome of one more look.  Raises the error if there have been only such for long."""
+        self._num_read += error is None
+        failing_s = self._failing.look(time.monotonic(), self._num_read)
+        if error is not None and failing_s > _UNREADABLE_S:
+            raise error
+
+
+def is_seen(path: Path) -> bool:
+    """Return whether a file is there, or comes to be seen soon.  Raises OSError: its folder is unreadable."""
+    looking, patience = Stillness(time.monotonic(), LOOK_S), Patience()
+    while True:
+        # Listing a folder makes NFS look again; asking for the file alone may answer from memory.
+        try:
+            if path in path.parent.iterdir():
+                return True
+            patience.bear(None)
+        except FileNotFoundError:
+            patience.bear(None)
+        except OSError as error:
+            patience.bear(error)
+        if looking.look(time.monotonic(), 0) > _VISIBLE_S or not path.parent.parent.is_dir():
+            return False
+        time.sleep(0.05)
+
+
+def read_entries(folder: Path, ranks: list[int]) -> dict[int, Entry]:
+    """Return the entries that have come from `ranks`, those whose file is seen whole.  Raises OSError."""
+    found: dict[int, Entry] = {}
+    names = {path.name for path in folder.iterdir()}
+    for rank in ranks:
+        # Of what a network disk lists it may not show all yet; what cannot be parsed is looked at again.
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            if entry_name(rank) in names:
+                entry = json.loads((folder / entry_name(rank)).read_text(encoding="utf-8"))
+                if "problem" in entry or (folder / entry["file"]).stat().st_size == entry["bytes"]:
+                    found[rank] = entry
+    return found
+
+
+def bytes_written(folder: Path) -> int:
+    """Return the bytes that the ranks' files have so far, as far as can be seen."""
+    with contextlib.suppress(OSError):
+        return sum(path.stat().st_size for path in folder.iterdir())
+    return 0
+
+
+def commit(place: Place, entries: dict[int, Entry], size: int) -> None:
+    """Make a checkpoint of what the ranks have written; of `size` those without an entry are lost.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    lost = [rank for rank in range(size) if rank not in entries]
+    head = {
+        "format": CHECKPOINT_FORMAT,
+        "version": CHECKPOINT_VERSION,
+        "step": place.step,
+        "ranks": [entries[rank] for rank in sorted(entries)],
+        **({"lost": lost} if lost else {}),
+    }
+    write_synced(place.temporary / "checkpoint.json", json.dumps(head, indent=2) + "\n")
+    for rank in range(size):
+        with contextlib.suppress(OSError):  # nobody minds it
+            (place.temporary / entry_name(rank)).unlink(missing_ok=True)
+    sync(place.temporary)  # the names in it, the other ranks' too
+    aside = place.temporary.with_suffix(".old")
+    if place.final.exists():  # of a step that was taken again, after it could not be read
+        place.final.rename(aside)
+    try:
+        hand_over(place.temporary, place.final)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.rename(place.final)
+        raise
+    sync_name(place.final)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def tell(place: Place, rank: int, entry: Entry) -> None:
+    """Tell rank 0 of a rank's part, which is rank 0's from now on, and so is the folder: it may be gone.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = place.temporary / entry_name(rank)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(entry), encoding="utf-8")
+    hand_over(temporary, path)
+
+
+def prune(run_dir: Path, written: list[int], gone_on_from: int | None) -> None:
+    """Keep the last two that are whole.  What cannot be seen or deleted now goes the next time.
+
+    Args:
+        written: steps of the checkpoints of this start, in order, the newest last.
+        gone_on_from: step of the checkpoint that was loaded: later ones of earlier starts could not be read.
+    """
+    try:
+        steps = list(checkpoint_steps(run_dir))
+    except OSError:
+        return
+    latest_read = written[-1] if gone_on_from is None else gone_on_from
+    whole = [step for step in steps if step <= latest_read or step in written]
+    kept = [step for step in whole if step <= written[-1]][:_KEPT]
+    for step in set(steps) - set(kept):
+        shutil.rmtree(run_dir / "checkpoints" / f"step-{step:08d}", ignore_errors=True)
+
+
+def not_saved(run_dir: Path, error: OSError) -> str:
+    """Return the message of a disk that is full, or the like."""
+    problem = cannot_be_written(run_dir / "checkpoints", error, "go on with --resume")
+    return f"{problem}; {last_checkpoint_note(run_dir)}"

@@ -1,0 +1,130 @@
+"""The file in which a rank keeps its part of a checkpoint: safetensors, written piece by piece.
+
+safetensors' own writer makes a second copy of everything and holds Python's lock meanwhile; here a thread
+writes and hashes straight from the tensors' memory, and training goes on beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from speechdp.checkpoint.state import RankState
+
+_PIECE_BYTES = 4 * 2**20
+#: So much is sent to the disk at a time: one fsync of all of it would be silent for too long.
+_SYNCED_BYTES = 64 * 2**20
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class GivenUpError(Exception):
+    """Nobody wants the file any more."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A rank's state, copied to the memory of the host: what training does next does not change it.
+
+    Attributes:
+        values: JSON text.
+        tensors: by name, on the CPU, contiguous.
+    """
+
+    values: str = "{}"
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+def take_snapshot(state: RankState, past: Snapshot) -> Snapshot:
+    """Copy a state.
+
+    Args:
+        state: on any device.
+        past: a snapshot that is not needed any more; its memory serves again where shapes are the same.
+    """
+    tensors = {}
+    devices = set()
+    for name, tensor in state.tensors.items():
+        source, room = tensor.detach(), past.tensors.get(name)
+        if room is None or room.shape != source.shape or room.dtype != source.dtype:
+            room = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        tensors[name] = room.copy_(source, non_blocking=source.is_cuda)
+        if source.is_cuda:
+            devices.add(source.device)
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+    return Snapshot(json.dumps(state.values), tensors)
+
+
+def write_rank_file(
+    path: Path, snapshot: Snapshot, given_up: threading.Event, beat: Callable[[], None]
+) -> tuple[str, int]:
+    """Write a snapshot to disk; return the file's sha256 and bytes.
+
+    Args:
+        given_up: set when it is not wanted any more.
+        beat: called whenever some more is on disk.
+
+    Raises:
+        OSError: it cannot be written.
+        GivenUpError: `given_up` was set meanwhile.
+    """
+    checksum, num_bytes, num_synced = hashlib.sha256(), 0, 0
+    with path.open("wb") as file:
+        for piece in _pieces(snapshot):
+            if given_up.is_set():
+                raise GivenUpError
+            checksum.update(piece)
+            file.write(piece)
+            num_bytes += len(piece)
+            if num_bytes - num_synced >= _SYNCED_BYTES:
+                file.flush()
+                os.fdatasync(file.fileno())
+                num_synced = num_bytes
+            beat()
+        file.flush()
+        os.fsync(file.fileno())
+    return checksum.hexdigest(), num_bytes
+
+
+def _pieces(snapshot: Snapshot) -> Iterator[bytes | memoryview]:
+    # Wide types first: every tensor then begins at a multiple of its width.
+    names = sorted(snapshot.tensors, key=lambda name: (-snapshot.tensors[name].element_size(), name))
+    yield _header(snapshot, names)
+    for name in names:
+        memory = snapshot.tensors[name].reshape(-1).view(torch.uint8).numpy().data
+        for begin in range(0, len(memory), _PIECE_BYTES):
+            yield memory[begin : begin + _PIECE_BYTES]
+
+
+def _header(snapshot: Snapshot, names: list[str]) -> bytes:
+    """Return what stands before the tensors.  Source: the format's description in safetensors' README."""
+    entries: dict[str, object] = {"__metadata__": {"state": snapshot.values}}
+    begin = 0
+    for name in names:
+        tensor = snapshot.tensors[name]
+        end = begin + tensor.numel() * tensor.element_size()
+        place = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        entries[name], begin = place, end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text

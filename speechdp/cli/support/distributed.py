@@ -1,0 +1,228 @@
+"""What commands that run over ranks do first: communicator, world check, device, signals, feeders."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+import speechdp
+from speechdp.cli.support.console import make_console
+from speechdp.comm import environment
+from speechdp.comm.base import Communicator
+from speechdp.comm.startup.create import choose_backend, create_communicator, create_fed_job
+from speechdp.comm.startup.failure import guard
+from speechdp.comm.startup.feeder_roles import Roles
+from speechdp.comm.startup.start_guard import StartGuard
+from speechdp.comm.startup.world import check_sum, check_world, versions
+from speechdp.data.shards.dataset import Dataset
+from speechdp.feeding.fed_source import Feeders
+from speechdp.feeding.feeders import open_link, serve_trainers
+from speechdp.launching.cores import available_cores
+from speechdp.options.faults import FaultOptions
+from speechdp.options.run import TrainOptions
+from speechdp.timing.gpu import gpu_facts
+from speechdp.train.device import choose_device
+from speechdp.train.origin import git_state
+from speechdp.train.progress import ConsoleReporter, Reporter, SilentReporter
+from speechdp.train.session import Session
+from speechdp.train.stop import StopRequest
+
+if TYPE_CHECKING:
+    from speechdp.comm.startup.fed_job import FedJob
+
+
+def over_ranks(backend: str, device: str, function: Callable[[Communicator], int | None]) -> int:
+    """Run `function` on this rank, so that its failure ends all ranks; return the exit code.
+
+    Whether all ranks start is guarded, what they do then is not: its longest wait is not known.
+    """
+    start = StartGuard(FaultOptions().hang_timeout)
+
+    def run(comm: Communicator) -> int | None:
+        start.over()
+        return function(comm)
+
+    exchanged_on = _exchange_device(device)
+    return guard(lambda: start.waiting_for_all_ranks(lambda: create_communicator(backend, exchanged_on)), run)
+
+
+@dataclass(frozen=True)
+class SessionRequest:
+    """What a command that trains wants.
+
+    Attributes:
+        data: the data directory.
+        options: of the training.
+        label: what the progress calls the run.
+        others: the command's other arguments by name: ranks that differ in one would wait for each other.
+        git: state of the checkout that speechdp runs from; on rank 0.
+    """
+
+    data: Path
+    options: TrainOptions
+    label: str
+    others: Mapping[str, object] = field(default_factory=dict)
+    git: dict[str, Any] | None = None
+
+    def facts(self, dataset: Dataset) -> dict[str, Any]:
+        """Return what must be the same on every rank."""
+        return {
+            "seed": self.options.seed,
+            "data checksum": dataset.checksum,
+            "configuration": self.options.fingerprint(),
+            "options of loading": str(self.options.loading),
+            **{name: str(value) for name, value in self.others.items()},
+        }
+
+
+def train_over_ranks(request: SessionRequest, function: Callable[[Session], int]) -> int:
+    """Run `function` with a session on every rank that trains, while the others feed; return the exit code.
+
+    Ranks that differ in world, versions, seed, data or options are refused.  A failure of any rank ends all.
+    """
+    options = request.options
+    num_feeders = options.loading.feeders
+    launch = environment.announced()
+    if launch is None or launch.rank == 0 or num_feeders > 0:
+        # Before MPI is there: no process may be started beside it.
+        request = dataclasses.replace(request, git=git_state(Path(speechdp.__file__).parent))
+    device = _exchange_device(options.device)
+    start = StartGuard(options.faults.hang_timeout)
+    if num_feeders == 0:
+        return guard(
+            lambda: start.waiting_for_all_ranks(lambda: create_communicator(options.backend, device)),
+            lambda comm: _train(comm, request, start, function),
+        )
+    return guard(
+        lambda: start.waiting_for_all_ranks(lambda: create_fed_job(options.backend, num_feeders, device)),
+        lambda comm: _train_or_feed(cast("FedJob", comm), request, start, function),
+    )
+
+
+def _exchange_device(device: str) -> torch.device:
+    # The device decides about NCCL, so it is needed before the communicator knows the local rank.
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _train(
+    comm: Communicator, request: SessionRequest, start: StartGuard, function: Callable[[Session], int]
+) -> int:
+    dataset = Dataset.open(request.data)
+    check_world(comm, request.facts(dataset))
+    _raise_file_limit()
+    _share_cores(comm.allgather_object(environment.host_name()))
+    with StopRequest() as stop:
+        session = _session(comm, request, dataset, stop)
+        start.over()
+        return function(session)
+
+
+def _train_or_feed(
+    job: FedJob, request: SessionRequest, start: StartGuard, function: Callable[[Session], int]
+) -> int:
+    """Do this rank's part of a job with feeders; return the exit code that all ranks have agreed on."""
+    dataset = Dataset.open(request.data)
+    check_world(job, request.facts(dataset))
+    _raise_file_limit()
+    _share_cores(job.roles.hosts)
+    # A feeder notes a request to stop as well, and serves on until the ranks that train have ended.
+    with StopRequest() as stop:
+        if job.is_feeder:
+            start.over()
+            return serve_trainers(job, job.roles, dataset, request.options.loading.loader_threads)
+        device = choose_device(request.options.device, job.part.local_rank)
+        with open_link(job, job.roles, device) as goodbye:
+            check_sum(job.part)
+            session = _session(job.part, request, dataset, stop, job.roles)
+            start.over()
+            goodbye.exit_code = function(dataclasses.replace(session, feeders=Feeders(goodbye.link)))
+        return goodbye.exit_code
+
+
+def _raise_file_limit() -> None:
+    """Let this rank open as many files as the system lets it: a shard in use is one."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _share_cores(hosts: Sequence[str]) -> None:
+    """Give this rank its share of the host's cores.
+
+    Args:
+        hosts: host of every rank, feeders included.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        # As `speechdp launch` has it: the ranks of a host share its cores instead of each taking all.
+        torch.set_num_threads(max(1, available_cores() // hosts.count(environment.host_name())))
+
+
+def _session(
+    comm: Communicator,
+    request: SessionRequest,
+    dataset: Dataset,
+    stop: StopRequest,
+    roles: Roles | None = None,
+) -> Session:
+    """Return a session for training over the ranks of `comm`.  Collective.
+
+    Args:
+        comm: the ranks that train.
+        roles: of all ranks of the job, where some feed.
+    """
+    options = request.options
+    device = choose_device(options.device, comm.local_rank)
+    reporter: Reporter = SilentReporter()
+    if comm.rank == 0:
+        reporter = ConsoleReporter(make_console(), request.label, options.task)
+    notice = choose_backend(options.backend).notice
+    if notice:
+        reporter.notice(notice)
+    hosts = comm.allgather_object(environment.host_name())
+    num_feeders = 0 if roles is None else len(roles.feeders)
+    reporter.notice(_welcome(comm, device, hosts, num_feeders))
+    launch = environment.announced()
+    facts: dict[str, Any] = {
+        "hosts": hosts,
+        "command": ["speechdp", *sys.argv[1:]],
+        "versions": versions(),
+        "git": request.git,
+        "machine": f"{platform.system()} {platform.machine()}",
+        "launcher": None if launch is None else launch.launcher,
+        "gpus": comm.allgather_object(gpu_facts(device)),
+    }
+    if roles is not None:
+        facts["feeders"] = {
+            "ranks": list(roles.feeders),
+            "hosts": [roles.hosts[rank] for rank in roles.feeders],
+        }
+    return Session(dataset, comm, device, reporter, stop, facts)
+
+
+def _welcome(comm: Communicator, device: torch.device, hosts: list[str], num_feeders: int) -> str:
+    unique = list(dict.fromkeys(hosts))
+    where = unique[0]
+    if len(unique) > 1:
+        where = f"{len(unique)} hosts ({', '.join(unique[:4])}{', ...' if len(unique) > 4 else ''})"
+    compute = "CPU (torch sees no GPU)"
+    if device.type == "cuda":
+        compute = torch.cuda.get_device_name(device)
+    elif torch.cuda.is_available():
+        compute = "CPU (as asked for)"
+    ranks = _counted(comm.size, "rank")
+    if num_feeders:
+        ranks += f" and {_counted(num_feeders, 'feeder')}"
+    return f"speechdp {speechdp.__version__}: {ranks} on {where}, back-end {comm.backend}, {compute}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"1 {what}" if number == 1 else f"{number} {what}s"

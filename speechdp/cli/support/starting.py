@@ -1,0 +1,57 @@
+"""What commands have in common that start jobs of their own, one after another."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from speechdp.comm.environment import announced
+from speechdp.errors import ConfigError
+from speechdp.experiments.compare.jobs import JobStarter
+from speechdp.launching.command import own_program
+from speechdp.launching.cores import available_cores
+from speechdp.launching.hostfile import read_hostfile
+
+
+def make_starter(
+    command: str, launch_args: str, hostfile: Path | None, environment: Mapping[str, str]
+) -> JobStarter:
+    """Return what starts the jobs of a command.
+
+    Args:
+        command: of the user, for messages.
+        launch_args: more options for `speechdp launch`, in one word.
+        hostfile: of the jobs; None: this machine.
+        environment: what jobs get beside this process's own.
+
+    Raises:
+        ConfigError: the command was itself started over ranks, or `launch_args` are no words.
+    """
+    if announced() is not None:
+        raise ConfigError(
+            f"{command} starts its own jobs: give the command without mpirun, horovodrun, launch"
+        )
+    try:
+        launch_options = shlex.split(launch_args)
+    except ValueError as error:
+        raise ConfigError(f"--launch-args {launch_args!r} cannot be split into words ({error})") from error
+    if hostfile is not None:
+        launch_options += ["--hostfile", str(hostfile.absolute())]
+    return JobStarter(own_program(Path(sys.executable)), {**os.environ, **environment}, tuple(launch_options))
+
+
+def threads_of_a_rank(most_ranks: int, hostfile: Path | None) -> int:
+    """Return the threads of a rank in every job, so that speeds compare: cores by the most ranks."""
+    if hostfile is not None:
+        most_ranks = max(host.slots for host in read_hostfile(hostfile).allocate(most_ranks))
+    return max(1, available_cores() // most_ranks)
+
+
+def line_printer(console: Console) -> Callable[[str], None]:
+    """Return what prints a line of news as it is: names of files are no markup, and nothing is folded."""
+    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)

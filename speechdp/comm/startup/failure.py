@@ -1,0 +1,170 @@
+"""End all ranks when one fails, with the first cause printed first and its rank and host named.
+
+Under plain mpirun an exception or sys.exit on one rank leaves the job hanging: the failing rank waits in
+MPI_Finalize for the others, and they wait for it in their next exchange.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from speechdp import exit_codes
+from speechdp.comm import environment
+from speechdp.comm.base import Communicator
+from speechdp.errors import CommunicationError, SpeechDPError
+from speechdp.files import cannot_be_used
+from speechdp.process.ending import Ended, describe_end
+
+#: how long a rank whose exchange failed waits for the rank that caused it to speak and to end the job.
+_CONSEQUENCE_DELAY_S = 3.0
+#: how long ranks other than 0 wait before they print what probably all ranks have to say.
+_OTHERS_DELAY_S = 0.5
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What to print about a failure, when, and the exit code of the job."""
+
+    text: str
+    exit_code: int
+    delay_s: float
+
+
+def guard(make: Callable[[], Communicator], function: Callable[[Communicator], int | None]) -> int:
+    """Make a communicator, run `function` with it, close it, and return the process' exit code.
+
+    With several ranks a failure of this one ends all of them and does not return: one line for errors
+    of the user's making, the traceback and one line for anything else.  A single rank prints the same
+    and returns.
+
+    Args:
+        make: returns the communicator; collective.
+        function: what every rank does; returns None or an exit code on which all ranks have agreed (a rank
+            that wants to end the others raises).
+    """
+    comm: Communicator | None = None
+    try:
+        comm = make()
+        with _thread_failures_end_all(comm):
+            exit_code = function(comm) or 0
+            comm.close()
+            comm.leave(exit_code)
+            return exit_code
+    except SystemExit as error:
+        if _says_success(error) and _is_alone(comm):
+            return 0
+        return _end(comm, error)
+    except BaseException as error:  # every way out of a rank must end the others
+        return _end(comm, error)
+
+
+def _end(comm: Communicator | None, error: BaseException) -> int:
+    """Print what happened and end all ranks; return the exit code where there is only this one."""
+    report = _describe(comm, error)
+    if _is_alone(comm):
+        _print(report.text)
+        return report.exit_code
+    if threading.current_thread() is threading.main_thread():
+        # The abort of another rank begins with SIGTERM; a handler that saves would only prolong it.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(report.delay_s)
+    _print(report.text)
+    if comm is not None:
+        comm.abort(report.exit_code)
+    _abort_without_communicator(report.exit_code)
+    return report.exit_code
+
+
+def _describe(comm: Communicator | None, error: BaseException) -> _Report:
+    rank, name = _name(comm)
+    delay_s = _OTHERS_DELAY_S if rank > 0 else 0.0
+    if isinstance(error, CommunicationError) and error.__cause__ is not None:
+        # Raised by the back-end because a peer is gone, most likely: let the peer speak first.
+        delay_s = _CONSEQUENCE_DELAY_S
+    if isinstance(error, SpeechDPError):
+        exit_code = error.exit_code if delay_s < _CONSEQUENCE_DELAY_S else exit_codes.CRASHED
+        return _Report(f"{name}: {error}\n", exit_code, delay_s)
+    if isinstance(error, (KeyboardInterrupt, Ended)):
+        text, exit_code = describe_end(error)
+        return _Report(f"{name}: {text}\n", exit_code, delay_s)
+    line = cannot_be_used(error) if isinstance(error, OSError) else None
+    if line is not None:
+        return _Report(f"{name}: {line}\n", exit_codes.FAILED, delay_s)
+    if isinstance(error, SystemExit):
+        return _describe_exit(name, error, delay_s)
+    trace = "".join(traceback.format_exception(error))
+    text = f"{trace}{name}: ended by an unexpected {type(error).__name__}: {error}\n"
+    return _Report(text, exit_codes.CRASHED, delay_s)
+
+
+def _describe_exit(name: str, error: SystemExit, delay_s: float) -> _Report:
+    if _says_success(error):
+        text = f"{name}: left by sys.exit as if all were well, which the other ranks would wait for\n"
+        return _Report(text, exit_codes.CRASHED, delay_s)
+    if isinstance(error.code, int):
+        return _Report(f"{name}: ended with exit code {error.code}\n", error.code, delay_s)
+    return _Report(f"{name}: {error.code}\n", exit_codes.FAILED, delay_s)
+
+
+def _says_success(error: SystemExit) -> bool:
+    return error.code is None or error.code == 0
+
+
+def _name(comm: Communicator | None) -> tuple[int, str]:
+    """Return this rank, and how its messages begin."""
+    launch = environment.announced()
+    rank = comm.rank if comm is not None else launch.rank if launch is not None else 0
+    if _is_alone(comm):
+        return rank, "speechdp"
+    role = f" ({comm.role})" if comm is not None and comm.role else ""
+    return rank, f"speechdp: rank {rank}{role} on {environment.host_name()}"
+
+
+def _is_alone(comm: Communicator | None) -> bool:
+    if comm is not None:
+        return comm.size == 1
+    launch = environment.announced()
+    return launch is None or launch.size == 1
+
+
+def _print(text: str) -> None:
+    """Write `text` in one piece, so that the ranks' messages do not run into one another."""
+    environment.flush_output()
+    with suppress(OSError):  # a message that cannot be written must not keep the others waiting
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def _abort_without_communicator(exit_code: int) -> None:
+    """End the job after a back-end failed to start, which may have left MPI initialised."""
+    if "mpi4py.MPI" in sys.modules and sys.modules["mpi4py.MPI"].Is_initialized():
+        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(exit_code)
+    environment.end_process(exit_code)
+
+
+@contextmanager
+def _thread_failures_end_all(comm: Communicator) -> Iterator[None]:
+    """End all ranks when a thread of this one dies of an exception: its work would be waited for."""
+    if comm.size == 1:
+        yield
+        return
+    previous = threading.excepthook
+
+    def end(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is None or isinstance(args.exc_value, SystemExit):
+            previous(args)
+            return
+        _end(comm, args.exc_value)
+
+    threading.excepthook = end
+    try:
+        yield
+    finally:
+        threading.excepthook = previous

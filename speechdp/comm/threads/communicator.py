@@ -1,0 +1,244 @@
+"""N ranks as threads of one process: for tests, and the strictest of the back-ends.
+
+Values are combined in rank order by one thread, so every rank holds the same bits.  Exchanges are matched
+by their number, and ranks that disagree about what exchange number k is are told so, where MPI would hang
+or mix up buffers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
+from speechdp.comm.packets import Allocate, PacketChannel, fresh
+from speechdp.comm.threads.job import Job, Vanished
+from speechdp.comm.threads.packets import PacketBoxes, ThreadPackets
+from speechdp.comm.threads.peers import Mailboxes, ThreadPeers
+from speechdp.errors import CommunicationError
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Exchange:
+    """Contributions of the ranks to one collective call."""
+
+    what: str
+    parts: dict[int, Any] = field(default_factory=dict)
+    result: Any = None
+    num_read: int = 0
+    alive: tuple[int, ...] = ()
+
+
+class _Shared:
+    """The exchanges of one group of ranks, guarded by the job's condition.
+
+    Args:
+        job: what all ranks have in common, of this group or not.
+        members: rank in the job of every rank of the group; messages name these.
+    """
+
+    def __init__(self, job: Job, members: Sequence[int]) -> None:
+        self.job, self.members = job, members
+        self.size = len(members)
+        self.exchanges: dict[int, _Exchange] = {}
+
+    def deposit(self, number: int, rank: int, what: str, part: Any) -> _Exchange:
+        """Add one rank's part to exchange `number`."""
+        with self.job.changed:
+            self.job.check_here(self.members[rank])
+            exchange = self.exchanges.setdefault(number, _Exchange(what))
+            if exchange.what != what:
+                first, this = self.members[min(exchange.parts)], self.members[rank]
+                raise CommunicationError(
+                    f"exchange {number}: rank {first} calls {exchange.what}, but rank {this} calls {what}; "
+                    "every rank must make the same calls in the same order"
+                )
+            exchange.parts[rank] = part
+            self.job.changed.notify_all()
+            return exchange
+
+    def collect(
+        self, number: int, rank: int, exchange: _Exchange, combine: Callable[[list[Any]], Any]
+    ) -> Any:
+        """Wait for every rank's part and return the parts combined, which is done once."""
+        with self.job.changed:
+            while not exchange.alive and (missing := self._missing(exchange)):
+                self.job.wait(exchange.what, self.members[rank], missing)
+            if exchange.num_read == 0:
+                exchange.alive = tuple(sorted(exchange.parts))
+                exchange.result = combine([exchange.parts[r] for r in exchange.alive])
+            exchange.num_read += 1
+            if exchange.num_read == len(exchange.alive):
+                del self.exchanges[number]
+            return exchange.result
+
+    def _missing(self, exchange: _Exchange) -> list[int]:
+        """Return who is waited for, by rank in the job."""
+        absent = [self.members[r] for r in range(self.size) if r not in exchange.parts]
+        return [rank for rank in absent if rank not in self.job.lost]
+
+
+class _ThreadsWork(Work):
+    def __init__(self, comm: ThreadsCommunicator, number: int, exchange: _Exchange, x: Tensor, op: ReduceOp):
+        self._comm, self._number, self._exchange, self._x, self._op = comm, number, exchange, x, op
+        self._done = False
+
+    def wait(self) -> None:
+        if not self._done:
+            self._x.copy_(self._comm.collect(self._number, self._exchange, lambda p: _reduce(p, self._op)))
+            self._done = True
+
+
+class ThreadsCommunicator(Communicator):
+    """One of `size` ranks that live in this process; made by `run_threads`, or by splitting another."""
+
+    backend: ClassVar[str] = "threads"
+    reducible: ClassVar[frozenset[torch.dtype]] = Communicator.reducible | {torch.float16, torch.bfloat16}
+
+    def __init__(self, rank: int, shared: _Shared) -> None:
+        self.rank = rank
+        self.size = shared.size
+        self.local_rank = shared.members[rank]
+        self._shared = shared
+        self._lock = threading.Lock()
+        self._num_exchanges = 0
+        self._alive = tuple(range(self.size))
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        return self._alive
+
+    @property
+    def gone(self) -> frozenset[int]:
+        lost = self._shared.job.lost
+        return frozenset(rank for rank, member in enumerate(self._shared.members) if member in lost)
+
+    def tolerate_loss(self) -> None:
+        return None  # ranks that vanish are done without anyway
+
+    def collect(self, number: int, exchange: _Exchange, combine: Callable[[list[Any]], Any]) -> Any:
+        """Wait for exchange `number` and return its parts combined."""
+        result = self._shared.collect(number, self.rank, exchange, combine)
+        self._alive = exchange.alive
+        return result
+
+    def peers(self) -> PeerCommunicator:
+        shared = self._shared
+        boxes = self._exchange("peers", None, lambda parts: Mailboxes(shared.job, shared.members))
+        return ThreadPeers(self.rank, boxes, self.barrier)
+
+    def packets(self, allocate: Allocate = fresh) -> PacketChannel:
+        shared = self._shared
+        boxes = self._exchange("packets", None, lambda parts: PacketBoxes(shared.job, shared.members))
+        return ThreadPackets(self.rank, boxes, allocate, self.barrier)
+
+    def split(self, color: int) -> Communicator:
+        shared = self._shared
+
+        def group(colors: list[int]) -> dict[int, _Shared]:
+            members = {c: [m for m, d in zip(shared.members, colors, strict=True) if d == c] for c in colors}
+            return {c: _Shared(shared.job, ours) for c, ours in members.items()}
+
+        mine: _Shared = self._exchange("split", color, group)[color]
+        return ThreadsCommunicator(mine.members.index(shared.members[self.rank]), mine)
+
+    def barrier(self) -> None:
+        self._exchange("barrier", None, lambda parts: None)
+
+    def close(self) -> None:
+        return None
+
+    def abort(self, exit_code: int) -> NoReturn:
+        error = SystemExit(exit_code)
+        self._shared.job.fail(self._shared.members[self.rank], error)
+        raise error
+
+    def _allreduce_async(self, x: Tensor, name: str, op: ReduceOp) -> Work:
+        what = f"allreduce({name!r}, {op.value}, {str(x.dtype).removeprefix('torch.')}{list(x.shape)})"
+        # A copy, so that a rank which breaks the contract and writes early harms only itself.
+        number, exchange = self._deposit(what, x.detach().clone())
+        return _ThreadsWork(self, number, exchange, x.detach(), op)
+
+    def _broadcast(self, x: Tensor, name: str, root: int) -> None:
+        what = f"broadcast({name!r}, root {root}, {str(x.dtype).removeprefix('torch.')}{list(x.shape)})"
+        part = x.detach().clone() if self.rank == root else None
+        x.detach().copy_(self._exchange(what, part, lambda parts: next(p for p in parts if p is not None)))
+
+    def _allgather_bytes(self, data: bytes) -> list[bytes]:
+        return list(self._exchange("allgather", data, lambda parts: parts))
+
+    def _deposit(self, what: str, part: Any) -> tuple[int, _Exchange]:
+        with self._lock:
+            number, self._num_exchanges = self._num_exchanges, self._num_exchanges + 1
+        return number, self._shared.deposit(number, self.rank, what, part)
+
+    def _exchange(self, what: str, part: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        number, exchange = self._deposit(what, part)
+        return self.collect(number, exchange, combine)
+
+
+def run_threads(size: int, function: Callable[[Communicator], T], timeout_s: float = 60.0) -> list[T]:
+    """Run `function(communicator)` on `size` ranks, each a thread, and return their results in rank order.
+
+    A rank that vanishes (thread_job.Vanished) has none.
+
+    Args:
+        size: number of ranks.
+        function: what every rank does; called once a rank with that rank's communicator.
+        timeout_s: seconds after which ranks that wait for one another give up.
+
+    Raises:
+        CommunicationError: the ranks hang, or disagree about the next exchange.
+        Exception: the first that a rank raised, with a note naming the rank.  The others are woken from
+            their exchange with a CommunicationError of their own.
+    """
+    job = Job(timeout_s)
+    shared = _Shared(job, range(size))
+    results: dict[int, T] = {}
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = function(ThreadsCommunicator(rank, shared))
+        except Vanished:
+            job.lose(rank)
+        except BaseException as error:  # handed to the caller, who raises it again
+            job.fail(rank, error)
+        finally:
+            if rank not in job.lost:
+                job.end(rank)
+
+    threads = [threading.Thread(target=work, args=(r,), name=f"rank {r}", daemon=True) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        # One second more than the exchanges get, so that their message, which says more, comes first.
+        thread.join(max(0.0, job.deadline + 1.0 - time.monotonic()))
+    if job.failure is not None:
+        rank, error = job.failure
+        notes = [*getattr(error, "__notes__", []), f"raised on rank {rank} of {size}"]
+        error.__notes__ = notes
+        raise error
+    hanging = [thread.name for thread in threads if thread.is_alive()]
+    if hanging:
+        raise CommunicationError(f"{', '.join(hanging)} of {size} did not end within {timeout_s:g} s")
+    return [results[r] for r in range(size) if r not in job.lost]
+
+
+def _reduce(parts: list[Tensor], op: ReduceOp) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        if op is ReduceOp.SUM:
+            total += part
+        elif op is ReduceOp.MAX:
+            torch.maximum(total, part, out=total)
+        else:
+            torch.minimum(total, part, out=total)
+    return total

@@ -1,0 +1,1 @@
+"""Ranks over torch.distributed: gloo on CPUs, NCCL on GPUs."""

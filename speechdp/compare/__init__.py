@@ -1,1 +1,0 @@
-"""Several strategies on the same data: which runs, their jobs, and the page that compares them."""

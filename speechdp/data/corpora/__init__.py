@@ -1,0 +1,1 @@
+"""Corpora before any audio is read: utterances, transcripts, splits."""

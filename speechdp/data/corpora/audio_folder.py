@@ -1,0 +1,206 @@
+"""Read a folder of audio files with transcripts beside them or labels in their names."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER, Corpus, CorpusUtterance, file_lines
+from speechdp.data.corpora.kaldi_dir import read_table
+from speechdp.errors import ConfigError
+from speechdp.labels.lexicon import digit_words
+
+#: The pattern tried where there is neither a transcript nor --pattern: FSDD's file names.
+DEFAULT_PATTERN = "{digit}_{speaker}_{index}"
+
+_AUDIO_SUFFIXES = frozenset(
+    {".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au", ".sph"}
+)
+# Lists of checksums (FSDD has a SHA256SUMS.wav) and the hidden files some systems put beside each file.
+_NO_AUDIO = re.compile(r"\.|(md5|sha[0-9]+)sums?\b", re.IGNORECASE)
+_FIELDS = {"digit": r"[0-9]", "word": r"[^/]+?", "speaker": r"[^/]+?", "index": r"[0-9]+"}
+# Stricter than the pattern: yesno's 0_1_0_0_1_1_0_1 is not a digit said by speaker 1_0_0_1_1_0.
+_FSDD_NAME = re.compile(r"[0-9]_[A-Za-z][^_]*_[0-9]+")
+_PUNCTUATION = str.maketrans("", "", '.,;:!?"()[]')
+
+
+def read_audio_folder(source: Path, pattern: str | None = None) -> Corpus:
+    """Find the audio below a folder and its transcripts, in lower case and without punctuation.
+
+    Transcripts are, in this order: labels in the file names if a pattern is given; a Kaldi-form file
+    `text` (and `utt2spk`) in the folder; `*.trans.txt` files as LibriSpeech has them; a .txt file beside
+    each audio file; labels in the names by FSDD's pattern.
+
+    Args:
+        source: the folder; subfolders are searched too.
+        pattern: a file name without suffix, with the fields {digit} (0-9), {word}, {speaker} and {index};
+            with a slash it covers the last folders too, e.g. "{word}/{speaker}_nohash_{index}".
+
+    Raises:
+        ConfigError: no audio, or an audio file without transcript; names it.
+    """
+    files = _find_audio(source)
+    if pattern is not None:
+        return _by_pattern(source, files, pattern)
+    if (source / "text").is_file():
+        return _by_kaldi_text(source, files)
+    if any(source.rglob("*.trans.txt")):
+        return _by_trans_txt(source, files)
+    if files[0].with_suffix(".txt").is_file():
+        return _by_text_beside(source, files)
+    if 2 * sum(1 for file in files if _FSDD_NAME.fullmatch(file.stem)) > len(files):
+        return _by_pattern(source, files, DEFAULT_PATTERN)
+    raise ConfigError(
+        f"{source}: no transcripts found; give a file 'text' (utterance-id words), *.trans.txt files, a .txt "
+        f"beside each audio file, or labels in the file names with --pattern '{DEFAULT_PATTERN}'"
+    )
+
+
+def normalise_text(text: str) -> str:
+    """Lower the case, drop punctuation and squeeze white space."""
+    return " ".join(text.lower().translate(_PUNCTUATION).split())
+
+
+def _find_audio(source: Path) -> list[Path]:
+    if not source.is_dir():
+        raise ConfigError(f"{source}: no such folder; give a Kaldi data directory or a folder of audio")
+    files = sorted(
+        path
+        for path in source.rglob("*")
+        if path.suffix.lower() in _AUDIO_SUFFIXES and not _NO_AUDIO.match(path.name)
+    )
+    if not files:
+        raise ConfigError(f"{source}: holds no audio ({' '.join(sorted(_AUDIO_SUFFIXES))}); check the path")
+    return files
+
+
+def _by_pattern(source: Path, files: list[Path], pattern: str) -> Corpus:
+    expression = _compile(pattern)
+    depth = pattern.count("/") + 1
+    matches: list[tuple[Path, re.Match[str]]] = []
+    for file in files:
+        name = "/".join(file.relative_to(source).with_suffix("").parts[-depth:])
+        match = expression.fullmatch(name)
+        if match is None:
+            raise ConfigError(
+                f"{file}: its name does not match --pattern '{pattern}'; move it away or rename it"
+            )
+        matches.append((file, match))
+    ids = _utterance_ids(source, files)
+    return Corpus.of(source, (_labelled(ids[file], file, match.groupdict()) for file, match in matches))
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    expression = ""
+    for literal, field in re.findall(r"([^{}]*)(?:\{([^{}]*)\})?", pattern):
+        expression += re.escape(literal)
+        if field and field not in _FIELDS:
+            known = " ".join(f"{{{name}}}" for name in _FIELDS)
+            raise ConfigError(f"--pattern '{pattern}': {{{field}}} is not known; the fields are {known}")
+        if field:
+            expression += f"(?P<{field}>{_FIELDS[field]})"
+    try:
+        compiled = re.compile(expression)
+    except re.error as error:
+        raise ConfigError(f"--pattern '{pattern}': {error.msg}; name each field once") from error
+    if not {"digit", "word"} & compiled.groupindex.keys():
+        raise ConfigError(f"--pattern '{pattern}': says no word; use {{digit}} or {{word}}")
+    return compiled
+
+
+def _labelled(utterance_id: str, file: Path, fields: dict[str, str]) -> CorpusUtterance:
+    text = digit_words()[int(fields["digit"])] if "digit" in fields else fields["word"]
+    return CorpusUtterance(
+        utterance_id=utterance_id,
+        speaker=_no_space(fields.get("speaker", UNKNOWN_SPEAKER)),
+        text=normalise_text(text),
+        audio=file,
+        index=int(fields["index"]) if "index" in fields else None,
+    )
+
+
+def _utterance_ids(source: Path, files: list[Path]) -> dict[Path, str]:
+    """Name each file by its stem, or by its path below the source where stems repeat."""
+    counts = Counter(file.stem for file in files)
+    repeated = any(count > 1 for count in counts.values())
+    return {
+        file: _no_space("-".join(file.relative_to(source).with_suffix("").parts) if repeated else file.stem)
+        for file in files
+    }
+
+
+def _by_kaldi_text(source: Path, files: list[Path]) -> Corpus:
+    texts = read_table(source / "text", may_be_empty=True)
+    speakers = read_table(source / "utt2spk") if (source / "utt2spk").is_file() else {}
+    return _with_transcripts(source, files, texts, speakers, "text")
+
+
+def _by_trans_txt(source: Path, files: list[Path]) -> Corpus:
+    texts: dict[str, str] = {}
+    for path in sorted(source.rglob("*.trans.txt")):
+        for utterance, text in read_table(path, may_be_empty=True).items():
+            if utterance in texts:
+                raise ConfigError(f"{path}: utterance {utterance} has two transcripts; remove one")
+            texts[utterance] = text
+    speakers = {utterance: utterance.split("-")[0] for utterance in texts}
+    return _with_transcripts(source, files, texts, speakers, "*.trans.txt")
+
+
+def _by_text_beside(source: Path, files: list[Path]) -> Corpus:
+    ids = _utterance_ids(source, files)
+    texts: dict[str, str] = {}
+    for file in files:
+        path = file.with_suffix(".txt")
+        if not path.is_file():
+            raise ConfigError(
+                f"{file}: has no transcript {path.name} beside it; write it or move the audio away"
+            )
+        texts[ids[file]] = " ".join(line for _, line in file_lines(path))
+    return Corpus.of(
+        source,
+        (
+            CorpusUtterance(ids[file], _folder_speaker(source, file), normalise_text(texts[ids[file]]), file)
+            for file in files
+        ),
+    )
+
+
+def _with_transcripts(
+    source: Path, files: list[Path], texts: dict[str, str], speakers: dict[str, str], kind: str
+) -> Corpus:
+    ids = _utterance_ids(source, files)
+    by_id = {ids[file]: file for file in files}
+    missing = sorted(by_id.keys() - texts.keys())
+    if missing:
+        raise ConfigError(
+            f"{by_id[missing[0]]}: utterance {missing[0]} has no transcript in {source}/{kind} "
+            f"({len(missing)} missing); add it or move the audio away"
+        )
+    lost = sorted(texts.keys() - by_id.keys())
+    if lost:
+        raise ConfigError(
+            f"{source}/{kind}: no audio file for utterance {lost[0]} ({len(lost)} missing); "
+            "add it or remove the line"
+        )
+    return Corpus.of(
+        source,
+        (
+            CorpusUtterance(
+                utterance,
+                speakers.get(utterance, _folder_speaker(source, file)),
+                normalise_text(texts[utterance]),
+                file,
+            )
+            for utterance, file in by_id.items()
+        ),
+    )
+
+
+def _folder_speaker(source: Path, file: Path) -> str:
+    """Take the folder an audio file lies in as its speaker."""
+    return _no_space(file.parent.name) if file.parent != source else UNKNOWN_SPEAKER
+
+
+def _no_space(name: str) -> str:
+    return "_".join(name.split())

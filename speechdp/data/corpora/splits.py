@@ -1,0 +1,221 @@
+"""Divide a corpus into train, dev and test, and a split into shards."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
+from speechdp.errors import ConfigError
+
+SPLIT_NAMES = ("train", "dev", "test")
+INDEX_DEFAULT = "index:test=0-4,dev=5-9"
+RANDOM_DEFAULT = "random:dev=0.05,test=0.05"
+_FORMS = "index:test=0-4,dev=5-9 or random:dev=0.05,test=0.05 or speaker:test=NAME,dev=NAME"
+
+_Item = TypeVar("_Item")
+
+
+class SplitRule(Protocol):
+    """Says which split an utterance belongs to; `spec` is the rule as it stands in data.json."""
+
+    @property
+    def spec(self) -> str:
+        """The rule in the form of the command line."""
+        ...
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The splits beside train that the rule fills."""
+        ...
+
+    def split_of(self, utterance: CorpusUtterance) -> str:
+        """Return train, dev or test."""
+        ...
+
+
+@dataclass(frozen=True)
+class IndexSplit:
+    """By the number of the take; `parts` holds inclusive ranges a split."""
+
+    spec: str
+    parts: dict[str, tuple[tuple[int, int], ...]]
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The splits beside train that the rule fills."""
+        return tuple(self.parts)
+
+    def split_of(self, utterance: CorpusUtterance) -> str:
+        """Return train, dev or test."""
+        if utterance.index is None:
+            raise ConfigError(
+                f"--split {self.spec}: utterance {utterance.utterance_id} has no index; use a --pattern with "
+                f"{{index}} or --split {RANDOM_DEFAULT}"
+            )
+        for name, ranges in self.parts.items():
+            if any(low <= utterance.index <= high for low, high in ranges):
+                return name
+        return "train"
+
+
+@dataclass(frozen=True)
+class RandomSplit:
+    """By a hash of seed and utterance id: an utterance keeps its split when others are added."""
+
+    spec: str
+    parts: dict[str, float]
+    seed: int
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The splits beside train that the rule fills."""
+        return tuple(name for name, fraction in self.parts.items() if fraction > 0)
+
+    def split_of(self, utterance: CorpusUtterance) -> str:
+        """Return train, dev or test."""
+        digest = hashlib.sha256(f"{self.seed} {utterance.utterance_id}".encode()).digest()
+        place = int.from_bytes(digest[:8], "big") / 2.0**64  # uniform in [0, 1)
+        for name, fraction in self.parts.items():
+            if place < fraction:
+                return name
+            place -= fraction
+        return "train"
+
+
+@dataclass(frozen=True)
+class SpeakerSplit:
+    """By speaker; `parts` holds the speakers of each split."""
+
+    spec: str
+    parts: dict[str, tuple[str, ...]]
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The splits beside train that the rule fills."""
+        return tuple(self.parts)
+
+    def split_of(self, utterance: CorpusUtterance) -> str:
+        """Return train, dev or test."""
+        for name, speakers in self.parts.items():
+            if utterance.speaker in speakers:
+                return name
+        return "train"
+
+
+@dataclass(frozen=True)
+class HeldOutSpeaker:
+    """One speaker is the test part; of the others, `base` takes the dev part and the rest trains."""
+
+    speaker: str
+    base: SplitRule
+
+    @property
+    def spec(self) -> str:
+        """The rule in the form of the command line."""
+        return f"held-out-speaker={self.speaker};{self.base.spec}"
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The splits beside train that the rule fills."""
+        return ("test", *(name for name in self.base.named if name == "dev"))
+
+    def split_of(self, utterance: CorpusUtterance) -> str:
+        """Return train, dev or test."""
+        if utterance.speaker == self.speaker:
+            return "test"
+        return "dev" if self.base.split_of(utterance) == "dev" else "train"
+
+
+def parse_split(spec: str, seed: int) -> SplitRule:
+    """Read a --split.  Raises ConfigError on what is not one of the three forms."""
+    kind, _, rest = spec.partition(":")
+    parts: dict[str, str] = {}
+    for part in rest.split(","):
+        name, equals, value = part.partition("=")
+        if not equals or name not in ("dev", "test") or name in parts or not value:
+            raise ConfigError(f"--split {spec}: {part!r} is not understood; write {_FORMS}")
+        parts[name] = value
+    try:
+        if kind == "index":
+            return IndexSplit(spec, {name: _ranges(value) for name, value in parts.items()})
+        if kind == "random":
+            return RandomSplit(spec, _fractions(parts), seed)
+    except ValueError as error:
+        raise ConfigError(f"--split {spec}: {error}; write {_FORMS}") from error
+    if kind == "speaker":
+        return SpeakerSplit(spec, {name: tuple(value.split("+")) for name, value in parts.items()})
+    raise ConfigError(f"--split {spec}: {kind!r} is not known; write {_FORMS}")
+
+
+def choose_rule(corpus: Corpus, spec: str | None, held_out_speaker: str | None, seed: int) -> SplitRule:
+    """Return the rule the options ask for; by index where the corpus counts its takes, else at random.
+
+    Raises:
+        ConfigError: a speaker the corpus does not have, or a --split that is not understood.
+    """
+    rule = parse_split(spec or (INDEX_DEFAULT if corpus.has_index else RANDOM_DEFAULT), seed)
+    wanted = (
+        [name for names in rule.parts.values() for name in names] if isinstance(rule, SpeakerSplit) else []
+    )
+    if held_out_speaker is not None:
+        wanted.append(held_out_speaker)
+        rule = HeldOutSpeaker(held_out_speaker, rule)
+    unknown = sorted(set(wanted) - set(corpus.speakers))
+    if unknown:
+        known = ", ".join(corpus.speakers[:20])
+        raise ConfigError(f"{corpus.source}: has no speaker {unknown[0]!r}; its speakers are {known}")
+    return rule
+
+
+def split_corpus(corpus: Corpus, rule: SplitRule) -> dict[str, list[CorpusUtterance]]:
+    """Divide the utterances, keeping their order; only splits that hold any are returned.
+
+    Raises:
+        ConfigError: train, or a split the rule fills, came out empty.
+    """
+    splits: dict[str, list[CorpusUtterance]] = {name: [] for name in SPLIT_NAMES}
+    for utterance in corpus.utterances:
+        splits[rule.split_of(utterance)].append(utterance)
+    for name in ("train", *rule.named):
+        if not splits[name]:
+            raise ConfigError(
+                f"{corpus.source}: no utterance falls into {name} by '{rule.spec}' "
+                f"(of {len(corpus.utterances)}); choose another --split, e.g. random:dev=0.2,test=0.2"
+            )
+    return {name: utterances for name, utterances in splits.items() if utterances}
+
+
+def deal(items: Sequence[_Item], sizes: Sequence[int], num_parts: int, seed: str) -> list[list[_Item]]:
+    """Shuffle items by a seed and deal them out so that the parts' sizes are balanced.
+
+    Any part is a random sample of the whole.  There are at most as many parts as items, none empty.
+    """
+    order = list(range(len(items)))
+    random.Random(seed).shuffle(order)
+    parts: list[list[_Item]] = [[] for _ in range(min(num_parts, len(items)))]
+    lightest = [(0, 0, part) for part in range(len(parts))]  # a heap of (load, number of items, part)
+    for position in order:
+        load, count, part = lightest[0]
+        parts[part].append(items[position])
+        heapq.heapreplace(lightest, (load + sizes[position], count + 1, part))
+    return parts
+
+
+def _ranges(value: str) -> tuple[tuple[int, int], ...]:
+    ranges = []
+    for part in value.split("+"):
+        low, dash, high = part.partition("-")
+        ranges.append((int(low), int(high if dash else low)))
+    return tuple(ranges)
+
+
+def _fractions(parts: dict[str, str]) -> dict[str, float]:
+    fractions = {name: float(value) for name, value in parts.items()}
+    if any(not 0 <= fraction < 1 for fraction in fractions.values()) or sum(fractions.values()) >= 1:
+        raise ValueError("fractions must be at least 0 and add up to less than 1")
+    return fractions

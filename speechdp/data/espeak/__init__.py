@@ -1,0 +1,1 @@
+"""Synthetic speech by eSpeak NG: who says what, and when each phone was spoken."""

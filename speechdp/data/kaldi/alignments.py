@@ -1,0 +1,125 @@
+"""Read Kaldi's alignments: vectors of transition-ids or pdfs, one an utterance.
+
+Legend: T frames of an utterance.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from speechdp.data.kaldi.model import PdfMap, read_pdf_map
+from speechdp.data.kaldi.stream import KaldiStream
+from speechdp.errors import ConfigError
+
+_MOST_PDFS = 1 << 20
+_SIZED_INT32 = np.dtype([("size", "u1"), ("value", "<i4")])
+
+
+@dataclass(frozen=True)
+class AlignmentSource:
+    """Where the alignments stand.
+
+    Attributes:
+        files: archives, read one after the other.
+        pdf_map: what the transition-ids in them stand for; None: they hold pdfs.
+        num_pdfs: number of pdfs, where a model says it; else one more than the largest.
+    """
+
+    files: tuple[Path, ...]
+    pdf_map: PdfMap | None
+    num_pdfs: int | None
+
+    def pdfs(self) -> Iterator[tuple[str, npt.NDArray[np.int32]]]:
+        """Yield every utterance and its (T,) pdfs, in the order of the files.
+
+        Raises:
+            ConfigError: an archive is damaged, an id is given twice or a number is none of the model's.
+        """
+        seen: set[str] = set()
+        for file in self.files:
+            for utterance, values, stream in read_int_vectors(file):
+                if utterance in seen:
+                    raise stream.failure("the utterance has an alignment already")
+                seen.add(utterance)
+                yield utterance, self._checked(values, stream)
+
+    def _checked(self, values: npt.NDArray[np.int32], stream: KaldiStream) -> npt.NDArray[np.int32]:
+        low, high, what = 0, (self.num_pdfs or _MOST_PDFS) - 1, "pdf"
+        if self.pdf_map is not None:
+            low, high, what = 1, self.pdf_map.num_transition_ids, "transition-id"
+        outside = values[(values < low) | (values > high)]
+        if len(outside):
+            raise stream.failure(
+                f"{what} {outside[0]} is not in {low}..{high}, the file belongs to another model"
+            )
+        return values if self.pdf_map is None else self.pdf_map.pdfs[values]
+
+
+def alignment_source(ali_dir: Path | None, ali_pdf: Path | None) -> AlignmentSource:
+    """Find the alignments of a Kaldi system.
+
+    Args:
+        ali_dir: holds ali.*.gz (transition-ids) and final.mdl.
+        ali_pdf: what ali-to-pdf wrote; then `ali_dir`, if given, only says how many pdfs there are.
+
+    Raises:
+        ConfigError: files are missing or damaged.
+    """
+    pdf_map = None if ali_dir is None else read_pdf_map(ali_dir / "final.mdl")
+    num_pdfs = None if pdf_map is None else pdf_map.num_pdfs
+    if ali_pdf is not None:
+        return AlignmentSource((ali_pdf,), None, num_pdfs)
+    assert ali_dir is not None
+    numbered = [(re.fullmatch(r"ali\.(\d+)\.gz", path.name), path) for path in ali_dir.glob("ali.*.gz")]
+    files = sorted((int(match[1]), path) for match, path in numbered if match)
+    if not files:
+        raise ConfigError(f"{ali_dir}: has no ali.1.gz; give the folder that Kaldi's align script wrote")
+    _check_all_there(ali_dir, [number for number, _ in files])
+    return AlignmentSource(tuple(path for _, path in files), pdf_map, num_pdfs)
+
+
+def read_int_vectors(path: Path) -> Iterator[tuple[str, npt.NDArray[np.int32], KaldiStream]]:
+    """Yield (utterance, values, stream) of an archive of int32 vectors, text or binary, gzip or plain."""
+    with KaldiStream(path) as stream:
+        while utterance := stream.word():
+            stream.utterance = utterance
+            if stream.line_is_over:
+                yield utterance, np.empty(0, np.int32), stream
+            elif stream.is_binary():
+                yield utterance, _sized_integers(stream), stream
+            else:
+                yield utterance, _integers(stream), stream
+            stream.utterance = ""
+
+
+def _sized_integers(stream: KaldiStream) -> npt.NDArray[np.int32]:
+    """Read what Kaldi's BasicVectorHolder writes: the length and every value, each behind a byte 4."""
+    length = stream.sized_int32("the length of the alignment")
+    raw = stream.take(length * _SIZED_INT32.itemsize, f"an alignment of {length} numbers")
+    sized = np.frombuffer(raw, dtype=_SIZED_INT32)
+    if (sized["size"] != 4).any():
+        raise stream.failure("a number of the alignment has not 4 bytes")
+    return sized["value"].astype(np.int32)
+
+
+def _integers(stream: KaldiStream) -> npt.NDArray[np.int32]:
+    try:
+        return np.array(stream.line().split(), dtype=np.int32)
+    except (ValueError, OverflowError) as error:
+        raise stream.failure("the line before holds something else than whole numbers") from error
+
+
+def _check_all_there(ali_dir: Path, numbers: list[int]) -> None:
+    file = ali_dir / "num_jobs"
+    if not file.is_file():
+        return
+    text = file.read_text(encoding="utf-8", errors="replace").strip()
+    if text.isdigit() and len(numbers) < int(text):
+        missing = next(n for n in range(1, int(text) + 1) if n not in numbers)
+        raise ConfigError(f"{ali_dir / f'ali.{missing}.gz'}: is missing, num_jobs says {text}; copy it too")

@@ -1,0 +1,82 @@
+"""Normalise features by the statistics Kaldi keeps of each speaker, as apply-cmvn does.
+
+Legend: T frames, D feature dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from speechdp.data.kaldi.matrix import MatrixPlace, read_matrix, read_scp
+from speechdp.data.signal.features import FeatureConfig
+from speechdp.errors import ConfigError
+
+#: Least variance, as in Kaldi's transform/cmvn.cc.
+_MIN_VARIANCE = 1e-20
+
+
+@dataclass(frozen=True)
+class SpeakerStatistics:
+    """A speaker's mean and standard deviation of each dimension, (D,) float64."""
+
+    mean: npt.NDArray[np.float64]
+    std: npt.NDArray[np.float64]
+
+    def apply(self, features: npt.NDArray[np.float32], config: FeatureConfig) -> npt.NDArray[np.float32]:
+        """Normalise (T, D) features as `config` says."""
+        result = features.astype(np.float64)
+        if config.mean_normalise:
+            result -= self.mean
+        if config.variance_normalise:
+            result /= self.std
+        with np.errstate(over="ignore"):  # the shard refuses what overflowed
+            return result.astype(np.float32)
+
+
+class SpeakerCmvn:
+    """The statistics in a cmvn.scp, read as they are asked for.
+
+    Raises:
+        ConfigError: the table cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._places = read_scp(path)
+        self._statistics: dict[str, SpeakerStatistics] = {}
+
+    def of(self, speaker: str, feature_dim: int) -> SpeakerStatistics:
+        """Return a speaker's statistics.
+
+        Raises:
+            ConfigError: the table lacks the speaker, or its statistics do not fit the features.
+        """
+        known = self._statistics.get(speaker)
+        if known is None:
+            place = self._places.get(speaker)
+            if place is None:
+                raise ConfigError(
+                    f"{self.path}: lacks speaker {speaker}; run steps/compute_cmvn_stats.sh again"
+                )
+            known = self._statistics[speaker] = _read(place, speaker, feature_dim)
+        return known
+
+
+def _read(place: MatrixPlace, speaker: str, feature_dim: int) -> SpeakerStatistics:
+    """Turn Kaldi's sums into mean and deviation: row 0 holds sums and the count, row 1 sums of squares."""
+    sums = read_matrix(place, speaker).astype(np.float64)
+    where = f"{place.path}: speaker {speaker}"
+    if sums.shape != (2, feature_dim + 1):
+        raise ConfigError(
+            f"{where}: statistics of shape {sums.shape}, not (2, {feature_dim + 1}); make them anew"
+        )
+    count = sums[0, -1]
+    if not (np.isfinite(sums).all() and count > 0):
+        raise ConfigError(f"{where}: statistics of {count:g} frames; run steps/compute_cmvn_stats.sh again")
+    mean = sums[0, :-1] / count
+    variance = np.maximum(sums[1, :-1] / count - mean**2, _MIN_VARIANCE)
+    return SpeakerStatistics(mean, np.sqrt(variance))

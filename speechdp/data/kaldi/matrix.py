@@ -1,0 +1,184 @@
+"""Read and write matrices of Kaldi's: float, double, compressed and text, by file, byte and rows.
+
+Legend: T rows (frames), D columns.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from speechdp.data.corpora.corpus import file_lines
+from speechdp.data.corpora.kaldi_dir import find_file
+from speechdp.data.kaldi.stream import KaldiStream
+from speechdp.errors import ConfigError
+
+_DTYPES = {"FM": "<f4", "DM": "<f8"}
+_COMPRESSED = ("CM", "CM2", "CM3")
+#: FILE, FILE:BYTE, FILE:BYTE[FIRST:LAST]; columns are not chosen here.
+_PLACE = re.compile(r"(?P<file>.+?)(:(?P<byte>\d+))?(\[(?P<first>\d+):(?P<last>\d+)\])?")
+_MOST_TEXT_LINES = 1 << 24
+
+
+@dataclass(frozen=True)
+class MatrixPlace:
+    """Where one matrix stands: `rows` are the first and the last that are meant, None means all."""
+
+    path: Path
+    offset_bytes: int
+    rows: tuple[int, int] | None = None
+
+
+def read_scp(path: Path) -> dict[str, MatrixPlace]:
+    """Read a table of matrices (feats.scp, cmvn.scp) by key.
+
+    Paths are looked up as Kaldi does, from the working directory, then from the table's folder.
+
+    Raises:
+        ConfigError: a pipe, a line that is no place of a matrix, or a key given twice.
+    """
+    table: dict[str, MatrixPlace] = {}
+    for number, line in file_lines(path):
+        where = f"{path}:{number}"
+        key, value = [*line.split(maxsplit=1), ""][:2]
+        match = _PLACE.fullmatch(value)
+        if line.endswith("|"):
+            raise ConfigError(
+                f"{where}: a pipe ({key}) is not run; write the features with Kaldi's copy-feats"
+            )
+        if match is None or value.endswith("]") != (match["first"] is not None):
+            raise ConfigError(f"{where}: {line[:100]!r} is not KEY FILE:BYTE or KEY FILE:BYTE[FIRST:LAST]")
+        if key in table:
+            raise ConfigError(f"{where}: {key} stands here a second time; remove one of the lines")
+        rows = None if match["first"] is None else (int(match["first"]), int(match["last"]))
+        table[key] = MatrixPlace(find_file(path.parent, match["file"]), int(match["byte"] or 0), rows)
+    return table
+
+
+def read_matrix(place: MatrixPlace, utterance: str) -> npt.NDArray[Any]:
+    """Read a (T, D) matrix: float64 where it was written so, else float32.
+
+    What the header says is held against the file's size before anything is read, so a damaged one costs
+    no memory.
+
+    Raises:
+        ConfigError: truncated, damaged, another kind of data, or fewer rows than are asked for; names
+            file, utterance and byte.
+    """
+    with KaldiStream(place.path, place.offset_bytes, utterance) as stream:
+        matrix = _binary_matrix(stream) if stream.is_binary() else _text_matrix(stream)
+        if place.rows is None:
+            return matrix
+        first, last = place.rows
+        if not first <= last < len(matrix):
+            raise stream.failure(f"rows {first} to {last} are wanted of {len(matrix)}")
+        return matrix[first : last + 1]
+
+
+def num_rows(place: MatrixPlace, utterance: str) -> int:
+    """Return the number of rows a place means, by the header alone where there is one.
+
+    Raises:
+        ConfigError: as `read_matrix`, so far as the header shows it.
+    """
+    if place.rows is not None:
+        first, last = place.rows
+        return last - first + 1
+    with KaldiStream(place.path, place.offset_bytes, utterance) as stream:
+        if not stream.is_binary():
+            return len(_text_matrix(stream))
+        return _header(stream).rows
+
+
+def write_matrix(file: BinaryIO, key: str, matrix: npt.NDArray[np.float32]) -> int:
+    """Append a (T, D) float matrix to an archive; return where it starts, as an scp names it."""
+    head = key.encode() + b" "
+    start = file.tell() + len(head)
+    sizes = b"".join(b"\4" + struct.pack("<i", size) for size in matrix.shape)
+    file.write(head + b"\0BFM " + sizes)
+    file.write(np.ascontiguousarray(matrix, dtype="<f4").data)
+    return start
+
+
+@dataclass(frozen=True)
+class _Header:
+    kind: str
+    rows: int
+    columns: int
+    low: float = 0.0  # of a compressed matrix: its least value, and its largest less that
+    span: float = 0.0
+
+
+def _header(stream: KaldiStream) -> _Header:
+    kind = stream.word()
+    if kind in _DTYPES:
+        header = _Header(kind, stream.sized_int32("the rows"), stream.sized_int32("the columns"))
+    elif kind in _COMPRESSED:
+        low, span, rows, columns = struct.unpack("<ffii", stream.take(16, "the header"))
+        header = _Header(kind, rows, columns, low, span)
+    else:
+        raise stream.failure(f"{kind[:20]!r} is no kind of matrix; FM, DM, CM, CM2 and CM3 are read")
+    if header.rows < 0 or header.columns < 0:
+        raise stream.failure(f"a matrix of {header.rows} x {header.columns} cannot be")
+    return header
+
+
+def _binary_matrix(stream: KaldiStream) -> npt.NDArray[Any]:
+    header = _header(stream)
+    shape = (header.rows, header.columns)
+    if header.kind in _DTYPES:
+        return _values(stream, header, _DTYPES[header.kind]).reshape(shape)
+    if header.kind == "CM":
+        return _uncompressed_by_columns(stream, header)
+    dtype, most = ("<u2", 65535.0) if header.kind == "CM2" else ("<u1", 255.0)
+    steps = _values(stream, header, dtype).reshape(shape).astype(np.float32)
+    return np.float32(header.low) + steps * np.float32(header.span / most)
+
+
+def _values(stream: KaldiStream, header: _Header, dtype: str) -> npt.NDArray[Any]:
+    num_bytes = header.rows * header.columns * np.dtype(dtype).itemsize
+    what = f"a matrix of {header.rows} x {header.columns}"
+    return np.frombuffer(stream.take(num_bytes, what), dtype=dtype)
+
+
+def _uncompressed_by_columns(stream: KaldiStream, header: _Header) -> npt.NDArray[np.float32]:
+    """Read Kaldi's speech-feature compression: four 16-bit percentiles a column, then a byte a value.
+
+    Bytes up to 64, 192 and 255 lie, evenly, between the percentiles 0, 25, 75 and 100
+    (matrix/compressed-matrix.cc, CharToFloat).
+    """
+    heads = np.frombuffer(stream.take(8 * header.columns, "the columns' percentiles"), dtype="<u2")
+    edges = np.float32(header.low) + heads.astype(np.float32) * np.float32(header.span / 65535.0)
+    edges = edges.reshape(-1, 4)  # (D, 4)
+    steps = _values(stream, header, "<u1").reshape(header.columns, header.rows)  # column after column
+    matrix = np.empty((header.rows, header.columns), dtype=np.float32)
+    knots, codes = np.array([0, 64, 192, 255]), np.arange(256)
+    for column in range(header.columns):
+        table = np.interp(codes, knots, edges[column]).astype(np.float32)  # (256,)
+        matrix[:, column] = table[steps[column]]
+    return matrix
+
+
+def _text_matrix(stream: KaldiStream) -> npt.NDArray[np.float32]:
+    if stream.word() != "[":
+        raise stream.failure("neither a matrix in Kaldi's binary form nor '[' stands here")
+    rows: list[npt.NDArray[np.float32]] = []
+    for _ in range(_MOST_TEXT_LINES):
+        text, bracket, _ = stream.line().partition("]")
+        try:
+            row = np.array(text.split(), dtype=np.float32)
+        except ValueError as error:
+            raise stream.failure("the line before holds something else than numbers") from error
+        if len(row):
+            rows.append(row)
+        if bracket:
+            break
+    if len({len(row) for row in rows}) > 1:
+        raise stream.failure("the rows of the matrix differ in length")
+    return np.stack(rows) if rows else np.empty((0, 0), dtype=np.float32)

@@ -1,0 +1,182 @@
+"""Read the transition model at the front of a Kaldi acoustic model: which pdf a transition-id stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from speechdp.data.kaldi.stream import KaldiStream
+
+#: Of anything that is counted in a model; more is damage.
+_MOST = 1 << 24
+
+
+@dataclass(frozen=True)
+class PdfMap:
+    """Maps transition-ids to pdfs.
+
+    Attributes:
+        pdfs: (N + 1,) int32, pdf of each transition-id; ids count from 1, so the first is -1.
+        num_pdfs: 1 + the largest pdf of any state, as Kaldi's TransitionModel::NumPdfs.
+    """
+
+    pdfs: npt.NDArray[np.int32]
+    num_pdfs: int
+
+    @property
+    def num_transition_ids(self) -> int:
+        """Number of transition-ids (N)."""
+        return len(self.pdfs) - 1
+
+
+@dataclass(frozen=True)
+class _Topology:
+    """Destinations of the transitions of each HMM state of each phone's entry."""
+
+    entries: list[list[list[int]]]
+    entry_of_phone: dict[int, int]
+
+
+def read_pdf_map(path: Path) -> PdfMap:
+    """Read the transition model of final.mdl, text or binary.
+
+    Only the front of the file is read, whatever acoustic model follows.  Kaldi numbers transition-ids by
+    state, then by the state's transitions (hmm/transition-model.cc, ComputeDerivedOfProbs); a self-loop
+    has a pdf of its own in topologies with <SelfLoopPdfClass>.
+
+    Raises:
+        ConfigError: no model of Kaldi's, truncated or damaged; names file and byte.
+    """
+    with KaldiStream(path) as stream:
+        numbers: _Numbers = _BinaryNumbers(stream) if stream.is_binary() else _TextNumbers(stream)
+        for token in ("<TransitionModel>", "<Topology>"):
+            numbers.expect(token)
+        topology = numbers.topology()
+        kind = stream.word()
+        if kind not in ("<Triples>", "<Tuples>"):
+            raise stream.failure(f"<Triples> or <Tuples> should stand here, not {kind!r}")
+        width = 3 if kind == "<Triples>" else 4
+        num_states = numbers.count("the number of states")
+        # As a list that grows: a wrong number costs no memory before the file ends.
+        states = [[numbers.integer("a state") for _ in range(width)] for _ in range(num_states)]
+        numbers.expect(f"</{kind[1:]}")
+        return _number(stream, topology, states)
+
+
+def _number(stream: KaldiStream, topology: _Topology, states: Sequence[Sequence[int]]) -> PdfMap:
+    pdfs = [-1]
+    for phone, hmm_state, forward_pdf, *rest in states:
+        entry = topology.entry_of_phone.get(phone, -1)
+        if not 0 <= entry < len(topology.entries) or not 0 <= hmm_state < len(topology.entries[entry]):
+            raise stream.failure(f"state {hmm_state} of phone {phone} is not in the topology")
+        self_loop_pdf = rest[0] if rest else forward_pdf
+        if min(forward_pdf, self_loop_pdf) < 0 or max(forward_pdf, self_loop_pdf) >= _MOST:
+            raise stream.failure(f"pdf {forward_pdf} of phone {phone} cannot be")
+        for destination in topology.entries[entry][hmm_state]:
+            pdfs.append(self_loop_pdf if destination == hmm_state else forward_pdf)
+    if len(pdfs) == 1:
+        raise stream.failure("the model has no transition")
+    return PdfMap(np.array(pdfs, dtype=np.int32), 1 + max(max(state[2:]) for state in states))
+
+
+class _Numbers:
+    """Reads tokens and numbers; how numbers stand in the file is a subclass's matter."""
+
+    def __init__(self, stream: KaldiStream) -> None:
+        self.stream = stream
+
+    def expect(self, token: str) -> None:
+        """Read a token.  Raises ConfigError if it is another one."""
+        found = self.stream.word()
+        if found != token:
+            raise self.stream.failure(f"{token} should stand here, not {found[:40]!r}")
+
+    def integer(self, what: str) -> int:
+        """Read a number."""
+        raise NotImplementedError
+
+    def topology(self) -> _Topology:
+        """Read the topology up to </Topology>."""
+        raise NotImplementedError
+
+    def count(self, what: str) -> int:
+        """Read a number that counts something."""
+        value = self.integer(what)
+        if not 0 <= value < _MOST:
+            raise self.stream.failure(f"{what} cannot be {value}")
+        return value
+
+
+class _BinaryNumbers(_Numbers):
+    def integer(self, what: str) -> int:
+        return self.stream.sized_int32(what)
+
+    def topology(self) -> _Topology:
+        phones = self.stream.int32_vector("the phones").tolist()
+        entry_of_phone = self.stream.int32_vector("the phones' entries").tolist()
+        num_entries = self.integer("the number of entries")
+        has_self_loop_pdfs = num_entries == -1
+        if has_self_loop_pdfs:
+            num_entries = self.integer("the number of entries")
+        if not 0 <= num_entries < _MOST:
+            raise self.stream.failure(f"the number of entries cannot be {num_entries}")
+        entries = [self._entry(has_self_loop_pdfs) for _ in range(num_entries)]
+        self.expect("</Topology>")
+        known = {phone: entry_of_phone[phone] for phone in phones if 0 <= phone < len(entry_of_phone)}
+        return _Topology(entries, known)
+
+    def _entry(self, has_self_loop_pdfs: bool) -> list[list[int]]:
+        states = []
+        for _ in range(self.count("the number of HMM states")):
+            self.integer("a pdf class")
+            if has_self_loop_pdfs:
+                self.integer("a pdf class")
+            destinations = []
+            for _ in range(self.count("the number of transitions")):
+                destinations.append(self.integer("a transition"))
+                if self.stream.take(1, "a probability") != b"\4":
+                    raise self.stream.failure("a probability is no 4-byte number")
+                self.stream.take(4, "a probability")
+            states.append(destinations)
+        return states
+
+
+class _TextNumbers(_Numbers):
+    def integer(self, what: str) -> int:
+        word = self.stream.word()
+        try:
+            return int(word)
+        except ValueError as error:
+            raise self.stream.failure(f"{what} should stand here, not {word[:40]!r}") from error
+
+    def topology(self) -> _Topology:
+        topology = _Topology([], {})
+        while (word := self.stream.word()) == "<TopologyEntry>":
+            self.expect("<ForPhones>")
+            while (phone := self.stream.word()) != "</ForPhones>":
+                if not phone.isdigit():
+                    raise self.stream.failure(f"the number of a phone should stand here, not {phone[:40]!r}")
+                topology.entry_of_phone[int(phone)] = len(topology.entries)
+            topology.entries.append(self._entry())
+        if word != "</Topology>":
+            raise self.stream.failure(f"</Topology> should stand here, not {word[:40]!r}")
+        return topology
+
+    def _entry(self) -> list[list[int]]:
+        states: list[list[int]] = []
+        while (word := self.stream.word()) != "</TopologyEntry>":
+            if word == "<State>":
+                self.integer("the number of a state")
+                states.append([])
+            elif word in ("<PdfClass>", "<ForwardPdfClass>", "<SelfLoopPdfClass>", "<Final>"):
+                self.integer(f"the number after {word}")
+            elif word == "<Transition>" and states:
+                states[-1].append(self.integer("the destination of a transition"))
+                self.stream.word()
+            elif word != "</State>":
+                raise self.stream.failure(f"{word[:40]!r} has no place in a topology")
+        return states

@@ -1,0 +1,1 @@
+"""Batches in the background: reading, preprocessing, padded memory, copies to the GPU."""

@@ -1,0 +1,249 @@
+"""Read planned segments of a split from its shards, straight into the memory of a padded batch.
+
+Legend: B segments of a batch, T frames of the longest, F feature dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from speechdp.comm.base import Communicator
+from speechdp.data.loading.batch import IGNORED_TARGET, Batch
+from speechdp.data.loading.buffers import BufferPool
+from speechdp.data.loading.source import Ready, SplitSource
+from speechdp.data.loading.split_files import SplitFiles
+from speechdp.data.loading.stage_times import StageTimes
+from speechdp.data.plan.assignment import Place
+from speechdp.data.plan.epoch_plan import CorpusIndex, Segments
+from speechdp.data.plan.segments import size_at_speed
+from speechdp.data.shards.alignment_file import check_alignments
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.extents import Extents
+from speechdp.labels.hmm import count_frames_and_runs
+
+IntArray = npt.NDArray[np.int64]
+#: Reads slower than so many bytes a second come from a disk or a network, not from the page cache ...
+_MEMORY_RATE = 1e9
+#: ... if they are large enough to tell.
+_TELLING_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Context:
+    """Frames around a segment that are input without being learnt (never beyond the utterance)."""
+
+    left: int = 0
+    right: int = 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the rows of a batch hold, each column (B,) int64: frames begin:begin+length of an utterance.
+
+    Attributes:
+        shard, utterance: which.
+        position: of the utterance in the index.
+        begin, length: frames, counted at the row's speed.
+        first, learnt: of the row, frames first:first+learnt are to be learnt.
+        speed: percent.
+    """
+
+    shard: IntArray
+    utterance: IntArray
+    position: IntArray
+    begin: IntArray
+    length: IntArray
+    first: IntArray
+    learnt: IntArray
+    speed: IntArray
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    @property
+    def longest(self) -> int:
+        """Frames of the longest row; 0 without rows."""
+        return int(self.length.max(initial=0))
+
+
+class SplitReader(SplitSource):
+    """A split's shards, opened read-only, with the targets of the shards or of an alignment directory.
+
+    Shards are opened when something of them is read first.  Every utterance is verified against its
+    checksum when it is read first; later reads go straight into the batch's memory.  Safe from several
+    threads.
+
+    Args:
+        dataset: the data directory.
+        split: e.g. "train".
+        alignments: directory with one targets file a shard (same file names), or None for the shards' own.
+        context: frames around each segment.
+        comm: ranks that share out the reading of the shards' indices (collective then); None reads all.
+        pin: make batches in page-locked memory.
+
+    Raises:
+        ShardError: damaged shards, or no such alignment directory.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        split: str,
+        alignments: Path | None = None,
+        context: Context | None = None,
+        *,
+        comm: Communicator | None = None,
+        pin: bool = False,
+    ) -> None:
+        check_alignments(alignments)
+        self.feature_dim = dataset.feature_dim
+        self.times = StageTimes()
+        self.pool = BufferPool(pin=pin)
+        self._files = SplitFiles(dataset, split, alignments)
+        self._context = context or Context()
+        lengths = self._files.lengths(comm)
+        self.times.facts |= {"stored": dataset.stored, "storage": self._files.storage}
+        self.index = CorpusIndex.of_lengths(lengths)
+        self._has_texts = dataset.task == "synthesis"
+        self._verified = np.zeros(len(self.index.num_frames), dtype=bool)
+        self._is_disk_slow = False
+        # Where each utterance begins, counted over all shards, and the first utterance of each shard.
+        self._starts = np.concatenate([[0], np.cumsum(self.index.num_frames, dtype=np.int64)])
+        self._first = np.cumsum([0, *map(len, lengths)])
+
+    def start(self, segments: Segments, place: Place | None = None) -> Ready:
+        begun = perf_counter()
+        rows = self.rows(segments)
+        features = self._features(rows)
+        targets = self._symbols(rows) if self._has_texts else self.targets(rows)
+        read = perf_counter()
+        batch = Batch(
+            self.converted(features, torch.float32),
+            self.converted(targets, torch.int64),
+            torch.from_numpy(rows.length),
+            int(rows.learnt.sum()),
+        )
+        self.times.add("read", read - begun, features.nbytes + targets.nbytes)
+        self.times.add("collate", perf_counter() - read)
+        self.times.count(batch.num_frames, len(rows) * rows.longest)
+        return Ready(batch)
+
+    def rows(self, segments: Segments) -> Rows:
+        """Return what each row of the batch of these segments holds."""
+        position = self._first[segments.shard] + segments.utterance
+        recorded = self._starts[position + 1] - self._starts[position]
+        lengths = size_at_speed(recorded, segments.speed)
+        begin = np.maximum(0, segments.start - self._context.left)
+        end = np.minimum(lengths, segments.start + segments.num_frames + self._context.right)
+        return Rows(
+            shard=segments.shard,
+            utterance=segments.utterance,
+            position=position,
+            begin=begin,
+            length=end - begin,
+            first=segments.start - begin,
+            learnt=segments.num_frames,
+            speed=segments.speed,
+        )
+
+    def samples(self, shard: int, utterance: int) -> npt.NDArray[np.int16]:
+        """Read an utterance's samples (S,) from an audio shard; verified when read first."""
+        position = self._first[shard] + utterance
+        if self._verified[position]:
+            return self._files.open(shard).samples(utterance)
+        samples, _ = self._files.open(shard).read_samples(utterance, verify=True)
+        self._verified[position] = True
+        return samples
+
+    def utterance_targets(self, shard: int, utterance: int) -> npt.NDArray[np.int32]:
+        """Read an utterance's targets (T,), or symbols (S,)."""
+        begin, end = self._files.open(shard).target_offsets[utterance : utterance + 2].tolist()
+        return self._files.targets(shard, utterance, begin, end - begin)
+
+    def targets(self, rows: Rows) -> Tensor:
+        """Read the targets of frames to be learnt into a (B, T) int32 tensor; IGNORED_TARGET elsewhere.
+
+        Rows are at the speed they were recorded at.
+        """
+        longest = rows.longest
+        targets = self.pool.take((len(rows), longest), torch.int32)
+        targets.fill_(IGNORED_TARGET)
+        if targets.numel() == 0:
+            return targets
+        begin = (np.arange(0, len(rows) * longest, longest) + rows.first) * 4
+        start = self._frames_in_shard(rows) + rows.first
+        extents = Extents(rows.shard.tolist(), start.tolist(), rows.learnt.tolist(), begin.tolist())
+        self._files.read_targets(rows.utterance, extents, targets.numpy().reshape(-1).view(np.uint8).data)
+        return targets
+
+    def _symbols(self, rows: Rows) -> Tensor:
+        """Read the rows' texts into a (B, S) int32 tensor; IGNORED_TARGET behind each."""
+        places = zip(rows.shard.tolist(), rows.utterance.tolist(), strict=True)
+        spans = [self._files.open(shard).target_offsets[u : u + 2].tolist() for shard, u in places]
+        numbers = [end - begin for begin, end in spans]
+        longest = max(numbers, default=0)
+        symbols = self.pool.take((len(rows), longest), torch.int32)
+        symbols.fill_(IGNORED_TARGET)
+        if symbols.numel() == 0:
+            return symbols
+        into = list(range(0, symbols.numel() * 4, longest * 4))
+        extents = Extents(rows.shard.tolist(), [begin for begin, _ in spans], numbers, into)
+        self._files.read_targets(rows.utterance, extents, symbols.numpy().reshape(-1).view(np.uint8).data)
+        return symbols
+
+    def count_classes(self, num_classes: int, share: int, num_shares: int) -> npt.NDArray[np.int64]:
+        counts = np.zeros((2, num_classes), dtype=np.int64)
+        for shard in range(share, len(self._first) - 1, num_shares):
+            for utterance in range(int(self._first[shard + 1] - self._first[shard])):
+                targets = self.utterance_targets(shard, utterance)
+                counts += np.stack(count_frames_and_runs(targets, num_classes))
+        return counts
+
+    def converted(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return `x` in another dtype, in the pool's memory."""
+        return x if x.dtype == dtype else self.pool.take(x.shape, dtype).copy_(x)
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _frames_in_shard(self, rows: Rows) -> IntArray:
+        """Return the first frame of each row, counted over its shard."""
+        starts: IntArray = self._starts[rows.position] - self._starts[self._first[rows.shard]] + rows.begin
+        return starts
+
+    def _features(self, rows: Rows) -> Tensor:
+        """Read the rows' features: (B, T, F) in the shards' dtype, zero behind each row."""
+        longest = rows.longest
+        features = self.pool.take((len(rows), longest, self.feature_dim), self._files.dtype)
+        if features.numel() == 0:
+            return features
+        self._verify(rows)
+        frame_bytes = self.feature_dim * features.itemsize
+        flat = features.numpy().reshape(-1).view(np.uint8)
+        begins = range(0, flat.size, longest * frame_bytes)
+        lengths = rows.length.tolist()
+        begun = perf_counter()
+        extents = Extents(rows.shard.tolist(), self._frames_in_shard(rows).tolist(), lengths, list(begins))
+        self._files.features.read(extents, frame_bytes, flat.data, announce=self._is_disk_slow)
+        if flat.size > _TELLING_BYTES:
+            self._is_disk_slow = flat.size < _MEMORY_RATE * (perf_counter() - begun)
+        for begin, length in zip(begins, lengths, strict=True):
+            if length < longest:
+                flat[begin + length * frame_bytes : begin + longest * frame_bytes] = 0
+        return features
+
+    def _verify(self, rows: Rows) -> None:
+        """Compare the checksums of utterances that have not been read before."""
+        verified = self._verified[rows.position]
+        if verified.all():
+            return
+        for row in np.flatnonzero(~verified).tolist():
+            self._files.open(int(rows.shard[row])).read(int(rows.utterance[row]), verify=True)
+            self._verified[rows.position[row]] = True

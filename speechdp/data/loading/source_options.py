@@ -1,0 +1,117 @@
+"""What a source of batches is opened with, here or on a feeder, and how it is opened here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from speechdp.comm.base import Communicator
+from speechdp.data.loading.preprocessing_source import PreprocessingSource
+from speechdp.data.loading.reader import Context, SplitReader
+from speechdp.data.loading.source import SplitSource
+from speechdp.data.loading.threaded_source import ThreadedSource
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.transforms.preprocess import CACHE_BYTES, AugmentOptions, InputOptions, Preprocessor
+
+
+@dataclass(frozen=True)
+class SourceRequest:
+    """Everything that decides what the batches of a source hold.
+
+    Attributes:
+        split: e.g. "train".
+        alignments: directory of targets files, or None for the shards' own.
+        context: frames around each segment.
+        inputs: what is computed from every frame.
+        augment: what is changed at random.
+        seed: of what is drawn at random.
+    """
+
+    split: str
+    alignments: Path | None = None
+    context: Context = field(default_factory=Context)
+    inputs: InputOptions = field(default_factory=InputOptions)
+    augment: AugmentOptions = field(default_factory=AugmentOptions)
+    seed: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the request as JSON-like values."""
+        return {**asdict(self), "alignments": None if self.alignments is None else str(self.alignments)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> SourceRequest:
+        """Read what `to_json` gave."""
+        alignments = values["alignments"]
+        return cls(
+            split=values["split"],
+            alignments=None if alignments is None else Path(alignments),
+            context=Context(**values["context"]),
+            inputs=InputOptions(**values["inputs"]),
+            augment=AugmentOptions(**values["augment"]),
+            seed=values["seed"],
+        )
+
+
+class SourceOpener(Protocol):
+    """Opens sources of batches elsewhere."""
+
+    def open(self, request: SourceRequest) -> SplitSource:
+        """Open a source.  Collective over the ranks that train."""
+        ...
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Where and how batches are made on this rank; none of it changes what is in them.
+
+    Attributes:
+        device: the GPU that batches are for, or the CPU.
+        preprocess_on: "cpu" or "gpu".
+        num_threads: threads that read, or preprocess on the CPU where there is something to preprocess.
+        num_ranks: that the batches are for: each has a window of its own, for which features are kept.
+        comm: ranks that share out the reading of the shards' indices, or None.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    preprocess_on: Literal["cpu", "gpu"] = "cpu"
+    num_threads: int = 1
+    num_ranks: int = 1
+    comm: Communicator | None = None
+
+
+def make_preprocessor(dataset: Dataset, request: SourceRequest, num_ranks: int = 1) -> Preprocessor:
+    """Build what stands between a split's shards and the model.  Raises ConfigError if it does not fit."""
+    return Preprocessor(
+        dataset.features,
+        dataset.sampling_rate,
+        dataset.stored,
+        request.inputs,
+        request.augment,
+        request.seed,
+        cache_bytes=num_ranks * CACHE_BYTES,
+    )
+
+
+def open_local_source(dataset: Dataset, request: SourceRequest, workshop: Workshop) -> SplitSource:
+    """Open a split for reading on this rank.  Collective where the workshop names ranks.
+
+    Raises:
+        ConfigError: preprocessing that the data cannot have.
+        ShardError: damaged data.
+    """
+    preprocessor = make_preprocessor(dataset, request, workshop.num_ranks)
+    reader = SplitReader(
+        dataset,
+        request.split,
+        request.alignments,
+        request.context,
+        comm=workshop.comm,
+        pin=workshop.device.type == "cuda",
+    )
+    if preprocessor.is_plain:
+        return reader if workshop.num_threads == 1 else ThreadedSource(reader, workshop.num_threads)
+    device = workshop.device if workshop.preprocess_on == "gpu" else torch.device("cpu")
+    return PreprocessingSource(reader, preprocessor, num_threads=workshop.num_threads, device=device)

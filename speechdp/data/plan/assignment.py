@@ -1,0 +1,110 @@
+"""What a rank is to do next: train on some segments, or meet the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from speechdp.data.plan.epoch_plan import EpochPlan, Segments
+
+
+class MeetingKind(Enum):
+    """Why all ranks come together."""
+
+    EPOCH = "epoch"
+    CHECKPOINT = "checkpoint"
+    STOP = "stop"
+    END = "end"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A place in training at which asynchronous ranks wait for one another.
+
+    Attributes:
+        kind: what is done there.
+        epoch: epochs done.
+        step: batches trained on so far, over the number of teams.
+        frames: frames trained on so far, all ranks together.
+        state: where dealing stands, for a checkpoint; on rank 0 only.
+    """
+
+    kind: MeetingKind
+    epoch: int
+    step: int
+    frames: int
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Names a batch: batch `index` of part `part` of epoch `epoch`; what is drawn at random depends on it."""
+
+    epoch: int
+    part: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Segments to train on and their place in training; or a meeting, without segments.
+
+    Attributes:
+        segments: none where this rank only joins the others' step, or meets them.
+        place: of the batch.
+        index: steps of the epoch done before this one.
+        num_steps: steps of the epoch.
+        mean_frames: frames of this step averaged over ranks.
+        total_frames: frames of this step of all ranks together.
+        meeting: the meeting, if it is one.
+    """
+
+    segments: Segments
+    place: Place
+    index: int
+    num_steps: int
+    mean_frames: float
+    total_frames: int
+    meeting: Meeting | None = None
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where to begin: step `step` of epoch `epoch`."""
+
+    epoch: int = 0
+    step: int = 0
+
+
+def planned(
+    plan: Callable[[int], EpochPlan], part: int | None, num_epochs: int, start: Position = Position()
+) -> Iterator[Assignment]:
+    """Yield the steps of one part of the plan, epoch after epoch: what synchronous strategies train on.
+
+    Args:
+        plan: returns the plan of an epoch.
+        part: which part; None yields all steps without segments (a server).
+        num_epochs: epochs of the run.
+        start: the first step.
+    """
+    for epoch in range(start.epoch, num_epochs):
+        whole = plan(epoch)
+        means, totals = whole.frames.mean(axis=0), whole.frames.sum(axis=0)
+        for index in range(start.step if epoch == start.epoch else 0, whole.num_steps):
+            segments = Segments.none() if part is None else whole.ranks[part].batch(index)
+            place = Place(epoch, part or 0, index)
+            yield Assignment(segments, place, index, whole.num_steps, float(means[index]), int(totals[index]))
+
+
+def meeting_of(meeting: Meeting) -> Assignment:
+    """Return the assignment to come to `meeting`."""
+    return Assignment(Segments.none(), Place(meeting.epoch, 0, 0), 0, 1, 0.0, 0, meeting)
+
+
+def augmentation_seed(seed: int, place: Place) -> np.random.Generator:
+    """Return the generator for what is drawn at random in a batch, whichever rank trains on it."""
+    return np.random.default_rng([seed, place.part, place.epoch, place.index])

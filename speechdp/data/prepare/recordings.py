@@ -1,0 +1,123 @@
+"""Keep recordings beside their spectrograms: of held-out utterances to compare synthetic speech with.
+
+Those of train are kept where asked for: a recogniser that is to hear synthetic speech may be trained on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+import soundfile
+
+from speechdp.data.shards.layout import ShardHeader
+from speechdp.data.signal.audio import to_int16
+from speechdp.errors import ShardError
+from speechdp.files import cannot_be_written, write_text_atomically
+
+RECORDINGS_NAME = "recordings"
+TRAIN_RECORDINGS_NAME = "recordings-train"
+
+#: Bytes of a file's name without ".flac": the usual file systems take 255 in all.
+_MAX_STEM_BYTES = 250
+_KEPT_BYTES = 200
+_HALF_ESCAPE = re.compile(r"%[0-9A-F]?\Z")
+
+
+def recording_path(data_dir: Path, utterance_id: str) -> Path:
+    """Return where a held-out utterance's recording lies: 16-bit FLAC at the data's sampling rate.
+
+    It is there for dev and test of data for synthesis; `data.audio.read_audio` reads it.
+    """
+    return data_dir / RECORDINGS_NAME / f"{_stem(utterance_id)}.flac"
+
+
+def _stem(utterance_id: str) -> str:
+    """Return an id as a file's name has it: quoted; a long one is cut and ends in part of its checksum.
+
+    Every byte of a letter outside ASCII becomes three, so that an id of 30 letters may be long.
+    """
+    quoted = quote(utterance_id, safe="")
+    if len(quoted) <= _MAX_STEM_BYTES:
+        return quoted
+    digest = hashlib.sha256(utterance_id.encode()).hexdigest()[:16]
+    # quote leaves no "+", so that no shorter id has a name like this.
+    return f"{_HALF_ESCAPE.sub('', quoted[:_KEPT_BYTES])}+{digest}"
+
+
+def keep_recording(
+    data_dir: Path,
+    header: ShardHeader,
+    utterance_id: str,
+    samples: npt.NDArray[np.float32],
+    *,
+    of_train: bool = False,
+) -> None:
+    """Write (S,) samples in [-1, 1] of an utterance of dev or test; of train only if that is asked for.
+
+    Raises:
+        ShardError: the disk refuses, or FLAC does not know the sampling rate.
+    """
+    path = recording_path(data_dir, utterance_id)
+    if header.split == "train":
+        if not of_train:
+            return
+        path = data_dir / TRAIN_RECORDINGS_NAME / path.name
+    encoded = io.BytesIO()  # libsndfile does not say why a file cannot be written
+    try:
+        soundfile.write(encoded, to_int16(samples), header.sampling_rate, subtype="PCM_16", format="FLAC")
+    except soundfile.LibsndfileError as error:
+        raise ShardError(
+            f"{path}: FLAC at {header.sampling_rate} Hz cannot be written ({error.error_string}); "
+            "prepare with another --resample"
+        ) from error
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(encoded.getbuffer())
+    except OSError as error:
+        raise _refused(path, error) from error
+
+
+def _refused(path: Path, error: OSError) -> ShardError:
+    return ShardError(cannot_be_written(path, error))
+
+
+class _Spoken(Protocol):
+    @property
+    def utterance_id(self) -> str: ...
+    @property
+    def speaker(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+
+
+def list_recordings(data_dir: Path, splits: Mapping[str, Sequence[_Spoken]]) -> None:
+    """Write `text` and `utt2spk` beside the recordings: each folder of them is a corpus of its own.
+
+    Raises:
+        ShardError: the disk refuses.
+    """
+    for name in (RECORDINGS_NAME, TRAIN_RECORDINGS_NAME):
+        folder = data_dir / name
+        if not folder.is_dir():
+            continue
+        held = [
+            u for split, us in splits.items() for u in us if (split == "train") == (name != RECORDINGS_NAME)
+        ]
+        by_name = sorted(((_stem(u.utterance_id), u) for u in held), key=lambda pair: pair[0])
+        lines = {
+            "text": [f"{stem} {u.text}\n" for stem, u in by_name],
+            "utt2spk": [f"{stem} {quote(u.speaker, safe='')}\n" for stem, u in by_name],
+        }
+        try:
+            for file, content in lines.items():
+                write_text_atomically(folder / file, "".join(content))
+        except OSError as error:
+            raise _refused(folder, error) from error

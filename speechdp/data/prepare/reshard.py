@@ -1,0 +1,229 @@
+"""Divide a data directory into another number of shards, every utterance as it was.
+
+Legend: U utterances of a split, N shards.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import shutil
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from speechdp.data.prepare.recordings import RECORDINGS_NAME, TRAIN_RECORDINGS_NAME
+from speechdp.data.prepare.shard_jobs import Progress
+from speechdp.data.shards.data_dir import check_target, new_data_dir
+from speechdp.data.shards.dataset import MANIFEST_NAME, Dataset, ShardEntry
+from speechdp.data.shards.shard import Shard
+from speechdp.data.shards.writer import ShardWriter
+from speechdp.errors import ConfigError, ShardError
+from speechdp.files import cannot_be_written, write_text_atomically
+
+Balance = Literal["frames", "utterances"]
+IntArray = npt.NDArray[np.int64]
+
+_STAGE = "dealing utterances"
+_EVERY = 256
+#: Shards read from whose files are open at a time; a process may open 1024 files on many systems.
+_MOST_OPEN = 128
+
+
+@dataclass(frozen=True)
+class ReshardOptions:
+    """What `speechdp shard DATA OUT` was asked for.
+
+    Attributes:
+        data: the data directory to read.
+        out: the data directory to make.
+        num_shards: of each split that is dealt anew (N).
+        balance: what is to be equal among the shards.
+        split: the only split to deal anew, the others are copied; None deals all of them.
+        seed: of the dealing; equal seeds give equal bytes.
+        overwrite: replace `out` if it is a data directory.
+    """
+
+    data: Path
+    out: Path
+    num_shards: int
+    balance: Balance = "frames"
+    split: str | None = None
+    seed: int = 1
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_shards < 1:
+            raise ConfigError(f"--shards {self.num_shards}: give at least 1")
+        data = self.data.resolve()
+        if self.out.resolve() in (data, *data.parents):
+            raise ConfigError(f"{self.out}: holds what is to be read; give another folder")
+
+
+def reshard(options: ReshardOptions, progress: Progress) -> Dataset:
+    """Write the utterances of a data directory into N shards a split, whole or not at all.
+
+    Every checksum is verified on the way.  Memory holds some tens of bytes an utterance, for the index of
+    the shards and the dealing, and one utterance.
+
+    Args:
+        options: see ReshardOptions.
+        progress: told how many utterances are done.
+
+    Raises:
+        ConfigError: more shards than utterances, or `out` may not be written.
+        ShardError: a damaged shard, no such split, or the disk is full.
+    """
+    check_target(options.out, options.overwrite)
+    dataset = Dataset.open(options.data)
+    splits = dataset.split_names if options.split is None else (options.split,)
+    for split in splits:
+        _check_count(dataset, split, options.num_shards)
+    dealt = {}
+    with new_data_dir(options.out, options.overwrite) as directory:
+        count = _Count(progress, sum(dataset.num_utterances(split) for split in splits))
+        for split in splits:
+            with _open_shards(dataset, split) as source:
+                dealt[split] = _write_split(source, split, directory, options, count)
+        _copy_rest(dataset, directory, splits)
+        _write_manifest(dataset, directory, dealt)
+    return Dataset.open(options.out)
+
+
+def deal_by_frames(num_frames: IntArray, num_shards: int, seed: int) -> npt.NDArray[np.int32]:
+    """Return the shard (U,) of each utterance: the longest first, each to the shard with fewest frames.
+
+    So every shard gets utterances of all lengths, and sums differ by a few frames.  Among equally long ones
+    chance decides.  Source: Graham, Bounds on multiprocessing timing anomalies, 1969 (LPT).
+    """
+    shuffled = np.random.default_rng(seed).permutation(len(num_frames))
+    order = shuffled[np.argsort(-num_frames[shuffled], kind="stable")]
+    shard_of = np.empty(len(num_frames), dtype=np.int32)
+    fewest = [(0, shard) for shard in range(num_shards)]  # a heap
+    for utterance in order:
+        frames, shard = fewest[0]
+        shard_of[utterance] = shard
+        heapq.heapreplace(fewest, (frames + int(num_frames[utterance]), shard))
+    return shard_of
+
+
+def deal_by_utterances(num_utterances: int, num_shards: int, seed: int) -> npt.NDArray[np.int32]:
+    """Return the shard (U,) of each utterance, by chance; the shards' numbers differ by 1 at most."""
+    in_turn = np.arange(num_utterances, dtype=np.int32) % num_shards
+    return np.random.default_rng(seed).permutation(in_turn)
+
+
+class _Count:
+    """Tells now and then how many utterances are done."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+        progress(_STAGE, 0, total)
+
+    def advance(self) -> None:
+        self._done += 1
+        if self._done % _EVERY == 0 or self._done == self._total:
+            self._progress(_STAGE, self._done, self._total)
+
+
+class _Source:
+    """A split's shards, of which at most _MOST_OPEN have their file open."""
+
+    def __init__(self, shards: list[Shard]) -> None:
+        self.shards = shards
+        self.first = np.cumsum([0, *(shard.num_utterances for shard in shards)])
+        self._recent: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_frames(self) -> IntArray:
+        """Frames of each utterance (U,), counted over all shards."""
+        return np.concatenate([np.diff(shard.offsets) for shard in self.shards])
+
+    def find(self, utterance: int) -> tuple[Shard, int]:
+        """Return the shard of an utterance, and its place there."""
+        number = int(np.searchsorted(self.first, utterance, side="right")) - 1
+        self._recent[number] = None
+        self._recent.move_to_end(number)
+        if len(self._recent) > _MOST_OPEN:
+            oldest, _ = self._recent.popitem(last=False)
+            self.shards[oldest].close()
+        return self.shards[number], utterance - int(self.first[number])
+
+
+@contextmanager
+def _open_shards(dataset: Dataset, split: str) -> Iterator[_Source]:
+    shards = [dataset.open_shard(split, index) for index in range(len(dataset.shard_paths(split)))]
+    try:
+        yield _Source(shards)
+    finally:
+        for shard in shards:
+            shard.close()
+
+
+def _write_split(
+    source: _Source, split: str, directory: Path, options: ReshardOptions, count: _Count
+) -> list[ShardEntry]:
+    if options.balance == "frames":
+        shard_of = deal_by_frames(source.num_frames, options.num_shards, options.seed)
+    else:
+        shard_of = deal_by_utterances(int(source.first[-1]), options.num_shards, options.seed)
+    # In a shard, too, chance gives the order: whoever reads it from its beginning reads a random sample.
+    order = np.random.default_rng([options.seed, 1]).permutation(len(shard_of)).astype(np.int32)
+    order = order[np.argsort(shard_of[order], kind="stable")]
+    ends = np.cumsum(np.bincount(shard_of, minlength=options.num_shards))
+    entries = []
+    for number, utterances in enumerate(np.split(order, ends[:-1])):
+        path = directory / f"{split}-{number:05d}.h5"
+        with ShardWriter(path, source.shards[0].header) as writer:
+            for utterance in utterances:
+                shard, place = source.find(int(utterance))
+                writer.add(shard.read_utterance(place))
+                count.advance()
+        entries.append(ShardEntry.of(writer))
+    return entries
+
+
+def _check_count(dataset: Dataset, split: str, num_shards: int) -> None:
+    num_utterances = dataset.num_utterances(split)
+    if num_shards > num_utterances:
+        other = "" if split == "train" else ", or choose --split train"
+        raise ConfigError(
+            f"{dataset.path}: {split} has {num_utterances} utterances, too few for --shards {num_shards}; "
+            f"ask for fewer{other}"
+        )
+
+
+def _copy_rest(dataset: Dataset, directory: Path, dealt: tuple[str, ...]) -> None:
+    """Copy the shards of the other splits, verified, all files that are no shards, and recordings."""
+    names = {entry.file for split in dataset.splits.values() for entry in split.shards}
+    rest = [p for p in sorted(dataset.path.iterdir()) if p.is_file() and not p.name.startswith(".")]
+    rest = [path for path in rest if path.name not in names | {MANIFEST_NAME}]
+    for split in dataset.split_names:
+        if split not in dealt:
+            with _open_shards(dataset, split) as source:
+                for shard in source.shards:
+                    shard.verify()
+            rest += dataset.shard_paths(split)
+    for name in (RECORDINGS_NAME, TRAIN_RECORDINGS_NAME):
+        if (dataset.path / name).is_dir():
+            (directory / name).mkdir()
+            rest += sorted((dataset.path / name).iterdir())
+    for path in rest:
+        try:
+            shutil.copyfile(path, directory / path.relative_to(dataset.path))
+        except OSError as error:
+            raise ShardError(cannot_be_written(f"{path}: its copy in {directory}", error)) from error
+
+
+def _write_manifest(dataset: Dataset, directory: Path, dealt: dict[str, list[ShardEntry]]) -> None:
+    """Write data.json as it was, but for the shards; keys that only another version knows stay, too."""
+    values = json.loads((dataset.path / MANIFEST_NAME).read_text(encoding="utf-8"))
+    for split, entries in dealt.items():
+        values["splits"][split]["shards"] = [asdict(entry) for entry in entries]
+    write_text_atomically(directory / MANIFEST_NAME, json.dumps(values, indent=2) + "\n")

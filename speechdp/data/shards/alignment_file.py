@@ -1,0 +1,145 @@
+"""Keep a shard's targets of another alignment in a file beside it (docs/data-format.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from speechdp.data.shards.contiguous import ArrayPlace, RowReader
+from speechdp.data.shards.hdf5_file import create_hdf5
+from speechdp.data.shards.hdf5_input import HDF5_ERRORS, open_hdf5
+from speechdp.data.shards.layout import check_format, printable
+from speechdp.data.shards.shard import Shard
+from speechdp.data.shards.targets import check_targets
+from speechdp.errors import ShardError
+from speechdp.files import atomic_path, cannot_be_written
+
+TARGETS_FORMAT = "speechdp-targets"
+TARGETS_VERSION = 1
+_AGAIN = "delete it and align again"
+
+
+def write_targets(path: Path, shard: Shard, targets: Sequence[npt.NDArray[np.int32]], alignment: str) -> None:
+    """Write new targets for every utterance of a shard, atomically.
+
+    Args:
+        path: the file to write.
+        shard: the shard the targets belong to.
+        targets: per utterance (T,) class indices, T as in the shard.
+        alignment: where they come from, e.g. "realigned-1".
+
+    Raises:
+        ShardError: the disk is full or cannot be written.
+    """
+    arrays = [np.ascontiguousarray(array, dtype="<i4") for array in targets]
+    lengths = np.diff(shard.offsets)
+    assert len(arrays) == shard.num_utterances, (len(arrays), shard.num_utterances)
+    assert all(array.shape == (length,) for array, length in zip(arrays, lengths, strict=True))
+    crc32 = np.array([zlib.crc32(array.data) for array in arrays], dtype="<u4")
+    num_bytes = shard.num_frames * 4 + crc32.nbytes
+    try:
+        with atomic_path(path) as temporary, create_hdf5(temporary, num_bytes) as file:
+            file.attrs["format"] = TARGETS_FORMAT
+            file.attrs["version"] = TARGETS_VERSION
+            file.attrs["shard_index_sha256"] = shard.index_sha256
+            file.attrs["alignment"] = alignment
+            file.attrs["crc32_sha256"] = _sha256(crc32, shard.index_sha256, alignment)
+            file["crc32"] = crc32
+            file["targets"] = np.concatenate([np.empty(0, dtype="<i4"), *arrays])
+    except (OSError, RuntimeError) as error:
+        raise ShardError(cannot_be_written(path, error)) from error
+
+
+class TargetsFile:
+    """Targets of another alignment for one shard; reading is safe from several threads.
+
+    Attributes:
+        path: the file.
+        alignment: where the targets come from, e.g. "realigned-1".
+    """
+
+    def __init__(self, path: Path, shard: Shard) -> None:
+        self.path = path
+        self._shard = shard
+        self.alignment, self._crc32, self._place = _read_head(path, shard)
+        self._reader = RowReader(path)
+        self._verified = np.zeros(shard.num_utterances, dtype=bool)
+
+    def read(self, utterance: int) -> npt.NDArray[np.int32]:
+        """Read an utterance's (T,) targets.  Raises ShardError if they are damaged."""
+        start, end = int(self._shard.offsets[utterance]), int(self._shard.offsets[utterance + 1])
+        targets: npt.NDArray[np.int32] = self._reader.read(self._place, start, end - start)
+        if zlib.crc32(targets.data) != self._crc32[utterance]:
+            name = printable(self._shard.utterance_id(utterance))
+            raise ShardError(f"{self.path}: targets of utterance {name} are damaged (checksum); {_AGAIN}")
+        self._verified[utterance] = True
+        return targets
+
+    def verify(self, utterance: int) -> None:
+        """Compare an utterance's checksum, unless that has been done.  Raises ShardError as `read`."""
+        if not self._verified[utterance]:
+            self.read(utterance)
+
+    def check_targets(self) -> None:
+        """Read all targets.  Raises ShardError on the first that is outside the shard's classes."""
+        check_targets(self.path, self.dataset, self._shard, _AGAIN)
+
+    @property
+    def dataset(self) -> tuple[RowReader, ArrayPlace]:
+        """What reads the targets and where they are; rows are counted over the shard."""
+        return self._reader, self._place
+
+    def close(self) -> None:
+        """Close the file; a later read opens it again."""
+        self._reader.close()
+
+
+def check_alignments(directory: Path | None) -> None:
+    """Refuse a directory of targets files that is not there; None stands for the shards' own targets.
+
+    Raises:
+        ShardError: there is no such directory.
+    """
+    if directory is not None and not directory.is_dir():
+        raise ShardError(f"{directory}: no such alignment directory; make it with train --realign")
+
+
+def open_targets(path: Path, shard: Shard) -> TargetsFile:
+    """Open the targets that were written for `shard`.
+
+    Raises:
+        ShardError: damaged, of another version, or written for another shard.
+    """
+    return TargetsFile(path, shard)
+
+
+def _read_head(path: Path, shard: Shard) -> tuple[str, npt.NDArray[np.uint32], ArrayPlace]:
+    try:
+        with open_hdf5(path) as file:
+            attributes = file.attributes()
+            check_format(path, attributes, TARGETS_FORMAT, TARGETS_VERSION)
+            crc32: npt.NDArray[Any] = file.array("crc32")
+            place = ArrayPlace.of(file.dataset("targets"))
+    except HDF5_ERRORS as error:
+        reason = " ".join(str(error).split())
+        raise ShardError(f"{path}: missing, truncated or damaged ({reason}); {_AGAIN}") from error
+    if attributes.get("shard_index_sha256") != shard.index_sha256:
+        raise ShardError(f"{path}: belongs to another shard than {shard.path}; {_AGAIN}")
+    alignment = str(attributes.get("alignment"))
+    if attributes.get("crc32_sha256") != _sha256(crc32, shard.index_sha256, alignment):
+        raise ShardError(f"{path}: its index is damaged (checksum); {_AGAIN}")
+    if place.shape != (shard.num_frames,) or place.dtype != np.dtype(np.int32):
+        raise ShardError(f"{path}: targets have the wrong shape or type; {_AGAIN}")
+    return alignment, crc32, place
+
+
+def _sha256(crc32: npt.NDArray[np.uint32], shard_index_sha256: str, alignment: str) -> str:
+    digest = hashlib.sha256(crc32.tobytes())
+    digest.update(f"{shard_index_sha256} {alignment}".encode())
+    return digest.hexdigest()

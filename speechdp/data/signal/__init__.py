@@ -1,0 +1,1 @@
+"""Samples, features and spectrograms."""

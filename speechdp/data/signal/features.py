@@ -1,0 +1,268 @@
+"""Turn samples into log-mel or MFCC features, by Kaldi's definitions, or into spectrograms for synthesis.
+
+Legend: S samples, T frames, D feature dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from speechdp.errors import ConfigError
+
+#: Kaldi's features are defined on 16-bit sample values.
+_INT16_SCALE = 32768.0
+#: Least standard deviation divided by: digital silence (all frames at the log floor) stays zero.
+STD_FLOOR = 1e-2
+#: Kaldi's lowest mel edge, in Hz.
+LOW_FREQ_HZ = 20.0
+#: Settings that only data from Kaldi have otherwise.
+_KALDI_DEFAULTS: dict[str, Any] = {"snip_edges": False, "kaldi_dim": 0, "cmvn": "utterance"}
+#: Settings that only spectrograms have.
+_SPECTROGRAM_FIELDS = ("num_fft", "preemphasis", "min_level_db", "ref_level_db")
+
+
+@dataclass(frozen=True)
+class FeatureConfig:
+    """How features are made; stored in every shard."""
+
+    kind: Literal["log_mel", "mfcc", "kaldi", "spectrogram"] = "log_mel"
+    """log_mel: logarithms of mel filter-bank energies; mfcc: their cosine transform; kaldi: Kaldi's own,
+    read and not computed; spectrogram: mel and linear magnitudes to synthesise speech from."""
+    num_mel_bins: int = 40
+    """Number of mel filters."""
+    num_ceps: int = 13
+    """Number of cepstral coefficients (mfcc only)."""
+    frame_length_ms: float = 25.0
+    """Window length in milliseconds."""
+    frame_shift_ms: float = 10.0
+    """Time between frames in milliseconds."""
+    mean_normalise: bool = True
+    """Subtract each utterance's mean of each dimension."""
+    variance_normalise: bool = True
+    """Divide by each utterance's standard deviation of each dimension."""
+    dtype: Literal["float16", "float32"] = "float16"
+    """Number format in the shards; float16 halves the bytes read."""
+    snip_edges: bool = False
+    """Only frames whose window lies within the recording, as Kaldi's own default has it."""
+    kaldi_dim: int = 0
+    """Number of values a frame (kaldi only)."""
+    cmvn: Literal["utterance", "speaker"] = "utterance"
+    """Whose mean and deviation are taken: the utterance's, or the speaker's from Kaldi's cmvn.scp."""
+    num_fft: int = 0
+    """Points of the Fourier transform (spectrogram only)."""
+    preemphasis: float = 0.0
+    """Weight of the sample before that is subtracted from each (spectrogram only)."""
+    min_level_db: float = -100.0
+    """Level that becomes 0, in dB under ref_level_db (spectrogram only)."""
+    ref_level_db: float = 20.0
+    """Level that becomes 1, in dB (spectrogram only)."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("log_mel", "mfcc", "kaldi", "spectrogram"):
+            raise ConfigError(f"features {self.kind!r} are not known; choose log_mel or mfcc")
+        if self.dtype not in ("float16", "float32"):
+            raise ConfigError(f"dtype {self.dtype!r} is not known; choose float16 or float32")
+        if self.num_mel_bins < 3 or self.frame_length_ms <= 0 or self.frame_shift_ms <= 0:
+            raise ConfigError("num_mel_bins must be at least 3, frame length and shift above 0 ms")
+        if self.cmvn not in ("utterance", "speaker") or (self.kind == "kaldi") != (self.kaldi_dim > 0):
+            raise ConfigError(
+                "kaldi_dim is the number of values of kaldi features; cmvn is utterance or speaker"
+            )
+        if self.kind == "mfcc" and not 1 <= self.num_ceps <= self.num_mel_bins:
+            raise ConfigError(f"num_ceps {self.num_ceps} must lie in 1..num_mel_bins ({self.num_mel_bins})")
+        if self.kind == "spectrogram":
+            self._check_spectrogram()
+
+    def _check_spectrogram(self) -> None:
+        if self.num_fft < 4 or self.num_fft % 2:
+            raise ConfigError(f"num_fft {self.num_fft} of a spectrogram must be even and above 3, e.g. 512")
+        if not 0.0 <= self.preemphasis < 1.0:
+            raise ConfigError(f"preemphasis {self.preemphasis} must lie in 0..1, 1 excluded, e.g. 0.97")
+        if self.min_level_db >= 0.0:
+            raise ConfigError(f"min_level_db {self.min_level_db} must be below 0, e.g. -100")
+        if self.mean_normalise or self.variance_normalise:
+            raise ConfigError("spectrograms are scaled by their level; set no mean or variance normalisation")
+
+    @property
+    def feature_dim(self) -> int:
+        """Number of values a frame (D)."""
+        return {
+            "log_mel": self.num_mel_bins,
+            "mfcc": self.num_ceps,
+            "kaldi": self.kaldi_dim,
+            "spectrogram": self.num_mel_bins + self.linear_dim,
+        }[self.kind]
+
+    @property
+    def linear_dim(self) -> int:
+        """Number of lines of the linear spectrum, which stand behind the mel values of a frame (L)."""
+        return self.num_fft // 2 + 1
+
+    @property
+    def frame_shift_s(self) -> float:
+        """Time between frames in seconds."""
+        return self.frame_shift_ms / 1000.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as they stand in JSON.
+
+        Those of Kaldi's data and of spectrograms stand there only where they are used: to all other data they
+        mean nothing.
+        """
+        values = asdict(self)
+        if self.kind != "spectrogram":
+            values = {name: value for name, value in values.items() if name not in _SPECTROGRAM_FIELDS}
+        return {n: v for n, v in values.items() if n not in _KALDI_DEFAULTS or v != _KALDI_DEFAULTS[n]}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> FeatureConfig:
+        """Read what `to_dict` gave.  Raises ConfigError on fields this version does not know."""
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ConfigError(
+                f"feature settings of another version: {error}; prepare the data again"
+            ) from error
+
+
+def num_frames_of(num_samples: int, sampling_rate: int, config: FeatureConfig) -> int:
+    """Return the number of frames Kaldi makes: samples / shift, rounded, or fewer with snip_edges.
+
+    A spectrogram has 1 + samples / shift, rounded down: its first frame is centred at the first sample.
+    """
+    shift = shift_samples(sampling_rate, config)
+    if config.kind == "spectrogram":
+        return (num_samples + shift) // shift * (num_samples > 0)
+    if config.snip_edges:
+        window = int(sampling_rate * 0.001 * config.frame_length_ms)
+        num_frames = 1 + (num_samples - window) // shift
+        return num_frames * (num_frames > 0)  # arrays of numbers go through as well
+    return (num_samples + shift // 2) // shift
+
+
+def compute_features(
+    samples: npt.NDArray[np.float32], sampling_rate: int, config: FeatureConfig
+) -> npt.NDArray[np.float32]:
+    """Compute the features of one utterance.
+
+    Args:
+        samples: (S,) float32 in [-1, 1].
+        sampling_rate: in Hz.
+        config: kind, sizes and normalisation.
+
+    Returns:
+        (T, D) float32, normalised as `config` says; T as `num_frames_of` has it.  Dither is 0, so the same
+        samples always give the same features.
+
+    Raises:
+        ConfigError: no sample, NaN among the samples, or more mel bins than the sampling rate can fill.
+    """
+    if config.kind == "spectrogram":
+        from speechdp.data.signal.spectrogram import compute_spectrogram  # noqa: PLC0415 - it needs this module
+
+        return compute_spectrogram(samples, sampling_rate, config)
+    check_samples(samples)
+    raw = kaldi_features(samples * _INT16_SCALE, sampling_rate, config, snip_edges=config.snip_edges)
+    return normalise(raw, config)
+
+
+def check_samples(samples: npt.NDArray[np.float32]) -> None:
+    """Refuse samples that are none, not of one channel, or not finite.  Raises ConfigError."""
+    if samples.ndim != 1 or samples.size == 0:
+        raise ConfigError(f"features need one channel of samples, not an array of shape {samples.shape}")
+    if not np.isfinite(samples).all():
+        raise ConfigError("samples hold NaN or infinity")
+
+
+def kaldi_features(
+    samples: npt.NDArray[np.float32], sampling_rate: int, config: FeatureConfig, *, snip_edges: bool = False
+) -> npt.NDArray[np.float32]:
+    """Compute Kaldi's features of (S,) samples in 16-bit scale, not normalised: (T, D) float32."""
+    import kaldi_native_fbank as knf  # noqa: PLC0415 - readers of shards do without it
+
+    if config.kind == "kaldi":
+        raise ConfigError("Kaldi's own features are read from feats.scp, they cannot be computed")
+    assert config.kind in ("log_mel", "mfcc")
+    check_mel_bins(sampling_rate, config)
+    options = knf.FbankOptions() if config.kind == "log_mel" else knf.MfccOptions()
+    options.frame_opts.samp_freq = float(sampling_rate)
+    options.frame_opts.frame_length_ms = config.frame_length_ms
+    options.frame_opts.frame_shift_ms = config.frame_shift_ms
+    options.frame_opts.dither = 0.0
+    options.frame_opts.snip_edges = snip_edges
+    options.mel_opts.num_bins = config.num_mel_bins
+    options.mel_opts.low_freq = LOW_FREQ_HZ
+    if config.kind == "log_mel":
+        computer = knf.OnlineFbank(options)
+    else:
+        options.num_ceps = config.num_ceps
+        computer = knf.OnlineMfcc(options)
+    computer.accept_waveform(float(sampling_rate), np.ascontiguousarray(samples, dtype=np.float32))
+    computer.input_finished()
+    frames = np.empty((computer.num_frames_ready, config.feature_dim), dtype=np.float32)  # (T, D)
+    for t in range(frames.shape[0]):
+        frames[t] = computer.get_frame(t)
+    return frames
+
+
+def normalise(features: npt.NDArray[np.float32], config: FeatureConfig) -> npt.NDArray[np.float32]:
+    """Normalise one utterance's (T, D) features per dimension as `config` says."""
+    if features.shape[0] == 0:
+        return features
+    if config.mean_normalise:
+        features = features - features.mean(axis=0, dtype=np.float64).astype(np.float32)
+    if config.variance_normalise:
+        std = features.std(axis=0, dtype=np.float64).astype(np.float32)
+        features = features / np.maximum(std, STD_FLOOR)
+    return features
+
+
+def usual_mel_bins(sampling_rate: int) -> int:
+    """Return the number of mel filters to take where nobody chose one: 24 up to 8 kHz, else 40.
+
+    At 8 kHz and 25 ms the lowest of 40 filters hold a single line of the spectrum each; on the spoken
+    digits 24 gave fewer word errors (docs/results.md).
+    """
+    return 24 if sampling_rate <= 8000 else 40
+
+
+def check_mel_bins(sampling_rate: int, config: FeatureConfig) -> None:
+    """Refuse more mel bins than the spectrum can fill.
+
+    Kaldi aborts the process if a filter covers no point of the spectrum, so the filters are laid out
+    here first, as Kaldi does: equally spaced on mel(f) = 1127 ln(1 + f / 700) from 20 Hz to half the rate.
+    """
+    window = window_samples(sampling_rate, config)
+    if window < 2:
+        raise ConfigError(f"a window of {config.frame_length_ms} ms at {sampling_rate} Hz holds no samples")
+    num_fft = 1 << (window - 1).bit_length()
+    points = mel_of(np.arange(num_fft // 2) * (sampling_rate / num_fft))
+    edges = np.linspace(
+        mel_of(np.array(LOW_FREQ_HZ)), mel_of(np.array(sampling_rate / 2)), config.num_mel_bins + 2
+    )
+    inside = (points > edges[:-2, None]) & (points < edges[2:, None])  # (bins, points)
+    if not inside.any(axis=1).all():
+        raise ConfigError(
+            f"{config.num_mel_bins} mel bins are too many for {sampling_rate} Hz and a window of "
+            f"{config.frame_length_ms} ms; use fewer, e.g. 40"
+        )
+
+
+def mel_of(frequency_hz: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
+    """Return frequencies on Kaldi's mel scale."""
+    mel: npt.NDArray[np.float64] = 1127.0 * np.log1p(frequency_hz / 700.0)
+    return mel
+
+
+def shift_samples(sampling_rate: int, config: FeatureConfig) -> int:
+    """Return the samples between two frames."""
+    return int(sampling_rate * 0.001 * config.frame_shift_ms)
+
+
+def window_samples(sampling_rate: int, config: FeatureConfig) -> int:
+    """Return the samples of a frame."""
+    return int(sampling_rate * 0.001 * config.frame_length_ms)

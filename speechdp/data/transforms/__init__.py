@@ -1,0 +1,1 @@
+"""What is computed between reading and training: features, augmentation, inputs of the model."""

@@ -1,0 +1,290 @@
+"""Preprocess between reading and training: features from audio, perturbation, deltas, splicing, SpecAugment.
+
+The same code runs on the CPU and on a GPU.  What is random is drawn by numpy on the host, from the seed and
+the name of the utterance or the batch; so values agree whichever rank, thread or device computes them: to the
+bit on the CPU, to rounding on a GPU.
+
+Legend: B segments of a batch, T frames, F features of a frame, I dimensions of the model's input, S samples.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from speechdp.data.plan.assignment import Place, augmentation_seed
+from speechdp.data.plan.segments import AS_RECORDED, size_at_speed
+from speechdp.data.shards.layout import ShardHeader, Stored
+from speechdp.data.signal.features import FeatureConfig, num_frames_of
+from speechdp.data.transforms.augment import SpecAugment
+from speechdp.data.transforms.inputs import FEATURES_ALONE, InputOptions
+from speechdp.data.transforms.perturb import NoiseLevel, add_noise, at_speed, draw_noise
+from speechdp.data.transforms.torch_features import normalise_rows, raw_features
+from speechdp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from speechdp.data.shards.shard import Shard
+
+__all__ = ["AugmentOptions", "InputOptions", "Preprocessor", "UtteranceKey", "inputs_of"]
+
+#: Features kept because other chunks of the same utterance come soon.
+CACHE_BYTES = 64 << 20
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class AugmentOptions:
+    """How the data are changed at random in training, anew in each epoch; nothing of it in evaluation."""
+
+    spec_augment: bool = False
+    """Hide random bands and stretches of the features in training: for small corpora."""
+    speed_perturb: bool = False
+    """Hear each utterance at 90, 100 or 110 % of its speed; for data prepared with --store audio."""
+    noise_snr_db: str = ""
+    """LOW-HIGH, e.g. 10-30: add white or pink noise at a signal-to-noise ratio between these, in dB; for data
+    prepared with --store audio."""
+
+    def __post_init__(self) -> None:
+        self.noise()
+
+    def noise(self) -> NoiseLevel | None:
+        """Return the range of the noise; None for none."""
+        return NoiseLevel.parse(self.noise_snr_db) if self.noise_snr_db else None
+
+
+@dataclass(frozen=True)
+class UtteranceKey:
+    """Names an utterance in an epoch; epoch None draws nothing at random.  Speed is in percent."""
+
+    epoch: int | None
+    shard: int
+    utterance: int
+    speed: int = AS_RECORDED
+
+
+_UNCHANGED = AugmentOptions()
+
+
+class Preprocessor:
+    """Turns what shards hold into the model's input.  Safe from several threads.
+
+    Args:
+        features: how features were, or are to be, made.
+        sampling_rate: in Hz.
+        stored: what the shards hold.
+        inputs: what the model sees beside the features.
+        augment: what is changed at random.
+        seed: of what is random.
+        cache_bytes: of features computed from audio that are kept, because chunks of one utterance come in
+            several batches.
+
+    Attributes:
+        stored: as given.
+        base_dim: features of a frame (F).
+        output_dim: values of a frame as the model sees it (I).
+        is_plain: nothing is to be done: features as they were read are the model's input.
+
+    Raises:
+        ConfigError: a perturbation of recordings where the shards hold features, or features that cannot be
+            computed here.
+    """
+
+    def __init__(
+        self,
+        features: FeatureConfig,
+        sampling_rate: int,
+        stored: Stored,
+        inputs: InputOptions = FEATURES_ALONE,
+        augment: AugmentOptions = _UNCHANGED,
+        seed: int = 0,
+        *,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        _check(features, stored, augment)
+        if stored == "spectrograms" and (inputs.copies > 1 or augment.spec_augment):
+            raise ConfigError(
+                "--deltas, --splice and --spec-augment change what a model sees; spectrograms are what a "
+                "synthesis model is to put out: leave them out"
+            )
+        self.stored: Stored = stored
+        self.base_dim = features.feature_dim
+        self.output_dim = features.feature_dim * inputs.copies
+        self.is_plain = stored != "audio" and inputs.copies == 1 and not augment.spec_augment
+        self._features, self._sampling_rate = features, sampling_rate
+        self._inputs, self._seed = inputs, seed
+        self._noise = augment.noise()
+        self._masks = SpecAugment() if augment.spec_augment else None
+        self._cache = _FeatureCache(cache_bytes)
+
+    @classmethod
+    def for_shard(cls, header: ShardHeader, inputs: InputOptions) -> Preprocessor:
+        """Make what decoding and alignment need to read a shard for a model trained with `inputs`."""
+        return cls(header.features, header.sampling_rate, header.stored, inputs)
+
+    def features_of(
+        self, samples: Sequence[npt.NDArray[np.int16]], keys: Sequence[UtteranceKey], device: torch.device
+    ) -> list[Tensor]:
+        """Compute the features of whole utterances, perturbed as their keys say, and normalise them.
+
+        Args:
+            samples: (S,) int16 of each.
+            keys: name the utterances.
+            device: where to compute and where the results are.
+
+        Returns:
+            (T, F) float32 each, T as `perturb.size_at_speed` of the recorded frames; not to be changed.
+        """
+        if device.type != "cpu":
+            return self.compute_together(samples, keys, device)
+        return [self._compute_once(x, key) for x, key in zip(samples, keys, strict=True)]
+
+    def compute_together(
+        self, samples: Sequence[npt.NDArray[np.int16]], keys: Sequence[UtteranceKey], device: torch.device
+    ) -> list[Tensor]:
+        """Compute what `features_of` does in as few operations as it takes, and keep nothing.
+
+        For a GPU; on the CPU an utterance's values may depend on its neighbours to rounding.
+        """
+        frames = [num_frames_of(len(x), self._sampling_rate, self._features) for x in samples]
+        frames = [size_at_speed(num, key.speed) for num, key in zip(frames, keys, strict=True)]
+        if 0 in frames:
+            some = [number for number, num in enumerate(frames) if num]
+            made = self.compute_together([samples[n] for n in some], [keys[n] for n in some], device)
+            empty = torch.empty(0, self.base_dim, device=device)
+            return [made.pop(0) if num else empty for num in frames]
+        if not frames:
+            return []
+        waves = _to_device(samples, device)
+        for speed in {key.speed for key in keys} - {AS_RECORDED}:
+            changed = [number for number, key in enumerate(keys) if key.speed == speed]
+            for number, wave in zip(changed, at_speed([waves[n] for n in changed], speed), strict=True):
+                waves[number] = wave
+        waves = self._with_noise(waves, keys)
+        rows = raw_features(waves, frames, self._sampling_rate, self._features)
+        return list(torch.split(normalise_rows(rows, frames, self._features), frames))
+
+    def finish(self, features: Tensor, lengths: Tensor, place: Place | None = None) -> Tensor:
+        """Add deltas, splice, and hide what SpecAugment hides.
+
+        Args:
+            features: (B, T, F) float32; may be changed.
+            lengths: (B,) int64, on the CPU.
+            place: of the batch in training; None: nothing is hidden.
+
+        Returns:
+            (B, T, I), 0 behind each segment's end.
+        """
+        if features.numel() == 0:
+            return features.new_zeros(*features.shape[:2], self.output_dim)
+        features = self._inputs.apply(features, lengths)
+        if self._masks is not None and place is not None:
+            rng = augmentation_seed(self._seed, place)
+            self._masks.apply(features, lengths, rng, self._inputs.copies)
+        if features.shape[1] > int(lengths.min()):
+            behind = torch.arange(features.shape[1]) >= lengths.unsqueeze(1)  # (B, T)
+            features.masked_fill_(behind.to(features.device).unsqueeze(2), 0.0)
+        return features
+
+    def whole(self, stored: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        """Return the model's input for an utterance, nothing random, as held-out evaluation sees it.
+
+        Args:
+            stored: what the shard holds of it: samples (S,) int16, or features (T, F).
+
+        Returns:
+            (T, I) float32.
+        """
+        if self.stored == "audio":
+            features = self.compute_together([stored], [UtteranceKey(None, 0, 0)], _CPU)[0]
+        else:
+            features = torch.from_numpy(stored.astype(np.float32))
+        finished = self.finish(features.unsqueeze(0), torch.tensor([len(features)]))
+        result: npt.NDArray[np.float32] = finished[0].numpy()
+        return result
+
+    def read(self, shard: Shard, utterance: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+        """Read the model's input (T, I) for an utterance of a shard, as `whole` has it, and its targets (T,).
+
+        Raises:
+            ShardError: the utterance is damaged.
+        """
+        stored, targets = (shard.read_samples if self.stored == "audio" else shard.read)(utterance)
+        return self.whole(stored), targets
+
+    def _compute_once(self, samples: npt.NDArray[np.int16], key: UtteranceKey) -> Tensor:
+        # Without noise an utterance is the same in every epoch.
+        name = key if self._noise is not None else UtteranceKey(None, key.shard, key.utterance, key.speed)
+        features = self._cache.get(name)
+        if features is None:
+            features = self.compute_together([samples], [key], _CPU)[0]
+            self._cache.put(name, features)
+        return features
+
+    def _with_noise(self, waves: list[Tensor], keys: Sequence[UtteranceKey]) -> list[Tensor]:
+        level = self._noise
+        if level is None or keys[0].epoch is None:
+            return waves
+        draws = [draw_noise(level, self._seed, (k.epoch or 0, k.shard, k.utterance)) for k in keys]
+        return add_noise(waves, draws, self._seed)
+
+
+def inputs_of(config: dict[str, Any]) -> InputOptions:
+    """Return the input options of a model from what its file says; older ones say nothing: the defaults."""
+    return InputOptions(**config.get("inputs", {}))
+
+
+def _check(features: FeatureConfig, stored: Stored, augment: AugmentOptions) -> None:
+    perturbing = {"--speed-perturb": augment.speed_perturb, "--noise-snr-db": augment.noise() is not None}
+    for option, given in perturbing.items():
+        if given and stored != "audio":
+            raise ConfigError(
+                f"{option}: needs a data directory prepared with --store audio; this one holds {stored}"
+            )
+    if stored == "audio" and (features.kind == "kaldi" or features.cmvn != "utterance"):
+        raise ConfigError(
+            "features that Kaldi made cannot be computed from audio; prepare the data without --store audio"
+        )
+
+
+def _to_device(samples: Sequence[npt.NDArray[np.int16]], device: torch.device) -> list[Tensor]:
+    """Copy samples to a device in one piece; return them as float32, in 16-bit scale."""
+    waves = [torch.from_numpy(x) for x in samples]
+    if device.type == "cpu":
+        return [wave.float() for wave in waves]
+    sizes = [len(wave) for wave in waves]
+    together = torch.empty(sum(sizes), dtype=torch.int16, pin_memory=True)
+    torch.cat(waves, out=together)
+    return list(torch.split(together.to(device, non_blocking=True).float(), sizes))
+
+
+class _FeatureCache:
+    """Keeps the utterances that were asked for last, up to so many bytes.  Safe from several threads."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[UtteranceKey, Tensor] = OrderedDict()
+
+    def get(self, key: UtteranceKey) -> Tensor | None:
+        with self._lock:
+            features = self._kept.get(key)
+            if features is not None:
+                self._kept.move_to_end(key)
+            return features
+
+    def put(self, key: UtteranceKey, features: Tensor) -> None:
+        with self._lock:
+            if key in self._kept:
+                return
+            self._kept[key] = features
+            self._num_bytes += features.nbytes
+            while self._num_bytes > self._max_bytes:
+                self._num_bytes -= self._kept.popitem(last=False)[1].nbytes

@@ -1,0 +1,1 @@
+"""Batches dealt to asynchronous ranks as they ask for them."""

@@ -1,0 +1,160 @@
+"""Every rank's side of the dealing of an asynchronous run: ask rank 0, over a channel of its own, for work.
+
+A rank asks whenever its loader has room.  The answer is a batch, a meeting, or to ask again soon.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+
+from speechdp.comm.background import ExchangeThread
+from speechdp.comm.base import PeerCommunicator
+from speechdp.comm.losses import PeerLost, leader_lost
+from speechdp.data.plan.assignment import Assignment, Meeting, MeetingKind, Place, meeting_of
+from speechdp.data.plan.epoch_plan import EpochPlan
+from speechdp.dealing.batch_server import Answer, Desk, Item, Roster
+from speechdp.dealing.epoch_batches import Deal
+
+_REQUEST, _ANSWER = 1, 2
+#: Seconds after which a rank asks again that was told to wait.
+_WAIT_S = 0.002
+_KINDS = list(MeetingKind)
+_LAST = {MeetingKind.STOP, MeetingKind.END}
+#: First number of an answer: a batch, wait, or 2 + the place of the meeting's kind in _KINDS.
+_BATCH, _WAIT = 0, 1
+_ANSWER_NUMBERS = 7
+
+
+class Dealing:
+    """The dealing of one run as one rank sees it: its assignments, and on rank 0 the answers to the others.
+
+    Args:
+        peers: a channel for the dealing alone.
+        roster: who trains on what.
+        plan: returns the plan of an epoch.
+        desk: on rank 0, else None.
+        stop_asked: tells whether this rank was asked to stop.
+        on_loss: on rank 0, told of every rank that is gone.
+    """
+
+    def __init__(
+        self,
+        peers: PeerCommunicator,
+        roster: Roster,
+        plan: Callable[[int], EpochPlan],
+        desk: Desk | None,
+        stop_asked: Callable[[], bool],
+        on_loss: Callable[[int], None] = lambda rank: None,
+    ) -> None:
+        assert (desk is not None) == (peers.rank == 0)
+        self._peers, self._plan = peers, plan
+        self._seat, self._parts = roster.seat(peers.rank), roster.parts_of_team
+        self._desk, self._stop_asked, self._on_loss = desk, stop_asked, on_loss
+        self._closed = threading.Event()
+        self._server = None
+        if desk is not None and peers.size > 1:
+            self._server = ExchangeThread("dealing", self._serve)
+
+    def assignments(self) -> Iterator[Assignment]:
+        """Yield what this rank is to do, to the end of the run; for a loader's thread."""
+        frames = 0
+        while not self._closed.is_set():
+            answer = self._ask()
+            if answer.item is None:
+                time.sleep(_WAIT_S)
+                continue
+            if isinstance(answer.item, Meeting):
+                yield meeting_of(answer.item)
+                if answer.item.kind in _LAST:
+                    return
+            else:
+                # What all ranks together were given since this one last asked: its share of their progress.
+                yield self._batch(answer, answer.item, max(0, answer.frames - frames) if frames else 0)
+                frames = answer.frames
+
+    def _batch(self, answer: Answer, deal: Deal, frames_since: int) -> Assignment:
+        assert self._seat is not None
+        part = self._parts[deal.owner][self._seat[1]]
+        plan = self._plan(answer.epoch)
+        return Assignment(
+            plan.ranks[part].batch(deal.index),
+            Place(answer.epoch, part, deal.index),
+            answer.num_dealt - 1,
+            answer.num_batches,
+            frames_since / self._peers.size,
+            frames_since,
+        )
+
+    def _ask(self) -> Answer:
+        if self._desk is not None:
+            return self._desk.answer(self._peers.rank, stop=self._stop_asked())
+        numbers = torch.empty(_ANSWER_NUMBERS, dtype=torch.int64)
+        try:
+            self._peers.send(torch.tensor([int(self._stop_asked())]), 0, tag=_REQUEST)
+            self._peers.recv(numbers, 0, tag=_ANSWER)
+        except PeerLost:
+            raise leader_lost() from None
+        return _decode(numbers.tolist())
+
+    def _serve(self) -> None:
+        asking = set(range(1, self._peers.size))
+        while asking:
+            try:
+                self._serve_next(asking)
+            except PeerLost as loss:
+                asking -= loss.ranks
+                self.lose(loss.ranks)
+
+    def _serve_next(self, asking: set[int]) -> None:
+        assert self._desk is not None
+        request = torch.empty(1, dtype=torch.int64)
+        rank = self._peers.recv(request, tag=_REQUEST)
+        if rank not in asking:
+            return  # it is gone; this it had asked before
+        answer = self._desk.answer(rank, stop=bool(request.item()))
+        self._peers.send(_encode(answer), rank, tag=_ANSWER)
+        if isinstance(answer.item, Meeting) and answer.item.kind in _LAST:
+            asking.remove(rank)
+
+    def lose(self, ranks: Collection[int]) -> None:
+        """Go on without `ranks`; on other ranks than 0 there is nothing to do."""
+        if self._desk is not None:
+            for rank in sorted(ranks):
+                if self._desk.lose(rank):
+                    self._on_loss(rank)
+
+    def stop_asking(self) -> None:
+        """End `assignments` early: training has failed, and the loader is to be joined."""
+        self._closed.set()
+
+    def close(self) -> None:
+        """Join the thread and close the channel.  Collective, at the run's end."""
+        self._closed.set()
+        if self._server is not None:
+            self._server.join()
+        self._peers.close()
+
+
+def _encode(answer: Answer) -> torch.Tensor:
+    what, first, second = _WAIT, 0, 0
+    epoch, frames = answer.epoch, answer.frames
+    if isinstance(answer.item, Deal):
+        what, first, second = _BATCH, answer.item.owner, answer.item.index
+    elif answer.item is not None:
+        what, first = 2 + _KINDS.index(answer.item.kind), answer.item.step
+        epoch, frames = answer.item.epoch, answer.item.frames
+    return torch.tensor([what, epoch, first, second, frames, answer.num_dealt, answer.num_batches])
+
+
+def _decode(numbers: list[int]) -> Answer:
+    what, epoch, first, second, frames, num_dealt, num_batches = numbers
+    item: Item | None = None
+    if what == _BATCH:
+        item = Deal(first, second, 0)
+    elif what != _WAIT:
+        item = Meeting(_KINDS[what - 2], epoch, first, frames)
+    return Answer(item, epoch, frames, num_dealt, num_batches)

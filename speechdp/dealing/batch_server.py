@@ -1,0 +1,277 @@
+"""What rank 0 answers the ranks of an asynchronous run that ask for work: batches, and when all meet.
+
+A rank that has no more batches of an epoch meets the others before it gets any of the next.  A meeting is
+named to every rank at the same place between its batches, so all ranks agree on what came before it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from speechdp.data.plan.assignment import Meeting, MeetingKind
+from speechdp.data.plan.epoch_plan import EpochPlan
+from speechdp.dealing.epoch_batches import Deal, Dealer, with_returned
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Who trains on what.
+
+    Attributes:
+        part_of_rank: part of the plan of each rank; None for a rank that trains on nothing.
+        team_of_rank: team of each rank.
+    """
+
+    part_of_rank: list[int | None]
+    team_of_rank: list[int]
+
+    @property
+    def parts_of_team(self) -> list[list[int]]:
+        """Parts of each team, in the order of its ranks; teams without any are left out."""
+        teams: dict[int, list[int]] = {}
+        for part, team in zip(self.part_of_rank, self.team_of_rank, strict=True):
+            if part is not None:
+                teams.setdefault(team, []).append(part)
+        return [teams[team] for team in sorted(teams)]
+
+    def seat(self, rank: int) -> tuple[int, int] | None:
+        """Return the place of a rank's team in `parts_of_team` and its own in the team; None for a server."""
+        part = self.part_of_rank[rank]
+        for team, parts in enumerate(self.parts_of_team):
+            if part in parts:
+                return team, parts.index(part)
+        return None
+
+
+@dataclass(frozen=True)
+class DealingLimits:
+    """When ranks meet.
+
+    Attributes:
+        epochs: of the run.
+        checkpoint_steps: steps between checkpoints, a step being a batch for every team; 0: epochs only.
+        max_steps: steps of the run; 0: all.
+    """
+
+    epochs: int
+    checkpoint_steps: int = 0
+    max_steps: int = 0
+
+
+@dataclass
+class _Where:
+    """Where dealing stands."""
+
+    epoch: int = 0
+    batches: int = 0
+    frames: int = 0
+
+
+#: What a rank has been given last and may not have come to the end of: a batch or meeting in work, one read
+#: ahead, and one it has asked for meanwhile.
+_IN_HAND = 3
+
+Item = Deal | Meeting
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank is to do next.
+
+    Attributes:
+        item: a batch or a meeting; None: ask again soon.
+        epoch: the batch's.
+        frames: frames dealt so far in the run.
+        num_dealt: batches dealt in this epoch.
+        num_batches: batches of this epoch.
+    """
+
+    item: Item | None
+    epoch: int = 0
+    frames: int = 0
+    num_dealt: int = 0
+    num_batches: int = 1
+
+
+class Desk:
+    """What rank 0 answers; thread-safe.
+
+    Args:
+        plan: returns the plan of an epoch.
+        roster: who trains on what.
+        limits: when ranks meet.
+        state: of a checkpoint, to go on from.
+    """
+
+    def __init__(
+        self,
+        plan: Callable[[int], EpochPlan],
+        roster: Roster,
+        limits: DealingLimits,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        self._plan, self._limits = plan, limits
+        self._parts = roster.parts_of_team
+        self._seats = [roster.seat(rank) for rank in range(len(roster.part_of_rank))]
+        self._members: list[list[int]] = [[] for _ in self._parts]
+        for rank, seat in enumerate(self._seats):
+            if seat is not None:
+                self._members[seat[0]].append(rank)
+        self._lock = threading.Lock()
+        self._at = _Where()
+        self._dealer: Dealer | None = None
+        self._meetings: list[Meeting] = []
+        # What each team has been given and not all its members have fetched.
+        self._items: list[list[Answer]] = [[] for _ in self._parts]
+        self._dropped = [0] * len(self._parts)
+        self._met = [0] * len(self._parts)
+        self._cursor = [0] * len(self._seats)
+        self._lost: set[int] = set()
+        self._in_hand: list[deque[Answer]] = [deque(maxlen=_IN_HAND) for _ in self._parts]
+        if state:
+            self._at = _Where(state["epoch"], state["batches"], state["frames"])
+            if state["dealer"] is not None:
+                self._open_epoch().load_state(state["dealer"])
+
+    def answer(self, rank: int, *, stop: bool) -> Answer:
+        """Return what `rank` is to do next.
+
+        Args:
+            rank: who asks; never again once it has been told to stop or that the run has ended.
+            stop: this rank was asked to stop.
+        """
+        with self._lock:
+            if stop:
+                self._call(MeetingKind.STOP)
+            seat = self._seats[rank]
+            answer = self._next_meeting(rank) if seat is None else self._next_of_team(rank, seat[0])
+            return answer or Answer(None)
+
+    def lose(self, rank: int) -> bool:
+        """Go on without `rank`, which is a team of its own; return whether that is news.
+
+        The batches that it may not have trained on are dealt again, unless their epoch has been dealt out.
+        """
+        with self._lock:
+            seat = self._seats[rank]
+            if seat is None or seat[0] in self._lost:
+                return False
+            team = seat[0]
+            self._lost.add(team)
+            if self._dealer is not None:
+                self._take_back(self._dealer, team)
+            return True
+
+    def _take_back(self, dealer: Dealer, team: int) -> None:
+        """Have dealt again what `team` had in hand, also by a run that goes on from a meeting it missed."""
+        deals: list[Deal] = []
+        missed = self._meetings[self._met[team] :]
+        for answer in self._in_hand[team]:
+            if isinstance(answer.item, Meeting):
+                self._correct(answer.item, deals)
+            elif answer.item is not None and answer.epoch == self._at.epoch:
+                deals.append(answer.item)
+        for meeting in missed:
+            self._correct(meeting, deals)
+        dealer.lose(team, deals)
+        self._at.batches -= len(deals)
+        self._at.frames -= sum(deal.frames for deal in deals)
+
+    def _correct(self, meeting: Meeting, deals: list[Deal]) -> None:
+        """Note in a meeting's state that `deals`, dealt before it, have come to nothing."""
+        state = meeting.state
+        if deals and state["epoch"] == self._at.epoch and state["dealer"] is not None:
+            dealt = {**state["dealer"], "dealt": state["dealer"]["dealt"] - len(deals)}
+            state["dealer"] = with_returned(dealt, deals)
+            state["batches"] -= len(deals)
+            state["frames"] -= sum(deal.frames for deal in deals)
+
+    def _next_meeting(self, rank: int) -> Answer | None:
+        if self._dealer is None:
+            self._begin_epoch()
+        if self._cursor[rank] == len(self._meetings):
+            return None
+        self._cursor[rank] += 1
+        return Answer(self._meetings[self._cursor[rank] - 1])
+
+    def _next_of_team(self, rank: int, team: int) -> Answer | None:
+        items = self._items[team]
+        place = self._cursor[rank] - self._dropped[team]
+        if place == len(items):
+            item = self._new_item(team)
+            if item is None:
+                return None
+            items.append(item)
+            self._in_hand[team].append(item)
+        self._cursor[rank] += 1
+        result = items[place]
+        fetched = min(self._cursor[r] for r in self._members[team]) - self._dropped[team]
+        del items[:fetched]
+        self._dropped[team] += fetched
+        return result
+
+    def _new_item(self, team: int) -> Answer | None:
+        if self._met[team] < len(self._meetings):
+            self._met[team] += 1
+            return Answer(self._meetings[self._met[team] - 1])
+        if self._dealer is None and not self._begin_epoch():
+            return self._new_item(team)
+        dealer = self._open_epoch()
+        deal = dealer.take(team, time.monotonic())
+        if deal is None:
+            if dealer.all_done:
+                self._end_epoch()
+                return self._new_item(team)
+            return None
+        self._at.batches += 1
+        self._at.frames += deal.frames
+        self._call_after(self._at.batches)
+        return Answer(deal, self._at.epoch, self._at.frames, dealer.num_dealt, dealer.num_batches)
+
+    def _begin_epoch(self) -> bool:
+        """Open the epoch that is due; say whether there is one."""
+        if self._meetings and self._meetings[-1].kind in {MeetingKind.STOP, MeetingKind.END}:
+            return False
+        if self._at.epoch >= self._limits.epochs or self._steps_done(self._at.batches):
+            self._call(MeetingKind.END)
+            return False
+        self._open_epoch()
+        return True
+
+    def _open_epoch(self) -> Dealer:
+        if self._dealer is None:
+            self._dealer = Dealer(self._plan(self._at.epoch), self._parts)
+            for team in self._lost:
+                self._dealer.lose(team, [])
+        return self._dealer
+
+    def _end_epoch(self) -> None:
+        self._at.epoch += 1
+        self._dealer = None
+        self._call(MeetingKind.EPOCH)
+
+    def _call_after(self, batches: int) -> None:
+        between = self._limits.checkpoint_steps * len(self._parts)
+        if self._steps_done(batches):
+            self._call(MeetingKind.END)
+        elif between and batches % between == 0:
+            self._call(MeetingKind.CHECKPOINT)
+
+    def _steps_done(self, batches: int) -> bool:
+        return 0 < self._limits.max_steps * len(self._parts) <= batches
+
+    def _call(self, kind: MeetingKind) -> None:
+        """Call a meeting, unless one is called already or teams have begun to leave the epoch."""
+        if self._meetings and self._meetings[-1].kind in {MeetingKind.STOP, MeetingKind.END}:
+            return
+        if self._dealer is not None and self._dealer.any_done:
+            return  # those teams would meet at another place between their batches; the epoch ends soon
+        dealer = None if self._dealer is None else self._dealer.state()
+        state = {**vars(self._at), "dealer": dealer}
+        step = -(-self._at.batches // len(self._parts))
+        self._meetings.append(Meeting(kind, self._at.epoch, step, self._at.frames, state))

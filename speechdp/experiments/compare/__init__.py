@@ -1,0 +1,1 @@
+"""`speechdp compare`: which runs, starting them, and how far they have come."""

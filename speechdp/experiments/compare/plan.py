@@ -1,0 +1,151 @@
+"""Decide which runs a comparison consists of, with how many epochs and which batches: pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from speechdp.errors import ConfigError
+from speechdp.options.run import TrainOptions
+
+#: Every run trains for the same number of epochs, hence on the same frames.
+FRAMES = "frames"
+#: Every run trains for about as long as the slowest run of `FRAMES` with as many ranks and the same seed.
+TIME = "time"
+MODES = (FRAMES, TIME)
+#: What is trained on one rank, whatever the strategies: plain training, the reference.
+SEQUENTIAL = "gradient_averaging"
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One training of a comparison.
+
+    Attributes:
+        epochs: None until it is known (mode `TIME`).
+    """
+
+    strategy: str
+    ranks: int
+    seed: int
+    mode: str
+    epochs: int | None
+
+    @property
+    def folder(self) -> str:
+        """Name of its folder; a run of another length is another run."""
+        assert self.epochs is not None
+        readable = re.sub(r"[^A-Za-z0-9_.=+]+", "-", self.strategy)
+        return f"{self.mode}-{self.ranks}x-{readable}-seed{self.seed}-{self.epochs}ep"
+
+    @property
+    def title(self) -> str:
+        """What a line of progress calls it."""
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"equal {self.mode}, {ranks}, {self.strategy}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class ComparePlan:
+    """What is compared.
+
+    Attributes:
+        strategies: as for `--strategy`; none twice.
+        ranks: numbers of ranks.
+        seeds: every strategy is trained once for each.
+        modes: of `MODES`, `FRAMES` among them.
+        epochs: of the runs at equal frames.
+    """
+
+    strategies: tuple[str, ...]
+    ranks: tuple[int, ...]
+    seeds: tuple[int, ...]
+    modes: tuple[str, ...]
+    epochs: int
+
+    def __post_init__(self) -> None:
+        if not self.strategies:
+            raise ConfigError("--strategies: name at least one, e.g. gradient_averaging,bmuf:period=16")
+        for name in ("strategies", "ranks", "seeds", "modes"):
+            given = getattr(self, name)
+            twice = [str(item) for item in given if given.count(item) > 1]
+            if twice:
+                raise ConfigError(f"--{name}: {twice[0]} is given twice")
+        if FRAMES not in self.modes or set(self.modes) - set(MODES):
+            raise ConfigError("--modes: write frames, or frames,time (times are taken from the frames runs)")
+
+    def strategies_on(self, ranks: int) -> tuple[str, ...]:
+        """Return what is trained on so many ranks."""
+        return self.strategies if ranks > 1 else (SEQUENTIAL,)
+
+    def runs(self) -> list[PlannedRun]:
+        """Return all runs in the order they are trained in; every other seed has the strategies reversed.
+
+        A machine that grows slower in the course of the comparison then does not slow the same strategy
+        each time.
+        """
+        result: list[PlannedRun] = []
+        for mode in sorted(self.modes, key=MODES.index):
+            for number, seed in enumerate(self.seeds):
+                for ranks in sorted(self.ranks):
+                    epochs = self.epochs if mode == FRAMES else None
+                    names = self.strategies_on(ranks)
+                    runs = [PlannedRun(name, ranks, seed, mode, epochs) for name in names]
+                    result += runs if number % 2 == 0 else runs[::-1]
+        return result
+
+
+def split_strategies(text: str) -> tuple[str, ...]:
+    """Split `a,b:period=16,momentum=reset,c` into (`a`, `b:period=16,momentum=reset`, `c`).
+
+    A piece between commas is a further option of the strategy before it if it has the form option=value, and
+    begins a strategy otherwise: names hold no `=`, and no option goes without one.
+
+    Raises:
+        ConfigError: an option without a strategy before it.
+    """
+    strategies: list[str] = []
+    for piece in filter(None, (piece.strip() for piece in text.split(","))):
+        if "=" not in piece.partition(":")[0]:
+            strategies.append(piece)
+        elif strategies and ":" in strategies[-1]:
+            strategies[-1] += f",{piece}"
+        else:
+            raise ConfigError(f"--strategies: {piece!r} follows no strategy with options; write NAME:{piece}")
+    return tuple(strategies)
+
+
+def whole_numbers(option: str, text: str, least: int) -> tuple[int, ...]:
+    """Read `1,2,4`.
+
+    Raises:
+        ConfigError: something else, or a number below `least`.
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdigit() and int(word) >= least for word in words):
+        raise ConfigError(f"--{option} {text!r}: write whole numbers from {least} on, separated by commas")
+    return tuple(int(word) for word in words)
+
+
+def equal_time_epochs(epochs: int, own_s: float, reference_s: float) -> int:
+    """Return the epochs, at least 1, that take about `reference_s` where `epochs` take `own_s`."""
+    return max(1, int(epochs * reference_s / own_s + 0.5))
+
+
+def stretched(options: TrainOptions, epochs: int) -> TrainOptions:
+    """Return options for another number of epochs with the learning rate's course stretched to it.
+
+    Warm-up and annealing begin and end at the same shares of the training, at the same learning rates; what
+    was not given follows the epochs by itself.
+    """
+    factor = epochs / options.num_epochs
+    given = options.optimizer
+    warmup, anneal_from = given.warmup_epochs, given.anneal_from
+    optimizer = dataclasses.replace(
+        given,
+        warmup_epochs=None if warmup is None else warmup * factor,
+        anneal_from=anneal_from if anneal_from is None or anneal_from < 0 else round(anneal_from * factor),
+        anneal_factor=given.anneal_factor ** (1 / factor),
+    )
+    return dataclasses.replace(options, optimizer=optimizer, epochs=epochs)

@@ -1,0 +1,1 @@
+"""`speechdp profile`: staged steps over numbers of ranks, and their record."""

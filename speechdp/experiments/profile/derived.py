@@ -1,0 +1,239 @@
+"""What follows from a profile's records: the time of each function, efficiencies, first steps, waiting."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from speechdp.experiments.profile.record import (
+    BACKWARD,
+    BLOCKING,
+    FED,
+    FORWARD,
+    MODULES,
+    POOLED,
+    STRONG,
+    WEAK,
+    WHOLE,
+    Profile,
+    ProfileJob,
+    StepRecord,
+    in_order,
+)
+
+#: Stands in tables and answers for all functions together.
+STEP = "whole step"
+#: It waits in some steps only, which a median does not see.
+_BY_MEAN = frozenset({"trainloader"})
+#: They wait, for batches and other ranks: there is no work in them that could scale.
+WAITING_FUNCTIONS = frozenset({"trainloader", "exchange"})
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The time of a function in a step, s: mean over ranks, median over the steps after the warm-up.
+
+    Attributes:
+        forward_s: forward pass; 0 where the function has no phases.
+        backward_s: backward pass.
+        whole_s: of a function without phases.
+        share: of the step's time, over all those steps.
+        spread: distance of the quartiles over the median; 0 with fewer than four steps.
+    """
+
+    forward_s: float
+    backward_s: float
+    whole_s: float
+    share: float
+    spread: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it, s."""
+        return self.forward_s + self.backward_s + self.whole_s
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """One kind of jobs over numbers of ranks.
+
+    Attributes:
+        kind: of the jobs: weak, strong, or a module.
+        jobs: by ascending number of ranks.
+        costs: by function and number of ranks; STEP among the functions.
+    """
+
+    kind: str
+    jobs: tuple[ProfileJob, ...]
+    costs: dict[str, dict[int, Cost]]
+
+    @property
+    def ranks(self) -> list[int]:
+        """The numbers of ranks, ascending."""
+        return [job.ranks for job in self.jobs]
+
+    def efficiency(self, function: str, ranks: int) -> float | None:
+        """Return weak t1/tN or strong t1/(N tN), 1 for the fewest ranks; None: not timed, or waiting."""
+        if function in WAITING_FUNCTIONS:
+            return None
+        costs, fewest = self.costs[function], self.ranks[0]
+        if ranks not in costs or fewest not in costs or not costs[ranks].total_s or not costs[fewest].total_s:
+            return None
+        factor = fewest / ranks if self.kind == STRONG else 1.0
+        return factor * costs[fewest].total_s / costs[ranks].total_s
+
+
+def make_scaling(profile: Profile, kind: str) -> Scaling | None:
+    """Return the scaling of a kind of jobs; None where it has no job with steps."""
+    jobs = profile.of_kind(kind)
+    if not jobs:
+        return None
+    costs: dict[str, dict[int, Cost]] = {}
+    for job in jobs:
+        for function, cost in job_costs(job, profile.settings.warmup_steps).items():
+            costs.setdefault(function, {})[job.ranks] = cost
+    ordered = in_order(set(costs) - {STEP})
+    return Scaling(kind, jobs, {name: costs[name] for name in [*ordered, STEP]})
+
+
+def all_scalings(profile: Profile) -> list[Scaling]:
+    """Return weak, strong and each single module, as far as they were run."""
+    found = (make_scaling(profile, kind) for kind in (WEAK, STRONG, *MODULES))
+    return [scaling for scaling in found if scaling is not None]
+
+
+def job_costs(job: ProfileJob, warmup_steps: int) -> dict[str, Cost]:
+    """Return the time of every function of a job, and of the whole step."""
+    steps = [together for together in job_steps(job) if together[0].step > warmup_steps]
+    steps = steps or job_steps(job)[-1:]
+    names = in_order({f.name for together in steps for step in together for f in step.functions})
+    costs = {name: _cost(name, steps) for name in names}
+    walls = [_mean([step.wall_s for step in together]) for together in steps]
+    costs[STEP] = Cost(0.0, 0.0, statistics.median(walls) if walls else 0.0, 1.0, _spread(walls))
+    return costs
+
+
+def job_steps(job: ProfileJob) -> list[tuple[StepRecord, ...]]:
+    """Return the records of all ranks for each step that all of them recorded."""
+    by_rank = [{step.step: step for step in steps} for steps in job.steps]
+    if not by_rank:
+        return []
+    common = sorted(set.intersection(*(set(steps) for steps in by_rank)))
+    return [tuple(steps[number] for steps in by_rank) for number in common]
+
+
+def _cost(name: str, steps: Sequence[tuple[StepRecord, ...]]) -> Cost:
+    middle = _mean if name in _BY_MEAN else statistics.median
+    of_phase = {
+        phase: [_mean([step.seconds(name, phase) for step in together]) for together in steps]
+        for phase in (FORWARD, BACKWARD, WHOLE)
+    }
+    totals = [sum(values) for values in zip(*of_phase.values(), strict=True)]
+    wall_s = sum(_mean([step.wall_s for step in together]) for together in steps)
+    return Cost(
+        float(middle(of_phase[FORWARD])),
+        float(middle(of_phase[BACKWARD])),
+        float(middle(of_phase[WHOLE])),
+        sum(totals) / wall_s if wall_s else 0.0,
+        _spread(totals),
+    )
+
+
+def _spread(values: Sequence[float]) -> float:
+    if len(values) < 4 or not statistics.median(values):
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What waiting for batches costs a job, after the warm-up, over all steps and ranks.
+
+    Attributes:
+        wait_s: a step, s.
+        step_s: the whole step, s.
+        frames_per_s: of all ranks.
+    """
+
+    job: ProfileJob
+    wait_s: float
+    step_s: float
+    frames_per_s: float
+
+    @property
+    def share(self) -> float:
+        """Waiting over the step's time."""
+        return self.wait_s / self.step_s if self.step_s else 0.0
+
+
+def make_loading(job: ProfileJob, warmup_steps: int) -> Loading:
+    """Return what waiting for batches costs a job; means, because some loaders wait in few steps."""
+    steps = [together for together in job_steps(job) if together[0].step > warmup_steps]
+    steps = steps or job_steps(job)[-1:]
+    records = [step for together in steps for step in together]
+    wall_s = _mean([step.wall_s for step in records])
+    # The longest rank's time: the others wait for it sooner or later.
+    longest_s = max((sum(step.wall_s for step in of_rank) for of_rank in zip(*steps, strict=True)), default=0)
+    frames = sum(step.frames for step in records)
+    wait_s = _mean([step.seconds("trainloader") for step in records])
+    return Loading(job, wait_s, wall_s, frames / longest_s if longest_s else 0.0)
+
+
+def main_job(profile: Profile) -> ProfileJob | None:
+    """Return the job that pictures of single steps show: the largest of the first kind there is."""
+    for kind in (WEAK, STRONG, *MODULES, *dict.fromkeys(job.kind for job in profile.jobs)):
+        if jobs := profile.of_kind(kind):
+            return jobs[-1]
+    return None
+
+
+def loader_jobs(profile: Profile) -> list[ProfileJob]:
+    """Return the jobs that compare trainloaders: of each kind the largest."""
+    return [jobs[-1] for kind in (BLOCKING, POOLED, FED) if (jobs := profile.of_kind(kind))]
+
+
+def waiting_s(job: ProfileJob) -> dict[tuple[int, int, int], float]:
+    """Return how long each exchange of a rank waited for the last rank to come to it, s.
+
+    Returns:
+        by (rank, step, number of the function in the step), exchanges alone.
+    """
+    found: dict[tuple[int, int, int], float] = {}
+    for together in job_steps(job):
+        places = [
+            [i for i, function in enumerate(step.functions) if function.name == "exchange"]
+            for step in together
+        ]
+        for numbers in zip(*places, strict=False):
+            spans = [step.functions[i] for step, i in zip(together, numbers, strict=True)]
+            last_s = max(span.start_s for span in spans)
+            for rank, (span, i) in enumerate(zip(spans, numbers, strict=True)):
+                waited_s = min(max(last_s - span.start_s, 0.0), span.duration_s)
+                found[rank, together[rank].step, i] = waited_s
+    return found
+
+
+def waited_share(job: ProfileJob, warmup_steps: int) -> float | None:
+    """Return which share of a job's exchanges was waiting, after the warm-up; None without exchanges."""
+    steps = [step for together in job_steps(job) for step in together if step.step > warmup_steps]
+    exchanged_s = sum(step.seconds("exchange") for step in steps)
+    waited_s = sum(seconds for (_, step, _), seconds in waiting_s(job).items() if step > warmup_steps)
+    return waited_s / exchanged_s if exchanged_s else None
+
+
+def first_step_factor(job: ProfileJob, function: str, warmup_steps: int) -> float | None:
+    """Return a function's time in the first step over its time after the warm-up; None: not known."""
+    steps = job_steps(job)
+    later = job_costs(job, warmup_steps).get(function) if steps else None
+    if later is None or not later.total_s:
+        return None
+    first = steps[0]
+    if function == STEP:
+        return _mean([step.wall_s for step in first]) / later.total_s
+    return _mean([step.seconds(function) for step in first]) / later.total_s

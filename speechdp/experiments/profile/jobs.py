@@ -1,0 +1,201 @@
+"""Run the jobs of a profile, one after another, each over its own number of ranks, and record each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speechdp.errors import ConfigError, RunError
+from speechdp.experiments.compare.arguments import train_arguments
+from speechdp.experiments.compare.jobs import JobStarter
+from speechdp.experiments.profile.derived import STEP, job_costs
+from speechdp.experiments.profile.plan import PlannedJob
+from speechdp.experiments.profile.record import (
+    COMPLETE,
+    FAILED,
+    FILE_NAME,
+    KINDS,
+    MODULES,
+    PENDING,
+    JobEntry,
+    ProfileJob,
+    Record,
+    Settings,
+    rank_path,
+    read_job,
+    read_record,
+    write_record,
+)
+from speechdp.report.kit import formatting
+from speechdp.report.kit.formatting import milliseconds, rank_count
+
+LOGS = "logs"
+#: Settings that may differ between two commands into one folder: they describe, and decide nothing.
+_DESCRIPTIONS = ("command", "notes", "device")
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """A profile to be made.
+
+    Attributes:
+        data: data directory.
+        out: folder of the profile.
+        jobs: what is to be run, in order.
+        settings: what all jobs share.
+    """
+
+    data: Path
+    out: Path
+    jobs: Sequence[PlannedJob]
+    settings: Settings
+
+
+class Profiler:
+    """Carries a profile out.  Finished jobs that are in the folder are kept.
+
+    Args:
+        say: takes a line of progress.
+    """
+
+    def __init__(self, request: ProfileRequest, starter: JobStarter, say: Callable[[str], None]) -> None:
+        self._request, self._starter, self._say = request, starter, say
+        self._planned = {job.entry.name: job for job in request.jobs}
+        entries = [dataclasses.replace(job.entry, state=PENDING) for job in request.jobs]
+        self._record = Record(request.settings, tuple(entries))
+
+    def run(self) -> Record:
+        """Run all jobs that are not done; return what became of all.
+
+        Raises:
+            Stopped: a signal asked for it; the same command goes on.
+            ConfigError: the folder holds another profile.
+            RunError: the disk is full.
+        """
+        self._update(merged(self._request.out, self._record, self._say))
+        for index, job in enumerate(self._record.jobs):
+            if job.state == PENDING:
+                self._carry_out(index)
+        return self._record
+
+    def _update(self, record: Record) -> None:
+        self._record = record
+        write_record(self._request.out, record)
+
+    def _carry_out(self, index: int) -> None:
+        entry = self._record.jobs[index]
+        place = f"[{index + 1}/{len(self._record.jobs)}] {entry.name}"
+        same = [job for job in self._record.jobs[:index] if job.folder == entry.folder]
+        if same:
+            self._update(self._record.with_job(index, state=same[0].state, message=same[0].message))
+            self._say(f"{place}: is {same[0].name}")
+            return
+        self._say(f"{place}: {rank_count(entry.ranks)}, {entry.steps} steps")
+        start_s = time.monotonic()
+        job = self._run(self._planned[entry.name])
+        message = job if isinstance(job, str) else None
+        changes: dict[str, Any] = {"wall_s": time.monotonic() - start_s, "message": message or ""}
+        self._update(self._record.with_job(index, state=FAILED if message else COMPLETE, **changes))
+        if isinstance(job, str):
+            self._say(f"{place}: failed: {message}")
+            return
+        self._note_device(job)
+        self._say(f"{place}: {news(job, self._request.settings.warmup_steps)}")
+
+    def _run(self, job: PlannedJob) -> ProfileJob | str:
+        """Run a job; return what it recorded, or what went wrong."""
+        out, entry = self._request.out, job.entry
+        if (out / entry.folder).exists():  # what a job that failed or was stopped has left
+            shutil.rmtree(out / entry.folder)
+        words = ["profile", str(self._request.data.absolute()), str(out.absolute()), f"--job={entry.name}"]
+        words += [f"--steps={entry.steps}", "--warmup=0", *train_arguments(job.options)]
+        message = self._starter.run(job.num_processes, words, out / LOGS / f"{entry.name}.log")
+        missing = [rank for rank in range(entry.ranks) if not rank_path(out / entry.folder, rank).is_file()]
+        if message is None and missing:
+            return f"rank {missing[0]} has left no record in {out / entry.folder} (is OUT a shared folder?)"
+        return message or _recorded(entry, out)
+
+    def _note_device(self, job: ProfileJob) -> None:
+        device = (job.facts or {}).get("device")
+        if isinstance(device, str) and device != self._record.settings.device:
+            settings = dataclasses.replace(self._record.settings, device=device)
+            self._update(dataclasses.replace(self._record, settings=settings))
+
+
+def merged(out: Path, record: Record, say: Callable[[str], None]) -> Record:
+    """Return `record` with the finished jobs that OUT has already.
+
+    Finished is a job whose files can be read: one that has lost some is measured again.
+
+    Args:
+        say: is told of jobs that are not what they were.
+
+    Raises:
+        ConfigError: OUT holds a profile of something else.
+    """
+    if not (out / FILE_NAME).is_file():
+        return record
+    before = read_record(out)
+    _check_same(out, before.settings, record.settings)
+    done = {}
+    for job in before.jobs:
+        if job.state != COMPLETE:
+            continue
+        if isinstance(found := _recorded(job, out), str):
+            say(f"{job.name}: was finished, but {found}")
+        else:
+            done[job.name] = job
+    jobs = {job.name: done[job.name] if _is_same(done.get(job.name), job) else job for job in record.jobs}
+    jobs = {**{name: job for name, job in done.items() if name not in jobs}, **jobs}
+    ordered = sorted(jobs.values(), key=lambda job: (KINDS.index(job.kind), job.ranks))
+    settings = dataclasses.replace(record.settings, device=before.settings.device)
+    return Record(settings, tuple(ordered))
+
+
+def _recorded(job: JobEntry, out: Path) -> ProfileJob | str:
+    """Return what a job has recorded, or why that cannot be read."""
+    try:
+        return read_job(job, out / job.folder)
+    except RunError as error:
+        return str(error)
+
+
+def _is_same(done: JobEntry | None, job: JobEntry) -> bool:
+    keys = ("ranks", "batch_size", "loader", "folder", "steps")
+    return done is not None and all(getattr(done, key) == getattr(job, key) for key in keys)
+
+
+def _check_same(out: Path, before: Settings, now: Settings) -> None:
+    old, new = (json.loads(json.dumps(dataclasses.asdict(settings))) for settings in (before, now))
+    for settings in (old, new):
+        for key in _DESCRIPTIONS:
+            settings.pop(key)
+        settings.update(settings.pop("options") or {})
+    for key in {**old, **new}:
+        if old.get(key) != new.get(key):
+            raise ConfigError(
+                f"{out / FILE_NAME}: was begun with {_other(key)}; choose another folder, or --overwrite"
+            )
+
+
+def _other(key: str) -> str:
+    """Name a setting that differs, where it is an option as the command has it."""
+    option = {"steps": "--steps", "warmup_steps": "--warmup", "threads": "--threads"}.get(key)
+    name = option or key.replace("_", " ")
+    return f"other {name}" if name.endswith("s") else f"another {name}"
+
+
+def news(job: ProfileJob, warmup: int) -> str:
+    """Return the time of a step, or of the module that ran alone, in one line: the figures of the tables."""
+    costs = job_costs(job, warmup)
+    if job.kind in MODULES and job.kind in costs:
+        return f"{milliseconds(costs[job.kind].total_s)} ms a step ({job.kind} alone)"
+    longest = sorted(set(costs) - {STEP}, key=lambda name: -costs[name].share)[:3]
+    parts = [f"{name} {formatting.percent(costs[name].share)} %" for name in longest]
+    return f"{milliseconds(costs[STEP].total_s)} ms a step ({', '.join(parts)})"

@@ -1,0 +1,220 @@
+"""What the ranks of a profile's job record: the time of every function of every step, and memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from speechdp.errors import RunError
+from speechdp.experiments.profile.checked import checked_fields
+from speechdp.files import cannot_be_written, write_text_atomically
+from speechdp.json_input import parse_json
+from speechdp.jsonl import read_lines
+
+Read = TypeVar("Read")
+
+MEMORY_NAME = "memory.json"
+FACTS_NAME = "job.json"
+
+#: What a step consists of, in the order of time; encoder and output are all that an acoustic model has.
+FUNCTIONS = (
+    "trainloader",
+    "h2d",
+    "encoder",
+    "decoder",
+    "postproc",
+    "output",
+    "loss",
+    "exchange",
+    "update",
+)
+FORWARD, BACKWARD, WHOLE = "forward", "backward", ""
+PHASES = (FORWARD, BACKWARD, WHOLE)
+#: Of the peaks in memory.json: of the process, or of the GPU.
+UNITS = ("rss", "gpu")
+
+
+@dataclass(frozen=True)
+class FunctionTime:
+    """One function of one step on one rank.
+
+    Attributes:
+        name: one of FUNCTIONS.
+        phase: "forward", "backward", or "" where there is one of it.
+        start_s: since the job's common start, s.
+        duration_s: how long it took, s.
+    """
+
+    name: str
+    phase: str
+    start_s: float
+    duration_s: float
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of one rank.
+
+    Attributes:
+        step: number of the step, from 1.
+        start_s: since the job's common start, s.
+        wall_s: from the step's start to its end, s.
+        frames: frames of this rank's batch, padding left out.
+        functions: in the order of time; their sum is wall_s but for what lies between them.
+    """
+
+    step: int
+    start_s: float
+    wall_s: float
+    frames: int
+    functions: tuple[FunctionTime, ...]
+
+    def seconds(self, name: str, phase: str | None = None) -> float:
+        """Return the time of a function in this step, s; of both phases where none is given."""
+        return sum(f.duration_s for f in self.functions if f.name == name and phase in (None, f.phase))
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """A rank and its steps.
+
+    Attributes:
+        clock_offset_s: by how much its clock was set right, s; 0 on rank 0's host.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    clock_offset_s: float
+    steps: tuple[StepRecord, ...]
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory of one rank in bytes.
+
+    Attributes:
+        peak_bytes: in the profile's unit: of the process (RSS), or of the GPU (allocated by torch).
+        rss_bytes: of the process at its peak.
+        parameters_bytes: parameters and gradients.
+        optimizer_bytes: state of the optimizer.
+        gpu_peak_bytes: None on a CPU.
+    """
+
+    rank: int
+    peak_bytes: int
+    rss_bytes: int
+    parameters_bytes: int
+    optimizer_bytes: int
+    gpu_peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of all ranks of a job; `unit` is "rss" or "gpu"."""
+
+    unit: str
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def balance(self) -> float:
+        """The largest peak over the smallest; 1: all ranks the same."""
+        peaks = [rank.peak_bytes for rank in self.ranks]
+        return max(peaks) / max(1, min(peaks))
+
+
+def rank_path(folder: Path, rank: int) -> Path:
+    """Return where a rank of a job records its steps."""
+    return folder / f"rank-{rank:04d}.jsonl"
+
+
+def read_rank(path: Path) -> RankRecord:
+    """Read one rank's steps.  Raises RunError: the file is missing or damaged."""
+    try:
+        lines = read_lines(path)
+        if lines.num_damaged:
+            raise ValueError(f"{_counted(lines.num_damaged, 'line')} damaged")
+        if not lines.records:
+            raise ValueError("it is empty")
+        head, *rest = lines.records
+        steps = tuple(_in_line(number, _step_of, line) for number, line in enumerate(rest, start=2))
+        return RankRecord(**_in_line(1, _head_of, {**head, "steps": steps}))
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _in_line(number: int, read: Callable[[dict[str, Any]], Read], line: dict[str, Any]) -> Read:
+    try:
+        return read(line)
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from error
+
+
+def _head_of(line: dict[str, Any]) -> dict[str, Any]:
+    return checked_fields(RankRecord, line)
+
+
+def _step_of(line: dict[str, Any]) -> StepRecord:
+    """Return the step of a line.  Raises ValueError."""
+    values = checked_fields(StepRecord, line)
+    if not isinstance(values["functions"], list):
+        raise ValueError("functions is not a list")
+    functions = tuple(map(_function_of, values["functions"]))
+    step = StepRecord(**{**values, "functions": functions})
+    if step.step < 1 or step.wall_s <= 0 or step.frames < 0:
+        raise ValueError(f"step {step.step} of {step.frames} frames in {step.wall_s:g} s cannot be")
+    return step
+
+
+def _function_of(values: Any) -> FunctionTime:
+    names = [field.name for field in fields(FunctionTime)]
+    if not isinstance(values, list) or len(values) != len(names):
+        raise ValueError(f"a function of a step is not [{', '.join(names)}]")
+    function = FunctionTime(**checked_fields(FunctionTime, dict(zip(names, values, strict=True))))
+    if function.phase not in PHASES or function.duration_s < 0:
+        raise ValueError(f"{function.name} {function.phase!r} of {function.duration_s:g} s cannot be")
+    return function
+
+
+def _unreadable(path: Path, error: Exception) -> RunError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return RunError(f"{path}: cannot be read ({reason}); run the profile again")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"1 {what} is" if number == 1 else f"{number} {what}s are"
+
+
+def read_memory(path: Path) -> Memory:
+    """Read a job's memory.json.  Raises RunError: it is damaged."""
+    content = read_json(path)
+    try:
+        memory = Memory(**checked_fields(Memory, content))
+        if memory.unit not in UNITS or not isinstance(memory.ranks, list) or not memory.ranks:
+            raise ValueError(f"unit {memory.unit!r} and ranks: no memory of ranks")
+        return Memory(memory.unit, tuple(RankMemory(**checked_fields(RankMemory, r)) for r in memory.ranks))
+    except ValueError as error:
+        raise _unreadable(path, error) from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file at once, with its folder.  Raises RunError (disk)."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(path, json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise RunError(cannot_be_written(path, error)) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.  Raises RunError: it is damaged or missing."""
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no object")
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    return content

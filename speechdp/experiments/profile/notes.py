@@ -1,0 +1,49 @@
+"""What has to be known of a machine to read a profile's figures, one line each."""
+
+from __future__ import annotations
+
+from speechdp.errors import ConfigError
+from speechdp.experiments.profile.plan import ProfilePlan
+from speechdp.launching.cores import available_cores
+from speechdp.options.run import TrainOptions
+
+
+def notes_on(plan: ProfilePlan, options: TrainOptions, *, on_this_machine: bool) -> list[str]:
+    """Return cautions about ranks, cores and GPUs; of other hosts nothing is known.
+
+    Raises:
+        ConfigError: a GPU was asked for that is not there.
+    """
+    if not on_this_machine:
+        return []
+    return _about_gpus(options.device, max(plan.ranks)) + about_cores(plan.ranks, available_cores())
+
+
+def about_cores(ranks: tuple[int, ...], cores: int) -> list[str]:
+    """Return what to say where more ranks than cores compute."""
+    more = [str(number) for number in sorted(ranks) if number > cores]
+    if not more:
+        return []
+    has = "has 1 core" if cores == 1 else f"has {cores} cores"
+    return [
+        f"this machine {has}: with {' and '.join(more)} ranks they take turns, and times there say nothing "
+        "about as many machines or GPUs"
+    ]
+
+
+def _about_gpus(device: str, most_ranks: int) -> list[str]:
+    import torch  # noqa: PLC0415 - `speechdp --help` must not wait for it
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cpu":
+        return []
+    if count == 0 and device == "cuda":
+        raise ConfigError("--device cuda: torch sees no GPU here; check the driver, or use --device cpu")
+    if count == 0:
+        return ["torch sees no GPU: everything is computed, and timed, on the CPU"]
+    if most_ranks > count:
+        raise ConfigError(
+            f"--ranks {most_ranks}: torch sees {count} GPU(s) here, and each rank takes one; give at most "
+            f"{count}, a --hostfile, or --device cpu"
+        )
+    return []

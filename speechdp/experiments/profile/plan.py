@@ -1,0 +1,189 @@
+"""Decide which jobs a profile consists of, with which batches, loaders and steps: pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from speechdp.data.plan.orders import GROUP_BATCHES
+from speechdp.errors import ConfigError
+from speechdp.experiments.profile.record import BLOCKING, FED, KINDS, MODULES, POOLED, STRONG, WEAK, JobEntry
+from speechdp.options.batch import BatchOptions, LoadingOptions
+from speechdp.options.recipe import find_recipe
+from speechdp.options.run import TrainOptions
+from speechdp.parallel.registry import parse_strategy
+
+#: Modules of each task's model, in the order of the forward pass.
+MODULES_OF_TASK = {"synthesis": ("encoder", "decoder", "postproc"), "acoustic": ("encoder", "output")}
+#: Kinds that are measured on the most ranks alone: what they are compared with is one another.
+_ON_MOST_RANKS = (BLOCKING, POOLED, FED)
+#: Steps between two stops of the blocking trainloader, twice: one stop to begin with is no picture.
+TWO_STOPS = 2 * GROUP_BATCHES
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A job to be run and the options of its training steps."""
+
+    entry: JobEntry
+    options: TrainOptions
+
+    @property
+    def module(self) -> str:
+        """The module that runs alone; "" where whole steps are measured."""
+        return self.entry.kind if self.entry.kind in MODULES else ""
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks to start, on one machine: those that train and those that feed them."""
+        return self.entry.ranks + self.options.loading.feeders
+
+
+@dataclass(frozen=True)
+class ProfilePlan:
+    """What is measured.
+
+    Attributes:
+        ranks: numbers of ranks, ascending.
+        only: kinds of jobs; none: all that the other fields ask for.
+        strong: also with the batch of all ranks constant.
+        steps: of each rank.
+        warmup: first steps that are recorded but left out of means.
+        loader_steps: steps of the jobs that compare loaders; None: enough for the blocking one.
+        poster_iterations: N ranks take N times as many steps, as on the IBM/NTU poster.
+    """
+
+    ranks: tuple[int, ...]
+    only: tuple[str, ...] = ()
+    strong: bool = False
+    steps: int = 20
+    warmup: int = 3
+    loader_steps: int | None = None
+    poster_iterations: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.ranks or min(self.ranks) < 1 or len(set(self.ranks)) < len(self.ranks):
+            raise ConfigError(f"--ranks {self.ranks}: numbers of ranks from 1, none twice, e.g. 1,2,4")
+        for kind in self.only:
+            if kind not in KINDS:
+                raise ConfigError(f"--only {kind}: choose from {', '.join(KINDS)}")
+        if not 0 <= self.warmup < self.steps:
+            raise ConfigError(
+                f"--warmup {self.warmup}: of --steps {self.steps} none would be left; give more steps"
+            )
+        if self.loader_steps is not None and self.loader_steps <= self.warmup:
+            raise ConfigError(f"--loader-steps {self.loader_steps}: must be more than --warmup {self.warmup}")
+
+    def kinds(self, options: TrainOptions) -> tuple[str, ...]:
+        """Return the kinds of jobs, in the order of KINDS.  Raises ConfigError: not for this task."""
+        modules = MODULES_OF_TASK[options.task]
+        for kind in self.only:
+            if kind in MODULES and kind not in modules:
+                raise ConfigError(
+                    f"--only {kind}: a model of --task {options.task} has no {kind}, but {', '.join(modules)}"
+                )
+        chosen = set(self.only) or {WEAK, *modules, POOLED}
+        if not self.only and not options.batch.batch_frames:
+            chosen.add(BLOCKING)
+        if not self.only and options.loading.feeders:
+            chosen.add(FED)
+        if self.strong and (not self.only or WEAK in chosen):
+            chosen.add(STRONG)
+        if FED in chosen and not options.loading.feeders:
+            raise ConfigError("--only fed: needs --feeders, the ranks that feed the others")
+        return tuple(kind for kind in KINDS if kind in chosen)
+
+    def jobs(self, options: TrainOptions) -> list[PlannedJob]:
+        """Return all jobs in the order they are run.
+
+        Raises:
+            ConfigError: options that a profile cannot have, or a batch that does not divide by the ranks.
+        """
+        check_options(options)
+        return list(self._jobs(options, self.kinds(options)))
+
+    def _jobs(self, options: TrainOptions, kinds: tuple[str, ...]) -> Iterator[PlannedJob]:
+        for kind in kinds:
+            for ranks in sorted(self.ranks)[-1:] if kind in _ON_MOST_RANKS else sorted(self.ranks):
+                own = _options_of(kind, ranks, options)
+                # On one rank both batches are the same: measured once.
+                folder = f"{WEAK if kind == STRONG and ranks == 1 and WEAK in kinds else kind}-{ranks}"
+                yield PlannedJob(
+                    JobEntry(
+                        name=f"{kind}-{ranks}",
+                        kind=kind,
+                        ranks=ranks,
+                        batch_size=own.batch.batch_size or 0,
+                        loader="none" if kind in MODULES else own.batch.order,
+                        folder=folder,
+                        steps=self._steps(kind, ranks),
+                    ),
+                    own,
+                )
+
+    def _steps(self, kind: str, ranks: int) -> int:
+        if kind in _ON_MOST_RANKS:
+            return self.loader_steps or max(self.steps, TWO_STOPS + self.warmup)
+        return self.steps * ranks if self.poster_iterations and kind != STRONG else self.steps
+
+
+def check_options(options: TrainOptions) -> None:
+    """Refuse options of training that a profile cannot have.  Raises ConfigError."""
+    recipe_batch = options.batch.batch_size is None and find_recipe(options.recipe).global_batch is not None
+    if options.batch.global_batch is not None or (recipe_batch and not options.batch.batch_frames):
+        raise ConfigError(
+            "--global-batch is not for profile: give --batch-size, the batch of a rank; --strong measures "
+            "with the batch of all ranks constant too"
+        )
+    if options.max_steps:
+        raise ConfigError("--max-steps is not for profile: use --steps")
+    if options.realign:
+        raise ConfigError("--realign is not for profile: it measures steps of one training")
+    if options.batch.order == "blocking-sort":
+        raise ConfigError("--order blocking-sort: profile measures it by itself, in the job blocking-N")
+    strategy = parse_strategy(options.strategy)
+    if not strategy.synchronous:
+        raise ConfigError(f"--strategy {strategy.name}: its ranks have no step in common to be measured")
+
+
+def batch_of_rank(options: TrainOptions) -> int:
+    """Return segments, or utterances, a rank and step; 0 where --batch-frames counts."""
+    return options.batches().batch_size or 0
+
+
+def _options_of(kind: str, ranks: int, options: TrainOptions) -> TrainOptions:
+    loading: LoadingOptions = options.loading
+    if kind != FED:
+        loading = dataclasses.replace(loading, feeders=0)
+    batch = dataclasses.replace(options.batch, batch_size=batch_of_rank(options) or None)
+    if kind == STRONG:
+        batch = _shared_out(batch, ranks)
+    if kind == BLOCKING:
+        batch = dataclasses.replace(batch, order="blocking-sort")
+    if kind == POOLED:
+        batch = dataclasses.replace(batch, order="pooled")
+    strategy = _without_overlap(options.strategy)
+    # One rank needs no back-end: some ask for a launcher, which it may have to do without.
+    backend = "auto" if ranks == 1 and not loading.feeders else options.backend
+    return dataclasses.replace(options, batch=batch, loading=loading, strategy=strategy, backend=backend)
+
+
+def _shared_out(batch: BatchOptions, ranks: int) -> BatchOptions:
+    """Return a rank's share of what is one rank's batch in `weak`."""
+    if batch.batch_frames:
+        return dataclasses.replace(batch, batch_frames=max(1, batch.batch_frames // ranks))
+    assert batch.batch_size is not None
+    if batch.batch_size % ranks:
+        raise ConfigError(
+            f"--strong: a batch of {batch.batch_size} does not divide by {ranks} ranks; give a --batch-size "
+            f"that is a multiple of {ranks}"
+        )
+    return dataclasses.replace(batch, batch_size=batch.batch_size // ranks)
+
+
+def _without_overlap(text: str) -> str:
+    """Have a strategy exchange after backward, not behind it: functions are to be told apart."""
+    if not hasattr(parse_strategy(text), "overlap") or "overlap=" in text:
+        return text
+    return f"{text}{',' if ':' in text else ':'}overlap=false"

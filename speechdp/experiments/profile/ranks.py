@@ -1,0 +1,243 @@
+"""What each rank of a profile's job does: build as training does, take the steps, record every function."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import tempfile
+import threading
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from speechdp.comm.startup.start_guard import StartGuard
+from speechdp.data.loading.batch import Batch
+from speechdp.data.loading.loader import Step, StepLoader
+from speechdp.data.loading.source import SplitSource
+from speechdp.data.plan.assignment import Place
+from speechdp.data.plan.epoch_plan import plan_epoch
+from speechdp.errors import ConfigError, RunError
+from speechdp.experiments.profile.common_start import begin_together
+from speechdp.experiments.profile.full_batches import FullBatches, no_whole_batch, whole_steps
+from speechdp.experiments.profile.measured import WHOLE, StepRecord
+from speechdp.experiments.profile.recording import write_facts, write_steps
+from speechdp.experiments.profile.steps import SingleModule, StageClock, StagedStep, stages_of
+from speechdp.options.run import TrainOptions
+from speechdp.parallel.registry import parse_strategy
+from speechdp.parallel.strategy import Progress
+from speechdp.timing.timeline import Span, Timeline
+from speechdp.train.build import (
+    build_trainer,
+    check_sources,
+    epoch_planner,
+    open_loader,
+    plan_options_for,
+    training_ranks,
+)
+from speechdp.train.sampling import sampled_into
+from speechdp.train.session import Session
+from speechdp.train.trainer import Trainer
+from speechdp.train.trainer_state import TrainingParts
+from speechdp.train.watching import watched
+from speechdp.watchdog.status import StatusFolder
+
+#: Epochs are repeated until the steps are done, however small the data are.
+_MANY_EPOCHS = 1_000_000
+_FUNCTION_OF_SPAN = {Span.COMM: "exchange", Span.UPDATE: "update"}
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """What a job measures.
+
+    Attributes:
+        folder: where its ranks record.
+        module: the stage that runs alone; "": whole steps.
+        steps: of each rank.
+        sample_hz: samples of utilisation a second; 0: none.
+    """
+
+    folder: Path
+    module: str
+    steps: int
+    sample_hz: float
+
+
+def profile_rank(session: Session, options: TrainOptions, request: JobRequest) -> None:
+    """Measure on this rank and leave the job's files.  Collective.
+
+    Raises:
+        ConfigError: options that do not fit the data or a profile.
+        RunError: NaN in the loss, a full disk, a signal to stop.
+        ShardError: damaged data.
+    """
+    with StartGuard(options.faults.hang_timeout, "begin the profile") as start_guard:
+        _profile(session, options, request, start_guard)
+
+
+def _profile(session: Session, options: TrainOptions, request: JobRequest, start_guard: StartGuard) -> None:
+    options = dataclasses.replace(options, epochs=_MANY_EPOCHS)
+    resolved = options.resolve(training_ranks(options, session.comm.size))
+    strategy = parse_strategy(options.strategy)
+    if not strategy.synchronous:
+        raise ConfigError(f"profile: with {strategy.name} ranks have no step in common; choose another")
+    strategy.check_ranks(session.comm)
+    check_sources(session, resolved, strategy)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="speechdp-profile-")))
+        clock = StageClock(session.device)
+        timeline = FunctionTimeline(clock, session.comm.rank)
+        trainer, sources = build_trainer(session, options, scratch, stack, timeline)
+        parts = trainer.parts
+        if session.comm.rank == 0:
+            StatusFolder(request.folder).clear()
+        stack.enter_context(watched(session, options, request.folder, trainer))
+        start_guard.over()
+        parts.model.train()
+        runner: _ModuleAlone | _WholeSteps
+        if request.module:
+            batch = typical_batch(session, resolved, sources.training).to(session.device)
+            runner = _ModuleAlone(parts, clock, request.module, batch)
+        else:
+            plan = epoch_planner(session, sources.training, resolved)
+            whole = FullBatches(plan, resolved.batches().batch_size or 0, request.steps)
+            loader, _ = open_loader(session, resolved, trainer, sources.training, stack)
+            runner = _WholeSteps(parts, clock, loader, whole)
+        start = begin_together(session.comm)
+        clock.begin(start.origin_s)
+        with sampled_into(session, request.sample_hz, request.folder, start.origin_s):
+            records = _take_steps(session, runner, clock, request.steps, trainer)
+        parts.strategy.finish()
+        parts.strategy.close()
+        write_steps(session, request.folder, start, records)
+        write_facts(session, request.folder, parts)
+
+
+class FunctionTimeline(Timeline):
+    """The timeline a strategy is given: its exchange and its update are functions of the step.
+
+    What another thread exchanges behind the step is no part of it and is not recorded.
+    """
+
+    def __init__(self, clock: StageClock, rank: int) -> None:
+        super().__init__(None, rank=rank, device=torch.device("cpu"))
+        self._clock = clock
+        self._thread = threading.get_ident()
+
+    def span(self, span: Span) -> AbstractContextManager[None]:
+        name = _FUNCTION_OF_SPAN.get(span)
+        if name is None or threading.get_ident() != self._thread:
+            return contextlib.nullcontext()
+        return self._clock.timed(name, WHOLE)
+
+
+class _WholeSteps:
+    """Training steps with everything that belongs to them."""
+
+    def __init__(
+        self, parts: TrainingParts, clock: StageClock, loader: StepLoader, whole: FullBatches
+    ) -> None:
+        self._parts, self._clock, self._loader, self._whole = parts, clock, loader, whole
+        self._staged = StagedStep(stages_of(parts.task, parts.model), clock)
+        self._frames = 0.0
+        parts.strategy.resume()
+
+    def step(self, number: int) -> int:
+        """Take a step; return this rank's frames of it.  Raises RunError: the loss is not finite."""
+        parts = self._parts
+        step = self._next()
+        frames = step.batch.num_frames
+        parts.replica.set_learning_rate(parts.schedule.at(_place(step)) * parts.strategy.learning_rate_factor)
+        parts.strategy.before_backward(frames)
+        if frames:
+            self._compute_gradients(step, number)
+        self._frames += step.at.mean_frames
+        time_s = parts.timeline.training_time_s
+        parts.strategy.step(Progress(number, self._frames, time_s, _place(step), _MANY_EPOCHS))
+        parts.timeline.end_step(number, step.epoch, frames)
+        return frames
+
+    def _next(self) -> Step:
+        """Wait for the next step with whole batches; what is passed over leaves no trace."""
+        while True:
+            self._clock.take()
+            with self._clock.timed("trainloader", WHOLE):
+                step = next(self._loader)
+            if self._whole.holds(step):
+                return step
+
+    def _compute_gradients(self, step: Step, number: int) -> None:
+        with self._clock.timed("h2d", WHOLE):
+            batch = step.batch.to(self._parts.device)
+        loss = self._staged.forward(batch)
+        self._parts.strategy.observe_loss(loss, batch.num_frames)
+        if not math.isfinite(value := loss.item()):
+            self._refuse(value, number)
+        self._staged.backward()
+
+    def _refuse(self, value: float, number: int) -> NoReturn:
+        raise RunError(
+            f"the loss is {value} at step {number} on rank {self._parts.comm.rank}: lower --learning-rate or "
+            "--max-gradient-norm, or inspect the data; times with such numbers would be of no use"
+        )
+
+
+def _place(step: Step) -> float:
+    return step.epoch + step.at.index / step.at.num_steps
+
+
+class _ModuleAlone:
+    """One module, forward and backward, with the same inputs at every step; nothing is exchanged."""
+
+    def __init__(self, parts: TrainingParts, clock: StageClock, module: str, batch: Batch) -> None:
+        stages = stages_of(parts.task, parts.model)
+        if module not in [stage.name for stage in stages]:
+            raise ConfigError(
+                f"profile: a model of task {parts.task.name} has no {module}; it has: "
+                + ", ".join(stage.name for stage in stages[:-1])
+            )
+        self._parts, self._frames = parts, batch.num_frames
+        self._single = SingleModule(stages, module, batch, clock)
+        parts.replica.clear_gradients()
+
+    def step(self, number: int) -> int:
+        """Run the module; return the frames of the batch."""
+        self._single.step()
+        return self._frames
+
+
+def typical_batch(session: Session, options: TrainOptions, source: SplitSource) -> Batch:
+    """Return the whole batch of median size of one rank's first epoch: the same on any rank of any number."""
+    plan = plan_epoch(source.index, plan_options_for(session.dataset, options), 0, 1)
+    batch_size = options.batches().batch_size or 0
+    whole = set(whole_steps(plan, batch_size))
+    if not whole:
+        raise no_whole_batch(1, batch_size)
+    order = [int(i) for i in plan.padded_frames[0].argsort(kind="stable") if int(i) in whole]
+    index = order[len(order) // 2]
+    return source.batch(plan.ranks[0].batch(index), Place(0, 0, index))
+
+
+def _take_steps(
+    session: Session,
+    runner: _ModuleAlone | _WholeSteps,
+    clock: StageClock,
+    steps: int,
+    trainer: Trainer,
+) -> list[StepRecord]:
+    records = []
+    for number in range(1, steps + 1):
+        stop = session.stop
+        if stop is not None and stop.received is not None:
+            raise RunError(f"stopped by {stop.received} at step {number} on rank {session.comm.rank}")
+        frames = runner.step(number)
+        end_s, functions = clock.now(), clock.take()
+        trainer.counters.step = number
+        trainer.parts.pulse.beat()
+        start_s = functions[0].start_s
+        records.append(StepRecord(number, start_s, end_s - start_s, frames, functions))
+    return records

@@ -1,0 +1,278 @@
+"""profile.json: what a profile measures, which jobs it consists of, and how all is read (docs/profile.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speechdp.errors import ConfigError, RunError
+from speechdp.experiments.profile.checked import checked_fields
+from speechdp.experiments.profile.measured import (
+    BACKWARD,
+    FACTS_NAME,
+    FORWARD,
+    FUNCTIONS,
+    MEMORY_NAME,
+    WHOLE,
+    FunctionTime,
+    Memory,
+    RankMemory,
+    RankRecord,
+    StepRecord,
+    rank_path,
+    read_json,
+    read_memory,
+    read_rank,
+    write_json,
+)
+from speechdp.json_input import parse_json
+
+if TYPE_CHECKING:
+    from speechdp.report.runs.samples import Samples
+
+__all__ = [
+    "BACKWARD", "FACTS_NAME", "FORWARD", "FUNCTIONS", "MEMORY_NAME", "WHOLE", "FunctionTime",
+    "JobEntry",
+    "Memory", "Profile", "ProfileJob", "RankMemory", "RankRecord", "Record", "Settings", "StepRecord",
+    "rank_path", "read_job", "read_profile", "read_record", "write_json", "write_record",
+]  # fmt: skip
+
+FILE_NAME = "profile.json"
+PROFILE_FORMAT = "speechdp-profile"
+PROFILE_VERSION = 1
+STATES = PENDING, COMPLETE, FAILED = "pending", "complete", "failed"
+
+#: Kinds of jobs: all functions with a rank's batch, or all ranks' batch, constant; one module alone; kinds of
+#: trainloader.
+WEAK, STRONG, BLOCKING, POOLED, FED = "weak", "strong", "blocking", "pooled", "fed"
+MODULES = ("encoder", "decoder", "postproc", "output")
+KINDS = (WEAK, STRONG, *MODULES, BLOCKING, POOLED, FED)
+
+
+def in_order(functions: set[str]) -> list[str]:
+    """Return functions in the order of a step; unknown ones behind, by name."""
+    known = [name for name in FUNCTIONS if name in functions]
+    return known + sorted(functions - set(FUNCTIONS))
+
+
+@dataclass(frozen=True)
+class JobEntry:
+    """A job as profile.json lists it.
+
+    Attributes:
+        name: e.g. "weak-2".
+        kind: one of KINDS.
+        ranks: that train; with feeders more are started.
+        batch_size: utterances or segments a rank and step; 0 where frames count.
+        loader: "pooled", "blocking-sort", ..., "none" for a single module.
+        folder: beside profile.json.
+        steps: how many each rank takes.
+        state: pending, complete or failed.
+        message: why it failed.
+        wall_s: how long it took with its start, s.
+    """
+
+    name: str
+    kind: str
+    ranks: int
+    batch_size: int
+    loader: str
+    folder: str
+    steps: int = 0
+    state: str = COMPLETE
+    message: str = ""
+    wall_s: float | None = None
+
+
+@dataclass(frozen=True)
+class ProfileJob:
+    """A job and what its ranks recorded; nothing where it is pending or failed.
+
+    Attributes:
+        entry: what profile.json says.
+        path: its folder.
+        rank_records: by rank.
+        memory: None where it was not recorded.
+        facts: of job.json: device, hosts, threads, parameters, ...
+        sample_paths: files of the sampler, one a host.
+    """
+
+    entry: JobEntry
+    path: Path
+    rank_records: tuple[RankRecord, ...] = ()
+    memory: Memory | None = None
+    facts: Mapping[str, Any] | None = None
+    sample_paths: tuple[Path, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the job, e.g. "weak-2"."""
+        return self.entry.name
+
+    @property
+    def kind(self) -> str:
+        """Kind of the job, e.g. "weak"."""
+        return self.entry.kind
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that train."""
+        return self.entry.ranks
+
+    @property
+    def steps(self) -> list[tuple[StepRecord, ...]]:
+        """The steps of each rank, by rank."""
+        return [record.steps for record in self.rank_records]
+
+    @property
+    def samples(self) -> tuple[Samples, ...]:
+        """What the sampler saw, one a host; read anew each time."""
+        from speechdp.report.runs.samples import read_samples  # noqa: PLC0415 - only where it is drawn
+
+        return tuple(read_samples(path) for path in self.sample_paths)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all jobs of a profile share.
+
+    Attributes:
+        task: "synthesis" or "acoustic".
+        decoder: "fast" or "loop"; "" for an acoustic model.
+        batch_size: of a rank in the jobs `weak`.
+        reduction: frames a decoder step; 0 for an acoustic model.
+        steps: of each rank.
+        warmup_steps: first steps, left out of means.
+        device: e.g. "CPU" or the name of the GPU.
+        machine: e.g. "Linux x86_64".
+        cores: of this machine.
+        command: words of the command line.
+        threads: of a rank.
+        notes: cautions to be read with the figures, one line each.
+        options: everything else that decides what is measured.
+    """
+
+    task: str
+    preset: str
+    decoder: str
+    batch_size: int
+    reduction: int
+    steps: int
+    warmup_steps: int
+    device: str
+    machine: str
+    cores: int
+    command: tuple[str, ...]
+    threads: int = 1
+    notes: tuple[str, ...] = ()
+    options: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """The content of profile.json; frozen, so that a change is a new record."""
+
+    settings: Settings
+    jobs: tuple[JobEntry, ...]
+
+    def with_job(self, index: int, **changes: Any) -> Record:
+        """Return the record with some fields of job `index` changed."""
+        jobs = list(self.jobs)
+        jobs[index] = replace(jobs[index], **changes)
+        return replace(self, jobs=tuple(jobs))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A profile read back: settings and jobs, in the order they were run in."""
+
+    path: Path
+    settings: Settings
+    jobs: tuple[ProfileJob, ...]
+
+    def of_kind(self, kind: str) -> tuple[ProfileJob, ...]:
+        """Return the jobs of a kind that have steps, by number of ranks."""
+        jobs = [job for job in self.jobs if job.kind == kind and any(job.steps)]
+        return tuple(sorted(jobs, key=lambda job: job.ranks))
+
+
+def write_record(out: Path, record: Record) -> None:
+    """Write OUT/profile.json; a reader sees the old one or the new one.  Raises RunError (disk)."""
+    content = {
+        "format": PROFILE_FORMAT,
+        "version": PROFILE_VERSION,
+        **asdict(record.settings),
+        "jobs": [asdict(job) for job in record.jobs],
+    }
+    write_json(out / FILE_NAME, content)
+
+
+def read_record(out: Path) -> Record:
+    """Read OUT/profile.json.
+
+    Raises:
+        ConfigError: there is none, it is damaged, of another version, or names a folder elsewhere.
+    """
+    path = out / FILE_NAME
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+        if content["format"] != PROFILE_FORMAT or content["version"] != PROFILE_VERSION:
+            raise ValueError(f"format {content['format']!r}, version {content['version']!r}")
+        jobs = tuple(_checked_job(JobEntry(**checked_fields(JobEntry, job))) for job in content["jobs"])
+        values = checked_fields(Settings, content)
+        listed = {key: tuple(values.get(key, ())) for key in ("command", "notes")}
+        settings = Settings(**{**values, **listed})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); run speechdp profile into {out}") from error
+    for job in jobs:
+        if not isinstance(job.folder, str) or job.folder in ("", "..") or Path(job.folder).name != job.folder:
+            raise ConfigError(f"{path}: {job.folder!r} is not the name of a folder beside it; mend the file")
+    return Record(settings, jobs)
+
+
+def _checked_job(job: JobEntry) -> JobEntry:
+    """Return the job.  Raises ValueError: of no known kind or state, or without ranks."""
+    if job.kind not in KINDS or job.state not in STATES or job.ranks < 1:
+        raise ValueError(f"job {job.name!r} of kind {job.kind!r}, {job.ranks} ranks, state {job.state!r}")
+    return job
+
+
+def read_profile(out: Path) -> Profile:
+    """Read a profile with all that its jobs recorded.
+
+    Raises:
+        ConfigError: there is none, or profile.json is damaged.
+        RunError: a finished job's files are missing or damaged.
+    """
+    record = read_record(out)
+    jobs = []
+    for entry in record.jobs:
+        path = out / entry.folder
+        jobs.append(read_job(entry, path) if entry.state == COMPLETE else ProfileJob(entry, path))
+    return Profile(out, record.settings, tuple(jobs))
+
+
+def read_job(entry: JobEntry, path: Path) -> ProfileJob:
+    """Read what the ranks of a finished job recorded.  Raises RunError: missing or damaged files."""
+    records = tuple(read_rank(rank_path(path, rank)) for rank in range(entry.ranks))
+    for rank, record in enumerate(records):
+        _check_rank(entry, rank_path(path, rank), rank, record)
+    memory, facts = path / MEMORY_NAME, path / FACTS_NAME
+    return ProfileJob(
+        entry,
+        path,
+        records,
+        read_memory(memory) if memory.is_file() else None,
+        read_json(facts) if facts.is_file() else None,
+        tuple(sorted(path.glob("samples-*.jsonl"))),
+    )
+
+
+def _check_rank(entry: JobEntry, path: Path, rank: int, record: RankRecord) -> None:
+    """Refuse the file of another rank, and one that has lost steps.  Raises RunError."""
+    if record.rank != rank:
+        raise RunError(f"{path}: is that of rank {record.rank}; run the profile again")
+    if entry.steps and len(record.steps) != entry.steps:
+        raise RunError(f"{path}: has {len(record.steps)} of {entry.steps} steps; run the profile again")

@@ -1,0 +1,1 @@
+"""Ranks that make batches for others."""

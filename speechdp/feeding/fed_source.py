@@ -1,0 +1,166 @@
+"""A split whose batches other ranks make: the trainer's end of the feeding."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from speechdp.comm.base import Communicator
+from speechdp.comm.packets import Packet
+from speechdp.data.loading.batch import Batch
+from speechdp.data.loading.source import SplitSource
+from speechdp.data.loading.source_options import SourceRequest
+from speechdp.data.loading.stage_times import StageTimes
+from speechdp.data.plan.assignment import Place
+from speechdp.data.plan.epoch_plan import CorpusIndex, Segments
+from speechdp.feeding.feeder_link import DEPTH, FeederLink
+
+
+class Feeders:
+    """Opens sources on the ranks that feed this one.
+
+    Args:
+        link: to them; closed by whoever made it.
+    """
+
+    def __init__(self, link: FeederLink) -> None:
+        self._link = link
+        self._numbers = itertools.count()
+
+    def open(self, request: SourceRequest) -> FedSource:
+        """Open a source on all feeders of this rank.
+
+        Raises:
+            ConfigError, ShardError: as `open_local_source`, with the feeder's rank.
+        """
+        return FedSource(self._link, next(self._numbers), request)
+
+
+class FedSource(SplitSource):
+    """A split that the feeders of this rank have opened; this rank opens no shard.
+
+    Attributes:
+        read_ahead: batches to be under way so that every feeder has work.
+
+    Args:
+        link: to the feeders.
+        number: of the source; no other of this link's has it.
+        request: what its batches hold.
+    """
+
+    def __init__(self, link: FeederLink, number: int, request: SourceRequest) -> None:
+        self._link, self._number = link, number
+        self._closed = False
+        self.read_ahead = DEPTH * len(link.feeders)
+        self.times = StageTimes()
+        self._made_by = dict.fromkeys(map(str, link.feeders), 0)
+        self.times.facts["batches_of_feeders"] = self._made_by
+        words = {"op": "open", "request": request.to_json()}
+        answers = [
+            self._ask(feeder, {**words, "with_index": feeder == link.feeders[0]}) for feeder in link.feeders
+        ]
+        replies = [answer.result() for answer in answers]
+        self.feature_dim = int(replies[0].head["feature_dim"])
+        shard, utterance, num_frames = (tensor.numpy() for tensor in replies[0].tensors)
+        self.index = CorpusIndex(shard, utterance, num_frames)
+
+    def start(self, segments: Segments, place: Place | None = None) -> FedBatch:
+        head = {
+            "op": "batch",
+            "source": self._number,
+            "place": None if place is None else [place.epoch, place.part, place.index],
+        }
+        return FedBatch(self, self._link.ask_for_batch(head, [pack_segments(segments)]))
+
+    def count_classes(self, num_classes: int, share: int, num_shares: int) -> npt.NDArray[np.int64]:
+        # Each feeder counts every n-th shard of the share.
+        n = len(self._link.feeders)
+        answers = [
+            self._ask(feeder, {
+                "op": "count", "num_classes": num_classes, "share": share + num_shares * i,
+                "num_shares": num_shares * n,
+            })
+            for i, feeder in enumerate(self._link.feeders)
+        ]  # fmt: skip
+        counts = np.zeros((2, num_classes), dtype=np.int64)
+        for answer in answers:
+            counts += answer.result().tensors[0].numpy()
+        return counts
+
+    def feeder_times(self) -> list[dict[str, Any]]:
+        """Return what each feeder of this rank has done for this source so far, for all whom it feeds."""
+        answers = [self._ask(feeder, {"op": "times"}) for feeder in self._link.feeders]
+        return [answer.result().head["times"] for answer in answers]
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._link.forget(self._number)
+        for feeder in self._link.feeders if self._link.is_open else ():
+            self._ask(feeder, {"op": "close"})
+
+    def arrived(self, packet: Packet) -> Batch:
+        """Return the batch in a packet, and count it."""
+        features, targets, lengths = packet.tensors
+        batch = Batch(features, targets, lengths, int(packet.head["num_frames"]))
+        self._made_by[str(packet.source)] += 1
+        self.times.count(batch.num_frames, features.shape[0] * features.shape[1])
+        return batch
+
+    def _ask(self, feeder: int, head: dict[str, Any]) -> Future[Packet]:
+        return self._link.ask(feeder, {**head, "source": self._number})
+
+
+class FedBatch:
+    """A batch that a feeder has been asked for, or will be."""
+
+    def __init__(self, source: FedSource, answer: Future[Packet]) -> None:
+        self._source, self._answer = source, answer
+        self._batch: Batch | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._answer.done()
+
+    def result(self) -> Batch:
+        """Wait for the batch.  Raises what went wrong on the feeder, with its rank."""
+        if self._batch is None:
+            self._batch = self._source.arrived(self._answer.result())
+        return self._batch
+
+
+def gather_feeder_times(source: SplitSource, comm: Communicator) -> list[dict[str, Any]]:
+    """Return what every feeder has done for a source, by rank; nothing where ranks read themselves.
+
+    Collective.
+
+    Args:
+        source: of this rank.
+        comm: the ranks that train.
+
+    Returns:
+        What stands in timing.json as `feeders`: rank in the job, host, and as `data` the stages' summary.
+    """
+    comm.barrier()  # all batches have been made
+    own = source.feeder_times() if isinstance(source, FedSource) else []
+    by_rank = {entry["rank"]: entry for entries in comm.allgather_object(own) for entry in entries}
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def pack_segments(segments: Segments) -> Tensor:
+    """Return segments as one (5, S) int64 tensor."""
+    columns = (segments.shard, segments.utterance, segments.start, segments.num_frames, segments.speed)
+    return torch.from_numpy(np.stack([column.astype(np.int64) for column in columns]))
+
+
+def unpack_segments(packed: Tensor) -> Segments:
+    """Return what `pack_segments` packed."""
+    return Segments(*packed.numpy())

@@ -1,0 +1,209 @@
+"""What a feeder does: makes the batches that trainers ask for and sends them, until all have said goodbye."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speechdp.comm import environment
+from speechdp.comm.packets import Pacing, Packet, PacketChannel
+from speechdp.data.loading.source import Pending, SplitSource
+from speechdp.data.loading.source_options import SourceRequest, Workshop, open_local_source
+from speechdp.data.plan.assignment import Place
+from speechdp.data.shards.dataset import Dataset
+from speechdp.errors import SpeechDPError
+from speechdp.feeding.fed_source import unpack_segments
+from speechdp.feeding.feeder_link import TRAVELLING
+
+
+def feed(channel: PacketChannel, trainers: Sequence[int], dataset: Dataset, workshop: Workshop) -> int:
+    """Serve trainers till the last says goodbye; return the exit code they have agreed on.
+
+    One thread makes batches, in the order asked for; this one moves packets meanwhile, so that a batch leaves
+    while the next is made.
+
+    Args:
+        channel: nobody else receives from it here.
+        trainers: ranks in the channel.
+        dataset: the data.
+        workshop: how batches are made here.
+
+    Raises:
+        CommunicationError: the transport has failed.
+        Exception: a defect in making a batch; damaged data is told to the trainer that asked, who raises it.
+    """
+    maker = _Maker(channel, dataset, workshop)
+    exit_codes: dict[int, int] = {}
+    pacing = Pacing()
+    try:
+        while len(exit_codes) < len(trainers) or channel.is_moving:
+            maker.check()
+            packet = channel.receive()
+            if packet is None:
+                pacing.sleep(moving=channel.is_moving)
+                continue
+            pacing.reset()
+            if packet.head["op"] == "bye":
+                exit_codes[packet.source] = int(packet.head["exit_code"])
+            else:
+                maker.take(packet)
+    finally:
+        maker.close()
+    maker.check()
+    return max(exit_codes.values())
+
+
+@dataclass
+class _Opened:
+    """A source that trainers have opened with the same request, and how many of them use it."""
+
+    source: SplitSource
+    key: str
+    num_users: int = 0
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A batch being made."""
+
+    asked: Packet
+    opened: _Opened
+    pending: Pending
+
+
+class _Maker:
+    """Makes batches in a thread, and answers what else trainers ask about sources.
+
+    Args: as `feed`'s.
+    """
+
+    def __init__(self, channel: PacketChannel, dataset: Dataset, workshop: Workshop) -> None:
+        self._channel, self._dataset, self._workshop = channel, dataset, workshop
+        self._sources: dict[tuple[int, int], _Opened] = {}
+        self._shared: dict[str, _Opened] = {}
+        self._packets: queue.SimpleQueue[Packet | None] = queue.SimpleQueue()
+        self._begun: deque[_Begun] = deque()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="speechdp-feeder", daemon=True)
+        self._thread.start()
+
+    def take(self, packet: Packet) -> None:
+        """Do what a packet asks for, after all before it."""
+        self._packets.put(packet)
+
+    def check(self) -> None:
+        """Raise what has ended the thread, if anything has."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Finish what has been asked for, join the thread, close all sources."""
+        self._packets.put(None)
+        self._thread.join()
+        for opened in self._shared.values():
+            opened.source.close()
+
+    def _run(self) -> None:
+        try:
+            while self._step():
+                pass
+        except BaseException as error:  # handed to the main thread, which raises it
+            self._error = error
+
+    def _step(self) -> bool:
+        """Begin a batch, finish one, or answer something else; return False at the end."""
+        # As many batches are in work as threads preprocess them, and one that is read meanwhile.
+        if self._begun and (len(self._begun) > self._workshop.num_threads or self._packets.empty()):
+            self._finish(self._begun.popleft())
+            return True
+        packet = self._packets.get()
+        if packet is not None and packet.head["op"] == "batch":
+            self._begin(packet)
+            return True
+        while self._begun:
+            self._finish(self._begun.popleft())
+        if packet is not None:
+            self._answer(packet)
+        return packet is not None
+
+    def _begin(self, asked: Packet) -> None:
+        try:
+            opened = self._sources[asked.source, asked.head["source"]]
+            place = asked.head["place"]
+            segments = unpack_segments(asked.tensors[0])
+            pending = opened.source.start(segments, None if place is None else Place(*place))
+        except SpeechDPError as error:
+            self._refuse(asked, error)
+        else:
+            self._begun.append(_Begun(asked, opened, pending))
+
+    def _finish(self, begun: _Begun) -> None:
+        try:
+            batch = begun.pending.result()
+        except SpeechDPError as error:
+            self._refuse(begun.asked, error)
+            return
+        times = begun.opened.source.times
+        tensors = [batch.features, batch.targets, batch.lengths]
+        self._channel.send(
+            begun.asked.source,
+            {"number": begun.asked.head["number"], "op": "batch", "num_frames": batch.num_frames},
+            [tensor.contiguous() for tensor in tensors],
+            sent=lambda seconds: times.add("send", seconds),
+        )
+
+    def _answer(self, asked: Packet) -> None:
+        try:
+            head, tensors = getattr(self, f"_{asked.head['op']}")(asked)
+        except SpeechDPError as error:
+            self._refuse(asked, error)
+        else:
+            self._channel.send(asked.source, {**head, "number": asked.head["number"]}, tensors)
+
+    def _refuse(self, asked: Packet, error: SpeechDPError) -> None:
+        name = type(error).__name__
+        head = {"number": asked.head["number"], "op": asked.head["op"]}
+        self._channel.send(
+            asked.source, {**head, "error": [name if name in TRAVELLING else "RunError", str(error)]}
+        )
+
+    def _open(self, asked: Packet) -> tuple[dict[str, Any], list[Tensor]]:
+        key = json.dumps(asked.head["request"], sort_keys=True)
+        opened = self._shared.get(key)
+        if opened is None:
+            request = SourceRequest.from_json(asked.head["request"])
+            opened = _Opened(open_local_source(self._dataset, request, self._workshop), key)
+            self._shared[key] = opened
+        opened.num_users += 1
+        self._sources[asked.source, asked.head["source"]] = opened
+        index = opened.source.index
+        columns = (index.shard, index.utterance, index.num_frames) if asked.head["with_index"] else ()
+        return {"feature_dim": opened.source.feature_dim}, [torch.from_numpy(column) for column in columns]
+
+    def _count(self, asked: Packet) -> tuple[dict[str, Any], list[Tensor]]:
+        source = self._sources[asked.source, asked.head["source"]].source
+        words = asked.head
+        counts = source.count_classes(words["num_classes"], words["share"], words["num_shares"])
+        return {}, [torch.from_numpy(counts)]
+
+    def _times(self, asked: Packet) -> tuple[dict[str, Any], list[Tensor]]:
+        source = self._sources[asked.source, asked.head["source"]].source
+        place = {"rank": self._channel.rank, "host": environment.host_name()}
+        return {"times": {**place, "data": source.times.summary()}}, []
+
+    def _close(self, asked: Packet) -> tuple[dict[str, Any], list[Tensor]]:
+        opened = self._sources.pop((asked.source, asked.head["source"]), None)
+        if opened is not None:
+            opened.num_users -= 1
+            if opened.num_users == 0:
+                del self._shared[opened.key]
+                opened.source.close()
+        return {}, []

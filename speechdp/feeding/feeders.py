@@ -1,0 +1,79 @@
+"""Both ends of the feeding of a job, for as long as the job lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speechdp.comm.base import Communicator
+from speechdp.comm.packets import Allocate, fresh
+from speechdp.comm.startup.feeder_roles import Roles
+from speechdp.data.loading.buffers import BufferPool
+from speechdp.data.loading.source_options import Workshop
+from speechdp.data.shards.dataset import Dataset
+from speechdp.feeding.feeder import feed
+from speechdp.feeding.feeder_link import FeederLink
+
+#: Smaller tensors than this are not worth a place in the pool, bytes.
+_SMALL_BYTES = 1 << 16
+
+
+@dataclass
+class Goodbye:
+    """A trainer's link to its feeders, and the exit code to leave them with."""
+
+    link: FeederLink
+    exit_code: int = 0
+
+
+@contextmanager
+def open_link(job: Communicator, roles: Roles, device: torch.device) -> Iterator[Goodbye]:
+    """Link this trainer to its feeders and say goodbye at the end.  Collective over the job.
+
+    The feeders call `serve_trainers` meanwhile.
+
+    Args:
+        job: all ranks.
+        roles: of the ranks.
+        device: batches for a GPU arrive in page-locked memory.
+    """
+    channel = job.packets(_into(BufferPool(pin=device.type == "cuda")))
+    goodbye = Goodbye(FeederLink(channel, roles.feeders_of(job.rank)))
+    try:
+        yield goodbye
+    except BaseException:
+        goodbye.link.abandon()
+        raise
+    goodbye.link.close(goodbye.exit_code)
+    channel.close()
+
+
+def serve_trainers(job: Communicator, roles: Roles, dataset: Dataset, num_threads: int = 1) -> int:
+    """Feed the trainers of this rank to their end; return their exit code.  Collective over the job.
+
+    Args:
+        job: all ranks.
+        roles: of the ranks.
+        dataset: the data.
+        num_threads: threads that preprocess.
+
+    Raises:
+        as `feed`.
+    """
+    channel = job.packets()
+    trainers = roles.trainers_of(job.rank)
+    exit_code = feed(channel, trainers, dataset, Workshop(num_threads=num_threads, num_ranks=len(trainers)))
+    channel.close()
+    return exit_code
+
+
+def _into(pool: BufferPool) -> Allocate:
+    def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        small = torch.Size(shape).numel() * dtype.itemsize < _SMALL_BYTES
+        return fresh(shape, dtype) if small else pool.take(shape, dtype)
+
+    return allocate

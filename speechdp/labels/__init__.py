@@ -1,0 +1,1 @@
+"""What frames and texts are labelled with: pronunciations, HMM states, Kaldi pdfs, symbols."""

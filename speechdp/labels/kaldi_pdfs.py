@@ -1,0 +1,87 @@
+"""Tell class lists apart: our own phones' states, or the pdfs of a Kaldi system, which only Kaldi decodes."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from speechdp.data.shards.dataset import Dataset
+from speechdp.errors import ConfigError
+from speechdp.files import write_text_atomically
+from speechdp.labels.hmm import StateInventory
+
+_FIRST_LINE = "0 pdf-0\n"
+
+
+@dataclass(frozen=True)
+class KaldiPdfs:
+    """The pdfs 0 ... num_classes - 1 of a Kaldi system as classes."""
+
+    num_classes: int
+
+    @property
+    def sha256(self) -> str:
+        """Identify the list: the checksum of its `classes.txt`."""
+        return hashlib.sha256(self._text().encode()).hexdigest()
+
+    def save(self, path: Path) -> None:
+        """Write `classes.txt`, one line `<index> pdf-<index>` a class, atomically."""
+        write_text_atomically(path, self._text())
+
+    def _text(self) -> str:
+        return "".join(f"{index} pdf-{index}\n" for index in range(self.num_classes))
+
+    @classmethod
+    def load(cls, path: Path) -> KaldiPdfs:
+        """Read a `classes.txt` back.  Raises ConfigError if it is not one that `save` wrote."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot read the class list ({error}); run prepare again") from error
+        pdfs = cls(text.count("\n"))
+        if text != pdfs._text():
+            raise ConfigError(f"{path}: not a class list of speechdp; run prepare again")
+        return pdfs
+
+
+def is_kaldi_pdfs(path: Path) -> bool:
+    """Tell whether a class list is of Kaldi's pdfs; False also where it cannot be read."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.readline() == _FIRST_LINE
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def load_classes(path: Path) -> StateInventory | KaldiPdfs:
+    """Read a class list of either kind.  Raises ConfigError if it is neither."""
+    return KaldiPdfs.load(path) if is_kaldi_pdfs(path) else StateInventory.load(path)
+
+
+def classes_of(dataset: Dataset) -> StateInventory | KaldiPdfs:
+    """Read a data directory's class list.
+
+    Raises:
+        ConfigError: there is none, or it has another number of classes than data.json.
+    """
+    classes = load_classes(dataset.classes_path)
+    dataset.check_num_classes(dataset.classes_path, classes.num_classes)
+    return classes
+
+
+def refuse_kaldi_pdfs(path: Path, what: str) -> None:
+    """Refuse what needs pronunciations where the targets are Kaldi's pdfs.
+
+    Args:
+        path: the class list.
+        what: what was asked for, e.g. "decode".
+
+    Raises:
+        ConfigError: the classes are Kaldi's pdfs.
+    """
+    if is_kaldi_pdfs(path):
+        raise ConfigError(
+            f"{what}: {path.parent}: targets are Kaldi pdfs; write posteriors with speechdp posteriors and "
+            "decode with Kaldi"
+        )

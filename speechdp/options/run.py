@@ -1,0 +1,219 @@
+"""Options of a training run: frozen dataclasses, one a component, checked together before step 1.
+
+The docstring under a field is its help on the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from speechdp.data.loading.reader import Context
+from speechdp.data.loading.source_options import SourceRequest
+from speechdp.data.plan.epoch_plan import PlanOptions
+from speechdp.data.shards.dataset import TaskName
+from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
+from speechdp.errors import ConfigError
+from speechdp.models.presets import Preset
+from speechdp.options.batch import BatchOptions, LoadingOptions
+from speechdp.options.faults import FaultOptions
+from speechdp.options.model import ModelOptions
+from speechdp.options.optimizer import OptimizerOptions
+from speechdp.options.recipe import RecipeName, find_recipe
+from speechdp.options.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Everything that decides what a run computes, and what it needs to be repeated."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    batch: BatchOptions = field(default_factory=BatchOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    inputs: InputOptions = field(default_factory=InputOptions)
+    augment: AugmentOptions = field(default_factory=AugmentOptions)
+    loading: LoadingOptions = field(default_factory=LoadingOptions)
+    faults: FaultOptions = field(default_factory=FaultOptions)
+    task: TaskName = "acoustic"
+    """What to train: an acoustic model (BLSTM over HMM states), or a synthesis model (text to spectrograms),
+    on data prepared with --task synthesis."""
+    recipe: RecipeName = "none"
+    """Options to train with where none are given; adpsgd-asr: SGD, large batch, learning rate scaled to it
+    with a warm-up, as in arXiv 1904.04956 (recalled, not checked against the paper; docs/training.md)."""
+    strategy: str = "gradient_averaging"
+    """NAME or NAME:option=value,...: what ranks exchange and when (docs/strategies.md)."""
+    backend: Literal["auto", "serial", "horovod", "mpi", "torch"] = "auto"
+    """Communicator; auto takes horovod where it is installed, else mpi, and says so."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPU of this local rank where there is one."""
+    epochs: int | None = None
+    """Passes over the training split; default: 12, with --recipe adpsgd-asr 16."""
+    seed: int = 1
+    """Of initial weights, order of the data, and dropout."""
+    train_split: str = "train"
+    """Split to train on."""
+    held_out: str = "dev"
+    """Split for the log-probability per frame and frame accuracy after each epoch."""
+    alignments: Path | None = None
+    """Directory of targets to train on (RUN/alignments/K of an earlier run) instead of the shards' own."""
+    realign: int = 0
+    """Rounds of training and forced alignment before the run proper."""
+    realign_epochs: int | None = None
+    """Epochs of each such round; default: --epochs."""
+    max_steps: int = 0
+    """End after so many steps, to try or to time something; 0: all epochs."""
+    checkpoint_steps: int = 0
+    """Save every so many steps, beside the checkpoint after each epoch; 0: only those."""
+    slow_ranks: str = ""
+    """RANK:FACTOR,...: ranks that take so many times as long to compute, by sleeping: stragglers."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("epochs", 1),
+            ("realign", 0),
+            ("realign_epochs", 1),
+            ("checkpoint_steps", 0),
+            ("max_steps", 0),
+            ("seed", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+        _slow_ranks(self.slow_ranks)
+        if self.batch.batch_frames and self.optimizer.base_batch is not None:
+            raise ConfigError("--base-batch counts segments, --batch-frames frames: give --learning-rate")
+        self.preset  # noqa: B018 - refuses one of another task
+        self.model.check(self.task)
+        if self.task == "synthesis":
+            self._refuse_beside_synthesis()
+        batch, optimizer = self._resolve(1)  # with any number of ranks: only divisibility depends on it
+        optimizer.schedule()
+        batch.plan(self.seed)
+
+    def _refuse_beside_synthesis(self) -> None:
+        """Refuse, all at once, what cuts utterances or changes their sound.  Raises ConfigError."""
+        given = [
+            f"--{field.name.replace('_', '-')}"
+            for group in (self.inputs, self.augment)
+            for field in dataclasses.fields(group)
+            if getattr(group, field.name) != field.default
+        ]
+        batch = self.batch
+        for name, value in (
+            ("chunk-frames", batch.chunk_frames),
+            ("left-context", batch.left_context),
+            ("right-context", batch.right_context),
+            ("alignments", self.alignments),
+            ("realign", self.realign),
+        ):
+            if value:
+                given.append(f"--{name}")
+        if given:
+            raise ConfigError(
+                f"{', '.join(given)}: not with --task synthesis, which learns whole utterances with their "
+                "texts; leave out"
+            )
+
+    @property
+    def preset(self) -> Preset:
+        """The model to start from.  Raises ConfigError if it is another task's."""
+        return self.model.base(self.task)
+
+    @property
+    def preset_name(self) -> str:
+        """Name of the model to start from."""
+        return self.model.name(self.task)
+
+    @property
+    def num_epochs(self) -> int:
+        """Passes over the training split."""
+        return find_recipe(self.recipe).epochs if self.epochs is None else self.epochs
+
+    def resolve(self, size: int) -> TrainOptions:
+        """Return these options with nothing left open, for data dealt to `size` ranks.
+
+        What is given counts, else the recipe, else the preset and the defaults.  Only where the recipe or
+        --global-batch or --base-batch is used does anything depend on `size`; without them the methods
+        below may be called on options as they were given.
+
+        Raises:
+            ConfigError: a global batch that does not divide by `size`.
+        """
+        batch, optimizer = self._resolve(size)
+        return dataclasses.replace(self, batch=batch, optimizer=optimizer, epochs=self.num_epochs)
+
+    def _resolve(self, size: int | None) -> tuple[BatchOptions, OptimizerOptions]:
+        recipe = find_recipe(self.recipe)
+        batch = self.batch.resolve(self.preset, recipe, size)
+        assert batch.batch_size is not None
+        global_batch = None if size is None else batch.batch_size * size
+        return batch, self.optimizer.resolve(recipe, self.num_epochs, global_batch)
+
+    def optimizing(self) -> OptimizerOptions:
+        """Return the optimizer's options with nothing left open."""
+        return self._resolve(None)[1]
+
+    def schedule(self) -> Schedule:
+        """Return the learning rate over this run."""
+        return self.optimizing().schedule()
+
+    def batches(self) -> BatchOptions:
+        """Return the batch options with nothing left open."""
+        return self._resolve(None)[0]
+
+    def plan(self) -> PlanOptions:
+        """Return what the epoch plan needs."""
+        return self.batches().plan(self.seed)
+
+    def source(self, split: str, *, augmented: bool) -> SourceRequest:
+        """Return what a split's batches are to hold: for training (`augmented`), or to be scored."""
+        batches = self.batches()
+        return SourceRequest(
+            split=split,
+            alignments=self.alignments,
+            context=Context(batches.left_context or 0, batches.right_context),
+            inputs=self.inputs,
+            augment=self.augment if augmented else AugmentOptions(),
+            seed=self.seed,
+        )
+
+    def to_decode(self, split: str) -> str:
+        """Return the split whose words are to be recognised after training; "" for synthesis: none."""
+        return split if self.task == "acoustic" else ""
+
+    def slowness(self, rank: int) -> float:
+        """Return how many times as long as it takes `rank` pretends to compute."""
+        return _slow_ranks(self.slow_ranks).get(rank, 1.0)
+
+    def to_json(self, size: int | None = None) -> dict[str, Any]:
+        """Return the options as JSON-like values; with `size` also, as `resolved`, what they come to."""
+        values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), default=str))
+        return values if size is None else {**values, "resolved": self.resolve(size).to_json()}
+
+    def fingerprint(self) -> str:
+        """Return a hash of all options that change what is computed; a resumed run must have the same.
+
+        What they come to is hashed as well: a recipe that another version has changed is another run.
+        """
+        loading = LoadingOptions(preprocess_on=self.loading.preprocess_on)  # a GPU rounds in another way
+        values = dataclasses.replace(self, loading=loading, faults=FaultOptions()).to_json(1)
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _slow_ranks(text: str) -> dict[int, float]:
+    """Read `RANK:FACTOR,...`.  Raises ConfigError for anything else."""
+    result = {}
+    for part in filter(None, text.split(",")):
+        rank, _, factor = part.partition(":")
+        try:
+            result[int(rank)] = float(factor)
+        except ValueError:
+            raise ConfigError(f"--slow-ranks {part}: write RANK:FACTOR, e.g. 1:5") from None
+        if not 1 <= result[int(rank)] < math.inf or int(rank) < 0:
+            raise ConfigError(f"--slow-ranks {part}: the factor is at least 1, the rank at least 0")
+    return result

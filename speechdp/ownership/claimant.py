@@ -1,0 +1,187 @@
+"""Who claims a folder: a process on a host, and whether it is known to be gone, seen from another."""
+
+from __future__ import annotations
+
+import enum
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from speechdp.errors import printable
+from speechdp.ownership.batch_job import SchedulerJob, find_batch_job
+
+CLAIM_FORMAT = "speechdp-owner"
+CLAIM_VERSION = 1
+#: What a host's own processes see, those of containers do not; it is fixed in Linux.
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"
+#: Set by `speechdp launch` for its ranks: a word of its own, a colon, and the number of the start.
+START_VARIABLE = "SPEECHDP_START"
+
+
+class Fate(enum.Enum):
+    """What is known of a process."""
+
+    GONE = "gone"
+    ALIVE = "alive"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Claimant:
+    """A process that claims a folder.
+
+    Attributes:
+        command: what it does, e.g. "train".
+        host: its name.
+        pid: of the process, on that host.
+        process_start: when it started, in ticks of that host since it booted; None where there is no /proc.
+        boot: id of the host's boot; "" where unknown, as the next two.
+        pid_namespace: in which `pid` counts: containers have numbers of their own.
+        machine: id of the installation on the host.
+        since: when it claimed the folder (ISO 8601).
+        nonce: a word that no other claim has.
+        job: the batch job it is part of.
+        launch: the `speechdp launch` that started it; `launch_start`: which of its starts; "" and 0 without.
+    """
+
+    command: str
+    host: str
+    pid: int
+    process_start: int | None
+    boot: str
+    pid_namespace: str
+    machine: str
+    since: str
+    nonce: str
+    job: SchedulerJob | None = None
+    launch: str = ""
+    launch_start: int = 0
+
+    @classmethod
+    def here(cls, command: str, environment: Mapping[str, str]) -> Claimant:
+        """Return this process, which claims anew.
+
+        Args:
+            environment: of this process.
+        """
+        launch, _, start = environment.get(START_VARIABLE, "").partition(":")
+        counted = start.isascii() and start.isdigit()
+        return cls(
+            command=command,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            process_start=_process_start(os.getpid()),
+            boot=_read("/proc/sys/kernel/random/boot_id"),
+            pid_namespace=_pid_namespace(),
+            machine=_read("/etc/machine-id"),
+            since=datetime.now().astimezone().isoformat(timespec="seconds"),
+            nonce=uuid.uuid4().hex,
+            job=find_batch_job(environment),
+            launch=launch if counted else "",
+            launch_start=int(start) if counted else 0,
+        )
+
+    @classmethod
+    def from_json(cls, values: Any) -> Claimant:
+        """Return what `to_json` wrote.
+
+        Raises:
+            ValueError, LookupError, TypeError: it is something else.
+        """
+        if values["format"] != CLAIM_FORMAT or values["version"] != CLAIM_VERSION:
+            raise ValueError("not the claim of a folder, or of another version")
+        job = values["job"]
+        start = values["process_start"]
+        return cls(
+            **{name: str(values[name]) for name in ("command", "host", "boot", "pid_namespace", "machine")},
+            **{name: str(values[name]) for name in ("since", "nonce", "launch")},
+            pid=int(values["pid"]),
+            process_start=None if start is None else int(start),
+            job=None
+            if job is None
+            else SchedulerJob(
+                str(job["scheduler"]), str(job["job_id"]), str(job["task"]), int(job["restarts"])
+            ),
+            launch_start=int(values["launch_start"]),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what owner.json holds."""
+        return {"format": CLAIM_FORMAT, "version": CLAIM_VERSION, **asdict(self)}
+
+    def fate_of(self, other: Claimant) -> Fate:
+        """Return what this process, on its host, knows of another."""
+        if self.boot and self.pid_namespace and self.boot == other.boot:
+            if self.pid_namespace != other.pid_namespace:
+                return Fate.UNKNOWN
+            return process_fate(other.pid, other.process_start)
+        if self._is_on_machine_of(other) and self.boot and other.boot:
+            return Fate.GONE  # the host has been started anew since
+        return Fate.UNKNOWN
+
+    def _is_on_machine_of(self, other: Claimant) -> bool:
+        """Tell whether both are on one host for certain: containers may share both name and id."""
+        here, there = ((one.host, one.machine, one.pid_namespace) for one in (self, other))
+        return bool(self.machine) and here == there and self.pid_namespace == _FIRST_PID_NAMESPACE
+
+    def comes_after(self, other: Claimant) -> bool:
+        """Tell whether this process was started in place of another: by a requeue, or again by launch."""
+        if self.job is not None and other.job is not None and self.job.is_later_start_of(other.job):
+            return True
+        return bool(self.launch) and self.launch == other.launch and self.launch_start > other.launch_start
+
+    def __str__(self) -> str:
+        job = "" if self.job is None else f", {self.job}"
+        text = f"speechdp {self.command}, process {self.pid} on {self.host}{job}, since {self.since}"
+        return printable(text)  # it may come from a file
+
+
+def process_fate(pid: int, start: int | None) -> Fate:
+    """Return whether the process that had a number, and started then, is there on this host."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return Fate.GONE
+    except PermissionError:
+        pass  # another user's: it is there
+    except (OverflowError, OSError):
+        return Fate.UNKNOWN
+    here = _stat(pid)
+    if here is None or start is None:
+        return Fate.UNKNOWN  # /proc may hide the processes of others
+    state, started = here
+    return Fate.ALIVE if started == start and state not in ("Z", "X") else Fate.GONE
+
+
+def _process_start(pid: int) -> int | None:
+    here = _stat(pid)
+    return None if here is None else here[1]
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """Return state and start, in ticks since the boot, of a process."""
+    # The name, in brackets, may hold blanks and brackets itself: read on after the last one.
+    words = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    try:
+        return words[0], int(words[19])
+    except (LookupError, ValueError):
+        return None
+
+
+def _pid_namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

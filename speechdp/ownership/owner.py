@@ -1,0 +1,401 @@
+"""One owner a folder: a second job is refused in one line, and takes over what is left by one that is gone.
+
+The owner's file is made by a hard link, which one process alone succeeds in, on NFS as well.  Its time of
+change is renewed every few seconds.  Only changes are looked for, so that the clocks of hosts need not agree.
+
+Whoever takes over from a claim first links its own beside it, under a name that follows from that claim.
+One process alone can do so; it then replaces the owner's file by a rename.  Should it die in between, its
+claim is the one that the next has to judge.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+
+from speechdp.errors import ConfigError, FolderInUseError, RunError
+from speechdp.files import cannot_be_written, hand_over
+from speechdp.json_input import parse_json
+from speechdp.ownership.claimant import Claimant, Fate
+
+OWNER_FILE = "owner.json"
+_MOST_BYTES = 1 << 16
+#: So long a thread that waits for the disk is waited for at the end, s.
+_PATIENCE_S = 2.0
+#: What a file system says that has no hard links.
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+class StopAsked(Exception):  # noqa: N818 (not an error)
+    """The process was asked to stop while it waited for a folder."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How often an owner gives a sign of life, how long it may be silent, how often others look, s."""
+
+    beat_s: float = 10.0
+    silence_s: float = 60.0
+    poll_s: float = 1.0
+
+
+def _never() -> bool:
+    return False
+
+
+def _clock() -> float:
+    """Return seconds that go on while the host is suspended, where it has such a clock."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What an owner needs of its process.
+
+    Attributes:
+        say: takes a line of news.
+        end: ends the process at once with a line; called in a thread when another has taken the folder over.
+        stopped: tells whether the process was asked to stop.
+        pause: waits for some seconds.
+        clock: tells the time in seconds, that of a suspension included.
+    """
+
+    say: Callable[[str], None]
+    end: Callable[[str], None]
+    stopped: Callable[[], bool] = _never
+    pause: Callable[[float], None] = time.sleep
+    timing: Timing = Timing()
+    clock: Callable[[], float] = _clock
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """A claim as it was seen: `key` tells it from others, `changed_ns` one sign of life from the next."""
+
+    path: Path
+    key: str
+    changed_ns: int
+    claimant: Claimant | None
+
+
+class FolderOwner:
+    """Owns a folder while its block runs.
+
+    Args:
+        folder: what is owned; made if it is not there.
+        claimant: this process.
+        surroundings: see there.
+        file: the owner's file, where it is not the one in `folder`; then `folder` is not made.
+        beats: give signs of life.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        claimant: Claimant,
+        surroundings: Surroundings,
+        *,
+        file: Path | None = None,
+        beats: bool = True,
+    ) -> None:
+        self.folder = folder
+        self.file = folder / OWNER_FILE if file is None else file
+        self._claimant, self._surroundings, self._beats = claimant, surroundings, beats
+        self._temporary = self.file.with_name(f".{self._name}.{claimant.nonce}.tmp")
+        self._made: list[Path] = []
+        self._ended = threading.Event()
+        self._last_sign_s = 0.0
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> FolderOwner:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def acquire(self) -> None:
+        """Become the owner; wait where it is not known whether another still lives.
+
+        Raises:
+            ConfigError: another owns the folder, or it cannot be one.
+            RunError: the folder cannot be written.
+            StopAsked: meanwhile the process was asked to stop.
+        """
+        try:
+            self._make_folder()
+            self._claim()
+        except OSError as error:
+            self._remove_made()
+            raise RunError(
+                cannot_be_written(self.folder, error, "try again, or choose another folder")
+            ) from error
+        except BaseException:
+            self._remove_made()
+            raise
+        if self._beats:
+            self._thread = threading.Thread(target=self._run, name="speechdp-owner", daemon=True)
+            self._thread.start()
+
+    def release(self) -> None:
+        """Give the folder up; as far as the disk lets it."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(_PATIENCE_S)
+        self._unlink_mine()
+        self._remove_made()
+
+    def of(self, folder: Path) -> FolderOwner:
+        """Return the owner of another folder, for this process; it gives no signs of life."""
+        return FolderOwner(folder, self._claimant, self._surroundings, beats=False)
+
+    def beat(self) -> None:
+        """Give a sign of life; end the process if another has taken over.  What the disk refuses is left."""
+        with contextlib.suppress(OSError):
+            sight = _look(self.file)
+            now_s = self._surroundings.clock()
+            if self._ended.is_set():
+                return  # the folder was given up while the disk kept this thread waiting
+            if sight is None and now_s - self._last_sign_s > self._surroundings.timing.silence_s:
+                self._surroundings.end(
+                    f"{self.folder}: this process was silent for too long, and another may have written "
+                    "there meanwhile; it ends without writing more"
+                )
+            elif sight is None:  # somebody has deleted it
+                self._claim_again()
+            elif self._is_mine(sight) or sight.claimant is None:
+                os.utime(self.file, follow_symlinks=False)
+                self._last_sign_s = now_s
+            else:
+                self._surroundings.end(
+                    f"{self.folder}: was taken over by {sight.claimant}; this process, taken for gone, ends "
+                    "without writing more"
+                )
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._surroundings.timing.beat_s):
+            self.beat()
+
+    # --- claiming
+
+    def _claim(self) -> None:
+        try:
+            self._write_temporary()
+            while not self._try():
+                pass
+            self._last_sign_s = self._surroundings.clock()
+        finally:
+            _remove(self._temporary)
+
+    def _try(self) -> bool:
+        """Try to become the owner; return False where the claims have changed meanwhile."""
+        chain = self._chain()
+        if not chain:
+            return self._link(self.file)
+        return self._is_gone(chain[-1]) and self._succeed(chain[-1])
+
+    def _chain(self) -> list[_Sight]:
+        """Return the owner's claim, the one that takes over from it, and so on; the last is to be judged."""
+        chain: list[_Sight] = []
+        sight = _look(self.file)
+        while sight is not None and sight.key not in [other.key for other in chain]:
+            chain.append(sight)
+            sight = _look(self._name_after(sight))
+        return chain
+
+    def _is_gone(self, sight: _Sight) -> bool:
+        """Tell whether a claim is nobody's any more; False where it has changed, so as to look again.
+
+        Raises:
+            ConfigError: its claimant lives.
+        """
+        other, me = sight.claimant, self._claimant
+        fate = Fate.UNKNOWN if other is None else me.fate_of(other)
+        in_its_place = other is not None and me.comes_after(other)
+        if fate is Fate.GONE or (in_its_place and fate is Fate.UNKNOWN):
+            return True
+        if fate is Fate.ALIVE and not in_its_place:
+            raise self._refusal(sight)
+        timing = self._surroundings.timing
+        self._surroundings.say(
+            f"{self.folder}: is in use by {_describe(sight)}; taken over if "
+            f"{'it does not end' if in_its_place else 'there is no sign of life'} for {timing.silence_s:g} s"
+        )
+        for _ in range(math.ceil(timing.silence_s / timing.poll_s)):
+            self._surroundings.pause(timing.poll_s)
+            if self._surroundings.stopped():
+                raise StopAsked
+            chain = self._chain()
+            if not chain or chain[-1].key != sight.key:
+                return False
+            if other is not None and me.fate_of(other) is Fate.GONE:
+                return True
+            if chain[-1].changed_ns != sight.changed_ns and not in_its_place:
+                raise self._refusal(chain[-1])
+        return True
+
+    def _succeed(self, gone: _Sight) -> bool:
+        """Take over from a claim; return False where another was faster, or its claimant gave a sign."""
+        mine = self._name_after(gone)
+        if not self._link(mine):
+            return False
+        try:
+            chain = self._chain()
+            if len(chain) < 2 or not self._is_mine(chain[-1]):
+                return False  # `gone` is no claim any more: another has taken over, and done with it
+            if chain[-2].changed_ns != gone.changed_ns and not self._comes_after(gone):
+                return False
+            os.utime(self._temporary)
+            hand_over(self._temporary, self.file)
+            for sight in chain[1:]:
+                _remove(sight.path)
+        finally:
+            _remove(mine)
+        self._surroundings.say(f"{self.folder}: taken over from {_describe(gone)}, which is gone")
+        return True
+
+    def _comes_after(self, sight: _Sight) -> bool:
+        return sight.claimant is not None and self._claimant.comes_after(sight.claimant)
+
+    def _claim_again(self) -> None:
+        try:
+            self._write_temporary()
+            if self._link(self.file):
+                self._last_sign_s = self._surroundings.clock()
+            if self._ended.is_set():
+                self._unlink_mine()  # it was given up meanwhile
+        finally:
+            _remove(self._temporary)
+
+    def _unlink_mine(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._is_mine(_look(self.file)):
+                self.file.unlink()
+
+    def _link(self, name: Path) -> bool:
+        """Give our claim a name, unless there is something of that name."""
+        try:
+            os.link(self._temporary, name)
+        except FileExistsError:
+            # An answer of NFS may get lost, and the request be repeated.
+            return self._temporary.stat().st_nlink > 1 and self._is_mine(_look(name))
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return self._create(name)
+        return True
+
+    def _create(self, name: Path) -> bool:
+        try:
+            with name.open("x", encoding="utf-8") as file:
+                file.write(self._content())
+        except FileExistsError:
+            return False
+        return True
+
+    def _write_temporary(self) -> None:
+        self._temporary.write_text(self._content(), encoding="utf-8")
+
+    def _content(self) -> str:
+        return json.dumps(self._claimant.to_json(), indent=2) + "\n"
+
+    def _is_mine(self, sight: _Sight | None) -> bool:
+        claimant = None if sight is None else sight.claimant
+        return claimant is not None and claimant.nonce == self._claimant.nonce
+
+    def _refusal(self, sight: _Sight) -> FolderInUseError:
+        return FolderInUseError(
+            f"{self.folder}: is in use by {_describe(sight)}; "
+            "wait for its end, stop it, or choose another folder"
+        )
+
+    @property
+    def _name(self) -> str:
+        return self.file.name.removeprefix(".")
+
+    def _name_after(self, sight: _Sight) -> Path:
+        return self.file.with_name(f".{self._name}.{sight.key}.next")
+
+    # --- the folder
+
+    def _make_folder(self) -> None:
+        folder = self.file.parent
+        if folder.is_dir():
+            return
+        if folder.is_symlink():
+            raise ConfigError(
+                f"{folder}: is a symbolic link to {folder.readlink()}, where there is no folder; "
+                "make one there, or remove the link"
+            )
+        if folder.exists():
+            raise ConfigError(f"{folder}: is a file; give the name of a folder")
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        for path in reversed(missing):
+            path.mkdir(exist_ok=True)
+            self._made.append(path)
+
+    def _remove_made(self) -> None:
+        """Leave no empty folder behind that was not there before."""
+        with contextlib.suppress(OSError):
+            while self._made:
+                self._made.pop().rmdir()
+
+
+def is_owners(name: str) -> bool:
+    """Return whether a file of that name, in a folder that is owned, tells of its owner."""
+    return name == OWNER_FILE or name.startswith(f".{OWNER_FILE}.")
+
+
+def _look(path: Path) -> _Sight | None:
+    """Return a claim; None: there is none.  What cannot be read is the claim of nobody known."""
+    raw = b""
+    try:
+        # Opening makes NFS ask the server.  A pipe must not keep us, nor a link lead elsewhere.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        try:
+            state = path.lstat()
+        except FileNotFoundError:
+            return None
+    else:
+        try:
+            state = os.fstat(descriptor)
+            if stat.S_ISREG(state.st_mode):
+                raw = os.read(descriptor, _MOST_BYTES)
+        except OSError:
+            state = path.lstat()
+        finally:
+            os.close(descriptor)
+    try:
+        claimant = Claimant.from_json(parse_json(raw))
+    except (ValueError, LookupError, TypeError):
+        claimant = None
+    what = f"{state.st_ino} ".encode() + raw if claimant is None else claimant.nonce.encode()
+    return _Sight(path, hashlib.sha256(what).hexdigest()[:16], state.st_mtime_ns, claimant)
+
+
+def _describe(sight: _Sight) -> str:
+    heard = datetime.fromtimestamp(sight.changed_ns / 1e9).astimezone().isoformat(timespec="seconds")
+    who = f"a job that {sight.path} does not name" if sight.claimant is None else str(sight.claimant)
+    return f"{who}, last heard of {heard}"
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)

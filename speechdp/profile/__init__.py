@@ -1,1 +1,0 @@
-"""Profile of one training step, function by function, over numbers of ranks: `speechdp profile`."""

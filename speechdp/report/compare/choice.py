@@ -1,0 +1,164 @@
+"""Put a comparison into words: which strategy to choose on how many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from speechdp.experiments.compare.plan import FRAMES, TIME
+from speechdp.report.compare.groups import Group
+from speechdp.report.compare.table import group_terms
+from speechdp.report.kit import formatting
+from speechdp.report.sweep.answer import LOG_PROB_TOLERANCE, SYNTHESIS_TOLERANCE, accurate_enough, near_enough
+from speechdp.report.sweep.cautions import synthesis_note
+
+#: Seeds that a claim needs.
+CLAIM_SEEDS = 3
+RULE = (
+    "Rule, for each number of ranks: the fastest strategy (frames/s at equal frames) whose mean final "
+    f"held-out log-probability is within {LOG_PROB_TOLERANCE} nats/frame of the best, or within the best "
+    "one's standard deviation over seeds where that is larger, and whose 95 % interval of the word error "
+    "rate overlaps that of the lowest one."
+)
+SYNTHESIS_RULE = (
+    "Rule, for each number of ranks: the fastest strategy (frames/s at equal frames) whose mean final "
+    f"held-out L1 error is within {100 * SYNTHESIS_TOLERANCE:.0f} % of the smallest, or within the best "
+    "one's standard deviation over seeds where that is larger."
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The result in words.
+
+    Attributes:
+        headline: which strategy to choose.
+        details: one sentence or two for each number of ranks.
+        cautions: what the reader must know before trusting that.
+        chosen: the group chosen for each number of ranks.
+    """
+
+    headline: str
+    details: tuple[str, ...]
+    cautions: tuple[str, ...]
+    chosen: dict[int, Group]
+
+
+def choose(groups: Sequence[Group]) -> Choice:
+    """Apply RULE to the groups of every number of ranks above 1."""
+    chosen: dict[int, Group] = {}
+    details: list[str] = []
+    for ranks in sorted({group.ranks for group in groups if group.ranks > 1}):
+        rows = [group for group in groups if group.ranks == ranks and group.mode == FRAMES]
+        rows = [group for group in rows if group.frames_per_s is not None and group.log_prob is not None]
+        if rows:
+            best = max(rows, key=lambda group: group.log_prob or 0.0)
+            chosen[ranks] = max(accurate_enough(rows, best, _tolerance(best)), key=_speed)
+            details += _sentences(ranks, chosen[ranks], best, groups)
+    return Choice(_headline(chosen, groups), tuple(details), _cautions(groups), chosen)
+
+
+def rule_for(groups: Sequence[Group]) -> str:
+    """Return the rule of the choice, in the terms of the runs' task."""
+    return SYNTHESIS_RULE if group_terms(groups).is_error else RULE
+
+
+def _tolerance(best: Group) -> float:
+    deviation = best.log_probs.deviation if best.log_probs else None
+    result = best.finished[0].result
+    assert result is not None
+    return max(near_enough(best.log_prob, result), deviation or 0.0)
+
+
+def _headline(chosen: dict[int, Group], groups: Sequence[Group]) -> str:
+    if not chosen:
+        return "No strategy has finished on more than one rank, so there is nothing to choose from yet."
+    by_label: dict[str, list[int]] = {}
+    for ranks, group in chosen.items():
+        by_label.setdefault(group.label, []).append(ranks)
+    if len({group.strategy for group in groups if group.ranks > 1}) == 1:
+        return f"Only {next(iter(by_label))} was trained on several ranks: there is no choice to make."
+    if len(by_label) == 1:
+        label, sizes = next(iter(by_label.items()))
+        return (
+            f"Choose {label}: on {_listed(sizes)} ranks it is the fastest strategy that keeps the accuracy."
+        )
+    parts = [f"{label} on {_listed(sizes)}" for label, sizes in by_label.items()]
+    return (
+        f"It depends on the number of ranks. The fastest that keeps the accuracy: {'; '.join(parts)} ranks."
+    )
+
+
+def _sentences(ranks: int, chosen: Group, best: Group, groups: Sequence[Group]) -> list[str]:
+    reference = next((g for g in groups if g.ranks == 1 and g.mode == FRAMES and g.frames_per_s), None)
+    terms = group_terms([chosen])
+    text = f"{ranks} ranks: {chosen.label} with {_rate(chosen)}"
+    if reference is not None and reference.frames_per_s and chosen.frames_per_s:
+        times = formatting.times(chosen.frames_per_s.mean / reference.frames_per_s.mean)
+        text += f" ({times} times one rank, which reaches {terms.number(reference.log_prob)})"
+    text += f", {_accuracy(chosen)}"
+    if best is chosen:
+        text += ", the best of all, too."
+    else:
+        name = "smallest L1 error" if terms.is_error else "best log-probability"
+        text += f"; the {name} is that of {best.label}: {_accuracy(best)} at {_rate(best)}."
+    return [text, *_at_equal_time(ranks, chosen, groups)]
+
+
+def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[str]:
+    """Say which strategy is the most accurate after as much time, where that was tried."""
+    rows = [g for g in groups if g.ranks == ranks and g.mode == TIME and g.log_prob is not None]
+    if len(rows) < 2:
+        return []
+    best = max(rows, key=lambda group: group.log_prob or 0.0)
+    if best.strategy == chosen.strategy:
+        return [f"In equal time it is the most accurate one: {_accuracy(best)}."]
+    own = next((group for group in rows if group.strategy == chosen.strategy), None)
+    beside = f", where it has {group_terms([own]).number(own.log_prob)}" if own else ""
+    return [f"In equal time {best.label} is the most accurate: {_accuracy(best)}{beside}."]
+
+
+def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
+    notes = []
+    fewest = min((len(group.finished) for group in groups if group.finished), default=0)
+    if 0 < fewest < CLAIM_SEEDS:
+        seeds = "one seed" if fewest == 1 else f"{fewest} seeds"
+        notes.append(
+            f"This rests on {seeds}: differences may be chance. A claim needs {CLAIM_SEEDS} "
+            "(--seeds 1,2,3 with the same folder keeps what is done)."
+        )
+    for group in groups:
+        for run in group.failures:
+            notes.append(f"Failed: {run.record.planned.title}: {run.record.message}")
+    waiting = sum(not run.is_finished for group in groups for run in group.runs)
+    waiting -= sum(len(group.failures) for group in groups)
+    if waiting:
+        notes.append(
+            f"{waiting} runs have not finished yet; the command of the comparison goes on with them."
+        )
+    note = synthesis_note([run.result for group in groups for run in group.runs if run.result is not None])
+    if note:
+        notes.append(note)
+    elif groups and all(group.word_errors is None for group in groups):
+        notes.append("No run was decoded: the word error rate played no part in the choice.")
+    return tuple(notes)
+
+
+def _accuracy(group: Group) -> str:
+    text = group_terms([group]).with_unit(group.log_prob)
+    if group.word_errors is not None:
+        text += f" and WER {formatting.percent(group.word_errors.wer, 1)} %"
+    return text.replace(" %", "\u00a0%")
+
+
+def _rate(group: Group) -> str:
+    return f"{formatting.count(group.frames_per_s.mean if group.frames_per_s else None)} frames/s"
+
+
+def _speed(group: Group) -> float:
+    return group.frames_per_s.mean if group.frames_per_s else 0.0
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    words = [str(size) for size in sizes]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

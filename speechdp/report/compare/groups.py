@@ -1,0 +1,248 @@
+"""Read a comparison's runs and sum them up over seeds: one group for each strategy, ranks and mode."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speechdp.experiments.compare.plan import FRAMES, MODES
+from speechdp.experiments.compare.record import COMPLETE, FAILED, RunRecord, read_record
+from speechdp.report.runs.derived import best_log_prob, frames_per_s, time_to_target
+from speechdp.report.runs.folders import read_run
+from speechdp.report.runs.results import RunResult, Timing, WordErrors
+
+#: What a comparison calls its runs on one rank.
+SEQUENTIAL_LABEL = "sequential"
+#: Share of the runs at equal frames that reach the target, where none is given: a strategy that fails
+#: altogether must not make the target one that all others reach at once.
+TARGET_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run of a comparison: what was planned, and what its folder holds (None: no folder)."""
+
+    record: RunRecord
+    result: RunResult | None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it counts."""
+        return self.record.state == COMPLETE and self.result is not None and self.result.completed
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison as it was found."""
+
+    path: Path
+    settings: dict[str, Any]
+    runs: tuple[ComparedRun, ...]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Figures of several seeds."""
+
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Spread | None:
+        """Return the spread of what is known; None where nothing is."""
+        known = tuple(value for value in values if value is not None)
+        return cls(known) if known else None
+
+    @property
+    def mean(self) -> float:
+        """Mean over seeds."""
+        return statistics.fmean(self.values)
+
+    @property
+    def deviation(self) -> float | None:
+        """Sample standard deviation over seeds (n - 1); None for one."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one strategy, number of ranks and mode: one row of the table; None: not recorded.
+
+    Attributes:
+        runs: one a seed, unfinished and failed ones included; the figures are of the finished ones.
+        sent_per_s: bytes a rank sends in a second of training.
+        to_target_s: of the runs that reached the target.
+        distance: largest of a run's evaluations.
+        staleness: of a run: mean age of what was exchanged.
+        ages: exchanges by age, of all ranks and seeds together.
+        word_errors: means of rate and interval over seeds.
+    """
+
+    strategy: str
+    ranks: int
+    mode: str
+    runs: tuple[ComparedRun, ...]
+    frames_per_s: Spread | None
+    sent_per_s: Spread | None
+    to_target_s: Spread | None
+    log_probs: Spread | None
+    accuracy: Spread | None
+    distance: Spread | None
+    staleness: Spread | None
+    ages: tuple[int, ...]
+    word_errors: WordErrors | None
+    error_rates: Spread | None
+
+    @property
+    def label(self) -> str:
+        """Its name for people: the strategy with its options, or `sequential`."""
+        if self.ranks == 1:
+            return SEQUENTIAL_LABEL
+        name, _, options = self.strategy.partition(":")
+        words = name.replace("_", " ")
+        return f"{words} ({options.replace(',', ', ')})" if options else words
+
+    @property
+    def finished(self) -> tuple[ComparedRun, ...]:
+        """The runs that count."""
+        return tuple(run for run in self.runs if run.is_finished)
+
+    @property
+    def log_prob(self) -> float | None:
+        """Mean final held-out log-probability, nats/frame."""
+        return None if self.log_probs is None else self.log_probs.mean
+
+    @property
+    def epochs(self) -> Spread | None:
+        """Epochs of the finished runs."""
+        return Spread.of(run.record.epochs for run in self.finished)
+
+    @property
+    def failures(self) -> list[ComparedRun]:
+        """The runs that failed."""
+        return [run for run in self.runs if run.record.state == FAILED]
+
+
+def read_comparison(out: Path) -> Comparison:
+    """Read OUT/compare.json and the runs it names.
+
+    Raises:
+        ConfigError: compare.json is damaged.
+    """
+    record = read_record(out)
+    runs = [
+        ComparedRun(run, None if run.folder is None else read_run(out / run.folder)) for run in record.runs
+    ]
+    return Comparison(out, record.settings, tuple(runs))
+
+
+def common_target(runs: Sequence[ComparedRun]) -> float | None:
+    """Return the highest log-probability that three quarters of the runs at equal frames reached."""
+    best = [
+        best_log_prob(run.result.evaluations)
+        for run in runs
+        if run.is_finished and run.record.mode == FRAMES and run.result is not None
+    ]
+    reached = sorted((value for value in best if value is not None), reverse=True)
+    if not reached:
+        return None
+    return reached[math.ceil(len(reached) * TARGET_SHARE) - 1]
+
+
+def make_groups(comparison: Comparison, target: float | None) -> list[Group]:
+    """Sum the runs up, in the order of modes, ranks, and strategies as they were given."""
+    keys: dict[tuple[str, int, str], list[ComparedRun]] = {}
+    for run in sorted(comparison.runs, key=lambda run: run.record.seed):
+        keys.setdefault((run.record.mode, run.record.ranks, run.record.strategy), []).append(run)
+    given = list(dict.fromkeys(run.record.strategy for run in comparison.runs))
+    order = sorted(keys, key=lambda key: (MODES.index(key[0]), key[1], given.index(key[2])))
+    return [_group(key, keys[key], target) for key in order]
+
+
+def sent_per_s(timing: Timing | None) -> float | None:
+    """Return the bytes a rank sends in a second of training, mean over ranks; None where not counted."""
+    if timing is None:
+        return None
+    rates = [
+        rank.sent_bytes / rank.trained_s
+        for rank in timing.ranks
+        if rank.sent_bytes is not None and rank.trained_s
+    ]
+    return statistics.fmean(rates) if len(rates) == len(timing.ranks) else None
+
+
+def ages_of(timing: Timing | None) -> tuple[int, ...]:
+    """Return the exchanges by age, of all ranks together; empty where the strategy counts none."""
+    total: list[int] = []
+    for rank in timing.ranks if timing else ():
+        counts = rank.statistics.get("staleness")
+        if not isinstance(counts, list) or not all(isinstance(count, int) for count in counts):
+            continue
+        total += [0] * (len(counts) - len(total))
+        for age, count in enumerate(counts):
+            total[age] += count
+    return tuple(total)
+
+
+def mean_age(ages: Sequence[int]) -> float | None:
+    """Return the mean age of what was exchanged; None where nothing was."""
+    return sum(age * count for age, count in enumerate(ages)) / sum(ages) if sum(ages) else None
+
+
+def _group(key: tuple[str, int, str], runs: list[ComparedRun], target: float | None) -> Group:
+    mode, ranks, strategy = key
+    results = [run.result for run in runs if run.is_finished and run.result is not None]
+
+    def last(name: str) -> Spread | None:
+        return Spread.of(getattr(r.evaluations[-1], name) for r in results if r.evaluations)
+
+    def spread(figure: Callable[[RunResult], float | None]) -> Spread | None:
+        return Spread.of(figure(result) for result in results)
+
+    return Group(
+        strategy=strategy,
+        ranks=ranks,
+        mode=mode,
+        runs=tuple(runs),
+        frames_per_s=spread(lambda r: frames_per_s(r.timing) if r.timing else None),
+        sent_per_s=spread(lambda r: sent_per_s(r.timing)),
+        to_target_s=None if target is None else spread(lambda r: time_to_target(r.evaluations, target)),
+        log_probs=last("log_prob"),
+        accuracy=last("accuracy"),
+        distance=spread(_largest_distance),
+        staleness=spread(lambda r: mean_age(ages_of(r.timing))),
+        ages=_sum_of([ages_of(r.timing) for r in results]),
+        word_errors=_mean_errors([r.word_errors for r in results]),
+        error_rates=spread(lambda r: r.word_errors.wer if r.word_errors else None),
+    )
+
+
+def _largest_distance(run: RunResult) -> float | None:
+    known = [e.replica_distance for e in run.evaluations if e.replica_distance is not None]
+    return max(known, default=None)
+
+
+def _sum_of(histograms: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    longest = max(map(len, histograms), default=0)
+    return tuple(sum(h[age] for h in histograms if age < len(h)) for age in range(longest))
+
+
+def _mean_errors(errors: Sequence[WordErrors | None]) -> WordErrors | None:
+    known = [item for item in errors if item is not None]
+    if not known:
+        return None
+    low, high = (Spread.of(getattr(item, name) for item in known) for name in ("low", "high"))
+    return WordErrors(
+        wer=statistics.fmean(item.wer for item in known),
+        low=low.mean if low else None,
+        high=high.mean if high else None,
+        words=known[0].words,
+        insertions=None,
+        deletions=None,
+        substitutions=None,
+        split=known[0].split,
+        grammar=known[0].grammar,
+    )

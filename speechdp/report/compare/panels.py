@@ -1,0 +1,270 @@
+"""Draw a comparison: for each number of ranks speed against accuracy, learning curves, and staleness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from speechdp.experiments.compare.plan import FRAMES, TIME
+from speechdp.report.compare.groups import SEQUENTIAL_LABEL, Group
+from speechdp.report.compare.table import group_terms
+from speechdp.report.kit import formatting
+from speechdp.report.kit.canvas import Canvas, style_axes
+from speechdp.report.kit.svg import Frame
+from speechdp.report.kit.theme import Theme
+from speechdp.report.sweep.plots import curve_points, frames_unit, time_unit
+
+#: Exchanges older than this stand in one bar.
+OLDEST_BAR = 12
+SIZE = (4.4, 3.3)
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Panel(Frame):
+    """One plot, and how it is drawn; `draw` returns False where there is nothing to show."""
+
+    draw: Callable[[Axes, Canvas], bool]
+
+
+def make_canvas(groups: Sequence[Group], theme: Theme) -> Canvas:
+    """Return a canvas that gives every strategy its colour on all plots; the sequential run is grey."""
+    labels = list(dict.fromkeys(group.label for group in groups if group.ranks > 1))
+    colours = {label: theme.runs[index % len(theme.runs)] for index, label in enumerate(labels)}
+    if any(group.ranks == 1 for group in groups):
+        colours[SEQUENTIAL_LABEL] = theme.baseline
+    return Canvas(theme, {label: label for label in colours}, colours)
+
+
+def dashes(label: str, canvas: Canvas) -> tuple[float, ...]:
+    """Return the strokes and gaps of a strategy's lines, in points: colours repeat, with other strokes."""
+    if label == SEQUENTIAL_LABEL:
+        return (5, 2.5)
+    repeats = list(canvas.colours).index(label) // len(canvas.theme.runs)
+    return ((), (3, 1.5), (1, 1.2))[min(repeats, 2)]
+
+
+def make_panels(groups: Sequence[Group]) -> list[list[Panel]]:
+    """Return the plots line by line: a line a kind (none without data), a plot a number of ranks."""
+    sizes = sorted({group.ranks for group in groups if group.ranks > 1}) or [1]
+    timed = TIME if any(group.mode == TIME and group.finished for group in groups) else FRAMES
+    at_frames = [group for group in groups if group.mode == FRAMES]
+    at_time = [group for group in groups if group.mode == timed]
+    lines = [
+        [_panel("speed", "speed and accuracy", r, draw_speed, at_frames) for r in sizes if r > 1],
+        [_panel("frames", "learning over frames", r, draw_learning_over_frames, at_frames) for r in sizes],
+        [_panel("time", "learning over time", r, draw_learning_over_time, at_time) for r in sizes],
+        [
+            _panel("staleness", "staleness", r, draw_staleness, at_frames)
+            for r in sizes
+            if any(any(group.ages) for group in at_frames if group.ranks == r)
+        ],
+    ]
+    return [line for line in lines if line]
+
+
+def _panel(
+    kind: str,
+    title: str,
+    ranks: int,
+    draw: Callable[[Axes, Sequence[Group], int, Canvas], bool],
+    groups: Sequence[Group],
+) -> Panel:
+    name = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return Panel(
+        f"{kind}-{ranks}", f"{name}: {title}", SIZE, lambda ax, canvas: draw(ax, groups, ranks, canvas)
+    )
+
+
+def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) -> bool:
+    """Plot final log-probability against frames/s: a small dot a seed, a large one for their mean."""
+    shown = [group for group in groups if group.ranks == ranks and group.frames_per_s and group.log_probs]
+    if not shown:
+        return False
+    terms = group_terms(groups)
+    what = "L1 error" if terms.is_error else "accuracy"
+    style_axes(ax, f"{ranks} ranks: {what} against speed", terms.unit, canvas.theme)
+    for group in shown:
+        assert group.frames_per_s is not None and group.log_probs is not None
+        colour = canvas.colours[group.label]
+        if len(group.log_probs.values) == len(group.frames_per_s.values) > 1:
+            ax.plot(
+                group.frames_per_s.values,
+                group.log_probs.values,
+                "o",
+                color=colour,
+                markersize=3.2,
+                alpha=0.6,
+            )
+        filled = not dashes(group.label, canvas)
+        (dot,) = ax.plot(
+            [group.frames_per_s.mean], [group.log_probs.mean], "o", color=colour, markersize=8, zorder=4,
+            markerfacecolor=colour if filled else canvas.theme.surface, markeredgewidth=1.6,
+        )  # fmt: skip
+        canvas.tip(dot, _tip(group))
+    ax.set_xlabel("frames/s", color=canvas.theme.muted)
+    ax.margins(x=0.12, y=0.14)
+    _limit(ax, [[(0.0, y)] for g in shown if g.log_probs for y in g.log_probs.values])
+    _draw_reference(ax, groups, canvas)
+    _mark_what_lies_below(ax, shown, canvas)
+    ax.xaxis.set_major_locator(MaxNLocator(5))
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    terms.finish_axis(ax)
+    return True
+
+
+def draw_learning_over_frames(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) -> bool:
+    """Plot held-out log-probability over the frames trained on."""
+    return _draw_learning(ax, groups, ranks, canvas, over_time=False)
+
+
+def draw_learning_over_time(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) -> bool:
+    """Plot held-out log-probability over training time."""
+    return _draw_learning(ax, groups, ranks, canvas, over_time=True)
+
+
+def draw_staleness(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) -> bool:
+    """Plot the share of exchanges by age, strategies side by side."""
+    shown = [group for group in groups if group.ranks == ranks and any(group.ages)]
+    if not shown:
+        return False
+    style_axes(ax, f"{ranks} ranks: staleness", "% of exchanges", canvas.theme)
+    width = 0.82 / len(shown)
+    oldest = min(max(len(group.ages) for group in shown) - 1, OLDEST_BAR)
+    for number, group in enumerate(shown):
+        ages = [*group.ages[:oldest], sum(group.ages[oldest:])]
+        for age, count in enumerate(ages):
+            if not count:
+                continue
+            share = 100 * count / sum(ages)
+            (bar,) = ax.bar(
+                age + (number - (len(shown) - 1) / 2) * width,
+                share,
+                width * 0.92,
+                color=canvas.colours[group.label],
+            )
+            canvas.tip(bar, f"{group.label}, age {age}: {share:.1f} % of {sum(ages):,} exchanges")
+    names = [str(age) for age in range(oldest + 1)]
+    if max(len(group.ages) for group in shown) > oldest + 1:
+        names[-1] += "+"
+    ax.set_xticks(range(oldest + 1), names)
+    ax.set_xlabel("updates made elsewhere meanwhile", color=canvas.theme.muted)
+    ax.set_xlim(-0.6, oldest + 0.6)
+    return True
+
+
+def mean_curve(curves: Sequence[Points]) -> Points:
+    """Return the mean of several seeds' curves, evaluation by evaluation, as far as all of them go."""
+    return [
+        (sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points))
+        for points in zip(*curves, strict=False)
+    ]
+
+
+def _draw_learning(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas, *, over_time: bool) -> bool:
+    curves = {id(group): _curves(group, over_time) for group in groups}
+    shown = [group for group in groups if group.ranks in (1, ranks) and curves[id(group)]]
+    if not any(group.ranks == ranks for group in shown):
+        return False
+    own = [curve for group in shown if group.ranks == ranks for curve in curves[id(group)]]
+    longest = max(curve[-1][0] for curve in own)
+    scale, unit = time_unit(longest) if over_time else frames_unit(longest)
+    name, terms = "1 rank" if ranks == 1 else f"{ranks} ranks", group_terms(groups)
+    style_axes(ax, f"{name}: over {'time' if over_time else 'frames'}", terms.axis, canvas.theme)
+    for group in shown:
+        _draw_group(ax, group, curves[id(group)], scale, canvas)
+    ax.set_xlabel(f"training time ({unit})" if over_time else f"frames trained on, all ranks ({unit})")
+    ax.xaxis.label.set_color(canvas.theme.muted)
+    ax.set_xlim(0, longest / scale * 1.03)
+    # The same heights on the plots of all numbers of ranks.
+    _limit(ax, [curve for group in groups for curve in curves[id(group)]])
+    terms.finish_axis(ax)
+    return True
+
+
+def _draw_group(ax: Axes, group: Group, curves: Sequence[Points], scale: float, canvas: Canvas) -> None:
+    colour, strokes = canvas.colours[group.label], dashes(group.label, canvas)
+    style = (0, strokes) if strokes else "-"
+    if len(curves) > 1:
+        for curve in curves:
+            ax.plot(*_scaled(curve, scale), color=colour, linewidth=0.7, alpha=0.55, zorder=2)
+    (line,) = ax.plot(
+        *_scaled(mean_curve(curves), scale), color=colour, linewidth=2, linestyle=style, zorder=3
+    )
+    canvas.tip(line, _tip(group))
+
+
+def _curves(group: Group, over_time: bool) -> list[Points]:
+    found = []
+    for run in group.finished:
+        assert run.result is not None
+        points = [(x, y) for x, y, _ in curve_points(run.result.evaluations, over_time)]
+        if points:
+            found.append(points)
+    return found
+
+
+def _scaled(points: Points, scale: float) -> tuple[list[float], list[float]]:
+    return [x / scale for x, _ in points], [y for _, y in points]
+
+
+def _limit(ax: Axes, curves: Sequence[Points]) -> None:
+    """Show the part of the better three quarters: a strategy that fails must not press the rest flat."""
+    heights = sorted(([y for _, y in curve] for curve in curves), key=lambda ys: -ys[-1])
+    kept = heights[: max(1, -(-3 * len(heights) // 4))]
+    best, worst_end = max(ys[-1] for ys in kept), min(ys[-1] for ys in kept)
+    steepness = best - min(min(ys) for ys in kept)
+    if steepness > best - worst_end:  # curves, not single points: some of the way up belongs to the picture
+        shown = max(2.5 * (best - worst_end), 0.12 * steepness, 1e-3)
+        ax.set_ylim(best - shown, best + 0.08 * shown)
+    else:
+        room = max(0.2 * steepness, 0.01)
+        ax.set_ylim(worst_end - room, best + room)
+    ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+
+
+def _draw_reference(ax: Axes, groups: Sequence[Group], canvas: Canvas) -> None:
+    """Draw the accuracy of one rank as a line to compare with."""
+    reference = next((group for group in groups if group.ranks == 1 and group.log_prob is not None), None)
+    if reference is None or reference.log_prob is None:
+        return
+    low, high = ax.get_ylim()
+    room = 0.06 * (high - low)
+    ax.set_ylim(min(low, reference.log_prob - room), max(high, reference.log_prob + room))
+    line = ax.axhline(
+        reference.log_prob, color=canvas.theme.baseline, linewidth=1.4, linestyle=(0, (5, 2.5)), zorder=0
+    )
+    canvas.tip(line, _tip(reference))
+
+
+def _mark_what_lies_below(ax: Axes, groups: Sequence[Group], canvas: Canvas) -> None:
+    """Put an arrow at the lower edge for a strategy whose accuracy lies below the picture."""
+    (low, high), terms = ax.get_ylim(), group_terms(groups)
+    for group in groups:
+        if group.frames_per_s is None or group.log_prob is None or group.log_prob >= low:
+            continue
+        x, y = group.frames_per_s.mean, low + 0.05 * (high - low)
+        (mark,) = ax.plot(
+            [x],
+            [y],
+            "^" if terms.is_error else "v",
+            color=canvas.colours[group.label],
+            markersize=8,
+            zorder=4,
+        )
+        canvas.tip(mark, f"{_tip(group)} ({'above' if terms.is_error else 'below'} the picture)")
+        ax.annotate(
+            terms.number(group.log_prob), (x, y), xytext=(7, 0), textcoords="offset points", va="center",
+            color=canvas.theme.muted, fontsize="small",
+        )  # fmt: skip
+
+
+def _tip(group: Group) -> str:
+    speed = formatting.count(group.frames_per_s.mean if group.frames_per_s else None)
+    text = f"{group.label}: {group_terms([group]).with_unit(group.log_prob)} at {speed} frames/s"
+    if group.word_errors is not None:
+        text += f", WER {formatting.percent(group.word_errors.wer, 1)} %"
+    return f"{text}; {len(group.finished)} seed(s)"

@@ -1,0 +1,1 @@
+"""What every report is made with: formats of numbers, tables, plots, pages."""

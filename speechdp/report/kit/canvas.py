@@ -1,0 +1,57 @@
+"""What all plots of the report share: colours and names of the runs, texts under the pointer, style."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from speechdp.report.kit import formatting
+from speechdp.report.kit.theme import Theme
+from speechdp.report.runs.derived import RunFigures
+
+
+@dataclass
+class Canvas:
+    """What every plot needs: colours, run names, and a place for the texts shown under the pointer.
+
+    `tips` maps the SVG id of a drawn object to its text.
+    """
+
+    theme: Theme
+    labels: dict[str, str]
+    colours: dict[str, str]
+    tips: dict[str, str] = field(default_factory=dict)
+
+    def tip(self, artist: Any, text: str) -> None:
+        """Give a drawn object a text."""
+        gid = f"tip-{len(self.tips)}"
+        artist.set_gid(gid)
+        self.tips[gid] = text
+
+
+def make_canvas(rows: Sequence[RunFigures], theme: Theme) -> Canvas:
+    """Return a canvas that gives every run its colour; the one-rank run is grey."""
+    colours: dict[str, str] = {}
+    for row in rows:
+        index = sum(colour != theme.baseline for colour in colours.values())
+        colours[row.run.name] = theme.baseline if row.run.is_baseline else theme.runs[index % len(theme.runs)]
+    return Canvas(theme, formatting.run_labels([row.run for row in rows]), colours)
+
+
+def style_axes(ax: Axes, title: str, axis: str, theme: Theme) -> None:
+    """Leave of the frame what helps reading: light lines across, a base line, the unit at the top."""
+    ax.set_title(
+        f"{title} ({axis})" if axis else title, loc="left", color=theme.ink, fontweight="bold", pad=10
+    )
+    ax.set_facecolor("none")
+    for side, spine in ax.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(theme.muted)
+    ax.grid(axis="y", color=theme.grid, linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.tick_params(length=0, colors=theme.muted, labelcolor=theme.muted)
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}".replace("-", formatting.MINUS)))

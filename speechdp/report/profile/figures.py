@@ -1,0 +1,189 @@
+"""The pictures of a profile: which there are, which figure of the poster each repeats, as SVG and PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from speechdp.experiments.profile.derived import Scaling, loader_jobs, main_job, make_scaling
+from speechdp.experiments.profile.record import MODULES, STRONG, WEAK, Profile, ProfileJob
+from speechdp.report.kit.canvas import Canvas
+from speechdp.report.kit.svg import STYLE, Frame, svg_of
+from speechdp.report.kit.theme import PAGE, PRINT
+from speechdp.report.profile import panels
+from speechdp.report.profile.gantt import LANE, draw_gantt, make_gantt
+from speechdp.report.profile.palette import make_canvas
+from speechdp.report.profile.usage import draw_memory_over_time, draw_usage, usage_limits
+from speechdp.report.profile.words import SCALING_TITLES, loader_title
+
+SMALL_WIDTH = 5.6
+
+
+@dataclass(frozen=True)
+class Panel(Frame):
+    """One plot, and how it is drawn; `draw` returns False where there is nothing to show."""
+
+    draw: Callable[[Axes, Canvas], bool]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Plots that belong together.
+
+    Attributes:
+        name: of the PNG; file-safe.
+        caption: what it shows, and which figure of the poster it repeats.
+        panels: side by side.
+        in_page: False where the page has another form of it.
+    """
+
+    name: str
+    caption: str
+    panels: tuple[Panel, ...]
+    in_page: bool = True
+
+
+def make_pictures(profile: Profile) -> list[Picture]:
+    """Return the pictures there is something for, in the order of the poster's figures."""
+    found = [
+        _utilisation(profile),
+        _first_steps(profile),
+        _functions(profile),
+        _single(profile),
+        _memory(profile),
+        _gantt(profile),
+    ]
+    return [picture for picture in found if picture.panels]
+
+
+def _utilisation(profile: Profile) -> Picture:
+    caption = (
+        "Utilisation over time with and without a blocking trainloader, after figure 2 of the poster. How "
+        "long ranks waited for batches was measured apart: it stands in the table."
+    )
+    letters = "abc"
+    drawn = [job for job in loader_jobs(profile) if job.sample_paths]
+    limits = usage_limits(drawn)
+
+    def panel(job: ProfileJob, letter: str) -> Panel:
+        title = f"({letter}) {loader_title(job)}"
+        return Panel(
+            f"utilisation-{job.kind}", title, (SMALL_WIDTH, 2.9),
+            lambda ax, canvas: draw_usage(ax, job, title, limits, canvas),
+        )  # fmt: skip
+
+    return Picture("utilisation", caption, tuple(panel(j, x) for j, x in zip(drawn, letters, strict=False)))
+
+
+def _first_steps(profile: Profile) -> Picture:
+    caption = "Time of each function in the first steps, after figure 3 of the poster."
+    job, warmup = main_job(profile), profile.settings.warmup_steps
+    if job is None:
+        return Picture("first_steps", caption, ())
+    panel = Panel(
+        "first-steps", caption, (SMALL_WIDTH, 3.5),
+        lambda ax, canvas: panels.draw_first_steps(ax, job, warmup, canvas),
+    )  # fmt: skip
+    return Picture("first_steps", caption, (panel,))
+
+
+def _functions(profile: Profile) -> Picture:
+    caption = (
+        "Time of each function over numbers of ranks, after figure 4 of the poster: median step after the "
+        "warm-up; light is forward, strong is backward; % is the efficiency; a stroke marks full scaling."
+    )
+    scalings = [make_scaling(profile, kind) for kind in (WEAK, STRONG)]
+    found = tuple(_scaling_panel([s], s.kind, SCALING_TITLES[s.kind]) for s in scalings if s is not None)
+    return Picture("functions", caption, found)
+
+
+def _single(profile: Profile) -> Picture:
+    caption = (
+        "Time of a single module, the others turned off, over numbers of ranks, after figure 5 of the poster."
+    )
+    scalings = [s for kind in MODULES if (s := make_scaling(profile, kind)) is not None]
+    if not scalings:
+        return Picture("single", caption, ())
+    return Picture("single", caption, (_scaling_panel(scalings, "single", "A module alone"),))
+
+
+def _scaling_panel(scalings: list[Scaling], name: str, title: str) -> Panel:
+    size = (SMALL_WIDTH, panels.bar_height(scalings))
+    return Panel(
+        f"functions-{name}", title, size, lambda ax, canvas: panels.draw_scaling(ax, scalings, title, canvas)
+    )
+
+
+def _memory(profile: Profile) -> Picture:
+    caption = "Memory of every rank: peak and course. The poster saw the first GPU use more than the others."
+    job = main_job(profile)
+    found: list[Panel] = []
+    if job is not None and job.memory is not None:
+        height = max(1.9, 0.85 + 0.27 * len(job.memory.ranks))
+        found.append(
+            Panel(
+                "memory-ranks", "Peak memory of each rank", (SMALL_WIDTH, max(height, 2.9)),
+                lambda ax, canvas: panels.draw_memory_of_ranks(ax, job, canvas),
+            )
+        )  # fmt: skip
+    if job is not None and job.sample_paths:
+        found.append(
+            Panel(
+                "memory-time", "Memory of each rank over time", (SMALL_WIDTH, 2.9),
+                lambda ax, canvas: draw_memory_over_time(ax, job, canvas),
+            )
+        )  # fmt: skip
+    return Picture("memory", caption, tuple(found))
+
+
+def _gantt(profile: Profile) -> Picture:
+    caption = "Steps of every rank, function by function; gaps are what belongs to none of them."
+    job = main_job(profile)
+    gantt = None if job is None else make_gantt(job, profile.settings.warmup_steps)
+    if gantt is None:
+        return Picture("gantt", caption, ())
+    size = (13.0, 1.3 + LANE / 72 * len(gantt.lanes))
+    panel = Panel("gantt", caption, size, lambda ax, canvas: draw_gantt(ax, gantt, canvas))
+    return Picture("gantt", caption, (panel,), in_page=False)
+
+
+def picture_svgs(picture: Picture) -> list[tuple[str, str]]:
+    """Return (name, SVG) of each plot of a picture that has something to show."""
+    found: list[tuple[str, str]] = []
+    for panel in picture.panels:
+        # A canvas of its own for each plot: the ids of its texts begin anew.
+        canvas = make_canvas(PAGE)
+        svg = svg_of(panel, canvas, _drawing(panel, canvas))
+        if svg is not None:
+            found.append((panel.name, svg))
+    return found
+
+
+def _drawing(panel: Panel, canvas: Canvas) -> Callable[[Axes], bool]:
+    return lambda ax: panel.draw(ax, canvas)
+
+
+def write_png(path: Path, picture: Picture) -> bool:
+    """Write a picture with its caption; return False, with nothing written, where nothing is to draw."""
+    canvas = make_canvas(PRINT)
+    width = sum(panel.size[0] for panel in picture.panels)
+    height = max(panel.size[1] for panel in picture.panels)
+    with mpl.rc_context({**STYLE, "savefig.facecolor": "white"}):
+        figure = Figure(figsize=(max(width, 7.0) + 0.4, height + 0.5), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)  # type: ignore[union-attr, call-arg]
+        axes = figure.subplots(1, len(picture.panels), squeeze=False)[0]
+        drawn = [panel.draw(ax, canvas) for panel, ax in zip(picture.panels, axes, strict=True)]
+        for ax, shown in zip(axes, drawn, strict=True):
+            if not shown:
+                ax.set_axis_off()
+        if any(drawn):
+            figure.supxlabel(
+                picture.caption, x=0.01, ha="left", fontsize="small", color=PRINT.muted, wrap=True
+            )
+            figure.savefig(path, format="png", dpi=130)
+    return any(drawn)

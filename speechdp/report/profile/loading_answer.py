@@ -1,0 +1,56 @@
+"""Put into words what waiting for batches costs with each kind of trainloader."""
+
+from __future__ import annotations
+
+from speechdp.experiments.profile.derived import Loading, job_steps, make_loading
+from speechdp.experiments.profile.plan import TWO_STOPS
+from speechdp.experiments.profile.record import BLOCKING, FED, POOLED, Profile
+from speechdp.report.kit import formatting
+from speechdp.report.kit.formatting import number, rank_count
+
+
+def loading_sentences(profile: Profile) -> list[str]:
+    """Say what waiting for batches costs with each kind of trainloader."""
+    found = {
+        kind: make_loading(jobs[-1], profile.settings.warmup_steps)
+        for kind in (BLOCKING, POOLED, FED)
+        if (jobs := profile.of_kind(kind))
+    }
+    blocking, pooled, fed = (found.get(kind) for kind in (BLOCKING, POOLED, FED))
+    too_short = "" if blocking is None else _too_short(blocking)
+    sentences = [too_short] if too_short else []
+    if blocking is not None and not too_short:
+        sentences.append(_blocking(blocking, pooled))
+    elif pooled is not None:
+        sentences.append(f"Waiting for batches takes {_share(pooled)} of the step.")
+    if fed is not None:
+        sentences.append(
+            f"With feeder ranks waiting takes {_share(fed)}, at {number(fed.frames_per_s)} frames/s."
+        )
+    return sentences
+
+
+def _too_short(blocking: Loading) -> str:
+    """Say that the job saw the blocking trainloader's first stop alone, of which no mean can be made."""
+    steps = max((together[0].step for together in job_steps(blocking.job)), default=0)
+    if steps > TWO_STOPS:
+        return ""
+    return (
+        f"What a blocking trainloader costs cannot be said: {blocking.job.name} took {steps} steps, too few "
+        f"for its second stop, which needs more than {TWO_STOPS}: leave out --loader-steps."
+    )
+
+
+def _blocking(blocking: Loading, pooled: Loading | None) -> str:
+    text = f"A blocking trainloader takes {_share(blocking)} of the step on {rank_count(blocking.job.ranks)}"
+    if pooled is None:
+        return text + "."
+    text += f", one that works beside training {_share(pooled)}"
+    if not blocking.frames_per_s:
+        return text + "."
+    more = pooled.frames_per_s / blocking.frames_per_s
+    return f"{text}, with {more:.2f} times as many frames a second."
+
+
+def _share(loading: Loading) -> str:
+    return f"{formatting.percent(loading.share, 1)} %"

@@ -1,0 +1,109 @@
+"""What the sampler saw of a profile's job: utilisation and memory of each rank over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from speechdp.experiments.profile.record import ProfileJob
+from speechdp.report.kit.canvas import Canvas, style_axes
+from speechdp.report.runs.samples import Array, Samples
+from speechdp.report.sweep.plots import time_unit
+from speechdp.report.sweep.utilisation import MAX_LINES, draw_utilisation, utilisation_course
+
+
+def on_gpus(samples: Samples) -> bool:
+    """Say whether GPUs were read, and which rank uses which of them is known."""
+    return bool(samples.gpu_of_rank) and bool(np.isfinite(samples.gpu_percent).any())
+
+
+def utilisation_of(samples: Samples) -> dict[int, Array]:
+    """Return (N,) utilisation of each rank of a host, %: of its GPU, or of its process (100 is one core)."""
+    if on_gpus(samples):
+        return {rank: samples.gpu_percent[:, gpu] for rank, gpu in samples.gpu_of_rank.items()}
+    return {rank: samples.cpu_percent[:, column] for column, rank in enumerate(samples.ranks)}
+
+
+def memory_of(samples: Samples) -> dict[int, Array]:
+    """Return (N,) memory of each rank of a host, bytes: of its GPU, or of its process."""
+    if on_gpus(samples):
+        return {rank: samples.gpu_memory_bytes[:, gpu] for rank, gpu in samples.gpu_of_rank.items()}
+    return {rank: samples.rss_bytes[:, column] for column, rank in enumerate(samples.ranks)}
+
+
+def mean_utilisation(job: ProfileJob, start_s: float = 0.0) -> float | None:
+    """Return the mean over ranks and time from `start_s` on, %; None where nothing was sampled."""
+    values = [
+        series[samples.t_s >= start_s]
+        for samples in job.samples
+        for series in utilisation_of(samples).values()
+    ]
+    known = np.concatenate(values) if values else np.array([])
+    known = known[np.isfinite(known)]
+    return float(known.mean()) if known.size else None
+
+
+def usage_limits(jobs: Sequence[ProfileJob]) -> tuple[float, float]:
+    """Return the end of the longest job, s, and the most utilisation of all, %, for axes that compare."""
+    ends = [steps[-1].start_s + steps[-1].wall_s for job in jobs for steps in job.steps if steps]
+    courses = [course for job in jobs if (course := utilisation_course(job.samples)) is not None]
+    most = [float(np.nanmax(course.percent)) for course in courses]
+    return max(ends, default=0.0), 1.05 * max(most, default=0.0)
+
+
+def draw_usage(ax: Axes, job: ProfileJob, title: str, limits: tuple[float, float], canvas: Canvas) -> bool:
+    """Plot utilisation over time, a line a rank or GPU, on axes that end at `limits`, (s, %)."""
+    if not draw_utilisation(ax, job.samples, canvas, title=title):
+        return False
+    scale, unit = time_unit(limits[0])
+    # The same axis for all jobs, unless this one's times stand in another unit.
+    if limits[0] and ax.get_xlabel() == f"time ({unit})":
+        ax.set_xlim(0, limits[0] / scale)
+    ax.set_ylim(0, max(105.0, limits[1]))
+    return True
+
+
+def draw_memory_over_time(ax: Axes, job: ProfileJob, canvas: Canvas) -> bool:
+    """Plot the memory of each rank over time, MB."""
+    series = [
+        (rank, samples, values / 1e6)
+        for samples in job.samples
+        for rank, values in sorted(memory_of(samples).items())
+    ]
+    if not any(np.isfinite(values).any() for _, _, values in series):
+        return False
+    what = "GPU memory (NVML)" if on_gpus(series[0][1]) else "memory of the process (RSS)"
+    style_axes(ax, f"{what[0].upper()}{what[1:]} over time, {job.name}", "MB", canvas.theme)
+    for rank, samples, values in series:
+        _draw_rank(ax, rank, samples, values, canvas)
+    ax.set_xlim(left=0)
+    ax.set_ylim(bottom=0)
+    _finish(ax, len(series), canvas)
+    return True
+
+
+def _draw_rank(ax: Axes, rank: int, samples: Samples, values: Array, canvas: Canvas) -> None:
+    colour = canvas.theme.runs[rank % len(canvas.theme.runs)]
+    (line,) = ax.plot(samples.t_s, values, color=colour, linewidth=1.3, alpha=0.9, label=f"rank {rank}")
+    canvas.tip(line, f"rank {rank} on {samples.host}")
+
+
+def _finish(ax: Axes, num_ranks: int, canvas: Canvas) -> None:
+    ax.set_xlabel("time (s)", color=canvas.theme.muted)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+    ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    if num_ranks <= MAX_LINES:
+        legend_below(ax, canvas)
+
+
+def legend_below(ax: Axes, canvas: Canvas, handles: Sequence[Artist] | None = None) -> None:
+    """Put the key of a plot below its axis, as the report's plot of utilisation has it."""
+    given = {} if handles is None else {"handles": handles}
+    ax.legend(
+        **given, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False, fontsize="small",
+        labelcolor=canvas.theme.ink, handlelength=1.2, columnspacing=1.2,
+    )  # fmt: skip

@@ -1,0 +1,171 @@
+"""Compute the figures of the data path from what ranks and feeders recorded; formulas in docs/timing.md.
+
+Seconds of the data path cover all of a process's training, warm-up included, as `trained_s` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from speechdp.report.runs.results import DATA_STAGES, DataTimes, Timing
+
+#: The order that reads only while training waits (speechdp/data/loading/loader.py).
+BLOCKING_ORDER = "blocking-sort"
+#: Words of a storage whose rows have to be gathered or unpacked before they can be used.
+_SLOW_STORAGE = ("chunk", "compress", "gzip", "lzf", "szip")
+
+
+@dataclass(frozen=True)
+class DataWait:
+    """Share of the step time without a batch, 0 to 1: mean over ranks, and the rank with the largest."""
+
+    mean: float
+    largest: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class FeederLoad:
+    """How busy a feeder's slowest stage was, 0 to 1 of the training time: at 1 it can deliver no more."""
+
+    rank: int | None
+    host: str
+    busy: float | None
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """The stage with the most to do, and its busy share of the training time, 0 to 1."""
+
+    stage: str
+    busy: float | None
+
+
+@dataclass(frozen=True)
+class DataFigures:
+    """What the data path of a run does; None or empty stands for what was not recorded.
+
+    Attributes:
+        busy: busy seconds of each stage a second of training, all ranks and feeders: how many cores' worth.
+        read_bytes_per_s: bytes over seconds of reading.
+        deliverable_per_s: frames/s of all ranks if nothing but the slowest stage limited them, estimated.
+        padding: share of the computed frames that nothing is learnt from: padding and context.
+        threads: that preprocess, of a rank or feeder.
+        is_slow_storage: shards are chunked or compressed.
+    """
+
+    busy: dict[str, float]
+    read_bytes_per_s: float | None
+    deliverable_per_s: float | None
+    padding: float | None
+    storage: str
+    is_slow_storage: bool
+    threads: int | None
+    preprocess_on: str
+    feeders: tuple[FeederLoad, ...]
+    bottleneck: Bottleneck | None
+
+
+def data_wait(timing: Timing) -> DataWait | None:
+    """Return how long the ranks wait for data; None where no step was timed."""
+    shares = [(rank.data_wait_s / rank.wall_s, rank.rank) for rank in timing.ranks if rank.wall_s > 0]
+    if not shares:
+        return None
+    largest, worst = max(shares)
+    return DataWait(fmean(share for share, _ in shares), largest, worst)
+
+
+def data_figures(timing: Timing, order: str = "") -> DataFigures | None:
+    """Return the figures of a run's data path, or None where it recorded none."""
+    own = [rank.data for rank in timing.ranks if rank.data is not None]
+    fed = [feeder.data for feeder in timing.feeders]
+    everyone = own + fed
+    if not everyone:
+        return None
+    # Batches made by feeders may be counted again where they arrive.
+    makers = fed or own
+    training_s = max(rank.trained_s or rank.wall_s for rank in timing.ranks)
+    blocking = order == BLOCKING_ORDER
+    storages = dict.fromkeys(times.storage for times in everyone if times.storage)
+    loads = (FeederLoad(f.rank, f.host, _busy(f.data, training_s, blocking)) for f in timing.feeders)
+    return DataFigures(
+        busy=_busy_of_stages(everyone, training_s),
+        read_bytes_per_s=_ratio(
+            sum(times.read_bytes or 0.0 for times in everyone),
+            sum(times.stages_s.get("read", 0.0) for times in everyone),
+        ),
+        deliverable_per_s=_deliverable(own, fed, blocking),
+        padding=_padding(makers),
+        storage=", ".join(storages),
+        is_slow_storage=any(word in name.lower() for name in storages for word in _SLOW_STORAGE),
+        threads=max((times.threads for times in makers if times.threads), default=None),
+        preprocess_on=", ".join(dict.fromkeys(t.preprocess_on for t in makers if t.preprocess_on)),
+        feeders=tuple(loads),
+        bottleneck=_bottleneck(everyone, training_s, blocking),
+    )
+
+
+def _lanes(times: DataTimes, blocking: bool) -> dict[str, float]:
+    """Return the seconds each of the lanes that work side by side needs, by the lane's longest stage.
+
+    The thread that reads also collates, preprocessing is divided among its threads; with the blocking order
+    there is one lane, because every stage waits for the one before.
+    """
+    seconds = times.stages_s
+    threads = 1 if times.preprocess_on == "cuda" else times.threads or 1
+    lanes = [("read", "collate"), ("preprocess",), ("send",), ("h2d",)]
+    if blocking:
+        lanes, threads = [DATA_STAGES], 1
+    found: dict[str, float] = {}
+    for stages in lanes:
+        total_s = sum(seconds.get(stage, 0.0) for stage in stages)
+        if total_s > 0:
+            longest = max(stages, key=lambda stage: seconds.get(stage, 0.0))
+            found[longest] = total_s / (threads if stages == ("preprocess",) else 1)
+    return found
+
+
+def _busy(times: DataTimes, training_s: float, blocking: bool) -> float | None:
+    return _ratio(max(_lanes(times, blocking).values(), default=0.0), training_s)
+
+
+def _busy_of_stages(everyone: Sequence[DataTimes], training_s: float) -> dict[str, float]:
+    if training_s <= 0:
+        return {}
+    sums = {stage: sum(times.stages_s.get(stage, 0.0) for times in everyone) for stage in DATA_STAGES}
+    return {stage: seconds / training_s for stage, seconds in sums.items() if seconds > 0}
+
+
+def _bottleneck(everyone: Sequence[DataTimes], training_s: float, blocking: bool) -> Bottleneck | None:
+    lanes = [lane for times in everyone for lane in _lanes(times, blocking).items()]
+    if not lanes:
+        return None
+    stage, seconds = max(lanes, key=lambda lane: lane[1])
+    return Bottleneck(stage, _ratio(seconds, training_s))
+
+
+def _deliverable(own: Sequence[DataTimes], fed: Sequence[DataTimes], blocking: bool) -> float | None:
+    """Return the least of what the feeders together and what the ranks together can pass on."""
+    rates = [_rate(group, blocking) for group in (own, fed)]
+    return min((rate for rate in rates if rate is not None), default=None)
+
+
+def _rate(group: Sequence[DataTimes], blocking: bool) -> float | None:
+    """Return the frames/s of a group working side by side; None unless all of it is known."""
+    rates = [_ratio(t.frames or 0.0, max(_lanes(t, blocking).values(), default=0.0)) for t in group]
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known and len(known) == len(rates) else None
+
+
+def _padding(makers: Sequence[DataTimes]) -> float | None:
+    counted = [t for t in makers if t.frames is not None and t.computed_frames]
+    computed = sum(t.computed_frames or 0.0 for t in counted)
+    learnt = sum(t.frames or 0.0 for t in counted)
+    return min(max(1 - learnt / computed, 0.0), 1.0) if computed > 0 else None
+
+
+def _ratio(amount: float, over: float) -> float | None:
+    """Return amount / over, or None where either is 0: nothing was recorded."""
+    return amount / over if amount > 0 and over > 0 else None

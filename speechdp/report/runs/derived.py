@@ -1,0 +1,196 @@
+"""Compute the figures of the report from what runs recorded: pure functions, formulas in docs/timing.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from speechdp.report.runs.data_path import DataFigures, DataWait, data_figures, data_wait
+from speechdp.report.runs.results import Evaluation, RankTiming, RunResult, Sweep, Timing, WordErrors
+
+#: Ranks whose compute times differ by less are called even (share of the mean).
+NOTABLE_SKEW = 0.05
+
+
+@dataclass(frozen=True)
+class RankSkew:
+    """How unevenly the ranks compute: (max - min) / mean of their compute time a step.
+
+    `straggler` is the rank the others wait for, None where the skew is too small to name one.
+    """
+
+    value: float
+    straggler: int | None
+    straggler_host: str = ""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Shares of the step time that do not train, mean over ranks, 0 to 1.
+
+    Attributes:
+        exchange: communication of the rank that waits least, step by step: the exchange itself.
+        waiting: communication beyond that: waiting for ranks that had more to do in a step.
+        data_wait: no batch was ready.
+        slower_compute: computing a frame takes longer than on one rank alone; None without a baseline.
+    """
+
+    exchange: float
+    waiting: float
+    data_wait: float
+    slower_compute: float | None
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """One row of the report; None stands for what the run did not record."""
+
+    run: RunResult
+    frames_per_s: float | None
+    speedup: float | None
+    efficiency: float | None
+    comm_share: float | None
+    data_wait: DataWait | None
+    data: DataFigures | None
+    skew: RankSkew | None
+    losses: Losses | None
+    log_prob: float | None
+    best_log_prob: float | None
+    accuracy: float | None
+    word_errors: WordErrors | None
+    frames_trained: float | None
+    training_time_s: float | None
+    time_to_target_s: float | None
+
+    @property
+    def data_wait_share(self) -> float | None:
+        """Share of the step time without a batch to work on, mean over ranks."""
+        return None if self.data_wait is None else self.data_wait.mean
+
+
+def frames_per_s(timing: Timing) -> float | None:
+    """Return the job's throughput: frames of all ranks over the longest rank's time."""
+    wall_s = max(rank.wall_s for rank in timing.ranks)
+    return sum(rank.frames for rank in timing.ranks) / wall_s if wall_s > 0 else None
+
+
+def mean_share(timing: Timing, seconds: Sequence[float]) -> float | None:
+    """Return the mean over ranks of seconds / step time; `seconds` in the order of `timing.ranks`."""
+    shares = [s / rank.wall_s for s, rank in zip(seconds, timing.ranks, strict=True) if rank.wall_s > 0]
+    return fmean(shares) if shares else None
+
+
+def rank_skew(timing: Timing) -> RankSkew | None:
+    """Compare the ranks' own work a step; None for fewer than two ranks.
+
+    The straggler is the rank with the SHORTEST communication: it comes last to the exchange and waits
+    for nobody, while the others' communication contains their waiting for it.
+    """
+    ranks = [rank for rank in timing.ranks if rank.steps > 0]
+    if len(ranks) < 2:
+        return None
+    compute = [rank.compute_s / rank.steps for rank in ranks]
+    mean = fmean(compute)
+    if mean <= 0:
+        return None
+    skew = (max(compute) - min(compute)) / mean
+    if skew < NOTABLE_SKEW:
+        return RankSkew(skew, None)
+    straggler = min(ranks, key=_comm_per_step)
+    return RankSkew(skew, straggler.rank, straggler.host)
+
+
+def losses(timing: Timing, baseline: Timing | None) -> Losses | None:
+    """Split the time that does not train into causes; None where no step was timed."""
+    timed = [rank for rank in timing.ranks if rank.wall_s > 0]
+    if not timed:
+        return None
+    shares = [rank.comm_s / rank.wall_s for rank in timed]
+    exchange = min(shares)
+    if timing.exchange_s is not None:
+        exchange = min(exchange, timing.exchange_s / fmean(rank.wall_s for rank in timed))
+    return Losses(
+        exchange=exchange,
+        waiting=fmean(shares) - exchange,
+        data_wait=fmean(rank.data_wait_s / rank.wall_s for rank in timed),
+        slower_compute=None if baseline is None else _slower_compute(timing, baseline),
+    )
+
+
+def best_log_prob(evaluations: Sequence[Evaluation]) -> float | None:
+    """Return the highest held-out log-probability per frame."""
+    return max((e.log_prob for e in evaluations if e.log_prob is not None), default=None)
+
+
+def common_target(runs: Sequence[RunResult]) -> float | None:
+    """Return the lowest of the runs' best log-probabilities: the highest that every run reached."""
+    best = [best_log_prob(run.evaluations) for run in runs if not run.is_baseline]
+    return min((value for value in best if value is not None), default=None)
+
+
+def time_to_target(evaluations: Sequence[Evaluation], target: float) -> float | None:
+    """Return the training time, s, of the first evaluation at or above `target`; nothing is interpolated."""
+    for evaluation in evaluations:
+        if evaluation.log_prob is not None and evaluation.log_prob >= target:
+            return evaluation.time_s
+    return None
+
+
+def run_figures(run: RunResult, baseline: Timing | None, target: float | None) -> RunFigures:
+    """Compute a run's row.
+
+    Args:
+        run: what it recorded.
+        baseline: timing of one rank alone; None: speed-up and efficiency stay open.
+        target: held-out log-probability for the time to target, nats/frame.
+    """
+    timing = run.timing
+    rate = frames_per_s(timing) if timing else None
+    one_rank_rate = frames_per_s(baseline) if baseline else None
+    speedup = rate / one_rank_rate if rate is not None and one_rank_rate else None
+    last = run.evaluations[-1] if run.evaluations else None
+    return RunFigures(
+        run=run,
+        frames_per_s=rate,
+        speedup=speedup,
+        efficiency=speedup / run.size if speedup is not None and run.size else None,
+        comm_share=mean_share(timing, [r.comm_s for r in timing.ranks]) if timing else None,
+        data_wait=data_wait(timing) if timing else None,
+        data=data_figures(timing, run.order) if timing else None,
+        skew=rank_skew(timing) if timing else None,
+        losses=losses(timing, baseline) if timing else None,
+        log_prob=last.log_prob if last else None,
+        best_log_prob=best_log_prob(run.evaluations),
+        accuracy=last.accuracy if last else None,
+        word_errors=run.word_errors,
+        frames_trained=last.frames if last else None,
+        training_time_s=last.time_s if last else None,
+        time_to_target_s=None if target is None else time_to_target(run.evaluations, target),
+    )
+
+
+def sweep_figures(sweep: Sweep, target: float | None) -> list[RunFigures]:
+    """Compute every run's row, in the sweep's order."""
+    baseline = sweep.baseline.timing if sweep.baseline else None
+    return [run_figures(run, baseline, target) for run in sweep.runs]
+
+
+def _comm_per_step(rank: RankTiming) -> float:
+    return rank.comm_s / rank.steps
+
+
+def _slower_compute(timing: Timing, baseline: Timing) -> float | None:
+    """Return the share of the step time that one rank alone would not have needed for the same frames."""
+    per_frame, alone = _work_per_frame(timing), _work_per_frame(baseline)
+    if per_frame is None or alone is None or per_frame <= 0:
+        return None
+    work_share = mean_share(timing, [rank.compute_s - rank.data_wait_s for rank in timing.ranks])
+    assert work_share is not None
+    return max(work_share * (1 - alone / per_frame), 0.0)
+
+
+def _work_per_frame(timing: Timing) -> float | None:
+    """Return the seconds of computing a frame, waiting for data left out."""
+    frames = sum(rank.frames for rank in timing.ranks)
+    return sum(rank.compute_s - rank.data_wait_s for rank in timing.ranks) / frames if frames else None

@@ -1,0 +1,159 @@
+"""Read runs and sweeps back from their folders.
+
+Reading never fails on a damaged or missing file of a run: the run is shown with what it has, and the
+file is named among its problems.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from speechdp.errors import ConfigError, RunError
+from speechdp.jsonl import read_lines
+from speechdp.report.runs.records import number, read_object
+from speechdp.report.runs.results import Evaluation, RunResult, Sweep, WordErrors
+from speechdp.report.runs.samples import read_samples
+from speechdp.report.runs.synthesis_measures import read_spoken
+from speechdp.report.runs.timing_file import read_timing
+
+
+def read_sweep(out: Path) -> Sweep:
+    """Read a sweep's folder, a folder of runs, or one run.
+
+    Raises:
+        ConfigError: there is no run in `out`.
+    """
+    if (out / "sweep.json").is_file():
+        names = _sweep_names(out)
+        return Sweep(out, tuple(_without_accuracy(_read_with_samples(out / name)) for name in names))
+    if (out / "run.json").is_file():
+        return Sweep(out, (_read_with_samples(out),))
+    if not out.is_dir():
+        raise ConfigError(f"{out}: no such folder; give that of a run, sweep, comparison or profile")
+    folders = [folder for folder in sorted(out.iterdir()) if (folder / "run.json").is_file()]
+    runs = [_read_with_samples(folder) for folder in folders]
+    if not runs:
+        raise ConfigError(
+            f"{out}: neither a sweep (sweep.json), a comparison (compare.json), a profile (profile.json), "
+            "a run (run.json) nor a folder of runs; give the folder of a run or the OUT of `speechdp sweep`, "
+            "`speechdp compare` or `speechdp profile`"
+        )
+    return Sweep(out, tuple(runs))
+
+
+def _read_with_samples(run_dir: Path) -> RunResult:
+    """Read a run with its samples, which are by far its largest files."""
+    run = read_run(run_dir)
+    samples, problems = [], list(run.problems)
+    for path in sorted((run_dir / "timeline").glob("samples-*.jsonl")):
+        try:
+            found = read_samples(path)
+        except RunError as error:
+            problems.append(f"timeline/{path.name}: {str(error).removeprefix(f'{path}: ')}")
+            continue
+        if found.num_damaged:
+            problems.append(f"timeline/{path.name}: {found.num_damaged} damaged line(s) passed over")
+        samples.append(found)
+    return replace(run, samples=tuple(samples), problems=tuple(problems))
+
+
+def _without_accuracy(run: RunResult) -> RunResult:
+    # A sweep's one-rank run ends after some steps: its speed is of interest, its accuracy means nothing.
+    return replace(run, evaluations=()) if run.is_baseline else run
+
+
+def read_run(run_dir: Path) -> RunResult:
+    """Read what a run has written so far; `problems` names what is missing or damaged."""
+    name = run_dir.resolve().name
+    if not run_dir.is_dir():
+        return RunResult(name, run_dir, {}, (), None, None, False, False, (f"{run_dir}: missing",))
+    problems: list[str] = []
+    settings = read_object(run_dir / "run.json", problems) or {}
+    evaluations = _read_evaluations(run_dir / "metrics.jsonl", problems)
+    timing = read_timing(run_dir, problems)
+    word_errors = _find_word_errors(run_dir, problems)
+    spoken = read_spoken(run_dir, problems)
+    completed = (run_dir / "completed.json").is_file()
+    if not completed:
+        problems.append("completed.json: missing, so the run did not finish; continue it with --resume")
+    return RunResult(
+        name, run_dir, settings, evaluations, timing, word_errors, completed, True, tuple(problems),
+        spoken=spoken,
+    )  # fmt: skip
+
+
+def _sweep_names(out: Path) -> list[str]:
+    """Return the names of the sweep's runs; they are folders below `out`, never elsewhere."""
+    problems: list[str] = []
+    sweep = read_object(out / "sweep.json", problems)
+    names = (sweep or {}).get("runs")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        reason = problems[0] if problems else "sweep.json: no list of runs"
+        raise ConfigError(f"{out}: {reason}; run `speechdp sweep` again with this OUT to rewrite it")
+    for name in names:
+        if name in ("", ".", "..") or "/" in name or "\\" in name:
+            raise ConfigError(
+                f"{out}/sweep.json: {name!r} is not the name of a folder beside it; mend the file"
+            )
+    return names
+
+
+def _read_evaluations(path: Path, problems: list[str]) -> tuple[Evaluation, ...]:
+    try:
+        lines = read_lines(path)
+    except FileNotFoundError:
+        problems.append(f"{path.name}: missing")
+        return ()
+    except OSError as error:
+        problems.append(f"{path.name}: cannot be read ({error.strerror})")
+        return ()
+    if lines.num_damaged:
+        problems.append(f"{path.name}: {lines.num_damaged} damaged line(s) passed over")
+    # A resumed run repeats the evaluations after its checkpoint: the last of a step counts.
+    by_step = {r["step"]: _evaluation(r) for r in lines.records if isinstance(r.get("step"), int)}
+    return tuple(by_step[step] for step in sorted(by_step))
+
+
+def _evaluation(record: dict[str, Any]) -> Evaluation:
+    return Evaluation(
+        step=record["step"],
+        epoch=number(record, "epoch"),
+        frames=number(record, "frames"),
+        time_s=number(record, "time_s"),
+        log_prob=number(record, "heldout_log_prob"),
+        accuracy=number(record, "heldout_frame_accuracy"),
+        train_loss=number(record, "train_loss"),
+        replica_distance=number(record, "replica_distance"),
+    )
+
+
+def _find_word_errors(run_dir: Path, problems: list[str]) -> WordErrors | None:
+    """Read the errors on the test split, else on the only split decoded; None where there is no such file."""
+    test = run_dir / "wer-test.json"
+    found = [test] if test.is_file() else sorted(run_dir.glob("wer-*.json"))
+    if len(found) > 1:
+        problems.append("wer-test.json: missing, and several other splits are decoded; decode the test split")
+        return None
+    return _read_word_errors(found[0], problems) if found else None
+
+
+def _read_word_errors(path: Path, problems: list[str]) -> WordErrors | None:
+    record = read_object(path, problems)
+    if record is None:
+        return None
+    wer = number(record, "wer")
+    if wer is None:
+        problems.append(f"{path.name}: no word error rate in it; decode the run again")
+        return None
+    counts = {key: number(record, key) for key in ("words", "insertions", "deletions", "substitutions")}
+    whole = {key: None if value is None else int(value) for key, value in counts.items()}
+    return WordErrors(
+        wer=wer,
+        low=number(record, "wer_low"),
+        high=number(record, "wer_high"),
+        split=str(record.get("split", "")),
+        grammar=str(record.get("grammar", "")),
+        **whole,
+    )

@@ -1,0 +1,287 @@
+"""What a run left behind, as typed records: the files of a run directory after reading."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from speechdp.report.runs.records import words
+from speechdp.report.runs.samples import Samples
+
+#: Name of the run that a sweep makes for the throughput of one rank.
+ONE_RANK = "one-rank"
+#: The stages that a batch passes before training has it, in order (speechdp/data/loading/stage_times.py).
+DATA_STAGES = ("read", "preprocess", "collate", "send", "h2d")
+
+
+@dataclass(frozen=True)
+class DataTimes:
+    """Sums of the data path of one rank or feeder over all its training batches, warm-up included.
+
+    What was not recorded is None or empty.
+
+    Attributes:
+        stages_s: seconds a stage was busy, summed over its threads.
+        frames: frames to be learnt.
+        computed_frames: frames computed on: those, context and padding.
+        threads: that preprocess.
+        preprocess_on: `cpu` or `cuda`.
+        storage: how the shards are stored: `contiguous`, `chunked gzip`, ...
+    """
+
+    stages_s: dict[str, float] = field(default_factory=dict)
+    read_bytes: float | None = None
+    frames: float | None = None
+    computed_frames: float | None = None
+    threads: int | None = None
+    preprocess_on: str = ""
+    storage: str = ""
+
+
+@dataclass(frozen=True)
+class Feeder:
+    """A rank that made batches ready for others."""
+
+    rank: int | None
+    host: str
+    data: DataTimes
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The most memory that a rank has held, bytes; what was not recorded is None.
+
+    Attributes:
+        rss: of its process.
+        gpu: of tensors on its GPU.
+    """
+
+    rss: float | None = None
+    gpu: float | None = None
+
+
+@dataclass(frozen=True)
+class RankTiming:
+    """Sums of one rank over the steps after its warm-up; times in s.
+
+    Attributes:
+        sent_bytes: payload this rank sent while training, warm-up included; None where it was not counted.
+        trained_s: training time of the same steps.
+        statistics: what the strategy tells besides; e.g. `staleness`: counts of exchanges by age.
+        data: its data path; None where it was not recorded.
+        memory: what it has held at most.
+    """
+
+    rank: int
+    host: str
+    steps: int
+    frames: int
+    wall_s: float
+    spans_s: dict[str, float]
+    eval_s: float = 0.0
+    checkpoint_s: float = 0.0
+    sent_bytes: float | None = None
+    trained_s: float | None = None
+    statistics: dict[str, Any] = field(default_factory=dict)
+    data: DataTimes | None = None
+    memory: RankMemory = RankMemory()
+
+    @property
+    def comm_s(self) -> float:
+        """Seconds in exchanges, waiting for other ranks included."""
+        return self.spans_s.get("comm", 0.0)
+
+    @property
+    def data_wait_s(self) -> float:
+        """Seconds without a batch to work on."""
+        return self.spans_s.get("data_wait", 0.0)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of this rank's own work: all spans but communication."""
+        return sum(seconds for name, seconds in self.spans_s.items() if name != "comm")
+
+    @property
+    def other_s(self) -> float:
+        """Seconds of the steps that no span covers."""
+        return max(self.wall_s - sum(self.spans_s.values()), 0.0)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Every rank's sums, in rank order.  `warmup_steps` of each rank are left out.
+
+    `exchange_s` is the sum over steps of the shortest communication of all ranks; None where unknown.
+    `feeders` made the batches of all ranks; none: each rank made its own.
+    """
+
+    warmup_steps: int
+    ranks: tuple[RankTiming, ...]
+    exchange_s: float | None = None
+    feeders: tuple[Feeder, ...] = ()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One line of metrics.jsonl; what it lacks is None.
+
+    Attributes:
+        frames: frames that all ranks together had trained on.
+        time_s: training time until then, s, without evaluations and checkpoints.
+        log_prob: mean held-out log-probability, nats per frame.
+        accuracy: held-out frame accuracy, 0 to 1.
+        train_loss: nats per frame.
+        replica_distance: largest over ranks of |w_i - w| / |w| just before, w the parameters evaluated.
+    """
+
+    step: int
+    epoch: float | None
+    frames: float | None
+    time_s: float | None
+    log_prob: float | None
+    accuracy: float | None
+    train_loss: float | None
+    replica_distance: float | None = None
+
+
+@dataclass(frozen=True)
+class WordErrors:
+    """The figures of wer-<split>.json; rates 0 to 1, `low` and `high` bound the 95 % interval."""
+
+    wer: float
+    low: float | None
+    high: float | None
+    words: int | None
+    insertions: int | None
+    deletions: int | None
+    substitutions: int | None
+    split: str
+    grammar: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over utterances and its 95 % interval."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """The figures of synthesis.json (docs/synthesis.md); what it lacks is None or empty.
+
+    Attributes:
+        utterances: of the split that were said.
+        mcd_db: mel-cepstral distortion, dB.
+        focus_rate: mean of the attention's largest weight, 0 to 1.
+        stopped_share: of the utterances, those ended by the stop prediction, 0 to 1.
+        length_ratio: frames of all synthetic speech over those of the recordings.
+        word_errors: of the recogniser, by source: `recorded`, `copy`, `synthetic`.
+    """
+
+    split: str
+    utterances: int | None = None
+    mcd_db: Estimate | None = None
+    focus_rate: Estimate | None = None
+    stopped_share: float | None = None
+    length_ratio: float | None = None
+    word_errors: dict[str, Estimate] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run directory as it was found.
+
+    Attributes:
+        name: name of its folder.
+        settings: run.json; empty where it is missing or damaged.
+        problems: what is missing or damaged, one line each, naming the file.
+        completed: completed.json is there.
+        exists: the folder is there.
+        samples: utilisation over time, one entry a host; read with a sweep only.
+        spoken: measures of its synthetic speech; None where nothing was measured.
+    """
+
+    name: str
+    path: Path
+    settings: dict[str, Any]
+    evaluations: tuple[Evaluation, ...]
+    timing: Timing | None
+    word_errors: WordErrors | None
+    completed: bool
+    exists: bool
+    problems: tuple[str, ...]
+    samples: tuple[Samples, ...] = ()
+    spoken: Spoken | None = None
+
+    @property
+    def status(self) -> str:
+        """Return `complete`, `unfinished` or `missing`."""
+        if not self.exists:
+            return "missing"
+        return "complete" if self.completed else "unfinished"
+
+    @property
+    def strategy(self) -> str:
+        """Name of the strategy without its options."""
+        return str(self.settings.get("strategy_name") or self.settings.get("strategy") or "")
+
+    @property
+    def period(self) -> str | None:
+        """Steps, frames or seconds between exchanges, e.g. `16` or `600kf`; None where it is not known."""
+        period = self.settings.get("period")
+        return None if period in (None, "") else str(period)
+
+    @property
+    def model_period(self) -> str | None:
+        """The period of a strategy that has one as its option; None for one that exchanges gradients."""
+        return self.period if "period=" in str(self.settings.get("strategy")) else None
+
+    @property
+    def is_synthesis(self) -> bool:
+        """Whether it trained spectrograms: its log-probability is then minus the absolute error a frame."""
+        return self.settings.get("task") == "synthesis"
+
+    @property
+    def size(self) -> int | None:
+        """Number of ranks."""
+        size = self.settings.get("size")
+        if isinstance(size, int) and size > 0:
+            return size
+        return len(self.timing.ranks) if self.timing else None
+
+    @property
+    def order(self) -> str:
+        """How utterances were put in order, e.g. `pooled`; empty where it is not known."""
+        value: Any = self.settings
+        for key in ("options", "batch", "order"):
+            value = value.get(key) if isinstance(value, dict) else None
+        return words(value)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Say whether the model ran on GPUs."""
+        return str(self.settings.get("device", "")).startswith("cuda")
+
+    @property
+    def is_baseline(self) -> bool:
+        """Say whether this is the sweep's run of one rank."""
+        return self.name == ONE_RANK
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The runs of a folder, in the sweep's order."""
+
+    path: Path
+    runs: tuple[RunResult, ...]
+
+    @property
+    def baseline(self) -> RunResult | None:
+        """The run that speed-ups are measured against: `one-rank`, else the first run of size 1."""
+        named = [run for run in self.runs if run.is_baseline]
+        single = [run for run in self.runs if run.size == 1]
+        return next((run for run in named + single if run.timing is not None), None)

@@ -1,0 +1,61 @@
+"""Read what was measured of a run's synthetic speech: RUN/synthesis.json, docs/synthesis.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from speechdp.report.runs.records import amount, read_object, words
+from speechdp.report.runs.results import Estimate, Spoken
+
+FILE_NAME = "synthesis.json"
+#: Whose words the recogniser heard.
+SOURCES = ("recorded", "copy", "synthetic")
+_FORMAT, _VERSION = "speechdp-synthesis", 1
+
+
+def read_spoken(run_dir: Path, problems: list[str]) -> Spoken | None:
+    """Return the measures of a run's speech; None where there is no such file, or after noting a damage."""
+    path = run_dir / FILE_NAME
+    record = read_object(path, problems) if path.is_file() else None
+    if record is None:
+        return None
+    if record.get("format") != _FORMAT or record.get("version") != _VERSION:
+        problems.append(
+            f"{FILE_NAME}: not a record of {_FORMAT} version {_VERSION}; measure it again with "
+            "`speechdp synthesize --data`"
+        )
+        return None
+    heard = record.get("word_errors")
+    utterances = amount(record, "utterances")
+    spoken = Spoken(
+        split=words(record.get("split")),
+        utterances=None if utterances is None else int(utterances),
+        mcd_db=_estimate(record.get("mcd_db"), "mean"),
+        focus_rate=_estimate(record.get("focus_rate"), "mean"),
+        stopped_share=amount(record, "stopped_share"),
+        length_ratio=amount(record, "length_ratio"),
+        word_errors=_word_errors(heard) if isinstance(heard, dict) else {},
+    )
+    if spoken.mcd_db is None:
+        problems.append(
+            f"{FILE_NAME}: no distortion in it; measure it again with `speechdp synthesize --data`"
+        )
+        return None
+    return spoken
+
+
+def _word_errors(heard: dict[str, Any]) -> dict[str, Estimate]:
+    found = ((source, _estimate(heard.get(source), "wer", "wer_")) for source in SOURCES)
+    return {source: rate for source, rate in found if rate is not None}
+
+
+def _estimate(value: Any, mean_key: str, prefix: str = "") -> Estimate | None:
+    if not isinstance(value, dict):
+        return None
+    mean = amount(value, mean_key)
+    return (
+        None
+        if mean is None
+        else Estimate(mean, amount(value, f"{prefix}low"), amount(value, f"{prefix}high"))
+    )

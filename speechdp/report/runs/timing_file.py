@@ -1,0 +1,173 @@
+"""Read a run's timing.json; for a run that never wrote it, sum its timelines."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from speechdp.jsonl import read_lines
+from speechdp.report.runs.records import amount, finite, number, read_object, words
+from speechdp.report.runs.results import DATA_STAGES, DataTimes, Feeder, RankMemory, RankTiming, Timing
+
+DEFAULT_WARMUP_STEPS = 4
+
+
+def read_timing(run_dir: Path, problems: list[str]) -> Timing | None:
+    """Return every rank's sums, after noting what is wrong with the files; None where nothing was timed."""
+    path = run_dir / "timing.json"
+    if path.is_file():
+        record = read_object(path, problems)
+        timing = None if record is None else _timing(record)
+        if timing is not None:
+            return timing
+        if record is not None:
+            problems.append("timing.json: ranks missing or incomplete")
+    timing = _timing_from_timelines(run_dir, problems)
+    source = f"summed timeline/ of {len(timing.ranks)} rank(s) instead" if timing else "no timeline/ either"
+    problems.append(
+        f"timing.json: not usable; {source}" if path.is_file() else f"timing.json: missing; {source}"
+    )
+    return timing
+
+
+def read_timeline(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]], int]:
+    """Read one rank's timeline.
+
+    Returns:
+        Steps by number (of a step that a resumed run repeated, the last record), the evaluations and
+        checkpoints, and the number of damaged lines.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    lines = read_lines(path)
+    steps = {r["step"]: r for r in lines.records if isinstance(r.get("step"), int)}
+    events = [r for r in lines.records if "event" in r]
+    return dict(sorted(steps.items())), events, lines.num_damaged
+
+
+def _timing(record: dict[str, Any]) -> Timing | None:
+    """Return the content of timing.json, or None where a rank's sums are missing or incomplete."""
+    entries = record.get("ranks")
+    if not isinstance(entries, list) or not entries:
+        return None
+    ranks = [_rank_timing(entry) for entry in entries]
+    kept = tuple(rank for rank in ranks if rank is not None)
+    if len(kept) < len(ranks):
+        return None
+    warmup = record.get("warmup_steps")
+    return Timing(
+        warmup if isinstance(warmup, int) else 0, kept, number(record, "exchange_s"), _feeders(record)
+    )
+
+
+def _rank_timing(entry: Any) -> RankTiming | None:
+    """Return a rank's sums, or None where the entry lacks one."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("spans_s"), dict):
+        return None
+    numbers = {key: number(entry, key) for key in ("rank", "steps", "frames", "wall_s")}
+    spans = {str(name): number(entry["spans_s"], name) for name in entry["spans_s"]}
+    if None in numbers.values() or None in spans.values():
+        return None
+    return RankTiming(
+        rank=int(numbers["rank"] or 0),
+        host=str(entry.get("host", "")),
+        steps=int(numbers["steps"] or 0),
+        frames=int(numbers["frames"] or 0),
+        wall_s=numbers["wall_s"] or 0.0,
+        spans_s={name: seconds or 0.0 for name, seconds in spans.items()},
+        eval_s=number(entry, "eval_s") or 0.0,
+        checkpoint_s=number(entry, "checkpoint_s") or 0.0,
+        sent_bytes=number(entry, "sent_bytes"),
+        trained_s=number(entry, "trained_s"),
+        statistics=entry["statistics"] if isinstance(entry.get("statistics"), dict) else {},
+        data=_data_times(entry.get("data")),
+        memory=_memory(entry.get("memory")),
+    )
+
+
+def _memory(entry: Any) -> RankMemory:
+    if not isinstance(entry, dict):
+        return RankMemory()
+    return RankMemory(amount(entry, "peak_rss_bytes"), amount(entry, "gpu_peak_bytes"))
+
+
+def _data_times(entry: Any) -> DataTimes | None:
+    """Return the sums of a rank's data path; None where none of them can be read."""
+    if not isinstance(entry, dict):
+        return None
+    stages = entry.get("stages_s")
+    seconds = {name: amount(stages, name) for name in DATA_STAGES} if isinstance(stages, dict) else {}
+    threads = amount(entry, "threads")
+    times = DataTimes(
+        stages_s={name: s for name, s in seconds.items() if s},
+        read_bytes=amount(entry, "read_bytes"),
+        frames=amount(entry, "frames"),
+        computed_frames=amount(entry, "computed_frames"),
+        threads=int(threads) if threads else None,
+        preprocess_on=words(entry.get("preprocess_on")),
+        storage=words(entry.get("storage")),
+    )
+    return None if times == DataTimes() else times
+
+
+def _feeders(record: dict[str, Any]) -> tuple[Feeder, ...]:
+    entries = record.get("feeders")
+    feeders = []
+    for entry in entries if isinstance(entries, list) else []:
+        times = _data_times(entry.get("data")) if isinstance(entry, dict) else None
+        if times is not None:
+            rank = amount(entry, "rank")
+            feeders.append(Feeder(None if rank is None else int(rank), words(entry.get("host")), times))
+    return tuple(feeders)
+
+
+def _timing_from_timelines(run_dir: Path, problems: list[str]) -> Timing | None:
+    ranks: list[RankTiming] = []
+    warmup_used = DEFAULT_WARMUP_STEPS
+    for path in sorted((run_dir / "timeline").glob("rank-*.jsonl")):
+        try:
+            steps, events, num_damaged = read_timeline(path)
+        except OSError as error:
+            problems.append(f"timeline/{path.name}: cannot be read ({error.strerror})")
+            continue
+        if num_damaged:
+            problems.append(f"timeline/{path.name}: {num_damaged} damaged line(s) passed over")
+        if len(steps) <= DEFAULT_WARMUP_STEPS:
+            warmup_used = 0
+        rank = int(path.stem.removeprefix("rank-")) if path.stem[5:].isdigit() else len(ranks)
+        ranks.append(_sum_steps(rank, list(steps.values()), events))
+    ranks = [rank for rank in ranks if rank.steps > 0]
+    return Timing(warmup_used, tuple(ranks)) if ranks else None
+
+
+def _sum_steps(rank: int, steps: list[dict[str, Any]], events: list[dict[str, Any]]) -> RankTiming:
+    """Sum the records of a rank's steps, the first ones left out where there are enough."""
+    kept = steps[DEFAULT_WARMUP_STEPS:] or steps
+    spans: dict[str, float] = {}
+    for step in kept:
+        for name, seconds in _span_pieces(step):
+            spans[name] = spans.get(name, 0.0) + seconds
+    event_s = {
+        kind: math.fsum(number(e, "wall") or 0.0 for e in events if e["event"] == kind)
+        for kind in ("eval", "checkpoint")
+    }
+    return RankTiming(
+        rank=rank,
+        host="",
+        steps=len(kept),
+        frames=sum(int(number(step, "frames") or 0) for step in kept),
+        wall_s=math.fsum(number(step, "wall") or 0.0 for step in kept),
+        spans_s=spans,
+        eval_s=event_s["eval"],
+        checkpoint_s=event_s["checkpoint"],
+    )
+
+
+def _span_pieces(step: dict[str, Any]) -> list[tuple[str, float]]:
+    """Return (span, seconds) of a step's well-formed pieces."""
+    pieces = step.get("spans")
+    if not isinstance(pieces, list):
+        return []
+    return [(str(p[0]), finite(p[2]) or 0.0) for p in pieces if isinstance(p, list) and len(p) == 3]

@@ -1,0 +1,1 @@
+"""What the report of a run or a sweep shows and says."""

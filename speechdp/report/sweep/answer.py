@@ -1,0 +1,256 @@
+"""Put the sweep's result into words: which run to choose, and what holds it back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from speechdp.report.kit import formatting
+from speechdp.report.kit.metric_names import terms_of
+from speechdp.report.runs.derived import RunFigures
+from speechdp.report.runs.results import RunResult, WordErrors
+from speechdp.report.sweep.cautions import find_cautions
+from speechdp.report.sweep.data_answer import data_advice, other_runs
+
+#: A run keeps the accuracy if its final held-out log-probability is this close to the best, nats/frame.
+LOG_PROB_TOLERANCE = 0.02
+#: The same of synthesis, whose log-probability is minus an error: a share of the best.
+SYNTHESIS_TOLERANCE = 0.02
+#: Shares of the step time below this hold nothing back.
+SMALL_SHARE = 0.03
+
+RULE = (
+    "Rule: the fastest finished run whose final held-out log-probability is within "
+    f"{LOG_PROB_TOLERANCE} nats/frame of the best run's and whose 95 % interval of the word error rate "
+    "overlaps that of the run with the lowest one."
+)
+SYNTHESIS_RULE = (
+    "Rule: the fastest finished run whose final held-out L1 error is within "
+    f"{100 * SYNTHESIS_TOLERANCE:.0f} % of the smallest."
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result in words.
+
+    Attributes:
+        headline: one sentence that names the choice.
+        details: what speaks for it and what it was compared with.
+        limit: what holds the chosen run back, with figures; empty where nothing was timed.
+        data: what is wrong with its data path and what to try; empty where nothing is.
+        cautions: what the reader must know before trusting the above.
+        chosen: the run named; None where no run allows a choice.
+    """
+
+    headline: str
+    details: tuple[str, ...]
+    limit: str
+    data: tuple[str, ...]
+    cautions: tuple[str, ...]
+    chosen: RunFigures | None
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """All of it, in the order to be read."""
+        return tuple(filter(None, (self.headline, *self.details, self.limit, *self.data, *self.cautions)))
+
+
+def find_answer(rows: Sequence[RunFigures]) -> Answer:
+    """Apply RULE to the sweep's rows."""
+    labels = formatting.run_labels([row.run for row in rows])
+    finished = [row for row in rows if row.run.status == "complete" and not row.run.is_baseline]
+    comparable = [row for row in finished if row.frames_per_s is not None and row.log_prob is not None]
+    cautions = find_cautions(rows, comparable, labels)
+    if not comparable:
+        return _without_comparison(rows, finished, cautions)
+    best = max(comparable, key=lambda row: row.log_prob or 0.0)
+    eligible = accurate_enough(comparable, best, near_enough(best.log_prob, best.run))
+    chosen = max(eligible, key=_rate)
+    details = _comparison(comparable, chosen, best, labels)
+    if chosen.run.model_period is None:
+        details.append(_best_period(comparable, eligible, labels))
+    headline, limit = _headline(chosen, comparable, labels), _limit(chosen, labels)
+    data = _data(rows, chosen, labels)
+    return Answer(headline, tuple(filter(None, details)), limit, data, cautions, chosen)
+
+
+def rule_for(rows: Sequence[RunFigures]) -> str:
+    """Return the rule of the choice, in the terms of the runs' task."""
+    return SYNTHESIS_RULE if terms_of(row.run for row in rows).is_error else RULE
+
+
+def _without_comparison(
+    rows: Sequence[RunFigures], finished: Sequence[RunFigures], cautions: tuple[str, ...]
+) -> Answer:
+    timed = [row for row in finished or rows if row.frames_per_s is not None]
+    if not timed:
+        return Answer("No run was timed, so there is nothing to choose from yet.", (), "", (), cautions, None)
+    labels = formatting.run_labels([row.run for row in rows])
+    fastest = max(timed, key=_rate)
+    headline = (
+        f"{formatting.capital(labels[fastest.run.name])} is the fastest with {_speed(fastest)}; how accurate "
+        "the runs are is not known, because no finished run has a held-out evaluation."
+    )
+    data = _data(rows, fastest, labels)
+    return Answer(headline, (), _limit(fastest, labels), data, cautions, None)
+
+
+def near_enough(log_prob: float | None, run: RunResult) -> float:
+    """Return how far below the best run's log-probability another still keeps the accuracy, nats/frame."""
+    return SYNTHESIS_TOLERANCE * abs(log_prob or 0.0) if run.is_synthesis else LOG_PROB_TOLERANCE
+
+
+class Accuracy(Protocol):
+    """What RULE looks at."""
+
+    @property
+    def log_prob(self) -> float | None:
+        """Held-out log-probability, nats/frame."""
+
+    @property
+    def word_errors(self) -> WordErrors | None:
+        """Word error rate and its interval."""
+
+
+Row = TypeVar("Row", bound=Accuracy)
+
+
+def accurate_enough(rows: Sequence[Row], best: Row, tolerance: float = LOG_PROB_TOLERANCE) -> list[Row]:
+    """Return the rows that satisfy both parts of RULE; if no row does, the best alone.
+
+    Args:
+        tolerance: how far from the best log-probability is near enough, nats/frame.
+    """
+    assert best.log_prob is not None
+    rates = [row.word_errors for row in rows if row.word_errors is not None]
+    lowest = min(rates, key=lambda errors: errors.wer, default=None)
+    kept: list[Row] = []
+    for row in rows:
+        close = row.log_prob is not None and row.log_prob >= best.log_prob - tolerance
+        errors = row.word_errors
+        overlaps = lowest is None or (
+            errors is not None
+            and (errors.wer if errors.low is None else errors.low)
+            <= (lowest.wer if lowest.high is None else lowest.high)
+        )
+        if close and overlaps:
+            kept.append(row)
+    return kept or [best]
+
+
+def _headline(chosen: RunFigures, rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
+    label = formatting.capital(labels[chosen.run.name])
+    if len(rows) == 1:
+        return f"{label}: {_speed(chosen)}, with {_accuracy(chosen)}."
+    return (
+        f"{label} is the fastest setting that keeps the accuracy: {_speed(chosen)}, with {_accuracy(chosen)}."
+    )
+
+
+def _comparison(
+    rows: Sequence[RunFigures], chosen: RunFigures, best: RunFigures, labels: dict[str, str]
+) -> list[str]:
+    sentences: list[str] = []
+    if len(rows) == 1:
+        return sentences
+    terms = terms_of(row.run for row in rows)
+    if best is chosen:
+        sentences.append(f"It has the {terms.best} {terms.figure}, too.")
+    else:
+        sentences.append(
+            f"The {terms.best} {terms.figure} is that of {labels[best.run.name]}: "
+            f"{_accuracy(best)}, at {formatting.count(best.frames_per_s)} frames/s."
+        )
+    fastest = max(rows, key=_rate)
+    if fastest is not chosen:
+        assert fastest.log_prob is not None
+        assert best.log_prob is not None
+        behind = terms.gap(fastest.log_prob, best.log_prob)
+        sentences.append(
+            f"{formatting.capital(labels[fastest.run.name])} is faster "
+            f"({formatting.count(fastest.frames_per_s)} frames/s) but not accurate enough: {behind}"
+            + (f", WER {_wer(fastest)}." if fastest.word_errors else ".")
+        )
+    return sentences
+
+
+def _best_period(rows: Sequence[RunFigures], eligible: Sequence[RunFigures], labels: dict[str, str]) -> str:
+    """Say which period is the best where a run without one was chosen."""
+    if all(row.run.model_period is None for row in rows):
+        return ""
+    fitting = [row for row in eligible if row.run.model_period is not None]
+    if not fitting:
+        return "No averaging period keeps the accuracy."
+    fastest = max(fitting, key=_rate)
+    return (
+        f"Of the averaging periods that keep the accuracy, {labels[fastest.run.name]} is the fastest: "
+        f"{_speed(fastest)}, with {_accuracy(fastest)}."
+    )
+
+
+def _limit(row: RunFigures, labels: dict[str, str]) -> str:
+    """Say which loss is the largest, and how large the others are."""
+    lost = row.losses
+    if lost is None:
+        return ""
+    causes = [
+        (lost.exchange, "communication itself"),
+        (lost.waiting, "waiting for slower ranks" + _straggler(row)),
+        (lost.data_wait, "waiting for data"),
+    ]
+    if lost.slower_compute is not None and row.run.size != 1:
+        causes.append(
+            (lost.slower_compute, "computing slower than one rank does alone (shared cores or memory)")
+        )
+    causes.sort(key=lambda cause: -cause[0])
+    share, largest = causes[0]
+    rest = ", ".join(f"{name} {formatting.percent(value)}\u00a0%" for value, name in causes[1:])
+    if share < SMALL_SHARE:
+        return (
+            f"Nothing in particular holds {labels[row.run.name]} back: the largest loss is {largest}, "
+            f"{formatting.percent(share, 1)} % of the step time."
+        )
+    return (
+        f"What holds {labels[row.run.name]} back most is {largest}: {formatting.percent(share)} % of the "
+        f"step time. The other losses: {rest}."
+    )
+
+
+def _data(rows: Sequence[RunFigures], named: RunFigures, labels: dict[str, str]) -> tuple[str, ...]:
+    """Say what the data path of the run named lacks, and which other runs wait for data."""
+    others = other_runs([row for row in rows if row is not named], labels)
+    return (*data_advice(named, labels[named.run.name]), *others)
+
+
+def _straggler(row: RunFigures) -> str:
+    if row.skew is None or row.skew.straggler is None:
+        return ""
+    host = f" on {row.skew.straggler_host}" if row.skew.straggler_host else ""
+    return f" (the slowest is rank {row.skew.straggler}{host})"
+
+
+def _speed(row: RunFigures) -> str:
+    ranks = "" if row.run.size is None else f" on {row.run.size} rank{'s' if row.run.size != 1 else ''}"
+    text = f"{formatting.count(row.frames_per_s)} frames/s{ranks}"
+    if row.speedup is not None and row.run.size != 1:
+        speedup, efficiency = formatting.times(row.speedup), formatting.percent(row.efficiency)
+        text += f" ({speedup} times one rank, efficiency {efficiency} %)"
+    return text
+
+
+def _accuracy(row: RunFigures) -> str:
+    text = terms_of([row.run]).with_unit(row.log_prob)
+    return f"{text} and WER {_wer(row)}" if row.word_errors else text
+
+
+def _wer(row: RunFigures) -> str:
+    assert row.word_errors is not None
+    rate, _, interval = formatting.word_errors(row.word_errors).partition(" ")
+    # No break inside the figure: it is read as one.
+    return f"{rate} % {interval}".rstrip().replace(" ", "\u00a0")
+
+
+def _rate(row: RunFigures) -> float:
+    return row.frames_per_s or 0.0

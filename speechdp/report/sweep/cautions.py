@@ -1,0 +1,96 @@
+"""What the reader of a comparison must know before trusting it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from speechdp.report.kit import formatting
+from speechdp.report.kit.metric_names import terms_of
+from speechdp.report.runs.derived import RunFigures
+from speechdp.report.runs.results import RunResult
+
+#: Runs that trained on numbers of frames further apart are not compared without a word of caution.
+FRAMES_TOLERANCE = 0.01
+#: A log-probability that rose by more than this part of its magnitude had not come to rest.
+STILL_IMPROVING = 0.01
+#: How the figures of synthesis are to be read.
+SYNTHESIS_NOTE = (
+    "These runs train synthesis: L1 is the absolute error a frame on held-out data (mel and linear "
+    "spectrogram, each a mean over bins from 0 to 1; smaller is better), the attention maximum is the mean "
+    "of its largest weight (100 % is a clear choice), and a run keeps the accuracy within 2 % of the "
+    "smallest L1."
+)
+#: The same where runs of both tasks stand in one table, under the names of recognition.
+MIXED_NOTE = (
+    "Some of these runs train synthesis: their log-probability is minus the absolute error a frame (mel and "
+    "linear spectrogram, each a mean over bins from 0 to 1), their frame accuracy is the attention's mean "
+    "maximum, and neither can be compared with the figures of recognition."
+)
+
+
+def find_cautions(
+    rows: Sequence[RunFigures], comparable: Sequence[RunFigures], labels: dict[str, str]
+) -> tuple[str, ...]:
+    """Return one sentence a reservation; `comparable` are the rows that the choice is made from."""
+    notes = [*_left_out(rows, labels), _unequal(comparable), _improving(comparable, labels)]
+    without = [labels[row.run.name] for row in comparable if row.word_errors is None]
+    note = synthesis_note([row.run for row in rows])
+    if note:
+        notes.insert(0, note)
+    elif without and len(without) == len(comparable):
+        notes.append("No run was decoded: the word error rate played no part in the choice.")
+    elif without:
+        notes.append(f"Not eligible, because not decoded: {', '.join(without)}.")
+    if len(comparable) > 1 and all(row.speedup is None for row in comparable):
+        notes.append("There is no timed run of one rank, so speed-up and efficiency are not known.")
+    return tuple(filter(None, notes))
+
+
+def synthesis_note(runs: Sequence[RunResult]) -> str:
+    """Say how the figures of synthesis are to be read; empty where no run trains it."""
+    if terms_of(runs).is_error:
+        return SYNTHESIS_NOTE
+    return MIXED_NOTE if any(run.is_synthesis for run in runs) else ""
+
+
+def last_gain(row: RunFigures) -> float | None:
+    """Return by how much the last evaluation's log-probability is above the one's before, nats/frame."""
+    values = [evaluation.log_prob for evaluation in row.run.evaluations[-2:]]
+    if len(values) < 2 or values[0] is None or values[1] is None:
+        return None
+    return values[1] - values[0]
+
+
+def _left_out(rows: Sequence[RunFigures], labels: dict[str, str]) -> list[str]:
+    notes: list[str] = []
+    for status in ("missing", "unfinished"):
+        names = [labels[row.run.name] for row in rows if row.run.status == status]
+        if names:
+            notes.append(f"Not compared, because {status}: {', '.join(names)}.")
+    return notes
+
+
+def _unequal(comparable: Sequence[RunFigures]) -> str:
+    trained = [row.frames_trained for row in comparable if row.frames_trained]
+    if not trained or max(trained) <= min(trained) * (1 + FRAMES_TOLERANCE):
+        return ""
+    return (
+        f"The runs trained on different amounts of speech ({formatting.count(min(trained))} to "
+        f"{formatting.count(max(trained))} frames), so their accuracies are not strictly comparable."
+    )
+
+
+def _improving(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
+    """Name the runs that training had not finished with; a single run is compared with nothing."""
+    named: list[str] = []
+    for row in comparable if len(comparable) > 1 else ():
+        gain = last_gain(row)
+        if gain is not None and row.log_prob is not None and gain > STILL_IMPROVING * abs(row.log_prob):
+            named.append(f"{labels[row.run.name]} ({terms_of([row.run]).gain(gain)})")
+    if not named:
+        return ""
+    who = "Every run was still improving" if len(named) == len(comparable) else "Still improving"
+    return (
+        f"{who} at the last evaluation: {', '.join(named)}. After more epochs the runs may stand in "
+        "another order."
+    )

@@ -1,0 +1,246 @@
+"""Draw what each averaging period gives and costs, and how the runs learnt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from speechdp.report.kit import formatting
+from speechdp.report.kit.canvas import Canvas, style_axes
+from speechdp.report.kit.metric_names import Terms, terms_of
+from speechdp.report.runs.derived import RunFigures
+from speechdp.report.runs.results import Evaluation
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure to plot against the period: its value, interval and axis."""
+
+    title: str
+    axis: str
+    value: Callable[[RunFigures], float | None]
+    text: Callable[[RunFigures], str]
+    interval: Callable[[RunFigures], tuple[float, float] | None] = lambda row: None
+    from_zero: bool = True
+    terms: Terms | None = None
+
+
+def _wer_interval(row: RunFigures) -> tuple[float, float] | None:
+    errors = row.word_errors
+    if errors is None or errors.low is None or errors.high is None:
+        return None
+    return 100 * errors.low, 100 * errors.high
+
+
+THROUGHPUT = Measure(
+    "Throughput", "frames/s", lambda row: row.frames_per_s, lambda row: formatting.count(row.frames_per_s)
+)
+WORD_ERRORS = Measure(
+    "Word error rate, 95 % interval",
+    "%",
+    lambda row: None if row.word_errors is None else 100 * row.word_errors.wer,
+    lambda row: "" if row.word_errors is None else formatting.percent(row.word_errors.wer, 1),
+    _wer_interval,
+)
+
+
+def log_prob_measure(rows: Sequence[RunFigures]) -> Measure:
+    """Return the held-out figure, in the terms of the runs' task."""
+    terms = terms_of(row.run for row in rows)
+    return Measure(
+        formatting.capital(terms.figure),
+        terms.unit,
+        lambda row: row.log_prob,
+        lambda row: terms.number(row.log_prob),
+        from_zero=False,
+        terms=terms,
+    )
+
+
+def draw_by_period(ax: Axes, rows: Sequence[RunFigures], measure: Measure, canvas: Canvas) -> bool:
+    """Plot a figure of each run at its period; runs without a period stand at the left.
+
+    Returns:
+        False, with nothing drawn, where no run has the figure.
+    """
+    placed = [(x, tick, row) for x, tick, row in _positions(rows, canvas) if measure.value(row) is not None]
+    if not placed:
+        return False
+    style_axes(ax, measure.title, measure.axis, canvas.theme)
+    joined = sorted((x, measure.value(row)) for x, _, row in placed if row.run.model_period is not None)
+    if len({row.run.strategy for _, _, row in placed if row.run.model_period is not None}) == 1:
+        ax.plot(*zip(*joined, strict=True), color=canvas.theme.grid, linewidth=2, zorder=1)
+    for x, _, row in placed:
+        _draw_point(ax, x, row, measure, canvas)
+    _limit_axes(ax, [x for x, _, _ in placed], measure)
+    ax.set_xticks([x for x, _, _ in placed], [tick for _, tick, _ in placed])
+    ax.set_xlabel("averaging period (steps)" if joined else "", color=canvas.theme.muted)
+    if measure.terms is not None:
+        measure.terms.finish_axis(ax)
+    return True
+
+
+def draw_one_rank(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> None:
+    """Add the one-rank throughput and the ideal multiple of it as reference lines."""
+    baseline = next((row for row in rows if row.run.is_baseline and row.frames_per_s), None)
+    if baseline is None or baseline.frames_per_s is None:
+        return
+    sizes = {row.run.size for row in rows if not row.run.is_baseline and row.run.size}
+    lines = [(baseline.frames_per_s, "one rank")]
+    if len(sizes) == 1 and (size := sizes.pop()) > 1:
+        lines.append((size * baseline.frames_per_s, f"{size} × one rank"))  # noqa: RUF001
+    for value, label in lines:
+        line = ax.axhline(value, color=canvas.theme.baseline, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+        canvas.tip(line, f"{label}: {formatting.count(value)} frames/s")
+        ax.annotate(
+            label.replace("one ", "one\n"), (1, value), xycoords=("axes fraction", "data"), xytext=(4, 0),
+            textcoords="offset points", ha="left", va="center", color=canvas.theme.muted, fontsize="small",
+        )  # fmt: skip
+    ax.set_ylim(0, max(lines[-1][0] * 1.12, ax.get_ylim()[1]))
+
+
+def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_time: bool) -> bool:
+    """Plot held-out log-probability over frames or over training time, each curve named at its end.
+
+    Returns:
+        False, with nothing drawn, where no run has an evaluation.
+    """
+    curves = [(row, curve_points(row.run.evaluations, over_time)) for row in rows]
+    curves = [(row, points) for row, points in curves if points]
+    if not curves:
+        return False
+    longest = max(points[-1][0] for _, points in curves)
+    scale, unit = time_unit(longest) if over_time else frames_unit(longest)
+    terms = terms_of(row.run for row in rows)
+    style_axes(ax, "Learning over time" if over_time else "Learning over frames", terms.axis, canvas.theme)
+    for row, points in curves:
+        xs, ys = [x / scale for x, _, _ in points], [y for _, y, _ in points]
+        colour = canvas.colours[row.run.name]
+        (line,) = ax.plot(xs, ys, color=colour, linewidth=1.8, zorder=3)
+        canvas.tip(line, canvas.labels[row.run.name])
+        for x, y, evaluation in zip(xs, ys, (e for _, _, e in points), strict=True):
+            (dot,) = ax.plot([x], [y], "o", color=colour, markersize=3.6, zorder=4)
+            canvas.tip(dot, _evaluation_tip(canvas.labels[row.run.name], evaluation, terms))
+    ax.set_xlabel(f"training time ({unit})" if over_time else f"frames trained on, all ranks ({unit})")
+    ax.xaxis.label.set_color(canvas.theme.muted)
+    ax.set_xlim(0, longest / scale * 1.02)
+    focus_on_end(ax, [[y for _, y, _ in points] for _, points in curves])
+    _label_ends(ax, curves, scale, canvas)
+    terms.finish_axis(ax)
+    return True
+
+
+def _positions(rows: Sequence[RunFigures], canvas: Canvas) -> list[tuple[float, str, RunFigures]]:
+    """Place the runs on the period axis: log2 of steps, or side by side where a period has a unit."""
+    rows = [row for row in rows if not row.run.is_baseline]
+    periods = [row.run.model_period for row in rows if row.run.model_period is not None]
+    in_steps = all(period.isdigit() and int(period) > 0 for period in periods)
+    without = [row for row in rows if row.run.model_period is None]
+    placed: list[tuple[float, str, RunFigures]] = []
+    first = math.log2(min((int(p) for p in periods), default=1)) if in_steps else 0.0
+    # Runs without a period keep their distance from the axis' numbers, which they are not among.
+    for i, row in enumerate(without):
+        label = canvas.labels[row.run.name].replace(" ", "\n", 1)
+        placed.append((first - 1.4 * (len(without) - i) - 0.4, label, row))
+    for i, row in enumerate(row for row in rows if row.run.model_period is not None):
+        period = row.run.model_period or ""
+        placed.append((math.log2(int(period)) if in_steps else float(i), period, row))
+    return placed
+
+
+def _draw_point(ax: Axes, x: float, row: RunFigures, measure: Measure, canvas: Canvas) -> None:
+    y = measure.value(row)
+    assert y is not None
+    colour = canvas.colours[row.run.name]
+    interval = measure.interval(row)
+    if interval is not None:
+        ax.plot([x, x], interval, color=colour, linewidth=2, alpha=0.45, solid_capstyle="round", zorder=2)
+    finished = row.run.status == "complete"
+    face = colour if finished else canvas.theme.surface
+    (dot,) = ax.plot([x], [y], "o", color=colour, markerfacecolor=face, markersize=7, zorder=3)
+    text = measure.text(row)
+    note = "" if finished else f" ({row.run.status})"
+    figure = f"{text} {measure.axis}" if measure.terms is None else measure.terms.with_unit(y)
+    canvas.tip(dot, f"{canvas.labels[row.run.name]}{note}: {figure}")
+    # Beside an interval, below a lone point: the lines between points and the references above stay clear.
+    shift, ha, va = ((6, 7), "left", "center") if interval else ((0, -7), "center", "top")
+    ax.annotate(
+        text, (x, y), xytext=shift, textcoords="offset points", ha=ha, va=va, color=canvas.theme.ink,
+        fontsize="small", zorder=5,
+    )  # fmt: skip
+
+
+def _limit_axes(ax: Axes, xs: Sequence[float], measure: Measure) -> None:
+    ax.set_xlim(min(xs) - 0.8, max(xs) + 1.1)
+    low, high = ax.get_ylim()
+    if measure.from_zero:
+        ax.set_ylim(0, max(high * 1.08, 1e-9))
+    else:
+        ax.set_ylim(low - 0.2 * (high - low), high + 0.08 * (high - low))
+    ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+
+
+def curve_points(evaluations: Sequence[Evaluation], over_time: bool) -> list[tuple[float, float, Evaluation]]:
+    """Return (training time in s or frames, log-probability, evaluation) where both are known."""
+    points: list[tuple[float, float, Evaluation]] = []
+    for evaluation in evaluations:
+        x = evaluation.time_s if over_time else evaluation.frames
+        if x is not None and evaluation.log_prob is not None:
+            points.append((x, evaluation.log_prob, evaluation))
+    return points
+
+
+def _evaluation_tip(label: str, evaluation: Evaluation, terms: Terms) -> str:
+    return (
+        f"{label}, step {evaluation.step}: {terms.with_unit(evaluation.log_prob)}, "
+        f"{terms.accuracy} {formatting.percent(evaluation.accuracy, 1)} %, "
+        f"{formatting.count(evaluation.frames)} frames, {formatting.seconds(evaluation.time_s)}"
+    )
+
+
+def frames_unit(longest: float) -> tuple[float, str]:
+    """Return what to divide frames by on an axis, and its name."""
+    return (1e6, "million") if longest >= 1e6 else (1e3, "thousand")
+
+
+def time_unit(longest: float) -> tuple[float, str]:
+    """Return what to divide seconds by on an axis, and its name."""
+    if longest >= 2 * 3600:
+        return 3600.0, "h"
+    return (60.0, "min") if longest >= 180 else (1.0, "s")
+
+
+def focus_on_end(ax: Axes, curves: Sequence[Sequence[float]]) -> None:
+    """Cut off the steep beginning, if there are evaluations enough: it would press the ends together."""
+    values = [y for curve in curves for y in curve]
+    best, worst = max(values), min(values)
+    worst_end = min(curve[-1] for curve in curves)
+    shown = max(4 * (best - worst_end), 0.25 * (best - worst), 1e-3)
+    latest = min(min(curve[-3:]) for curve in curves)
+    bottom = max(min(best - shown * 1.15, latest - 0.05 * shown), worst - 0.05 * shown)
+    ax.set_ylim(bottom, best + 0.08 * shown)
+    ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+
+
+def _label_ends(ax: Axes, curves: Sequence[tuple[RunFigures, Any]], scale: float, canvas: Canvas) -> None:
+    """Write each run's name at the end of its curve, pushed apart where they would overlap."""
+    low, high = ax.get_ylim()
+    gap = (high - low) * 0.068
+    ends = sorted(((points[-1][1], points[-1][0] / scale, row) for row, points in curves), key=lambda e: e[0])
+    heights: list[float] = []
+    for y, _, _ in ends:
+        heights.append(y if not heights else max(y, heights[-1] + gap))
+    surplus = max(heights[-1] - high, 0.0)
+    right = ax.get_xlim()[1]
+    for (y, x, row), height in zip(ends, heights, strict=True):
+        placed = max(height - surplus, low)
+        ax.annotate(
+            canvas.labels[row.run.name], (x, y), xytext=(right * 1.03, placed), textcoords="data",
+            color=canvas.colours[row.run.name], fontsize=9, va="center", annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": canvas.theme.grid, "linewidth": 0.8, "shrinkB": 3},
+        )  # fmt: skip

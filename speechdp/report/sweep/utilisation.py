@@ -1,0 +1,239 @@
+"""Draw how busy GPUs or processes were over a run's time, and how much memory each rank needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from numpy.typing import NDArray
+
+from speechdp.report.kit import formatting
+from speechdp.report.kit.canvas import Canvas, style_axes
+from speechdp.report.runs.samples import Array, Samples
+from speechdp.report.sweep.plots import time_unit
+from speechdp.timing.memory import memory_balance
+
+GPU_AXIS = "GPU utilisation (NVML), %"
+CPU_AXIS = "CPU of the rank's process\n(psutil; no GPU), % of a core"
+#: More lines than this are drawn as their median and range, more bars as least, median and most.
+MAX_LINES = 8
+MAX_BARS = 16
+#: Points a line has at most; a sample's CPU time is counted in hundredths of a second, so that a point is
+#: the mean over half a second or more.
+_MAX_POINTS = 240
+_POINT_S = 0.5
+
+
+@dataclass(frozen=True)
+class Course:
+    """Utilisation over time; what was not sampled is NaN.
+
+    Attributes:
+        on_gpus: whether the columns are GPUs rather than ranks' processes.
+        t_s: (B,) middle of each interval, s.
+        percent: (B, C) mean over the interval.
+        labels: of the C columns.
+    """
+
+    on_gpus: bool
+    t_s: Array
+    percent: Array
+    labels: tuple[str, ...]
+
+
+def utilisation_course(samples: Sequence[Samples]) -> Course | None:
+    """Return the utilisation of all hosts' GPUs, or where none was sampled, of all ranks' processes.
+
+    Args:
+        samples: one a host.
+
+    Returns:
+        None where there is no sample.
+    """
+    samples = [host for host in samples if len(host.t_s)]
+    if not samples:
+        return None
+    on_gpus = any(not np.isnan(host.gpu_percent).all() for host in samples)
+    times = [host.elapsed_s for host in samples]
+    start, end = min(float(t[0]) for t in times), max(float(t[-1]) for t in times)
+    shortest = 1 / min(host.hz for host in samples)
+    # Of two samples: the sampler is not that punctual that each interval had one.
+    width = max((end - start) / _MAX_POINTS, min(_POINT_S, (end - start) / 20), 2 * shortest)
+    # Equal parts of the whole time: a shorter last one would be of a sample or two.
+    edges: Array = np.linspace(start, max(end, start + shortest), max(1, round((end - start) / width)) + 1)
+    columns: list[Array] = []
+    labels: list[str] = []
+    for host, t in zip(samples, times, strict=True):
+        prefix = f"{host.host} " if len(samples) > 1 else ""
+        values = host.gpu_percent if on_gpus else host.cpu_percent
+        names = [prefix + name for name in _gpu_labels(host)] if on_gpus else _rank_labels(host)
+        known = [i for i in range(values.shape[1]) if not np.isnan(values[:, i]).all()]
+        columns += [_means(t, values[:, i], edges, host.section) for i in known]
+        labels += [names[i] for i in known]
+    if not columns:
+        return None
+    return Course(on_gpus, (edges[:-1] + edges[1:]) / 2, np.stack(columns, axis=1), tuple(labels))
+
+
+def draw_utilisation(
+    ax: Axes, samples: Sequence[Samples], canvas: Canvas, *, title: str = "Utilisation over time"
+) -> bool:
+    """Plot a line for each GPU or, where there is none, for each rank's process.
+
+    Args:
+        ax: where to draw.
+        samples: of one run, one a host.
+        canvas: colours; texts under the pointer go there.
+        title: of the plot.
+
+    Returns:
+        False, with nothing drawn, where there is no sample.
+    """
+    course = utilisation_course(samples)
+    if course is None:
+        return False
+    colours = canvas.theme.runs
+    if len(course.labels) <= MAX_LINES:
+        lines = [
+            (label, course.percent[:, i], colours[i % len(colours)]) for i, label in enumerate(course.labels)
+        ]
+    else:
+        lines = [(f"median of {len(course.labels)}", _over_columns(np.median, course.percent), colours[0])]
+    draw_courses(ax, [(label, course, values, c) for label, values, c in lines], canvas, title)
+    if len(course.labels) > MAX_LINES:
+        low, high = _over_columns(np.min, course.percent), _over_columns(np.max, course.percent)
+        scale, _ = _time_scale([course])
+        band = ax.fill_between(course.t_s / scale, low, high, color=colours[0], alpha=0.2, linewidth=0)
+        canvas.tip(band, f"least to most of {len(course.labels)}")
+    return True
+
+
+def draw_courses(
+    ax: Axes, lines: Sequence[tuple[str, Course, Array, str]], canvas: Canvas, title: str
+) -> None:
+    """Plot (label, course, (B,) per cent, colour) of each line, with a legend where there are several."""
+    theme = canvas.theme
+    style_axes(ax, title, "", theme)
+    scale, unit = _time_scale([course for _, course, _, _ in lines])
+    for label, course, percent, colour in lines:
+        (line,) = ax.plot(course.t_s / scale, percent, color=colour, linewidth=1.3, label=label, zorder=3)
+        canvas.tip(line, f"{label}: mean {np.nanmean(percent):.0f} %, most {np.nanmax(percent):.0f} %")
+    ax.set_ylabel(GPU_AXIS if lines[0][1].on_gpus else CPU_AXIS, color=theme.muted)
+    ax.set_xlabel(f"time ({unit})", color=theme.muted)
+    ax.set_ylim(0, max(105.0, ax.get_ylim()[1]))
+    latest = max(float(course.t_s[-1]) for _, course, _, _ in lines) / scale
+    ax.set_xlim(min(0.0, *(float(course.t_s[0]) / scale for _, course, _, _ in lines)), 1.01 * latest)
+    if len(lines) > 1:
+        ax.legend(
+            ncols=min(len(lines), 4), loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False,
+            fontsize="small", labelcolor=theme.ink, handlelength=1.2, columnspacing=1.2,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MemoryBar:
+    """A bar: the most memory of a rank or, with `least_bytes`, the most and least over a run's ranks."""
+
+    label: str
+    colour: str
+    most_bytes: float
+    least_bytes: float | None = None
+
+
+def draw_memory(
+    ax: Axes, bars: Sequence[MemoryBar], canvas: Canvas, *, on_gpus: bool, title: str = "Memory a rank"
+) -> bool:
+    """Draw a bar for each rank, or each run, and how evenly the memory is shared.
+
+    Returns:
+        False, with nothing drawn, where there is no bar.
+    """
+    if not bars:
+        return False
+    shown = _least_median_most(bars) if len(bars) > MAX_BARS else list(bars)
+    theme = canvas.theme
+    what = "peak GPU memory of tensors (torch)" if on_gpus else "peak resident memory of the process"
+    unit, divisor = ("GB", 1e9) if max(bar.most_bytes for bar in bars) >= 1e9 else ("MB", 1e6)
+    style_axes(ax, title, unit, theme)
+    for y, bar in enumerate(shown):
+        (drawn,) = ax.barh(y, bar.most_bytes / divisor, height=0.62, color=bar.colour, linewidth=0)
+        text = (formatting.times if unit == "GB" else formatting.count)(bar.most_bytes / divisor)
+        canvas.tip(drawn, f"{bar.label}: {text} {unit} at most{_spread(bar)}")
+        ax.annotate(
+            text + _spread(bar), (bar.most_bytes / divisor, y), xytext=(5, 0), textcoords="offset points",
+            va="center", color=theme.ink, fontsize="small",
+        )  # fmt: skip
+    ax.set_yticks(range(len(shown)), [bar.label for bar in shown])
+    ax.set_ylim(max(len(shown), 2) - 0.4, -0.6)
+    ax.set_xlim(0, 1.18 * max(bar.most_bytes for bar in bars) / divisor)
+    ax.grid(visible=False, axis="y")
+    ax.grid(axis="x", color=theme.grid, linewidth=0.8)
+    balance = memory_balance(bar.most_bytes for bar in bars)
+    between_ranks = len(bars) > 1 and all(bar.least_bytes is None for bar in bars)
+    note = f"; most / least rank {formatting.times(balance)}" if between_ranks else ""
+    ax.set_xlabel(f"{what}{note}", color=theme.muted)
+    return True
+
+
+def mean_over_columns(course: Course) -> Array:
+    """Return (B,) the mean over the columns that were sampled; NaN where none was."""
+    return _over_columns(np.mean, course.percent)
+
+
+def _rank_labels(host: Samples) -> list[str]:
+    return [f"rank {rank}" for rank in host.ranks]
+
+
+def _gpu_labels(host: Samples) -> list[str]:
+    """Name each GPU and the ranks that use it."""
+    labels = []
+    for i in range(len(host.gpus)):
+        ranks = [str(rank) for rank, gpu in sorted(host.gpu_of_rank.items()) if gpu == i]
+        used = f" (rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)})" if ranks else ""
+        labels.append(f"GPU {i}{used}")
+    return labels
+
+
+def _means(t: Array, values: Array, edges: Array, section: NDArray[np.int64]) -> Array:
+    """Return (B,) the mean of the values in each interval.
+
+    An interval that a late sampler left out lies between its samples; NaN where it did not run (between
+    sections), or could not read the value.
+    """
+    known = ~np.isnan(values)
+    num = len(edges) - 1
+    place = np.minimum(np.searchsorted(edges, t[known], side="right") - 1, num - 1)
+    counts = np.bincount(place, minlength=num)
+    sums = np.bincount(place, weights=values[known], minlength=num)
+    means = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    middles = (edges[:-1] + edges[1:]) / 2
+    unsampled = np.histogram(t, edges)[0] == 0
+    for number in np.unique(section):
+        own = known & (section == number)
+        if own.any():
+            inside = unsampled & (middles > t[own][0]) & (middles < t[own][-1])
+            means[inside] = np.interp(middles[inside], t[own], values[own])
+    return means
+
+
+def _over_columns(function: Callable[[Array], float], percent: Array) -> Array:
+    known = [row[~np.isnan(row)] for row in percent]
+    return np.array([function(row) if len(row) else np.nan for row in known])
+
+
+def _time_scale(courses: Iterable[Course]) -> tuple[float, str]:
+    return time_unit(max(float(course.t_s[-1]) for course in courses))
+
+
+def _least_median_most(bars: Sequence[MemoryBar]) -> list[MemoryBar]:
+    by_size = sorted(bars, key=lambda bar: bar.most_bytes)
+    return [by_size[0], by_size[len(by_size) // 2], by_size[-1]]
+
+
+def _spread(bar: MemoryBar) -> str:
+    """Say how evenly a run's ranks share its memory, where it is of several."""
+    if not bar.least_bytes:
+        return ""
+    return f" (most / least {formatting.times(bar.most_bytes / bar.least_bytes)})"

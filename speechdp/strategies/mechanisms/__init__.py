@@ -1,0 +1,1 @@
+"""What strategies share: buckets, periods, outer optimizers, servers, gossip."""

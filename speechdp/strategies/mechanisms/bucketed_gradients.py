@@ -1,0 +1,156 @@
+"""Sum the gradients of all ranks bucket by bucket, overlapped with backward."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from speechdp.comm.base import Communicator, ReduceOp, Work
+from speechdp.errors import ConfigError
+from speechdp.parallel.flat_buffer import Bucket
+from speechdp.parallel.replica import Replica
+from speechdp.parallel.strategy import Progress, Strategy
+from speechdp.timing.timeline import Span, Timeline
+
+_COMPRESSED = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(eq=False)
+class BucketedGradients(Strategy):
+    """Average gradients over all ranks at every update, as `gradient_averaging` does and others for a time.
+
+    Exchange: the flat gradient, bucket by bucket, each as soon as backward has filled it (hooks on the
+    parameters); the frame count is appended to the gradients in the same vector.
+    """
+
+    replicas_equal: ClassVar[bool] = True
+
+    #: Backward passes whose gradients are accumulated before one exchange and update.
+    every: int = 1
+    #: Number format of the exchange: full precision, or half the bytes.
+    compression: Literal["none", "fp16", "bf16"] = "none"
+    #: Size of the pieces exchanged behind backward, in MiB.
+    bucket_mib: float = 25.0
+    #: Start exchanging during backward; false waits for its end (for comparison).
+    overlap: bool = True
+
+    def check_options(self) -> None:
+        if self.every < 1:
+            raise ConfigError(f"gradient_averaging:every={self.every}: at least 1 backward pass an update")
+        if self.bucket_mib <= 0:
+            raise ConfigError(f"gradient_averaging:bucket_mib={self.bucket_mib}: must be positive")
+
+    def check_backend(self) -> None:
+        dtype = _COMPRESSED.get(self.compression)
+        if dtype is not None and dtype not in self.comm.reducible:
+            raise ConfigError(
+                f"gradient_averaging:compression={self.compression}: the {self.comm.backend} back-end cannot "
+                "sum that type; use compression=none or another --backend"
+            )
+
+    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
+        super().attach(replica, comm, timeline)
+        self._buckets = replica.gradients.buckets(int(self.bucket_mib * 2**20))
+        self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket.tensor_indices}
+        self._passes = 0  # backward passes since the last update
+        self._log2_scale: int | None = None
+        self._works: list[Work] = []
+        self._packed: list[tuple[Tensor, Tensor]] = []
+        self._start_round()
+        if self.overlap:
+            for index, parameter in enumerate(replica.model_parameters):
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda _, i=index: self._on_gradient(i)
+                )
+
+    def before_backward(self, frames: int) -> None:
+        super().before_backward(frames)
+        self._passes += 1
+        if self._passes == self.every:
+            self.replica.gradients.extra[0] = self.replica.frames
+
+    def _start_round(self) -> None:
+        self._next_bucket = 0
+        self._missing = [len(bucket.tensor_indices) for bucket in self._buckets]
+
+    def _on_gradient(self, tensor_index: int) -> None:
+        if self._passes < self.every:
+            return
+        self._missing[self._bucket_of[tensor_index]] -= 1
+        # Strictly in order: every rank must start the same exchanges in the same sequence, whatever the
+        # order in which autograd happens to finish.
+        while self._next_bucket < len(self._buckets) and self._missing[self._next_bucket] == 0:
+            self._launch(self._buckets[self._next_bucket])
+
+    def _launch(self, bucket: Bucket) -> None:
+        name = f"gradients.{self._next_bucket}"
+        self._next_bucket += 1
+        dtype = _COMPRESSED.get(self.compression)
+        if dtype is None:
+            self._works.append(self.comm.allreduce_async(bucket.piece, name=name))
+            return
+        count = self.replica.gradients.extra
+        if self._next_bucket == 1:  # the frame count stands at the end of the first bucket: exact, apart
+            self._works.append(self.comm.allreduce_async(count, name="gradients.frames"))
+        piece = bucket.piece[: -count.numel()] if self._next_bucket == 1 else bucket.piece
+        packed = torch.mul(piece, 2.0 ** -self._compression_exponent()).to(dtype)
+        self._packed.append((piece, packed))
+        self._works.append(self.comm.allreduce_async(packed, name=name))
+
+    def _compression_exponent(self) -> int:
+        """Return e: sums are scaled by 2**-e so that half precision neither overflows nor loses small ones.
+
+        Gradients are sums over frames; dividing by about the global number of frames brings them to the
+        size of a mean.  A power of two loses no bit, and all ranks must use the same one.
+        """
+        if self._log2_scale is None:
+            frames = torch.tensor([float(max(1, self.replica.frames))], dtype=torch.float64)
+            self.comm.allreduce(frames, name="gradients.scale", op=ReduceOp.MAX)
+            self._log2_scale = math.ceil(math.log2(frames.item() * self.comm.size))
+        return self._log2_scale
+
+    def step(self, progress: Progress) -> None:
+        if self._passes < self.every:
+            return
+        self._update()
+
+    def _update(self) -> None:
+        with self.timeline.span(Span.COMM):
+            while self._next_bucket < len(self._buckets):
+                self._launch(self._buckets[self._next_bucket])
+            for work in self._works:
+                work.wait()
+            for piece, packed in self._packed:
+                torch.mul(packed, 2.0 ** self._compression_exponent(), out=piece)
+        with self.timeline.span(Span.UPDATE):
+            frames = self.replica.gradients.extra[0]
+            self.apply(frames if frames.is_cuda else frames.item())
+        self._works.clear()
+        self._packed.clear()
+        self._passes = 0
+        self._start_round()
+
+    def apply(self, frames: float | Tensor) -> None:
+        """Update the parameters by the summed gradients of `frames` frames."""
+        self.replica.apply_gradients(frames)
+
+    def finish(self) -> None:
+        if self._passes > 0:  # gradients of an incomplete round count too
+            self.replica.gradients.extra[0] = self.replica.frames
+            self._update()
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"passes": self._passes, "log2_scale": self._log2_scale}
+        if self._passes > 0:
+            state |= {"frames": self.replica.frames, "gradients": self.replica.gradients.values}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._passes, self._log2_scale = state["passes"], state["log2_scale"]
+        if self._passes > 0:
+            self.replica.frames = state["frames"]
+            self.replica.gradients.values.copy_(state["gradients"])

@@ -1,0 +1,96 @@
+"""What strategies have in common that move one global model by the mean movement of the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from speechdp.comm.base import Communicator
+from speechdp.parallel.replica import Replica
+from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
+from speechdp.timing.timeline import Span, Timeline
+
+
+@dataclass(eq=False)
+class OuterStrategy(PeriodicStrategy):
+    """Move a global model once a period; all ranks go on from where it leaves them.
+
+    Subclasses write `outer_step`.  The global model and its velocity are flat vectors, computed by every rank
+    from the same mean and therefore the same everywhere: nothing but the parameters is exchanged.
+
+    Evaluation right after an exchange shows the global model; within a window, as the end of training
+    does, the weighted mean of the replicas: an outer step with a window cut short would add the
+    velocity of whole windows to it.
+    """
+
+    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
+        super().attach(replica, comm, timeline)
+        #: Where all ranks went on from after the last exchange.
+        self._start = replica.parameters.values.clone()
+        self._velocity = self._start.new_zeros(self._start.shape)
+
+    def start_apart(self) -> None:
+        super().start_apart()
+        self._start.copy_(self.replica.parameters.values)
+
+    @abstractmethod
+    def outer_step(self, start: Tensor, movement: Tensor, velocity: Tensor) -> None:
+        """Move the global model; update `start` and `velocity` in place.
+
+        Args:
+            start: where the ranks started from; becomes where they go on from.  (n,)
+            movement: mean parameters of the ranks minus `start`; may be overwritten.  (n,)
+            velocity: the outer momentum, in the subclass's own scale.  (n,)
+        """
+
+    def settle(self) -> None:
+        """Treat the optimizer's state after an outer step.  Collective."""
+        return None
+
+    def to_global_model(self, values: Tensor) -> None:
+        """Turn `values`, where the ranks go on from, into the global model in place."""
+        return None
+
+    def exchange(self) -> None:
+        values = self.replica.parameters.values
+        with self.timeline.span(Span.COMM):
+            self.average_parameters()
+        with self.timeline.span(Span.UPDATE):
+            self.outer_step(self._start, values.sub_(self._start), self._velocity)
+            values.copy_(self._start)
+        with self.timeline.span(Span.COMM):
+            self.settle()
+
+    def finish(self) -> None:
+        if self._together is None:
+            self._show_global_model()
+        self._window_frames = self._window_steps = 0  # what was trained apart is in the mean
+        super().finish()
+
+    def _show_global_model(self) -> None:
+        if self._window_steps > 0:
+            self.average_parameters()
+        else:
+            self.to_global_model(self.replica.parameters.values)
+
+    @contextlib.contextmanager
+    def evaluation_parameters(self) -> Iterator[None]:
+        if self._together is not None:
+            yield
+            return
+        with self.replica.restored():
+            self._show_global_model()
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "start": self._start, "velocity": self._velocity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._start.copy_(state["start"])
+        self._velocity.copy_(state["velocity"])

@@ -1,0 +1,219 @@
+"""What strategies have in common that train apart and exchange parameters once a period."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from speechdp.comm.base import Communicator
+from speechdp.parallel.period import Beginning, Period, PeriodUnit
+from speechdp.parallel.replica import Replica
+from speechdp.parallel.strategy import Progress, Strategy
+from speechdp.strategies.mechanisms.bucketed_gradients import BucketedGradients
+from speechdp.timing.timeline import Span, Timeline
+
+#: Weight of a rank that had no frame since the last average: nothing beside a frame (weight 1), yet an
+#: average in which no rank had one is still their mean.  A power of two scales without rounding.
+_NO_FRAMES = 2.0**-64
+#: What becomes of the optimizer's state at an exchange: each rank's own, the ranks' mean, or zero.
+MomentumRule = Literal["keep", "average", "reset"]
+
+
+@dataclass(eq=False)
+class PeriodicStrategy(Strategy):
+    """Train apart for a period, then `exchange`; a window is the time since the last exchange.
+
+    Before `begin` ranks train together by gradient averaging, every step, with the replicas bitwise equal
+    (post-local SGD: Lin et al., which switches at the first decay of the learning rate, recalled).
+
+    Subclasses write `exchange` and extend `state_dict` by what else they keep.
+    """
+
+    replicas_equal: ClassVar[bool] = False
+
+    #: Steps (16), frames a rank (600kf) or seconds (5s) between exchanges.
+    period: Period = field(default_factory=lambda: Period(16))
+    #: Average gradients at every step until then; 0: train apart from the start.
+    begin: Beginning = field(default_factory=Beginning)
+
+    @property
+    def exchanges_every_step(self) -> bool:  # type: ignore[override]
+        return self.period == Period(1)
+
+    @property
+    def current_period(self) -> Period:
+        """The period now in force; the same on every rank."""
+        return self.period
+
+    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
+        super().attach(replica, comm, timeline)
+        self._window_frames = 0  # of this rank since the last exchange
+        self._window_steps = 0
+        self._last_frames = 0.0
+        self._last_time_s = 0.0
+        #: Steps between exchanges when the period is in seconds: 1 until a step has been timed.
+        self._steps_a_period = 1
+        #: The step at which ranks agree next whether a beginning in seconds is over.
+        self._next_look = 0
+        #: Averages gradients until training apart begins, then None.
+        self._together: BucketedGradients | None = None
+        if self.begin.value > 0:
+            self._together = BucketedGradients()
+            self._together.attach(replica, comm, timeline)
+
+    def before_backward(self, frames: int) -> None:
+        if self._together is None:
+            super().before_backward(frames)
+        else:
+            self._together.before_backward(frames)
+
+    def step(self, progress: Progress) -> None:
+        self._window_frames += self.replica.frames
+        self._window_steps += 1
+        self.update(progress)
+        if self._together is not None:
+            if self._beginning_is_over(progress):
+                self._together = None
+                self.start_apart()
+                self._start_window(progress)
+        elif self.is_due(progress):
+            self.exchange()
+            self._start_window(progress)
+
+    def update(self, progress: Progress) -> None:
+        """Move the parameters by this step's gradients: of all ranks in the beginning, then of this one."""
+        if self._together is not None:
+            self._together.step(progress)
+            return
+        with self.timeline.span(Span.UPDATE):
+            self.replica.apply_gradients(self.replica.frames)
+
+    def _beginning_is_over(self, progress: Progress) -> bool:
+        if self.begin.unit is PeriodUnit.STEPS:
+            return progress.step >= self.begin.value
+        if self.begin.unit is PeriodUnit.FRAMES:
+            return progress.frames_per_rank >= self.begin.value
+        if progress.step < self._next_look:
+            return False
+        # Rank 0's clock, looked at by all at steps 1, 2, 4, ... at most, and where it says it will be over.
+        left = round((self.begin.value - progress.time_s) * progress.step / max(progress.time_s, 1e-9))
+        over = progress.time_s >= self.begin.value
+        left = self._agree(0 if over else min(max(1, left), progress.step), "begin")
+        self._next_look = progress.step + left
+        return left == 0
+
+    def start_apart(self) -> None:
+        """Take notice that training apart begins; not called if it does from the start."""
+        return None
+
+    def is_due(self, progress: Progress) -> bool:
+        """Say whether this step ends a window; the same on every rank."""
+        period = self.current_period
+        if period.unit is PeriodUnit.STEPS:
+            return self._window_steps >= period.value
+        if period.unit is PeriodUnit.FRAMES:
+            return progress.frames_per_rank - self._last_frames >= period.value
+        return self._window_steps >= self._steps_a_period
+
+    @abstractmethod
+    def exchange(self) -> None:
+        """Combine the ranks' parameters at the end of a window.  Collective."""
+
+    def weight(self) -> float:
+        """Return this rank's weight in an average: its frames of the window."""
+        return float(self._window_frames) or _NO_FRAMES
+
+    def average_parameters(self) -> None:
+        """Replace the replica's parameters by the weighted mean over ranks.  Collective; one exchange."""
+        self.average_tensor(self.replica.parameters.whole, "parameters")
+
+    def average_tensor(self, whole: Tensor, name: str, result: Tensor | None = None) -> None:
+        """Average `whole[:-1]` over ranks by weight; `whole[-1]` carries the weight in the same exchange."""
+        if self.comm.size == 1:
+            return
+        weight = self.weight()
+        if weight == 0:
+            whole.zero_()  # not multiplied: what is left out may be infinite
+        else:
+            whole[-1] = 1.0
+            whole.mul_(weight)
+        self.comm.allreduce(whole, name=name)
+        torch.div(whole[:-1], whole[-1], out=whole[:-1] if result is None else result)
+
+    def settle_momentum(self, rule: MomentumRule) -> None:
+        """Treat the optimizer's state at an exchange as `rule` says.  Collective."""
+        if rule == "reset":
+            self.replica.reset_optimizer()
+        if rule != "average":
+            return
+        for name, tensor in self.replica.optimizer_tensors().items():
+            if tensor.dim() == 1:  # Adam's step count is no vector and each rank's own
+                self.average_tensor(torch.cat([tensor, tensor.new_zeros(1)]), name, result=tensor)
+
+    def _start_window(self, progress: Progress) -> None:
+        if self.current_period.unit is PeriodUnit.SECONDS:
+            # Ranks must agree on the step of the next exchange without a message at every step: rank 0
+            # turns the seconds into steps at its own pace, once a period.
+            pace_s = (progress.time_s - self._last_time_s) / self._window_steps
+            wanted = max(1, round(self.current_period.value / max(pace_s, 1e-9)))
+            self._steps_a_period = self._agree(wanted, "steps_a_period")
+        self._window_frames = self._window_steps = 0
+        self._last_frames = progress.frames_per_rank
+        self._last_time_s = progress.time_s
+
+    def _agree(self, steps: int, name: str) -> int:
+        """Return rank 0's number of steps.  Collective."""
+        agreed = torch.tensor([steps], dtype=torch.int64)
+        with self.timeline.span(Span.COMM):
+            return int(self.comm.broadcast(agreed, name=name).item())
+
+    def finish(self) -> None:
+        if self._window_steps > 0 and self._together is None:
+            self.exchange()
+        self._window_frames = self._window_steps = 0
+        # Bitwise, whatever the back-end's order of summation.
+        self.comm.broadcast(self.replica.parameters.whole, name="parameters")
+
+    @contextlib.contextmanager
+    def evaluation_parameters(self) -> Iterator[None]:
+        if self.comm.size == 1 or self._together is not None:
+            yield
+            return
+        with self.replica.restored():
+            self.average_parameters()
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "window_frames": self._window_frames,
+            "window_steps": self._window_steps,
+            "last_frames": self._last_frames,
+            "last_time_s": self._last_time_s,
+            "steps_a_period": self._steps_a_period,
+            "next_look": self._next_look,
+            "together": self._together is not None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the window's counters; ignores what a subclass has added."""
+        for name in (
+            "window_frames",
+            "window_steps",
+            "last_frames",
+            "last_time_s",
+            "steps_a_period",
+            "next_look",
+        ):
+            setattr(self, f"_{name}", state[name])
+        if not state["together"]:
+            self._together = None
+
+    def begin_as_copy(self) -> None:
+        super().begin_as_copy()
+        self._window_frames = 0

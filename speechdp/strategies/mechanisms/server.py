@@ -1,0 +1,241 @@
+"""What strategies with a server on rank 0 share: workers ask, the server answers in the order of arrival.
+
+Two roles: a `Server` keeps the common vector, on rank 0; a `Link`, one a rank, is how its worker asks.  On
+rank 0 that is the server itself, under a lock; elsewhere messages go to a thread of rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from speechdp.comm.background import ExchangeThread
+from speechdp.comm.base import PeerCommunicator
+from speechdp.errors import ConfigError
+
+SERVER = 0
+#: Tags: what is asked, the vector with it, the version in answer, the vector in answer.
+_ASKED, _ASKED_VECTOR, _VERSION, _ANSWER = range(4)
+
+
+class Kind(IntEnum):
+    """What a worker wants."""
+
+    FETCH = 0
+    """The common vector."""
+    GIVE = 1
+    """To hand over a vector and get one back."""
+    LEAVE = 2
+    """Nothing more until it comes back with FETCH or GIVE; there is no answer."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What comes before the vector.
+
+    Attributes:
+        kind: what is wanted.
+        version: of the common vector when this worker last had an answer.
+        frames: behind the vector.
+        learning_rate: of the worker's schedule.
+    """
+
+    kind: Kind
+    version: int = 0
+    frames: int = 0
+    learning_rate: float = 0.0
+
+    def encode(self) -> Tensor:
+        """Return the message; double precision holds every count exactly."""
+        return torch.tensor([self.kind, self.version, self.frames, self.learning_rate], dtype=torch.float64)
+
+    @staticmethod
+    def decode(message: Tensor) -> Request:
+        """Read what `encode` wrote."""
+        kind, version, frames, learning_rate = message.tolist()
+        return Request(Kind(int(kind)), int(version), int(frames), learning_rate)
+
+
+class Server(ABC):
+    """The common vector and how it changes.
+
+    Attributes:
+        vector: what all workers share.
+        version: changes of the vector so far.
+    """
+
+    def __init__(self, vector: Tensor) -> None:
+        self.vector = vector
+        self.version = 0
+        self._lock = threading.Lock()
+        # Without a stream of its own the server would wait, on a GPU, for what its rank's worker has queued.
+        self._stream = torch.cuda.Stream(vector.device) if vector.is_cuda else None  # type: ignore[no-untyped-call]
+
+    @abstractmethod
+    def serve(self, request: Request, given: Tensor, answer: Tensor) -> Tensor:
+        """Do what is asked, alone, and return the answer: `answer` filled, or a vector nobody will change.
+
+        Args:
+            request: FETCH or GIVE.
+            given: the vector handed over; undefined with FETCH.  May be overwritten.
+            answer: where to put the answer; it may be the same memory as `given`.
+        """
+
+    def serve_here(self, request: Request, given: Tensor, answer: Tensor) -> int:
+        """Answer this rank's own worker; return the version."""
+        self._finish_worker_kernels()
+        with self._lock, self.on_stream():
+            served = self.serve(request, given, answer)
+            if served is not answer:
+                answer.copy_(served)
+            version = self.version
+        self.end_round()
+        return version
+
+    def serve_messages(self, peers: PeerCommunicator, buffer: Tensor) -> None:
+        """Answer the other ranks' workers until each of them has left.
+
+        The lock is held while the vector is used, not while a message is under way: this rank's worker must
+        not wait for another's network.  Hence the answer is copied out of the vector before it is sent.
+
+        Args:
+            peers: the channel.
+            buffer: a vector for what is handed over, and for the answer.
+        """
+        asked = Request(Kind.LEAVE).encode()
+        num_workers = peers.size - 1
+        with self.on_stream():
+            while num_workers > 0:
+                worker = peers.recv(asked, tag=_ASKED)
+                request = Request.decode(asked)
+                if request.kind is Kind.LEAVE:
+                    num_workers -= 1
+                    continue
+                if request.kind is Kind.GIVE:
+                    peers.recv(buffer, worker, tag=_ASKED_VECTOR)
+                with self._lock:
+                    answer = self.serve(request, buffer, buffer)
+                    version = torch.tensor([self.version])
+                peers.send(version, worker, tag=_VERSION)
+                peers.send(answer, worker, tag=_ANSWER)
+
+    def begin_round(self) -> None:
+        """Order what the server does after what this thread has done."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def end_round(self) -> None:
+        """Order what this thread does after what the server has done."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Run the block's kernels on the server's stream; on a CPU simply run it."""
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _finish_worker_kernels(self) -> None:
+        """Wait, asleep, until this thread's kernels are done: under the lock they would hold up everybody."""
+        if self._stream is not None:
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.current_stream(self._stream.device))
+            done.synchronize()
+
+
+class Link:
+    """How the worker of one rank asks the server, between `open` and `close`.
+
+    Args:
+        peers: the channel.
+        server: on rank 0; None elsewhere.
+
+    Attributes:
+        version: of the common vector when this worker last had an answer.
+        ages: how many answers there were by the number of changes others had made since the answer before.
+    """
+
+    def __init__(self, peers: PeerCommunicator, server: Server | None) -> None:
+        assert (server is not None) == (peers.rank == SERVER)
+        self._peers, self._server = peers, server
+        self._thread: ExchangeThread | None = None
+        self._buffer = None if server is None or peers.size == 1 else torch.empty_like(server.vector)
+        self.version = 0
+        self.ages: list[int] = []
+
+    def open(self) -> None:
+        """Begin a round: let rank 0 serve."""
+        if self._server is not None and self._buffer is not None:
+            server, buffer = self._server, self._buffer
+            server.begin_round()
+            self._thread = ExchangeThread("server", lambda: server.serve_messages(self._peers, buffer))
+
+    def close(self) -> None:
+        """End the round on this rank; on rank 0 once every other worker has ended it.
+
+        No message is under way afterwards: a worker leaves only when it has its last answer.
+        """
+        if self._server is None:
+            self._peers.send(Request(Kind.LEAVE).encode(), SERVER, tag=_ASKED)
+        elif self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._server.end_round()
+
+    def check(self) -> None:
+        """Raise what the server's thread raised, if it has."""
+        if self._thread is not None:
+            self._thread.check()
+
+    def fetch(self, answer: Tensor) -> None:
+        """Put the common vector into `answer`."""
+        self.version = self._ask(Request(Kind.FETCH), answer, answer)
+
+    def give(self, given: Tensor, answer: Tensor, *, frames: int = 0, learning_rate: float = 0.0) -> None:
+        """Hand over `given`, put what comes back into `answer`, and count the age."""
+        request = Request(Kind.GIVE, self.version, frames, learning_rate)
+        version = self._ask(request, given, answer)
+        age = version - 1 - self.version
+        self.ages.extend([0] * (age + 1 - len(self.ages)))
+        self.ages[age] += 1
+        self.version = version
+
+    def _ask(self, request: Request, given: Tensor, answer: Tensor) -> int:
+        if self._server is not None:
+            return self._server.serve_here(request, given, answer)
+        self._peers.send(request.encode(), SERVER, tag=_ASKED)
+        if request.kind is Kind.GIVE:
+            self._peers.send(given, SERVER, tag=_ASKED_VECTOR)
+        version = torch.zeros(1, dtype=torch.int64)
+        self._peers.recv(version, SERVER, tag=_VERSION)
+        self._peers.recv(answer, SERVER, tag=_ANSWER)
+        return int(version)
+
+
+def worker_shard(rank: int, size: int, *, dedicated: bool) -> tuple[int | None, int]:
+    """Return a rank's part of the data: a server on a rank of its own trains on nothing."""
+    if not dedicated:
+        return rank, size
+    return (None, size - 1) if rank == SERVER else (rank - 1, size - 1)
+
+
+def refuse_too_few(strategy: str, size: int, needed: int) -> None:
+    """Raise ConfigError when `dedicated=true` leaves too few workers.
+
+    Args:
+        strategy: its name.
+        size: ranks there are.
+        needed: ranks there must be.
+    """
+    if size < needed:
+        raise ConfigError(
+            f"{strategy}:dedicated=true: rank 0 only serves, so at least {needed} ranks are needed, "
+            f"not {size}; start more ranks or use dedicated=false"
+        )

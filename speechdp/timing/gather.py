@@ -1,0 +1,56 @@
+"""Gather every rank's timing into timing.json."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speechdp.comm.base import Communicator, ReduceOp
+from speechdp.errors import RunError
+from speechdp.files import cannot_be_written, write_text_atomically
+from speechdp.timing.timeline import Timeline
+
+
+def gather_timing(
+    timeline: Timeline, comm: Communicator, others: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Gather every rank's sums, and what else is to stand beside them (`others`).  Collective.
+
+    In a step the rank that comes last to an exchange waits for nobody: the shortest communication of all
+    ranks is the exchange itself, what the others need beyond it is waiting.  Summed over steps, this also
+    shows ranks that are late in turn (batches of unequal length), which no rank's sum does.
+
+    Returns:
+        The content of timing.json on rank 0, None on the others.
+    """
+    entry = {"host": socket.gethostname(), **timeline.summary(), **(others or {})}
+    ranks = comm.allgather_object(entry)
+    exchange_s = None
+    if len({other["steps"] for other in ranks}) == 1:
+        shortest = torch.tensor(timeline.comm_of_steps(), dtype=torch.float64)
+        comm.allreduce(shortest, name="shortest_comm", op=ReduceOp.MIN)
+        exchange_s = shortest.sum().item()
+    if comm.rank != 0:
+        return None
+    warmup_steps = min(entry["warmup_steps"] for entry in ranks)
+    timing = {"warmup_steps": warmup_steps, "exchange_s": exchange_s, "ranks": ranks}
+    lost = sorted(set(range(comm.size)) - set(comm.alive))
+    return {**timing, "lost_ranks": lost} if lost else timing
+
+
+def write_timing(run_dir: Path, timing: dict[str, Any]) -> Path:
+    """Write timing.json so that a reader sees the old file or the new one.
+
+    Raises:
+        RunError: the folder cannot be written.
+    """
+    path = run_dir / "timing.json"
+    try:
+        write_text_atomically(path, json.dumps(timing, indent=1))
+    except OSError as error:
+        raise RunError(cannot_be_written(path, error, "go on with --resume")) from error
+    return path

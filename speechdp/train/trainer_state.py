@@ -1,0 +1,160 @@
+"""What a trainer drives, where it stands, and how both are saved and restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from speechdp.checkpoint.state import RankState, join_state, split_state
+from speechdp.comm.base import Communicator
+from speechdp.errors import RunError
+from speechdp.options.schedule import Schedule
+from speechdp.parallel.replica import Replica
+from speechdp.parallel.strategy import Strategy
+from speechdp.tasks.base import Task
+from speechdp.timing.timeline import Timeline
+from speechdp.train.evaluate import Evaluator
+from speechdp.train.progress import Reporter
+from speechdp.train.run_files import Metrics
+from speechdp.train.statistics import load_statistics, running_statistics
+from speechdp.watchdog.progress_beats import Pulse
+
+
+@dataclass
+class Counters:
+    """Where training stands; the same on every rank except `time_s` and `own_step`.
+
+    With an asynchronous strategy that holds where ranks meet; in between each counts what it knows of.
+
+    Attributes:
+        epoch: epochs done.
+        step_in_epoch: steps done of the epoch under way.
+        epoch_steps: steps of that epoch in all.
+        step: steps done in all.
+        own_step: entries in this rank's timeline so far.
+        frames: frames trained on, all ranks together.
+        frames_per_rank: the same, averaged over ranks.
+        time_s: training time at the last checkpoint, s.
+    """
+
+    epoch: int = 0
+    step_in_epoch: int = 0
+    epoch_steps: int = 0
+    step: int = 0
+    own_step: int = 0
+    frames: int = 0
+    frames_per_rank: float = 0.0
+    time_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrainingParts:
+    """What a trainer drives."""
+
+    task: Task
+    model: nn.Module
+    replica: Replica
+    strategy: Strategy
+    schedule: Schedule
+    evaluator: Evaluator
+    timeline: Timeline
+    comm: Communicator
+    device: torch.device
+    reporter: Reporter
+    on_metrics: Callable[[Metrics], None]
+    """Called on rank 0 after each evaluation."""
+    slowness: float = 1.0
+    """Times as long as it takes that this rank pretends to compute."""
+    pulse: Pulse = field(default_factory=Pulse)
+    """Told of progress; the watchdog listens."""
+
+
+@dataclass
+class Standing:
+    """Where a run stands on this rank, besides replica and strategy.
+
+    Attributes:
+        counters: steps, frames and time.
+        epoch_loss: loss and frames of this rank in the epoch under way, (2,); on the device, so that no step
+            waits.
+        dealing: where the dealing of an asynchronous run stands; on rank 0.
+    """
+
+    epoch_loss: Tensor
+    counters: Counters = field(default_factory=Counters)
+    dealing: dict[str, Any] = field(default_factory=dict)
+
+
+def collect_state(parts: TrainingParts, at: Standing) -> RankState:
+    """Return all that this rank needs to go on."""
+    strategy = split_state("strategy", parts.strategy.state_dict())
+    tensors = {**strategy.tensors, "random.cpu": torch.get_rng_state(), "epoch_loss": at.epoch_loss}
+    if parts.device.type == "cuda":
+        tensors["random.cuda"] = torch.cuda.get_rng_state(parts.device)
+    # Equal replicas are saved once, not once a rank.
+    if parts.comm.rank == 0 or not parts.strategy.replicas_equal:
+        tensors["parameters"] = parts.replica.parameters.values
+        for name, tensor in parts.replica.optimizer_tensors().items():
+            tensors[f"optimizer.{name}"] = tensor
+    tensors |= {f"statistics.{name}": x for name, x in running_statistics(parts.model).items()}
+    values = {
+        "counters": vars(at.counters),
+        "strategy": strategy.values,
+        "device": parts.device.type,
+        "dealing": at.dealing,
+    }
+    return RankState(values, tensors)
+
+
+def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: int) -> Standing:
+    """Take up a checkpoint's state.  Collective: equal replicas get it from rank 0.
+
+    Args:
+        state: of this rank, or of another where there were fewer ranks.
+        seed: of the run.
+
+    Raises:
+        RunError: it was saved on another kind of device, whose flat vectors have another layout.
+    """
+    tensors = state.tensors
+    if state.values["device"] != parts.device.type:
+        raise RunError(
+            f"{run_dir}: was begun on {state.values['device']} and cannot go on on "
+            f"{parts.device.type}; resume it with --device {state.values['device']}"
+        )
+    counters = Counters(**state.values["counters"])
+    parts.timeline.resume_at(counters.time_s)
+    if "parameters" in tensors:
+        parts.replica.parameters.values.copy_(tensors["parameters"])
+        optimizer = {k: v for k, v in tensors.items() if k.startswith("optimizer.")}
+        parts.replica.load_optimizer_tensors({k.removeprefix("optimizer."): v for k, v in optimizer.items()})
+    if parts.strategy.replicas_equal:
+        _share_replica(parts.replica, parts.comm)
+    statistics = {k.removeprefix("statistics."): v for k, v in tensors.items() if k.startswith("statistics.")}
+    load_statistics(parts.model, statistics)
+    # After the parameters: a strategy may keep what depends on them.
+    parts.strategy.load_state_dict(join_state("strategy", state.values["strategy"], tensors))
+    epoch_loss = tensors["epoch_loss"].to(parts.device)
+    if not state.is_copy:
+        torch.set_rng_state(tensors["random.cpu"])
+        if "random.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["random.cuda"], parts.device)
+    else:
+        # What another rank has done counts there; and two ranks are not to draw the same numbers.
+        parts.strategy.begin_as_copy()
+        epoch_loss.zero_()
+        drawn = np.random.SeedSequence([seed, counters.step, parts.comm.rank]).generate_state(1, np.uint64)
+        torch.manual_seed(int(drawn[0]))
+    return Standing(epoch_loss, counters, state.values["dealing"])
+
+
+def _share_replica(replica: Replica, comm: Communicator) -> None:
+    vectors: dict[str, Any] = {"parameters": replica.parameters.whole, **replica.optimizer_tensors()}
+    for name, tensor in vectors.items():
+        comm.broadcast(tensor, name=f"restore.{name}")

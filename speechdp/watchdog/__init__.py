@@ -1,0 +1,1 @@
+"""Jobs that stand still: what each rank is doing, who is late, and ending them."""

@@ -1,0 +1,81 @@
+"""What the threads of a process that stands still are doing, read from another thread.
+
+Not to be asked of one that runs: nothing in CPython keeps a thread's frames while another reads them. Python
+code that follows `f_back` met one that had just been freed; faulthandler, which walks them in C and holds the
+interpreter's lock, met a thread that C code was just making, without that lock (both SIGSEGV, CPython 3.11).
+Frames are described by file, line and function only: showing source lines would read files, from a disk that
+may be what hangs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+#: As faulthandler writes it.
+_PACKAGE = f"{Path(__file__).resolve().parents[1]}/".encode("ascii", "backslashreplace").decode()
+_DEEPEST = 60
+#: How every thread begins.
+_ENTRIES = {"run", "_bootstrap", "_bootstrap_inner"}
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+)\b.*:")
+_CALL = re.compile(r'  File "(?P<file>.*)", line (?P<line>\S+) in (?P<function>.*)')
+
+
+@dataclass(frozen=True)
+class _Call:
+    file: str
+    line: str
+    function: str
+
+    @property
+    def is_entry(self) -> bool:
+        return self.file == threading.__file__ and self.function in _ENTRIES
+
+
+def describe_stacks() -> str:
+    """Return the stack of every thread but the caller's: the main thread's first, innermost calls first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = _stacks()
+    stacks.pop(threading.get_ident(), None)
+    first = threading.main_thread().ident
+    texts = []
+    for ident in sorted(stacks, key=lambda ident: ident != first):
+        calls = [call for call in stacks[ident] if not call.is_entry][:_DEEPEST]
+        lines = "".join(f'  File "{call.file}", line {call.line} in {call.function}\n' for call in calls)
+        texts.append(f"Thread {names.get(ident, ident)} (most recent call first):\n{lines}")
+    return "".join(texts)
+
+
+def innermost_module(thread: int) -> str:
+    """Return the file of this package that a thread is in, e.g. `comm/base.py`; "" if it is in none."""
+    files = (call.file for call in _stacks().get(thread, []) if call.file.startswith(_PACKAGE))
+    return next(files, "").removeprefix(_PACKAGE)
+
+
+def is_anywhere_in(module: str, function: str) -> bool:
+    """Tell whether any thread is in this function of a module of the package, or in what it calls."""
+    path = _PACKAGE + module
+    return any(
+        call.function == function and call.file == path for calls in _stacks().values() for call in calls
+    )
+
+
+def _stacks() -> dict[int, list[_Call]]:
+    """Return the calls of every thread, innermost first; of 100 threads and 100 calls each at most."""
+    descriptor = os.memfd_create("speechdp-stacks")  # memory: a disk may be what hangs
+    with os.fdopen(descriptor, "rb") as file:
+        faulthandler.dump_traceback(descriptor, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    stacks: dict[int, list[_Call]] = {}
+    calls: list[_Call] = []
+    for line in text.splitlines():
+        if thread := _THREAD.fullmatch(line):
+            calls = stacks[int(thread["ident"], 16)] = []
+        elif call := _CALL.fullmatch(line):
+            calls.append(_Call(call["file"], call["line"], call["function"]))
+    return stacks
