@@ -54,9 +54,17 @@ def disk_reason(error: Exception) -> str:
     """Return in a few words what an error of the disk says; HDF5 raises some of them as RuntimeError."""
     number = _number(error)
     if isinstance(error, OSError) and error.strerror and "\n" not in error.strerror:
-        # HDF5's own text names the number somewhere in the middle of it.
-        return os.strerror(number) if "errno = " in error.strerror else error.strerror
+        # HDF5's and safetensors' own texts name the number somewhere in the middle.
+        return os.strerror(number) if _NUMBER.search(error.strerror) else error.strerror
     return os.strerror(number) if number else " ".join(str(error).split())
+
+
+def remedy_of(error: Exception, *, reading: bool = False) -> str:
+    """Return what helps against an error of the disk, as an order: `free some space`."""
+    number = _number(error)
+    if reading and number in (errno.EACCES, errno.EPERM):
+        return _PERMIT_READING
+    return _REMEDIES.get(number, _UNKNOWN)
 
 
 def cannot_be_written(path: Path | str, error: Exception, then: str = "run again") -> str:
@@ -70,15 +78,12 @@ def cannot_be_written(path: Path | str, error: Exception, then: str = "run again
         >>> cannot_be_written("/data/a.h5", OSError(errno.ENOSPC, "No space left on device"))
         '/data/a.h5: cannot be written (No space left on device); free some space, then run again'
     """
-    remedy = _REMEDIES.get(_number(error), _UNKNOWN)
-    return f"{path}: cannot be written ({disk_reason(error)}); {remedy}, then {then}"
+    return f"{path}: cannot be written ({disk_reason(error)}); {remedy_of(error)}, then {then}"
 
 
 def cannot_be_read(path: Path | str, error: Exception, then: str = "run again") -> str:
     """Return one line that says why `path` cannot be read and what helps; as `cannot_be_written`."""
-    number = _number(error)
-    remedy = _PERMIT_READING if number in (errno.EACCES, errno.EPERM) else _REMEDIES.get(number, _UNKNOWN)
-    return f"{path}: cannot be read ({disk_reason(error)}); {remedy}, then {then}"
+    return f"{path}: cannot be read ({disk_reason(error)}); {remedy_of(error, reading=True)}, then {then}"
 
 
 def cannot_be_used(error: OSError) -> str | None:
@@ -88,8 +93,8 @@ def cannot_be_used(error: OSError) -> str | None:
     """
     if not error.filename or not error.errno:
         return None
-    remedy = _REMEDIES.get(error.errno, _UNKNOWN)
-    return f"{os.fsdecode(error.filename)}: cannot be used ({disk_reason(error)}); {remedy}, then run again"
+    name = os.fsdecode(error.filename)
+    return f"{name}: cannot be used ({disk_reason(error)}); {remedy_of(error)}, then run again"
 
 
 def _number(error: Exception) -> int:

@@ -11,7 +11,7 @@ import errno
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.errors import RunError
-from speechdp.files import cannot_be_read, disk_reason
+from speechdp.files import cannot_be_read, disk_reason, remedy_of
 from speechdp.json_input import parse_json
 
 CHECKPOINT_FORMAT = "speechdp-checkpoint"
@@ -101,16 +101,30 @@ def load_checkpoint(
             is not to be; or their folder cannot be read.
     """
     folders = comm.broadcast_object([str(f) for f in _listed(run_dir)] if comm.rank == 0 else None)
+    problems: list[_Problem] = []
     for folder in map(Path, folders):
         state, problem = _try_load(folder, comm, any_size=any_size)
-        problems = [p for p in comm.allgather_object(problem) if p]
-        if not problems:
+        found = [p for p in comm.allgather_object(problem and asdict(problem)) if p]
+        if not found:
             assert state is not None
             return state
-        notices.append(f"passing over a broken checkpoint: {problems[0]}")
-    if folders:
-        raise RunError(f"{run_dir / 'checkpoints'}: no checkpoint is whole; {'; '.join(notices)}")
+        problems.append(_Problem(**found[0]))
+        notices.append(f"passing over {problems[-1].text}")
+    if problems:
+        # A disk that does not answer may answer again: nobody should give up a run for that.
+        anew = "begin the run anew with --overwrite"
+        remedy = next((f"{p.remedy}, or {anew}" for p in problems if p.remedy), anew)
+        told = "; ".join(problem.text for problem in problems)
+        raise RunError(f"{run_dir / 'checkpoints'}: no checkpoint can be used: {told}; {remedy}")
     return None
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Why a checkpoint cannot be used, and what helps where that may be the disk's fault."""
+
+    text: str
+    remedy: str = ""
 
 
 def _listed(run_dir: Path) -> list[Path]:
@@ -120,11 +134,13 @@ def _listed(run_dir: Path) -> list[Path]:
         raise RunError(cannot_be_read(run_dir / "checkpoints", error, _AGAIN)) from error
 
 
-def _try_load(folder: Path, comm: Communicator, *, any_size: bool) -> tuple[RankState | None, str | None]:
+def _try_load(
+    folder: Path, comm: Communicator, *, any_size: bool
+) -> tuple[RankState | None, _Problem | None]:
     try:
         head = parse_json((folder / "checkpoint.json").read_text(encoding="utf-8"))
         if head.get("format") != CHECKPOINT_FORMAT or head.get("version") != CHECKPOINT_VERSION:
-            return None, f"{folder}: not a checkpoint of this version of speechdp"
+            return None, _Problem(f"{folder}: not a checkpoint of this version of speechdp")
         entries, lost = head["ranks"], head.get("lost", [])
         size = len(entries) + len(lost)
         if size != comm.size and not any_size:
@@ -138,9 +154,9 @@ def _try_load(folder: Path, comm: Communicator, *, any_size: bool) -> tuple[Rank
         # The size first: a file that something has blown up may take hours to read.
         num_bytes = path.stat().st_size
         if num_bytes != entry["bytes"]:
-            return None, f"{path}: damaged ({num_bytes} bytes, {entry['bytes']} were written)"
+            return None, _Problem(f"{path}: damaged ({num_bytes} bytes, {entry['bytes']} were written)")
         if _sha256(path) != entry["sha256"]:
-            return None, f"{path}: damaged (checksum)"
+            return None, _Problem(f"{path}: damaged (checksum)")
         with safetensors.safe_open(str(path), framework="pt") as file:
             values = parse_json(file.metadata()["state"])
             # Copies: what safetensors returns is the file, mapped, which goes when newer ones are whole.
@@ -149,7 +165,8 @@ def _try_load(folder: Path, comm: Communicator, *, any_size: bool) -> tuple[Rank
         # What is not there, or what the disk has lost, is no better the next time; anything else may be.
         if error.errno not in (None, errno.ENOENT, errno.EIO):
             raise RunError(cannot_be_read(folder, error, _AGAIN)) from error
-        return None, f"{folder}: cannot be read ({disk_reason(error)})"
+        remedy = f"{remedy_of(error, reading=True)}, then {_AGAIN}"
+        return None, _Problem(f"{folder}: cannot be read ({disk_reason(error)})", remedy)
     except (
         ValueError,
         MemoryError,
@@ -161,7 +178,7 @@ def _try_load(folder: Path, comm: Communicator, *, any_size: bool) -> tuple[Rank
         safetensors.SafetensorError,
     ) as error:
         # What a damaged JSON file gives: another type than expected, or none at all.
-        return None, f"{folder}: cannot be read ({' '.join(str(error).split())})"
+        return None, _Problem(f"{folder}: cannot be read ({' '.join(str(error).split())})")
     return RankState(values, tensors, size, is_copy=rank != comm.rank), None
 
 

@@ -117,6 +117,8 @@ class FolderOwner:
         self._made: list[Path] = []
         self._ended = threading.Event()
         self._last_sign_s = 0.0
+        #: What the disk refused at the last sign of life.
+        self._refused: OSError | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> FolderOwner:
@@ -165,26 +167,40 @@ class FolderOwner:
 
     def beat(self) -> None:
         """Give a sign of life; end the process if another has taken over.  What the disk refuses is left."""
-        with contextlib.suppress(OSError):
-            sight = _look(self.file)
-            now_s = self._surroundings.clock()
-            if self._ended.is_set():
-                return  # the folder was given up while the disk kept this thread waiting
-            if sight is None and now_s - self._last_sign_s > self._surroundings.timing.silence_s:
-                self._surroundings.end(
-                    f"{self.folder}: this process was silent for too long, and another may have written "
-                    "there meanwhile; it ends without writing more"
-                )
-            elif sight is None:  # somebody has deleted it
-                self._claim_again()
-            elif self._is_mine(sight) or sight.claimant is None:
-                os.utime(self.file, follow_symlinks=False)
-                self._last_sign_s = now_s
-            else:
-                self._surroundings.end(
-                    f"{self.folder}: was taken over by {sight.claimant}; this process, taken for gone, ends "
-                    "without writing more"
-                )
+        try:
+            self._beat()
+            self._refused = None
+        except OSError as error:
+            self._refused = error
+
+    def _beat(self) -> None:
+        """As `beat`.  Raises OSError."""
+        sight = _look(self.file)
+        now_s = self._surroundings.clock()
+        if self._ended.is_set():
+            return  # the folder was given up while the disk kept this thread waiting
+        if sight is None and now_s - self._last_sign_s > self._surroundings.timing.silence_s:
+            self._surroundings.end(self._lost())
+        elif sight is None:  # somebody has deleted it
+            self._claim_again()
+        elif self._is_mine(sight) or sight.claimant is None:
+            os.utime(self.file, follow_symlinks=False)
+            self._last_sign_s = now_s
+        else:
+            self._surroundings.end(
+                f"{self.folder}: was taken over by {sight.claimant}; this process, taken for gone, ends "
+                "without writing more"
+            )
+
+    def _lost(self) -> str:
+        """Return why this process can no longer be sure to be the only one."""
+        if self._refused is not None:
+            refused = cannot_be_written(self.file, self._refused, "go on with --resume")
+            return f"{refused}; as it is missing, another may write in its folder, and this process ends"
+        return (
+            f"{self.folder}: this process was silent for too long, and another may have written "
+            "there meanwhile; it ends without writing more"
+        )
 
     def _run(self) -> None:
         while not self._ended.wait(self._surroundings.timing.beat_s):

@@ -90,7 +90,7 @@ class RunDirectory:
             record = parse_json(path.read_text(encoding="utf-8"))
             begun, data = record["fingerprint"], record["data"]
             same_data = data["checksum"] == data_checksum
-        except (FileNotFoundError, ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             raise RunError(
                 f"{path}: cannot be read ({error}); start the run anew with --overwrite"
             ) from error

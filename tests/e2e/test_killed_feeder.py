@@ -80,7 +80,7 @@ def test_a_defect_on_a_feeder_names_it_as_one(dataset: Dataset, tmp_path: Path) 
 _BROKEN = """
 import sys
 from speechdp.cli.main import main
-from speechdp.data import feeding
+from speechdp.feeding import feeder as feeding
 
 
 def broken(*args):

@@ -35,6 +35,11 @@ _WERE_WRONG = {
         "1 mkdir RUN/checkpoints/.step-00000002.*-1.tmp 1 ENOENT on",  # a traceback
         "0 create RUN/tensorboard/events.out.tfevents.* 5 ESTALE on",  # ended the run, by a traceback
     ),
+    "resume": (
+        "1 open RUN/checkpoints/step-00000006/checkpoint.json 1 EIO on",  # no remedy
+        "0 open RUN/checkpoints/step-00000006/rank-0000.safetensors 3 ENOENT on",  # no remedy
+        "0 open RUN/run.json 1 ENOENT once",  # --overwrite, for a file that is there
+    ),
     "prepare": ("0 write .DATA.partial/.test-00001.h5.*.tmp 6 EIO once",),  # HDF5 crashed
     "decode": ("0 open RUN/model.safetensors 2 EIO once",),  # "train again"
 }

@@ -20,6 +20,8 @@ _REMEDIES = {
 }
 #: What a rank says whose peer has ended: under a launcher it would mostly be ended itself by then.
 _CONSEQUENCE = re.compile(r"failed in torch\.distributed|: rank \d+ (is gone|has failed)")
+#: What is said where a rank misses what rank 0 has just written.
+_UNSEEN = "put RUN on a disk all hosts share"
 #: What is told of how far a command has come.
 _PROGRESS = re.compile(r"[a-z0-9 ]+: \d+ of \d+$")
 _NEVER = ("Traceback", "Fatal Python error", "Exception ignored", "terminate called", "unexpected ")
@@ -62,6 +64,8 @@ def faults_of_refusal(end: JobEnd, point: Point, folder: Path, *, through: bool)
 def _fault_of_line(line: str, errors: Sequence[str], folder: Path, through: bool) -> str:
     if not line.startswith("speechdp") and not through:
         return f"not our line: {line}"
+    if "ENOENT" in errors and _UNSEEN in line:
+        return ""  # what is missing on one rank and there on another is not on a disk both share
     named = [error for error in errors if reason_of(error) in line]
     if not named:
         return f"does not say {reason_of(errors[0])!r}: {line}"

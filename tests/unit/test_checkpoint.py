@@ -345,7 +345,7 @@ def test_a_broken_newest_is_passed_over_with_a_notice(tmp_path: Path, damage: Ca
     notices: list[str] = []
     assert_same(load(tmp_path, notices), state_of(1))
     (notice,) = notices
-    assert notice.startswith(f"passing over a broken checkpoint: {tmp_path}/checkpoints/step-00000002")
+    assert notice.startswith(f"passing over {tmp_path}/checkpoints/step-00000002")
     assert "\n" not in notice
     assert not (tmp_path / "checkpoints" / "exploded").exists()
     # And it does not stand in the way of its successor.
@@ -361,9 +361,7 @@ def test_a_file_that_was_blown_up_is_not_read(tmp_path: Path) -> None:
     os.truncate(path, 3 * 10**12)
     notices: list[str] = []
     assert_same(load(tmp_path, notices), state_of(1))
-    assert notices == [
-        f"passing over a broken checkpoint: {path}: damaged (3000000000000 bytes, {written} were written)"
-    ]
+    assert notices == [f"passing over {path}: damaged (3000000000000 bytes, {written} were written)"]
 
 
 def test_a_checkpoint_that_memory_does_not_hold_is_passed_over(
@@ -414,17 +412,35 @@ def test_one_damaged_file_makes_the_checkpoint_broken_for_all_ranks(tmp_path: Pa
         return notices
 
     notices = run_threads(3, resume)
-    assert notices[0] == [f"passing over a broken checkpoint: {flip_of}: damaged (checksum)"]
+    assert notices[0] == [f"passing over {flip_of}: damaged (checksum)"]
     assert notices[1] == notices[2] == notices[0]
 
 
 def test_nothing_whole_is_an_error_that_names_each(tmp_path: Path) -> None:
     flip(save(tmp_path, 1))
     cut(save(tmp_path, 2))
-    with pytest.raises(RunError, match="no checkpoint is whole") as raised:
+    with pytest.raises(RunError, match="no checkpoint can be used") as raised:
         load(tmp_path)
     assert "step-00000001" in str(raised.value) and "step-00000002" in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.EIO, "look at the disk"), (errno.ENOENT, "nothing removes or moves")]
+)
+def test_a_disk_that_reads_no_checkpoint_is_told_of_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+
+    def fail(*arguments: object, **options: object) -> str:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    with pytest.raises(RunError, match=remedy) as raised:
+        load(tmp_path)
+    assert os.strerror(number) in str(raised.value) and "go on with --resume" in str(raised.value)
 
 
 def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:

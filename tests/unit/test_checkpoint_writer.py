@@ -46,7 +46,7 @@ import json, os, signal, sys
 from pathlib import Path
 import torch
 from speechdp.comm.threads.communicator import run_threads
-from speechdp.train import checkpoint_folder, checkpoint_writer
+from speechdp.checkpoint import folder as checkpoint_folder, writer as checkpoint_writer
 from speechdp.checkpoint.state import RankState
 from speechdp.checkpoint.writer import CheckpointWriter
 

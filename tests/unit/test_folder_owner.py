@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -171,6 +172,25 @@ def test_one_that_was_frozen_until_its_successor_had_ended_ends_as_well(tmp_path
         len(frozen.ends) == 1 and "was silent for too long" in frozen.ends[0] and "\n" not in frozen.ends[0]
     )
     assert os.listdir(tmp_path / "run") == ["results"]  # noqa: PTH208
+
+
+def test_one_that_cannot_claim_again_ends_with_what_the_disk_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(tmp_path / "run")
+    host.owner.acquire()
+    host.owner.file.unlink()
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    host.owner.beat()
+    assert host.ends == []
+    host.now_s += 61
+    host.owner.beat()
+    assert len(host.ends) == 1 and "Input/output error" in host.ends[0] and "\n" not in host.ends[0]
+    assert str(host.owner.file) in host.ends[0] and "look at the disk" in host.ends[0]
 
 
 def test_a_file_that_somebody_has_deleted_is_made_anew_while_signs_were_given(tmp_path: Path) -> None:

@@ -122,6 +122,6 @@ def test_a_pickle_under_another_name_is_refused_and_not_run(tmp_path: Path, kind
         (run / name).write_bytes(hostile)
     with pytest.raises(RunError, match=r"model\.safetensors: damaged"):
         load_model(run, torch.device("cpu"))
-    with pytest.raises(RunError, match="no checkpoint is whole"):
+    with pytest.raises(RunError, match="no checkpoint can be used"):
         load_checkpoint(run, SerialCommunicator(), [])
     assert not mark.exists()
