@@ -53,10 +53,10 @@ class DecodeCommand:
         return over_ranks(self.backend, self.device, self._on_rank)
 
     def _on_rank(self, comm: Communicator) -> int:
+        from speechdp.comm.startup.device import choose_device  # noqa: PLC0415
         from speechdp.comm.startup.world import check_world  # noqa: PLC0415
         from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
         from speechdp.decode.recognise import decode_split  # noqa: PLC0415
-        from speechdp.train.device import choose_device  # noqa: PLC0415
         from speechdp.train.model_file import load_model  # noqa: PLC0415
 
         options = self._decoding_options()

@@ -46,10 +46,10 @@ class PosteriorsCommand:
         from rich.console import Console  # noqa: PLC0415
 
         from speechdp.cli.support.progress import progress_bar  # noqa: PLC0415
+        from speechdp.comm.startup.device import choose_device  # noqa: PLC0415
         from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
         from speechdp.decode.posteriors import PosteriorOptions, write_posteriors  # noqa: PLC0415
         from speechdp.errors import ConfigError  # noqa: PLC0415
-        from speechdp.train.device import choose_device  # noqa: PLC0415
         from speechdp.train.model_file import load_model  # noqa: PLC0415
 
         if comm.size > 1:

@@ -123,8 +123,8 @@ class SynthesizeCommand:
 
     def _on_rank(self, comm: Communicator) -> int:
         from speechdp.cli.support.caches import compiled_code_kept  # noqa: PLC0415
+        from speechdp.comm.startup.device import choose_device  # noqa: PLC0415
         from speechdp.synthesis.generate import Synthesiser, SynthesisOptions  # noqa: PLC0415
-        from speechdp.train.device import choose_device  # noqa: PLC0415
         from speechdp.train.model_file import load_synthesis_model  # noqa: PLC0415
 
         if comm.size > 1:

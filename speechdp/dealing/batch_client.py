@@ -13,7 +13,7 @@ import torch
 
 from speechdp.comm.background import ExchangeThread
 from speechdp.comm.base import PeerCommunicator
-from speechdp.comm.losses import PeerLost, leader_lost
+from speechdp.comm.loss_tolerance import PeerLost, leader_lost
 from speechdp.data.plan.assignment import Assignment, Meeting, MeetingKind, Place, meeting_of
 from speechdp.data.plan.epoch_plan import EpochPlan
 from speechdp.dealing.batch_server import Answer, Desk, Item, Roster

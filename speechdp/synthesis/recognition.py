@@ -15,7 +15,8 @@ import torch
 
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.signal.audio import resample
-from speechdp.data.signal.features import compute_features, num_frames_of
+from speechdp.data.signal.compute import compute_features
+from speechdp.data.signal.features import num_frames_of
 from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
 from speechdp.decode.graph import Grammar
 from speechdp.decode.recognise import DecodingOptions, Recogniser, TrainedModel, check_origin

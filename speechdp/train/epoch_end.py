@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from speechdp.comm.base import ReduceOp
+from speechdp.parallel.batch_statistics import average_statistics, averaged_statistics
 from speechdp.timing.timeline import Span
 from speechdp.train.evaluate import HeldOut, choose_final_model, relative_distance
 from speechdp.train.run_files import Metrics
-from speechdp.train.statistics import average_statistics, averaged_statistics
 from speechdp.train.trainer_state import Standing, TrainingParts
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from speechdp.comm.base import Communicator
-from speechdp.comm.shares import in_shares
+from speechdp.comm.loss_tolerance import in_shares
 from speechdp.data.loading.source import Pending, SplitSource
 from speechdp.data.plan.epoch_plan import PlanOptions, RankPlan, plan_epoch
 from speechdp.parallel.replica import Replica

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from speechdp.comm.shares import in_shares
+from speechdp.comm.loss_tolerance import in_shares
 from speechdp.data.loading.source import SplitSource
 from speechdp.data.loading.source_options import make_preprocessor
 from speechdp.data.shards.dataset import Dataset

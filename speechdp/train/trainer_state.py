@@ -15,6 +15,7 @@ from speechdp.checkpoint.state import RankState, join_state, split_state
 from speechdp.comm.base import Communicator
 from speechdp.errors import RunError
 from speechdp.options.schedule import Schedule
+from speechdp.parallel.batch_statistics import load_statistics, running_statistics
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.strategy import Strategy
 from speechdp.tasks.base import Task
@@ -22,7 +23,6 @@ from speechdp.timing.timeline import Timeline
 from speechdp.train.evaluate import Evaluator
 from speechdp.train.progress import Reporter
 from speechdp.train.run_files import Metrics
-from speechdp.train.statistics import load_statistics, running_statistics
 from speechdp.watchdog.progress_beats import Pulse
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +16,10 @@ from speechdp.data.shards.shard import Shard, ShardHeader, ShardWriter, Utteranc
 from speechdp.data.signal.features import FeatureConfig
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+needs_espeak = pytest.mark.skipif(
+    importlib.util.find_spec("espeakng_loader") is None, reason="espeakng-loader is not installed"
+)
 
 
 def shared_data(*parts: str) -> Path:

@@ -19,6 +19,7 @@ from speechdp.cli.support.console import make_console
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
 from speechdp.comm.startup.create import choose_backend, create_communicator, create_fed_job
+from speechdp.comm.startup.device import choose_device
 from speechdp.comm.startup.failure import guard
 from speechdp.comm.startup.feeder_roles import Roles
 from speechdp.comm.startup.start_guard import StartGuard
@@ -30,7 +31,6 @@ from speechdp.launching.cores import available_cores
 from speechdp.options.faults import FaultOptions
 from speechdp.options.run import TrainOptions
 from speechdp.timing.gpu import gpu_facts
-from speechdp.train.device import choose_device
 from speechdp.train.origin import git_state
 from speechdp.train.progress import ConsoleReporter, Reporter, SilentReporter
 from speechdp.train.session import Session

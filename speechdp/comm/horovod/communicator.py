@@ -79,7 +79,8 @@ class HorovodCommunicator(Communicator):
     def _start_over_mpi(self) -> None:
         # mpi4py first: Horovod joins an MPI that is already there, and leaves it to mpi4py to end it.
         # Abort and the comparison of the two worlds need mpi4py anyway.
-        from speechdp.comm.mpi.communicator import MpiCommunicator, world_rank  # noqa: PLC0415
+        from speechdp.comm.mpi.communicator import MpiCommunicator  # noqa: PLC0415
+        from speechdp.comm.mpi.library import world_rank  # noqa: PLC0415
 
         mpi = MpiCommunicator() if self._part is None else self._part
         if gloo_is_better(mpi) and hvd.gloo_built():
@@ -142,7 +143,7 @@ class HorovodCommunicator(Communicator):
 
     def abort(self, exit_code: int) -> NoReturn:
         if not environment.started_by_horovodrun():
-            from speechdp.comm.mpi.communicator import abort_world  # noqa: PLC0415
+            from speechdp.comm.mpi.library import abort_world  # noqa: PLC0415
 
             abort_world(exit_code)
         # horovodrun ends the other ranks as soon as one has left with a failure.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import queue
 import threading
-from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
@@ -18,22 +17,20 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator, CompletedWork, PeerCommunicator, ReduceOp, Work
-from speechdp.comm.environment import end_process, flush_output, prepare_open_mpi
+from speechdp.comm.environment import end_process
+from speechdp.comm.loss_tolerance import Star
+from speechdp.comm.mpi.library import MPI, abort_world, checked, meet, parts
+from speechdp.comm.mpi.packets import MpiPackets
+from speechdp.comm.mpi.peers import MpiPeers, TolerantMpiPeers
+from speechdp.comm.mpi.ulfm import check_ulfm, failed_ranks
 from speechdp.comm.packets import Allocate, PacketChannel, fresh
 from speechdp.comm.staging import Staged, as_bytes
-from speechdp.comm.star import Star
 from speechdp.comm.waiting import sleep_until
 from speechdp.errors import CommunicationError
-
-prepare_open_mpi()
-
-from mpi4py import MPI as MPI  # noqa: E402, PLC0414  initialises MPI, which reads the settings above
 
 T = TypeVar("T")
 
 _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN}
-#: elements per MPI call: counts are 32 bits wide in MPI 3.
-_MAX_COUNT = 1 << 30
 #: Between hosts Open MPI's blocking allreduce moves bytes one way at a time over TCP; the non-blocking one,
 #: tested often, both ways: 32 MiB over 1 Gbit/s in 0.30 s instead of 0.56, on a sixth of the CPU time.
 _NETWORK_BYTES = 32 * 1024
@@ -111,21 +108,15 @@ class MpiCommunicator(Communicator):
 
     @property
     def gone(self) -> frozenset[int]:
-        from speechdp.comm.mpi.ulfm import failed_ranks  # noqa: PLC0415  imports this module
-
         return super().gone if self._star is None else failed_ranks(self._sync)
 
     def tolerate_loss(self) -> None:
-        from speechdp.comm.mpi.peers import TolerantMpiPeers  # noqa: PLC0415  imports this module
-        from speechdp.comm.mpi.ulfm import check_ulfm  # noqa: PLC0415  imports this module
 
         check_ulfm()
         if self._star is None:
             self._star = Star(TolerantMpiPeers(checked("opening a channel", self._copy), reads_cuda=False))
 
     def peers(self) -> PeerCommunicator:
-        from speechdp.comm.mpi.peers import MpiPeers, TolerantMpiPeers  # noqa: PLC0415  imports this module
-
         if self._star is None:
             return MpiPeers(checked("opening a channel", self._copy), reads_cuda=self._reads_cuda)
         self._star.barrier()
@@ -136,8 +127,6 @@ class MpiCommunicator(Communicator):
         return TolerantMpiPeers(checked("opening a channel", self._sync.Dup), reads_cuda=self._reads_cuda)
 
     def packets(self, allocate: Allocate = fresh) -> PacketChannel:
-        from speechdp.comm.mpi.packets import MpiPackets  # noqa: PLC0415  imports this module
-
         return MpiPackets(checked("opening a channel", self._copy), allocate)
 
     def split(self, color: int) -> Communicator:
@@ -220,24 +209,6 @@ class MpiCommunicator(Communicator):
         return checked("allgather", lambda: gather_bytes(self._sync, data))
 
 
-def world_rank() -> int:
-    """Return this process' rank among all that MPI knows of."""
-    return int(MPI.COMM_WORLD.Get_rank())
-
-
-def abort_world(exit_code: int) -> NoReturn:
-    """End every rank of the MPI job at once."""
-    flush_output()
-    MPI.COMM_WORLD.Abort(exit_code)
-    raise AssertionError("MPI_Abort returned")
-
-
-def finalise() -> None:
-    """End MPI in this process: without it mpirun takes a process that leaves for one that has failed."""
-    if not MPI.Is_finalized():
-        MPI.Finalize()
-
-
 def gather_bytes(comm: Any, data: bytes) -> list[bytes]:
     """Return every rank's bytes, in rank order, over an mpi4py communicator.  Collective."""
     meet(comm)
@@ -259,24 +230,6 @@ def _reduce(comm: Any, x: Tensor, op: ReduceOp, *, over_network: bool) -> None:
             sleep_until(request.Test, longest_sleep_s=_NETWORK_SLEEP_S)
         else:
             comm.Allreduce(MPI.IN_PLACE, part.numpy(), op=_OPS[op])
-
-
-def parts(x: Tensor) -> list[Tensor]:
-    """Cut a flat tensor into pieces that one MPI call can count; one piece even if it is empty."""
-    return [x[start : start + _MAX_COUNT] for start in range(0, max(1, x.numel()), _MAX_COUNT)]
-
-
-def meet(comm: Any) -> None:
-    """Return once every rank is here; every wait of MPI's own would spin."""
-    sleep_until(comm.Ibarrier().Test)
-
-
-def checked(what: str, call: Callable[[], T]) -> T:
-    """Call, and turn MPI's error into a CommunicationError that says what was called."""
-    try:
-        return call()
-    except MPI.Exception as error:
-        raise CommunicationError(f"{what} failed in MPI: {error.Get_error_string()}") from error
 
 
 def _place_on_host(world: Any) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from speechdp.comm.mpi.communicator import MPI, checked, meet, parts
+from speechdp.comm.mpi.library import MPI, checked, meet, parts
 from speechdp.comm.packets import Allocate, Packet, PacketChannel, Sent, describe, make_room
 from speechdp.comm.staging import as_bytes
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from speechdp.comm.losses import PeerLost
-from speechdp.comm.mpi.communicator import MPI, checked, meet, parts
+from speechdp.comm.loss_tolerance import PeerLost
+from speechdp.comm.mpi.library import MPI, checked, meet, parts
 from speechdp.comm.mpi.ulfm import failed_ranks, is_loss
 from speechdp.comm.peers import CheckedPeers
 from speechdp.comm.staging import Staged, as_bytes

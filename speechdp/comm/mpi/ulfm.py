@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from speechdp.comm import environment
-from speechdp.comm.mpi.communicator import MPI
+from speechdp.comm.mpi.library import MPI
 from speechdp.errors import ConfigError
 
 #: What MPI raises where a rank is gone, or where somebody may be for whom this one waits.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from speechdp.comm.losses import PeerLost
+from speechdp.comm.loss_tolerance import PeerLost
 from speechdp.comm.peers import CheckedPeers
 from speechdp.comm.staging import as_bytes
 from speechdp.comm.threads.job import Job

@@ -80,7 +80,7 @@ class TorchGroup(Communicator):
 
     def abort(self, exit_code: int) -> NoReturn:
         if self._meeting.over_mpi:
-            from speechdp.comm.mpi.communicator import abort_world  # noqa: PLC0415
+            from speechdp.comm.mpi.library import abort_world  # noqa: PLC0415
 
             abort_world(exit_code)
         environment.end_process(exit_code or 1)
@@ -160,7 +160,7 @@ class TorchCommunicator(TorchGroup):
         # Now and then torch.distributed ends a process that exits in the ordinary way with "terminate called
         # without an active exception": a thread of its own that nobody has joined by then.
         if self._meeting.over_mpi:
-            from speechdp.comm.mpi.communicator import finalise  # noqa: PLC0415
+            from speechdp.comm.mpi.library import finalise  # noqa: PLC0415
 
             finalise()
         environment.end_process(exit_code)

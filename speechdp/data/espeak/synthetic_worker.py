@@ -21,7 +21,8 @@ from speechdp.data.espeak.espeak import Espeak, Speech, Voice
 from speechdp.data.espeak.synthetic_plan import EDGE_S, PlannedUtterance
 from speechdp.data.shards.layout import Stored
 from speechdp.data.signal.audio import resample, to_int16
-from speechdp.data.signal.features import FeatureConfig, compute_features, num_frames_of
+from speechdp.data.signal.compute import compute_features
+from speechdp.data.signal.features import FeatureConfig, num_frames_of
 from speechdp.errors import SpeechDPError
 
 #: Of the speech over the noise added to it, in dB: digital silence would distort the normalisation.

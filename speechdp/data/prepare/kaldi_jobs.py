@@ -23,7 +23,8 @@ from speechdp.data.prepare.worker_processes import (
 from speechdp.data.shards.dataset import ShardEntry
 from speechdp.data.shards.shard import AudioUtterance, ShardHeader, ShardWriter, Utterance
 from speechdp.data.signal.audio import read_audio, to_int16
-from speechdp.data.signal.features import compute_features, normalise, num_frames_of
+from speechdp.data.signal.compute import compute_features
+from speechdp.data.signal.features import normalise, num_frames_of
 from speechdp.errors import ConfigError, RunError
 
 _STAGE = "writing shards"

@@ -19,7 +19,8 @@ from speechdp.data.shards.dataset import ShardEntry
 from speechdp.data.shards.layout import Stored
 from speechdp.data.shards.shard import AudioUtterance, ShardHeader, ShardWriter, Utterance
 from speechdp.data.signal.audio import edge_silence, read_audio, to_int16
-from speechdp.data.signal.features import compute_features, num_frames_of
+from speechdp.data.signal.compute import compute_features
+from speechdp.data.signal.features import num_frames_of
 from speechdp.errors import ConfigError, RunError
 from speechdp.labels.hmm import STATES_PER_PHONE, StateInventory, flat_alignment
 from speechdp.labels.lexicon import Lexicon

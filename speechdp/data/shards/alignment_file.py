@@ -15,8 +15,7 @@ from speechdp.data.shards.contiguous import ArrayPlace, RowReader
 from speechdp.data.shards.hdf5_file import create_hdf5
 from speechdp.data.shards.hdf5_input import HDF5_ERRORS, open_hdf5
 from speechdp.data.shards.layout import check_format, printable
-from speechdp.data.shards.shard import Shard
-from speechdp.data.shards.targets import check_targets
+from speechdp.data.shards.shard import Shard, check_targets
 from speechdp.errors import ShardError
 from speechdp.files import atomic_path, cannot_be_written
 

@@ -29,7 +29,6 @@ from speechdp.data.shards.layout import (
     string_blocks,
     utterance_crc32,
 )
-from speechdp.data.shards.targets import check_targets
 from speechdp.data.shards.writer import ShardWriter
 from speechdp.data.signal.features import num_frames_of
 from speechdp.errors import ShardError
@@ -37,6 +36,8 @@ from speechdp.errors import ShardError
 __all__ = ["AudioUtterance", "Shard", "ShardHeader", "ShardIndex", "ShardWriter", "Utterance"]
 
 _AGAIN = "prepare the data again or copy the file anew"
+#: Targets that are looked at at a time.
+_ROWS_A_READ = 1 << 20
 
 
 class Shard:
@@ -297,3 +298,32 @@ def _check_places(path: Path, header: ShardHeader, index: ShardIndex, places: di
 
 def _is(place: ArrayPlace, shape: Sequence[int], dtype: np.dtype[Any]) -> bool:
     return (place.shape, place.dtype) == (tuple(shape), dtype)
+
+
+def check_targets(path: Path, targets: tuple[RowReader, ArrayPlace], shard: Shard, remedy: str) -> None:
+    """Read all targets of a shard once, some megabytes at a time, and compare them with its classes.
+
+    Args:
+        path: the file they stand in: the shard, or one made for it.
+        targets: what reads them, and where they are.
+        shard: whose they are.
+        remedy: what to do about a wrong one.
+
+    Raises:
+        ShardError: names the first utterance with a target outside the classes.
+    """
+    reader, place = targets
+    num_rows, num_classes = place.shape[0], shard.header.num_classes
+    buffer = np.empty(min(num_rows, _ROWS_A_READ), dtype=np.int32)
+    for start in range(0, num_rows, _ROWS_A_READ):
+        read = buffer[: num_rows - start]
+        reader.read_into(place, start, len(read), read.data)
+        unsigned = read.view(np.uint32)  # negative ones are larger than any class: one pass finds both
+        if unsigned.max() < num_classes:
+            continue
+        row = int(np.argmax(unsigned >= num_classes))
+        utterance = int(np.searchsorted(shard.target_offsets, start + row, side="right")) - 1
+        raise ShardError(
+            f"{path}: utterance {printable(shard.utterance_id(utterance))} has target {read[row]}, "
+            f"outside the classes 0..{num_classes - 1}; {remedy}"
+        )

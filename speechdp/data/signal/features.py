@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from speechdp.errors import ConfigError
 
-#: Kaldi's features are defined on 16-bit sample values.
-_INT16_SCALE = 32768.0
 #: Least standard deviation divided by: digital silence (all frames at the log floor) stays zero.
 STD_FLOOR = 1e-2
 #: Kaldi's lowest mel edge, in Hz.
@@ -142,32 +140,6 @@ def num_frames_of(num_samples: int, sampling_rate: int, config: FeatureConfig) -
         num_frames = 1 + (num_samples - window) // shift
         return num_frames * (num_frames > 0)  # arrays of numbers go through as well
     return (num_samples + shift // 2) // shift
-
-
-def compute_features(
-    samples: npt.NDArray[np.float32], sampling_rate: int, config: FeatureConfig
-) -> npt.NDArray[np.float32]:
-    """Compute the features of one utterance.
-
-    Args:
-        samples: (S,) float32 in [-1, 1].
-        sampling_rate: in Hz.
-        config: kind, sizes and normalisation.
-
-    Returns:
-        (T, D) float32, normalised as `config` says; T as `num_frames_of` has it.  Dither is 0, so the same
-        samples always give the same features.
-
-    Raises:
-        ConfigError: no sample, NaN among the samples, or more mel bins than the sampling rate can fill.
-    """
-    if config.kind == "spectrogram":
-        from speechdp.data.signal.spectrogram import compute_spectrogram  # noqa: PLC0415 - it needs this module
-
-        return compute_spectrogram(samples, sampling_rate, config)
-    check_samples(samples)
-    raw = kaldi_features(samples * _INT16_SCALE, sampling_rate, config, snip_edges=config.snip_edges)
-    return normalise(raw, config)
 
 
 def check_samples(samples: npt.NDArray[np.float32]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from speechdp.comm.background import ExchangeThread, JobThread
 from speechdp.comm.base import PeerCommunicator
-from speechdp.comm.losses import PeerLost
+from speechdp.comm.loss_tolerance import PeerLost
 from speechdp.strategies.mechanisms import topology
 from speechdp.strategies.mechanisms.pending_correction import EffectiveParameters
 from speechdp.strategies.mechanisms.topology import BipartiteKind

@@ -1,0 +1,57 @@
+"""The MPI library.  Importing this module initialises MPI: only `create_communicator` leads to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+from torch import Tensor
+
+from speechdp.comm.environment import flush_output, prepare_open_mpi
+from speechdp.comm.waiting import sleep_until
+from speechdp.errors import CommunicationError
+
+prepare_open_mpi()
+
+from mpi4py import MPI as MPI  # noqa: E402, PLC0414  initialises MPI, which reads the settings above
+
+T = TypeVar("T")
+
+#: elements per MPI call: counts are 32 bits wide in MPI 3.
+_MAX_COUNT = 1 << 30
+
+
+def world_rank() -> int:
+    """Return this process' rank among all that MPI knows of."""
+    return int(MPI.COMM_WORLD.Get_rank())
+
+
+def abort_world(exit_code: int) -> NoReturn:
+    """End every rank of the MPI job at once."""
+    flush_output()
+    MPI.COMM_WORLD.Abort(exit_code)
+    raise AssertionError("MPI_Abort returned")
+
+
+def finalise() -> None:
+    """End MPI in this process: without it mpirun takes a process that leaves for one that has failed."""
+    if not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+def parts(x: Tensor) -> list[Tensor]:
+    """Cut a flat tensor into pieces that one MPI call can count; one piece even if it is empty."""
+    return [x[start : start + _MAX_COUNT] for start in range(0, max(1, x.numel()), _MAX_COUNT)]
+
+
+def meet(comm: Any) -> None:
+    """Return once every rank is here; every wait of MPI's own would spin."""
+    sleep_until(comm.Ibarrier().Test)
+
+
+def checked(what: str, call: Callable[[], T]) -> T:
+    """Call, and turn MPI's error into a CommunicationError that says what was called."""
+    try:
+        return call()
+    except MPI.Exception as error:
+        raise CommunicationError(f"{what} failed in MPI: {error.Get_error_string()}") from error

@@ -1,0 +1,376 @@
+"""Data directories from Kaldi's data directories and alignments: what they hold, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from speechdp.cli.main import run as speechdp
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.data.kaldi.cmvn import SpeakerCmvn
+from speechdp.data.prepare.kaldi import KaldiPrepared, prepare_kaldi
+from speechdp.data.prepare.kaldi_jobs import KaldiShardJob, run_kaldi_jobs
+from speechdp.data.prepare.kaldi_settings import KaldiOptions
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.shard import AudioUtterance, Utterance
+from speechdp.data.signal.audio import read_audio
+from speechdp.data.signal.compute import compute_features
+from speechdp.data.signal.features import FeatureConfig, normalise, num_frames_of
+from speechdp.decode.recognise import DecodingOptions, decode_split
+from speechdp.errors import ConfigError, ShardError
+from speechdp.labels.kaldi_pdfs import KaldiPdfs, load_classes
+from tests.helpers.corpora import kaldi_folder, no_progress, write_tone
+from tests.helpers.kaldi_files import (
+    PDFS_OF_TUPLES,
+    ali_dir,
+    feats_dir,
+    some_features,
+    write_alignments,
+    write_feats,
+    yesno_data_dir,
+    yesno_system,
+)
+from tests.helpers.oracle import oracle
+
+LENGTHS = (7, 1, 30, 12, 9, 11, 20, 3)
+FEATURES = some_features(LENGTHS)
+NO_SPLIT = "random:dev=0"
+
+
+def alignments_for(lengths: dict[str, int], seed: int = 0) -> dict[str, list[int]]:
+    """Draw transition-ids of the made-up model."""
+    rng = np.random.default_rng(seed)
+    return {utterance: rng.integers(1, 8, length).tolist() for utterance, length in lengths.items()}
+
+
+ALIGNMENTS = alignments_for({utterance: len(matrix) for utterance, matrix in FEATURES.items()})
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> KaldiOptions:
+    """Features of two speakers and their alignment, all of it training data."""
+    return KaldiOptions(
+        kaldi_dir=feats_dir(tmp_path / "kaldi", FEATURES),
+        data=tmp_path / "data",
+        ali_dir=ali_dir(tmp_path / "ali", ALIGNMENTS),
+        use_feats=True,
+        split=NO_SPLIT,
+        num_shards=2,
+        features=FeatureConfig(dtype="float32"),
+        num_workers=1,
+    )
+
+
+def prepared(options: KaldiOptions) -> KaldiPrepared:
+    result = prepare_kaldi(options, no_progress)
+    assert not list(options.data.parent.glob(".*"))  # nothing half-made is left
+    return result
+
+
+def utterances_of(dataset: Dataset) -> dict[str, Utterance | AudioUtterance]:
+    """Read everything, checksums verified."""
+    found: dict[str, Utterance | AudioUtterance] = {}
+    for split in dataset.split_names:
+        for index in range(len(dataset.shard_paths(split))):
+            with dataset.open_shard(split, index) as shard:
+                for number in range(shard.num_utterances):
+                    found[shard.utterance_id(number)] = shard.read_utterance(number)
+    return found
+
+
+def pdfs_of(utterance: str) -> list[int]:
+    return [PDFS_OF_TUPLES[transition - 1] for transition in ALIGNMENTS[utterance]]
+
+
+def test_features_and_pdfs_go_into_shards(options: KaldiOptions) -> None:
+    result = prepared(options)
+    dataset = result.dataset
+    assert result.notices == ()
+    assert (dataset.num_classes, dataset.feature_dim, dataset.alignment) == (6, 5, "kaldi")
+    assert load_classes(dataset.classes_path) == KaldiPdfs(6)
+    assert len(dataset.shard_paths("train")) == 2 and dataset.splits["train"].speakers == 2
+    found = utterances_of(dataset)
+    assert found.keys() == FEATURES.keys()
+    for number, (name, matrix) in enumerate(FEATURES.items()):
+        utterance = found[name]
+        assert isinstance(utterance, Utterance)
+        assert utterance.targets.tolist() == pdfs_of(name)
+        np.testing.assert_allclose(utterance.features, normalise(matrix, options.features), atol=1e-6)
+        assert (utterance.speaker, utterance.text) == (f"spk{number % 2}", "")
+
+
+def test_processes_write_the_same_bytes(options: KaldiOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared(options)
+    monkeypatch.setattr("speechdp.data.prepare.kaldi_jobs._FEWEST_FRAMES_FOR_PROCESSES", 0)
+    other = dataclasses.replace(options, data=options.data.with_name("other"), num_workers=2)
+    prepared(other)
+    files = sorted(path.name for path in options.data.iterdir())
+    assert files == ["classes.txt", "data.json", "train-00000.h5", "train-00001.h5"]
+    for name in files:
+        assert (options.data / name).read_bytes() == (other.data / name).read_bytes()
+
+
+def statistics(matrices: list[npt.NDArray[np.float32]]) -> npt.NDArray[np.float64]:
+    """Compute what compute-cmvn-stats writes."""
+    rows = np.concatenate(matrices).astype(np.float64)
+    sums = np.append(rows.sum(axis=0), len(rows))
+    return np.stack([sums, np.append((rows**2).sum(axis=0), 0.0)])
+
+
+@pytest.mark.parametrize(("mean", "variance"), [(True, True), (True, False), (False, False)])
+def test_cmvn_scp_is_applied_by_speaker(options: KaldiOptions, mean: bool, variance: bool) -> None:
+    spoken = {f"spk{n}": [m for i, m in enumerate(FEATURES.values()) if i % 2 == n] for n in range(2)}
+    write_feats(
+        options.kaldi_dir,
+        {name: statistics(matrices) for name, matrices in spoken.items()},  # type: ignore[misc]
+        name="cmvn",
+        kind="double",
+    )
+    config = FeatureConfig(dtype="float32", mean_normalise=mean, variance_normalise=variance)
+    dataset = prepared(dataclasses.replace(options, features=config)).dataset
+    assert dataset.features.cmvn == "speaker"
+    found = utterances_of(dataset)
+    for number, (name, matrix) in enumerate(FEATURES.items()):
+        rows = np.concatenate(spoken[f"spk{number % 2}"]).astype(np.float64)
+        expected = matrix - rows.mean(axis=0) if mean else matrix
+        expected = expected / rows.std(axis=0) if variance else expected
+        utterance = found[name]
+        assert isinstance(utterance, Utterance)
+        np.testing.assert_allclose(utterance.features, expected, atol=1e-5)
+    plain = prepared(dataclasses.replace(options, overwrite=True, cmvn="utterance")).dataset
+    assert plain.features.cmvn == "utterance"
+
+
+def test_cmvn_statistics_that_do_not_fit_are_refused(options: KaldiOptions) -> None:
+    sums = statistics(list(FEATURES.values()))
+    bad = {"spk0": sums, "spk1": sums[:, 1:], "spk2": np.zeros_like(sums)}
+    cmvn = SpeakerCmvn(write_feats(options.kaldi_dir, bad, name="cmvn", kind="double"))  # type: ignore[arg-type]
+    cmvn.of("spk0", 5)
+    for speaker, reason in {
+        "spk1": r"speaker spk1: statistics of shape \(2, 5\), not \(2, 6\)",
+        "spk2": "speaker spk2: statistics of 0 frames",
+        "spk3": "lacks speaker spk3",
+    }.items():
+        with pytest.raises(ConfigError, match=reason):
+            cmvn.of(speaker, 5)
+
+
+def test_what_lacks_a_part_is_left_out_and_counted(options: KaldiOptions) -> None:
+    folder, ali = options.kaldi_dir, options.ali_dir
+    assert ali is not None
+    lines = (folder / "feats.scp").read_text().splitlines(keepends=True)
+    (folder / "feats.scp").write_text("".join(lines[1:]))  # without utt0
+    kept = {u: values for u, values in ALIGNMENTS.items() if u not in ("utt2", "utt4")}
+    for job in (1, 2):
+        part = {u: v for n, (u, v) in enumerate({**kept, "other": [1, 2]}.items()) if n % 2 == job - 1}
+        write_alignments(ali / f"ali.{job}.gz", part)
+    result = prepared(options)
+    assert utterances_of(result.dataset).keys() == {"utt1", "utt3", "utt5", "utt6", "utt7"}
+    assert result.notices == (
+        "left out: 1 utterances that are not in feats.scp, first utt0",
+        "left out: 2 utterances that have no alignment, first utt2",
+        f"left out: 1 utterances that are aligned, but not in {folder}, first other",
+    )
+
+
+def test_other_lengths_are_refused_and_leave_nothing(options: KaldiOptions) -> None:
+    assert options.ali_dir is not None
+    wrong = {**ALIGNMENTS, "utt3": [1] * 11}
+    write_alignments(options.ali_dir / "ali.2.gz", {u: wrong[u] for u in ("utt1", "utt3", "utt5", "utt7")})
+    with pytest.raises(ConfigError, match="utterance utt3: 12 frames of features, 11 in its alignment"):
+        prepare_kaldi(options, no_progress)
+    assert sorted(path.name for path in options.data.parent.iterdir()) == ["ali", "kaldi"]
+
+
+def test_a_damaged_archive_is_refused_and_leaves_nothing(options: KaldiOptions) -> None:
+    archive = options.kaldi_dir / "feats.ark"
+    archive.write_bytes(archive.read_bytes()[:-5])
+    with pytest.raises(ConfigError, match=r"feats\.ark: utterance utt7, byte \d+: a matrix of 3 x 5 should"):
+        prepare_kaldi(options, no_progress)
+    assert not options.data.exists()
+
+
+def test_pdfs_without_a_model(options: KaldiOptions) -> None:
+    assert options.ali_dir is not None
+    pdfs = write_alignments(
+        options.data.with_name("pdfs.ark"), {u: pdfs_of(u) for u in ALIGNMENTS}, text=True
+    )
+    result = prepared(dataclasses.replace(options, ali_dir=None, ali_pdf=pdfs))
+    assert result.dataset.num_classes == 1 + max(max(pdfs_of(u)) for u in ALIGNMENTS)
+    assert len(result.notices) == 1 and "pdfs, by the largest in" in result.notices[0]
+    for name, utterance in utterances_of(result.dataset).items():
+        assert utterance.targets.tolist() == pdfs_of(name)
+    few = write_alignments(
+        options.data.with_name("few.ark"), {u: [0] * len(ALIGNMENTS[u]) for u in ALIGNMENTS}
+    )
+    counted = dataclasses.replace(options, ali_pdf=few, overwrite=True)
+    assert prepared(counted).dataset.num_classes == 6  # as the model says, not as occurs
+
+
+@pytest.mark.parametrize("snip_edges", [True, False])
+@pytest.mark.parametrize("stored", ["features", "audio"])
+def test_audio_gets_as_many_frames_as_kaldi_made(tmp_path: Path, snip_edges: bool, stored: str) -> None:
+    folder = kaldi_folder(tmp_path / "kaldi", num_utterances=4)
+    config = FeatureConfig(num_mel_bins=20, dtype="float32", snip_edges=snip_edges)
+    waves = {f"utt{n}": read_audio(folder / "wav" / f"utt{n}.wav", 8000) for n in range(4)}
+    lengths = {u: num_frames_of(len(samples), 8000, config) for u, samples in waves.items()}
+    assert set(lengths.values()) == ({48} if snip_edges else {50})  # of half a second
+    options = KaldiOptions(
+        kaldi_dir=folder,
+        data=tmp_path / "data",
+        ali_dir=ali_dir(tmp_path / "ali", alignments_for(lengths)),
+        split=NO_SPLIT,
+        num_shards=1,
+        features=dataclasses.replace(config, snip_edges=False),  # found out by the alignment
+        stored=stored,  # type: ignore[arg-type]
+    )
+    dataset = prepared(options).dataset
+    assert dataset.features == config and dataset.sampling_rate == 8000
+    for name, utterance in utterances_of(dataset).items():
+        assert len(utterance.targets) == lengths[name]
+        if isinstance(utterance, AudioUtterance):
+            np.testing.assert_array_equal(utterance.samples, np.round(waves[name] * 32768))
+        else:
+            np.testing.assert_array_equal(utterance.features, compute_features(waves[name], 8000, config))
+
+
+def test_audio_of_another_frame_shift_is_refused(tmp_path: Path) -> None:
+    folder = kaldi_folder(tmp_path / "kaldi", num_utterances=2)
+    options = KaldiOptions(
+        kaldi_dir=folder,
+        data=tmp_path / "data",
+        ali_dir=ali_dir(tmp_path / "ali", {"utt0": [1] * 48, "utt1": [1] * 47}),
+    )
+    with pytest.raises(ConfigError, match="utterance utt1: 48 frames of features, 47 in its alignment"):
+        prepare_kaldi(options, no_progress)
+    (folder / "segments").write_text("utt0 utt0 0 1\n")
+    with pytest.raises(
+        ConfigError, match="segments are not cut out of audio; take Kaldi's features with --feats"
+    ):
+        prepare_kaldi(options, no_progress)
+
+
+def test_yesno_as_kaldi_aligned_it(tmp_path: Path) -> None:
+    options = KaldiOptions(
+        kaldi_dir=yesno_data_dir(tmp_path / "kaldi"),
+        data=tmp_path / "data",
+        ali_dir=yesno_system(),
+        split="random:dev=0.2",
+        num_shards=2,
+    )
+    result = prepared(options)
+    dataset = result.dataset
+    assert dataset.features.snip_edges and dataset.num_classes == 11 and result.notices == ()
+    assert sum(split.frames for split in dataset.splits.values()) == 18996
+    assert sum(split.utterances for split in dataset.splits.values()) == 31
+    dataset.verify()
+
+
+def test_disk_errors_while_gathering_are_shard_errors(
+    options: KaldiOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_file(*arguments: object, **named: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    original = Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda path, *a, **k: no_file() if path.name == "pdfs.tmp" else original(path, *a, **k)
+    )
+    with pytest.raises(ShardError, match=r"pdfs\.tmp: cannot be written \(No space left on device\)"):
+        prepare_kaldi(options, no_progress)
+    assert not options.data.exists()
+
+
+def test_jobs_report_progress_up_to_all(options: KaldiOptions) -> None:
+    seen: list[tuple[str, int, int]] = []
+    prepare_kaldi(options, lambda *report: seen.append(report))
+    assert seen[-1] == ("writing shards", 8, 8) and seen[0] == ("reading alignments", 1, 8)
+    assert run_kaldi_jobs(list[KaldiShardJob](), 1, no_progress) == []
+
+
+def test_the_command_line(options: KaldiOptions, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "prepare",
+        "--kaldi",
+        options.kaldi_dir,
+        "--ali",
+        options.ali_dir,
+        options.data,
+        "--split",
+        NO_SPLIT,
+    ]
+    arguments = [str(word) for word in words]
+    assert speechdp([*arguments, "--feats"]) == 0
+    printed = capsys.readouterr().out
+    assert "kaldi x 5 float16, 25 ms every 10 ms, mean and variance normalised" in printed
+    assert " Hz" not in printed and "6 classes, kaldi alignment" in printed
+    for extra, reason in {
+        ("--overwrite", "--feats", "--resample", "8000"): "--resample does not go with --kaldi",
+        ("--overwrite", "--feats", "--store", "audio"): "leave one of them out",
+        ("--overwrite", "--cmvn", "kaldi"): "add --feats",
+        ("--overwrite",): "wav.scp: cannot be read",
+        ("--like", "x"): "--like takes all settings",
+    }.items():
+        assert speechdp([*arguments, *extra]) == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("speechdp: ") and reason in error
+    assert speechdp(["prepare", "--kaldi", str(options.kaldi_dir), str(options.data)]) == 1
+    assert "--kaldi needs the alignment" in capsys.readouterr().err
+    assert speechdp(["prepare", "--feats", str(options.kaldi_dir), str(options.data)]) == 1
+    assert "go with --kaldi" in capsys.readouterr().err
+
+
+def test_data_without_an_alignment_are_made_like_those_trained_on(options: KaldiOptions) -> None:
+    config = FeatureConfig(variance_normalise=False, dtype="float32")
+    like = prepared(dataclasses.replace(options, features=config)).dataset
+    other = KaldiOptions(
+        kaldi_dir=options.kaldi_dir, data=options.data.with_name("test"), like=like.path, num_shards=4
+    )
+    result = prepared(other)
+    dataset = result.dataset
+    assert result.notices == () and dataset.alignment == "none" and dataset.split_names == ("test",)
+    assert (dataset.features, dataset.num_classes) == (like.features, 6)
+    trained, scored = utterances_of(like), utterances_of(dataset)
+    assert trained.keys() == scored.keys()
+    for name, utterance in scored.items():
+        np.testing.assert_array_equal(utterance.content, trained[name].content)
+        assert not utterance.targets.any()
+    with pytest.raises(ConfigError, match="or, to score data that have none, --like DATA alone"):
+        dataclasses.replace(options, like=like.path)
+
+
+def test_audio_without_an_alignment_needs_the_rate_trained_on(tmp_path: Path) -> None:
+    folder = kaldi_folder(tmp_path / "kaldi", num_utterances=2)
+    ali = ali_dir(tmp_path / "ali", {"utt0": [1] * 48, "utt1": [1] * 48})
+    like = KaldiOptions(
+        kaldi_dir=folder, data=tmp_path / "data", ali_dir=ali, split=NO_SPLIT, fit_mel_bins=True
+    )
+    assert prepared(like).dataset.features.snip_edges
+    other = KaldiOptions(kaldi_dir=folder, data=tmp_path / "test", like=like.data)
+    assert prepared(other).dataset.num_frames("test") == 96
+    write_tone(folder / "wav" / "utt1.wav", sampling_rate=16000)
+    with pytest.raises(ConfigError, match=r"utt1\.wav: has 16000 Hz, the data of --like have 8000 Hz"):
+        prepare_kaldi(dataclasses.replace(other, overwrite=True), no_progress)
+
+
+def test_decoding_such_data_is_refused_with_the_remedy(options: KaldiOptions) -> None:
+    dataset = prepared(options).dataset
+    with pytest.raises(
+        ConfigError, match="targets are Kaldi pdfs; write posteriors with speechdp posteriors"
+    ):
+        decode_split(oracle(6), dataset, "train", options.data, DecodingOptions(), SerialCommunicator())
+
+
+def test_class_lists_are_checked(tmp_path: Path) -> None:
+    path = tmp_path / "classes.txt"
+    KaldiPdfs(3).save(path)
+    assert path.read_text() == "0 pdf-0\n1 pdf-1\n2 pdf-2\n"
+    assert load_classes(path).sha256 == KaldiPdfs(3).sha256 != KaldiPdfs(4).sha256
+    for text in ("0 pdf-0\n2 pdf-2\n", "0 pdf-0\n1 pdf-1", ""):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="not a class list of speechdp"):
+            load_classes(path)

@@ -1,0 +1,301 @@
+"""The batch scripts: what bash and the batch systems make of them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from speechdp.errors import ConfigError
+from speechdp.launching.allocation import Scheduler
+from speechdp.launching.batch_script import (
+    TEMPLATES,
+    BatchJob,
+    Placement,
+    Resources,
+    example,
+    quote,
+    render,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+SCHEDULERS: tuple[Scheduler, ...] = ("slurm", "lsf", "pbs", "sge")
+PREFIX = {"slurm": "#SBATCH", "lsf": "#BSUB", "pbs": "#PBS", "sge": "#$"}
+JOB = BatchJob(
+    resources=Resources(nodes=3, ranks_per_node=4, time="8:30:30", gpus_per_rank=2, cpus_per_rank=6),
+    placement=Placement("night-run", queue="gpu", account="speech", output="logs/%j.txt"),
+    python=Path("/opt/v/bin/python"),
+    folder=Path("/home/u/my runs"),
+    command=("train", "D", "R", "--resume"),
+    launch_options=("--max-restarts", "3"),
+)
+PLAIN = replace(JOB, resources=Resources(2, 2, "1:00:00"), placement=Placement("x"), launch_options=())
+HOSTILE = (
+    "; rm -rf /",
+    "$(id)",
+    "`id`",
+    "a\nb",
+    "x\n#SBATCH --wrap=id",
+    "x\n#$ -N evil\n#BSUB -J evil\n#PBS -N evil",
+    "it's",
+    'say "no"',
+    "\\",
+    "$HOME",
+    "--help",
+    "-",
+    "",
+    " ",
+    "*",
+    "~",
+    "!!",
+    "Füße 語 \u2028 \x1b[31m",
+    "\udcff not UTF-8",
+    "{{ name }} {% raw %} @X@ ${python} %j",
+    "tab\tbell\x07\x7f",
+)
+
+
+def directives(scheduler: Scheduler, script: str) -> list[str]:
+    """Return the words of all directive lines, wherever they stand, as Grid Engine and LSF look for them."""
+    prefix = PREFIX[scheduler]
+    words: list[str] = []
+    for line in script.splitlines():
+        if line.startswith(prefix + " "):
+            words += shlex.split(line.removeprefix(prefix))
+    return words
+
+
+def parser(scheduler: Scheduler) -> argparse.ArgumentParser:
+    """Return a parser of the options the batch system documents; unknown ones are errors."""
+    result = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    options = {
+        "slurm": "job-name nodes ntasks-per-node cpus-per-task gres time partition account output open-mode "
+        "signal requeue! no-requeue!",
+        "lsf": "J n R+ gpu W q P o wa wt Q r! rn!",
+        "pbs": "N S l+ q A j o r",
+        "sge": "N S cwd! pe2 l+ notify! q P j o r",
+    }[scheduler]
+    dashes = "--" if scheduler == "slurm" else "-"
+    for option in options.split():
+        name = dashes + option.rstrip("!+2")
+        if option.endswith("!"):
+            result.add_argument(name, action="store_true")
+        elif option.endswith("+"):
+            result.add_argument(name, action="append")
+        elif option.endswith("2"):
+            result.add_argument(name, nargs=2)
+        else:
+            result.add_argument(name)
+    return result
+
+
+def parse(scheduler: Scheduler, script: str) -> dict[str, object]:
+    found = vars(parser(scheduler).parse_args(directives(scheduler, script)))
+    return {name: value for name, value in found.items() if value not in (None, False)}
+
+
+def check_with_bash(script: str) -> None:
+    answer = subprocess.run(["bash", "-n"], input=os.fsencode(script), capture_output=True, check=False)
+    assert answer.returncode == 0 and answer.stderr == b""
+
+
+def test_slurm_directives() -> None:
+    assert parse("slurm", render("slurm", JOB)) == {
+        "job_name": "night-run",
+        "nodes": "3",
+        "ntasks_per_node": "4",
+        "cpus_per_task": "6",
+        "gres": "gpu:8",
+        "time": "8:30:30",
+        "partition": "gpu",
+        "account": "speech",
+        "output": "logs/%j.txt",
+        "open_mode": "append",
+        "signal": "B:USR1@60",
+        "requeue": True,
+    }
+
+
+def test_lsf_directives() -> None:
+    assert parse("lsf", render("lsf", replace(JOB, signal_s=61))) == {
+        "J": "night-run",
+        "n": "12",
+        "R": ["span[ptile=4]", "affinity[core(6)]"],
+        "gpu": "num=8",
+        "W": "8:31",
+        "q": "gpu",
+        "P": "speech",
+        "o": "logs/%J.txt",
+        "wa": "USR1",
+        "wt": "2",
+        "Q": "75",
+        "r": True,
+    }
+
+
+def test_pbs_directives() -> None:
+    job = replace(JOB, placement=replace(JOB.placement, output="logs/all.txt"))
+    script = render("pbs", job)
+    assert parse("pbs", script) == {
+        "N": "night-run",
+        "S": "/bin/bash",
+        "l": ["select=3:ncpus=24:mpiprocs=4:ngpus=8", "place=scatter", "walltime=8:30:30"],
+        "q": "gpu",
+        "A": "speech",
+        "j": "oe",
+        "o": "logs/all.txt",
+        "r": "y",
+    }
+    assert "((SECONDS < 30570))" in script
+    with pytest.raises(ConfigError, match="PBS puts no job's number"):
+        render("pbs", JOB)
+
+
+def test_grid_engine_directives() -> None:
+    assert parse("sge", render("sge", JOB)) == {
+        "N": "night-run",
+        "S": "/bin/bash",
+        "cwd": True,
+        "pe": ["orte", "12"],
+        "l": ["gpu=2", "h_rt=8:30:30"],
+        "notify": True,
+        "q": "gpu",
+        "P": "speech",
+        "j": "y",
+        "o": "logs/$JOB_ID.txt",
+        "r": "y",
+    }
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_what_is_not_asked_for_is_left_out(scheduler: Scheduler) -> None:
+    script = render(scheduler, replace(PLAIN, requeue=False))
+    found = parse(scheduler, script)
+    assert not {"partition", "q", "account", "A", "P", "gres", "gpu", "cpus_per_task", "Q", "requeue"} & set(
+        found
+    )
+    assert "gpu" not in " ".join(directives(scheduler, script))
+    assert found.get("r", "n") == "n"
+    assert found.get("no_requeue", True) and found.get("rn", True)
+    assert "launch --grace-s 45 -- train" in script
+    check_with_bash(script)
+
+
+def fake_python(folder: Path) -> Path:
+    """Return a program that writes its folder and arguments, each ended by a zero byte, to $SEEN."""
+    path = folder / "fake python"
+    path.write_text('#!/bin/sh\nprintf "%s\\0" "$PWD" "$@" >"$SEEN"\n', encoding="utf-8")
+    path.chmod(stat.S_IRWXU)
+    return path
+
+
+def run_script(script: str, folder: Path, *arguments: str, **environ: str) -> list[str]:
+    """Run a script as batch systems do, as a copy elsewhere, and return what the fake Python was given."""
+    spool = folder / "spool"
+    spool.mkdir(exist_ok=True)
+    copy, seen = spool / "job_script", folder / "seen"
+    copy.write_bytes(os.fsencode(script))
+    subprocess.run(
+        ["bash", str(copy), *arguments],
+        env={"PATH": os.environ["PATH"], "SEEN": str(seen), **environ},
+        cwd=folder,
+        check=True,
+        timeout=30,
+    )
+    return [os.fsdecode(word) for word in seen.read_bytes().split(b"\0")[:-1]]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_hostile_words_reach_the_program_untouched(scheduler: Scheduler, tmp_path: Path) -> None:
+    folder = tmp_path / "a b;$(id)"
+    folder.mkdir()
+    job = replace(
+        PLAIN,
+        python=fake_python(tmp_path),
+        folder=folder,
+        command=HOSTILE,
+        launch_options=("--mpi-args", "a 'b'"),
+    )
+    script = render(scheduler, job)
+    assert parse(scheduler, script) == parse(scheduler, render(scheduler, PLAIN))
+    assert len(script.splitlines()) == len(render(scheduler, PLAIN).splitlines())
+    own = ["--requeue", "--grace-s", "45"]
+    wanted = ["-m", "speechdp", "launch", *own, "--mpi-args", "a 'b'", "--", *HOSTILE]
+    assert run_script(script, tmp_path) == [str(folder), *wanted]
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), max_size=8))
+def test_any_word_survives_quoting(tmp_path: Path, words: list[str]) -> None:
+    line = " ".join(quote(word) for word in words)
+    assert len(line.splitlines()) <= 1
+    answer = subprocess.run(
+        ["bash", "-c", f'printf "%s\\0" x {line}'], capture_output=True, check=True, timeout=30
+    )
+    assert [os.fsdecode(word) for word in answer.stdout.split(b"\0")[1:-1]] == words
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_the_files_in_launch_are_these_templates(scheduler: Scheduler) -> None:
+    path = REPOSITORY / "launch" / TEMPLATES[scheduler]
+    remedy = (
+        f"mend speechdp/launching/templates/{TEMPLATES[scheduler]}, then: .venv/bin/python -c 'from "
+        f'speechdp.launching.batch_script import example; print(example("{scheduler}"), end="")\' > {path}'
+    )
+    assert path.read_text(encoding="utf-8") == example(scheduler), remedy
+    check_with_bash(example(scheduler))
+    parse(scheduler, example(scheduler))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "variable"),
+    [("slurm", "SLURM_SUBMIT_DIR"), ("lsf", "LS_SUBCWD"), ("pbs", "PBS_O_WORKDIR"), ("sge", "SGE_O_WORKDIR")],
+)
+def test_the_files_in_launch_take_a_command_or_their_own(
+    scheduler: Scheduler, variable: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    environ = {"SPEECHDP_PYTHON": str(fake_python(tmp_path))}
+    if scheduler == "sge":
+        folder = tmp_path  # -cwd
+    else:
+        environ[variable] = str(folder)
+    begin = [str(folder), "-m", "speechdp", "launch", "--requeue", "--grace-s", "45", "--"]
+    script = example(scheduler)
+    given = run_script(script, tmp_path, "train", "D", "R x", "--note", "$(id)", **environ)
+    assert given == [*begin, "train", "D", "R x", "--note", "$(id)"]
+    assert run_script(script, tmp_path, **environ) == [*begin, "train", "data", "runs/first", "--resume"]
+
+
+def test_a_missing_installation_is_said(tmp_path: Path) -> None:
+    answer = subprocess.run(
+        ["bash", "-s"], input=example("slurm"), text=True, capture_output=True, cwd=tmp_path, check=False
+    )
+    assert answer.returncode == 1
+    assert answer.stderr.startswith(f"no {tmp_path}/.venv/bin/python: submit from")
+
+
+@pytest.mark.parametrize("scheduler", ["pbs", "sge"])
+def test_the_script_itself_warns_where_the_batch_system_does_not(
+    scheduler: Scheduler, tmp_path: Path
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!{sys.executable}\nimport signal, sys, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\ntime.sleep(30)\n",
+        encoding="utf-8",
+    )
+    program.chmod(stat.S_IRWXU)
+    job = replace(PLAIN, resources=Resources(1, 1, "0:00:03"), python=program, folder=tmp_path, signal_s=2)
+    answer = subprocess.run(["bash"], input=render(scheduler, job), text=True, check=False, timeout=25)
+    assert answer.returncode == 75
