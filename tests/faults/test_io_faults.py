@@ -1,4 +1,4 @@
-"""Operations on files that fail or are late: a sample; benchmarks/io_faults.py tries all."""
+"""Operations on files that fail or are late: a sample; benchmarks/faults/io_faults.py tries all."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ _WERE_WRONG = {
         "0 open RUN/checkpoints/step-00000006/rank-0000.safetensors 3 ENOENT on",  # no remedy
         "0 open RUN/run.json 1 ENOENT once",  # --overwrite, for a file that is there
     ),
-    "prepare": ("0 write .DATA.partial/.test-00001.h5.*.tmp 6 EIO once",),  # HDF5 crashed
+    "prepare": (
+        "0 write .DATA.partial/.test-00001.h5.*.tmp 6 EIO once",  # HDF5 crashed
+        "0 open DATA/data.json 1 ESTALE once",  # not a complete data directory, run prepare
+    ),
     "decode": ("0 open RUN/model.safetensors 2 EIO once",),  # "train again"
 }
 #: At a time: other tests run beside these.
@@ -66,7 +69,7 @@ def test_it_goes_on_or_says_what_to_do(name: str, server: ForkServer, cases: Cas
     chosen += map(Point.parse, _WERE_WRONG.get(name, ()))
     wrong = [verdict for verdict in driver.try_points(chosen, _JOBS) if verdict.wrong]
     assert not wrong, "\n".join(
-        f"benchmarks/io_faults.py --only '{name} {verdict.point}': {'; '.join(verdict.wrong)}"
+        f"benchmarks/faults/io_faults.py --only '{name} {verdict.point}': {'; '.join(verdict.wrong)}"
         for verdict in wrong
     )
 

@@ -19,7 +19,7 @@ from tests.faults.late import Pace
 from tests.faults.late_runs import Bench, Story, Threads
 from tests.faults.schedules import STRATEGIES, fuzz_schedules
 
-#: For some 20 s of a core; benchmarks/io_faults.py runs thousands.
+#: For some 20 s of a core; benchmarks/faults/io_faults.py runs thousands.
 NUM_SCHEDULES = 36
 PUNCTUAL = Pace(1, share=0.0, longest_s=0.0)
 #: Only what rank 1 opens is late.

@@ -80,7 +80,7 @@ def prepare_kaldi(options: KaldiOptions, progress: Progress) -> KaldiPrepared:
         notices += (
             f"{manifest.num_classes} pdfs, by the largest in {options.ali_pdf}; --ali would count them",
         )
-    return KaldiPrepared(Dataset.open(options.data), notices)
+    return KaldiPrepared(Dataset.open(options.data, just_written=True), notices)
 
 
 def _prepare_unaligned(options: KaldiOptions, like: Dataset, progress: Progress) -> KaldiPrepared:
@@ -98,7 +98,9 @@ def _prepare_unaligned(options: KaldiOptions, like: Dataset, progress: Progress)
             raise ConfigError(f"{options.kaldi_dir}: has no utterance to score; check feats.scp or wav.scp")
         places.of.update({u.utterance_id: _Place(u.first_frame, u.num_frames) for u in utterances})
         _write(options, _Corpus(directory, manifest, {"test": utterances}), progress)
-    return KaldiPrepared(Dataset.open(options.data), _left_out(options, sources, speakers, places))
+    return KaldiPrepared(
+        Dataset.open(options.data, just_written=True), _left_out(options, sources, speakers, places)
+    )
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,9 @@ def prepare(options: PrepareOptions, progress: Progress) -> Prepared:
         results = run_jobs(jobs, options.num_workers, progress)
         entries = {name: _entry(name, splits[name], jobs, results) for name in splits}
         finish(directory, manifest, entries, lexicon)
-    return Prepared(Dataset.open(options.data), sum(result.num_too_short for result in results))
+    return Prepared(
+        Dataset.open(options.data, just_written=True), sum(result.num_too_short for result in results)
+    )
 
 
 def open_corpus(source: Path, pattern: str | None) -> Corpus:

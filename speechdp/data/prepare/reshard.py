@@ -93,7 +93,7 @@ def reshard(options: ReshardOptions, progress: Progress) -> Dataset:
                 dealt[split] = _write_split(source, split, directory, options, count)
         _copy_rest(dataset, directory, splits)
         _write_manifest(dataset, directory, dealt)
-    return Dataset.open(options.out)
+    return Dataset.open(options.out, just_written=True)
 
 
 def deal_by_frames(num_frames: IntArray, num_shards: int, seed: int) -> npt.NDArray[np.int32]:

@@ -148,7 +148,7 @@ def prepare_synthesis(options: SynthesisOptions, progress: Progress) -> Prepared
         list_recordings(directory, splits)
         finish_synthesis(directory, dataclasses.replace(manifest, splits=entries), symbols, lexicon)
     return PreparedSynthesis(
-        Dataset.open(options.data), (*_joined(divided, splits, join), *new_texts(splits))
+        Dataset.open(options.data, just_written=True), (*_joined(divided, splits, join), *new_texts(splits))
     )
 
 

@@ -108,7 +108,7 @@ def prepare_synthetic(options: SyntheticOptions, progress: Progress) -> Prepared
         )
         splits = {name: _write_split(name, jobs[name], manifest, lexicon, directory) for name in jobs}
         finish(directory, manifest, splits, lexicon)
-    return Prepared(Dataset.open(options.data), 0)
+    return Prepared(Dataset.open(options.data, just_written=True), 0)
 
 
 def check_hours(hours: float) -> None:

@@ -109,7 +109,7 @@ def prepare_voices(options: VoiceOptions, progress: Progress) -> PreparedSynthes
         splits = {name: work.write_split(name, jobs[name]) for name in jobs}
         list_recordings(directory, plan)
         finish_synthesis(directory, dataclasses.replace(manifest, splits=splits), symbols, lexicon)
-    return PreparedSynthesis(Dataset.open(options.data), new_texts(plan))
+    return PreparedSynthesis(Dataset.open(options.data, just_written=True), new_texts(plan))
 
 
 def _jobs(

@@ -15,7 +15,7 @@ from speechdp.data.shards.shard import Shard
 from speechdp.data.shards.writer import ShardWriter
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError, ShardError
-from speechdp.files import write_text_atomically
+from speechdp.files import cannot_be_read, write_text_atomically
 from speechdp.json_input import parse_json
 
 DATA_FORMAT = "speechdp-data"
@@ -128,8 +128,12 @@ class Dataset:
         self.splits = manifest.splits
 
     @classmethod
-    def open(cls, path: Path | str) -> Dataset:
+    def open(cls, path: Path | str, *, just_written: bool = False) -> Dataset:
         """Read a directory's data.json.
+
+        Args:
+            path: the directory.
+            just_written: it was whole a moment ago, so what is missing was taken away.
 
         Raises:
             ShardError: no such directory, not complete, of another version, or damaged.
@@ -139,6 +143,11 @@ class Dataset:
         try:
             content = file.read_bytes()
         except OSError as error:
+            if just_written:
+                check = f"check the directory with speechdp inspect {path}"
+                raise ShardError(cannot_be_read(file, error, check)) from error
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise ShardError(cannot_be_read(file, error)) from error
             raise ShardError(
                 f"{file}: cannot be read ({error.strerror}); "
                 f"{path} is not a complete data directory, run speechdp prepare"

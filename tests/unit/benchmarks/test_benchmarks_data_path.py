@@ -15,17 +15,18 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import data_path
-from benchmarks.data_contenders import READERS, Checksum, checksum, pad
-from benchmarks.data_corpora import BATCH_SIZE, CORPORA, NUM_ARCHIVES, lengths_of
+from benchmarks.data import data_path
+from benchmarks.data.contenders import READERS, Checksum, checksum, pad
+from benchmarks.data.corpora import BATCH_SIZE, CORPORA, NUM_ARCHIVES, lengths_of
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+BENCHMARK = REPOSITORY / "benchmarks" / "data" / "data_path.py"
 NEEDS = {"vs_webdataset_or_shar": ("webdataset", "lhotse"), "vs_ark": ("kaldi_native_io",)}
 
 
 def test_a_quick_run_checks_all_contenders_and_ends_with_ratios(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "benchmarks/data_path.py"), "--quick", "--folder", str(tmp_path)],
+        [sys.executable, str(BENCHMARK), "--quick", "--folder", str(tmp_path)],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=True,
     )  # fmt: skip
     ratios = json.loads(done.stdout.splitlines()[-1])

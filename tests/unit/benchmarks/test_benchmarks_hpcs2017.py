@@ -13,10 +13,10 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from benchmarks import kaldi_way, kaldi_way_average, kaldi_way_train
-from benchmarks.hpcs2017 import Task, frame_count, parse, write_run
-from benchmarks.hpcs2017_plot import draw
-from benchmarks.hpcs2017_results import Result, count, read_our_run, saved_shares, write_csv
+from benchmarks.papers import kaldi_way, kaldi_way_average, kaldi_way_train
+from benchmarks.papers.hpcs2017 import Task, frame_count, parse, write_run
+from benchmarks.papers.hpcs2017_plot import draw
+from benchmarks.papers.hpcs2017_results import Result, count, read_our_run, saved_shares, write_csv
 from speechdp.data.loading.source_options import Workshop, open_local_source
 from speechdp.data.plan.epoch_plan import plan_epoch
 from speechdp.data.shards.dataset import Dataset

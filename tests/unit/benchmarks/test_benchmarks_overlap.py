@@ -1,4 +1,4 @@
-"""The pure parts of benchmarks/overlap.py."""
+"""The pure parts of benchmarks/comm/overlap.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from benchmarks.overlap import CONTENDERS, Case, hidden_share, keep_to_cores
+from benchmarks.comm.overlap import CONTENDERS, Case, hidden_share, keep_to_cores
 
 
 @pytest.mark.parametrize(

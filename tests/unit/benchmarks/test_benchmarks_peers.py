@@ -6,8 +6,8 @@ import importlib.util
 
 import pytest
 
-from benchmarks import peers
-from benchmarks.peer_loops import PEER_LOOPS
+from benchmarks.strategies import peers
+from benchmarks.strategies.peer_loops import PEER_LOOPS
 
 
 def test_every_peer_has_a_loop_and_every_loop_is_a_peer() -> None:

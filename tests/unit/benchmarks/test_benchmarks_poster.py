@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import decoder_cost, poster, poster_model, poster_threads
-from benchmarks.decoder_parts import PARTS, hands_of, make_part
-from benchmarks.poster_master import status_bytes, summary
-from benchmarks.poster_model import FUNCTIONS, LAUNCHES, Inputs, Sizes, make_function, make_inputs
-from benchmarks.poster_plot import draw
-from benchmarks.poster_schemes import EqualRanks, Job, OneMaster, Scheme, flat_gradient
-from benchmarks.poster_threads import Timing, in_threads, measure
+from benchmarks.models import decoder_cost
+from benchmarks.models.decoder_parts import PARTS, hands_of, make_part
+from benchmarks.papers import poster, poster_model, poster_threads
+from benchmarks.papers.poster_master import status_bytes, summary
+from benchmarks.papers.poster_model import FUNCTIONS, LAUNCHES, Inputs, Sizes, make_function, make_inputs
+from benchmarks.papers.poster_plot import draw
+from benchmarks.papers.poster_schemes import EqualRanks, Job, OneMaster, Scheme, flat_gradient
+from benchmarks.papers.poster_threads import Timing, in_threads, measure
 from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.experiments.profile.record import (

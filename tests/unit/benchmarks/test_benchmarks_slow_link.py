@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import slow_link
-from benchmarks.namespaces import Nodes, agent_script, hosts_file
-from benchmarks.slow_link_plot import Result, draw, family
+from benchmarks.comm import slow_link
+from benchmarks.comm.namespaces import Nodes, agent_script, hosts_file
+from benchmarks.comm.slow_link_plot import Result, draw, family
 
 RESULTS = [
     Result("free", "no exchange", "model_averaging:period=1000000", "mpi", 1_000_000, 100.0),

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.straggler import Case, cases_in_order, outcomes, parse, sum_of_speeds
-from benchmarks.straggler_plot import Bar, draw
+from benchmarks.strategies.straggler import Case, cases_in_order, outcomes, parse, sum_of_speeds
+from benchmarks.strategies.straggler_plot import Bar, draw
 from speechdp.report.runs.folders import read_run
 from speechdp.report.runs.results import RunResult
 from tests.helpers.runs import MadeUpRun, write_run

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.trainloader import COMPUTE, WAIT, medians, outcome, over_time, parse, share
-from benchmarks.trainloader_plot import Panel, draw
+from benchmarks.data.trainloader import COMPUTE, WAIT, medians, outcome, over_time, parse, share
+from benchmarks.data.trainloader_plot import Panel, draw
 
 
 def _step(number: int, wall: float, *spans: tuple[str, float, float]) -> dict[str, Any]:

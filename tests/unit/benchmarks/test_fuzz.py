@@ -1,4 +1,4 @@
-"""Damaged and odd files for every reader, some of each; benchmarks/fuzz.py has 100,000 and more."""
+"""Damaged and odd files for every reader, some of each; benchmarks/faults/fuzz.py has 100,000 and more."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from benchmarks.fuzz import SETTINGS, Tally, fuzz
-from benchmarks.fuzz_files import Files, Reader
-from benchmarks.fuzz_inputs import damaged
-from benchmarks.fuzz_readers import make_readers
+from benchmarks.faults.fuzz import SETTINGS, Tally, fuzz
+from benchmarks.faults.fuzz_files import Files, Reader
+from benchmarks.faults.fuzz_inputs import damaged
+from benchmarks.faults.fuzz_readers import make_readers
 from speechdp.errors import ConfigError
 
 NUM_INPUTS = 15

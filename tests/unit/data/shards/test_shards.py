@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from speechdp.data.shards import writer as shard_writer
 from speechdp.data.shards.alignment_file import open_targets, write_targets
+from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import Shard, ShardHeader, ShardWriter, Utterance
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError, ShardError
@@ -294,3 +296,26 @@ def _flip(path: Path, place: int) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 0x10
     path.write_bytes(content)
+
+
+@pytest.mark.parametrize("just_written", [True, False])
+def test_a_disk_that_does_not_give_data_json_is_no_incomplete_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, just_written: bool
+) -> None:
+    def fail(path: Path) -> bytes:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(
+        ShardError, match=r"data\.json: cannot be read \(Stale file handle\); .*network disk"
+    ) as told:
+        Dataset.open(tmp_path, just_written=just_written)
+    assert "run speechdp prepare" not in str(told.value)
+    assert ("speechdp inspect" in str(told.value)) == just_written
+
+
+def test_what_is_missing_just_after_it_was_written_was_taken_away(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match="run speechdp prepare"):
+        Dataset.open(tmp_path)
+    with pytest.raises(ShardError, match="nothing removes or moves"):
+        Dataset.open(tmp_path, just_written=True)

@@ -1,0 +1,245 @@
+"""Frames/s of strategies and periods over links of limited rate, on network namespaces of this machine.
+
+    sudo python benchmarks/comm/slow_link.py [--rates free 10gbit 1gbit] [--nodes 2] [--batch-size 4]
+
+One rank a node, one core a rank.  Only whole periods are timed, after steps that are not.  Writes
+docs/images/slow_link.csv and .png.  Last line: JSON {"model_averaging_16_vs_gradient_averaging_1gbit": ...}:
+frames/s beside gradient averaging on the back-end where that is fastest, at the same rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.comm.namespaces import Nodes, ended_by_signals, why_not
+from benchmarks.comm.slow_link_plot import Result, draw
+from benchmarks.strategies.contenders import (
+    missing_strategy,
+    options_with,
+    period_of,
+    print_rate,
+    strategy_loop,
+    timed_steps,
+)
+from benchmarks.strategies.paired import REPOSITORY, run_job
+from speechdp.comm.base import Communicator
+from speechdp.comm.environment import expect_rare_exchanges
+from speechdp.comm.startup.create import create_communicator
+from speechdp.comm.startup.failure import guard
+from speechdp.data.loading.batch import Batch
+from speechdp.models.lstm_am import LstmAcousticModel
+from speechdp.options.optimizer import OptimizerOptions
+from speechdp.options.run import ModelOptions
+from speechdp.parallel.registry import parse_strategy
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, its input and output, and how it is fed."""
+
+    model: ModelOptions
+    feature_dim: int
+    num_classes: int
+    chunk_frames: int
+
+
+#: swb2000: 43 M parameters, 165 MiB a message; small: 5 M, for quick runs.
+SIZES = {
+    "swb2000": Size(ModelOptions(preset="swb2000", dropout=0.0), 260, 32_000, 21),
+    "small": Size(ModelOptions(layers=2, cells=256, bidirectional=True, dropout=0.0), 260, 4_000, 21),
+}
+
+#: Steps before the clock starts.
+_WARMUP_STEPS = 3
+#: Fewest steps timed; more where the period asks for it.
+_LEAST_STEPS = 8
+_NO_EXCHANGE = "no exchange"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A strategy with its options on a back-end, under the name by which results call it."""
+
+    name: str
+    strategy: str
+    backend: str = "mpi"
+
+
+CONTENDERS = (
+    # Never due: what the ranks compute without each other.
+    Contender(_NO_EXCHANGE, "model_averaging:period=1000000"),
+    Contender("gradient_averaging", "gradient_averaging"),
+    Contender("gradient_averaging on torch", "gradient_averaging", "torch"),
+    Contender("gradient_averaging on horovod", "gradient_averaging", "horovod"),
+    *(Contender(f"model_averaging_{k}", f"model_averaging:period={k}") for k in (1, 4, 16, 64)),
+    Contender("model_averaging_16 on torch", "model_averaging:period=16", "torch"),
+    # 8 steps hide an exchange of up to 8 times a step; a longer delay gains nothing where that is enough.
+    Contender("delayed_averaging", "delayed_averaging:period=16,delay=8"),
+    Contender("delayed_averaging on torch", "delayed_averaging:period=16,delay=8", "torch"),
+    Contender("dpsgd", "dpsgd"),
+    Contender("ad_psgd", "ad_psgd"),
+)
+
+
+def num_steps(period: int | None) -> int:
+    """Return how many steps are timed: whole periods, and not too few.
+
+    A window of whole periods holds the same exchanges wherever it begins.
+    """
+    if period is None or period > 1000:
+        return _LEAST_STEPS
+    return period * -(-_LEAST_STEPS // period)
+
+
+def batches(size: Size, batch_size: int, rank: int) -> Iterator[Batch]:
+    """Return batches of random features without end, in memory: reading is not what is timed."""
+    generator = torch.Generator().manual_seed(rank)
+    shape = (batch_size, size.chunk_frames)
+    return cycle(
+        [
+            Batch(
+                torch.randn(*shape, size.feature_dim, generator=generator),
+                torch.randint(size.num_classes, shape, generator=generator),
+                torch.full((batch_size,), size.chunk_frames),
+                batch_size * size.chunk_frames,
+            )
+            for _ in range(4)
+        ]
+    )
+
+
+def on_rank(comm: Communicator, contender: Contender, size: Size, batch_size: int) -> None:
+    """Measure one contender; rank 0 prints the rate of the job."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    model = LstmAcousticModel(size.feature_dim, size.num_classes, size.model.lstm())
+    # Plain SGD: no optimizer state to be broadcast over the slow link before the first step.
+    optimizer = OptimizerOptions(optimizer="sgd", momentum=0.0)
+    options = options_with(contender.strategy, size.model, optimizer)
+    with strategy_loop(comm, model, options, batches(size, batch_size, comm.rank), finish=False) as advance:
+        for _ in range(_WARMUP_STEPS):
+            advance()
+        frames, wall_s = timed_steps(comm, advance, num_steps(period_of(contender.strategy)))
+    print_rate(comm, frames, wall_s)
+
+
+def run_rank(arguments: argparse.Namespace) -> int:
+    """Be a rank; return its exit code."""
+    contender = next(c for c in CONTENDERS if c.name == arguments.rank_of)
+    if not parse_strategy(contender.strategy).exchanges_every_step:
+        expect_rare_exchanges()  # as `speechdp train` does
+    return guard(
+        lambda: create_communicator(contender.backend),
+        lambda comm: on_rank(comm, contender, SIZES[arguments.model], arguments.batch_size),
+    )
+
+
+def measure_all(arguments: argparse.Namespace, contenders: Sequence[Contender]) -> list[Result]:
+    """Run every contender at every rate; print each figure."""
+    results = []
+    with ended_by_signals(), Nodes(arguments.nodes) as nodes:
+        for rate in arguments.rates:
+            nodes.limit(rate)
+            for contender in contenders:
+                program = [sys.executable, __file__, "--rank-of", contender.name, "--model", arguments.model]
+                command = nodes.mpirun([*program, "--batch-size", str(arguments.batch_size)])
+                frames_per_s = median_rate(command, arguments.rounds)
+                if frames_per_s is None:  # the others' minutes are not thrown away
+                    nodes.kill()
+                    continue
+                period = period_of(contender.strategy)
+                results.append(
+                    Result(rate, contender.name, contender.strategy, contender.backend, period, frames_per_s)
+                )
+                print(f"{rate:>8}: {contender.name:<32} {frames_per_s:>10,.1f} frames/s", flush=True)
+    return results
+
+
+def median_rate(command: Sequence[str], rounds: int) -> float | None:
+    """Run a job several times; return the median of its frames/s, None with its last words if it fails."""
+    try:
+        return statistics.median(run_job(command)["rate"] for _ in range(rounds))
+    except SystemExit as error:
+        if not isinstance(error.code, str):  # a signal to this process
+            raise
+        print(error.code, file=sys.stderr, flush=True)
+        return None
+
+
+def compare(results: Sequence[Result]) -> dict[str, float]:
+    """Return each contender's frames/s over those of the fastest gradient averaging at the same rate."""
+    ratios = {}
+    for rate in dict.fromkeys(r.rate for r in results):
+        here = [r for r in results if r.rate == rate]
+        peers = [r.frames_per_s for r in here if r.strategy == "gradient_averaging"]
+        for result in here:
+            if peers and result.strategy != "gradient_averaging":
+                name = f"{result.name.replace(' ', '_')}_vs_gradient_averaging_{rate}"
+                ratios[name] = round(result.frames_per_s / max(peers), 3)
+    return ratios
+
+
+def write_csv(results: Sequence[Result], path: Path) -> None:
+    """Write one line a measurement."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["rate", "strategy", "backend", "period", "frames_per_s"])
+        for r in results:
+            writer.writerow([r.rate, r.strategy, r.backend, r.period or "", f"{r.frames_per_s:.1f}"])
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rates", nargs="+", default=["free", "10gbit", "1gbit"], help="as tc, or free")
+    parser.add_argument("--nodes", type=int, default=2, help="one rank each")
+    parser.add_argument("--model", choices=SIZES, default="swb2000")
+    parser.add_argument("--batch-size", type=int, default=4, help="segments of 21 frames a rank and step")
+    parser.add_argument("--rounds", type=int, default=1, help="the median counts")
+    parser.add_argument("--only", default="", help="contenders with this in their name")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "images" / "slow_link")
+    parser.add_argument("--rank-of", default="", help=argparse.SUPPRESS)
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.rank_of:
+        sys.exit(run_rank(arguments))
+    reason = why_not()
+    if reason is not None:
+        sys.exit(f"slow_link: {reason}")
+    contenders = []
+    for contender in (c for c in CONTENDERS if arguments.only in c.name):
+        missing = missing_strategy(contender.strategy)
+        if missing is None:
+            contenders.append(contender)
+        else:
+            print(f"left out: {contender.name} ({missing})", flush=True)
+    results = measure_all(arguments, contenders)
+    if not results:
+        sys.exit("slow_link: no contender could be measured")
+    write_csv(results, arguments.output.with_suffix(".csv"))
+    draw(results, arguments.output.with_suffix(".png"))
+    print(json.dumps(compare(results)))
+    if len(results) < len(contenders) * len(arguments.rates):
+        sys.exit("slow_link: not every contender could be measured")
+
+
+if __name__ == "__main__":
+    main()
