@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -131,6 +132,24 @@ def atomic_path(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
         raise
     sync_name(path)
+
+
+@contextmanager
+def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """Yield a new folder in `parent`, which goes with the block.
+
+    tempfile.TemporaryDirectory calls itself without end where it may not open a folder it is to remove.
+
+    Raises:
+        OSError: the folder cannot be made, or the block ended well and it cannot be removed.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)  # what went wrong first is what counts
+        raise
+    shutil.rmtree(folder)
 
 
 def check_writable(folder: Path) -> None:

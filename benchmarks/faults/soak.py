@@ -20,13 +20,14 @@ import contextlib
 import json
 import os
 import random
+import shlex
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -84,9 +85,9 @@ def disturbed(
     launch = [*SPEECHDP, "launch", "--hostfile", str(lab.hostfile(1)), "-np", "2", "--max-restarts", "1000"]
     begun = time.monotonic()
     events: list[Event] = []
+    launch.append(_late_files(build_shim(disk.path), run, seed))
     command = lab.command(lab.names[0], [*launch, "--", *command])
-    late = _late_files(build_shim(disk.path), run, seed)
-    with closing(faults), _started(command, lab.folder / "output.txt", late) as job:
+    with closing(faults), _started(command, lab.folder / "output.txt") as job:
         speeds = _wait_for_speed(job, watch, pauses.uniform(15, 30))
         while job.poll() is None:
             full = statistics.median(speeds)
@@ -119,25 +120,20 @@ def disturbed(
     return events, seconds
 
 
-def _late_files(shim: Path, run: Path, seed: int) -> dict[str, str]:
+def _late_files(shim: Path, run: Path, seed: int) -> str:
     """Return what has mpirun give every rank, on whatever node, a shim that makes it late with its files."""
     order = f"folder={run};op={_LATE_OPERATIONS};n=0;longest_us={_LONGEST_DELAY_US};seed={seed}"
-    return {
-        "OMPI_MCA_mca_base_env_list": f"LD_PRELOAD={shim}+IOFAULT={order}",
-        "OMPI_MCA_mca_base_env_list_delimiter": "+",
-    }
+    return f"--mpi-args={shlex.join(['-x', f'LD_PRELOAD={shim}', '-x', f'IOFAULT={order}'])}"
 
 
 @contextmanager
-def _started(
-    command: Sequence[str], output: Path, more_environment: Mapping[str, str]
-) -> Iterator[subprocess.Popen[bytes]]:
+def _started(command: Sequence[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start a job that prints into a file; it does not outlive the block."""
     with output.open("wb") as file:
         job = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env={**job_environment(), **more_environment},
+            env=job_environment(),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -29,7 +29,7 @@ from speechdp.comm.startup.create import create_communicator
 from speechdp.comm.startup.failure import guard
 from speechdp.data.shards.dataset import Dataset
 from speechdp.decode.recognise import DecodingOptions, decode_split
-from speechdp.launching.command import Job, child_environment, mpirun_command
+from speechdp.launching.command import LaunchJob, child_environment, mpirun_command
 from speechdp.launching.hostfile import local_hosts
 from speechdp.launching.programs import find_open_mpi
 from speechdp.options.run import ModelOptions, TrainOptions
@@ -193,7 +193,7 @@ def run_job(size: int, arguments: Sequence[str], timeout_s: float) -> list[Outco
     """Run this program again on `size` ranks; print and return each trial's outcome as it comes."""
     mpi = find_open_mpi(Path(sys.prefix), os.environ.get("PATH", ""))
     program = (sys.executable, str(Path(sys.argv[0]).resolve()))
-    job = Job(local_hosts(size).allocate(size), program, (*arguments, "--on-ranks", str(size)))
+    job = LaunchJob(local_hosts(size).allocate(size), program, (*arguments, "--on-ranks", str(size)))
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     environment = child_environment(job, mpi, environ, is_root=os.geteuid() == 0, num_cores=1)
     print(f"{size} {'rank' if size == 1 else 'ranks'}:", flush=True)

@@ -32,7 +32,7 @@ Entry = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointPlace:
     """Where a checkpoint is written, and what its folder is called when it is whole."""
 
     step: int
@@ -98,7 +98,7 @@ def bytes_written(folder: Path) -> int:
     return 0
 
 
-def commit(place: Place, entries: dict[int, Entry], size: int) -> None:
+def commit(place: CheckpointPlace, entries: dict[int, Entry], size: int) -> None:
     """Make a checkpoint of what the ranks have written; of `size` those without an entry are lost.
 
     Raises:
@@ -130,7 +130,7 @@ def commit(place: Place, entries: dict[int, Entry], size: int) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def tell(place: Place, rank: int, entry: Entry) -> None:
+def tell(place: CheckpointPlace, rank: int, entry: Entry) -> None:
     """Tell rank 0 of a rank's part, which is rank 0's from now on, and so is the folder: it may be gone.
 
     Raises:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from speechdp.checkpoint.folder import (
     LOOK_S,
+    CheckpointPlace,
     Entry,
     Patience,
-    Place,
     bytes_written,
     commit,
     is_seen,
@@ -153,7 +153,7 @@ class CheckpointWriter:
         # A number too: asynchronous ranks may save twice at a step, and rank 0 may be behind the others.
         self._num_begun += 1
         temporary = self._folder / f".{name}.{self._nonce}-{self._num_begun}.tmp"
-        place = Place(step, temporary, self._folder / name)
+        place = CheckpointPlace(step, temporary, self._folder / name)
         self._snapshot = take_snapshot(state, self._snapshot)
         self._thread = threading.Thread(
             target=self._work, args=(place,), name="speechdp-checkpoint", daemon=True
@@ -196,7 +196,7 @@ class CheckpointWriter:
 
     # --- in the thread ---
 
-    def _work(self, place: Place) -> None:
+    def _work(self, place: CheckpointPlace) -> None:
         try:
             entry = self._write_own(place)
             if self._comm.rank == 0:
@@ -208,7 +208,7 @@ class CheckpointWriter:
         except BaseException as error:  # raised again by `check`, in the thread that trains
             self._failure = error
 
-    def _write_own(self, place: Place) -> Entry:
+    def _write_own(self, place: CheckpointPlace) -> Entry:
         """Write this rank's file; return its entry, which holds the problem if it cannot be written."""
         rank = self._comm.rank
         path = place.temporary / f"rank-{rank:04d}.safetensors"
@@ -221,7 +221,7 @@ class CheckpointWriter:
             return {"file": path.name, **self._problem(error)}
         return {"file": path.name, "sha256": sha256, "bytes": num_bytes}
 
-    def _tell(self, place: Place, entry: Entry) -> None:
+    def _tell(self, place: CheckpointPlace, entry: Entry) -> None:
         try:
             tell(place, self._comm.rank, entry)
         except OSError as error:
@@ -234,7 +234,7 @@ class CheckpointWriter:
     def _problem(self, error: OSError) -> Entry:
         return {"problem": f"{disk_reason(error)} on rank {self._comm.rank}", "errno": error.errno or 0}
 
-    def _complete(self, place: Place, entries: dict[int, Entry]) -> None:
+    def _complete(self, place: CheckpointPlace, entries: dict[int, Entry]) -> None:
         """Wait for all ranks' entries, then give the folder its name; on rank 0."""
         try:
             self._collect(place, entries)
@@ -249,7 +249,7 @@ class CheckpointWriter:
         self._written.append(place.step)
         prune(self._run_dir, self._written, self._gone_on_from)
 
-    def _collect(self, place: Place, entries: dict[int, Entry]) -> None:
+    def _collect(self, place: CheckpointPlace, entries: dict[int, Entry]) -> None:
         silence, pause_s, num_bytes = Stillness(time.monotonic(), LOOK_S), 0.002, 0
         patience, sizes_due_s = Patience(), time.monotonic()
         while missing := [rank for rank in range(self._comm.size) if rank not in entries]:

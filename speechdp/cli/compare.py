@@ -60,7 +60,7 @@ class CompareCommand:
         from speechdp.cli.support.console import make_console  # noqa: PLC0415 - keeps --help fast
         from speechdp.cli.support.folders import owner_of  # noqa: PLC0415
         from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
-        from speechdp.experiments.compare.jobs import Stopped  # noqa: PLC0415
+        from speechdp.experiments.compare.jobs import JobStopped  # noqa: PLC0415
         from speechdp.experiments.compare.record import FAILED  # noqa: PLC0415
         from speechdp.experiments.compare.run import Comparer  # noqa: PLC0415
 
@@ -76,7 +76,7 @@ class CompareCommand:
                 say(line)
             try:
                 record = Comparer(request, starter, say).run()
-            except Stopped as stopped:
+            except JobStopped as stopped:
                 say(f"stopped as asked; the same command goes on with {self.out_dir}")
                 return stopped.exit_code
         print_report(self.out_dir, self.target)

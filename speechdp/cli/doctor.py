@@ -16,7 +16,7 @@ import tyro
 from speechdp import exit_codes
 from speechdp.cli.support.console import make_console
 from speechdp.comm.environment import announced
-from speechdp.doctor.examine import Examination, Request, examine, to_json
+from speechdp.doctor.examine import DoctorRequest, Examination, examine, to_json
 from speechdp.doctor.finding import Finding
 from speechdp.doctor.table import print_findings
 from speechdp.errors import ConfigError
@@ -85,8 +85,8 @@ class DoctorCommand:
 
     def _request(
         self, hosts: tuple[Host, ...], hostfile: Hostfile, in_slurm: bool, mpi_options: tuple[str, ...]
-    ) -> Request:
-        return Request(
+    ) -> DoctorRequest:
+        return DoctorRequest(
             hosts=hosts,
             slots={host.name: host.slots for host in hostfile.hosts},
             source=hostfile.source,

@@ -23,8 +23,8 @@ from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Allocation, find_allocation
 from speechdp.launching.command import (
     Controller,
-    Job,
     Launcher,
+    LaunchJob,
     check_controller,
     child_environment,
     horovodrun_command,
@@ -43,7 +43,7 @@ from speechdp.launching.programs import find_horovodrun, find_open_mpi
 from speechdp.launching.requeue import is_to_go_on, requeue
 from speechdp.launching.restarts import RestartPolicy, Restarts, find_reachable
 from speechdp.launching.submit import check_command
-from speechdp.launching.supervise import JobEnd, StopPolicy, StopRequest, noted_signals, run_job
+from speechdp.launching.supervise import JobEnd, StopPolicy, SupervisorStop, noted_signals, run_job
 from speechdp.ownership.claimant import START_VARIABLE
 from speechdp.process.output import STDERR, is_read, losses_noted_in
 
@@ -94,7 +94,7 @@ class LaunchCommand:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _JobPlace:
     """Where a job may run.
 
     Attributes:
@@ -145,7 +145,7 @@ def _give_back(allocation: Allocation) -> int:
 
 
 def _run_until_done(
-    starter: _Starter, restarts: Restarts, command: tuple[str, ...], request: StopRequest
+    starter: _Starter, restarts: Restarts, command: tuple[str, ...], request: SupervisorStop
 ) -> tuple[JobEnd, Verdict]:
     """Start the job, and again as long as that is asked for and may help; return its last end."""
     target, most = restarts.target, restarts.policy.max_restarts + 1
@@ -180,7 +180,7 @@ class _Starter:
     """Starts the ranks over one set of hosts after another."""
 
     def __init__(
-        self, options: LaunchCommand, program: tuple[str, ...], place: _Place, request: StopRequest
+        self, options: LaunchCommand, program: tuple[str, ...], place: _JobPlace, request: SupervisorStop
     ) -> None:
         self._options, self._program, self._place, self._request = options, program, place, request
         self._environ = dict(os.environ)
@@ -208,7 +208,7 @@ class _Starter:
     ) -> tuple[list[str], dict[str, str]]:
         """Return argv and environment of the launcher."""
         options = self._options
-        job = Job(
+        job = LaunchJob(
             hosts=hosts,
             program=self._program,
             arguments=arguments,
@@ -246,7 +246,7 @@ class _Starter:
         _, environment = self.prepare(tuple(hosts), ())
 
         def probe(host: Host) -> list[str]:
-            job = Job(
+            job = LaunchJob(
                 hosts=(replace(host, slots=1),),
                 program=("true",),
                 arguments=(),
@@ -260,7 +260,7 @@ class _Starter:
         return find_reachable(hosts, probe, environment, lambda: bool(self._request.signals))
 
 
-def _find_place(options: LaunchCommand) -> _Place:
+def _find_place(options: LaunchCommand) -> _JobPlace:
     """Return the hosts given, those of the batch job this runs in, or this machine."""
     try:
         allocation = find_allocation(os.environ)
@@ -279,7 +279,7 @@ def _find_place(options: LaunchCommand) -> _Place:
     else:
         hostfile = local_hosts(options.num_ranks)
     num_ranks = hostfile.num_slots if options.num_ranks is None else options.num_ranks
-    return _Place(hostfile, num_ranks, allocation)
+    return _JobPlace(hostfile, num_ranks, allocation)
 
 
 def _stop_policy(options: LaunchCommand) -> StopPolicy:

@@ -20,8 +20,8 @@ from speechdp.data.prepare.recognition import Prepared, PrepareOptions, prepare
 from speechdp.data.prepare.shard_jobs import Progress
 from speechdp.data.prepare.synthesis import (
     PreparedSynthesis,
+    PrepareSynthesisOptions,
     SpectrogramOptions,
-    SynthesisOptions,
     prepare_synthesis,
 )
 from speechdp.data.prepare.synthetic import SyntheticOptions, prepare_synthetic
@@ -212,7 +212,7 @@ class PrepareCommand:
             )
         self._check_paths()
         return prepare_synthesis(
-            SynthesisOptions(
+            PrepareSynthesisOptions(
                 source=self.paths[0],
                 data=self.paths[1],
                 input=arguments.input,

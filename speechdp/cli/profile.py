@@ -91,7 +91,7 @@ class ProfileCommand:
         from speechdp.cli.support.console import make_console  # noqa: PLC0415
         from speechdp.cli.support.folders import owner_of  # noqa: PLC0415
         from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
-        from speechdp.experiments.compare.jobs import Stopped  # noqa: PLC0415
+        from speechdp.experiments.compare.jobs import JobStopped  # noqa: PLC0415
         from speechdp.experiments.profile.jobs import Profiler  # noqa: PLC0415
         from speechdp.experiments.profile.record import FAILED, STRONG  # noqa: PLC0415
 
@@ -109,7 +109,7 @@ class ProfileCommand:
                 say("note: strong on 1 rank alone: there is nothing to scale; give --ranks 1,2")
             try:
                 record = Profiler(request, starter, say).run()
-            except Stopped:
+            except JobStopped:
                 say(f"stopped as asked; the same command goes on with {self.out_dir}")
                 return exit_codes.STOPPED
         failed = [job for job in record.jobs if job.state == FAILED]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from speechdp.comm.base import Communicator
     from speechdp.synthesis.generate import Synthesiser
-    from speechdp.synthesis.recognition import Listener
+    from speechdp.synthesis.recognition import SpeechListener
 
 _ENDINGS = {
     "stop": "",
@@ -124,12 +124,12 @@ class SynthesizeCommand:
     def _on_rank(self, comm: Communicator) -> int:
         from speechdp.cli.support.caches import compiled_code_kept  # noqa: PLC0415
         from speechdp.comm.startup.device import choose_device  # noqa: PLC0415
-        from speechdp.synthesis.generate import Synthesiser, SynthesisOptions  # noqa: PLC0415
+        from speechdp.synthesis.generate import GenerateOptions, Synthesiser  # noqa: PLC0415
         from speechdp.train.model_file import load_synthesis_model  # noqa: PLC0415
 
         if comm.size > 1:
             raise ConfigError(f"synthesize runs on one rank, not {comm.size}")
-        options = SynthesisOptions(
+        options = GenerateOptions(
             self.iterations, self.max_seconds, self.seed, self.dropout, self.attention_end
         )
         device = choose_device(self.device, comm.local_rank)
@@ -188,9 +188,9 @@ class SynthesizeCommand:
         print(f"{path}; pictures and sound: {', '.join(str(self.run_dir / p) for p in result.pictures)}")
         return 0
 
-    def _listener(self, device: torch.device) -> Listener | None:
-        from speechdp.synthesis.recognition import Listener  # noqa: PLC0415
+    def _listener(self, device: torch.device) -> SpeechListener | None:
+        from speechdp.synthesis.recognition import SpeechListener  # noqa: PLC0415
 
         if self.recogniser is None or self.recogniser_data is None:
             return None
-        return Listener.load(self.recogniser, self.recogniser_data, device)
+        return SpeechListener.load(self.recogniser, self.recogniser_data, device)

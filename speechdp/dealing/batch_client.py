@@ -14,9 +14,9 @@ import torch
 from speechdp.comm.background import ExchangeThread
 from speechdp.comm.base import PeerCommunicator
 from speechdp.comm.loss_tolerance import PeerLost, leader_lost
-from speechdp.data.plan.assignment import Assignment, Meeting, MeetingKind, Place, meeting_of
+from speechdp.data.plan.assignment import Assignment, Meeting, MeetingKind, PlanPosition, meeting_of
 from speechdp.data.plan.epoch_plan import EpochPlan
-from speechdp.dealing.batch_server import Answer, Desk, Item, Roster
+from speechdp.dealing.batch_server import BatchReply, Desk, Item, Roster
 from speechdp.dealing.epoch_batches import Deal
 
 _REQUEST, _ANSWER = 1, 2
@@ -76,20 +76,20 @@ class Dealing:
                 yield self._batch(answer, answer.item, max(0, answer.frames - frames) if frames else 0)
                 frames = answer.frames
 
-    def _batch(self, answer: Answer, deal: Deal, frames_since: int) -> Assignment:
+    def _batch(self, answer: BatchReply, deal: Deal, frames_since: int) -> Assignment:
         assert self._seat is not None
         part = self._parts[deal.owner][self._seat[1]]
         plan = self._plan(answer.epoch)
         return Assignment(
             plan.ranks[part].batch(deal.index),
-            Place(answer.epoch, part, deal.index),
+            PlanPosition(answer.epoch, part, deal.index),
             answer.num_dealt - 1,
             answer.num_batches,
             frames_since / self._peers.size,
             frames_since,
         )
 
-    def _ask(self) -> Answer:
+    def _ask(self) -> BatchReply:
         if self._desk is not None:
             return self._desk.answer(self._peers.rank, stop=self._stop_asked())
         numbers = torch.empty(_ANSWER_NUMBERS, dtype=torch.int64)
@@ -139,7 +139,7 @@ class Dealing:
         self._peers.close()
 
 
-def _encode(answer: Answer) -> torch.Tensor:
+def _encode(answer: BatchReply) -> torch.Tensor:
     what, first, second = _WAIT, 0, 0
     epoch, frames = answer.epoch, answer.frames
     if isinstance(answer.item, Deal):
@@ -150,11 +150,11 @@ def _encode(answer: Answer) -> torch.Tensor:
     return torch.tensor([what, epoch, first, second, frames, answer.num_dealt, answer.num_batches])
 
 
-def _decode(numbers: list[int]) -> Answer:
+def _decode(numbers: list[int]) -> BatchReply:
     what, epoch, first, second, frames, num_dealt, num_batches = numbers
     item: Item | None = None
     if what == _BATCH:
         item = Deal(first, second, 0)
     elif what != _WAIT:
         item = Meeting(_KINDS[what - 2], epoch, first, frames)
-    return Answer(item, epoch, frames, num_dealt, num_batches)
+    return BatchReply(item, epoch, frames, num_dealt, num_batches)

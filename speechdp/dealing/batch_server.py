@@ -80,7 +80,7 @@ Item = Deal | Meeting
 
 
 @dataclass(frozen=True)
-class Answer:
+class BatchReply:
     """What a rank is to do next.
 
     Attributes:
@@ -127,18 +127,18 @@ class Desk:
         self._dealer: Dealer | None = None
         self._meetings: list[Meeting] = []
         # What each team has been given and not all its members have fetched.
-        self._items: list[list[Answer]] = [[] for _ in self._parts]
+        self._items: list[list[BatchReply]] = [[] for _ in self._parts]
         self._dropped = [0] * len(self._parts)
         self._met = [0] * len(self._parts)
         self._cursor = [0] * len(self._seats)
         self._lost: set[int] = set()
-        self._in_hand: list[deque[Answer]] = [deque(maxlen=_IN_HAND) for _ in self._parts]
+        self._in_hand: list[deque[BatchReply]] = [deque(maxlen=_IN_HAND) for _ in self._parts]
         if state:
             self._at = _Where(state["epoch"], state["batches"], state["frames"])
             if state["dealer"] is not None:
                 self._open_epoch().load_state(state["dealer"])
 
-    def answer(self, rank: int, *, stop: bool) -> Answer:
+    def answer(self, rank: int, *, stop: bool) -> BatchReply:
         """Return what `rank` is to do next.
 
         Args:
@@ -150,7 +150,7 @@ class Desk:
                 self._call(MeetingKind.STOP)
             seat = self._seats[rank]
             answer = self._next_meeting(rank) if seat is None else self._next_of_team(rank, seat[0])
-            return answer or Answer(None)
+            return answer or BatchReply(None)
 
     def lose(self, rank: int) -> bool:
         """Go on without `rank`, which is a team of its own; return whether that is news.
@@ -191,15 +191,15 @@ class Desk:
             state["batches"] -= len(deals)
             state["frames"] -= sum(deal.frames for deal in deals)
 
-    def _next_meeting(self, rank: int) -> Answer | None:
+    def _next_meeting(self, rank: int) -> BatchReply | None:
         if self._dealer is None:
             self._begin_epoch()
         if self._cursor[rank] == len(self._meetings):
             return None
         self._cursor[rank] += 1
-        return Answer(self._meetings[self._cursor[rank] - 1])
+        return BatchReply(self._meetings[self._cursor[rank] - 1])
 
-    def _next_of_team(self, rank: int, team: int) -> Answer | None:
+    def _next_of_team(self, rank: int, team: int) -> BatchReply | None:
         items = self._items[team]
         place = self._cursor[rank] - self._dropped[team]
         if place == len(items):
@@ -215,10 +215,10 @@ class Desk:
         self._dropped[team] += fetched
         return result
 
-    def _new_item(self, team: int) -> Answer | None:
+    def _new_item(self, team: int) -> BatchReply | None:
         if self._met[team] < len(self._meetings):
             self._met[team] += 1
-            return Answer(self._meetings[self._met[team] - 1])
+            return BatchReply(self._meetings[self._met[team] - 1])
         if self._dealer is None and not self._begin_epoch():
             return self._new_item(team)
         dealer = self._open_epoch()
@@ -231,7 +231,7 @@ class Desk:
         self._at.batches += 1
         self._at.frames += deal.frames
         self._call_after(self._at.batches)
-        return Answer(deal, self._at.epoch, self._at.frames, dealer.num_dealt, dealer.num_batches)
+        return BatchReply(deal, self._at.epoch, self._at.frames, dealer.num_dealt, dealer.num_batches)
 
     def _begin_epoch(self) -> bool:
         """Open the epoch that is due; say whether there is one."""

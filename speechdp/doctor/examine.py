@@ -23,8 +23,8 @@ from speechdp.doctor.seen import label_ranks
 from speechdp.errors import ConfigError
 from speechdp.launching.command import (
     Controller,
-    Job,
     Launcher,
+    LaunchJob,
     child_environment,
     horovodrun_command,
     horovodrun_environment,
@@ -40,7 +40,7 @@ _PROBE = ("-m", "speechdp.doctor.probe")
 
 
 @dataclass(frozen=True)
-class Request:
+class DoctorRequest:
     """What to examine.
 
     Attributes:
@@ -93,7 +93,7 @@ class Examination:
         return all(finding.status != "fail" for finding in self.findings)
 
 
-def examine(request: Request, tell: Callable[[str], None]) -> Examination:
+def examine(request: DoctorRequest, tell: Callable[[str], None]) -> Examination:
     """Look at hosts from here, run the probe over those that can be reached, and judge it all.
 
     Args:
@@ -133,7 +133,7 @@ class _Programs:
         return mpirun if self.launcher == self.mpi.mpirun else f"{self.launcher}, {mpirun}"
 
 
-def _find_programs(request: Request) -> _Programs:
+def _find_programs(request: DoctorRequest) -> _Programs:
     prefix, search_path = Path(sys.prefix), os.environ.get("PATH", os.defpath)
     mpi = find_open_mpi(prefix, search_path)
     if request.launcher == "horovodrun":
@@ -146,7 +146,7 @@ def _find_programs(request: Request) -> _Programs:
     return _Programs(Path(found), mpi)
 
 
-def _login(request: Request, programs: _Programs) -> Login | None:
+def _login(request: DoctorRequest, programs: _Programs) -> Login | None:
     """Return how the launcher will log in to hosts, None where it needs no ssh."""
     # Inside a Slurm job mpirun has srun start its daemons; hosts may well refuse ssh.
     if request.launcher == "srun" or (request.launcher == "mpirun" and request.in_slurm):
@@ -170,7 +170,9 @@ def _judge_reaches(result: Examination) -> None:
         result.findings.append(ok("reachable", how))
 
 
-def _run_job(request: Request, programs: _Programs, hosts: tuple[Host, ...], result: Examination) -> None:
+def _run_job(
+    request: DoctorRequest, programs: _Programs, hosts: tuple[Host, ...], result: Examination
+) -> None:
     placed = [host.name for host in hosts for _ in range(host.slots)]
     options = ProbeOptions(
         data="" if request.data is None else str(request.data.absolute()),
@@ -182,7 +184,7 @@ def _run_job(request: Request, programs: _Programs, hosts: tuple[Host, ...], res
         hosts=tuple(placed),
     )
     program = (str(Path(sys.executable).absolute()), *_PROBE)
-    job = Job(hosts, program, (options.to_json(),), request.interface, False, request.mpi_options)
+    job = LaunchJob(hosts, program, (options.to_json(),), request.interface, False, request.mpi_options)
     # With the threads that each of a job's ranks would have, not those of the few ranks of the probe.
     filled = tuple(replace(host, slots=max(host.slots, request.slots.get(host.name, 0))) for host in hosts)
     environment = child_environment(
@@ -204,7 +206,7 @@ def _run_job(request: Request, programs: _Programs, hosts: tuple[Host, ...], res
 
 
 def _command(
-    request: Request, programs: _Programs, job: Job, environment: dict[str, str]
+    request: DoctorRequest, programs: _Programs, job: LaunchJob, environment: dict[str, str]
 ) -> tuple[list[str], dict[str, str]]:
     """Return argv and environment of the launcher, as `speechdp launch` has them."""
     if request.launcher == "srun":
@@ -216,7 +218,7 @@ def _command(
     return mpirun_command(job, programs.mpi, environment), environment
 
 
-def _judge(request: Request, job: JobRecord, placed: Sequence[str]) -> list[Finding]:
+def _judge(request: DoctorRequest, job: JobRecord, placed: Sequence[str]) -> list[Finding]:
     facts = {number: record.facts for number, record in job.ranks.items()}
     ranks = label_ranks(facts, placed, trust_place=request.launcher != "srun")
     ended = judge_job(job, placed)

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import psutil
 
-from speechdp.doctor.wire import ALL, Listener, Report
+from speechdp.doctor.wire import ALL, Report, ReportListener
 from speechdp.launching.faults import first_cause
 from speechdp.launching.launcher_output import LauncherOutput
 
@@ -24,7 +24,7 @@ _MOST_LINES = 40
 
 
 @dataclass
-class RankRecord:
+class ProbeRecord:
     """What one rank has said.
 
     Attributes:
@@ -55,14 +55,14 @@ class JobRecord:
     """
 
     num_ranks: int
-    ranks: dict[int, RankRecord] = field(default_factory=dict)
+    ranks: dict[int, ProbeRecord] = field(default_factory=dict)
     exit_code: int | None = None
     said: list[str] = field(default_factory=list)
     cause: str = ""
 
     def note(self, report: Report) -> None:
         """Take a report."""
-        record = self.ranks.setdefault(report.rank, RankRecord())
+        record = self.ranks.setdefault(report.rank, ProbeRecord())
         if report.phase == ALL:
             record.facts.update(report.facts)
         elif report.is_end:
@@ -114,7 +114,7 @@ def run_probe(
 
 def _hear(job: JobRecord, lines: queue.SimpleQueue[tuple[str, bytes | None]], limit_s: float) -> bool:
     """Take lines until both streams have ended; return False where nothing came for too long."""
-    listener, launcher = Listener(), LauncherOutput()
+    listener, launcher = ReportListener(), LauncherOutput()
     limits_s = {-1: limit_s}
     heard = time.monotonic()
     open_streams = 2

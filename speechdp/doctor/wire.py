@@ -70,7 +70,7 @@ def to_lines(report: Report, speaker: int, count: int) -> list[str]:
     ]
 
 
-class Listener:
+class ReportListener:
     """Puts reports together from the lines of a job's output."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from speechdp.data.loading.batch import Batch
 from speechdp.data.loading.source import SplitSource
 from speechdp.data.loading.source_options import SourceRequest
 from speechdp.data.loading.stage_times import StageTimes
-from speechdp.data.plan.assignment import Place
+from speechdp.data.plan.assignment import PlanPosition
 from speechdp.data.plan.epoch_plan import CorpusIndex, Segments
 from speechdp.feeding.feeder_link import DEPTH, FeederLink
 
@@ -70,7 +70,7 @@ class FedSource(SplitSource):
         shard, utterance, num_frames = (tensor.numpy() for tensor in replies[0].tensors)
         self.index = CorpusIndex(shard, utterance, num_frames)
 
-    def start(self, segments: Segments, place: Place | None = None) -> FedBatch:
+    def start(self, segments: Segments, place: PlanPosition | None = None) -> FedBatch:
         head = {
             "op": "batch",
             "source": self._number,

@@ -17,7 +17,7 @@ from speechdp.comm import environment
 from speechdp.comm.packets import Pacing, Packet, PacketChannel
 from speechdp.data.loading.source import Pending, SplitSource
 from speechdp.data.loading.source_options import SourceRequest, Workshop, open_local_source
-from speechdp.data.plan.assignment import Place
+from speechdp.data.plan.assignment import PlanPosition
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import SpeechDPError
 from speechdp.feeding.fed_source import unpack_segments
@@ -62,7 +62,7 @@ def feed(channel: PacketChannel, trainers: Sequence[int], dataset: Dataset, work
 
 
 @dataclass
-class _Opened:
+class _OpenedSource:
     """A source that trainers have opened with the same request, and how many of them use it."""
 
     source: SplitSource
@@ -75,7 +75,7 @@ class _Begun:
     """A batch being made."""
 
     asked: Packet
-    opened: _Opened
+    opened: _OpenedSource
     pending: Pending
 
 
@@ -87,8 +87,8 @@ class _Maker:
 
     def __init__(self, channel: PacketChannel, dataset: Dataset, workshop: Workshop) -> None:
         self._channel, self._dataset, self._workshop = channel, dataset, workshop
-        self._sources: dict[tuple[int, int], _Opened] = {}
-        self._shared: dict[str, _Opened] = {}
+        self._sources: dict[tuple[int, int], _OpenedSource] = {}
+        self._shared: dict[str, _OpenedSource] = {}
         self._packets: queue.SimpleQueue[Packet | None] = queue.SimpleQueue()
         self._begun: deque[_Begun] = deque()
         self._error: BaseException | None = None
@@ -139,7 +139,7 @@ class _Maker:
             opened = self._sources[asked.source, asked.head["source"]]
             place = asked.head["place"]
             segments = unpack_segments(asked.tensors[0])
-            pending = opened.source.start(segments, None if place is None else Place(*place))
+            pending = opened.source.start(segments, None if place is None else PlanPosition(*place))
         except SpeechDPError as error:
             self._refuse(asked, error)
         else:
@@ -180,7 +180,7 @@ class _Maker:
         opened = self._shared.get(key)
         if opened is None:
             request = SourceRequest.from_json(asked.head["request"])
-            opened = _Opened(open_local_source(self._dataset, request, self._workshop), key)
+            opened = _OpenedSource(open_local_source(self._dataset, request, self._workshop), key)
             self._shared[key] = opened
         opened.num_users += 1
         self._sources[asked.source, asked.head["source"]] = opened

@@ -31,7 +31,7 @@ _KEEPALIVE = {
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchJob:
     """What to start and where.
 
     Attributes:
@@ -85,7 +85,7 @@ def check_controller(launcher: Launcher, controller: Controller) -> None:
         raise ConfigError(f"--controller {controller} belongs to --launcher horovodrun")
 
 
-def mpirun_command(job: Job, mpi: OpenMpi, environment: Mapping[str, str]) -> list[str]:
+def mpirun_command(job: LaunchJob, mpi: OpenMpi, environment: Mapping[str, str]) -> list[str]:
     """Return the argv that starts `job` with mpirun.
 
     In a Grid Engine job Open MPI, 4 and 5, starts its daemons by `qrsh -inherit` of its own accord, in a
@@ -110,7 +110,7 @@ def mpirun_command(job: Job, mpi: OpenMpi, environment: Mapping[str, str]) -> li
 
 
 def horovodrun_command(
-    job: Job, horovodrun: tuple[str, ...], controller: Controller, mpi: OpenMpi | None
+    job: LaunchJob, horovodrun: tuple[str, ...], controller: Controller, mpi: OpenMpi | None
 ) -> list[str]:
     """Return the argv that starts `job` with horovodrun.
 
@@ -143,7 +143,7 @@ def horovodrun_command(
     return [*argv, "--mpi", f"--mpi-args={options}", *job.program, *job.arguments]
 
 
-def srun_command(job: Job, environment: Mapping[str, str]) -> list[str]:
+def srun_command(job: LaunchJob, environment: Mapping[str, str]) -> list[str]:
     """Return the argv that starts `job` with Slurm's srun, inside an allocation.
 
     Every host gets its number of ranks; where these differ, host names are repeated in the order of the
@@ -173,7 +173,7 @@ def srun_command(job: Job, environment: Mapping[str, str]) -> list[str]:
     return [*argv, *job.extra_options, *job.program, *job.arguments]
 
 
-def srun_environment(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
+def srun_environment(job: LaunchJob, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of an srun job: `environment`, and what mpirun would get as options."""
     traffic = _traffic_settings(job)
     settings = {f"OMPI_MCA_{traffic[i + 1]}": traffic[i + 2] for i in range(0, len(traffic), 3)}
@@ -195,7 +195,7 @@ def horovodrun_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def child_environment(
-    job: Job, mpi: OpenMpi | None, environ: Mapping[str, str], *, is_root: bool, num_cores: int
+    job: LaunchJob, mpi: OpenMpi | None, environ: Mapping[str, str], *, is_root: bool, num_cores: int
 ) -> dict[str, str]:
     """Return the launcher's environment: the present one, and what a rank needs besides.
 
@@ -245,7 +245,7 @@ def _own_prefix(mpi: OpenMpi) -> list[str]:
     return [] if mpi.prefix is None else ["--prefix", str(mpi.prefix)]
 
 
-def _traffic_settings(job: Job) -> list[str]:
+def _traffic_settings(job: LaunchJob) -> list[str]:
     """Return how ranks talk; horovodrun gives the same by itself, and none may be given twice.
 
     The algorithm of allreduce and yielding while waiting are set by the ranks themselves
@@ -260,7 +260,7 @@ def _traffic_settings(job: Job) -> list[str]:
     return _options("--mca", settings)
 
 
-def _runtime_settings(job: Job, mpi: OpenMpi) -> list[str]:
+def _runtime_settings(job: LaunchJob, mpi: OpenMpi) -> list[str]:
     """Return how the launcher's daemons talk; Open MPI 5 has an option of its own for them."""
     settings: dict[str, str] = {}
     if job.spans_hosts:

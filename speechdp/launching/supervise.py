@@ -81,7 +81,7 @@ class JobEnd:
 
 
 @dataclass
-class StopRequest:
+class SupervisorStop:
     """Notes of the signal handlers; what follows from them is left to the main loop.
 
     Attributes:
@@ -109,7 +109,7 @@ def run_job(
     environment: Mapping[str, str],
     policy: StopPolicy,
     output: IO[bytes] | None = None,
-    request: StopRequest | None = None,
+    request: SupervisorStop | None = None,
 ) -> JobEnd:
     """Run `argv` to its end in a process group of its own.
 
@@ -179,7 +179,7 @@ def _popen(argv: Sequence[str], environment: Mapping[str, str], **streams: Any) 
 
 
 def _wait(
-    child: subprocess.Popen[bytes], request: StopRequest, policy: StopPolicy, shown: ShownOutput
+    child: subprocess.Popen[bytes], request: SupervisorStop, policy: StopPolicy, shown: ShownOutput
 ) -> int:
     """Wait for the child; step through first signal, SIGTERM and SIGKILL once a stop is requested or due."""
     stages: list[Callable[[], None]] = [
@@ -201,7 +201,7 @@ def _wait(
             done += 1
 
 
-def _stages_due(request: StopRequest, policy: StopPolicy, fault_since: float | None) -> int:
+def _stages_due(request: SupervisorStop, policy: StopPolicy, fault_since: float | None) -> int:
     """Return how many of the three stages of ending a job are due by now."""
     now = time.monotonic()
     due = 0
@@ -237,12 +237,12 @@ def _signal_launcher(child: subprocess.Popen[bytes], signum: signal.Signals) -> 
 
 
 @contextmanager
-def noted_signals() -> Iterator[StopRequest]:
+def noted_signals() -> Iterator[SupervisorStop]:
     """Note stop signals instead of dying of them; restore the former handlers.
 
     Signals that are ignored stay so: `nohup` lets a job outlive the terminal it was started from.
     """
-    request = StopRequest()
+    request = SupervisorStop()
     heeded = [signum for signum in _STOP_SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]
     former = {signum: signal.signal(signum, request.note) for signum in heeded}
     try:

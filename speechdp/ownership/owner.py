@@ -43,7 +43,7 @@ class StopAsked(Exception):  # noqa: N818 (not an error)
 
 
 @dataclass(frozen=True)
-class Timing:
+class OwnerTiming:
     """How often an owner gives a sign of life, how long it may be silent, how often others look, s."""
 
     beat_s: float = 10.0
@@ -76,7 +76,7 @@ class Surroundings:
     end: Callable[[str], None]
     stopped: Callable[[], bool] = _never
     pause: Callable[[float], None] = time.sleep
-    timing: Timing = Timing()
+    timing: OwnerTiming = OwnerTiming()
     clock: Callable[[], float] = _clock
 
 

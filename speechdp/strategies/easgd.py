@@ -16,7 +16,14 @@ from speechdp.parallel.period import PeriodUnit
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.strategy import Progress
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
-from speechdp.strategies.mechanisms.server import SERVER, Link, Request, Server, refuse_too_few, worker_shard
+from speechdp.strategies.mechanisms.server import (
+    SERVER,
+    Link,
+    Server,
+    ServerRequest,
+    refuse_too_few,
+    worker_shard,
+)
 from speechdp.timing.timeline import Span, Timeline
 
 #: alpha times the number of workers, unless alpha is given.
@@ -30,7 +37,7 @@ class _Centre(Server):
         super().__init__(vector)
         self._alpha = alpha
 
-    def serve(self, request: Request, given: Tensor, answer: Tensor) -> Tensor:
+    def serve(self, request: ServerRequest, given: Tensor, answer: Tensor) -> Tensor:
         torch.sub(given, self.vector, out=answer).mul_(self._alpha)
         self.vector.add_(answer)
         self.version += 1

@@ -18,8 +18,8 @@ from speechdp.strategies.mechanisms.server import (
     SERVER,
     Kind,
     Link,
-    Request,
     Server,
+    ServerRequest,
     refuse_too_few,
     worker_shard,
 )
@@ -41,7 +41,7 @@ class _Master(Server):
         super().__init__(replica.parameters.values.clone())
         self._replica, self._staleness_aware, self._alone = replica, staleness_aware, alone
 
-    def serve(self, request: Request, given: Tensor, answer: Tensor) -> Tensor:
+    def serve(self, request: ServerRequest, given: Tensor, answer: Tensor) -> Tensor:
         if request.kind is Kind.GIVE:
             age = self.version - request.version if self._staleness_aware else 1
             rate = request.learning_rate / max(1, age)

@@ -36,7 +36,7 @@ _PEAK = 0.99
 
 
 @dataclass(frozen=True)
-class SynthesisOptions:
+class GenerateOptions:
     """How to synthesise; recorded in synthesis.json.
 
     Attributes:
@@ -90,7 +90,7 @@ class Synthesiser:
     """
 
     loaded: LoadedSynthesis
-    options: SynthesisOptions
+    options: GenerateOptions
 
     def encode(self, texts: Sequence[str]) -> list[Symbols]:
         """Turn texts into symbols.

@@ -24,7 +24,7 @@ from speechdp.errors import ConfigError, ShardError
 from speechdp.labels.symbols import SymbolInventory
 from speechdp.synthesis.generate import Speech, Synthesiser
 from speechdp.synthesis.quality import diagonality, focus_rate, mel_cepstral_distortion
-from speechdp.synthesis.recognition import Ear, Listener
+from speechdp.synthesis.recognition import Ear, SpeechListener
 from speechdp.synthesis.record import SOURCES, SaidUtterance, Source, SynthesisResult
 from speechdp.synthesis.showcase import Example, clear, show
 from speechdp.train.model_file import LoadedSynthesis
@@ -52,7 +52,7 @@ class EvaluationRequest:
     split: str
     max_utterances: int = 0
     num_pictures: int = 3
-    listener: Listener | None = None
+    listener: SpeechListener | None = None
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class EvaluationRequest:
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutSpeech:
     """An utterance of the split: id, text, symbols (S,), and the recording's mel (T, M) and linear (T, L)."""
 
     utterance_id: str
@@ -159,7 +159,7 @@ class _Evaluation:
         self._said: list[SaidUtterance] = []
         self._pictures: list[str] = []
 
-    def add(self, group: Sequence[HeldOut]) -> None:
+    def add(self, group: Sequence[HeldOutSpeech]) -> None:
         """Say a group's texts, measure, listen and draw."""
         speeches = dict(self._synthesiser.say([one.symbols for one in group]))
         drawn = {number for number in range(len(group)) if len(self._said) + number in self._drawn}
@@ -184,7 +184,7 @@ class _Evaluation:
             self._request.split, of_split, said, errors, self._facts(), tuple(self._pictures)
         )
 
-    def _sound(self, one: HeldOut, speech: Speech) -> dict[Source, FloatArray]:
+    def _sound(self, one: HeldOutSpeech, speech: Speech) -> dict[Source, FloatArray]:
         """Make the samples of an utterance from each source there is."""
         sound: dict[Source, FloatArray] = {
             "synthetic": self._synthesiser.samples(speech.linear),
@@ -207,7 +207,7 @@ class _Evaluation:
                 heard[number][source] = text
         return heard
 
-    def _measure(self, one: HeldOut, speech: Speech, heard: Mapping[Source, str]) -> SaidUtterance:
+    def _measure(self, one: HeldOutSpeech, speech: Speech, heard: Mapping[Source, str]) -> SaidUtterance:
         return SaidUtterance(
             utterance_id=one.utterance_id,
             text=one.text,
@@ -220,7 +220,7 @@ class _Evaluation:
             heard=heard,
         )
 
-    def _show(self, one: HeldOut, speech: Speech, sound: Mapping[Source, FloatArray]) -> str:
+    def _show(self, one: HeldOutSpeech, speech: Speech, sound: Mapping[Source, FloatArray]) -> str:
         example = Example(one.utterance_id, one.text, one.symbols, speech, one.mel, sound)
         return show(example, self._synthesiser.loaded, self._request.run_dir, self._request.split)
 
@@ -240,8 +240,8 @@ class _Evaluation:
         }
 
 
-def _read(shard: Shard, utterance: int, num_mel_bins: int) -> HeldOut:
+def _read(shard: Shard, utterance: int, num_mel_bins: int) -> HeldOutSpeech:
     rows, symbols = shard.read(utterance)
     values = rows.astype(np.float32)
     name, text = shard.utterance_id(utterance), shard.text(utterance)
-    return HeldOut(name, text, symbols, values[:, :num_mel_bins], values[:, num_mel_bins:])
+    return HeldOutSpeech(name, text, symbols, values[:, :num_mel_bins], values[:, num_mel_bins:])

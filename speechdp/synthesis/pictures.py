@@ -31,7 +31,7 @@ _MAX_TITLE = 90
 
 
 @dataclass(frozen=True)
-class Picture:
+class SpeechPicture:
     """What a picture shows.
 
     Attributes:
@@ -54,7 +54,7 @@ class Picture:
     frame_shift_s: float
 
 
-def draw_picture(picture: Picture, path: Path) -> None:
+def draw_picture(picture: SpeechPicture, path: Path) -> None:
     """Write a PNG: attention over time, mel spectrogram (the recording's too), linear spectrogram.
 
     Raises:
@@ -85,7 +85,7 @@ def draw_picture(picture: Picture, path: Path) -> None:
             raise RunError(cannot_be_written(path, error)) from error
 
 
-def _draw_attention(ax: Axes, picture: Picture) -> None:
+def _draw_attention(ax: Axes, picture: SpeechPicture) -> None:
     duration_s = len(picture.mel) * picture.frame_shift_s
     num_symbols = len(picture.symbols)
     image = ax.imshow(
@@ -104,7 +104,9 @@ def _draw_attention(ax: Axes, picture: Picture) -> None:
     _bar(ax, image, "weight")
 
 
-def _draw_spectrogram(ax: Axes, title: str, values: npt.NDArray[Any], unit: str, picture: Picture) -> None:
+def _draw_spectrogram(
+    ax: Axes, title: str, values: npt.NDArray[Any], unit: str, picture: SpeechPicture
+) -> None:
     top = picture.sampling_rate / 2000.0 if unit == "kHz" else values.shape[1]
     image = ax.imshow(
         values.T,

@@ -32,7 +32,7 @@ _MAX_LISTED = 5
 
 
 @dataclass(frozen=True)
-class Listener:
+class SpeechListener:
     """A trained recogniser, with the settings it was trained with.
 
     Attributes:
@@ -50,7 +50,7 @@ class Listener:
     inventory: StateInventory
 
     @classmethod
-    def load(cls, run_dir: Path, data: Path, device: torch.device) -> Listener:
+    def load(cls, run_dir: Path, data: Path, device: torch.device) -> SpeechListener:
         """Load the run of a recogniser and its data directory.
 
         Raises:
@@ -103,7 +103,7 @@ class Listener:
 class Ear:
     """A listener who expects one grammar."""
 
-    listener: Listener
+    listener: SpeechListener
     recogniser: Recogniser
 
     def hear(self, utterances: Sequence[Samples], sampling_rate: int) -> list[str]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from speechdp.errors import RunError
 from speechdp.files import cannot_be_written, check_writable
 from speechdp.synthesis.generate import Speech, write_wav
-from speechdp.synthesis.pictures import Picture, draw_picture
+from speechdp.synthesis.pictures import SpeechPicture, draw_picture
 from speechdp.synthesis.record import Source
 from speechdp.train.model_file import LoadedSynthesis
 
@@ -52,10 +52,10 @@ def picture_of(
     speech: Speech,
     loaded: LoadedSynthesis,
     recorded_mel: npt.NDArray[np.float32] | None = None,
-) -> Picture:
+) -> SpeechPicture:
     """Return the picture of what was said."""
     names = loaded.symbols.decode(symbols.tolist())
-    return Picture(
+    return SpeechPicture(
         title=text + _ENDINGS[speech.ending],
         symbols=names,
         attention=speech.attention,

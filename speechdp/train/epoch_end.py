@@ -7,7 +7,7 @@ import torch
 from speechdp.comm.base import ReduceOp
 from speechdp.parallel.batch_statistics import average_statistics, averaged_statistics
 from speechdp.timing.timeline import Span
-from speechdp.train.evaluate import HeldOut, choose_final_model, relative_distance
+from speechdp.train.evaluate import HeldOutScores, choose_final_model, relative_distance
 from speechdp.train.run_files import Metrics
 from speechdp.train.trainer_state import Standing, TrainingParts
 
@@ -52,7 +52,7 @@ def settle_final_model(parts: TrainingParts) -> None:
         parts.reporter.notice(f"final model: {best} of {len(candidates)} combinations (0: none)")
 
 
-def _evaluate(parts: TrainingParts) -> tuple[HeldOut, float]:
+def _evaluate(parts: TrainingParts) -> tuple[HeldOutScores, float]:
     """Score the model the strategy shows; return the farthest replica's distance too.  Collective."""
     values = parts.replica.parameters.values
     own = None if parts.strategy.replicas_equal else values.clone()

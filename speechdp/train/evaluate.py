@@ -24,7 +24,7 @@ _LARGER = 4
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutScores:
     """Figures over all held-out frames.
 
     Attributes:
@@ -76,11 +76,11 @@ class Evaluator:
     def _plan_of(self, share: int, num_shares: int) -> RankPlan:
         return plan_epoch(self._source.index, self._larger, epoch=0, size=num_shares).ranks[share]
 
-    def evaluate(self, model: nn.Module, task: Task) -> HeldOut:
+    def evaluate(self, model: nn.Module, task: Task) -> HeldOutScores:
         """Score `model` on the whole split.  Collective; the same figures on every rank."""
         return in_shares(self._comm, lambda *share: self._evaluate(model, task, share))
 
-    def _evaluate(self, model: nn.Module, task: Task, share: tuple[int, int]) -> HeldOut:
+    def _evaluate(self, model: nn.Module, task: Task, share: tuple[int, int]) -> HeldOutScores:
         if share != self._share:
             self._share, self._plan = share, self._plan_of(*share)
         was_training = model.training
@@ -95,7 +95,7 @@ class Evaluator:
         # One float64 vector: exact for any number of frames, and one message.
         total = self._comm.allreduce(torch.from_numpy(sums), name="held_out")
         log_prob, correct, frames = total.tolist()
-        return HeldOut(log_prob / frames, correct / frames, int(frames))
+        return HeldOutScores(log_prob / frames, correct / frames, int(frames))
 
     def _batches(self) -> Iterator[Pending]:
         """Yield this rank's batches, the next one begun before the one at hand is scored."""
@@ -110,7 +110,7 @@ class Evaluator:
         yield from begun
 
 
-def choose_final_model(candidates: list[Tensor], replica: Replica, score: Callable[[], HeldOut]) -> int:
+def choose_final_model(candidates: list[Tensor], replica: Replica, score: Callable[[], HeldOutScores]) -> int:
     """Leave the best of the replica's parameters and `candidates` in the replica.  Collective.
 
     Args:

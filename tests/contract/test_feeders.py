@@ -20,7 +20,7 @@ from speechdp.data.loading.loader import Loader
 from speechdp.data.loading.reader import Context
 from speechdp.data.loading.source import Pending, SplitSource
 from speechdp.data.loading.source_options import SourceRequest, Workshop, open_local_source
-from speechdp.data.plan.assignment import Place, planned
+from speechdp.data.plan.assignment import PlanPosition, planned
 from speechdp.data.plan.epoch_plan import CorpusIndex, PlanOptions, Segments, plan_epoch
 from speechdp.data.prepare.recognition import PrepareOptions, prepare
 from speechdp.data.shards.alignment_file import write_targets
@@ -139,7 +139,7 @@ def test_alignments_and_several_sources_at_a_time(dataset: Dataset, tmp_path: Pa
             one, two = (trainer.feeders.open(wanted) for wanted in (aligned, held_out))
             with closing(one), closing(two):
                 for mine, theirs in zip(segments_of(one, 2), segments_of(two, 2), strict=True):
-                    assert_same_batch(one.batch(mine, Place(0, 0, 0)), locals_[0].batch(mine))
+                    assert_same_batch(one.batch(mine, PlanPosition(0, 0, 0)), locals_[0].batch(mine))
                     assert_same_batch(two.batch(theirs), locals_[1].batch(theirs))
 
     locals_ = [open_local_source(dataset, wanted, Workshop()) for wanted in (aligned, held_out)]
@@ -186,7 +186,7 @@ class Gated(SplitSource):
         self._source, self._gate = source, gate
         self.index, self.feature_dim, self.times = source.index, source.feature_dim, source.times
 
-    def start(self, segments: Segments, place: Place | None = None) -> Pending:
+    def start(self, segments: Segments, place: PlanPosition | None = None) -> Pending:
         assert self._gate.wait(30)
         return self._source.start(segments, place)
 

@@ -12,7 +12,7 @@ import torch
 
 from speechdp.cli.main import run as speechdp
 from speechdp.data.corpora.joining import JoinRule
-from speechdp.data.prepare.synthesis import SynthesisOptions, prepare_synthesis
+from speechdp.data.prepare.synthesis import PrepareSynthesisOptions, prepare_synthesis
 from speechdp.data.shards.dataset import Dataset
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.train.model_file import ClassCounts, save_model
@@ -28,7 +28,7 @@ FAST = ("--iterations", "2", "--max-seconds", "0.5", "--no-attention-end")
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     folder = tmp_path_factory.mktemp("synthesize")
-    options = SynthesisOptions(
+    options = PrepareSynthesisOptions(
         digit_folder(folder / "digits", ("ann",)), folder / "data", join=JoinRule(1, 2), num_workers=1
     )
     return prepare_synthesis(options, no_progress).dataset

@@ -44,6 +44,7 @@ _WERE_WRONG = {
         "0 write .DATA.partial/.test-00001.h5.*.tmp 6 EIO once",  # HDF5 crashed
         "0 open DATA/data.json 1 ESTALE once",  # not a complete data directory, run prepare
     ),
+    "prepare-synthetic": ("0 rename .DATA.partial/train-00000.h5 1 EACCES on",),  # recursed without end
     "decode": ("0 open RUN/model.safetensors 2 EIO once",),  # "train again"
 }
 #: At a time: other tests run beside these.

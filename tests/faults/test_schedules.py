@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from speechdp.checkpoint import writer as checkpoint_writer
-from speechdp.checkpoint.folder import Entry, Place, tell
+from speechdp.checkpoint.folder import CheckpointPlace, Entry, tell
 from speechdp.comm.base import ReduceOp
 from speechdp.comm.threads import communicator as threads
 from speechdp.errors import RunError
@@ -34,7 +34,7 @@ def test_every_strategy_ends_the_same_however_late_anything_is() -> None:
 def test_what_touches_a_folder_that_is_no_longer_its_own_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tell_and_sync(place: Place, rank: int, entry: Entry) -> None:
+    def tell_and_sync(place: CheckpointPlace, rank: int, entry: Entry) -> None:
         tell(place, rank, entry)
         sync(place.temporary)  # which rank 0 may have renamed by now
 

@@ -17,8 +17,8 @@ from speechdp.experiments.profile.record import (
     WEAK,
     JobEntry,
     Memory,
+    ProfileRecord,
     RankMemory,
-    Record,
     Settings,
     rank_path,
     write_json,
@@ -73,7 +73,7 @@ def write_profile(out: Path, made_up: MadeUpProfile | None = None, **settings: A
     entries += [_entry(BLOCKING, most, made_up), _entry(POOLED, most, made_up)]
     for entry in entries:
         write_job(out / entry.folder, entry, made_up)
-    write_record(out, Record(_settings(made_up, settings), tuple(entries)))
+    write_record(out, ProfileRecord(_settings(made_up, settings), tuple(entries)))
     return out
 
 

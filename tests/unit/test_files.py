@@ -191,3 +191,25 @@ def test_a_command_ends_in_one_line_where_a_disk_has_gone(
     printed = capsys.readouterr().err
     assert printed.startswith(f"speechdp: {tmp_path}") and printed.count("\n") == 1
     assert "cannot be used (Stale file handle); see that the network disk" in printed
+
+
+def test_a_scratch_folder_that_cannot_be_opened_again_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    def refuse(path: object, *arguments: object, **options: object) -> int:
+        raise refused
+
+    with pytest.raises(OSError, match="No space left"), files.scratch_folder(tmp_path, "x-") as folder:
+        (folder / "a").touch()
+        monkeypatch.setattr(os, "open", refuse)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.undo()
+    with pytest.raises(PermissionError), files.scratch_folder(tmp_path, "y-") as folder:
+        (folder / "a").touch()
+        monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.undo()
+    with files.scratch_folder(tmp_path, "z-") as folder:
+        (folder / "a").touch()
+    assert not folder.exists()

@@ -32,7 +32,7 @@ _REMEDY = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class BackendChoice:
     """A back-end, and what to tell the user about how it was chosen.
 
     Attributes:
@@ -44,7 +44,7 @@ class Choice:
     notice: str | None = None
 
 
-def choose_backend(name: str = "auto") -> Choice:
+def choose_backend(name: str = "auto") -> BackendChoice:
     """Resolve `auto`; initialises nothing.
 
     Several processes announced by a launcher: Horovod where it is usable, else MPI with a notice that
@@ -54,16 +54,16 @@ def choose_backend(name: str = "auto") -> Choice:
         known = ", ".join(("auto", "serial", *_MODULES))
         raise ConfigError(f"unknown communicator back-end {name!r}; choose one of: {known}")
     if name != "auto":
-        return Choice(name)
+        return BackendChoice(name)
     launch = environment.announced()
     if launch is None or launch.size == 1:
-        return Choice("serial")
+        return BackendChoice("serial")
     if launch.launcher == "torchrun":
-        return Choice("torch", "back-end torch: started by torchrun, which the others do not know")
+        return BackendChoice("torch", "back-end torch: started by torchrun, which the others do not know")
     why_not = _why_not_horovod()
     if why_not is None:
-        return Choice("horovod")
-    return Choice("mpi", f"back-end mpi instead of horovod: {why_not}")
+        return BackendChoice("horovod")
+    return BackendChoice("mpi", f"back-end mpi instead of horovod: {why_not}")
 
 
 def create_communicator(name: Backend | str = "auto", device: torch.device | None = None) -> Communicator:

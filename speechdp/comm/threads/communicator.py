@@ -18,7 +18,7 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
 from speechdp.comm.packets import Allocate, PacketChannel, fresh
-from speechdp.comm.threads.job import Job, Vanished
+from speechdp.comm.threads.job import ThreadJob, Vanished
 from speechdp.comm.threads.packets import PacketBoxes, ThreadPackets
 from speechdp.comm.threads.peers import Mailboxes, ThreadPeers
 from speechdp.errors import CommunicationError
@@ -45,7 +45,7 @@ class _Shared:
         members: rank in the job of every rank of the group; messages name these.
     """
 
-    def __init__(self, job: Job, members: Sequence[int]) -> None:
+    def __init__(self, job: ThreadJob, members: Sequence[int]) -> None:
         self.job, self.members = job, members
         self.size = len(members)
         self.exchanges: dict[int, _Exchange] = {}
@@ -200,7 +200,7 @@ def run_threads(size: int, function: Callable[[Communicator], T], timeout_s: flo
         Exception: the first that a rank raised, with a note naming the rank.  The others are woken from
             their exchange with a CommunicationError of their own.
     """
-    job = Job(timeout_s)
+    job = ThreadJob(timeout_s)
     shared = _Shared(job, range(size))
     results: dict[int, T] = {}
 

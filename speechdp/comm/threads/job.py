@@ -13,7 +13,7 @@ class Vanished(SystemExit):
     """What a rank raises to be gone without a word, as a killed process is: for tests of losses."""
 
 
-class Job:
+class ThreadJob:
     """The ranks of one `run_threads`, whatever groups they have split into.
 
     Attributes:

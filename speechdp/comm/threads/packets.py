@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from speechdp.comm.packets import Allocate, Packet, PacketChannel, Sent, describe, make_room
-from speechdp.comm.threads.job import Job
+from speechdp.comm.threads.job import ThreadJob
 from speechdp.errors import CommunicationError
 
 
@@ -23,7 +23,7 @@ class PacketBoxes:
         members: rank in the job of every rank of the channel.
     """
 
-    def __init__(self, job: Job, members: Sequence[int]) -> None:
+    def __init__(self, job: ThreadJob, members: Sequence[int]) -> None:
         self.job, self.members = job, members
         self.boxes: list[deque[tuple[int, str, list[Tensor]]]] = [deque() for _ in members]
 
@@ -81,7 +81,7 @@ class ThreadPackets(PacketChannel):
             self._closed = True
             self._meet()
 
-    def _check_job(self, job: Job) -> None:
+    def _check_job(self, job: ThreadJob) -> None:
         """Raise CommunicationError where waiting is in vain."""
         rank = self._boxes.members[self.rank]
         if job.failure is not None:

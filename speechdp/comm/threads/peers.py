@@ -10,7 +10,7 @@ from torch import Tensor
 from speechdp.comm.loss_tolerance import PeerLost
 from speechdp.comm.peers import CheckedPeers
 from speechdp.comm.staging import as_bytes
-from speechdp.comm.threads.job import Job
+from speechdp.comm.threads.job import ThreadJob
 
 
 class Mailboxes:
@@ -21,7 +21,7 @@ class Mailboxes:
         members: rank in the job of every rank of the channel.
     """
 
-    def __init__(self, job: Job, members: Sequence[int]) -> None:
+    def __init__(self, job: ThreadJob, members: Sequence[int]) -> None:
         self.job, self.members = job, members
         self._boxes: defaultdict[tuple[int, int], list[tuple[int, Tensor]]] = defaultdict(list)
         # Losses that each rank knows of when it receives from anybody.

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
 from speechdp.comm.staging import as_bytes
-from speechdp.comm.torchdist.meeting import TIMEOUT, Meeting, checked, meet
+from speechdp.comm.torchdist.meeting import TIMEOUT, Rendezvous, checked, meet
 from speechdp.comm.torchdist.peers import TorchPeers
 from speechdp.errors import ConfigError
 
@@ -46,7 +46,7 @@ class TorchGroup(Communicator):
     # gloo was measured right for both; bfloat16 is rounded at every hop.
     reducible: ClassVar[frozenset[torch.dtype]] = Communicator.reducible | {torch.float16, torch.bfloat16}
 
-    def __init__(self, meeting: Meeting, group: Any, ranks: Sequence[int], scope: str) -> None:
+    def __init__(self, meeting: Rendezvous, group: Any, ranks: Sequence[int], scope: str) -> None:
         self._meeting, self._group, self._ranks, self._scope = meeting, group, ranks, scope
         self.rank, self.size = ranks.index(meeting.rank), len(ranks)
         self.local_rank = meeting.local_rank

@@ -30,7 +30,7 @@ TIMEOUT = datetime.timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """How this rank found the others: its place among all ranks of the job, and the store they share.
 
     Attributes:
@@ -59,7 +59,7 @@ class Meeting:
             doors.shut(self.listener)
 
 
-def meet(part: Communicator | None, *, connects_later: bool) -> Meeting:
+def meet(part: Communicator | None, *, connects_later: bool) -> Rendezvous:
     """Meet the other ranks.  Collective.
 
     Args:
@@ -83,17 +83,19 @@ def meet(part: Communicator | None, *, connects_later: bool) -> Meeting:
         store, listener = _serve(mpi, interface.address)
     if part is None:
         mpi.close()
-    return Meeting(mpi.rank, mpi.size, mpi.local_rank, store, True, connects_later, listener)
+    return Rendezvous(mpi.rank, mpi.size, mpi.local_rank, store, True, connects_later, listener)
 
 
-def _meet_by_torchrun(connects_later: bool) -> Meeting:
+def _meet_by_torchrun(connects_later: bool) -> Rendezvous:
     launch = environment.announced()
     rendezvous = environment.torchrun_rendezvous()
     assert launch is not None and rendezvous is not None
     # torchrun's agent already serves the store at this address.
     store = _store(*rendezvous, launch.size)
     local_rank = environment.torchrun_local_rank()
-    return Meeting(launch.rank, launch.size, local_rank, store, over_mpi=False, connects_later=connects_later)
+    return Rendezvous(
+        launch.rank, launch.size, local_rank, store, over_mpi=False, connects_later=connects_later
+    )
 
 
 def _share_file(mpi: Communicator) -> Any | None:

@@ -46,7 +46,7 @@ class _EventId(ctypes.Union):
     _fields_ = (("number", ctypes.c_int), ("name", ctypes.c_char_p), ("string", ctypes.c_char * 8))
 
 
-class _Event(ctypes.Structure):
+class _EspeakEvent(ctypes.Structure):
     _fields_ = (
         ("type", ctypes.c_int),
         ("unique_identifier", ctypes.c_uint),
@@ -60,7 +60,7 @@ class _Event(ctypes.Structure):
 
 
 _Callback = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.POINTER(_Event)
+    ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.POINTER(_EspeakEvent)
 )
 
 
@@ -88,7 +88,7 @@ class SpokenWord:
 
 
 @dataclass(frozen=True)
-class Speech:
+class EspeakSpeech:
     """What eSpeak said: (S,) float32 samples in [-1, 1], and the words in order."""
 
     samples: npt.NDArray[np.float32]
@@ -123,7 +123,7 @@ class Espeak:
         self._callback = _Callback(self._receive)  # kept: the library holds only its address
         self._library.espeak_SetSynthCallback(self._callback)
 
-    def speak(self, words: Sequence[str], voice: Voice, seed: int) -> Speech:
+    def speak(self, words: Sequence[str], voice: Voice, seed: int) -> EspeakSpeech:
         """Speak words in a row.
 
         Args:
@@ -146,7 +146,7 @@ class Espeak:
         if status != 0:
             raise ConfigError(f"eSpeak NG cannot speak {' '.join(words)!r} (status {status}); {_REMEDY}")
         samples = np.frombuffer(b"".join(self._blocks), dtype=np.int16).astype(np.float32) / 32768.0
-        return Speech(samples, _words_of(words, self._phones, len(samples)))
+        return EspeakSpeech(samples, _words_of(words, self._phones, len(samples)))
 
     def _receive(self, wave: Any, num_samples: int, events: Any) -> int:
         if wave and num_samples > 0:

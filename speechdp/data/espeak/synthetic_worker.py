@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.data.espeak.espeak import Espeak, Speech, Voice
+from speechdp.data.espeak.espeak import Espeak, EspeakSpeech, Voice
 from speechdp.data.espeak.synthetic_plan import EDGE_S, PlannedUtterance
 from speechdp.data.shards.layout import Stored
 from speechdp.data.signal.audio import resample, to_int16
@@ -123,7 +123,7 @@ _TimedWords = list[tuple[str, list[tuple[str, float, float]]]]
 
 
 def _finish(
-    speech: Speech, from_hz: int, to_hz: int, rng: np.random.Generator
+    speech: EspeakSpeech, from_hz: int, to_hz: int, rng: np.random.Generator
 ) -> tuple[npt.NDArray[np.float32], _TimedWords]:
     """Trim eSpeak's pauses, pad the edges, resample and add noise; times move along.
 

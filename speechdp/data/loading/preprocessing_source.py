@@ -23,7 +23,7 @@ from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.data.loading.loader_threads import keep_to_one_thread
 from speechdp.data.loading.reader import Rows, SplitReader
 from speechdp.data.loading.source import Pending, SplitSource
-from speechdp.data.plan.assignment import Place
+from speechdp.data.plan.assignment import PlanPosition
 from speechdp.data.plan.epoch_plan import Segments
 from speechdp.data.plan.segments import AS_RECORDED
 from speechdp.data.transforms.perturb import perturbed_targets
@@ -58,7 +58,7 @@ class PreprocessingSource(SplitSource):
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
 
-    def start(self, segments: Segments, place: Place | None = None) -> Pending:
+    def start(self, segments: Segments, place: PlanPosition | None = None) -> Pending:
         if self._preprocessor.stored == "audio":
             audio = self._read_audio(segments)
             return self._threads.submit(self._from_audio, audio, place)
@@ -100,13 +100,13 @@ class PreprocessingSource(SplitSource):
             )
         return targets
 
-    def _from_features(self, batch: Batch, place: Place | None) -> Batch:
+    def _from_features(self, batch: Batch, place: PlanPosition | None) -> Batch:
         with self._on_device(), self.times.stage("preprocess"):
             moved = batch.to(self._device)
             features = self._preprocessor.finish(moved.features, moved.lengths, place)
             return self._finished(features, moved.targets, batch.lengths, batch.num_frames)
 
-    def _from_audio(self, audio: _Audio, place: Place | None) -> Batch:
+    def _from_audio(self, audio: _Audio, place: PlanPosition | None) -> Batch:
         epoch = None if place is None else place.epoch
         keys = [UtteranceKey(epoch, *utterance) for utterance in audio.utterances]
         rows = audio.rows

@@ -20,7 +20,7 @@ from speechdp.data.loading.buffers import BufferPool
 from speechdp.data.loading.source import Ready, SplitSource
 from speechdp.data.loading.split_files import SplitFiles
 from speechdp.data.loading.stage_times import StageTimes
-from speechdp.data.plan.assignment import Place
+from speechdp.data.plan.assignment import PlanPosition
 from speechdp.data.plan.epoch_plan import CorpusIndex, Segments
 from speechdp.data.plan.segments import size_at_speed
 from speechdp.data.shards.alignment_file import check_alignments
@@ -118,7 +118,7 @@ class SplitReader(SplitSource):
         self._starts = np.concatenate([[0], np.cumsum(self.index.num_frames, dtype=np.int64)])
         self._first = np.cumsum([0, *map(len, lengths)])
 
-    def start(self, segments: Segments, place: Place | None = None) -> Ready:
+    def start(self, segments: Segments, place: PlanPosition | None = None) -> Ready:
         begun = perf_counter()
         rows = self.rows(segments)
         features = self._features(rows)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from speechdp.data.loading.batch import Batch
 from speechdp.data.loading.stage_times import StageTimes
-from speechdp.data.plan.assignment import Place
+from speechdp.data.plan.assignment import PlanPosition
 from speechdp.data.plan.epoch_plan import CorpusIndex, Segments
 
 
@@ -50,7 +50,7 @@ class SplitSource(ABC):
     read_ahead: int = 1
 
     @abstractmethod
-    def start(self, segments: Segments, place: Place | None = None) -> Pending:
+    def start(self, segments: Segments, place: PlanPosition | None = None) -> Pending:
         """Begin to make a batch; called by one thread at a time.
 
         Args:
@@ -58,7 +58,7 @@ class SplitSource(ABC):
             place: of the batch in training: what is drawn at random depends on it.  None draws nothing.
         """
 
-    def batch(self, segments: Segments, place: Place | None = None) -> Batch:
+    def batch(self, segments: Segments, place: PlanPosition | None = None) -> Batch:
         """Make a batch and wait for it."""
         return self.start(segments, place).result()
 

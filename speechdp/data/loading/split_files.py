@@ -36,7 +36,7 @@ class SplitFiles:
         self.num_shards = len(dataset.shard_paths(split))
         self.dtype = getattr(torch, dataset.features.dtype)
         self._lock = threading.Lock()
-        self._open: list[_Opened | None] = [None] * self.num_shards
+        self._open: list[_OpenedFiles | None] = [None] * self.num_shards
         self.features = DatasetTable(self.num_shards, self._features_of)
         self._targets = DatasetTable(self.num_shards, lambda number: self._get(number).targets)
 
@@ -102,7 +102,7 @@ class SplitFiles:
         shard = self.open(number)
         return shard.reader, shard.features_place
 
-    def _get(self, number: int) -> _Opened:
+    def _get(self, number: int) -> _OpenedFiles:
         opened = self._open[number]
         if opened is None:
             with self._lock:
@@ -111,12 +111,12 @@ class SplitFiles:
                     opened = self._open[number] = self._make(number)
         return opened
 
-    def _make(self, number: int) -> _Opened:
+    def _make(self, number: int) -> _OpenedFiles:
         shard = self._dataset.open_shard(self._split, number)
         if self._alignments is None:
-            return _Opened(shard, (shard.reader, shard.targets_place))
+            return _OpenedFiles(shard, (shard.reader, shard.targets_place))
         file = open_targets(self._alignments / shard.path.name, shard)
-        return _Opened(shard, file.dataset, file)
+        return _OpenedFiles(shard, file.dataset, file)
 
 
 def _check_count(path: Path, count: int) -> None:
@@ -132,7 +132,7 @@ def _check_count(path: Path, count: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _OpenedFiles:
     """A shard, what reads its targets, and their file where they are not the shard's own."""
 
     shard: Shard

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from speechdp.data.loading.loader_threads import keep_to_one_thread
 from speechdp.data.loading.source import Pending, SplitSource
-from speechdp.data.plan.assignment import Place
+from speechdp.data.plan.assignment import PlanPosition
 from speechdp.data.plan.epoch_plan import Segments
 
 
@@ -30,7 +30,7 @@ class ThreadedSource(SplitSource):
             num_threads, thread_name_prefix="speechdp-read", initializer=keep_to_one_thread
         )
 
-    def start(self, segments: Segments, place: Place | None = None) -> Pending:
+    def start(self, segments: Segments, place: PlanPosition | None = None) -> Pending:
         return self._threads.submit(self._source.batch, segments, place)
 
     def count_classes(self, num_classes: int, share: int, num_shares: int) -> npt.NDArray[np.int64]:

@@ -41,7 +41,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Place:
+class PlanPosition:
     """Names a batch: batch `index` of part `part` of epoch `epoch`; what is drawn at random depends on it."""
 
     epoch: int
@@ -64,7 +64,7 @@ class Assignment:
     """
 
     segments: Segments
-    place: Place
+    place: PlanPosition
     index: int
     num_steps: int
     mean_frames: float
@@ -96,15 +96,15 @@ def planned(
         means, totals = whole.frames.mean(axis=0), whole.frames.sum(axis=0)
         for index in range(start.step if epoch == start.epoch else 0, whole.num_steps):
             segments = Segments.none() if part is None else whole.ranks[part].batch(index)
-            place = Place(epoch, part or 0, index)
+            place = PlanPosition(epoch, part or 0, index)
             yield Assignment(segments, place, index, whole.num_steps, float(means[index]), int(totals[index]))
 
 
 def meeting_of(meeting: Meeting) -> Assignment:
     """Return the assignment to come to `meeting`."""
-    return Assignment(Segments.none(), Place(meeting.epoch, 0, 0), 0, 1, 0.0, 0, meeting)
+    return Assignment(Segments.none(), PlanPosition(meeting.epoch, 0, 0), 0, 1, 0.0, 0, meeting)
 
 
-def augmentation_seed(seed: int, place: Place) -> np.random.Generator:
+def augmentation_seed(seed: int, place: PlanPosition) -> np.random.Generator:
     """Return the generator for what is drawn at random in a batch, whichever rank trains on it."""
     return np.random.default_rng([seed, place.part, place.epoch, place.index])

@@ -96,7 +96,7 @@ def _prepare_unaligned(options: KaldiOptions, like: Dataset, progress: Progress)
         utterances = list(with_frames(wanted, manifest, progress))
         if not utterances:
             raise ConfigError(f"{options.kaldi_dir}: has no utterance to score; check feats.scp or wav.scp")
-        places.of.update({u.utterance_id: _Place(u.first_frame, u.num_frames) for u in utterances})
+        places.of.update({u.utterance_id: _FramePlace(u.first_frame, u.num_frames) for u in utterances})
         _write(options, _Corpus(directory, manifest, {"test": utterances}), progress)
     return KaldiPrepared(
         Dataset.open(options.data, just_written=True), _left_out(options, sources, speakers, places)
@@ -104,7 +104,7 @@ def _prepare_unaligned(options: KaldiOptions, like: Dataset, progress: Progress)
 
 
 @dataclass(frozen=True)
-class _Place:
+class _FramePlace:
     first_frame: int
     num_frames: int
 
@@ -113,7 +113,7 @@ class _Place:
 class _Places:
     """Where the utterances' pdfs stand, and what was found beside them."""
 
-    of: dict[str, _Place] = field(default_factory=dict)
+    of: dict[str, _FramePlace] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     max_pdf: int = 0
 
@@ -151,7 +151,7 @@ def _gather_pdfs(alignments: AlignmentSource, wanted: set[str], path: Path, prog
                     places.unknown.append(utterance)
                 elif len(pdfs):
                     file.write(np.ascontiguousarray(pdfs, dtype="<i4").data)
-                    places.of[utterance] = _Place(num_frames, len(pdfs))
+                    places.of[utterance] = _FramePlace(num_frames, len(pdfs))
                     places.max_pdf = max(places.max_pdf, int(pdfs.max()))
                     num_frames += len(pdfs)
                     progress(_ALIGNMENT_STAGE, len(places.of), len(wanted))

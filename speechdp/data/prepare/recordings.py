@@ -89,7 +89,7 @@ def _refused(path: Path, error: OSError) -> ShardError:
     return ShardError(cannot_be_written(path, error))
 
 
-class _Spoken(Protocol):
+class _Recorded(Protocol):
     @property
     def utterance_id(self) -> str: ...
     @property
@@ -98,7 +98,7 @@ class _Spoken(Protocol):
     def text(self) -> str: ...
 
 
-def list_recordings(data_dir: Path, splits: Mapping[str, Sequence[_Spoken]]) -> None:
+def list_recordings(data_dir: Path, splits: Mapping[str, Sequence[_Recorded]]) -> None:
     """Write `text` and `utt2spk` beside the recordings: each folder of them is a corpus of its own.
 
     Raises:

@@ -41,7 +41,7 @@ class ShardResult:
     num_too_short: int
 
 
-class Job(Protocol):
+class UtterancesJob(Protocol):
     """One shard to write, in this process or in another."""
 
     @property
@@ -96,7 +96,7 @@ class ShardJob:
         return ShardResult(ShardEntry.of(writer), num_too_short)
 
 
-def run_jobs(jobs: Sequence[Job], num_workers: int | None, progress: Progress) -> list[ShardResult]:
+def run_jobs(jobs: Sequence[UtterancesJob], num_workers: int | None, progress: Progress) -> list[ShardResult]:
     """Write all shards, in parallel where that pays.
 
     Args:
@@ -152,10 +152,12 @@ def _make_utterance(utterance: CorpusUtterance, job: ShardJob) -> tuple[Utteranc
     return Utterance(*names, features, targets), too_short
 
 
-def _run_in_processes(jobs: Sequence[Job], num_workers: int, progress: Progress) -> list[ShardResult]:
+def _run_in_processes(
+    jobs: Sequence[UtterancesJob], num_workers: int, progress: Progress
+) -> list[ShardResult]:
     # Spawned, not forked: the caller may have threads, and HDF5 does not survive a fork.
     context = multiprocessing.get_context("spawn")
-    shared = _Shared(context.Value("q", 0), context.Event())
+    shared = _SharedByJobs(context.Value("q", 0), context.Event())
     total = sum(job.num_utterances for job in jobs)
     stage = jobs[0].stage
     with ProcessPoolExecutor(num_workers, context, _keep, (shared,)) as pool:
@@ -186,7 +188,7 @@ def _watch(futures: Sequence[Future[ShardResult]], report: Callable[[], None]) -
 
 
 @dataclass(frozen=True)
-class _Shared:
+class _SharedByJobs:
     """What the processes share: how many utterances are done, and whether to give up."""
 
     num_done: Synchronized[int]
@@ -194,15 +196,15 @@ class _Shared:
 
 
 # One a worker process: such things can only be handed over when the process starts.
-_shared: list[_Shared] = []
+_shared: list[_SharedByJobs] = []
 
 
-def _keep(shared: _Shared) -> None:
+def _keep(shared: _SharedByJobs) -> None:
     _shared.append(shared)
     end_with_parent()
 
 
-def _write_counted(job: Job) -> ShardResult:
+def _write_counted(job: UtterancesJob) -> ShardResult:
     (shared,) = _shared
 
     def advance() -> None:

@@ -59,7 +59,7 @@ class SpectrogramOptions:
 
 
 @dataclass(frozen=True)
-class SynthesisOptions:
+class PrepareSynthesisOptions:
     """What `speechdp prepare SOURCE DATA --task synthesis` was asked for.
 
     Attributes:
@@ -106,7 +106,7 @@ class PreparedSynthesis:
     notices: tuple[str, ...]
 
 
-def prepare_synthesis(options: SynthesisOptions, progress: Progress) -> PreparedSynthesis:
+def prepare_synthesis(options: PrepareSynthesisOptions, progress: Progress) -> PreparedSynthesis:
     """Read a corpus and write a data directory of spectrograms, whole or not at all.
 
     Args:
@@ -197,7 +197,7 @@ class _Work:
     manifest: Manifest
     symbols: SymbolInventory
     seconds: dict[Path, float]
-    options: SynthesisOptions
+    options: PrepareSynthesisOptions
 
     def jobs(self, name: str, utterances: list[JoinedUtterance]) -> list[SpectrogramJob]:
         """Deal a split's utterances out to its shards."""

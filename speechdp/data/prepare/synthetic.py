@@ -10,7 +10,6 @@ import json
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ from speechdp.data.shards.layout import AudioUtterance, Stored, Utterance
 from speechdp.data.shards.shard import ShardWriter
 from speechdp.data.signal.features import FeatureConfig, check_mel_bins
 from speechdp.errors import ConfigError, RunError
+from speechdp.files import scratch_folder
 from speechdp.labels.hmm import StateInventory, alignment_from_phone_times
 from speechdp.labels.lexicon import Lexicon
 
@@ -92,9 +92,9 @@ def prepare_synthetic(options: SyntheticOptions, progress: Progress) -> Prepared
     plan = plan_corpus(options.hours, options.seed)
     with (
         new_data_dir(options.data, options.overwrite) as directory,
-        tempfile.TemporaryDirectory(prefix=".speaking-", dir=directory) as scratch,
+        scratch_folder(directory, ".speaking-") as scratch,
     ):
-        jobs = {name: _jobs(name, plan[name], Path(scratch), options) for name in plan}
+        jobs = {name: _jobs(name, plan[name], scratch, options) for name in plan}
         speak_all([job for of_split in jobs.values() for job in of_split], options.num_workers, progress)
         lexicon = collect_lexicon(jobs["train"])
         manifest = Manifest(

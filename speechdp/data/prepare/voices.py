@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from speechdp.data.shards.shard import ShardWriter
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.data.signal.spectrogram import compute_spectrogram
 from speechdp.errors import ConfigError
+from speechdp.files import scratch_folder
 from speechdp.labels.symbols import SymbolInventory, SymbolKind
 
 
@@ -89,9 +89,9 @@ def prepare_voices(options: VoiceOptions, progress: Progress) -> PreparedSynthes
     plan = plan_voices(options.hours, voices, options.seed)
     with (
         new_data_dir(options.data, options.overwrite) as directory,
-        tempfile.TemporaryDirectory(prefix=".speaking-", dir=directory) as scratch,
+        scratch_folder(directory, ".speaking-") as scratch,
     ):
-        jobs = {name: _jobs(name, plan[name], Path(scratch), options) for name in plan}
+        jobs = {name: _jobs(name, plan[name], scratch, options) for name in plan}
         spoken = [job for of_split in jobs.values() for job in of_split]
         speak_all(spoken, options.num_workers, progress)
         lexicon = collect_lexicon(spoken) if options.input == "phones" else None
@@ -105,7 +105,7 @@ def prepare_voices(options: VoiceOptions, progress: Progress) -> PreparedSynthes
             splits={},
             stored="spectrograms",
         )
-        work = _Work(directory, manifest, symbols, options.keep_train)
+        work = _VoiceWork(directory, manifest, symbols, options.keep_train)
         splits = {name: work.write_split(name, jobs[name]) for name in jobs}
         list_recordings(directory, plan)
         finish_synthesis(directory, dataclasses.replace(manifest, splits=splits), symbols, lexicon)
@@ -132,7 +132,7 @@ def _jobs(
 
 
 @dataclass(frozen=True)
-class _Work:
+class _VoiceWork:
     directory: Path
     manifest: Manifest
     symbols: SymbolInventory

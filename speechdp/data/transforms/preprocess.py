@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from speechdp.data.plan.assignment import Place, augmentation_seed
+from speechdp.data.plan.assignment import PlanPosition, augmentation_seed
 from speechdp.data.plan.segments import AS_RECORDED, size_at_speed
 from speechdp.data.shards.layout import ShardHeader, Stored
 from speechdp.data.signal.features import FeatureConfig, num_frames_of
@@ -171,7 +171,7 @@ class Preprocessor:
         rows = raw_features(waves, frames, self._sampling_rate, self._features)
         return list(torch.split(normalise_rows(rows, frames, self._features), frames))
 
-    def finish(self, features: Tensor, lengths: Tensor, place: Place | None = None) -> Tensor:
+    def finish(self, features: Tensor, lengths: Tensor, place: PlanPosition | None = None) -> Tensor:
         """Add deltas, splice, and hide what SpecAugment hides.
 
         Args:

@@ -17,7 +17,7 @@ _POLICY = StopPolicy(first_signal=signal.SIGTERM, grace_s=45.0)
 _OURS = ("speechdp: ", "speechdp launch: ")
 
 
-class Stopped(Exception):  # noqa: N818 (not an error)
+class JobStopped(Exception):  # noqa: N818 (not an error)
     """The user asked for the end; `exit_code` is that of the job under way."""
 
     def __init__(self, exit_code: int) -> None:
@@ -66,7 +66,7 @@ class JobStarter:
         except OSError as error:
             raise RunError(cannot_be_written(log, error)) from error
         if end.stop_signal is not None:
-            raise Stopped(end.exit_code or 128 + end.stop_signal)
+            raise JobStopped(end.exit_code or 128 + end.stop_signal)
         return what_went_wrong(end, printed)
 
     def _names_hosts(self) -> bool:

@@ -51,7 +51,7 @@ class RunRecord:
 
 
 @dataclass(frozen=True)
-class Record:
+class CompareRecord:
     """The content of compare.json.
 
     Attributes:
@@ -63,14 +63,14 @@ class Record:
     runs: tuple[RunRecord, ...] = ()
     completed: bool = False
 
-    def with_run(self, index: int, **changes: Any) -> Record:
+    def with_run(self, index: int, **changes: Any) -> CompareRecord:
         """Return the record with some fields of run `index` changed."""
         runs = list(self.runs)
         runs[index] = replace(runs[index], **changes)
         return replace(self, runs=tuple(runs))
 
 
-def write_record(out: Path, record: Record) -> None:
+def write_record(out: Path, record: CompareRecord) -> None:
     """Write OUT/compare.json; a reader sees the old one or the new one.  Raises RunError (disk)."""
     content = {
         "format": COMPARE_FORMAT,
@@ -87,7 +87,7 @@ def write_record(out: Path, record: Record) -> None:
         raise RunError(cannot_be_written(path, error)) from error
 
 
-def read_record(out: Path) -> Record:
+def read_record(out: Path) -> CompareRecord:
     """Read OUT/compare.json.
 
     Raises:
@@ -109,7 +109,7 @@ def read_record(out: Path) -> Record:
         name = run.folder
         if name is not None and (not isinstance(name, str) or name in ("", "..") or Path(name).name != name):
             raise ConfigError(f"{path}: {name!r} is not the name of a folder beside it; mend the file")
-    return Record(settings, runs, completed)
+    return CompareRecord(settings, runs, completed)
 
 
 def check_same(out: Path, settings: dict[str, Any]) -> None:

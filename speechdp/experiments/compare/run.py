@@ -25,7 +25,7 @@ from speechdp.experiments.compare.record import (
     COMPLETE,
     FAILED,
     PENDING,
-    Record,
+    CompareRecord,
     RunRecord,
     check_same,
     write_record,
@@ -85,9 +85,9 @@ class Comparer:
         self._request, self._starter, self._say = request, starter, say
         self._alignments = request.options.alignments
         records = tuple(RunRecord.of(run) for run in request.plan.runs())
-        self._record = Record(request.settings(), records)
+        self._record = CompareRecord(request.settings(), records)
 
-    def run(self) -> Record:
+    def run(self) -> CompareRecord:
         """Train and decode all runs; return what became of them.
 
         Raises:
@@ -109,7 +109,7 @@ class Comparer:
         self._update(dataclasses.replace(self._record, completed=done))
         return self._record
 
-    def _update(self, record: Record) -> None:
+    def _update(self, record: CompareRecord) -> None:
         self._record = record
         write_record(self._request.out, record)
 
@@ -206,7 +206,7 @@ class Comparer:
         return "" if left_s is None else f"; about {formatting.seconds(left_s)} left"
 
 
-def plan_time_runs(record: Record, out: Path) -> Record:
+def plan_time_runs(record: CompareRecord, out: Path) -> CompareRecord:
     """Give the runs at equal time their epochs, from how long the runs at equal frames trained.
 
     A run whose epochs do not change is the run at equal frames itself; it is not trained twice.

@@ -25,7 +25,7 @@ from speechdp.experiments.profile.record import (
     PENDING,
     JobEntry,
     ProfileJob,
-    Record,
+    ProfileRecord,
     Settings,
     rank_path,
     read_job,
@@ -68,9 +68,9 @@ class Profiler:
         self._request, self._starter, self._say = request, starter, say
         self._planned = {job.entry.name: job for job in request.jobs}
         entries = [dataclasses.replace(job.entry, state=PENDING) for job in request.jobs]
-        self._record = Record(request.settings, tuple(entries))
+        self._record = ProfileRecord(request.settings, tuple(entries))
 
-    def run(self) -> Record:
+    def run(self) -> ProfileRecord:
         """Run all jobs that are not done; return what became of all.
 
         Raises:
@@ -84,7 +84,7 @@ class Profiler:
                 self._carry_out(index)
         return self._record
 
-    def _update(self, record: Record) -> None:
+    def _update(self, record: ProfileRecord) -> None:
         self._record = record
         write_record(self._request.out, record)
 
@@ -128,7 +128,7 @@ class Profiler:
             self._update(dataclasses.replace(self._record, settings=settings))
 
 
-def merged(out: Path, record: Record, say: Callable[[str], None]) -> Record:
+def merged(out: Path, record: ProfileRecord, say: Callable[[str], None]) -> ProfileRecord:
     """Return `record` with the finished jobs that OUT has already.
 
     Finished is a job whose files can be read: one that has lost some is measured again.
@@ -155,7 +155,7 @@ def merged(out: Path, record: Record, say: Callable[[str], None]) -> Record:
     jobs = {**{name: job for name, job in done.items() if name not in jobs}, **jobs}
     ordered = sorted(jobs.values(), key=lambda job: (KINDS.index(job.kind), job.ranks))
     settings = dataclasses.replace(record.settings, device=before.settings.device)
-    return Record(settings, tuple(ordered))
+    return ProfileRecord(settings, tuple(ordered))
 
 
 def _recorded(job: JobEntry, out: Path) -> ProfileJob | str:

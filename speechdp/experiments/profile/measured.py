@@ -93,7 +93,7 @@ class RankRecord:
 
 
 @dataclass(frozen=True)
-class RankMemory:
+class MeasuredMemory:
     """Memory of one rank in bytes.
 
     Attributes:
@@ -117,7 +117,7 @@ class Memory:
     """Memory of all ranks of a job; `unit` is "rss" or "gpu"."""
 
     unit: str
-    ranks: tuple[RankMemory, ...]
+    ranks: tuple[MeasuredMemory, ...]
 
     @property
     def balance(self) -> float:
@@ -195,7 +195,9 @@ def read_memory(path: Path) -> Memory:
         memory = Memory(**checked_fields(Memory, content))
         if memory.unit not in UNITS or not isinstance(memory.ranks, list) or not memory.ranks:
             raise ValueError(f"unit {memory.unit!r} and ranks: no memory of ranks")
-        return Memory(memory.unit, tuple(RankMemory(**checked_fields(RankMemory, r)) for r in memory.ranks))
+        return Memory(
+            memory.unit, tuple(MeasuredMemory(**checked_fields(MeasuredMemory, r)) for r in memory.ranks)
+        )
     except ValueError as error:
         raise _unreadable(path, error) from error
 

@@ -18,7 +18,7 @@ from speechdp.comm.startup.start_guard import StartGuard
 from speechdp.data.loading.batch import Batch
 from speechdp.data.loading.loader import Step, StepLoader
 from speechdp.data.loading.source import SplitSource
-from speechdp.data.plan.assignment import Place
+from speechdp.data.plan.assignment import PlanPosition
 from speechdp.data.plan.epoch_plan import plan_epoch
 from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.profile.common_start import begin_together
@@ -219,7 +219,7 @@ def typical_batch(session: Session, options: TrainOptions, source: SplitSource) 
         raise no_whole_batch(1, batch_size)
     order = [int(i) for i in plan.padded_frames[0].argsort(kind="stable") if int(i) in whole]
     index = order[len(order) // 2]
-    return source.batch(plan.ranks[0].batch(index), Place(0, 0, index))
+    return source.batch(plan.ranks[0].batch(index), PlanPosition(0, 0, index))
 
 
 def _take_steps(

@@ -17,8 +17,8 @@ from speechdp.experiments.profile.measured import (
     MEMORY_NAME,
     WHOLE,
     FunctionTime,
+    MeasuredMemory,
     Memory,
-    RankMemory,
     RankRecord,
     StepRecord,
     rank_path,
@@ -33,10 +33,28 @@ if TYPE_CHECKING:
     from speechdp.report.runs.samples import Samples
 
 __all__ = [
-    "BACKWARD", "FACTS_NAME", "FORWARD", "FUNCTIONS", "MEMORY_NAME", "WHOLE", "FunctionTime",
+    "BACKWARD",
+    "FACTS_NAME",
+    "FORWARD",
+    "FUNCTIONS",
+    "MEMORY_NAME",
+    "WHOLE",
+    "FunctionTime",
     "JobEntry",
-    "Memory", "Profile", "ProfileJob", "RankMemory", "RankRecord", "Record", "Settings", "StepRecord",
-    "rank_path", "read_job", "read_profile", "read_record", "write_json", "write_record",
+    "MeasuredMemory",
+    "Memory",
+    "Profile",
+    "ProfileJob",
+    "ProfileRecord",
+    "RankRecord",
+    "Settings",
+    "StepRecord",
+    "rank_path",
+    "read_job",
+    "read_profile",
+    "read_record",
+    "write_json",
+    "write_record",
 ]  # fmt: skip
 
 FILE_NAME = "profile.json"
@@ -171,13 +189,13 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Record:
+class ProfileRecord:
     """The content of profile.json; frozen, so that a change is a new record."""
 
     settings: Settings
     jobs: tuple[JobEntry, ...]
 
-    def with_job(self, index: int, **changes: Any) -> Record:
+    def with_job(self, index: int, **changes: Any) -> ProfileRecord:
         """Return the record with some fields of job `index` changed."""
         jobs = list(self.jobs)
         jobs[index] = replace(jobs[index], **changes)
@@ -198,7 +216,7 @@ class Profile:
         return tuple(sorted(jobs, key=lambda job: job.ranks))
 
 
-def write_record(out: Path, record: Record) -> None:
+def write_record(out: Path, record: ProfileRecord) -> None:
     """Write OUT/profile.json; a reader sees the old one or the new one.  Raises RunError (disk)."""
     content = {
         "format": PROFILE_FORMAT,
@@ -209,7 +227,7 @@ def write_record(out: Path, record: Record) -> None:
     write_json(out / FILE_NAME, content)
 
 
-def read_record(out: Path) -> Record:
+def read_record(out: Path) -> ProfileRecord:
     """Read OUT/profile.json.
 
     Raises:
@@ -229,7 +247,7 @@ def read_record(out: Path) -> Record:
     for job in jobs:
         if not isinstance(job.folder, str) or job.folder in ("", "..") or Path(job.folder).name != job.folder:
             raise ConfigError(f"{path}: {job.folder!r} is not the name of a folder beside it; mend the file")
-    return Record(settings, jobs)
+    return ProfileRecord(settings, jobs)
 
 
 def _checked_job(job: JobEntry) -> JobEntry:

@@ -17,8 +17,8 @@ from speechdp.experiments.profile.common_start import CommonStart
 from speechdp.experiments.profile.measured import (
     FACTS_NAME,
     MEMORY_NAME,
+    MeasuredMemory,
     Memory,
-    RankMemory,
     StepRecord,
     rank_path,
     write_json,
@@ -55,7 +55,7 @@ def write_facts(session: Session, folder: Path, parts: TrainingParts) -> None:
     comm, device = session.comm, session.device
     replica, on_gpu, peaks = parts.replica, device.type == "cuda", peak_memory(device)
     rss, gpu_peak = peaks["peak_rss_bytes"], peaks.get("gpu_peak_bytes")
-    own = RankMemory(
+    own = MeasuredMemory(
         rank=comm.rank,
         peak_bytes=rss if gpu_peak is None else gpu_peak,
         rss_bytes=rss,
@@ -63,7 +63,7 @@ def write_facts(session: Session, folder: Path, parts: TrainingParts) -> None:
         optimizer_bytes=sum(x.nbytes for x in replica.optimizer_tensors().values()),
         gpu_peak_bytes=gpu_peak,
     )
-    ranks = tuple(RankMemory(**each) for each in comm.allgather_object(asdict(own)))
+    ranks = tuple(MeasuredMemory(**each) for each in comm.allgather_object(asdict(own)))
     cpus = comm.allgather_object(describe_cpu())
     if comm.rank == 0:
         write_json(folder / MEMORY_NAME, asdict(Memory("gpu" if on_gpu else "rss", ranks)))

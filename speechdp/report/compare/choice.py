@@ -28,7 +28,7 @@ SYNTHESIS_RULE = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class StrategyChoice:
     """The result in words.
 
     Attributes:
@@ -44,7 +44,7 @@ class Choice:
     chosen: dict[int, Group]
 
 
-def choose(groups: Sequence[Group]) -> Choice:
+def choose(groups: Sequence[Group]) -> StrategyChoice:
     """Apply RULE to the groups of every number of ranks above 1."""
     chosen: dict[int, Group] = {}
     details: list[str] = []
@@ -55,7 +55,7 @@ def choose(groups: Sequence[Group]) -> Choice:
             best = max(rows, key=lambda group: group.log_prob or 0.0)
             chosen[ranks] = max(accurate_enough(rows, best, _tolerance(best)), key=_speed)
             details += _sentences(ranks, chosen[ranks], best, groups)
-    return Choice(_headline(chosen, groups), tuple(details), _cautions(groups), chosen)
+    return StrategyChoice(_headline(chosen, groups), tuple(details), _cautions(groups), chosen)
 
 
 def rule_for(groups: Sequence[Group]) -> str:

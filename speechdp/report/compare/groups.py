@@ -13,7 +13,7 @@ from speechdp.experiments.compare.plan import FRAMES, MODES
 from speechdp.experiments.compare.record import COMPLETE, FAILED, RunRecord, read_record
 from speechdp.report.runs.derived import best_log_prob, frames_per_s, time_to_target
 from speechdp.report.runs.folders import read_run
-from speechdp.report.runs.results import RunResult, Timing, WordErrors
+from speechdp.report.runs.results import RunResult, RunTiming, WordErrors
 
 #: What a comparison calls its runs on one rank.
 SEQUENTIAL_LABEL = "sequential"
@@ -162,7 +162,7 @@ def make_groups(comparison: Comparison, target: float | None) -> list[Group]:
     return [_group(key, keys[key], target) for key in order]
 
 
-def sent_per_s(timing: Timing | None) -> float | None:
+def sent_per_s(timing: RunTiming | None) -> float | None:
     """Return the bytes a rank sends in a second of training, mean over ranks; None where not counted."""
     if timing is None:
         return None
@@ -174,7 +174,7 @@ def sent_per_s(timing: Timing | None) -> float | None:
     return statistics.fmean(rates) if len(rates) == len(timing.ranks) else None
 
 
-def ages_of(timing: Timing | None) -> tuple[int, ...]:
+def ages_of(timing: RunTiming | None) -> tuple[int, ...]:
     """Return the exchanges by age, of all ranks together; empty where the strategy counts none."""
     total: list[int] = []
     for rank in timing.ranks if timing else ():

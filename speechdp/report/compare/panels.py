@@ -24,7 +24,7 @@ Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Panel(Frame):
+class ComparePanel(Frame):
     """One plot, and how it is drawn; `draw` returns False where there is nothing to show."""
 
     draw: Callable[[Axes, Canvas], bool]
@@ -47,7 +47,7 @@ def dashes(label: str, canvas: Canvas) -> tuple[float, ...]:
     return ((), (3, 1.5), (1, 1.2))[min(repeats, 2)]
 
 
-def make_panels(groups: Sequence[Group]) -> list[list[Panel]]:
+def make_panels(groups: Sequence[Group]) -> list[list[ComparePanel]]:
     """Return the plots line by line: a line a kind (none without data), a plot a number of ranks."""
     sizes = sorted({group.ranks for group in groups if group.ranks > 1}) or [1]
     timed = TIME if any(group.mode == TIME and group.finished for group in groups) else FRAMES
@@ -72,9 +72,9 @@ def _panel(
     ranks: int,
     draw: Callable[[Axes, Sequence[Group], int, Canvas], bool],
     groups: Sequence[Group],
-) -> Panel:
+) -> ComparePanel:
     name = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    return Panel(
+    return ComparePanel(
         f"{kind}-{ranks}", f"{name}: {title}", SIZE, lambda ax, canvas: draw(ax, groups, ranks, canvas)
     )
 

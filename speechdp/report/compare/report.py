@@ -11,9 +11,9 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from speechdp.report.compare.choice import Choice, choose, rule_for
+from speechdp.report.compare.choice import StrategyChoice, choose, rule_for
 from speechdp.report.compare.groups import Comparison, Group, common_target, make_groups, read_comparison
-from speechdp.report.compare.panels import Panel, dashes, make_canvas, make_panels
+from speechdp.report.compare.panels import ComparePanel, dashes, make_canvas, make_panels
 from speechdp.report.compare.table import (
     SPREAD_NOTE,
     TITLES,
@@ -64,7 +64,9 @@ def write_comparison(out: Path, target: float | None = None) -> WrittenReport:
     )
 
 
-def render_page(comparison: Comparison, groups: Sequence[Group], choice: Choice, target: float | None) -> str:
+def render_page(
+    comparison: Comparison, groups: Sequence[Group], choice: StrategyChoice, target: float | None
+) -> str:
     """Return the page: one HTML document without a reference to anything outside of it."""
     environment = page_templates()
     canvas, columns = make_canvas(groups, theme.PAGE), shown_columns(groups)
@@ -100,7 +102,7 @@ def render_page(comparison: Comparison, groups: Sequence[Group], choice: Choice,
     )
 
 
-def _svg(panel: Panel, groups: Sequence[Group]) -> str | None:
+def _svg(panel: ComparePanel, groups: Sequence[Group]) -> str | None:
     # A canvas of its own for each plot: the ids of its texts begin anew.
     canvas = make_canvas(groups, theme.PAGE)
     return svg_of(panel, canvas, lambda ax: panel.draw(ax, canvas))

@@ -23,7 +23,7 @@ SPREAD_NOTE = "Mean over seeds ± sample standard deviation; one seed has none."
 
 
 @dataclass(frozen=True)
-class Measure:
+class TableMeasure:
     """A figure of a group: its column, and how a number is written, in the column's unit."""
 
     key: str
@@ -42,43 +42,43 @@ def _distance(value: float) -> str:
     return "0" if value == 0 else f"{100 * value:.2g}"
 
 
-MEASURES: tuple[Measure, ...] = (
-    Measure(
+MEASURES: tuple[TableMeasure, ...] = (
+    TableMeasure(
         "frames_per_s", "frames/s", "", "Frames of all ranks over the longest rank's step time.",
         lambda g: g.frames_per_s, _times(1, 0),
     ),
-    Measure(
+    TableMeasure(
         "sent_bytes_per_s", "sent", "MB/s a rank", "What a rank sends in a second of training (mean).",
         lambda g: g.sent_per_s, lambda value: f"{value / 1e6:.3g}",
     ),
-    Measure(
+    TableMeasure(
         "time_to_target_s", "to target", "s", "Training time to the first evaluation at the target.",
         lambda g: g.to_target_s, _times(1, 1),
     ),
-    Measure(
+    TableMeasure(
         "heldout_log_prob", "log-prob", "nats/frame", "Mean held-out log-probability at the end of training.",
         lambda g: g.log_probs, _times(1, 3),
     ),
-    Measure(
+    TableMeasure(
         "frame_accuracy", "frame acc.", "%", "Held-out frames whose most probable state is the aligned one.",
         lambda g: g.accuracy, _times(100, 1),
     ),
-    Measure(
+    TableMeasure(
         "wer", "WER", "%", "Word error rate of the final model.", lambda g: g.error_rates, _times(100, 1),
     ),
-    Measure(
+    TableMeasure(
         "replica_distance", "replicas apart", "%",
         "Largest distance of a replica from the model evaluated, over that model's norm.",
         lambda g: g.distance, _distance,
     ),
-    Measure(
+    TableMeasure(
         "staleness", "staleness", "updates", "Mean age of what was exchanged; asynchronous strategies only.",
         lambda g: g.staleness, lambda value: f"{value:.2g}",
     ),
 )  # fmt: skip
 
 
-def written(measure: Measure, group: Group) -> str:
+def written(measure: TableMeasure, group: Group) -> str:
     """Return mean and deviation of a group's figure, and how many runs have it where not all do."""
     spread = measure.spread(group)
     if spread is None:
@@ -105,7 +105,7 @@ def _seeds(group: Group) -> str:
     )
 
 
-def _mean(measure: Measure) -> Callable[[Group], Value]:
+def _mean(measure: TableMeasure) -> Callable[[Group], Value]:
     def value(group: Group) -> Value:
         spread = measure.spread(group)
         return None if spread is None else spread.mean
@@ -113,7 +113,7 @@ def _mean(measure: Measure) -> Callable[[Group], Value]:
     return value
 
 
-def _text(measure: Measure) -> Callable[[Group], str]:
+def _text(measure: TableMeasure) -> Callable[[Group], str]:
     return lambda group: written(measure, group)
 
 
@@ -149,7 +149,9 @@ def shown_columns(groups: Sequence[Group]) -> tuple[Column[Group], ...]:
         title, meaning = _OF_SYNTHESIS.get(column.key, (column.title, column.meaning))
         named = replace(column, title=title, meaning=meaning)
         if column.key == "heldout_log_prob":
-            error = Measure(column.key, title, SYNTHESIS.unit, meaning, _errors, lambda value: f"{value:.4f}")
+            error = TableMeasure(
+                column.key, title, SYNTHESIS.unit, meaning, _errors, lambda value: f"{value:.4f}"
+            )
             named = replace(named, unit=error.unit, text=_text(error), value=_mean(error))
         if column.key != "wer":
             shown.append(named)

@@ -25,14 +25,14 @@ SMALL_WIDTH = 5.6
 
 
 @dataclass(frozen=True)
-class Panel(Frame):
+class ProfilePanel(Frame):
     """One plot, and how it is drawn; `draw` returns False where there is nothing to show."""
 
     draw: Callable[[Axes, Canvas], bool]
 
 
 @dataclass(frozen=True)
-class Picture:
+class ProfilePicture:
     """Plots that belong together.
 
     Attributes:
@@ -44,11 +44,11 @@ class Picture:
 
     name: str
     caption: str
-    panels: tuple[Panel, ...]
+    panels: tuple[ProfilePanel, ...]
     in_page: bool = True
 
 
-def make_pictures(profile: Profile) -> list[Picture]:
+def make_pictures(profile: Profile) -> list[ProfilePicture]:
     """Return the pictures there is something for, in the order of the poster's figures."""
     found = [
         _utilisation(profile),
@@ -61,7 +61,7 @@ def make_pictures(profile: Profile) -> list[Picture]:
     return [picture for picture in found if picture.panels]
 
 
-def _utilisation(profile: Profile) -> Picture:
+def _utilisation(profile: Profile) -> ProfilePicture:
     caption = (
         "Utilisation over time with and without a blocking trainloader, after figure 2 of the poster. How "
         "long ranks waited for batches was measured apart: it stands in the table."
@@ -70,89 +70,91 @@ def _utilisation(profile: Profile) -> Picture:
     drawn = [job for job in loader_jobs(profile) if job.sample_paths]
     limits = usage_limits(drawn)
 
-    def panel(job: ProfileJob, letter: str) -> Panel:
+    def panel(job: ProfileJob, letter: str) -> ProfilePanel:
         title = f"({letter}) {loader_title(job)}"
-        return Panel(
+        return ProfilePanel(
             f"utilisation-{job.kind}", title, (SMALL_WIDTH, 2.9),
             lambda ax, canvas: draw_usage(ax, job, title, limits, canvas),
         )  # fmt: skip
 
-    return Picture("utilisation", caption, tuple(panel(j, x) for j, x in zip(drawn, letters, strict=False)))
+    return ProfilePicture(
+        "utilisation", caption, tuple(panel(j, x) for j, x in zip(drawn, letters, strict=False))
+    )
 
 
-def _first_steps(profile: Profile) -> Picture:
+def _first_steps(profile: Profile) -> ProfilePicture:
     caption = "Time of each function in the first steps, after figure 3 of the poster."
     job, warmup = main_job(profile), profile.settings.warmup_steps
     if job is None:
-        return Picture("first_steps", caption, ())
-    panel = Panel(
+        return ProfilePicture("first_steps", caption, ())
+    panel = ProfilePanel(
         "first-steps", caption, (SMALL_WIDTH, 3.5),
         lambda ax, canvas: panels.draw_first_steps(ax, job, warmup, canvas),
     )  # fmt: skip
-    return Picture("first_steps", caption, (panel,))
+    return ProfilePicture("first_steps", caption, (panel,))
 
 
-def _functions(profile: Profile) -> Picture:
+def _functions(profile: Profile) -> ProfilePicture:
     caption = (
         "Time of each function over numbers of ranks, after figure 4 of the poster: median step after the "
         "warm-up; light is forward, strong is backward; % is the efficiency; a stroke marks full scaling."
     )
     scalings = [make_scaling(profile, kind) for kind in (WEAK, STRONG)]
     found = tuple(_scaling_panel([s], s.kind, SCALING_TITLES[s.kind]) for s in scalings if s is not None)
-    return Picture("functions", caption, found)
+    return ProfilePicture("functions", caption, found)
 
 
-def _single(profile: Profile) -> Picture:
+def _single(profile: Profile) -> ProfilePicture:
     caption = (
         "Time of a single module, the others turned off, over numbers of ranks, after figure 5 of the poster."
     )
     scalings = [s for kind in MODULES if (s := make_scaling(profile, kind)) is not None]
     if not scalings:
-        return Picture("single", caption, ())
-    return Picture("single", caption, (_scaling_panel(scalings, "single", "A module alone"),))
+        return ProfilePicture("single", caption, ())
+    return ProfilePicture("single", caption, (_scaling_panel(scalings, "single", "A module alone"),))
 
 
-def _scaling_panel(scalings: list[Scaling], name: str, title: str) -> Panel:
+def _scaling_panel(scalings: list[Scaling], name: str, title: str) -> ProfilePanel:
     size = (SMALL_WIDTH, panels.bar_height(scalings))
-    return Panel(
+    return ProfilePanel(
         f"functions-{name}", title, size, lambda ax, canvas: panels.draw_scaling(ax, scalings, title, canvas)
     )
 
 
-def _memory(profile: Profile) -> Picture:
+def _memory(profile: Profile) -> ProfilePicture:
     caption = "Memory of every rank: peak and course. The poster saw the first GPU use more than the others."
     job = main_job(profile)
-    found: list[Panel] = []
+    found: list[ProfilePanel] = []
     if job is not None and job.memory is not None:
         height = max(1.9, 0.85 + 0.27 * len(job.memory.ranks))
         found.append(
-            Panel(
+            ProfilePanel(
                 "memory-ranks", "Peak memory of each rank", (SMALL_WIDTH, max(height, 2.9)),
                 lambda ax, canvas: panels.draw_memory_of_ranks(ax, job, canvas),
             )
         )  # fmt: skip
     if job is not None and job.sample_paths:
         found.append(
-            Panel(
+            ProfilePanel(
                 "memory-time", "Memory of each rank over time", (SMALL_WIDTH, 2.9),
                 lambda ax, canvas: draw_memory_over_time(ax, job, canvas),
             )
         )  # fmt: skip
-    return Picture("memory", caption, tuple(found))
+    return ProfilePicture("memory", caption, tuple(found))
 
 
-def _gantt(profile: Profile) -> Picture:
+def _gantt(profile: Profile) -> ProfilePicture:
     caption = "Steps of every rank, function by function; gaps are what belongs to none of them."
     job = main_job(profile)
     gantt = None if job is None else make_gantt(job, profile.settings.warmup_steps)
     if gantt is None:
-        return Picture("gantt", caption, ())
+        return ProfilePicture("gantt", caption, ())
     size = (13.0, 1.3 + LANE / 72 * len(gantt.lanes))
-    panel = Panel("gantt", caption, size, lambda ax, canvas: draw_gantt(ax, gantt, canvas))
-    return Picture("gantt", caption, (panel,), in_page=False)
+    panel = ProfilePanel("gantt", caption, size, lambda ax, canvas: draw_gantt(ax, gantt, canvas))
+    return ProfilePicture("gantt", caption, (panel,), in_page=False)
 
 
-def picture_svgs(picture: Picture) -> list[tuple[str, str]]:
+def picture_svgs(picture: ProfilePicture) -> list[tuple[str, str]]:
     """Return (name, SVG) of each plot of a picture that has something to show."""
     found: list[tuple[str, str]] = []
     for panel in picture.panels:
@@ -164,11 +166,11 @@ def picture_svgs(picture: Picture) -> list[tuple[str, str]]:
     return found
 
 
-def _drawing(panel: Panel, canvas: Canvas) -> Callable[[Axes], bool]:
+def _drawing(panel: ProfilePanel, canvas: Canvas) -> Callable[[Axes], bool]:
     return lambda ax: panel.draw(ax, canvas)
 
 
-def write_png(path: Path, picture: Picture) -> bool:
+def write_png(path: Path, picture: ProfilePicture) -> bool:
     """Write a picture with its caption; return False, with nothing written, where nothing is to draw."""
     canvas = make_canvas(PRINT)
     width = sum(panel.size[0] for panel in picture.panels)

@@ -17,7 +17,7 @@ from speechdp.experiments.profile.record import BACKWARD, FORWARD, Profile, Prof
 from speechdp.report.kit import theme
 from speechdp.report.kit.pages import WrittenReport, page_templates, writing_into
 from speechdp.report.profile.answer import RULE, ProfileAnswer, find_answer
-from speechdp.report.profile.figures import Picture, make_pictures, picture_svgs, write_png
+from speechdp.report.profile.figures import ProfilePicture, make_pictures, picture_svgs, write_png
 from speechdp.report.profile.gantt import AXIS, LANE, Gantt, make_gantt, svg_of_gantt
 from speechdp.report.profile.numbers import csv_text
 from speechdp.report.profile.palette import MEANINGS, WAITING, WAITING_FILL, fill_of
@@ -81,7 +81,7 @@ def write_profile_page(out: Path) -> WrittenReport:
 
 
 def render_page(
-    profile: Profile, answer: ProfileAnswer, pictures: Sequence[Picture], tables: Sequence[ShownTable]
+    profile: Profile, answer: ProfileAnswer, pictures: Sequence[ProfilePicture], tables: Sequence[ShownTable]
 ) -> str:
     """Return the page: one HTML document without a reference to anything outside of it."""
     job = main_job(profile)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from speechdp.report.runs.results import DATA_STAGES, DataTimes, Timing
+from speechdp.report.runs.results import DATA_STAGES, DataTimes, RunTiming
 
 #: The order that reads only while training waits (speechdp/data/loading/loader.py).
 BLOCKING_ORDER = "blocking-sort"
@@ -68,7 +68,7 @@ class DataFigures:
     bottleneck: Bottleneck | None
 
 
-def data_wait(timing: Timing) -> DataWait | None:
+def data_wait(timing: RunTiming) -> DataWait | None:
     """Return how long the ranks wait for data; None where no step was timed."""
     shares = [(rank.data_wait_s / rank.wall_s, rank.rank) for rank in timing.ranks if rank.wall_s > 0]
     if not shares:
@@ -77,7 +77,7 @@ def data_wait(timing: Timing) -> DataWait | None:
     return DataWait(fmean(share for share, _ in shares), largest, worst)
 
 
-def data_figures(timing: Timing, order: str = "") -> DataFigures | None:
+def data_figures(timing: RunTiming, order: str = "") -> DataFigures | None:
     """Return the figures of a run's data path, or None where it recorded none."""
     own = [rank.data for rank in timing.ranks if rank.data is not None]
     fed = [feeder.data for feeder in timing.feeders]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from speechdp.report.runs.data_path import DataFigures, DataWait, data_figures, data_wait
-from speechdp.report.runs.results import Evaluation, RankTiming, RunResult, Sweep, Timing, WordErrors
+from speechdp.report.runs.results import Evaluation, RankTiming, RunResult, RunTiming, Sweep, WordErrors
 
 #: Ranks whose compute times differ by less are called even (share of the mean).
 NOTABLE_SKEW = 0.05
@@ -69,19 +69,19 @@ class RunFigures:
         return None if self.data_wait is None else self.data_wait.mean
 
 
-def frames_per_s(timing: Timing) -> float | None:
+def frames_per_s(timing: RunTiming) -> float | None:
     """Return the job's throughput: frames of all ranks over the longest rank's time."""
     wall_s = max(rank.wall_s for rank in timing.ranks)
     return sum(rank.frames for rank in timing.ranks) / wall_s if wall_s > 0 else None
 
 
-def mean_share(timing: Timing, seconds: Sequence[float]) -> float | None:
+def mean_share(timing: RunTiming, seconds: Sequence[float]) -> float | None:
     """Return the mean over ranks of seconds / step time; `seconds` in the order of `timing.ranks`."""
     shares = [s / rank.wall_s for s, rank in zip(seconds, timing.ranks, strict=True) if rank.wall_s > 0]
     return fmean(shares) if shares else None
 
 
-def rank_skew(timing: Timing) -> RankSkew | None:
+def rank_skew(timing: RunTiming) -> RankSkew | None:
     """Compare the ranks' own work a step; None for fewer than two ranks.
 
     The straggler is the rank with the SHORTEST communication: it comes last to the exchange and waits
@@ -101,7 +101,7 @@ def rank_skew(timing: Timing) -> RankSkew | None:
     return RankSkew(skew, straggler.rank, straggler.host)
 
 
-def losses(timing: Timing, baseline: Timing | None) -> Losses | None:
+def losses(timing: RunTiming, baseline: RunTiming | None) -> Losses | None:
     """Split the time that does not train into causes; None where no step was timed."""
     timed = [rank for rank in timing.ranks if rank.wall_s > 0]
     if not timed:
@@ -137,7 +137,7 @@ def time_to_target(evaluations: Sequence[Evaluation], target: float) -> float | 
     return None
 
 
-def run_figures(run: RunResult, baseline: Timing | None, target: float | None) -> RunFigures:
+def run_figures(run: RunResult, baseline: RunTiming | None, target: float | None) -> RunFigures:
     """Compute a run's row.
 
     Args:
@@ -180,7 +180,7 @@ def _comm_per_step(rank: RankTiming) -> float:
     return rank.comm_s / rank.steps
 
 
-def _slower_compute(timing: Timing, baseline: Timing) -> float | None:
+def _slower_compute(timing: RunTiming, baseline: RunTiming) -> float | None:
     """Return the share of the step time that one rank alone would not have needed for the same frames."""
     per_frame, alone = _work_per_frame(timing), _work_per_frame(baseline)
     if per_frame is None or alone is None or per_frame <= 0:
@@ -190,7 +190,7 @@ def _slower_compute(timing: Timing, baseline: Timing) -> float | None:
     return max(work_share * (1 - alone / per_frame), 0.0)
 
 
-def _work_per_frame(timing: Timing) -> float | None:
+def _work_per_frame(timing: RunTiming) -> float | None:
     """Return the seconds of computing a frame, waiting for data left out."""
     frames = sum(rank.frames for rank in timing.ranks)
     return sum(rank.compute_s - rank.data_wait_s for rank in timing.ranks) / frames if frames else None

@@ -109,7 +109,7 @@ class RankTiming:
 
 
 @dataclass(frozen=True)
-class Timing:
+class RunTiming:
     """Every rank's sums, in rank order.  `warmup_steps` of each rank are left out.
 
     `exchange_s` is the sum over steps of the shortest communication of all ranks; None where unknown.
@@ -209,7 +209,7 @@ class RunResult:
     path: Path
     settings: dict[str, Any]
     evaluations: tuple[Evaluation, ...]
-    timing: Timing | None
+    timing: RunTiming | None
     word_errors: WordErrors | None
     completed: bool
     exists: bool

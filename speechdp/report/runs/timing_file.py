@@ -8,12 +8,12 @@ from typing import Any
 
 from speechdp.jsonl import read_lines
 from speechdp.report.runs.records import amount, finite, number, read_object, words
-from speechdp.report.runs.results import DATA_STAGES, DataTimes, Feeder, RankMemory, RankTiming, Timing
+from speechdp.report.runs.results import DATA_STAGES, DataTimes, Feeder, RankMemory, RankTiming, RunTiming
 
 DEFAULT_WARMUP_STEPS = 4
 
 
-def read_timing(run_dir: Path, problems: list[str]) -> Timing | None:
+def read_timing(run_dir: Path, problems: list[str]) -> RunTiming | None:
     """Return every rank's sums, after noting what is wrong with the files; None where nothing was timed."""
     path = run_dir / "timing.json"
     if path.is_file():
@@ -47,7 +47,7 @@ def read_timeline(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str,
     return dict(sorted(steps.items())), events, lines.num_damaged
 
 
-def _timing(record: dict[str, Any]) -> Timing | None:
+def _timing(record: dict[str, Any]) -> RunTiming | None:
     """Return the content of timing.json, or None where a rank's sums are missing or incomplete."""
     entries = record.get("ranks")
     if not isinstance(entries, list) or not entries:
@@ -57,7 +57,7 @@ def _timing(record: dict[str, Any]) -> Timing | None:
     if len(kept) < len(ranks):
         return None
     warmup = record.get("warmup_steps")
-    return Timing(
+    return RunTiming(
         warmup if isinstance(warmup, int) else 0, kept, number(record, "exchange_s"), _feeders(record)
     )
 
@@ -123,7 +123,7 @@ def _feeders(record: dict[str, Any]) -> tuple[Feeder, ...]:
     return tuple(feeders)
 
 
-def _timing_from_timelines(run_dir: Path, problems: list[str]) -> Timing | None:
+def _timing_from_timelines(run_dir: Path, problems: list[str]) -> RunTiming | None:
     ranks: list[RankTiming] = []
     warmup_used = DEFAULT_WARMUP_STEPS
     for path in sorted((run_dir / "timeline").glob("rank-*.jsonl")):
@@ -139,7 +139,7 @@ def _timing_from_timelines(run_dir: Path, problems: list[str]) -> Timing | None:
         rank = int(path.stem.removeprefix("rank-")) if path.stem[5:].isdigit() else len(ranks)
         ranks.append(_sum_steps(rank, list(steps.values()), events))
     ranks = [rank for rank in ranks if rank.steps > 0]
-    return Timing(warmup_used, tuple(ranks)) if ranks else None
+    return RunTiming(warmup_used, tuple(ranks)) if ranks else None
 
 
 def _sum_steps(rank: int, steps: list[dict[str, Any]], events: list[dict[str, Any]]) -> RankTiming:

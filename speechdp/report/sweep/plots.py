@@ -18,7 +18,7 @@ from speechdp.report.runs.results import Evaluation
 
 
 @dataclass(frozen=True)
-class Measure:
+class PlotMeasure:
     """A figure to plot against the period: its value, interval and axis."""
 
     title: str
@@ -37,10 +37,10 @@ def _wer_interval(row: RunFigures) -> tuple[float, float] | None:
     return 100 * errors.low, 100 * errors.high
 
 
-THROUGHPUT = Measure(
+THROUGHPUT = PlotMeasure(
     "Throughput", "frames/s", lambda row: row.frames_per_s, lambda row: formatting.count(row.frames_per_s)
 )
-WORD_ERRORS = Measure(
+WORD_ERRORS = PlotMeasure(
     "Word error rate, 95 % interval",
     "%",
     lambda row: None if row.word_errors is None else 100 * row.word_errors.wer,
@@ -49,10 +49,10 @@ WORD_ERRORS = Measure(
 )
 
 
-def log_prob_measure(rows: Sequence[RunFigures]) -> Measure:
+def log_prob_measure(rows: Sequence[RunFigures]) -> PlotMeasure:
     """Return the held-out figure, in the terms of the runs' task."""
     terms = terms_of(row.run for row in rows)
-    return Measure(
+    return PlotMeasure(
         formatting.capital(terms.figure),
         terms.unit,
         lambda row: row.log_prob,
@@ -62,7 +62,7 @@ def log_prob_measure(rows: Sequence[RunFigures]) -> Measure:
     )
 
 
-def draw_by_period(ax: Axes, rows: Sequence[RunFigures], measure: Measure, canvas: Canvas) -> bool:
+def draw_by_period(ax: Axes, rows: Sequence[RunFigures], measure: PlotMeasure, canvas: Canvas) -> bool:
     """Plot a figure of each run at its period; runs without a period stand at the left.
 
     Returns:
@@ -153,7 +153,7 @@ def _positions(rows: Sequence[RunFigures], canvas: Canvas) -> list[tuple[float, 
     return placed
 
 
-def _draw_point(ax: Axes, x: float, row: RunFigures, measure: Measure, canvas: Canvas) -> None:
+def _draw_point(ax: Axes, x: float, row: RunFigures, measure: PlotMeasure, canvas: Canvas) -> None:
     y = measure.value(row)
     assert y is not None
     colour = canvas.colours[row.run.name]
@@ -175,7 +175,7 @@ def _draw_point(ax: Axes, x: float, row: RunFigures, measure: Measure, canvas: C
     )  # fmt: skip
 
 
-def _limit_axes(ax: Axes, xs: Sequence[float], measure: Measure) -> None:
+def _limit_axes(ax: Axes, xs: Sequence[float], measure: PlotMeasure) -> None:
     ax.set_xlim(min(xs) - 0.8, max(xs) + 1.1)
     low, high = ax.get_ylim()
     if measure.from_zero:

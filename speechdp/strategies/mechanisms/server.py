@@ -37,7 +37,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True)
-class Request:
+class ServerRequest:
     """What comes before the vector.
 
     Attributes:
@@ -57,10 +57,10 @@ class Request:
         return torch.tensor([self.kind, self.version, self.frames, self.learning_rate], dtype=torch.float64)
 
     @staticmethod
-    def decode(message: Tensor) -> Request:
+    def decode(message: Tensor) -> ServerRequest:
         """Read what `encode` wrote."""
         kind, version, frames, learning_rate = message.tolist()
-        return Request(Kind(int(kind)), int(version), int(frames), learning_rate)
+        return ServerRequest(Kind(int(kind)), int(version), int(frames), learning_rate)
 
 
 class Server(ABC):
@@ -79,7 +79,7 @@ class Server(ABC):
         self._stream = torch.cuda.Stream(vector.device) if vector.is_cuda else None  # type: ignore[no-untyped-call]
 
     @abstractmethod
-    def serve(self, request: Request, given: Tensor, answer: Tensor) -> Tensor:
+    def serve(self, request: ServerRequest, given: Tensor, answer: Tensor) -> Tensor:
         """Do what is asked, alone, and return the answer: `answer` filled, or a vector nobody will change.
 
         Args:
@@ -88,7 +88,7 @@ class Server(ABC):
             answer: where to put the answer; it may be the same memory as `given`.
         """
 
-    def serve_here(self, request: Request, given: Tensor, answer: Tensor) -> int:
+    def serve_here(self, request: ServerRequest, given: Tensor, answer: Tensor) -> int:
         """Answer this rank's own worker; return the version."""
         self._finish_worker_kernels()
         with self._lock, self.on_stream():
@@ -109,12 +109,12 @@ class Server(ABC):
             peers: the channel.
             buffer: a vector for what is handed over, and for the answer.
         """
-        asked = Request(Kind.LEAVE).encode()
+        asked = ServerRequest(Kind.LEAVE).encode()
         num_workers = peers.size - 1
         with self.on_stream():
             while num_workers > 0:
                 worker = peers.recv(asked, tag=_ASKED)
-                request = Request.decode(asked)
+                request = ServerRequest.decode(asked)
                 if request.kind is Kind.LEAVE:
                     num_workers -= 1
                     continue
@@ -183,7 +183,7 @@ class Link:
         No message is under way afterwards: a worker leaves only when it has its last answer.
         """
         if self._server is None:
-            self._peers.send(Request(Kind.LEAVE).encode(), SERVER, tag=_ASKED)
+            self._peers.send(ServerRequest(Kind.LEAVE).encode(), SERVER, tag=_ASKED)
         elif self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -196,18 +196,18 @@ class Link:
 
     def fetch(self, answer: Tensor) -> None:
         """Put the common vector into `answer`."""
-        self.version = self._ask(Request(Kind.FETCH), answer, answer)
+        self.version = self._ask(ServerRequest(Kind.FETCH), answer, answer)
 
     def give(self, given: Tensor, answer: Tensor, *, frames: int = 0, learning_rate: float = 0.0) -> None:
         """Hand over `given`, put what comes back into `answer`, and count the age."""
-        request = Request(Kind.GIVE, self.version, frames, learning_rate)
+        request = ServerRequest(Kind.GIVE, self.version, frames, learning_rate)
         version = self._ask(request, given, answer)
         age = version - 1 - self.version
         self.ages.extend([0] * (age + 1 - len(self.ages)))
         self.ages[age] += 1
         self.version = version
 
-    def _ask(self, request: Request, given: Tensor, answer: Tensor) -> int:
+    def _ask(self, request: ServerRequest, given: Tensor, answer: Tensor) -> int:
         if self._server is not None:
             return self._server.serve_here(request, given, answer)
         self._peers.send(request.encode(), SERVER, tag=_ASKED)

@@ -21,7 +21,7 @@ import torch
 from speechdp import files
 from speechdp.checkpoint import rank_file
 from speechdp.checkpoint import writer as checkpoint_writer
-from speechdp.checkpoint.folder import Place, prune
+from speechdp.checkpoint.folder import CheckpointPlace, prune
 from speechdp.checkpoint.rank_file import Snapshot, take_snapshot
 from speechdp.checkpoint.state import RankState, checkpoint_steps, load_checkpoint
 from speechdp.checkpoint.writer import CheckpointWriter
@@ -214,7 +214,7 @@ def test_a_slow_disk_is_waited_for(
 
     def collect(comm: Communicator) -> None:
         if comm.rank == 0:
-            CheckpointWriter(tmp_path, comm)._collect(Place(1, tmp_path, tmp_path), found)
+            CheckpointWriter(tmp_path, comm)._collect(CheckpointPlace(1, tmp_path, tmp_path), found)
 
     run_threads(2, collect)
     assert sorted(found) == [0, 1]

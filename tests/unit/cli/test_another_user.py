@@ -12,7 +12,7 @@ from speechdp.cli.support.caches import compiled_code_kept
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.errors import RunError
-from speechdp.synthesis.generate import Synthesiser, SynthesisOptions
+from speechdp.synthesis.generate import GenerateOptions, Synthesiser
 from speechdp.synthesis.held_out import EvaluationRequest, evaluate_split
 from speechdp.train.model_file import load_synthesis_model
 from tests.helpers.oracle import Spoken, oracle, write_dataset
@@ -50,7 +50,7 @@ def test_decoding_into_a_run_of_somebody_elses_is_refused_before_the_work(
 def test_so_is_measuring_synthesis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = write_tiny_speech(tmp_path / "data", TinySizes(1, 1, 1, shards=1))
     run = write_untrained_run(tmp_path / "run", dataset)
-    synthesiser = Synthesiser(load_synthesis_model(run, torch.device("cpu")), SynthesisOptions())
+    synthesiser = Synthesiser(load_synthesis_model(run, torch.device("cpu")), GenerateOptions())
     refuse_new_files(monkeypatch)
     monkeypatch.setattr(Synthesiser, "say", None)
     with pytest.raises(RunError, match=r"run: cannot be written \(Permission denied\); permit"):

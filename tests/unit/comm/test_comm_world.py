@@ -56,13 +56,13 @@ def announce(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
 
 
 def test_auto_is_serial_where_nothing_is_announced() -> None:
-    assert choose_backend("auto") == create.Choice("serial")
+    assert choose_backend("auto") == create.BackendChoice("serial")
 
 
 def test_auto_takes_horovod_where_it_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     announce(monkeypatch, MPIRUN)
     monkeypatch.setattr(create, "_why_not_horovod", lambda: None)
-    assert choose_backend("auto") == create.Choice("horovod")
+    assert choose_backend("auto") == create.BackendChoice("horovod")
 
 
 def test_auto_falls_back_to_mpi_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

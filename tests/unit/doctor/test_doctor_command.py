@@ -9,15 +9,15 @@ import pytest
 from speechdp.cli import doctor
 from speechdp.cli.doctor import DoctorCommand
 from speechdp.cli.main import run
-from speechdp.doctor.examine import Examination, Request
+from speechdp.doctor.examine import DoctorRequest, Examination
 
 
 @pytest.fixture
-def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[DoctorRequest]:
     """Return what would be examined."""
-    seen: list[Request] = []
+    seen: list[DoctorRequest] = []
 
-    def examine(request: Request, _tell: object) -> Examination:
+    def examine(request: DoctorRequest, _tell: object) -> Examination:
         seen.append(request)
         return Examination([])
 
@@ -29,7 +29,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
 def test_an_allocation_that_cannot_be_read_is_passed_over_for_a_hostfile(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    requests: list[Request],
+    requests: list[DoctorRequest],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -53,7 +53,7 @@ def test_an_allocation_that_cannot_be_read_is_passed_over_for_a_hostfile(
     ],
 )
 def test_options_that_cannot_be(
-    options: list[str], said: str, requests: list[Request], capsys: pytest.CaptureFixture[str]
+    options: list[str], said: str, requests: list[DoctorRequest], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["doctor", *options]) == 1
     error = capsys.readouterr().err

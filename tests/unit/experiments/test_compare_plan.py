@@ -25,7 +25,7 @@ from speechdp.experiments.compare.record import (
     COMPLETE,
     FAILED,
     PENDING,
-    Record,
+    CompareRecord,
     RunRecord,
     read_record,
     write_record,
@@ -145,7 +145,7 @@ def test_runs_at_equal_time_follow_the_slowest_of_their_ranks_and_seed(tmp_path:
     write_comparison(tmp_path, [fast, slow], ranks=(1, 2), seeds=(1,), modes=("frames",))
     frames = read_record(tmp_path).runs
     times = [dataclasses.replace(r, mode="time", epochs=None, folder=None, state=PENDING) for r in frames]
-    record = plan_time_runs(Record({}, (*frames, *times)), tmp_path)
+    record = plan_time_runs(CompareRecord({}, (*frames, *times)), tmp_path)
     planned = {(r.strategy, r.ranks): r for r in record.runs if r.mode == "time"}
     assert planned["fast:period=4", 2].epochs == 18  # 12 * 9000 / 6000
     assert planned["fast:period=4", 2].state == PENDING
@@ -162,7 +162,7 @@ def test_a_run_that_failed_has_no_run_at_equal_time_and_is_no_reference(tmp_path
         for r in read_record(tmp_path).runs
     ]
     times = [dataclasses.replace(r, mode="time", epochs=None, folder=None, state=PENDING) for r in frames]
-    record = plan_time_runs(Record({}, (*frames, *times)), tmp_path)
+    record = plan_time_runs(CompareRecord({}, (*frames, *times)), tmp_path)
     planned = {r.strategy: r for r in record.runs if r.mode == "time"}
     assert planned["slow"].state == FAILED and "has no training time" in planned["slow"].message
     assert (planned["fast"].epochs, planned["fast"].state) == (12, COMPLETE)
@@ -209,7 +209,9 @@ def test_options_come_through_the_command_line_unchanged(options: TrainOptions) 
 
 
 def test_the_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    record = Record({"epochs": 3}, (RunRecord("a:b=1", 2, 1, "time", None, None, FAILED, "why", 2.5),), True)
+    record = CompareRecord(
+        {"epochs": 3}, (RunRecord("a:b=1", 2, 1, "time", None, None, FAILED, "why", 2.5),), True
+    )
     write_record(tmp_path, record)
     assert read_record(tmp_path) == record
 

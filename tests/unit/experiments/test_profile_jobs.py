@@ -12,11 +12,11 @@ import pytest
 
 from speechdp.cli.main import run as speechdp
 from speechdp.errors import ConfigError
-from speechdp.experiments.compare.jobs import JobStarter, Stopped
+from speechdp.experiments.compare.jobs import JobStarter, JobStopped
 from speechdp.experiments.profile.derived import STEP, job_costs
 from speechdp.experiments.profile.jobs import Profiler, ProfileRequest
 from speechdp.experiments.profile.plan import ProfilePlan
-from speechdp.experiments.profile.record import Record, read_profile, read_record
+from speechdp.experiments.profile.record import ProfileRecord, read_profile, read_record
 from speechdp.options.batch import BatchOptions
 from speechdp.options.model import ModelOptions
 from speechdp.options.run import TrainOptions
@@ -56,7 +56,7 @@ class MadeUpStarter:
         return None
 
 
-def carry_out(out: Path, starter: MadeUpStarter, **settings: Any) -> tuple[Record, list[str]]:
+def carry_out(out: Path, starter: MadeUpStarter, **settings: Any) -> tuple[ProfileRecord, list[str]]:
     base = write_profile(out.parent / "made-up", MadeUpProfile(ranks=(1,))) if not settings else None
     made_up = read_record(base or out.parent / "made-up").settings
     request = ProfileRequest(Path("DATA"), out, PLAN.jobs(OPTIONS), dataclasses.replace(made_up, **settings))
@@ -170,10 +170,10 @@ def test_a_stop_leaves_what_is_done(tmp_path: Path) -> None:
     class Stopping(MadeUpStarter):
         def run(self, num_ranks: int, arguments: Sequence[str], log: Path) -> str | None:
             if "--job=decoder-1" in arguments:
-                raise Stopped(75)
+                raise JobStopped(75)
             return super().run(num_ranks, arguments, log)
 
-    with pytest.raises(Stopped):
+    with pytest.raises(JobStopped):
         carry_out(tmp_path / "out", Stopping())
     states = [job.state for job in read_record(tmp_path / "out").jobs]
     assert states == ["complete"] * 4 + ["pending"] * 2
@@ -212,7 +212,7 @@ def test_a_stop_has_one_exit_code_whatever_the_job_had(
     of_job: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(*_: object) -> str | None:
-        raise Stopped(of_job)
+        raise JobStopped(of_job)
 
     monkeypatch.setattr(JobStarter, "run", stopped)
     data = write_tiny_data(tmp_path / "data", TinySizes(train=4, dev=2, test=2, shards=1)).path

@@ -11,7 +11,7 @@ import pytest
 
 from speechdp.errors import ConfigError
 from speechdp.launching.command import (
-    Job,
+    LaunchJob,
     child_environment,
     forwarded_names,
     horovodrun_command,
@@ -35,7 +35,7 @@ def settings(argv: list[str], flag: str = "--mca") -> dict[str, str]:
 
 
 def test_mpirun_on_this_machine() -> None:
-    argv = mpirun_command(Job(LOCAL, PROGRAM, ARGUMENTS), MPI4, {"PATH": "/bin", "HOME": "/root"})
+    argv = mpirun_command(LaunchJob(LOCAL, PROGRAM, ARGUMENTS), MPI4, {"PATH": "/bin", "HOME": "/root"})
     assert argv[:5] == ["/v/bin/mpirun", "-np", "2", "--host", "localhost:2"]
     assert argv[-8:] == [*PROGRAM, *ARGUMENTS]
     assert argv[argv.index("--prefix") + 1] == "/v"
@@ -47,7 +47,7 @@ def test_mpirun_on_this_machine() -> None:
 
 
 def test_mpirun_on_several_hosts_notices_a_cut_cable() -> None:
-    job = Job(
+    job = LaunchJob(
         CLUSTER, PROGRAM, ARGUMENTS, interface="eth0", tag_output=True, extra_options=("--mca", "a", "b")
     )
     argv = mpirun_command(job, MPI4, {})
@@ -60,7 +60,7 @@ def test_mpirun_on_several_hosts_notices_a_cut_cable() -> None:
 
 
 def test_open_mpi_5_names_its_runtime_settings_otherwise() -> None:
-    argv = mpirun_command(Job(CLUSTER, PROGRAM, (), interface="eth0"), MPI5, {})
+    argv = mpirun_command(LaunchJob(CLUSTER, PROGRAM, (), interface="eth0"), MPI5, {})
     assert set(settings(argv, "--prtemca")) == {
         "oob_tcp_keepalive_time",
         "oob_tcp_keepalive_intvl",
@@ -71,21 +71,21 @@ def test_open_mpi_5_names_its_runtime_settings_otherwise() -> None:
 
 
 def test_open_mpi_5_goes_on_after_a_loss_only_if_the_command_can() -> None:
-    tolerant = Job(LOCAL, PROGRAM, ("train", "D", "R", "--tolerate-loss"))
+    tolerant = LaunchJob(LOCAL, PROGRAM, ("train", "D", "R", "--tolerate-loss"))
     argv = mpirun_command(tolerant, MPI5, {})
     assert argv[argv.index("--with-ft") + 1] == "ulfm"
     assert settings(argv)["mpi_ft_detector"] == "0"
     # Open MPI 4 knows no such option; the ranks say what is missing.
-    for job, mpi in ((tolerant, MPI4), (Job(LOCAL, PROGRAM, ARGUMENTS), MPI5)):
+    for job, mpi in ((tolerant, MPI4), (LaunchJob(LOCAL, PROGRAM, ARGUMENTS), MPI5)):
         assert "--with-ft" not in mpirun_command(job, mpi, {})
 
 
 def test_the_systems_mpirun_gets_no_prefix() -> None:
-    assert "--prefix" not in mpirun_command(Job(LOCAL, PROGRAM, ()), SYSTEM_MPI, {})
+    assert "--prefix" not in mpirun_command(LaunchJob(LOCAL, PROGRAM, ()), SYSTEM_MPI, {})
 
 
 def test_horovodrun_over_mpi_hands_on_the_options_in_one_word() -> None:
-    job = Job(LOCAL, PROGRAM, ARGUMENTS, extra_options=("--mca", "plm_rsh_agent", "ssh -F f"))
+    job = LaunchJob(LOCAL, PROGRAM, ARGUMENTS, extra_options=("--mca", "plm_rsh_agent", "ssh -F f"))
     argv = horovodrun_command(job, ("/v/bin/python", "/v/bin/horovodrun"), "mpi", MPI4)
     assert argv[:7] == ["/v/bin/python", "/v/bin/horovodrun", "-np", "2", "-H", "localhost:2", "--mpi"]
     assert argv[8:] == [*PROGRAM, *ARGUMENTS]
@@ -98,22 +98,22 @@ def test_horovodrun_over_mpi_hands_on_the_options_in_one_word() -> None:
 
 
 def test_horovodrun_over_gloo() -> None:
-    job = Job(CLUSTER, PROGRAM, ARGUMENTS, interface="eth0")
+    job = LaunchJob(CLUSTER, PROGRAM, ARGUMENTS, interface="eth0")
     argv = horovodrun_command(job, ("horovodrun",), "gloo", None)
     wanted = ["horovodrun", "-np", "7", "-H", "node01:4,node02:3", "--network-interfaces", "eth0", "--gloo"]
     assert argv == [*wanted, *PROGRAM, *ARGUMENTS]
     with pytest.raises(ConfigError, match="--mpi-args has no meaning"):
-        horovodrun_command(Job(LOCAL, PROGRAM, (), extra_options=("x",)), ("h",), "gloo", None)
+        horovodrun_command(LaunchJob(LOCAL, PROGRAM, (), extra_options=("x",)), ("h",), "gloo", None)
 
 
 @pytest.mark.parametrize("name", ["eth0; id", "-x", "", "a b"])
 def test_an_interface_is_a_name(name: str) -> None:
     with pytest.raises(ConfigError, match="--interface"):
-        Job(LOCAL, PROGRAM, (), interface=name)
+        LaunchJob(LOCAL, PROGRAM, (), interface=name)
 
 
 def test_environment_of_root_and_of_a_user() -> None:
-    job = Job((Host("a", 3), Host("b", 1)), PROGRAM, ())
+    job = LaunchJob((Host("a", 3), Host("b", 1)), PROGRAM, ())
     root = child_environment(job, MPI4, {"PATH": "/bin"}, is_root=True, num_cores=8)
     assert root["OMPI_ALLOW_RUN_AS_ROOT"] == root["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
     assert root["OMP_NUM_THREADS"] == "2"  # 8 cores, 3 ranks on the fullest host
@@ -126,12 +126,12 @@ def test_environment_of_root_and_of_a_user() -> None:
 
 
 def test_a_job_on_this_machine_needs_no_ssh() -> None:
-    environment = child_environment(Job(LOCAL, PROGRAM, ()), MPI4, {}, is_root=False, num_cores=2)
+    environment = child_environment(LaunchJob(LOCAL, PROGRAM, ()), MPI4, {}, is_root=False, num_cores=2)
     assert environment["OMPI_MCA_plm"] == "isolated"
 
 
 def test_more_ranks_than_cores_still_leave_one_thread() -> None:
-    job = Job((Host("a", 9),), PROGRAM, ())
+    job = LaunchJob((Host("a", 9),), PROGRAM, ())
     assert child_environment(job, None, {}, is_root=False, num_cores=2)["OMP_NUM_THREADS"] == "1"
 
 

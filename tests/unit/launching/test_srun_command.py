@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from speechdp.launching.command import Job, horovodrun_environment, srun_command, srun_environment
+from speechdp.launching.command import LaunchJob, horovodrun_environment, srun_command, srun_environment
 from speechdp.launching.hostfile import Host
 
 PROGRAM = ("/v/bin/python", "-m", "speechdp")
@@ -10,7 +10,7 @@ ARGUMENTS = ("train", "D", "R with blank", "--note", "$(id); `id`")
 
 
 def test_every_host_gets_as_many_ranks() -> None:
-    job = Job((Host("n1", 2), Host("n2", 2)), PROGRAM, ARGUMENTS)
+    job = LaunchJob((Host("n1", 2), Host("n2", 2)), PROGRAM, ARGUMENTS)
     assert srun_command(job, {"HOME": "/h"}) == [
         "srun",
         "--mpi=pmix",
@@ -29,7 +29,7 @@ def test_every_host_gets_as_many_ranks() -> None:
 
 
 def test_hosts_with_unequal_numbers_are_named_once_a_rank() -> None:
-    argv = srun_command(Job((Host("n1", 2), Host("n3", 1)), PROGRAM, ()), {})
+    argv = srun_command(LaunchJob((Host("n1", 2), Host("n3", 1)), PROGRAM, ()), {})
     assert argv[2:6] == [
         "--nodes=2",
         "--ntasks=3",
@@ -39,7 +39,7 @@ def test_hosts_with_unequal_numbers_are_named_once_a_rank() -> None:
 
 
 def test_cores_labels_and_more_options() -> None:
-    job = Job((Host("n1", 2),), PROGRAM, (), tag_output=True, extra_options=("--overlap",))
+    job = LaunchJob((Host("n1", 2),), PROGRAM, (), tag_output=True, extra_options=("--overlap",))
     argv = srun_command(job, {"SLURM_CPUS_PER_TASK": "6"})
     assert "--cpus-per-task=6" in argv
     assert argv[-5:] == ["--label", "--overlap", *PROGRAM]
@@ -47,7 +47,7 @@ def test_cores_labels_and_more_options() -> None:
 
 
 def test_what_mpirun_takes_as_options_srun_ranks_find_in_the_environment() -> None:
-    job = Job((Host("n1", 2),), PROGRAM, (), interface="eth0")
+    job = LaunchJob((Host("n1", 2),), PROGRAM, (), interface="eth0")
     assert srun_environment(job, {"OMPI_MCA_pml": "ucx", "SLURM_NTASKS_PER_NODE": "2", "HOME": "/h"}) == {
         "OMPI_MCA_pml": "ucx",
         "OMPI_MCA_btl": "^openib",
@@ -57,7 +57,7 @@ def test_what_mpirun_takes_as_options_srun_ranks_find_in_the_environment() -> No
 
 
 def test_the_wheels_do_not_look_for_munge() -> None:
-    job = Job((Host("n1", 2),), PROGRAM, ())
+    job = LaunchJob((Host("n1", 2),), PROGRAM, ())
     assert srun_environment(job, {"OPAL_PREFIX": "/v"})["PMIX_MCA_psec"] == "^munge"
     assert (
         srun_environment(job, {"OPAL_PREFIX": "/v", "PMIX_MCA_psec": "native"})["PMIX_MCA_psec"] == "native"

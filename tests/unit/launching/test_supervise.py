@@ -17,7 +17,7 @@ from speechdp.launching.faults import Fault
 from speechdp.launching.hostfile import Host, Hostfile
 from speechdp.launching.outcome import Target
 from speechdp.launching.restarts import RestartPolicy, Restarts
-from speechdp.launching.supervise import JobEnd, StopPolicy, StopRequest, noted_signals, run_job
+from speechdp.launching.supervise import JobEnd, StopPolicy, SupervisorStop, noted_signals, run_job
 
 RUN = """
 import os, sys
@@ -78,7 +78,7 @@ def test_a_reader_that_takes_nothing_keeps_no_launch(tmp_path: Path, *, asked: b
 
 def test_a_signal_that_comes_twice_at_once_is_no_haste() -> None:
     now = [100.0]
-    request = StopRequest(clock=lambda: now[0])
+    request = SupervisorStop(clock=lambda: now[0])
     for now[0] in (100.0, 100.4):
         request.note(signal.SIGTERM, None)
     assert request.again is None and request.since == 100.0
@@ -123,7 +123,7 @@ def test_where_losses_are_tolerated_it_is_not() -> None:
 class KilledRank:
     """A starter whose jobs all end by a killed rank; a warning of the batch system comes after the first."""
 
-    def __init__(self, request: StopRequest) -> None:
+    def __init__(self, request: SupervisorStop) -> None:
         self.starts = 0
         self._request = request
 
@@ -138,7 +138,7 @@ class KilledRank:
 
 def test_a_stop_between_two_starts_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_RESTART_DELAY_S", 0.0)
-    request = StopRequest()
+    request = SupervisorStop()
     starter = KilledRank(request)
     hosts = Hostfile("F", (Host("n1", 2),))
     restarts = Restarts(RestartPolicy(3), hosts, 2, Target("train", tmp_path, None), starter.reachable)

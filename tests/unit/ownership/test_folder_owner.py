@@ -20,7 +20,7 @@ import pytest
 from speechdp.errors import ConfigError, RunError
 from speechdp.ownership.batch_job import SchedulerJob, find_batch_job
 from speechdp.ownership.claimant import Claimant, Fate, process_fate
-from speechdp.ownership.owner import OWNER_FILE, FolderOwner, StopAsked, Surroundings, Timing
+from speechdp.ownership.owner import OWNER_FILE, FolderOwner, OwnerTiming, StopAsked, Surroundings
 from tests.helpers.mpi import REPOSITORY
 
 POLLS = 60
@@ -46,7 +46,7 @@ class Host:
             self.ends.append,
             lambda: self.asked_to_stop,
             self._pause,
-            Timing(),
+            OwnerTiming(),
             lambda: self.now_s,
         )
         self.owner = FolderOwner(folder, claimant, surroundings, beats=False)
@@ -137,7 +137,7 @@ def test_a_sign_of_life_refuses(tmp_path: Path) -> None:
 
 def test_signs_of_life_come_by_themselves(tmp_path: Path) -> None:
     host = Host(tmp_path)
-    surroundings = Surroundings(host.said.append, host.ends.append, timing=Timing(beat_s=0.01))
+    surroundings = Surroundings(host.said.append, host.ends.append, timing=OwnerTiming(beat_s=0.01))
     with FolderOwner(tmp_path, Claimant.here("train", {}), surroundings):
         before = (tmp_path / OWNER_FILE).stat().st_mtime_ns
         deadline = time.monotonic() + 30

@@ -15,7 +15,7 @@ from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.runs.data_path import data_figures, data_wait
 from speechdp.report.runs.derived import common_target, sweep_figures
 from speechdp.report.runs.folders import read_run, read_sweep
-from speechdp.report.runs.results import DataTimes, Feeder, RankTiming, Timing
+from speechdp.report.runs.results import DataTimes, Feeder, RankTiming, RunTiming
 from speechdp.report.sweep.answer import Answer, find_answer
 from speechdp.report.sweep.report import write_report
 from tests.helpers.page_reader import PageReader
@@ -56,18 +56,18 @@ def _printed(report: WrittenReport, width: int) -> str:
     return console.file.getvalue()
 
 
-def _timing(*data: DataTimes, feeders: tuple[Feeder, ...] = ()) -> Timing:
+def _timing(*data: DataTimes, feeders: tuple[Feeder, ...] = ()) -> RunTiming:
     """Return ranks that trained for 20 s, 16 s of them after the warm-up."""
     ranks = tuple(RankTiming(i, "h", 10, 900, 16.0, {}, trained_s=20.0, data=d) for i, d in enumerate(data))
-    return Timing(4, ranks, feeders=feeders)
+    return RunTiming(4, ranks, feeders=feeders)
 
 
 def test_data_wait_is_the_mean_and_the_rank_with_most() -> None:
     ranks = tuple(RankTiming(i, "h", 10, 1, 10.0, {"data_wait": s}) for i, s in enumerate((0.1, 0.5, 0.0)))
-    wait = data_wait(Timing(4, ranks))
+    wait = data_wait(RunTiming(4, ranks))
     assert wait is not None
     assert (wait.mean, wait.largest, wait.rank) == (pytest.approx(0.02), pytest.approx(0.05), 1)
-    assert data_wait(Timing(4, (RankTiming(0, "h", 0, 0, 0.0, {}),))) is None
+    assert data_wait(RunTiming(4, (RankTiming(0, "h", 0, 0, 0.0, {}),))) is None
 
 
 def test_figures_of_ranks_that_read_for_themselves() -> None:

@@ -15,7 +15,7 @@ from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError, RunError
 from speechdp.report.runs import derived
 from speechdp.report.runs.folders import read_run, read_sweep
-from speechdp.report.runs.results import Evaluation, RankTiming, RunResult, Timing
+from speechdp.report.runs.results import Evaluation, RankTiming, RunResult, RunTiming
 from speechdp.report.runs.timing_file import read_timeline
 from speechdp.timing.gather import gather_timing, write_timing
 from speechdp.timing.timeline import Span, Timeline
@@ -39,14 +39,14 @@ def _rank(rank: int, wall_s: float, frames: int, *, steps: int = 10, **spans_s: 
 
 
 #: Rank 1 computes for 9 s, rank 0 for 7 s and waits 2 s for it; the exchange itself takes 0.5 s.
-UNEVEN = Timing(
+UNEVEN = RunTiming(
     4,
     (
         _rank(0, 10.0, 6000, forward=3.0, backward=3.5, data_wait=0.5, comm=2.5),
         _rank(1, 10.0, 4000, forward=4.0, backward=4.5, data_wait=0.5, comm=0.5),
     ),
 )
-ALONE = Timing(4, (_rank(0, 10.0, 8000, forward=4.0, backward=5.5, data_wait=0.1),))
+ALONE = RunTiming(4, (_rank(0, 10.0, 8000, forward=4.0, backward=5.5, data_wait=0.1),))
 
 
 def _run(name: str, log_probs: list[float], **settings: Any) -> RunResult:
@@ -58,7 +58,7 @@ def _run(name: str, log_probs: list[float], **settings: Any) -> RunResult:
 
 
 def test_throughput_is_all_frames_over_the_longest_wall() -> None:
-    timing = Timing(4, (_rank(0, 8.0, 6000), _rank(1, 10.0, 4000)))
+    timing = RunTiming(4, (_rank(0, 8.0, 6000), _rank(1, 10.0, 4000)))
     assert derived.frames_per_s(timing) == pytest.approx(1000.0)
 
 
@@ -80,7 +80,7 @@ def test_the_straggler_is_the_rank_with_the_short_communication() -> None:
 
 
 def test_no_straggler_among_even_ranks_and_no_skew_of_one() -> None:
-    even = Timing(0, (_rank(0, 1.0, 1, forward=1.00), _rank(1, 1.0, 1, forward=1.04)))
+    even = RunTiming(0, (_rank(0, 1.0, 1, forward=1.00), _rank(1, 1.0, 1, forward=1.04)))
     skew = derived.rank_skew(even)
     assert skew is not None
     assert skew.value == pytest.approx(0.04 / 1.02)
@@ -101,7 +101,7 @@ def test_losses_part_the_exchange_from_the_waiting() -> None:
 def test_ranks_that_are_late_in_turn_wait_though_their_sums_are_equal() -> None:
     """Both spend 4 s of 10 in communication, but never at the same step: the exchange takes 0.5 s of it."""
     ranks = tuple(_rank(r, 10.0, 1000, comm=4.0, forward=6.0) for r in range(2))
-    lost = derived.losses(Timing(4, ranks, exchange_s=0.5), None)
+    lost = derived.losses(RunTiming(4, ranks, exchange_s=0.5), None)
     assert lost is not None
     assert lost.exchange == pytest.approx(0.05)
     assert lost.waiting == pytest.approx(0.35)

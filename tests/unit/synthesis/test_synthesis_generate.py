@@ -14,7 +14,7 @@ import torch
 from speechdp.data.signal.spectrogram import compute_spectrogram, spectrogram_config
 from speechdp.errors import ConfigError, RunError
 from speechdp.models.tacotron.model import Generated
-from speechdp.synthesis.generate import MAX_SYMBOLS, Synthesiser, SynthesisOptions, write_wav
+from speechdp.synthesis.generate import MAX_SYMBOLS, GenerateOptions, Synthesiser, write_wav
 from speechdp.synthesis.pictures import draw_picture
 from speechdp.synthesis.showcase import picture_of
 from speechdp.train.model_file import load_synthesis_model
@@ -22,12 +22,10 @@ from tests.helpers.corpora import tone
 from tests.helpers.tiny_speech import write_tiny_speech
 from tests.helpers.untrained_speech import SIZES, write_untrained_run
 
-OPTIONS = SynthesisOptions(iterations=2, max_seconds=0.02, dropout=False, attention_end=False)
+OPTIONS = GenerateOptions(iterations=2, max_seconds=0.02, dropout=False, attention_end=False)
 
 
-def make_synthesiser(
-    folder: Path, options: SynthesisOptions = OPTIONS, *, stops: bool = False
-) -> Synthesiser:
+def make_synthesiser(folder: Path, options: GenerateOptions = OPTIONS, *, stops: bool = False) -> Synthesiser:
     dataset = write_tiny_speech(folder / "data")
     run_dir = write_untrained_run(folder / "run", dataset, stops=stops)
     return Synthesiser(load_synthesis_model(run_dir, torch.device("cpu")), options)
@@ -65,7 +63,7 @@ def test_speech_ends_where_attention_rests_on_the_last_symbol(
     """A step is 0.25 s here, so one that attends to the last symbol is the last."""
     features = dataclasses.replace(synthesiser.loaded.features, frame_shift_ms=250 / SIZES.reduction)
     loaded = dataclasses.replace(synthesiser.loaded, features=features)
-    options = SynthesisOptions(max_seconds=10 * 0.25)
+    options = GenerateOptions(max_seconds=10 * 0.25)
     generate = loaded.model.generate
     attended = [0, 2, 1, 3, 3, 0, 1, 2, 3, 3]
 
@@ -114,7 +112,7 @@ def test_texts_that_cannot_be_said(synthesiser: Synthesiser, text: str, message:
 )
 def test_options_out_of_range_are_named(values: dict[str, float], option: str) -> None:
     with pytest.raises(ConfigError, match=option):
-        SynthesisOptions(**values)  # type: ignore[arg-type]
+        GenerateOptions(**values)  # type: ignore[arg-type]
 
 
 def test_sound_comes_back_however_short(synthesiser: Synthesiser) -> None:
@@ -122,7 +120,7 @@ def test_sound_comes_back_however_short(synthesiser: Synthesiser) -> None:
     pytest.importorskip("librosa", reason="librosa is not installed")
     features = spectrogram_config(8000)
     loaded = dataclasses.replace(synthesiser.loaded, features=features, sampling_rate=8000)
-    real = Synthesiser(loaded, SynthesisOptions(iterations=20))
+    real = Synthesiser(loaded, GenerateOptions(iterations=20))
     spectrogram = compute_spectrogram(tone(0.5), 8000, features)
     linear = spectrogram[:, features.num_mel_bins :]
     for num_frames in (len(linear), 3, 1):

@@ -16,7 +16,7 @@ from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError, RunError
 from speechdp.labels.hmm import StateInventory, log_priors
 from speechdp.labels.lexicon import SILENCE, Lexicon, lexicon_for
-from speechdp.synthesis.recognition import Listener
+from speechdp.synthesis.recognition import SpeechListener
 from tests.helpers.oracle import Oracle
 from tests.helpers.tiny_speech import write_tiny_speech
 from tests.helpers.untrained_speech import write_untrained_run
@@ -57,18 +57,18 @@ def _tone(hz: float) -> np.ndarray:
 
 
 @pytest.fixture
-def listener(tmp_path: Path) -> Listener:
+def listener(tmp_path: Path) -> SpeechListener:
     LEXICON.save(tmp_path / "lexicon.txt")
     INVENTORY.save(tmp_path / "classes.txt")
     Manifest(RATE, FEATURES, INVENTORY.num_classes, "exact", "given", {}).write(tmp_path)
     prior = torch.from_numpy(log_priors(np.ones(INVENTORY.num_classes, np.int64)))
     trained = Oracle(NearestTone(), prior, torch.full((INVENTORY.num_classes,), 0.5), {})  # type: ignore[arg-type]
-    return Listener(
+    return SpeechListener(
         tmp_path, trained, Dataset.open(tmp_path), Lexicon.load(tmp_path / "lexicon.txt"), INVENTORY
     )
 
 
-def test_words_are_heard_at_any_rate_and_silence_is_not(listener: Listener) -> None:
+def test_words_are_heard_at_any_rate_and_silence_is_not(listener: SpeechListener) -> None:
     said = ["one two", "six", "two six one", "one"]
     ear = listener.ear(said)
     assert ear.recogniser.grammar.value == "digit-loop"
@@ -78,7 +78,7 @@ def test_words_are_heard_at_any_rate_and_silence_is_not(listener: Listener) -> N
     assert ear.hear([silent, say("six"), silent[:0], say("six")[:30]], RATE) == ["", "six", "", ""]
 
 
-def test_references_are_spelt_as_the_lexicon_has_them(listener: Listener) -> None:
+def test_references_are_spelt_as_the_lexicon_has_them(listener: SpeechListener) -> None:
     assert listener.references(["One, 2: six!", "6"]) == ["one two six", "six"]
     shouting = Lexicon({word.upper(): variants for word, variants in LEXICON.pronunciations.items()})
     assert dataclasses.replace(listener, lexicon=shouting).references(["one 2."]) == ["ONE TWO"]
@@ -86,10 +86,10 @@ def test_references_are_spelt_as_the_lexicon_has_them(listener: Listener) -> Non
         listener.references(["one three", "nine"])
 
 
-def test_what_cannot_listen_is_refused(listener: Listener, tmp_path: Path) -> None:
+def test_what_cannot_listen_is_refused(listener: SpeechListener, tmp_path: Path) -> None:
     speech = write_tiny_speech(tmp_path / "speech")
     run = write_untrained_run(tmp_path / "run", speech)
     with pytest.raises(ConfigError, match=r"its features \(spectrogram\) are not those of a recogniser"):
-        Listener.load(run, speech.path, torch.device("cpu"))
+        SpeechListener.load(run, speech.path, torch.device("cpu"))
     with pytest.raises(RunError, match="is a synthesis model"):
-        Listener.load(run, listener.dataset.path, torch.device("cpu"))
+        SpeechListener.load(run, listener.dataset.path, torch.device("cpu"))

@@ -17,7 +17,7 @@ from speechdp.data.plan.epoch_plan import PlanOptions
 from speechdp.data.shards.dataset import Dataset
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.tasks.acoustic import AcousticTask
-from speechdp.train.evaluate import Evaluator, HeldOut
+from speechdp.train.evaluate import Evaluator, HeldOutScores
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def make_model(dataset: Dataset, *, bidirectional: bool = True) -> LstmAcousticM
         return LstmAcousticModel(dataset.feature_dim, dataset.num_classes, config)
 
 
-def by_hand(dataset: Dataset, model: LstmAcousticModel) -> HeldOut:
+def by_hand(dataset: Dataset, model: LstmAcousticModel) -> HeldOutScores:
     """Score utterance by utterance."""
     log_prob, correct, frames = 0.0, 0, 0
     model.eval()
@@ -48,7 +48,7 @@ def by_hand(dataset: Dataset, model: LstmAcousticModel) -> HeldOut:
                 log_prob += float(scores[np.arange(len(targets)), targets].sum(dtype=np.float64))
                 correct += int((scores.argmax(1) == targets).sum())
                 frames += len(targets)
-    return HeldOut(log_prob / frames, correct / frames, frames)
+    return HeldOutScores(log_prob / frames, correct / frames, frames)
 
 
 def evaluate(
@@ -57,7 +57,7 @@ def evaluate(
     comm: Communicator,
     options: PlanOptions,
     context: Context | None = None,
-) -> HeldOut:
+) -> HeldOutScores:
     with closing(SplitReader(dataset, "dev", context=context)) as reader:
         return Evaluator(reader, options, comm, CPU).evaluate(copy.deepcopy(model), AcousticTask())
 

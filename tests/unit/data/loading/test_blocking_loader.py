@@ -12,7 +12,7 @@ from speechdp.data.loading.batch import Batch
 from speechdp.data.loading.loader import BlockingLoader, Loader
 from speechdp.data.loading.reader import SplitReader
 from speechdp.data.loading.source import Ready
-from speechdp.data.plan.assignment import Assignment, Place, planned
+from speechdp.data.plan.assignment import Assignment, PlanPosition, planned
 from speechdp.data.plan.epoch_plan import EpochPlan, PlanOptions, Segments, plan_epoch
 from speechdp.data.plan.orders import GROUP_BATCHES
 from speechdp.data.shards.dataset import Dataset
@@ -31,7 +31,7 @@ class Counting(SplitReader):
 
     made = 0
 
-    def start(self, segments: Segments, place: Place | None = None) -> Ready:
+    def start(self, segments: Segments, place: PlanPosition | None = None) -> Ready:
         self.made += 1
         return super().start(segments, place)
 

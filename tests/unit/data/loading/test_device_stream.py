@@ -13,7 +13,7 @@ from speechdp.data.loading.buffers import BufferPool
 from speechdp.data.loading.loader import Loader
 from speechdp.data.loading.source import Pending, Ready
 from speechdp.data.loading.stage_times import StageTimes
-from speechdp.data.plan.assignment import Assignment, Place
+from speechdp.data.plan.assignment import Assignment, PlanPosition
 from speechdp.data.plan.epoch_plan import Segments
 
 NUM = 40
@@ -27,7 +27,7 @@ class Filling:
         self.pool = BufferPool(pin=pin)
         self.made = 0
 
-    def start(self, segments: Segments, place: Place) -> Pending:
+    def start(self, segments: Segments, place: PlanPosition) -> Pending:
         features = self.pool.take(SHAPE, torch.float32).fill_(place.index)
         targets = self.pool.take(SHAPE[:2], torch.int64).fill_(place.index)
         self.made += 1
@@ -35,7 +35,7 @@ class Filling:
 
 
 def assignments() -> list[Assignment]:
-    places = (Place(0, 0, index) for index in range(NUM))
+    places = (PlanPosition(0, 0, index) for index in range(NUM))
     return [
         Assignment(s, p, p.index, NUM, 1.0, 1) for s, p in zip(repeat(Segments.none()), places, strict=False)
     ]

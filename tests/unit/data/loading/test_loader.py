@@ -17,7 +17,7 @@ from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.data.loading.loader import Loader, Step
 from speechdp.data.loading.reader import Context, SplitReader
 from speechdp.data.loading.source import Ready
-from speechdp.data.plan.assignment import Place, Position, planned
+from speechdp.data.plan.assignment import PlanPosition, Position, planned
 from speechdp.data.plan.epoch_plan import CorpusIndex, EpochPlan, PlanOptions, Segments, plan_epoch
 from speechdp.data.shards.alignment_file import write_targets
 from speechdp.data.shards.dataset import Dataset
@@ -145,7 +145,7 @@ class CountingReader:
         self.num_read = 0
         self.num_good = num_good
 
-    def start(self, segments: Segments, place: Place) -> Ready:
+    def start(self, segments: Segments, place: PlanPosition) -> Ready:
         self.num_read += 1
         if self.num_read > self.num_good:
             raise ShardError("train-00000.h5: is damaged")

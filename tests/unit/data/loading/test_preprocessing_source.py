@@ -16,7 +16,7 @@ from speechdp.data.loading.reader import Context, SplitReader
 from speechdp.data.loading.source import SplitSource
 from speechdp.data.loading.source_options import SourceRequest, Workshop, open_local_source
 from speechdp.data.loading.threaded_source import ThreadedSource
-from speechdp.data.plan.assignment import Place, augmentation_seed
+from speechdp.data.plan.assignment import PlanPosition, augmentation_seed
 from speechdp.data.plan.epoch_plan import EpochPlan, PlanOptions, plan_epoch
 from speechdp.data.prepare.recognition import PrepareOptions, prepare
 from speechdp.data.shards.dataset import Dataset
@@ -69,8 +69,8 @@ def plan_of(source: SplitSource, options: PlanOptions = CHUNKS) -> EpochPlan:
     return plan_epoch(source.index, options, 0, 1)
 
 
-def places(plan: EpochPlan) -> list[Place]:
-    return [Place(0, 0, index) for index in range(plan.num_steps)]
+def places(plan: EpochPlan) -> list[PlanPosition]:
+    return [PlanPosition(0, 0, index) for index in range(plan.num_steps)]
 
 
 def test_plain_batches_read_by_several_threads_are_the_same(stored: dict[str, Dataset]) -> None:
@@ -138,7 +138,7 @@ def test_masks_depend_on_the_place_alone_and_evaluation_has_none(stored: dict[st
     ):
         segments = plan_of(plain, PlanOptions(6)).ranks[0].batch(0)
         original = plain.batch(segments)
-        for place in (Place(0, 0, 0), Place(1, 0, 0), Place(0, 1, 0)):
+        for place in (PlanPosition(0, 0, 0), PlanPosition(1, 0, 0), PlanPosition(0, 1, 0)):
             expected = original.features.clone()
             SpecAugment().apply(expected, original.lengths, augmentation_seed(TRAIN.seed, place))
             assert torch.equal(masked.batch(segments, place).features, expected)

@@ -22,7 +22,7 @@ from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.errors import ConfigError, ShardError
 from speechdp.options.batch import BatchOptions
 from speechdp.options.run import ModelOptions, TrainOptions
-from speechdp.synthesis.generate import Synthesiser, SynthesisOptions
+from speechdp.synthesis.generate import GenerateOptions, Synthesiser
 from speechdp.synthesis.held_out import EvaluationRequest, evaluate_split
 from speechdp.train.model_file import load_model, load_synthesis_model
 from speechdp.train.realign import train_with_realignment
@@ -116,6 +116,6 @@ def test_an_empty_matrix_of_kaldis(tmp_path: Path) -> None:
 def test_synthesis_is_not_measured_on_them(tmp_path: Path) -> None:
     dataset = with_empty_utterances(write_tiny_speech(tmp_path / "data", TinySizes(2, 2, 2, shards=1)))
     run = write_untrained_run(tmp_path / "run", dataset)
-    synthesiser = Synthesiser(load_synthesis_model(run, torch.device("cpu")), SynthesisOptions())
+    synthesiser = Synthesiser(load_synthesis_model(run, torch.device("cpu")), GenerateOptions())
     with pytest.raises(ShardError, match="utterance test-000 has no frame"):
         evaluate_split(synthesiser, dataset, EvaluationRequest(tmp_path / "run", "test"), lambda *_: None)

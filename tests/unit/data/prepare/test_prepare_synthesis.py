@@ -17,7 +17,7 @@ from speechdp.data.espeak.voice_plan import VOICES, plan_voices, voices_of
 from speechdp.data.prepare.recognition import open_corpus
 from speechdp.data.prepare.recordings import recording_path
 from speechdp.data.prepare.reshard import ReshardOptions, reshard
-from speechdp.data.prepare.synthesis import SynthesisOptions, prepare_synthesis
+from speechdp.data.prepare.synthesis import PrepareSynthesisOptions, prepare_synthesis
 from speechdp.data.prepare.voices import VoiceOptions, prepare_voices
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import Shard
@@ -30,7 +30,7 @@ from tests.helpers.corpora import DIGITS, digit_folder, kaldi_folder, no_progres
 
 def _prepare(source: Path, data: Path, **options: Any) -> Dataset:
     settings = {"num_workers": 1, "num_shards": 2} | options
-    return prepare_synthesis(SynthesisOptions(source, data, **settings), no_progress).dataset
+    return prepare_synthesis(PrepareSynthesisOptions(source, data, **settings), no_progress).dataset
 
 
 def _read(dataset: Dataset, split: str) -> dict[str, tuple[Shard, int]]:
@@ -151,7 +151,7 @@ def test_new_texts_are_counted(tmp_path: Path) -> None:
     source = kaldi_folder(tmp_path / "in", 12)
     text = (source / "text").read_text().replace("utt3 three two", "utt3 Never, ever: 3")
     (source / "text").write_text(text)
-    options = SynthesisOptions(source, tmp_path / "data", split="speaker:test=spk1", num_workers=1)
+    options = PrepareSynthesisOptions(source, tmp_path / "data", split="speaker:test=spk1", num_workers=1)
     prepared = prepare_synthesis(options, no_progress)
     # spk1 says one two (twice), never ever three, five two, seven two, nine two; spk0 the even ones.
     assert prepared.notices == ("texts that do not occur in train: 6 of 6 in test",)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from speechdp.data.plan.assignment import Place
+from speechdp.data.plan.assignment import PlanPosition
 from speechdp.data.signal.compute import compute_features
 from speechdp.data.signal.features import FeatureConfig, num_frames_of
 from speechdp.data.transforms.inputs import FEATURES_ALONE
@@ -167,7 +167,9 @@ def test_masks_come_last_from_the_place_and_only_in_training() -> None:
     made = of_features(InputOptions(splice=1), spec_augment=True)
     features, lengths = batch([60, 30])
     plain = made.finish(features.clone(), lengths)
-    first, same, other = (made.finish(features.clone(), lengths, Place(1, 0, index)) for index in (3, 3, 4))
+    first, same, other = (
+        made.finish(features.clone(), lengths, PlanPosition(1, 0, index)) for index in (3, 3, 4)
+    )
     assert torch.equal(first, same) and not torch.equal(first, other)
     hidden = first != plain
     assert hidden.any() and not first[hidden].any()
@@ -175,7 +177,7 @@ def test_masks_come_last_from_the_place_and_only_in_training() -> None:
 
 def test_a_batch_without_segments_has_the_shape_of_the_models_input() -> None:
     made = of_features(InputOptions(deltas=2, splice=1), spec_augment=True)
-    found = made.finish(torch.zeros(0, 0, 12), torch.zeros(0, dtype=torch.int64), Place(0, 0, 0))
+    found = made.finish(torch.zeros(0, 0, 12), torch.zeros(0, dtype=torch.int64), PlanPosition(0, 0, 0))
     assert found.shape == (0, 0, 108)
 
 
@@ -245,6 +247,6 @@ def test_a_gpu_computes_what_the_cpu_does(kind: str) -> None:
     for want, values in zip(expected, found, strict=True):
         np.testing.assert_allclose(values.cpu(), want, atol=1e-3)
     features, lengths = batch([40, 17, 1])
-    on_cpu = made.finish(features.clone(), lengths, Place(0, 1, 2))
-    on_gpu = made.finish(features.cuda(), lengths, Place(0, 1, 2))
+    on_cpu = made.finish(features.clone(), lengths, PlanPosition(0, 1, 2))
+    on_gpu = made.finish(features.cuda(), lengths, PlanPosition(0, 1, 2))
     np.testing.assert_allclose(on_gpu.cpu(), on_cpu, atol=1e-5)
