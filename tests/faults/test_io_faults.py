@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ pytestmark = [
 _SAMPLES = {
     **{"train": 70, "resume": 25, "train-alone": 10, "train-averaging": 10},
     **{"prepare": 30, "shard": 20, "decode": 10, "report": 6, "sweep": 8},
+    **({"prepare-synthetic": 4} if find_spec("espeakng_loader") else {}),
     **{"train-mpi": 2, "train-horovod": 2, "compare": 1, "compare-rank": 1},
 }
 #: Points that have been wrong once.
