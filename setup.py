@@ -52,6 +52,7 @@ EXTRAS_REQUIRE = {
         "kaldi-native-io>=1.23,<2",
         "ruff>=0.17,<0.18",
         "mypy>=2,<3",
+        "build>=1,<2",
     ],
 }
 
