@@ -11,7 +11,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from speechdp.data.loading.reader import Context
 from speechdp.data.loading.source_options import SourceRequest
@@ -26,51 +26,55 @@ from speechdp.options.model import ModelOptions
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.recipe import RecipeName, find_recipe
 from speechdp.options.schedule import Schedule
+from speechdp.options.shown import heading, shown
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Everything that decides what a run computes, and what it needs to be repeated."""
+    """What to train, on which data, for how long, and how the ranks work together."""
 
-    model: ModelOptions = field(default_factory=ModelOptions)
-    batch: BatchOptions = field(default_factory=BatchOptions)
-    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
-    inputs: InputOptions = field(default_factory=InputOptions)
-    augment: AugmentOptions = field(default_factory=AugmentOptions)
-    loading: LoadingOptions = field(default_factory=LoadingOptions)
-    faults: FaultOptions = field(default_factory=FaultOptions)
+    model: Annotated[ModelOptions, heading("model")] = field(default_factory=ModelOptions)
+    batch: Annotated[BatchOptions, heading("batch")] = field(default_factory=BatchOptions)
+    optimizer: Annotated[OptimizerOptions, heading("optimizer")] = field(default_factory=OptimizerOptions)
+    inputs: Annotated[InputOptions, heading("model input")] = field(default_factory=InputOptions)
+    augment: Annotated[AugmentOptions, heading("augmentation")] = field(default_factory=AugmentOptions)
+    loading: Annotated[LoadingOptions, heading("data loading and sampling")] = field(
+        default_factory=LoadingOptions
+    )
+    faults: Annotated[FaultOptions, heading("failure")] = field(default_factory=FaultOptions)
     task: TaskName = "acoustic"
-    """What to train: an acoustic model (BLSTM over HMM states), or a synthesis model (text to spectrograms),
-    on data prepared with --task synthesis."""
+    """acoustic: a speech recognition model (LSTM over HMM states).
+    synthesis: a text-to-speech model (Tacotron); needs data prepared with --task synthesis."""
     recipe: RecipeName = "none"
-    """Options to train with where none are given; adpsgd-asr: SGD, large batch, learning rate scaled to it
-    with a warm-up, as in arXiv 1904.04956 (recalled, not checked against the paper; docs/training.md)."""
-    strategy: str = "gradient_averaging"
-    """NAME or NAME:option=value,...: what ranks exchange and when (docs/strategies.md)."""
+    """Set of defaults for the options below; options that are given take precedence.
+    adpsgd-asr: 16 epochs of SGD with batch 2560 and a scaled, warmed-up learning rate (docs/training.md)."""
+    strategy: Annotated[str, shown("NAME[:OPTION=VALUE,...]")] = "gradient_averaging"
+    """What ranks exchange and when, e.g. model_averaging:period=16; docs/strategies.md lists all."""
     backend: Literal["auto", "serial", "horovod", "mpi", "torch"] = "auto"
-    """Communicator; auto takes horovod where it is installed, else mpi, and says so."""
+    """Library that ranks communicate over; auto: horovod if installed, else mpi; serial: a single rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes the GPU of this local rank where there is one."""
-    epochs: int | None = None
-    """Passes over the training split; default: 12, with --recipe adpsgd-asr 16."""
+    """Where each rank computes; auto: on the GPU of its local rank if there is one, else on the CPU."""
+    epochs: Annotated[int | None, shown("N", "12; 16 with --recipe adpsgd-asr")] = None
+    """Passes over the training split."""
     seed: int = 1
-    """Of initial weights, order of the data, and dropout."""
-    train_split: str = "train"
+    """Seed for initial weights, data order and dropout."""
+    train_split: Annotated[str, shown("SPLIT")] = "train"
     """Split to train on."""
-    held_out: str = "dev"
-    """Split for the log-probability per frame and frame accuracy after each epoch."""
-    alignments: Path | None = None
-    """Directory of targets to train on (RUN/alignments/K of an earlier run) instead of the shards' own."""
-    realign: int = 0
-    """Rounds of training and forced alignment before the run proper."""
-    realign_epochs: int | None = None
-    """Epochs of each such round; default: --epochs."""
-    max_steps: int = 0
-    """End after so many steps, to try or to time something; 0: all epochs."""
-    checkpoint_steps: int = 0
-    """Save every so many steps, beside the checkpoint after each epoch; 0: only those."""
-    slow_ranks: str = ""
-    """RANK:FACTOR,...: ranks that take so many times as long to compute, by sleeping: stragglers."""
+    held_out: Annotated[str, shown("SPLIT")] = "dev"
+    """Split to evaluate on after each epoch.
+    Acoustic models: log-probability per frame and frame accuracy; synthesis: L1 error."""
+    alignments: Annotated[Path | None, shown("DIR", "the targets in DATA")] = None
+    """Train on these targets, from RUN/alignments/K of an earlier run."""
+    realign: Annotated[int, shown("ROUNDS")] = 0
+    """Rounds of training and forced alignment before the actual training; 0: none."""
+    realign_epochs: Annotated[int | None, shown("N", "--epochs")] = None
+    """Epochs in each round of --realign."""
+    max_steps: Annotated[int, shown("STEPS")] = 0
+    """Stop after this many steps, for trials and timing; 0: train all epochs."""
+    checkpoint_steps: Annotated[int, shown("STEPS")] = 0
+    """Save a checkpoint every so many steps too, not only after each epoch; 0: only after each epoch."""
+    slow_ranks: Annotated[str, shown("RANK:FACTOR,...", "none")] = ""
+    """Simulate stragglers: these ranks sleep until each step has taken FACTOR times as long, e.g. 1:5."""
 
     def __post_init__(self) -> None:
         for name, least in (

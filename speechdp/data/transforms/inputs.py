@@ -21,13 +21,13 @@ _MAX_SPLICE = 100
 
 @dataclass(frozen=True)
 class InputOptions:
-    """The model's input, made of the features; training, decoding and alignment use the same."""
+    """What the model sees of each frame.  Decoding and alignment use the same input as training."""
 
     deltas: int = 0
-    """Slopes of the features over time, as Kaldi's add-deltas makes them: 1 adds deltas, 2 also their own;
-    at most 4."""
+    """Order of the deltas appended to the features, as Kaldi's add-deltas: 1 deltas, 2 also delta-deltas.
+    At most 4; 0: none."""
     splice: int = 0
-    """Frames to each side of a frame that are put beside it as input."""
+    """Frames on each side that are spliced to every frame, at most 100; 0: none."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.deltas <= _MAX_DELTAS:
