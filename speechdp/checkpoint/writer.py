@@ -1,4 +1,4 @@
-"""Checkpoints written behind training: every rank's thread writes its own file, rank 0's makes them one.
+"""Checkpoints written during training: each rank's thread writes its own file, rank 0's completes the folder.
 
 A rank's thread writes its file into RUN/checkpoints/.step-00000120.NONCE.tmp/ and then tells of it in an
 entry beside it.  Rank 0's waits for the entries of all, writes checkpoint.json, and gives the folder its
@@ -162,7 +162,7 @@ class CheckpointWriter:
         return place.final
 
     def check(self) -> None:
-        """Raise what has gone wrong behind training on this rank: RunError where the disk is full."""
+        """Raise what has gone wrong in the background on this rank: RunError where the disk is full."""
         if self._failure is not None:
             raise self._failure
 

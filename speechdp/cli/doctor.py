@@ -1,4 +1,4 @@
-"""`speechdp doctor`: examine every host over the launcher itself before a job is trusted to them."""
+"""`speechdp doctor`: check every host through the launcher itself before starting a job."""
 
 from __future__ import annotations
 

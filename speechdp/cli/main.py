@@ -84,7 +84,7 @@ _HEADINGS = {
 }
 
 
-#: Subcommands behind whose `--` another stands.
+#: Subcommands that take another one after `--`.
 _WITH_COMMAND = ("launch", "submit")
 #: What a shell reports for a program ended by SIGPIPE: the reader of its output has gone.
 _BROKEN_PIPE = 141
@@ -210,7 +210,7 @@ def check_forwarded(arguments: Sequence[str]) -> None:
 
 
 def _refuse_empty(arguments: Sequence[str]) -> None:
-    """Refuse "" as a folder or file: it would be the present folder.  Raises ConfigError."""
+    """Refuse "" as a folder or file: it would be the current folder.  Raises ConfigError."""
     for before, word in zip(["--", *arguments], arguments, strict=False):
         if word == "" and (before == "--" or not before.startswith("-")):
             place = "the first argument" if before == "--" else f"the argument after {before!r}"

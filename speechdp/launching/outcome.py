@@ -111,7 +111,7 @@ class Verdict:
     Attributes:
         exit_code: of the launch.
         reason: what went wrong, with the last checkpoint; None: nothing did.
-        advice: what the user may do next, a clause to stand behind the reason; "": the ranks have said it.
+        advice: what the user may do next, a clause to follow the reason; "": the ranks have said it.
     """
 
     exit_code: int

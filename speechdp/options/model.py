@@ -17,9 +17,9 @@ from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.options.shown import shown
 
 PresetName = Literal["tiny", "kaldi-4x800", "swb2000", "tacotron-tiny", "tacotron-small", "tacotron"]
-#: What is trained where nobody chose a model.
+#: Default preset of each task.
 DEFAULT_PRESET: dict[TaskName, PresetName] = {"acoustic": "tiny", "synthesis": "tacotron-tiny"}
-#: Options of one task's models alone.
+#: Options that only one task's models have.
 _ACOUSTIC = ("layers", "cells", "bidirectional", "projection", "bottleneck")
 _SYNTHESIS = ("reduction", "decoder", "guided_attention")
 

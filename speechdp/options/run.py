@@ -139,11 +139,11 @@ class TrainOptions:
         return find_recipe(self.recipe).epochs if self.epochs is None else self.epochs
 
     def resolve(self, size: int) -> TrainOptions:
-        """Return these options with nothing left open, for data dealt to `size` ranks.
+        """Return these options with all defaults resolved, for `size` training ranks.
 
-        What is given counts, else the recipe, else the preset and the defaults.  Only where the recipe or
-        --global-batch or --base-batch is used does anything depend on `size`; without them the methods
-        below may be called on options as they were given.
+        Options given take precedence, then the recipe, then the preset and the defaults.  Only with a recipe,
+        --global-batch or --base-batch does anything depend on `size`; without them the methods below may be
+        called on options as they were given.
 
         Raises:
             ConfigError: a global batch that does not divide by `size`.
@@ -159,7 +159,7 @@ class TrainOptions:
         return batch, self.optimizer.resolve(recipe, self.num_epochs, global_batch)
 
     def optimizing(self) -> OptimizerOptions:
-        """Return the optimizer's options with nothing left open."""
+        """Return the optimizer's options with all defaults resolved."""
         return self._resolve(None)[1]
 
     def schedule(self) -> Schedule:
@@ -167,7 +167,7 @@ class TrainOptions:
         return self.optimizing().schedule()
 
     def batches(self) -> BatchOptions:
-        """Return the batch options with nothing left open."""
+        """Return the batch options with all defaults resolved."""
         return self._resolve(None)[0]
 
     def plan(self) -> PlanOptions:
@@ -175,7 +175,7 @@ class TrainOptions:
         return self.batches().plan(self.seed)
 
     def source(self, split: str, *, augmented: bool) -> SourceRequest:
-        """Return what a split's batches are to hold: for training (`augmented`), or to be scored."""
+        """Return what a split's batches hold: for training (`augmented`) or for scoring."""
         batches = self.batches()
         return SourceRequest(
             split=split,
@@ -187,22 +187,22 @@ class TrainOptions:
         )
 
     def to_decode(self, split: str) -> str:
-        """Return the split whose words are to be recognised after training; "" for synthesis: none."""
+        """Return the split to decode after training; "" (none) for synthesis."""
         return split if self.task == "acoustic" else ""
 
     def slowness(self, rank: int) -> float:
-        """Return how many times as long as it takes `rank` pretends to compute."""
+        """Return by what factor `rank` is slowed down."""
         return _slow_ranks(self.slow_ranks).get(rank, 1.0)
 
     def to_json(self, size: int | None = None) -> dict[str, Any]:
-        """Return the options as JSON-like values; with `size` also, as `resolved`, what they come to."""
+        """Return the options as JSON-like values; with `size` also their resolved values, as `resolved`."""
         values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), default=str))
         return values if size is None else {**values, "resolved": self.resolve(size).to_json()}
 
     def fingerprint(self) -> str:
         """Return a hash of all options that change what is computed; a resumed run must have the same.
 
-        What they come to is hashed as well: a recipe that another version has changed is another run.
+        Resolved values are hashed as well: a recipe that another version has changed is another run.
         """
         loading = LoadingOptions(preprocess_on=self.loading.preprocess_on)  # a GPU rounds in another way
         values = dataclasses.replace(self, loading=loading, faults=FaultOptions()).to_json(1)

@@ -1,4 +1,4 @@
-"""Elastic averaging: workers train apart and are drawn to a common centre, which is drawn to them."""
+"""Elastic averaging: workers train locally; they and a common centre are pulled towards each other."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class Easgd(PeriodicStrategy):
 
     #: Each worker at its own pace over a server, or all at once by allreduce.
     mode: Literal["async", "sync"] = "async"
-    #: Share of the distance both move at an exchange; 0: 0.9 / workers.
+    #: Fraction of the distance that both move at an exchange; 0: 0.9 / workers.
     alpha: float = 0.0
-    #: Rank 0 serves only and trains on nothing (mode=async).
+    #: Rank 0 only serves and does not train (mode=async).
     dedicated: bool = False
 
     @property
@@ -171,7 +171,7 @@ class Easgd(PeriodicStrategy):
             yield
 
     def _show_centre(self) -> None:
-        """Put the centre into every replica."""
+        """Copy the centre to every replica."""
         if self._num_workers == 1:
             return
         values = self.replica.parameters.values

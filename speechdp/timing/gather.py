@@ -18,7 +18,7 @@ from speechdp.timing.timeline import Timeline
 def gather_timing(
     timeline: Timeline, comm: Communicator, others: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Gather every rank's sums, and what else is to stand beside them (`others`).  Collective.
+    """Gather every rank's sums, and further entries (`others`).  Collective.
 
     In a step the rank that comes last to an exchange waits for nobody: the shortest communication of all
     ranks is the exchange itself, what the others need beyond it is waiting.  Summed over steps, this also

@@ -117,7 +117,7 @@ def exclusive_pieces(codes: list[int]) -> list[tuple[int, int, int]]:
 
 
 def _timed(pieces: list[tuple[int, int, int]], times_s: list[float]) -> list[Piece]:
-    """Put times to pieces; evaluation and checkpoints inside a step are no spans of it."""
+    """Assign times to pieces; evaluation and checkpoints inside a step are no spans of it."""
     return [
         (index, times_s[a], times_s[b] - times_s[a]) for index, a, b in pieces if index < len(STEP_SPAN_NAMES)
     ]

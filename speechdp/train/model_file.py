@@ -1,4 +1,4 @@
-"""The trained model as a file: weights, sizes, and the class statistics that decoding needs."""
+"""The trained model as a file: weights, sizes, and the class counts that decoding needs."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def _run_to_end(session: Session, trainer: Trainer, loader: StepLoader, dealing:
 
 
 def _describe_recipe(options: TrainOptions, resolved: TrainOptions, strategy: Strategy) -> str:
-    """Return what a recipe has come to on these ranks: where it does not scale, there is no warm-up."""
+    """Describe what a recipe amounts to on these ranks: where it does not scale, there is no warm-up."""
     schedule, batch = resolved.schedule(), resolved.batches().batch_size
     rise = "no warm-up: the batch is not larger than --base-batch"
     if schedule.warmup_epochs > 0 and schedule.learning_rate > schedule.warmup_from:
@@ -191,7 +191,7 @@ def _prepare_folder(
 def _take_place(
     session: Session, options: TrainOptions, trainer: Trainer, sources: Sources, begun_with: int
 ) -> None:
-    """Go on at the same share of the epoch that other ranks had under way, and say so.
+    """Continue at the same fraction of the epoch that the other number of ranks had reached, and say so.
 
     Args:
         options: resolved.

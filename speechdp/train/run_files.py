@@ -30,7 +30,7 @@ class Metrics:
         time_s: training time without evaluations and checkpoints, s.
         train_loss: mean over the epoch's frames, nats.
         learning_rate: at the end of the epoch.
-        heldout_log_prob: mean log-probability of the aligned class, nats a frame.
+        heldout_log_prob: mean log-probability of the aligned class, nats per frame.
         heldout_frame_accuracy: share of frames classified as aligned.
         heldout_frames: frames scored.
         replica_distance: largest over ranks of |w_i - w| / |w|, w the parameters evaluated.

@@ -45,11 +45,11 @@ class InputOptions:
 
         Args:
             features: (B, T, F).
-            lengths: (B,) int64, on the CPU, each above 0; frames behind a segment's end are not looked at,
+            lengths: (B,) int64, on the CPU, each above 0; frames past a segment's end are not looked at,
                 its first and last frame are repeated instead.
 
         Returns:
-            (B, T, F * copies), arbitrary behind each segment's end; `features` itself where nothing is added.
+            (B, T, F * copies), arbitrary past each segment's end; `features` itself where nothing is added.
         """
         if self.deltas:
             features = _add_deltas(features, lengths, self.deltas)

@@ -180,7 +180,7 @@ class Preprocessor:
             place: of the batch in training; None: nothing is hidden.
 
         Returns:
-            (B, T, I), 0 behind each segment's end.
+            (B, T, I), 0 past each segment's end.
         """
         if features.numel() == 0:
             return features.new_zeros(*features.shape[:2], self.output_dim)

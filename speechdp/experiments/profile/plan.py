@@ -183,7 +183,7 @@ def _shared_out(batch: BatchOptions, ranks: int) -> BatchOptions:
 
 
 def _without_overlap(text: str) -> str:
-    """Have a strategy exchange after backward, not behind it: functions are to be told apart."""
+    """Have a strategy exchange after backward, not during it: functions are to be told apart."""
     if not hasattr(parse_strategy(text), "overlap") or "overlap=" in text:
         return text
     return f"{text}{',' if ':' in text else ':'}overlap=false"

@@ -25,7 +25,7 @@ class DecoderOutput:
     """What the decoder makes when it is taught.
 
     Attributes:
-        mel: (B, T, M), zero behind each utterance's end.
+        mel: (B, T, M), zero past each utterance's end.
         stop_logits: (B, N), of "the last frame is among those made so far".
         attention: (B, N, S), rows sum to 1 over an utterance's own symbols.
     """

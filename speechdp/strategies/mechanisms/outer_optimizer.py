@@ -1,4 +1,4 @@
-"""What strategies have in common that move one global model by the mean movement of the ranks."""
+"""What strategies share that move one global model by the ranks' mean movement."""
 
 from __future__ import annotations
 
