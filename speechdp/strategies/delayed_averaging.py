@@ -1,4 +1,4 @@
-"""Model averaging overlapped with the next steps: parameters are corrected when the average arrives."""
+"""Model averaging overlapped with the next steps; the average is applied `delay` steps later."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class DelayedAveraging(PeriodicStrategy):
     piece's own last average.
 
     Exchange: the window's copy of the parameters (or of a fragment) with its weight appended, in one
-    allreduce overlapped with the following steps; 2 (N-1)/N times the parameters' bytes sent by each rank per period.
+    allreduce overlapped with the following steps; 2 (N-1)/N times the parameters' bytes sent by each rank
+    per period.
 
     Guarantee: the average is used after `delay` steps, not whenever it arrives, so runs repeat and resume
     bitwise; replicas differ until `finish`, where they become their mean, bitwise equal.
