@@ -27,7 +27,7 @@ CHECKPOINT_FORMAT = "speechdp-checkpoint"
 CHECKPOINT_VERSION = 1
 _NAME = re.compile(r"step-[0-9]{8,}")
 _PIECE_BYTES = 4 * 2**20
-_AGAIN = "go on with --resume"
+_AGAIN = "continue with --resume"
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def load_checkpoint(
         notices.append(f"passing over {problems[-1].text}")
     if problems:
         # A disk that does not answer may answer again: nobody should give up a run for that.
-        anew = "begin the run anew with --overwrite"
+        anew = "start over with --overwrite"
         remedy = next((f"{p.remedy}, or {anew}" for p in problems if p.remedy), anew)
         told = "; ".join(problem.text for problem in problems)
         raise RunError(f"{run_dir / 'checkpoints'}: no checkpoint can be used: {told}; {remedy}")

@@ -126,7 +126,7 @@ class CheckpointWriter:
         except OSError as error:
             entry = self._problem(error)
             told = OSError(entry["errno"], entry["problem"])
-            return cannot_be_read(self._folder, told, "go on with --resume")
+            return cannot_be_read(self._folder, told, "continue with --resume")
 
     def _not_seen(self, rank: int, why: str) -> str:
         return why or (
@@ -279,6 +279,6 @@ class CheckpointWriter:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         return (
             f"{self._folder}: checkpoint is not complete: nothing from {names}{more} for "
-            f"{self._patience_s:g} s; look at the disk there, then go on with --resume; "
+            f"{self._patience_s:g} s; look at the disk there, then continue with --resume; "
             f"{last_checkpoint_note(self._run_dir)}"
         )

@@ -84,13 +84,13 @@ class CompareCommand:
             try:
                 record = Comparer(request, starter, say).run()
             except JobStopped as stopped:
-                say(f"stopped as asked; the same command goes on with {self.out_dir}")
+                say(f"stopped as requested; the same command continues {self.out_dir}")
                 return stopped.exit_code
         print_report(self.out_dir, self.target)
         failed = sum(run.state == FAILED for run in record.runs)
         if failed:
             print(
-                f"speechdp: {failed} of {len(record.runs)} runs failed; their messages stand in the report, "
+                f"speechdp: {failed} of {len(record.runs)} runs failed; their messages are in the report, "
                 f"their output in {self.out_dir / 'logs'}; the same command tries them again",
                 file=sys.stderr,
             )
@@ -101,11 +101,11 @@ class CompareCommand:
         from speechdp.parallel.registry import describe, parse_strategy  # noqa: PLC0415
 
         if self.options.strategy != TrainOptions().strategy:
-            raise ConfigError("--strategy is not for compare: use --strategies")
+            raise ConfigError("--strategy does not apply to compare: use --strategies")
         if self.options.seed != TrainOptions().seed:
-            raise ConfigError("--seed is not for compare: use --seeds")
+            raise ConfigError("--seed does not apply to compare: use --seeds")
         if self.options.max_steps:
-            raise ConfigError("--max-steps is not for compare: runs are compared after whole epochs")
+            raise ConfigError("--max-steps does not apply to compare: runs are compared after whole epochs")
         strategies = split_strategies(self.strategies)
         meanings = [describe(parse_strategy(text)) for text in strategies]
         twice = [

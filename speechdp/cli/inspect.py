@@ -43,7 +43,7 @@ class InspectCommand:
                 if storage != "contiguous":
                     console.print(
                         f"{count} shards are {storage}: every read unpacks whole chunks; "
-                        "speechdp shard writes them anew, contiguous"
+                        "speechdp shard rewrites them, contiguous"
                     )
         return 0
 

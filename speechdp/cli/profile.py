@@ -114,14 +114,14 @@ class ProfileCommand:
             try:
                 record = Profiler(request, starter, say).run()
             except JobStopped:
-                say(f"stopped as asked; the same command goes on with {self.out_dir}")
+                say(f"stopped as requested; the same command continues {self.out_dir}")
                 return exit_codes.STOPPED
         failed = [job for job in record.jobs if job.state == FAILED]
         if len(failed) < len(record.jobs):
             print_report(self.out_dir, None)
         if failed:
             print(
-                f"speechdp: {len(failed)} of {len(record.jobs)} jobs failed; their messages stand above, "
+                f"speechdp: {len(failed)} of {len(record.jobs)} jobs failed; their messages are above, "
                 f"their output in {self.out_dir / 'logs'}; the same command tries them again",
                 file=sys.stderr,
             )

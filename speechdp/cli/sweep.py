@@ -53,7 +53,7 @@ class SweepCommand:
         from speechdp.cli.support.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415 - fast --help
 
         if self.options.strategy != TrainOptions().strategy:
-            raise ConfigError("--strategy is not for sweep: use --swept, --periods and --reference")
+            raise ConfigError("--strategy does not apply to sweep: use --swept, --periods and --reference")
         sweep = [self.swept, self.periods, self.reference, self.one_rank_steps, self.decode_split]
         others = {"OUT folder": self.out_dir, "sweep": sweep, "--overwrite": self.overwrite}
         request = SessionRequest(self.data, self.options, self.out_dir.name, others)
@@ -91,9 +91,9 @@ class SweepCommand:
                 run_sweep(session, self.options, plan, self.out_dir, self._reporter_maker(comm))
         except Stopped as stop:
             if isinstance(stop, StoppedBefore) and stop.folder == self.out_dir:
-                text = f"stopped as asked before it began; give the same command again: {self.out_dir}"
+                text = f"stopped as requested before it began; repeat the command: {self.out_dir}"
             else:
-                text = f"stopped as asked; the same command goes on with {self.out_dir}"
+                text = f"stopped as requested; the same command continues {self.out_dir}"
             session.reporter.notice(text)
             return exit_codes.STOPPED
         if comm.rank == 0:

@@ -67,9 +67,9 @@ class TrainCommand:
         except Stopped as stop:
             session.reporter.end()
             if isinstance(stop, StoppedBefore):
-                text = "stopped as asked before it began; give the same command again"
+                text = "stopped as requested before it began; repeat the command"
             else:
-                text = "stopped as asked; the same command with --resume goes on"
+                text = "stopped as requested; the same command with --resume continues"
             session.reporter.notice(f"{text}: {self.run_dir}")
             return exit_codes.STOPPED
         session.reporter.notice(f"model: {self.run_dir / 'model.safetensors'}")

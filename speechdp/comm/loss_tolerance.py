@@ -28,13 +28,13 @@ class PeerLost(CommunicationError):  # noqa: N818 (what happened; not always an 
     def __init__(self, ranks: Collection[int]) -> None:
         self.ranks = frozenset(ranks)
         named = ", ".join(str(rank) for rank in sorted(self.ranks))
-        super().__init__(f"lost contact with rank {named}; go on with --resume")
+        super().__init__(f"lost contact with rank {named}; continue with --resume")
 
 
 def leader_lost() -> CommunicationError:
     """Return the error of ranks that have lost rank 0."""
     return CommunicationError(
-        "rank 0 is gone, which deals the batches, evaluates and saves; go on with --resume"
+        "rank 0 is gone, which deals the batches, evaluates and saves; continue with --resume"
     )
 
 
@@ -83,7 +83,7 @@ class Star:
         self._gather([x if self._peers.rank == root else none], take)
         if root not in self.alive:
             raise CommunicationError(
-                f"rank {root} is gone, whose values the others need; go on with --resume"
+                f"rank {root} is gone, whose values the others need; continue with --resume"
             )
         self._share(x)
 

@@ -52,5 +52,5 @@ def write_timing(run_dir: Path, timing: dict[str, Any]) -> Path:
     try:
         write_text_atomically(path, json.dumps(timing, indent=1))
     except OSError as error:
-        raise RunError(cannot_be_written(path, error, "go on with --resume")) from error
+        raise RunError(cannot_be_written(path, error, "continue with --resume")) from error
     return path

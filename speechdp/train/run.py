@@ -157,13 +157,13 @@ def _prepare_folder(
     comm = session.comm
     if comm.rank == 0:
         if not resume and run.is_begun:
-            raise ConfigError(f"{run.path}: already holds a run; go on with --resume, or --overwrite it")
+            raise ConfigError(f"{run.path}: already holds a run; continue with --resume, or --overwrite it")
         if run.is_begun:
             run.check_same(options.fingerprint(), session.dataset.checksum, options.to_json())
         elif resume and next(checkpoint_steps(run.path), None) is not None:
             raise RunError(
                 f"{run.path}: has checkpoints, but no run.json to tell what run they are of; put it back, "
-                "or start the run anew with --overwrite"
+                "or start over with --overwrite"
             )
     comm.barrier()
     notices: list[str] = []

@@ -118,9 +118,9 @@ def test_it_goes_on_keeps_what_is_finished_and_records_what_fails(
         (["--strategies", "no_such"], "unknown strategy 'no_such'"),
         (["--strategies", "gradient_averaging,every=2"], "'every=2' follows no strategy with options"),
         (["--strategies", "model_averaging,model_averaging:period=16"], "are the same"),
-        (["--strategy", "model_averaging"], "--strategy is not for compare: use --strategies"),
-        (["--seed", "3"], "--seed is not for compare: use --seeds"),
-        (["--max-steps", "3"], "--max-steps is not for compare"),
+        (["--strategy", "model_averaging"], "--strategy does not apply to compare: use --strategies"),
+        (["--seed", "3"], "--seed does not apply to compare: use --seeds"),
+        (["--max-steps", "3"], "--max-steps does not apply to compare"),
         (["--ranks", "0"], "--ranks '0': write whole numbers from 1 on"),
         (["--ranks", "1,3", "--global-batch", "4"], "does not divide by 3 ranks"),
         (["--modes", "time"], "--modes: write frames, or frames,time"),
@@ -191,7 +191,7 @@ def test_a_stop_saves_the_run_under_way_and_the_same_command_goes_on(
         job.signal(signal.SIGTERM)
         stopped = job.finish(within_s=120)
     assert stopped.exit_code == STOPPED, stopped.output
-    assert "stopped as asked; the same command goes on" in stopped.stdout
+    assert "stopped as requested; the same command continues" in stopped.stdout
     (run,) = json.loads((out / "compare.json").read_text())["runs"]
     assert run["state"] == "pending"
     ended = ended_within(500, command)

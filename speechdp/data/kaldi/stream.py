@@ -66,7 +66,7 @@ class KaldiStream:
         """Return the error for what stands at the present byte."""
         where = f"utterance {self.utterance}, " if self.utterance else ""
         return ConfigError(
-            f"{self.path}: {where}byte {self.position}: {reason}; copy the file anew or make it again"
+            f"{self.path}: {where}byte {self.position}: {reason}; copy the file again or make it again"
         )
 
     def peek(self, num: int) -> bytes:
