@@ -1,6 +1,6 @@
 """Checkpoints: everything a run needs to go on, on every rank; what is in one, and how it is read back.
 
-RUN/checkpoints/step-00000120/ holds one safetensors file a rank and checkpoint.json, which names them with
+RUN/checkpoints/step-00000120/ holds one safetensors file per rank and checkpoint.json, which names them with
 their sha256.  The folder gets its name by a rename after all of it is on disk (checkpoint_writer.py), so a
 folder with that name is whole.  Nothing here is pickled: loading a checkpoint never runs code.
 """

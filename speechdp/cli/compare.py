@@ -166,8 +166,8 @@ def _announcement(request: CompareRequest) -> list[str]:
         workers = {training_ranks(request.options_of(name, 0), ranks) for name in plan.strategies_on(ranks)}
         for count in sorted(workers):
             batch = request.options.resolve(count).plan().batch_size
-            words.append(f"{batch} on each of {count} that train ({count * batch} together)")
-    lines = [f"{len(plan.runs())} runs; segments a step: {', '.join(dict.fromkeys(words))}"]
+            words.append(f"{batch} on each of {count} training ranks ({count * batch} together)")
+    lines = [f"{len(plan.runs())} runs; segments per step: {', '.join(dict.fromkeys(words))}"]
     if len({int(word.split("(")[1].split()[0]) for word in words}) > 1:
         lines.append(
             "the batch is each rank's own: at equal frames more ranks make fewer updates "

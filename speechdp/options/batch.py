@@ -48,7 +48,7 @@ class BatchOptions:
                 "--batch-size (of a rank) and --global-batch (of all ranks) exclude each other: give one"
             )
         if self.batch_frames < 0:
-            raise ConfigError(f"--batch-frames {self.batch_frames}: frames a rank and step, or 0")
+            raise ConfigError(f"--batch-frames {self.batch_frames}: frames per rank and step, or 0")
         if self.batch_frames and (self.batch_size or self.global_batch is not None):
             raise ConfigError("--batch-frames excludes --batch-size and --global-batch: give one")
         if self.batch_frames and self.order == "blocking-sort":
@@ -60,7 +60,7 @@ class BatchOptions:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative")
 
     def resolve(self, preset: Preset, recipe: Recipe, size: int | None) -> BatchOptions:
-        """Fill what was not given from `recipe`, then `preset`, for `size` ranks that train.
+        """Fill in options not given from `recipe`, then `preset`, for `size` ranks that train.
 
         The result's batch_size is 0 where --batch-frames counts.
         """

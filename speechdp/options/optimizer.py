@@ -72,7 +72,7 @@ class OptimizerOptions:
                 )
 
     def resolve(self, recipe: Recipe, epochs: int, global_batch: int | None) -> OptimizerOptions:
-        """Fill what was not given from `recipe`, for so many epochs and segments a step (None: unknown).
+        """Fill in options not given from `recipe`, for so many epochs and segments per step (None: unknown).
 
         Raises:
             ConfigError: a learning rate to be scaled that is not known, or that is another optimizer's.

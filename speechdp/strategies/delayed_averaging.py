@@ -43,7 +43,7 @@ class DelayedAveraging(PeriodicStrategy):
     w_i <- w_i + mix * ((sum_j n_j s_j) / (sum_j n_j) - s_i), n_j the frames rank j has seen since the last
     window's end.  delay = 0 and mix = 1 are model averaging.  period = delay = 1 is delay-by-one,
     w_i(k+1) = mean_j w_j(k) - lr * g_i(w_i(k)).  With `fragments` each of so many pieces of the flat vector
-    is averaged once a period, one after the other, period / fragments steps apart; n_j counts from the
+    is averaged once per period, one after the other, period / fragments steps apart; n_j counts from the
     piece's own last average.
 
     Exchange: the window's copy of the parameters (or of a fragment) with its weight appended, in one

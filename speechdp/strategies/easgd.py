@@ -46,14 +46,14 @@ class _Centre(Server):
 
 @dataclass(eq=False)
 class Easgd(PeriodicStrategy):
-    """Draw each worker and a centre towards one another once a period; the centre is the model.
+    """Pull each worker and a centre towards each other once per period; the centre is the model.
 
     Update rule: K times x_i <- x_i - lr * g_i(x_i) on worker i; then, with d = alpha (x_i - x~) taken before
     either moves, x_i <- x_i - d and x~ <- x~ + d.  mode=async: each worker when its own period is over, the
     others' moves included as far as they have come.  mode=sync: all at the same step, x~ <- x~ + sum_i d_i.
     A single worker has nobody to be drawn to: plain SGD.
 
-    Exchange: mode=async: a worker sends x_i (P bytes) to rank 0 and gets d (P bytes) once a period, and
+    Exchange: mode=async: a worker sends x_i (P bytes) to rank 0 and gets d (P bytes) once per period, and
     waits for it; rank 0 sends and gets that for every other rank.  mode=sync: one allreduce of x.
 
     Guarantee: x_i + x~ is unchanged by an exchange (elastic symmetry).  Evaluated and final model is x~,

@@ -138,7 +138,7 @@ class _Sums:
     spans_s: list[float] = field(default_factory=lambda: [0.0] * len(STEP_SPAN_NAMES))
     host_s: dict[int, float] = field(default_factory=dict)
     overlapped_s: dict[int, float] = field(default_factory=dict)
-    #: Seconds of communication of each step, 4 bytes a step.
+    #: Seconds of communication of each step, 4 bytes per step.
     comm_of_steps: array[float] = field(default_factory=lambda: array("f"))
 
     def add(self, step: ResolvedStep) -> None:

@@ -120,7 +120,7 @@ def _describe_recipe(options: TrainOptions, resolved: TrainOptions, strategy: St
     if schedule.warmup_epochs > 0 and schedule.learning_rate > schedule.warmup_from:
         rise = f"from {schedule.warmup_from:g} over {schedule.warmup_epochs:g} epochs"
     return (
-        f"recipe {options.recipe}: {batch} segments a rank and step, "
+        f"recipe {options.recipe}: {batch} segments per rank and step, "
         f"learning rate {schedule.learning_rate:g} ({rise}), strategy {strategy.name}"
     )
 
@@ -209,7 +209,7 @@ def _take_place(
         )
     session.reporter.notice(
         f"going on from step {counters.step}, written by {begun_with} ranks, with {session.comm.size} ranks: "
-        f"{place}; every rank takes {options.batches().batch_size or 'as many'} segments a step, "
+        f"{place}; every rank takes {options.batches().batch_size or 'as many'} segments per step, "
         f"learning rate {options.schedule().learning_rate:g}"
     )
 

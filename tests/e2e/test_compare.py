@@ -56,7 +56,7 @@ def test_every_run_is_an_ordinary_run_folder(compared: tuple[Path, Ended]) -> No
         assert (folder / "completed.json").is_file() and (folder / "wer-test.json").is_file()
         facts = json.loads((folder / "run.json").read_text())
         assert facts["size"] == run["ranks"]
-        # 4 segments a step of all ranks together, on the same targets.
+        # 4 segments per step of all ranks together, on the same targets.
         assert facts["batch_size"] * run["ranks"] == 4
         assert facts["options"]["alignments"].endswith("alignment/alignments/1")
 
@@ -65,7 +65,7 @@ def test_one_line_says_what_came_of_each_run(compared: tuple[Path, Ended]) -> No
     _, ended = compared
     lines = ended.stdout.splitlines()
     assert lines[0].startswith(
-        "3 runs; segments a step: 4 on each of 1 that train (4 together), 2 on each of 2"
+        "3 runs; segments per step: 4 on each of 1 training ranks (4 together), 2 on each of 2"
     )
     for number in (1, 2, 3):
         mine = [line for line in lines if line.startswith(f"[{number}/3] equal frames")]

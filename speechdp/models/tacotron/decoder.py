@@ -1,6 +1,6 @@
-"""The attention decoder: memory to mel frames, r frames a step.
+"""The attention decoder: memory to mel frames, r frames per step.
 
-Legend: B batch, S symbols, C memory values a symbol, T frames, N decoder steps, r frames a step,
+Legend: B batch, S symbols, C memory values per symbol, T frames, N decoder steps, r frames per step,
 M mel bins, A config.attention_dim, D config.decoder_dim, P config.prenet_dim.
 """
 

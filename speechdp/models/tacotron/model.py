@@ -1,6 +1,6 @@
 """Tacotron (Wang et al. 2017, arXiv 1703.10135): symbols to mel frames to linear spectrogram frames.
 
-Legend: B batch, S symbols, T frames, N decoder steps, r frames a step, M mel bins, L linear bins,
+Legend: B batch, S symbols, T frames, N decoder steps, r frames per step, M mel bins, L linear bins,
 W config.width.
 """
 

@@ -18,7 +18,7 @@ from speechdp.timing.timeline import Span, Timeline
 
 @dataclass(eq=False)
 class OuterStrategy(PeriodicStrategy):
-    """Move a global model once a period; all ranks go on from where it leaves them.
+    """Move a global model once per period; all ranks continue from it.
 
     Subclasses write `outer_step`.  The global model and its velocity are flat vectors, computed by every rank
     from the same mean and therefore the same everywhere: nothing but the parameters is exchanged.

@@ -159,7 +159,7 @@ class PeriodicStrategy(Strategy):
     def _start_window(self, progress: Progress) -> None:
         if self.current_period.unit is PeriodUnit.SECONDS:
             # Ranks must agree on the step of the next exchange without a message at every step: rank 0
-            # turns the seconds into steps at its own pace, once a period.
+            # turns the seconds into steps at its own pace, once per period.
             pace_s = (progress.time_s - self._last_time_s) / self._window_steps
             wanted = max(1, round(self.current_period.value / max(pace_s, 1e-9)))
             self._steps_a_period = self._agree(wanted, "steps_a_period")
