@@ -1,4 +1,4 @@
-"""`speechdp launch`: start a job over N ranks with mpirun or horovodrun, and watch over it."""
+"""`speechdp launch`: start a job on N ranks with mpirun or horovodrun, and supervise it."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class _JobPlace:
 
 
 def launch(options: LaunchCommand, program: tuple[str, ...]) -> int:
-    """Check hosts and command, start `program` over the ranks, and return the exit code of it all."""
+    """Check hosts and command, start `program` on the ranks, and return the job's exit code."""
     if options.grace_s < 0:
         raise ConfigError(f"--grace-s {options.grace_s:g}: must be at least 0 seconds")
     command = check_command(options.command, requeue=True) if options.requeue else options.command
@@ -163,7 +163,7 @@ def _give_back(allocation: Allocation) -> int:
 def _run_until_done(
     starter: _Starter, restarts: Restarts, command: tuple[str, ...], request: SupervisorStop
 ) -> tuple[JobEnd, Verdict]:
-    """Start the job, and again as long as that is asked for and may help; return its last end."""
+    """Start the job, and restart it as long as requested and useful; return its last end."""
     target, most = restarts.target, restarts.policy.max_restarts + 1
     hosts, arguments, reason = restarts.begin(), command, ""
     while True:
@@ -193,7 +193,7 @@ def _run_until_done(
 
 
 class _Starter:
-    """Starts the ranks over one set of hosts after another."""
+    """Starts the ranks, each time on a set of hosts."""
 
     def __init__(
         self, options: LaunchCommand, program: tuple[str, ...], place: _JobPlace, request: SupervisorStop

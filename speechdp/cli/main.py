@@ -113,7 +113,7 @@ def _exit_code_of(end: SystemExit) -> int:
 
 
 def _told_of_lost_output(exit_code: int) -> int:
-    """Say what of the output is lost, where nothing else does; return the exit code for it."""
+    """Report lost output, unless that is done elsewhere; return the exit code for it."""
     lost = lost_output()
     if lost is None or exit_code != 0:
         return exit_code
@@ -196,7 +196,7 @@ def _take_internal(command: Subcommand, arguments: Sequence[str]) -> tuple[dict[
 
 
 def check_forwarded(arguments: Sequence[str]) -> None:
-    """Refuse a command line that ranks are to run, here and once, instead of on every rank, after a queue.
+    """Refuse an invalid forwarded command line here, once, instead of on every rank or after a queue.
 
     Raises:
         SystemExit: as `parse` does.

@@ -41,7 +41,7 @@ class PosteriorsCommand:
     """Replace existing files."""
 
     def run(self) -> int:
-        """Write the archive and say what is in it."""
+        """Write the archive and print a summary."""
         from speechdp.cli.support.distributed import over_ranks  # noqa: PLC0415 - keeps --help fast
 
         return over_ranks("auto", self.device, self._on_rank)

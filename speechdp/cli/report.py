@@ -31,13 +31,13 @@ class ReportCommand:
     Log-probability in nats per frame; L1 error for synthesis models."""
 
     def run(self) -> int:
-        """Write the report and print its table, its answer and where it lies."""
+        """Write the report; print its table, its answer and its path."""
         print_report(self.out, self.target)
         return 0
 
 
 def print_report(out: Path, target: float | None) -> None:
-    """Write the report of a folder and print its table, its answer and where it lies."""
+    """Write the report of a folder; print its table, its answer and its path."""
     from rich.text import Text  # noqa: PLC0415 (keeps `speechdp --help` fast)
 
     from speechdp.cli.support.console import make_console  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""`speechdp shard`: divide a data directory into another number of shards."""
+"""`speechdp shard`: copy a data directory into another number of shards."""
 
 from __future__ import annotations
 

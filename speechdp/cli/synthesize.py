@@ -1,4 +1,4 @@
-"""`speechdp synthesize`: say texts with a trained model, or measure how well it says held-out ones."""
+"""`speechdp synthesize`: speak texts with a trained model, or measure the speech of held-out texts."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class SynthesizeCommand:
     """Replace existing WAV and PNG files."""
 
     def run(self) -> int:
-        """Say the texts, or measure."""
+        """Speak the texts, or measure."""
         from speechdp.cli.support.distributed import over_ranks  # noqa: PLC0415 - keeps --help fast
 
         self._check()
@@ -97,7 +97,7 @@ class SynthesizeCommand:
             self._check_output(path)
 
     def _check_output(self, path: Path) -> None:
-        """Refuse a file that could not be written in the end.  Raises ConfigError."""
+        """Refuse output files that cannot be written.  Raises ConfigError."""
         num_bytes = len(os.fsencode(path.name))
         if num_bytes > _MAX_NAME_BYTES:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Tell whether a job did what it was started for, from what stands in its run directory."""
+"""Tell from its run directory whether a job did what it was started for."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _age_key(path: Path) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a job has come to.
+    """The outcome of a job.
 
     Attributes:
         exit_code: of the launch.

@@ -60,7 +60,7 @@ class BatchOptions:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative")
 
     def resolve(self, preset: Preset, recipe: Recipe, size: int | None) -> BatchOptions:
-        """Fill in options not given from `recipe`, then `preset`, for `size` ranks that train.
+        """Fill in options not given from `recipe`, then `preset`, for `size` training ranks.
 
         The result's batch_size is 0 where --batch-frames counts.
         """
@@ -80,12 +80,12 @@ class BatchOptions:
         )
 
     def plan(self, seed: int) -> PlanOptions:
-        """Return what the epoch plan needs; of resolved options."""
+        """Return the options of the epoch plan; options must be resolved."""
         assert self.batch_size is not None and self.chunk_frames is not None
         return PlanOptions(self.batch_size, self.chunk_frames, seed, self.order, self.batch_frames)
 
     def _share(self, recipe: Recipe, size: int | None) -> int | None:
-        """Return a rank's part of the global batch; None where there is no global batch."""
+        """Return a rank's share of the global batch; None without a global batch."""
         total = recipe.global_batch if self.global_batch is None else self.global_batch
         if total is None:
             return None

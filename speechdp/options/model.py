@@ -1,4 +1,4 @@
-"""Options of the model: a preset, and single sizes of it changed.
+"""Options of the model: a preset, and changes to its sizes.
 
 The docstring under a field is its help on the command line.
 """

@@ -99,7 +99,7 @@ class OptimizerOptions:
         )
 
     def schedule(self) -> Schedule:
-        """Return the learning rate over epochs; of resolved options."""
+        """Return the learning rate schedule; options must be resolved."""
         assert self.learning_rate is not None and self.warmup_epochs is not None
         assert self.warmup_from is not None and self.anneal_from is not None
         return Schedule(

@@ -13,7 +13,7 @@ RecipeName = Literal["none", "adpsgd-asr"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """Defaults that belong together.
+    """A set of defaults.
 
     Attributes:
         optimizer: the optimizer.

@@ -1,4 +1,4 @@
-"""Options of a training run: frozen dataclasses, one a component, checked together before step 1.
+"""Options of a training run: frozen dataclasses, one per component, checked together before step 1.
 
 The docstring under a field is its help on the command line.
 """
@@ -100,7 +100,7 @@ class TrainOptions:
         batch.plan(self.seed)
 
     def _refuse_beside_synthesis(self) -> None:
-        """Refuse, all at once, what cuts utterances or changes their sound.  Raises ConfigError."""
+        """Refuse, in one message, options that cut utterances or change their sound.  Raises ConfigError."""
         given = [
             f"--{field.name.replace('_', '-')}"
             for group in (self.inputs, self.augment)
@@ -163,7 +163,7 @@ class TrainOptions:
         return self._resolve(None)[1]
 
     def schedule(self) -> Schedule:
-        """Return the learning rate over this run."""
+        """Return the learning rate schedule of this run."""
         return self.optimizing().schedule()
 
     def batches(self) -> BatchOptions:
@@ -171,7 +171,7 @@ class TrainOptions:
         return self._resolve(None)[0]
 
     def plan(self) -> PlanOptions:
-        """Return what the epoch plan needs."""
+        """Return the options of the epoch plan."""
         return self.batches().plan(self.seed)
 
     def source(self, split: str, *, augmented: bool) -> SourceRequest:

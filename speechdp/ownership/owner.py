@@ -1,4 +1,4 @@
-"""One owner a folder: a second job is refused in one line, and takes over what is left by one that is gone.
+"""One owner per folder: a second job is refused in one line, or takes over from one that is gone.
 
 The owner's file is made by a hard link, which one process alone succeeds in, on NFS as well.  Its time of
 change is renewed every few seconds.  Only changes are looked for, so that the clocks of hosts need not agree.

@@ -35,7 +35,7 @@ class SynthesisArguments:
 
     @property
     def named_speakers(self) -> tuple[str, ...]:
-        """The speakers of a corpus to take; none: all."""
+        """Speakers of a corpus to use; empty: all."""
         return () if self.speakers is None else tuple(filter(None, self.speakers.split("+")))
 
     @property
