@@ -50,7 +50,7 @@ class LineFile:
             raise self._failure(error) from error
 
     def _failure(self, error: OSError) -> RunError:
-        return RunError(cannot_be_written(self._path, error, "go on with --resume"))
+        return RunError(cannot_be_written(self._path, error, "continue with --resume"))
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", default=["free", "10gbit", "1gbit"], help="as tc, or free")
     parser.add_argument("--nodes", type=int, default=2, help="one rank each")
     parser.add_argument("--model", choices=SIZES, default="swb2000")
-    parser.add_argument("--batch-size", type=int, default=4, help="segments of 21 frames a rank and step")
+    parser.add_argument("--batch-size", type=int, default=4, help="segments of 21 frames per rank and step")
     parser.add_argument("--rounds", type=int, default=1, help="the median counts")
     parser.add_argument("--only", default="", help="contenders with this in their name")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "images" / "slow_link")

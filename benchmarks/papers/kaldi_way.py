@@ -98,7 +98,7 @@ def cut_into_iterations(mean_frames: Sequence[float], period_frames: float) -> l
 
     Args:
         mean_frames: of each step, mean over ranks.
-        period_frames: least number of frames a rank between averages.
+        period_frames: least number of frames per rank between averages.
     """
     result, begin, total, last = [], 0, 0.0, 0.0
     for step, frames in enumerate(mean_frames):

@@ -1,1 +1,1 @@
-"""Checkpoints: what is in one, how ranks write it behind training, how it is read back."""
+"""Checkpoints: what is in one, how ranks write it during training, how it is read back."""

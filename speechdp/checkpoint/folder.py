@@ -162,5 +162,5 @@ def prune(run_dir: Path, written: list[int], gone_on_from: int | None) -> None:
 
 def not_saved(run_dir: Path, error: OSError) -> str:
     """Return the message of a disk that is full, or the like."""
-    problem = cannot_be_written(run_dir / "checkpoints", error, "go on with --resume")
+    problem = cannot_be_written(run_dir / "checkpoints", error, "continue with --resume")
     return f"{problem}; {last_checkpoint_note(run_dir)}"

@@ -1,6 +1,6 @@
 """Checkpoints: everything a run needs to go on, on every rank; what is in one, and how it is read back.
 
-RUN/checkpoints/step-00000120/ holds one safetensors file a rank and checkpoint.json, which names them with
+RUN/checkpoints/step-00000120/ holds one safetensors file per rank and checkpoint.json, which names them with
 their sha256.  The folder gets its name by a rename after all of it is on disk (checkpoint_writer.py), so a
 folder with that name is whole.  Nothing here is pickled: loading a checkpoint never runs code.
 """
@@ -27,7 +27,7 @@ CHECKPOINT_FORMAT = "speechdp-checkpoint"
 CHECKPOINT_VERSION = 1
 _NAME = re.compile(r"step-[0-9]{8,}")
 _PIECE_BYTES = 4 * 2**20
-_AGAIN = "go on with --resume"
+_AGAIN = "continue with --resume"
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def load_checkpoint(
         notices.append(f"passing over {problems[-1].text}")
     if problems:
         # A disk that does not answer may answer again: nobody should give up a run for that.
-        anew = "begin the run anew with --overwrite"
+        anew = "start over with --overwrite"
         remedy = next((f"{p.remedy}, or {anew}" for p in problems if p.remedy), anew)
         told = "; ".join(problem.text for problem in problems)
         raise RunError(f"{run_dir / 'checkpoints'}: no checkpoint can be used: {told}; {remedy}")

@@ -1,4 +1,4 @@
-"""Checkpoints written behind training: every rank's thread writes its own file, rank 0's makes them one.
+"""Checkpoints written during training: each rank's thread writes its own file, rank 0's completes the folder.
 
 A rank's thread writes its file into RUN/checkpoints/.step-00000120.NONCE.tmp/ and then tells of it in an
 entry beside it.  Rank 0's waits for the entries of all, writes checkpoint.json, and gives the folder its
@@ -126,7 +126,7 @@ class CheckpointWriter:
         except OSError as error:
             entry = self._problem(error)
             told = OSError(entry["errno"], entry["problem"])
-            return cannot_be_read(self._folder, told, "go on with --resume")
+            return cannot_be_read(self._folder, told, "continue with --resume")
 
     def _not_seen(self, rank: int, why: str) -> str:
         return why or (
@@ -162,7 +162,7 @@ class CheckpointWriter:
         return place.final
 
     def check(self) -> None:
-        """Raise what has gone wrong behind training on this rank: RunError where the disk is full."""
+        """Raise what has gone wrong in the background on this rank: RunError where the disk is full."""
         if self._failure is not None:
             raise self._failure
 
@@ -279,6 +279,6 @@ class CheckpointWriter:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         return (
             f"{self._folder}: checkpoint is not complete: nothing from {names}{more} for "
-            f"{self._patience_s:g} s; look at the disk there, then go on with --resume; "
+            f"{self._patience_s:g} s; look at the disk there, then continue with --resume; "
             f"{last_checkpoint_note(self._run_dir)}"
         )

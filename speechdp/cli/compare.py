@@ -12,6 +12,7 @@ import tyro
 
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
+from speechdp.options.shown import heading, shown
 from speechdp.ownership.overwrite import check_overwrite, empty
 
 if TYPE_CHECKING:
@@ -24,35 +25,41 @@ _RECORDS = ("compare.json",)
 
 @dataclass(frozen=True)
 class CompareCommand:
-    """Train with every strategy, decode, report: speechdp compare DATA OUT --strategies a,b:period=16."""
+    """Train with several strategies on several numbers of ranks, decode, and report.
+
+    It starts the ranks itself: speechdp compare DATA OUT --strategies gradient_averaging,bmuf:period=16."""
 
     data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """Data directory that `speechdp prepare` wrote."""
+    """Data directory written by `speechdp prepare`."""
     out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Folder for the runs and the report.  Runs finished there are kept, interrupted ones go on."""
-    options: TrainOptions = field(default_factory=TrainOptions)
-    strategies: str = "gradient_averaging,model_averaging:period=16"
-    """Strategies with their options, separated by commas: a,b:period=16,momentum=reset,c are three (an
-    option=value belongs to the strategy before it)."""
-    ranks: str = "1,2"
-    """Numbers of ranks that train, separated by commas; --feeders start besides.  On 1 rank plain training is
-    the reference for all."""
-    seeds: str = "1"
-    """Seeds, separated by commas; every strategy is trained with each.  A claim needs three."""
-    modes: str = "frames,time"
-    """frames: the same epochs for all.  time: then again, for about as long as the slowest of them took."""
-    decode_split: str = "test"
-    """Split whose word error rate is reported; empty for none.  Synthesis has none."""
-    hostfile: Path | None = None
-    """File with one line `host slots=N` a host; without it: this machine."""
-    launch_args: str = ""
-    """More options for `speechdp launch`, in one word: "--launcher horovodrun"."""
-    threads: int | None = None
-    """CPU threads of a rank, the same in all runs; default: cores by the most ranks, at least 1."""
-    target: float | None = None
-    """Held-out log-probability whose time is reported; default: what three quarters of the runs reached."""
+    """Folder for the runs and the report.  Finished runs in it are kept, interrupted ones continue."""
+    options: Annotated[TrainOptions, heading("training")] = field(default_factory=TrainOptions)
+    strategies: Annotated[str, shown("STRATEGY,...")] = "gradient_averaging,model_averaging:period=16"
+    """Strategies to compare, instead of --strategy; docs/strategies.md lists them with their options.
+    For example, gradient_averaging,bmuf:period=16,eta=0.5,diloco are three strategies."""
+    ranks: Annotated[str, shown("N,...")] = "1,2"
+    """Numbers of training ranks to compare on; --feeders are started in addition.
+    On 1 rank only plain training is run, as the reference for all strategies."""
+    seeds: Annotated[str, shown("SEED,...")] = "1"
+    """Seeds to train every strategy with, instead of --seed; use at least three to draw conclusions."""
+    modes: Annotated[str, shown("MODE,...")] = "frames,time"
+    """What is equal for all runs.
+    frames: the number of epochs; time: about the time that the slowest took in mode frames."""
+    decode_split: Annotated[str, shown("SPLIT")] = "test"
+    """Split to decode for the word error rate; empty: none.  Not used with --task synthesis."""
+    hostfile: Annotated[Path | None, shown("FILE", "this machine only")] = None
+    """File with a line `host slots=N` for each host."""
+    launch_args: Annotated[str, shown("'OPTIONS'", "none")] = ""
+    """More options for `speechdp launch`, quoted as one argument: "--launcher horovodrun"."""
+    threads: Annotated[int | None, shown("N", "cores / largest number of ranks, at least 1")] = None
+    """CPU threads of each rank, the same in all runs."""
+    target: Annotated[float | None, shown("VALUE", "the value that three quarters of the runs reached")] = (
+        None
+    )
+    """Report the time each run took to reach this held-out value.
+    Log-probability in nats per frame; L1 error with --task synthesis."""
     overwrite: bool = False
-    """Delete the comparison that is in OUT and start anew."""
+    """Delete the comparison in OUT and start over."""
 
     def run(self) -> int:
         """Make the comparison and its report; return the exit code: 1 where a run failed."""
@@ -77,13 +84,13 @@ class CompareCommand:
             try:
                 record = Comparer(request, starter, say).run()
             except JobStopped as stopped:
-                say(f"stopped as asked; the same command goes on with {self.out_dir}")
+                say(f"stopped as requested; the same command continues {self.out_dir}")
                 return stopped.exit_code
         print_report(self.out_dir, self.target)
         failed = sum(run.state == FAILED for run in record.runs)
         if failed:
             print(
-                f"speechdp: {failed} of {len(record.runs)} runs failed; their messages stand in the report, "
+                f"speechdp: {failed} of {len(record.runs)} runs failed; their messages are in the report, "
                 f"their output in {self.out_dir / 'logs'}; the same command tries them again",
                 file=sys.stderr,
             )
@@ -94,11 +101,11 @@ class CompareCommand:
         from speechdp.parallel.registry import describe, parse_strategy  # noqa: PLC0415
 
         if self.options.strategy != TrainOptions().strategy:
-            raise ConfigError("--strategy is not for compare: use --strategies")
+            raise ConfigError("--strategy does not apply to compare: use --strategies")
         if self.options.seed != TrainOptions().seed:
-            raise ConfigError("--seed is not for compare: use --seeds")
+            raise ConfigError("--seed does not apply to compare: use --seeds")
         if self.options.max_steps:
-            raise ConfigError("--max-steps is not for compare: runs are compared after whole epochs")
+            raise ConfigError("--max-steps does not apply to compare: runs are compared after whole epochs")
         strategies = split_strategies(self.strategies)
         meanings = [describe(parse_strategy(text)) for text in strategies]
         twice = [
@@ -159,8 +166,8 @@ def _announcement(request: CompareRequest) -> list[str]:
         workers = {training_ranks(request.options_of(name, 0), ranks) for name in plan.strategies_on(ranks)}
         for count in sorted(workers):
             batch = request.options.resolve(count).plan().batch_size
-            words.append(f"{batch} on each of {count} that train ({count * batch} together)")
-    lines = [f"{len(plan.runs())} runs; segments a step: {', '.join(dict.fromkeys(words))}"]
+            words.append(f"{batch} on each of {count} training ranks ({count * batch} together)")
+    lines = [f"{len(plan.runs())} runs; segments per step: {', '.join(dict.fromkeys(words))}"]
     if len({int(word.split("(")[1].split()[0]) for word in words}) > 1:
         lines.append(
             "the batch is each rank's own: at equal frames more ranks make fewer updates "

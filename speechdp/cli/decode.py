@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from speechdp.options.shown import shown
+
 if TYPE_CHECKING:
     from speechdp.comm.base import Communicator
     from speechdp.decode.recognise import DecodingOptions
@@ -17,34 +19,35 @@ GrammarName = Literal["auto", "digit-loop", "word-loop", "word", "transcript-set
 
 @dataclass(frozen=True)
 class DecodeCommand:
-    """Decode a split with a trained model: speechdp decode RUN DATA [--split test]."""
+    """Recognise the speech of a split with a trained model and compute the word error rate."""
 
     run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Run directory that `speechdp train` wrote."""
+    """Run directory written by `speechdp train`."""
     data: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DATA")]
-    """Data directory that `speechdp prepare` wrote."""
-    split: str = "test"
+    """Data directory written by `speechdp prepare`."""
+    split: Annotated[str, shown("SPLIT")] = "test"
     """Split to decode."""
     grammar: GrammarName = "auto"
-    """Which word sequences are allowed: any digits, any words, exactly one word, or one of the transcripts.
+    """Word sequences that can be recognised.
+    digit-loop: any digits; word-loop: any words; word: a single word; transcript-set: one of the transcripts.
     auto: digit-loop if all reference words are digits, else word-loop."""
-    beam: float = 16.0
-    """Search beam (nats): smaller is faster, larger misses less."""
-    max_active: int = 10_000
-    """At most this many paths are kept a frame."""
+    beam: Annotated[float, shown("NATS")] = 16.0
+    """Search beam; smaller is faster, larger makes fewer search errors."""
+    max_active: Annotated[int, shown("PATHS")] = 10_000
+    """Maximum number of active search paths at each frame."""
     acoustic_scale: float = 1.0
-    """Factor on the acoustic log-likelihoods."""
+    """Scale of the acoustic log-likelihoods."""
     prior_scale: float = 1.0
-    """How much of the class priors is divided out of the network's posteriors, 0 to 1."""
+    """Exponent of the class priors that the posteriors are divided by, 0 (posteriors as they are) to 1."""
     insertion_log_prob: float = 0.0
-    """Added to each word's log-probability in the loops; negative values give fewer words."""
+    """Word insertion score in nats, added for each word of the loop grammars.
+    Negative values give fewer words."""
     silence_probability: float = 0.5
-    """Probability of a pause at a word boundary."""
+    """Probability of silence at each word boundary."""
     backend: Literal["auto", "serial", "horovod", "mpi", "torch"] = "auto"
-    """Communicator when started over several ranks."""
-
+    """Library that ranks communicate over; auto: horovod if installed, else mpi; serial: a single rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the network runs; auto: on a GPU where there is one."""
+    """Where the model runs; auto: on a GPU if there is one, else on the CPU."""
 
     def run(self) -> int:
         """Decode and print the word error rate."""

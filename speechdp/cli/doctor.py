@@ -1,4 +1,4 @@
-"""`speechdp doctor`: examine every host over the launcher itself before a job is trusted to them."""
+"""`speechdp doctor`: check every host through the launcher itself before starting a job."""
 
 from __future__ import annotations
 
@@ -25,36 +25,46 @@ from speechdp.launching.allocation import Allocation, find_allocation
 from speechdp.launching.command import Controller, Launcher, check_controller
 from speechdp.launching.forwarded_options import split_words
 from speechdp.launching.hostfile import Host, Hostfile, local_hosts, read_hostfile
+from speechdp.options.shown import shown
 
 
 @dataclass(frozen=True)
 class DoctorCommand:
-    """Examine hosts, network and folders by a short job over the launcher: a line a check, with remedies."""
+    """Check hosts, network and folders by running a short job; print a line per check, with remedies.
 
-    hostfile: Path | None = None
-    """File with one line `host slots=N` a host; without it: the hosts of the batch job, else this machine."""
-    num_ranks: Annotated[int, tyro.conf.arg(name="np", aliases=("-np", "-n"))] = 1
-    """Ranks on each host."""
-    data: Path | None = None
-    """Data directory that every host must see."""
-    run_folder: Annotated[Path | None, tyro.conf.arg(aliases=("--run",))] = None
-    """Run directory to be written: the folder it will stand in must be shared by all hosts."""
+    Give it the --hostfile and --launcher that the real job will have."""
+
+    hostfile: Annotated[
+        Path | None, shown("FILE", "the hosts of the batch job this runs in, else this machine")
+    ] = None
+    """File with a line `host slots=N` for each host (examples in hostfiles/)."""
+    num_ranks: Annotated[int, tyro.conf.arg(name="np", aliases=("-np", "-n"), metavar="N")] = 1
+    """Number of ranks on each host."""
+    data: Annotated[Path | None, shown("DATA", "not checked")] = None
+    """Data directory that every host must be able to read."""
+    run_folder: Annotated[
+        Path | None,
+        tyro.conf.arg(aliases=("--run",), metavar="RUN", help_behavior_hint="(default: not checked)"),
+    ] = None
+    """Run directory that will be written; its parent folder must be shared by all hosts."""
     verify: bool = False
-    """Let every host read all data and compare the checksums."""
+    """Read all of --data on every host and verify the checksums."""
     launcher: Launcher = "mpirun"
     """Program that starts the ranks."""
     controller: Controller = "mpi"
-    """What Horovod coordinates itself over; horovodrun only."""
-    interface: str | None = None
+    """Library that Horovod coordinates its ranks over; only with --launcher horovodrun."""
+    interface: Annotated[str | None, shown("NAME", "the launcher's choice")] = None
     """Network interface for traffic between hosts, e.g. eth0."""
-    mpi_args: str = ""
-    """More options for mpirun, in one word: --mpi-args="--mca plm_rsh_agent 'ssh -F file'"."""
-    bandwidth_mib: int = 16
-    """Size of the allreduce that is timed, MiB."""
-    part_limit_s: float = 60.0
-    """Seconds each part of the job may take before it is ended and those who are late are named."""
-    json_file: Annotated[Path | None, tyro.conf.arg(aliases=("--json",))] = None
-    """Also write everything that was found to this file."""
+    mpi_args: Annotated[str, shown("'OPTIONS'", "none")] = ""
+    """More options for mpirun, quoted as one argument: --mpi-args="--mca plm_rsh_agent 'ssh -F file'"."""
+    bandwidth_mib: Annotated[int, shown("MIB")] = 16
+    """Size in MiB of the allreduce that measures the bandwidth."""
+    part_limit_s: Annotated[float, shown("SECONDS")] = 60.0
+    """Time limit for each check; ranks that exceed it are named."""
+    json_file: Annotated[
+        Path | None, tyro.conf.arg(aliases=("--json",), metavar="FILE", help_behavior_hint="(default: none)")
+    ] = None
+    """Also write all findings to this file, as JSON."""
 
     def run(self) -> int:
         """Examine and print; return 1 if anything is red."""

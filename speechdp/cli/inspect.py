@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 from rich.console import Group, RenderableType
@@ -21,10 +22,10 @@ from speechdp.labels.symbols import symbols_of
 class InspectCommand:
     """Show hours, frames, speakers, classes and shards of a data directory, and verify its checksums."""
 
-    data: tyro.conf.Positional[Path]
-    """Data directory that `speechdp prepare` wrote."""
+    data: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DATA")]
+    """Data directory written by `speechdp prepare`."""
     verify: bool = True
-    """Read every utterance, compare its checksum, and look for targets outside the classes."""
+    """Read every utterance, verify its checksum, and check that its targets are valid classes."""
 
     def run(self) -> int:
         """Print the table, then verify; a damaged shard ends with its one-line message."""
@@ -42,7 +43,7 @@ class InspectCommand:
                 if storage != "contiguous":
                     console.print(
                         f"{count} shards are {storage}: every read unpacks whole chunks; "
-                        "speechdp shard writes them anew, contiguous"
+                        "speechdp shard rewrites them, contiguous"
                     )
         return 0
 

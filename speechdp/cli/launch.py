@@ -1,4 +1,4 @@
-"""`speechdp launch`: start a job over N ranks with mpirun or horovodrun, and watch over it."""
+"""`speechdp launch`: start a job on N ranks with mpirun or horovodrun, and supervise it."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ from speechdp.launching.requeue import is_to_go_on, requeue
 from speechdp.launching.restarts import RestartPolicy, Restarts, find_reachable
 from speechdp.launching.submit import check_command
 from speechdp.launching.supervise import JobEnd, StopPolicy, SupervisorStop, noted_signals, run_job
+from speechdp.options.shown import shown
 from speechdp.ownership.claimant import START_VARIABLE
 from speechdp.process.output import STDERR, is_read, losses_noted_in
 
@@ -53,36 +54,51 @@ _RESTART_DELAY_S = 1.0
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """Start a speechdp command over N ranks: speechdp launch -np 2 -- train DATA RUN [options]."""
+    """Start a speechdp command on several ranks, supervise it, and restart it after failures if asked.
 
-    command: tyro.conf.Positional[tuple[str, ...]] = ()
-    """What every rank runs, after `--`: a subcommand with its arguments, passed on untouched."""
-    hostfile: Path | None = None
-    """File with one line `host slots=N` a host (see hostfiles/); without it: the hosts of the batch job this
-    runs in (Slurm, LSF, PBS, Grid Engine), else this machine."""
-    num_ranks: Annotated[int | None, tyro.conf.arg(name="np", aliases=("-np", "-n"))] = None
-    """Number of ranks; without it: one a slot of the hostfile or batch job."""
+    For example: speechdp launch -np 2 -- train DATA RUN --strategy model_averaging:period=16"""
+
+    command: Annotated[
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- COMMAND ...", help_behavior_hint="")
+    ] = ()
+    """What every rank runs, after `--`: a speechdp command with its options."""
+    hostfile: Annotated[
+        Path | None, shown("FILE", "the hosts of the batch job this runs in, else this machine")
+    ] = None
+    """File with a line `host slots=N` for each host (examples in hostfiles/).
+    Batch jobs of Slurm, LSF, PBS and Grid Engine are detected without it."""
+    num_ranks: Annotated[
+        int | None,
+        tyro.conf.arg(
+            name="np",
+            aliases=("-np", "-n"),
+            metavar="N",
+            help_behavior_hint="(default: one per slot of the hostfile or batch job)",
+        ),
+    ] = None
+    """Total number of ranks."""
     launcher: Launcher = "mpirun"
     """Program that starts the ranks."""
     controller: Controller = "mpi"
-    """What Horovod coordinates itself over; horovodrun only."""
-    interface: str | None = None
-    """Network interface for traffic between hosts, e.g. eth0; needed where all share an address (docker0)."""
-    mpi_args: str = ""
-    """More options for mpirun, in one word: --mpi-args="--mca plm_rsh_agent 'ssh -F file'"."""
+    """Library that Horovod coordinates its ranks over; only with --launcher horovodrun."""
+    interface: Annotated[str | None, shown("NAME", "the launcher's choice")] = None
+    """Network interface for traffic between hosts, e.g. eth0.
+    Needed where an interface has the same address on all hosts, such as docker0."""
+    mpi_args: Annotated[str, shown("'OPTIONS'", "none")] = ""
+    """More options for mpirun, quoted as one argument: --mpi-args="--mca plm_rsh_agent 'ssh -F file'"."""
     tag_output: bool = False
-    """Put job and rank before each line of output; the live bar is then no bar any more."""
-    max_restarts: int = 0
-    """Start train or sweep so often again, from the last checkpoint, after a rank or host was lost or hung;
-    hosts that do not answer, or on which ranks died twice, are left out."""
-    min_ranks: int | None = None
-    """Go on with fewer ranks, but not fewer than these, where hosts are left out; default: only with all."""
+    """Prefix each line of output with job and rank; the progress bar becomes plain lines."""
+    max_restarts: Annotated[int, shown("N")] = 0
+    """How often train or sweep may be restarted from its last checkpoint after a rank or host fails or hangs.
+    Hosts that do not answer, or on which ranks died twice, are left out."""
+    min_ranks: Annotated[int | None, shown("N", "all ranks")] = None
+    """Smallest number of ranks to restart with when hosts are left out."""
     requeue: bool = False
-    """In a batch job that was stopped by a signal and saved: give it back to the scheduler, to go on."""
-    grace_s: float = 30.0
-    """Seconds the ranks have to save and leave after SIGTERM or SIGINT; a second signal cuts it short."""
+    """When a batch job was stopped by a signal and has saved, return it to the queue to continue later."""
+    grace_s: Annotated[float, shown("SECONDS")] = 30.0
+    """Time the ranks have to save and exit after SIGTERM or SIGINT; a second signal ends it at once."""
     dry_run: bool = False
-    """Print the command and the variables set for it instead of running it."""
+    """Print the launcher's command line and environment variables instead of running it."""
 
     def run(self) -> int:
         """Launch; return the exit code."""
@@ -109,7 +125,7 @@ class _JobPlace:
 
 
 def launch(options: LaunchCommand, program: tuple[str, ...]) -> int:
-    """Check hosts and command, start `program` over the ranks, and return the exit code of it all."""
+    """Check hosts and command, start `program` on the ranks, and return the job's exit code."""
     if options.grace_s < 0:
         raise ConfigError(f"--grace-s {options.grace_s:g}: must be at least 0 seconds")
     command = check_command(options.command, requeue=True) if options.requeue else options.command
@@ -147,7 +163,7 @@ def _give_back(allocation: Allocation) -> int:
 def _run_until_done(
     starter: _Starter, restarts: Restarts, command: tuple[str, ...], request: SupervisorStop
 ) -> tuple[JobEnd, Verdict]:
-    """Start the job, and again as long as that is asked for and may help; return its last end."""
+    """Start the job, and restart it as long as requested and useful; return its last end."""
     target, most = restarts.target, restarts.policy.max_restarts + 1
     hosts, arguments, reason = restarts.begin(), command, ""
     while True:
@@ -177,7 +193,7 @@ def _run_until_done(
 
 
 class _Starter:
-    """Starts the ranks over one set of hosts after another."""
+    """Starts the ranks, each time on a set of hosts."""
 
     def __init__(
         self, options: LaunchCommand, program: tuple[str, ...], place: _JobPlace, request: SupervisorStop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import sys
@@ -22,48 +23,68 @@ from speechdp.process.utf8 import use_utf8
 
 @dataclass(frozen=True)
 class Subcommand:
-    """Where a subcommand's options are, and what `speechdp --help` says of it."""
+    """Where a subcommand's options are, and what `speechdp --help` says of it.
+
+    Attributes:
+        module: module of speechdp.cli.
+        class_name: its dataclass of options.
+        summary: one line for the overview.
+        internal: options that only our own jobs give, as one word (`--job=weak-1`); `--help` hides them.
+    """
 
     module: str
     class_name: str
     summary: str
+    internal: tuple[str, ...] = ()
 
 
 SUBCOMMANDS = {
     "prepare": Subcommand(
-        "prepare", "PrepareCommand", "make a data directory from a corpus, Kaldi's files or synthetic speech"
+        "prepare",
+        "PrepareCommand",
+        "make a data directory from a corpus, from Kaldi's files or with eSpeak NG",
     ),
-    "inspect": Subcommand("inspect", "InspectCommand", "show a data directory and verify its checksums"),
-    "shard": Subcommand("shard", "ShardCommand", "divide a data directory into another number of shards"),
-    "train": Subcommand("train", "TrainCommand", "train a model over the ranks it is started with"),
-    "sweep": Subcommand("sweep", "SweepCommand", "train once for each averaging period, decode, report"),
+    "inspect": Subcommand(
+        "inspect", "InspectCommand", "show what a data directory holds and verify its checksums"
+    ),
+    "shard": Subcommand("shard", "ShardCommand", "copy a data directory into another number of shards"),
+    "train": Subcommand("train", "TrainCommand", "train a model on all ranks it is started on"),
+    "sweep": Subcommand("sweep", "SweepCommand", "train with several averaging periods, decode and report"),
     "compare": Subcommand(
-        "compare", "CompareCommand", "train with several strategies and numbers of ranks, decode, report"
+        "compare", "CompareCommand", "train with several strategies and numbers of ranks, decode and report"
     ),
     "profile": Subcommand(
-        "profile", "ProfileCommand", "time every function of a training step over numbers of ranks"
+        "profile",
+        "ProfileCommand",
+        "time every function of a training step on several numbers of ranks",
+        internal=("job",),
     ),
-    "report": Subcommand("report", "ReportCommand", "table and pictures of a run, a sweep or a comparison"),
-    "decode": Subcommand("decode", "DecodeCommand", "recognise a split and count word errors"),
+    "report": Subcommand(
+        "report", "ReportCommand", "show the results of a run, sweep, comparison or profile"
+    ),
+    "decode": Subcommand("decode", "DecodeCommand", "recognise a split and compute the word error rate"),
     "synthesize": Subcommand(
-        "synthesize", "SynthesizeCommand", "say texts, and measure how well they are said"
+        "synthesize", "SynthesizeCommand", "turn texts into speech, or measure how good it is"
     ),
     "posteriors": Subcommand(
         "posteriors", "PosteriorsCommand", "write a model's scores for Kaldi's decoders"
     ),
-    "launch": Subcommand(
-        "launch", "LaunchCommand", "start any of these over N ranks with mpirun or horovodrun"
-    ),
-    "doctor": Subcommand(
-        "doctor", "DoctorCommand", "examine hosts, network and folders before a job is trusted to them"
-    ),
+    "launch": Subcommand("launch", "LaunchCommand", "start a command on several ranks and supervise it"),
+    "doctor": Subcommand("doctor", "DoctorCommand", "check hosts, network and folders before starting a job"),
     "submit": Subcommand(
-        "submit", "SubmitCommand", "have a batch system (Slurm, LSF, PBS, Grid Engine) run any of these"
+        "submit", "SubmitCommand", "submit a command as a batch job (Slurm, LSF, PBS, Grid Engine)"
     ),
+}
+#: Headings of the overview, each with its subcommands.
+_HEADINGS = {
+    "data": ("prepare", "inspect", "shard"),
+    "training": ("train", "sweep", "compare", "profile", "report"),
+    "trained models": ("decode", "synthesize", "posteriors"),
+    "several ranks and hosts": ("launch", "doctor", "submit"),
 }
 
 
-#: Subcommands behind whose `--` another stands.
+#: Subcommands that take another one after `--`.
 _WITH_COMMAND = ("launch", "submit")
 #: What a shell reports for a program ended by SIGPIPE: the reader of its output has gone.
 _BROKEN_PIPE = 141
@@ -92,7 +113,7 @@ def _exit_code_of(end: SystemExit) -> int:
 
 
 def _told_of_lost_output(exit_code: int) -> int:
-    """Say what of the output is lost, where nothing else does; return the exit code for it."""
+    """Report lost output, unless that is done elsewhere; return the exit code for it."""
     lost = lost_output()
     if lost is None or exit_code != 0:
         return exit_code
@@ -140,19 +161,21 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
 
     Raises:
         SystemExit: an unknown option, having said so, or --help, having helped.
-        ConfigError: options that cannot be.
+        ConfigError: invalid options.
     """
     _refuse_empty(arguments)
     # Only the module that is needed: `speechdp --help` must not wait for torch.
     command = SUBCOMMANDS[name]
     module = importlib.import_module(f"speechdp.cli.{command.module}")
+    internal, shown = _take_internal(command, arguments)
     try:
-        return tyro.cli(
+        options = tyro.cli(
             getattr(module, command.class_name),
             prog=f"speechdp {name}",
-            args=arguments,
+            args=shown,
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
         )
+        return dataclasses.replace(options, **internal) if internal else options
     except SystemExit as end:
         if end.code and name in _WITH_COMMAND and "--" not in arguments:
             inner = next((word for word in arguments if word in SUBCOMMANDS), "train")
@@ -160,12 +183,24 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
         raise
 
 
+def _take_internal(command: Subcommand, arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the internal options by name, and the other words: tyro does not parse what it does not show."""
+    internal, others = {}, []
+    for word in arguments:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and equals and name in command.internal:
+            internal[name] = value
+        else:
+            others.append(word)
+    return internal, others
+
+
 def check_forwarded(arguments: Sequence[str]) -> None:
-    """Refuse a command line that ranks are to run, here and once, instead of on every rank, after a queue.
+    """Refuse an invalid forwarded command line here, once, instead of on every rank or after a queue.
 
     Raises:
         SystemExit: as `parse` does.
-        ConfigError: options that cannot be.
+        ConfigError: invalid options.
     """
     name, *rest = arguments
     if name not in SUBCOMMANDS:
@@ -175,7 +210,7 @@ def check_forwarded(arguments: Sequence[str]) -> None:
 
 
 def _refuse_empty(arguments: Sequence[str]) -> None:
-    """Refuse "" as a folder or file: it would be the present folder.  Raises ConfigError."""
+    """Refuse "" as a folder or file: it would be the current folder.  Raises ConfigError."""
     for before, word in zip(["--", *arguments], arguments, strict=False):
         if word == "" and (before == "--" or not before.startswith("-")):
             place = "the first argument" if before == "--" else f"the argument after {before!r}"
@@ -183,15 +218,7 @@ def _refuse_empty(arguments: Sequence[str]) -> None:
 
 
 def _overview() -> str:
-    lines = [f"  {name:<10} {command.summary}" for name, command in SUBCOMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: speechdp COMMAND ...",
-            "",
-            "Data-parallel training of speech models over N ranks.",
-            "",
-            *lines,
-            "",
-            "speechdp COMMAND --help shows a command's options.",
-        ]
-    )
+    lines = ["usage: speechdp COMMAND ...", "", "Train speech models data-parallel on several ranks.", ""]
+    for heading, names in _HEADINGS.items():
+        lines += [f"{heading}:", *(f"  {name:<10} {SUBCOMMANDS[name].summary}" for name in names), ""]
+    return "\n".join([*lines, "speechdp COMMAND --help shows a command's options."])

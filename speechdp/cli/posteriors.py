@@ -8,36 +8,40 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from speechdp.options.shown import shown
+
 if TYPE_CHECKING:
     from speechdp.comm.base import Communicator
 
 
 @dataclass(frozen=True)
 class PosteriorsCommand:
-    """Write a Kaldi archive of scores: speechdp posteriors RUN DATA --split dev -o OUT.ark --scp OUT.scp."""
+    """Write a model's scores of a split as a Kaldi archive, for Kaldi's decoders.
+
+    For example: speechdp posteriors RUN DATA --split dev -o OUT.ark --scp OUT.scp."""
 
     run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Run directory that `speechdp train` wrote."""
+    """Run directory written by `speechdp train`."""
     data: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DATA")]
-    """Data directory that `speechdp prepare` wrote."""
-    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-    """Archive to write: a matrix an utterance, a row a frame, a column a class (pdf), sorted by id."""
-    split: str = "test"
+    """Data directory written by `speechdp prepare`."""
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="FILE")]
+    """Archive to write: a matrix (frames x pdfs) for each utterance, sorted by utterance id."""
+    split: Annotated[str, shown("SPLIT")] = "test"
     """Split to score."""
-    scp: Path | None = None
-    """Table to write beside the archive."""
+    scp: Annotated[Path | None, shown("FILE", "none")] = None
+    """Index (scp file) of the archive to write too."""
     kind: Literal["log_likelihood", "log_posterior"] = "log_likelihood"
-    """log_likelihood: posteriors with the classes' priors divided out, for latgen-faster-mapped;
-    log_posterior: the network's output as it is."""
+    """log_likelihood: log-posteriors minus log-priors, as latgen-faster-mapped expects.
+    log_posterior: the model's output as it is."""
     prior_scale: float = 1.0
-    """How much of the class priors is divided out (log_likelihood), 0 to 1."""
+    """Scale of the log-priors that are subtracted for log_likelihood, 0 to 1."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the network runs; auto: on a GPU where there is one."""
+    """Where the model runs; auto: on a GPU if there is one, else on the CPU."""
     overwrite: bool = False
-    """Replace files that exist."""
+    """Replace existing files."""
 
     def run(self) -> int:
-        """Write the archive and say what is in it."""
+        """Write the archive and print a summary."""
         from speechdp.cli.support.distributed import over_ranks  # noqa: PLC0415 - keeps --help fast
 
         return over_ranks("auto", self.device, self._on_rank)

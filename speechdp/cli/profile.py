@@ -14,6 +14,7 @@ import tyro
 from speechdp import exit_codes
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
+from speechdp.options.shown import heading, shown
 from speechdp.ownership.overwrite import check_overwrite, empty
 
 if TYPE_CHECKING:
@@ -28,39 +29,42 @@ _RECORDS = ("profile.json",)
 
 @dataclass(frozen=True)
 class ProfileCommand:
-    """Time the functions of a training step over ranks: speechdp profile DATA OUT --ranks 1,2,4."""
+    """Time every function of a training step on several numbers of ranks.
+
+    It starts the ranks itself: speechdp profile DATA OUT --ranks 1,2,4."""
 
     data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """Data directory that `speechdp prepare` wrote."""
+    """Data directory written by `speechdp prepare`."""
     out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")] = Path("profile")
-    """Folder for what is recorded and for the page.  Finished jobs there are kept."""
-    options: TrainOptions = field(default_factory=TrainOptions)
-    ranks: str = "1,2"
-    """Numbers of ranks, separated by commas."""
-    only: str = ""
-    """Jobs of these kinds alone, separated by commas: weak, strong, encoder, decoder, postproc, output,
-    blocking, pooled, fed."""
+    """Folder for the recorded times and the report.  Finished jobs in it are kept."""
+    options: Annotated[TrainOptions, heading("training")] = field(default_factory=TrainOptions)
+    ranks: Annotated[str, shown("N,...")] = "1,2"
+    """Numbers of ranks to time."""
+    only: Annotated[str, shown("KIND,...", "all that apply")] = ""
+    """Run only jobs of these kinds.
+    weak, strong: the whole step with a constant batch per rank, or over all ranks.
+    encoder, decoder, postproc, output: one part of the model.
+    blocking, pooled, fed: ways of loading data."""
     strong: bool = False
-    """Measure with the batch of all ranks constant too, not only with a rank's."""
-    steps: int = 20
-    """Training steps of each rank."""
-    warmup: int = 3
-    """First steps that are recorded but left out of means."""
-    loader_steps: int | None = None
-    """Steps of the jobs that compare trainloaders; default: two groups of the blocking one, that
-    is 64, and --warmup."""
+    """Time strong scaling (constant batch over all ranks) too, not only weak scaling (per rank)."""
+    steps: Annotated[int, shown("STEPS")] = 20
+    """Training steps to time on each rank."""
+    warmup: Annotated[int, shown("STEPS")] = 3
+    """First steps, which are recorded but left out of the means."""
+    loader_steps: Annotated[int | None, shown("STEPS", "64 + --warmup, at least --steps")] = None
+    """Steps in the jobs blocking, pooled and fed, which compare ways of loading data."""
     poster_iterations: bool = False
-    """N ranks take N times as many steps, as on the IBM/NTU poster."""
-    hostfile: Path | None = None
-    """File with one line `host slots=N` a host; without it: this machine."""
-    launch_args: str = ""
-    """More options for `speechdp launch`, in one word: "--launcher horovodrun"."""
-    threads: int | None = None
-    """CPU threads of a rank, the same in all jobs; default: cores by the most ranks, at least 1."""
+    """Take N times as many steps on N ranks, as the IBM/NTU poster did."""
+    hostfile: Annotated[Path | None, shown("FILE", "this machine only")] = None
+    """File with a line `host slots=N` for each host."""
+    launch_args: Annotated[str, shown("'OPTIONS'", "none")] = ""
+    """More options for `speechdp launch`, quoted as one argument: "--launcher horovodrun"."""
+    threads: Annotated[int | None, shown("N", "cores / largest number of ranks, at least 1")] = None
+    """CPU threads of each rank, the same in all jobs."""
     overwrite: bool = False
-    """Delete the profile that is in OUT and start anew."""
-    job: str = ""
-    """Not for you: how `profile` tells the ranks that it starts which job they are of."""
+    """Delete the profile in OUT and start over."""
+    job: tyro.conf.Suppress[str] = ""
+    """Job that this process is a rank of; given by `profile` to the ranks it starts."""
 
     def run(self) -> int:
         """Run all jobs and write the page, or be a rank of one job; return the exit code."""
@@ -110,14 +114,14 @@ class ProfileCommand:
             try:
                 record = Profiler(request, starter, say).run()
             except JobStopped:
-                say(f"stopped as asked; the same command goes on with {self.out_dir}")
+                say(f"stopped as requested; the same command continues {self.out_dir}")
                 return exit_codes.STOPPED
         failed = [job for job in record.jobs if job.state == FAILED]
         if len(failed) < len(record.jobs):
             print_report(self.out_dir, None)
         if failed:
             print(
-                f"speechdp: {len(failed)} of {len(record.jobs)} jobs failed; their messages stand above, "
+                f"speechdp: {len(failed)} of {len(record.jobs)} jobs failed; their messages are above, "
                 f"their output in {self.out_dir / 'logs'}; the same command tries them again",
                 file=sys.stderr,
             )

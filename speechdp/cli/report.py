@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from speechdp.errors import ConfigError
+from speechdp.options.shown import shown
 
 if TYPE_CHECKING:
     from speechdp.report.kit.pages import WrittenReport
@@ -16,24 +17,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReportCommand:
-    """Print the table of a sweep, comparison, profile or run; write it as CSV, PNG and one HTML page."""
+    """Print the results of a run, sweep, comparison or profile; write them as CSV, PNG and an HTML page."""
 
-    out: tyro.conf.Positional[Path]
-    """Folder of a sweep, a comparison, a profile, one run, or several runs; the report goes to its
-    sub-folder `report`, that of a comparison to `compare`."""
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    """Folder of a run, of several runs, or of a sweep, comparison or profile.
+    The report is written to its sub-folder `report` (of a comparison: `compare`)."""
 
-    target: float | None = None
-    """Held-out log-probability in nats/frame (of synthesis: the L1 error) for the time to target; default:
-    the best all reached (of a comparison: three quarters of its runs)."""
+    target: Annotated[
+        float | None,
+        shown("VALUE", "the best value that all runs reached; in a comparison, that three quarters reached"),
+    ] = None
+    """Report the time each run took to reach this held-out value.
+    Log-probability in nats per frame; L1 error for synthesis models."""
 
     def run(self) -> int:
-        """Write the report and print its table, its answer and where it lies."""
+        """Write the report; print its table, its answer and its path."""
         print_report(self.out, self.target)
         return 0
 
 
 def print_report(out: Path, target: float | None) -> None:
-    """Write the report of a folder and print its table, its answer and where it lies."""
+    """Write the report of a folder; print its table, its answer and its path."""
     from rich.text import Text  # noqa: PLC0415 (keeps `speechdp --help` fast)
 
     from speechdp.cli.support.console import make_console  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""`speechdp shard`: divide a data directory into another number of shards."""
+"""`speechdp shard`: copy a data directory into another number of shards."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from speechdp.cli.support.folders import owner_of, say_aside
 from speechdp.cli.support.progress import progress_bar
 from speechdp.data.prepare.reshard import ReshardOptions, reshard
 from speechdp.data.shards.data_dir import check_place, owner_file
+from speechdp.options.shown import shown
 
 
 @dataclass(frozen=True)
 class ShardCommand:
-    """Deal the utterances of a data directory into another number of shards; nothing else changes."""
+    """Copy a data directory with its utterances spread over another number of shards."""
 
     data: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DATA")]
-    """Data directory that `speechdp prepare` wrote."""
+    """Data directory written by `speechdp prepare`."""
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
-    """The folder to make."""
+    """Data directory to write."""
     shards: int
-    """Number of shards of each split."""
+    """Number of shards in each split."""
     balance: Literal["frames", "utterances"] = "frames"
-    """What the shards are to have in equal numbers."""
-    split: str | None = None
-    """Deal only this split, e.g. train, and copy the others as they are."""
+    """What is balanced across shards: their number of frames, or of utterances."""
+    split: Annotated[str | None, shown("SPLIT", "all splits")] = None
+    """Reshard only this split, e.g. train, and copy the others unchanged."""
     seed: int = 1
-    """Of the dealing."""
+    """Seed for the assignment of utterances to shards."""
     overwrite: bool = False
-    """Replace OUT if it is a data directory already."""
+    """Replace OUT if it is already a data directory."""
 
     def run(self) -> int:
         """Write the new directory and print what is in it."""

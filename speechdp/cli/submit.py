@@ -26,48 +26,61 @@ from speechdp.launching.submit import (
     where_output_goes,
     write_script,
 )
+from speechdp.options.shown import shown
 
 
 @dataclass(frozen=True)
 class SubmitCommand:
-    """Submit a speechdp command as a batch job: speechdp submit --nodes 2 ... -- train DATA RUN [options]."""
+    """Submit a speechdp command as a batch job to Slurm, LSF, PBS or Grid Engine.
+
+    For example: speechdp submit --nodes 2 --ranks-per-node 4 --time 8:00:00 -- train DATA RUN"""
 
     nodes: int
     """Number of nodes."""
     ranks_per_node: int
-    """Ranks on each node (Grid Engine: the parallel environment decides, only their product counts)."""
-    time: str
-    """Time limit, H:MM:SS or D-HH:MM:SS."""
-    command: tyro.conf.Positional[tuple[str, ...]] = ()
-    """What every rank runs, after `--`: a subcommand with its arguments; train gets --resume."""
+    """Number of ranks on each node.
+    On Grid Engine only nodes x ranks counts; the parallel environment places the ranks."""
+    time: Annotated[str, tyro.conf.arg(metavar="TIME")]
+    """Time limit of the job, H:MM:SS or D-HH:MM:SS."""
+    command: Annotated[
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- COMMAND ...", help_behavior_hint="")
+    ] = ()
+    """What every rank runs, after `--`: a speechdp command with its options; --resume is added to train."""
     scheduler: Literal["auto", "slurm", "lsf", "pbs", "sge"] = "auto"
-    """Batch system; auto: the one whose program is on PATH."""
+    """Batch system; auto: the one whose submit program is on PATH; sge is Grid Engine."""
     gpus_per_rank: int = 0
-    """GPUs for each rank."""
-    cpus_per_rank: int | None = None
-    """Cores for each rank; without it what the batch system gives by itself."""
-    queue: Annotated[str | None, tyro.conf.arg(aliases=("--partition",))] = None
-    """Queue or partition."""
-    account: str | None = None
-    """Account (Slurm, PBS) or project (LSF, Grid Engine) that pays."""
-    name: str | None = None
-    """Name of the job; without it that of the RUN folder."""
-    output: str | None = None
-    """File for the job's output, %j standing for its number (not PBS); without it one of its name, here."""
-    signal_s: int = 60
-    """Seconds before the time limit at which all ranks save a checkpoint and leave."""
+    """Number of GPUs to request for each rank."""
+    cpus_per_rank: Annotated[int | None, shown("N", "the batch system's")] = None
+    """Number of cores to request for each rank."""
+    queue: Annotated[
+        str | None,
+        tyro.conf.arg(
+            aliases=("--partition",), metavar="NAME", help_behavior_hint="(default: the batch system's)"
+        ),
+    ] = None
+    """Queue or partition to submit to."""
+    account: Annotated[str | None, shown("NAME", "the batch system's")] = None
+    """Account (Slurm, PBS) or project (LSF, Grid Engine) to charge."""
+    name: Annotated[str | None, shown("NAME", "the name of the RUN folder")] = None
+    """Name of the job."""
+    output: Annotated[str | None, shown("FILE", "named after the job, in the present folder")] = None
+    """File for the job's output; %j in it is replaced by the job's number (not on PBS)."""
+    signal_s: Annotated[int, shown("SECONDS")] = 60
+    """How long before the time limit all ranks save a checkpoint and exit."""
     requeue: bool = True
-    """Start the job again after that, and after the loss of a node."""
-    max_restarts: int | None = None
-    """How often speechdp launch may start the ranks again, within the job, after a failure."""
-    parallel_environment: str = "orte"
-    """Parallel environment of Grid Engine."""
-    scheduler_args: str = ""
-    """More options for sbatch, bsub or qsub, in one word: --scheduler-args="--mem=64G --exclude=n7"."""
-    launch_args: str = ""
-    """More options for speechdp launch, in one word: --launch-args="--launcher srun --interface ib0"."""
+    """Requeue the job at the time limit or after losing a node; it continues from its last checkpoint."""
+    max_restarts: Annotated[int | None, shown("N", "0")] = None
+    """How often the ranks may be restarted within the job after a failure."""
+    parallel_environment: Annotated[str, shown("NAME")] = "orte"
+    """Grid Engine only: parallel environment to request."""
+    scheduler_args: Annotated[str, shown("'OPTIONS'", "none")] = ""
+    """More options for sbatch, bsub or qsub, quoted as one argument:
+    --scheduler-args="--mem=64G --exclude=n7"."""
+    launch_args: Annotated[str, shown("'OPTIONS'", "none")] = ""
+    """More options for `speechdp launch`, quoted as one argument:
+    --launch-args="--launcher srun --interface ib0"."""
     dry_run: bool = False
-    """Show the script and how it would be submitted instead of doing so."""
+    """Print the job script and the submit command instead of submitting."""
 
     def run(self) -> int:
         """Submit; return the exit code."""

@@ -12,6 +12,7 @@ import tyro
 from speechdp import exit_codes
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
+from speechdp.options.shown import heading, shown
 
 if TYPE_CHECKING:
     from speechdp.comm.base import Communicator
@@ -22,34 +23,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SweepCommand:
-    """Train once for each averaging period and report: speechdp launch -np 2 -- sweep DATA OUT."""
+    """Train once with each averaging period, decode, and report throughput and accuracy.
+
+    On two ranks: speechdp launch -np 2 -- sweep DATA OUT."""
 
     data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """Data directory that `speechdp prepare` wrote."""
+    """Data directory written by `speechdp prepare`."""
     out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Folder for the runs and the report.  Runs finished there are kept, interrupted ones go on."""
-    options: TrainOptions = field(default_factory=TrainOptions)
-    periods: str = "1,4,16,64"
-    """Averaging periods, separated by commas: steps (16), frames a rank (600kf) or seconds (5s)."""
-    swept: str = "model_averaging"
-    """Strategy whose period is swept, with its other options, e.g. model_averaging:momentum=average."""
-    reference: str = "gradient_averaging"
-    """Strategy trained beside them for comparison (--strategy is not used here); empty for none."""
-    one_rank_steps: int = 200
-    """Steps of the run on one rank that the speed-up refers to; 0: none."""
-    decode_split: str = "test"
-    """Split whose word error rate is reported; empty for none.  Synthesis has none."""
-    target: float | None = None
-    """Held-out log-probability whose time is reported; default: the highest that every run reached."""
+    """Folder for the runs and the report.  Finished runs in it are kept, interrupted ones continue."""
+    options: Annotated[TrainOptions, heading("training")] = field(default_factory=TrainOptions)
+    periods: Annotated[str, shown("PERIOD,...")] = "1,4,16,64"
+    """Averaging periods to try, in steps (16), thousands of frames per rank (600kf) or seconds (5s)."""
+    swept: Annotated[str, shown("NAME[:OPTION=VALUE,...]")] = "model_averaging"
+    """Strategy whose period is varied, with its other options, e.g. model_averaging:momentum=average."""
+    reference: Annotated[str, shown("NAME[:OPTION=VALUE,...]")] = "gradient_averaging"
+    """Strategy trained once as the reference (--strategy is not used here); empty: none."""
+    one_rank_steps: Annotated[int, shown("STEPS")] = 200
+    """Length of the extra run on one rank from which speed-ups are computed; 0: no such run."""
+    decode_split: Annotated[str, shown("SPLIT")] = "test"
+    """Split to decode for the word error rate; empty: none.  Not used with --task synthesis."""
+    target: Annotated[float | None, shown("VALUE", "the best value that every run reached")] = None
+    """Report the time each run took to reach this held-out value.
+    Log-probability in nats per frame; L1 error with --task synthesis."""
     overwrite: bool = False
-    """Delete the sweep that is in OUT and start anew."""
+    """Delete the sweep in OUT and start over."""
 
     def run(self) -> int:
         """Run the sweep; return the exit code."""
         from speechdp.cli.support.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415 - fast --help
 
         if self.options.strategy != TrainOptions().strategy:
-            raise ConfigError("--strategy is not for sweep: use --swept, --periods and --reference")
+            raise ConfigError("--strategy does not apply to sweep: use --swept, --periods and --reference")
         sweep = [self.swept, self.periods, self.reference, self.one_rank_steps, self.decode_split]
         others = {"OUT folder": self.out_dir, "sweep": sweep, "--overwrite": self.overwrite}
         request = SessionRequest(self.data, self.options, self.out_dir.name, others)
@@ -87,9 +91,9 @@ class SweepCommand:
                 run_sweep(session, self.options, plan, self.out_dir, self._reporter_maker(comm))
         except Stopped as stop:
             if isinstance(stop, StoppedBefore) and stop.folder == self.out_dir:
-                text = f"stopped as asked before it began; give the same command again: {self.out_dir}"
+                text = f"stopped as requested before it began; repeat the command: {self.out_dir}"
             else:
-                text = f"stopped as asked; the same command goes on with {self.out_dir}"
+                text = f"stopped as requested; the same command continues {self.out_dir}"
             session.reporter.notice(text)
             return exit_codes.STOPPED
         if comm.rank == 0:

@@ -1,4 +1,4 @@
-"""`speechdp synthesize`: say texts with a trained model, or measure how well it says held-out ones."""
+"""`speechdp synthesize`: speak texts with a trained model, or measure the speech of held-out texts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tyro
 
 from speechdp.cli.decode import GrammarName
 from speechdp.errors import ConfigError
+from speechdp.options.shown import shown
 
 if TYPE_CHECKING:
     import torch
@@ -32,49 +33,50 @@ _MAX_NAME_BYTES = 240
 
 @dataclass(frozen=True)
 class SynthesizeCommand:
-    """Say texts: speechdp synthesize RUN "three five seven" -o out.wav [--picture]
+    """Turn texts into speech, or measure how good the speech of held-out texts is.
 
-    Or measure on held-out texts: speechdp synthesize RUN --data DATA [--split test]
-    [--recogniser AM_RUN --recogniser-data AM_DATA]."""
+    Speak texts: speechdp synthesize RUN "three five seven" -o out.wav [--picture]
+
+    Measure: speechdp synthesize RUN --data DATA [--recogniser AM_RUN --recogniser-data AM_DATA]"""
 
     run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Run directory that `speechdp train DATA RUN --task synthesis` wrote."""
-    texts: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
-    """What to say; several texts become OUT-1.wav, OUT-2.wav, ..."""
-    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("speech.wav")
-    """WAV file to write, 16 bit."""
+    """Run directory written by `speechdp train DATA RUN --task synthesis`."""
+    texts: Annotated[tyro.conf.Positional[tuple[str, ...]], shown("[TEXT ...]", "none")] = ()
+    """Texts to speak; several texts become OUT-1.wav, OUT-2.wav, ..."""
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="FILE")] = Path("speech.wav")
+    """WAV file (16 bit) to write."""
     picture: bool = False
-    """Write a PNG of attention and spectrograms beside each WAV."""
-    data: Path | None = None
-    """Data directory whose held-out texts are said and compared with their recordings."""
-    split: str = "test"
-    """Split to measure."""
-    max_utterances: int = 0
-    """Measure on so many at most, spread evenly over the split; 0: on all."""
-    recogniser: Path | None = None
-    """Run directory of a recogniser that is to hear the speech; its word errors are counted."""
-    recogniser_data: Path | None = None
-    """Data directory that recogniser was trained on (lexicon, classes, features)."""
+    """Also write a PNG of the attention and the spectrograms next to each WAV file."""
+    data: Annotated[Path | None, shown("DATA", "none: speak the texts given")] = None
+    """Data directory whose held-out texts are spoken and compared with their recordings."""
+    split: Annotated[str, shown("SPLIT")] = "test"
+    """Split of --data to measure on."""
+    max_utterances: Annotated[int, shown("N")] = 0
+    """Measure on at most this many utterances, spread evenly over the split; 0: all."""
+    recogniser: Annotated[Path | None, shown("RUN", "none")] = None
+    """Run directory of an acoustic model that recognises the speech, to measure its word error rate."""
+    recogniser_data: Annotated[Path | None, shown("DATA", "none")] = None
+    """Data directory that --recogniser was trained on; needed with it."""
     grammar: GrammarName = "auto"
-    """Which word sequences the recogniser allows, as in `speechdp decode`."""
-    iterations: int = 60
-    """Iterations of Griffin-Lim, which turns spectrograms into sound."""
-    max_seconds: float = 20.0
-    """Speech that does not stop by itself is cut here."""
+    """Word sequences that the recogniser allows; see `speechdp decode --help`."""
+    iterations: Annotated[int, shown("N")] = 60
+    """Iterations of Griffin-Lim, which turns spectrograms into waveforms."""
+    max_seconds: Annotated[float, shown("SECONDS")] = 20.0
+    """Maximum length of an utterance; the model is stopped there if it does not stop by itself."""
     attention_end: bool = True
-    """End speech that does not stop by itself once attention has rested on the end of the text."""
+    """Also end an utterance when the attention has stayed at the end of the text."""
     dropout: bool = True
-    """Keep the dropout of the decoder's pre-net on, as in training: each seed says a text in another way.
-    Without it models of little speech repeat themselves and end late."""
+    """Keep the dropout of the decoder's pre-net on, as in training, so that each seed speaks differently.
+    Without it, models trained on little speech tend to repeat themselves and to end late."""
     seed: int = 1
-    """Of --dropout; without it nothing is random."""
+    """Seed for --dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the network runs; auto: on a GPU where there is one."""
+    """Where the model runs; auto: on a GPU if there is one, else on the CPU."""
     overwrite: bool = False
-    """Replace WAV and PNG files that exist."""
+    """Replace existing WAV and PNG files."""
 
     def run(self) -> int:
-        """Say the texts, or measure."""
+        """Speak the texts, or measure."""
         from speechdp.cli.support.distributed import over_ranks  # noqa: PLC0415 - keeps --help fast
 
         self._check()
@@ -95,7 +97,7 @@ class SynthesizeCommand:
             self._check_output(path)
 
     def _check_output(self, path: Path) -> None:
-        """Refuse a file that could not be written in the end.  Raises ConfigError."""
+        """Refuse output files that cannot be written.  Raises ConfigError."""
         num_bytes = len(os.fsencode(path.name))
         if num_bytes > _MAX_NAME_BYTES:
             raise ConfigError(

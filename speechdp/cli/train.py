@@ -11,6 +11,7 @@ import tyro
 from speechdp import exit_codes
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
+from speechdp.options.shown import heading
 from speechdp.ownership.overwrite import check_overwrite, empty
 
 if TYPE_CHECKING:
@@ -22,17 +23,19 @@ RUN_RECORDS = ("run.json", "sweep.json", "realign/*/run.json", "completed.json",
 
 @dataclass(frozen=True)
 class TrainCommand:
-    """Train an acoustic or (--task synthesis) a synthesis model: speechdp launch -np 2 -- train DATA RUN."""
+    """Train a speech recognition or (--task synthesis) text-to-speech model.
+
+    On one rank: speechdp train DATA RUN.  On two: speechdp launch -np 2 -- train DATA RUN."""
 
     data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """Data directory that `speechdp prepare` wrote."""
+    """Data directory written by `speechdp prepare`."""
     run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Folder for the run: model, metrics, timing, checkpoints."""
-    options: TrainOptions = field(default_factory=TrainOptions)
+    """Folder to write the run to: model, metrics, timing, checkpoints."""
+    options: Annotated[TrainOptions, heading("training")] = field(default_factory=TrainOptions)
     resume: bool = False
-    """Go on from the last checkpoint in RUN, if there is one."""
+    """Continue from the last checkpoint in RUN, if there is one."""
     overwrite: bool = False
-    """Delete the run that is in RUN and start anew."""
+    """Delete the run in RUN and start over."""
 
     def run(self) -> int:
         """Train; return the exit code."""
@@ -64,9 +67,9 @@ class TrainCommand:
         except Stopped as stop:
             session.reporter.end()
             if isinstance(stop, StoppedBefore):
-                text = "stopped as asked before it began; give the same command again"
+                text = "stopped as requested before it began; repeat the command"
             else:
-                text = "stopped as asked; the same command with --resume goes on"
+                text = "stopped as requested; the same command with --resume continues"
             session.reporter.notice(f"{text}: {self.run_dir}")
             return exit_codes.STOPPED
         session.reporter.notice(f"model: {self.run_dir / 'model.safetensors'}")

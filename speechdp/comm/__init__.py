@@ -1,1 +1,1 @@
-"""Communicators: how N equal ranks exchange tensors; `base.py` is the contract, a folder each back-end."""
+"""Communicators: how N equal ranks exchange tensors; `base.py` is the contract, one folder per back-end."""

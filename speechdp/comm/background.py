@@ -1,4 +1,4 @@
-"""Threads in which strategies exchange behind training; their failures are never lost."""
+"""Threads in which strategies exchange while training goes on; their failures are never lost."""
 
 from __future__ import annotations
 

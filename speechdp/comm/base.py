@@ -32,7 +32,7 @@ class Work(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until the result stands in the tensor.  Raises CommunicationError if a peer is gone."""
+        """Block until the result is in the tensor.  Raises CommunicationError if a peer is gone."""
 
 
 class CompletedWork(Work):
@@ -43,7 +43,7 @@ class CompletedWork(Work):
 
 
 class PeerCommunicator(ABC):
-    """Messages between two ranks, on a channel of their own: nobody else's traffic can be taken for them.
+    """Messages between two ranks on a separate channel, so that they cannot be mixed up with other traffic.
 
     Nothing here is collective but `close`.  Several threads of a rank may use one channel at a time, as long
     as no two of them receive with the same tag.  Messages from one rank with one tag arrive in the order in
@@ -104,7 +104,7 @@ class Communicator(ABC):
         size: number of ranks.
         local_rank: index of this rank among those on the same host; selects the GPU.
         role: what this rank does where not all do the same, for messages; "" where it trains.
-        sent_bytes: what this rank has sent so far in allreduces and broadcasts, taking a ring for granted.
+        sent_bytes: what this rank has sent so far in allreduces and broadcasts, assuming a ring-allreduce.
     """
 
     backend: ClassVar[str]
@@ -133,14 +133,14 @@ class Communicator(ABC):
 
     @property
     def gone(self) -> frozenset[int]:
-        """Ranks that this one knows to be gone, agreed on or not; none unless losses are tolerated.
+        """Ranks that this one knows to be lost, agreed on or not; empty unless losses are tolerated.
 
         Not collective; any thread may ask.
         """
         return frozenset()
 
     def tolerate_loss(self) -> None:
-        """From here on go on without ranks that are gone, instead of raising.  Collective.
+        """Continue without lost ranks from now on, instead of raising.  Collective.
 
         Rank 0 stays needed.  Every collective then ends, on all ranks alike, with those that are left: sums
         are over them, lists have an entry for each.  Channels opened after this raise PeerLost.

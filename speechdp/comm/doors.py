@@ -1,4 +1,4 @@
-"""Let nobody into a job once its ranks have met.
+"""Close a job's listening sockets once its ranks have met.
 
 gloo and torch's store take everybody who connects, and listen as long as they live: any process of the
 machine could use up a rank's file descriptors, or write into the store.  Neither can be told to stop.

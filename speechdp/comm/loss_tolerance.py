@@ -1,4 +1,4 @@
-"""Going on without ranks that are gone: how it is said, collectives through rank 0, work done again."""
+"""Continuing without lost ranks: errors, collectives through rank 0, work that is repeated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ABSENT = -1
 
 
 class PeerLost(CommunicationError):  # noqa: N818 (what happened; not always an error)
-    """Ranks are gone that this one was to hear from; only where losses are tolerated.
+    """Ranks that this one waited for are lost; raised only where losses are tolerated.
 
     Attributes:
         ranks: all that are known to be gone by now.
@@ -28,13 +28,13 @@ class PeerLost(CommunicationError):  # noqa: N818 (what happened; not always an 
     def __init__(self, ranks: Collection[int]) -> None:
         self.ranks = frozenset(ranks)
         named = ", ".join(str(rank) for rank in sorted(self.ranks))
-        super().__init__(f"lost contact with rank {named}; go on with --resume")
+        super().__init__(f"lost contact with rank {named}; continue with --resume")
 
 
 def leader_lost() -> CommunicationError:
     """Return the error of ranks that have lost rank 0."""
     return CommunicationError(
-        "rank 0 is gone, which deals the batches, evaluates and saves; go on with --resume"
+        "rank 0 is gone, which deals the batches, evaluates and saves; continue with --resume"
     )
 
 
@@ -83,7 +83,7 @@ class Star:
         self._gather([x if self._peers.rank == root else none], take)
         if root not in self.alive:
             raise CommunicationError(
-                f"rank {root} is gone, whose values the others need; go on with --resume"
+                f"rank {root} is gone, whose values the others need; continue with --resume"
             )
         self._share(x)
 
@@ -178,7 +178,7 @@ def _combine(x: Tensor, part: Tensor, op: ReduceOp) -> None:
 
 
 def in_shares(comm: Communicator, work: Callable[[int, int], T]) -> T:
-    """Have each rank do its share and return what the shares come to together.  Collective.
+    """Run each rank's share of some work and return the combined result.  Collective.
 
     Args:
         work: called with this rank's share, 0 <= share < number, and the number of shares; ends with the

@@ -1,4 +1,4 @@
-"""Packets between ranks: a small JSON-like head and tensors behind it, sent and received without waiting.
+"""Packets between ranks: a small JSON-like header followed by tensors, sent and received without waiting.
 
 Where `PeerCommunicator` has messages whose size the receiver knows and whose sender waits, a packet says
 itself what is in it, and its sender goes on at once: what feeders send batches with.
@@ -29,7 +29,7 @@ _BUSY_S = 2e-3
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Allocate in the ordinary way."""
+    """Allocate ordinary memory."""
     return torch.empty(*shape, dtype=dtype)
 
 
@@ -81,7 +81,7 @@ class PacketChannel(ABC):
 
     @abstractmethod
     def receive(self) -> Packet | None:
-        """Return a packet that has arrived, or None; moves along what is on its way, and never waits.
+        """Return a packet that has arrived, or None; makes progress on pending transfers and never waits.
 
         Raises:
             CommunicationError: the transport has failed.
@@ -90,7 +90,7 @@ class PacketChannel(ABC):
     @property
     @abstractmethod
     def is_moving(self) -> bool:
-        """Whether something is on its way from here, or half arrived."""
+        """Whether a transfer from or to this rank is pending."""
 
     @abstractmethod
     def close(self) -> None:
@@ -114,7 +114,7 @@ class Pacing:
         self._since_s = time.monotonic()
 
     def reset(self) -> None:
-        """Begin anew: something has come."""
+        """Start over: something has arrived."""
         self._since_s = time.monotonic()
 
     def sleep(self, *, moving: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the channels between two ranks have in common: the checks of their arguments, and the counting."""
+"""What channels between two ranks share: argument checks and byte counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_TAGS = 1000
 
 
 class CheckedPeers(PeerCommunicator):
-    """A channel that has checked what it was asked for before a back-end sees it.
+    """A channel that checks its arguments before a back-end sees them.
 
     Messages without elements are messages like any other: they are waited for, and carry 0 bytes.
     """

@@ -13,7 +13,7 @@ from speechdp.comm.peers import CheckedPeers
 
 
 class SerialPeers(CheckedPeers):
-    """The channel of a rank that has nobody to talk to: sending and receiving are errors."""
+    """The channel of a single rank: sending and receiving are errors."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -31,7 +31,7 @@ class SerialPeers(CheckedPeers):
 
 
 class SerialCommunicator(Communicator):
-    """One rank, no peers, no library behind it."""
+    """One rank without peers or a communication library."""
 
     backend: ClassVar[str] = "serial"
     reducible: ClassVar[frozenset[torch.dtype]] = Communicator.reducible | {torch.float16, torch.bfloat16}

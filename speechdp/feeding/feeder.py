@@ -1,4 +1,4 @@
-"""What a feeder does: makes the batches that trainers ask for and sends them, until all have said goodbye."""
+"""A feeder: makes the batches that trainers ask for and sends them, until all trainers have finished."""
 
 from __future__ import annotations
 

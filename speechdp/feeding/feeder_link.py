@@ -25,7 +25,7 @@ TRAVELLING: dict[str, type[SpeechDPError]] = {
 
 @dataclass(frozen=True)
 class _Question:
-    """A batch that nobody has been asked for yet."""
+    """A request for a batch that has not been sent yet."""
 
     head: dict[str, Any]
     tensors: tuple[Tensor, ...]
@@ -80,7 +80,7 @@ class FeederLink:
         return question.answer
 
     def forget(self, source: int) -> None:
-        """Drop what nobody has been asked for yet of a source."""
+        """Drop a source's requests that have not been sent yet."""
         with self._changed:
             dropped = [question for question in self._waiting if question.head["source"] == source]
             self._waiting = deque(q for q in self._waiting if q.head["source"] != source)

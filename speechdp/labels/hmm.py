@@ -17,7 +17,7 @@ from speechdp.labels.lexicon import SILENCE, Lexicon
 
 STATES_PER_PHONE = 3
 
-#: log-likelihood of a class that no training frame carries, in nats a frame; see `log_priors`.
+#: log-likelihood of a class that no training frame carries, in nats per frame; see `log_priors`.
 UNSEEN_LOG_LIKELIHOOD = -100.0
 
 _MIN_SELF_LOOP = 0.05

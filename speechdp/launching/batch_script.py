@@ -77,7 +77,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Placement:
-    """What a job is called and where its output goes; every value stands on a directive line.
+    """Name and output file of a job; every value goes on a directive line.
 
     Attributes:
         queue: partition of Slurm, queue of the others; None: the default one.

@@ -102,7 +102,7 @@ def read_hostfile(path: Path) -> Hostfile:
             )
         hosts.append(host)
     if not hosts:
-        raise ConfigError(f"{path}: no hosts; write one line a host, e.g. `{_EXAMPLE}`")
+        raise ConfigError(f"{path}: no hosts; write one line per host, e.g. `{_EXAMPLE}`")
     return Hostfile(str(path), tuple(hosts))
 
 

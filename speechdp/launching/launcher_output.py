@@ -1,4 +1,4 @@
-"""Read what a launcher prints: learn who failed, and keep its banners away from our own line about it.
+"""Parse a launcher's output: learn which rank failed, and hide banners that our own message replaces.
 
 Open MPI and Horovod print ten lines of their own around a rank's one, among them "Primary job terminated
 normally, but 1 process returned a non-zero exit code".  What is known is taken for what it says; anything

@@ -1,4 +1,4 @@
-"""Tell whether a job did what it was started for, from what stands in its run directory."""
+"""Tell from its run directory whether a job did what it was started for."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ def _age_key(path: Path) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a job has come to.
+    """The outcome of a job.
 
     Attributes:
         exit_code: of the launch.
         reason: what went wrong, with the last checkpoint; None: nothing did.
-        advice: what the user may do next, a clause to stand behind the reason; "": the ranks have said it.
+        advice: what the user may do next, a clause to follow the reason; "": the ranks have said it.
     """
 
     exit_code: int

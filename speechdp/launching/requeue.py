@@ -1,4 +1,4 @@
-"""Give a batch job back to its scheduler, so that it goes on from its checkpoint later."""
+"""Requeue a batch job, so that it continues from its checkpoint later."""
 
 from __future__ import annotations
 

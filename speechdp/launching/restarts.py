@@ -1,4 +1,4 @@
-"""Start a job again after a fault: whether that may help, over which hosts, and with which command line."""
+"""Restart a job after a fault: whether that may help, on which hosts, and with which command line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """How often, and with how few ranks, a job may be started again.
+    """How often, and with how few ranks, a job may be restarted.
 
     Attributes:
         max_restarts: starts after the first; 0: none.
@@ -44,7 +44,7 @@ class RestartPolicy:
     min_ranks: int | None = None
 
     def check(self, num_ranks: int, target: Target | None) -> None:
-        """Refuse, before the first start, what could never be.  Raises ConfigError."""
+        """Refuse, before the first start, a policy that can never be met.  Raises ConfigError."""
         if self.max_restarts < 0:
             raise ConfigError(f"--max-restarts {self.max_restarts}: must be at least 0")
         if self.max_restarts and target is None:
@@ -67,7 +67,7 @@ _State = tuple[Path, int, int]
 
 @dataclass
 class Restarts:
-    """Decides about every further start of a job.
+    """Decides whether and how a job is restarted.
 
     Args:
         policy: how often.

@@ -1,4 +1,4 @@
-"""Show what a launcher prints while it runs, and learn from it that something has failed."""
+"""Pass on a launcher's output while it runs, and notice failures in it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class Preset:
 
     Attributes:
         model: sizes of the model.
-        batch_size: segments a rank and step.
+        batch_size: segments per rank and step.
         chunk_frames: frames a segment, 0 for whole utterances.
         left_context: frames before a chunk that are input only.
         guided_attention: weight of attention far from the diagonal in the loss of a synthesis model.
@@ -35,7 +35,7 @@ class Preset:
 
 
 PRESETS: dict[str, Preset] = {
-    # For small corpora and CPUs: seconds an epoch on the spoken digits.
+    # For small corpora and CPUs: seconds per epoch on the spoken digits.
     "tiny": Preset(LstmConfig(layers=2, cells=128, bidirectional=True, dropout=0.4), batch_size=16),
     # Rosciszewski & Kaliski, HPCS 2017: 4 x 800 LSTM; chunk width 20, left context 40 and 100 chunks a
     # minibatch are the defaults of Kaldi's nnet3 RNN training script.

@@ -1,1 +1,1 @@
-"""The options of a training run: frozen dataclasses, one a component, checked together before step 1."""
+"""The options of a training run: frozen dataclasses, one per component, checked together before step 1."""

@@ -1,4 +1,4 @@
-"""Options that decide which data makes up a batch, and who makes it ready.
+"""Options that decide which data makes up a batch, and where batches are prepared.
 
 The docstring under a field is its help on the command line.
 """
@@ -6,35 +6,41 @@ The docstring under a field is its help on the command line.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from speechdp.data.plan.epoch_plan import Order, PlanOptions
 from speechdp.errors import ConfigError
 from speechdp.models.presets import Preset
 from speechdp.options.recipe import Recipe
+from speechdp.options.shown import shown
 
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """How utterances become batches; options default to the preset's."""
+    """How utterances become batches.  A segment is a whole utterance, or a chunk of it (--chunk-frames)."""
 
-    batch_size: int | None = None
-    """Segments a rank and step."""
-    global_batch: int | None = None
-    """Segments a step, all ranks together; default with --recipe adpsgd-asr: 2560."""
-    chunk_frames: int | None = None
-    """Longest segment in frames; 0 takes utterances whole."""
-    left_context: int | None = None
-    """Frames before a segment that are input only."""
-    right_context: int = 0
-    """Frames after a segment that are input only."""
-    batch_frames: int = 0
-    """Instead of --batch-size: a rank and step take as many segments as fit in so many frames, padding
-    included."""
+    batch_size: Annotated[int | None, shown("SEGMENTS", "the preset's")] = None
+    """Segments in each rank's batch."""
+    global_batch: Annotated[
+        int | None, shown("SEGMENTS", "--batch-size x ranks; 2560 with --recipe adpsgd-asr")
+    ] = None
+    """Segments in each step over all ranks together, instead of --batch-size.
+    Must be a multiple of the number of ranks."""
+    chunk_frames: Annotated[int | None, shown("FRAMES", "the preset's")] = None
+    """Cut utterances into segments of at most this many frames; 0: whole utterances."""
+    left_context: Annotated[int | None, shown("FRAMES", "the preset's")] = None
+    """Frames before each chunk that the model sees but is not trained on."""
+    right_context: Annotated[int, shown("FRAMES")] = 0
+    """Frames after each chunk that the model sees but is not trained on."""
+    batch_frames: Annotated[int, shown("FRAMES", "0: batches of --batch-size segments")] = 0
+    """Fill each rank's batch with as many segments as fit in this many frames, padding included.
+    Used instead of --batch-size."""
     order: Order = "pooled"
-    """shuffled: entirely at random; pooled: sorted by length inside shuffled pools, batches shuffled;
-    laplace: shuffled bins, sorted inside, up and down in turn; blocking-sort: the IBM poster's trainloader,
-    to measure against: it reads and sorts 32 batches while training waits."""
+    """Order of segments and batches within an epoch.
+    pooled: sorted by length inside random pools (little padding), batches shuffled.
+    shuffled: entirely at random (most padding).
+    laplace: random bins, sorted by length inside, alternately up and down.
+    blocking-sort: reads and sorts 32 batches at a time while training waits; a baseline for timing."""
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.global_batch is not None:
@@ -42,7 +48,7 @@ class BatchOptions:
                 "--batch-size (of a rank) and --global-batch (of all ranks) exclude each other: give one"
             )
         if self.batch_frames < 0:
-            raise ConfigError(f"--batch-frames {self.batch_frames}: frames a rank and step, or 0")
+            raise ConfigError(f"--batch-frames {self.batch_frames}: frames per rank and step, or 0")
         if self.batch_frames and (self.batch_size or self.global_batch is not None):
             raise ConfigError("--batch-frames excludes --batch-size and --global-batch: give one")
         if self.batch_frames and self.order == "blocking-sort":
@@ -54,7 +60,7 @@ class BatchOptions:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative")
 
     def resolve(self, preset: Preset, recipe: Recipe, size: int | None) -> BatchOptions:
-        """Fill what was not given from `recipe`, then `preset`, for `size` ranks that train.
+        """Fill in options not given from `recipe`, then `preset`, for `size` training ranks.
 
         The result's batch_size is 0 where --batch-frames counts.
         """
@@ -74,12 +80,12 @@ class BatchOptions:
         )
 
     def plan(self, seed: int) -> PlanOptions:
-        """Return what the epoch plan needs; of resolved options."""
+        """Return the options of the epoch plan; options must be resolved."""
         assert self.batch_size is not None and self.chunk_frames is not None
         return PlanOptions(self.batch_size, self.chunk_frames, seed, self.order, self.batch_frames)
 
     def _share(self, recipe: Recipe, size: int | None) -> int | None:
-        """Return a rank's part of the global batch; None where there is no global batch."""
+        """Return a rank's share of the global batch; None without a global batch."""
         total = recipe.global_batch if self.global_batch is None else self.global_batch
         if total is None:
             return None
@@ -94,17 +100,16 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class LoadingOptions:
-    """Where batches are made ready, and what is noted meanwhile; none of it changes what is in them."""
+    """Where batches are read and preprocessed.  None of these changes what is in a batch."""
 
-    feeders: int = 0
-    """Ranks of each host that read and preprocess for the others, which then touch no shard."""
-    loader_threads: int = 1
-    """Threads of a rank, or a feeder, that make batches ready: they preprocess, or where there is nothing to
-    preprocess, read."""
+    feeders: Annotated[int, shown("N", "0: every rank loads its own")] = 0
+    """Ranks on each host that do not train but read and preprocess batches for those that do."""
+    loader_threads: Annotated[int, shown("N")] = 1
+    """Threads in each rank (or feeder) that preprocess batches, or read them if there is no preprocessing."""
     preprocess_on: Literal["cpu", "gpu"] = "cpu"
     """Where features, deltas and augmentation are computed."""
-    sample_hz: float = 10.0
-    """Times a second that the use of GPUs and processes is noted, for the report; 0: never."""
+    sample_hz: Annotated[float, shown("HZ")] = 10.0
+    """How often the load of GPUs and processes is sampled for the report, in Hz, at most 100; 0: never."""
 
     def __post_init__(self) -> None:
         if self.feeders < 0:

@@ -1,22 +1,24 @@
-"""Options of a training run that say what is done about faults; none changes what is computed."""
+"""Options of a training run that say what happens on failures; none changes what is computed."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from speechdp.errors import ConfigError
+from speechdp.options.shown import shown
 
 
 @dataclass(frozen=True)
 class FaultOptions:
-    """What is done about faults.  Runs may be resumed with other ones."""
+    """What happens on failures.  A run may be resumed with other values."""
 
-    hang_timeout: float = 600.0
-    """Seconds without the end of a step or an evaluated batch after which a rank takes the job for hung,
-    prints its stack and ends it; 0: never."""
+    hang_timeout: Annotated[float, shown("SECONDS")] = 600.0
+    """End the job, showing stacks, if a rank completes no step or evaluation batch for so long; 0: never."""
     tolerate_loss: bool = False
-    """Go on without ranks that are gone (strategy ad_psgd, back-end mpi with ULFM: Open MPI 5)."""
+    """Continue with the remaining ranks when others are lost, instead of ending the job.
+    Needs --strategy ad_psgd and the mpi back-end with ULFM (Open MPI 5)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.hang_timeout < math.inf:

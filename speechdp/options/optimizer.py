@@ -8,41 +8,53 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from speechdp.errors import ConfigError
 from speechdp.options.recipe import OptimizerName, Recipe
 from speechdp.options.schedule import Schedule
+from speechdp.options.shown import shown
 
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """The optimizer and its learning rate over epochs; what is not given comes from --recipe."""
+    """The optimizer and its learning rate schedule: linear warm-up, a plateau, then annealing every epoch."""
 
-    optimizer: OptimizerName | None = None
-    """SGD with momentum, Adam, or AdamW; default: adam, with --recipe adpsgd-asr sgd."""
-    learning_rate: float | None = None
-    """Learning rate of the plateau; default 0.002 for adam and adamw, 0.1 for sgd, unless scaled as below."""
-    base_learning_rate: float | None = None
-    """Learning rate at --base-batch; the plateau's is this times global batch / base batch, and the warm-up
-    begins at it.  Default with --recipe adpsgd-asr: 0.1."""
-    base_batch: int | None = None
-    """Segments a step, all ranks together, that --base-learning-rate suits; with --recipe adpsgd-asr 256."""
-    momentum: float | None = None
-    """Momentum of sgd; first beta of adam and adamw; default 0.9."""
-    weight_decay: float = 0.0
-    """L2 penalty (sgd, adam) or decoupled decay (adamw)."""
-    max_gradient_norm: float = 1.0
-    """Clip the gradient (mean over frames) to this norm; 0: never."""
-    warmup_epochs: float | None = None
-    """Epochs over which the learning rate rises linearly; default: 0, with --recipe adpsgd-asr 10/16 of
-    --epochs."""
-    warmup_from: float | None = None
-    """Learning rate at the start of the warm-up; default: the base learning rate if there is one, else 0."""
-    anneal_from: int | None = None
-    """First epoch, counted from 0, with an annealed learning rate; -1, the default: two thirds of --epochs;
-    with --recipe adpsgd-asr the first after the warm-up."""
-    anneal_factor: float = math.sqrt(0.5)
-    """Learning rate of an annealed epoch over that of the epoch before."""
+    optimizer: Annotated[
+        OptimizerName | None, shown("{sgd,adam,adamw}", "adam; sgd with --recipe adpsgd-asr")
+    ] = None
+    """SGD with momentum, Adam or AdamW."""
+    learning_rate: Annotated[
+        float | None, shown("RATE", "0.002 for adam and adamw, 0.1 for sgd; scaled if --base-batch is set")
+    ] = None
+    """Learning rate of the plateau."""
+    base_learning_rate: Annotated[float | None, shown("RATE", "none; 0.1 with --recipe adpsgd-asr")] = None
+    """Learning rate for a batch of --base-batch, scaled linearly to the batch in use.
+    The plateau is --base-learning-rate x global batch / --base-batch, and the warm-up starts from it."""
+    base_batch: Annotated[int | None, shown("SEGMENTS", "none; 256 with --recipe adpsgd-asr")] = None
+    """Batch over all ranks that --base-learning-rate was tuned for; needs --base-learning-rate."""
+    momentum: Annotated[float | None, shown("BETA", "0.9")] = None
+    """Momentum of sgd, or first beta of adam and adamw; at least 0, below 1."""
+    weight_decay: Annotated[float, shown("DECAY")] = 0.0
+    """L2 penalty (sgd, adam) or decoupled weight decay (adamw)."""
+    max_gradient_norm: Annotated[float, shown("NORM")] = 1.0
+    """Clip the gradient (averaged over frames) to this norm; 0: no clipping."""
+    warmup_epochs: Annotated[
+        float | None, shown("EPOCHS", "0; 10/16 of --epochs with --recipe adpsgd-asr")
+    ] = None
+    """Length of the linear warm-up in epochs; fractions are allowed."""
+    warmup_from: Annotated[
+        float | None, shown("RATE", "0; with --base-batch the base learning rate or the plateau, if lower")
+    ] = None
+    """Learning rate at the start of the warm-up."""
+    anneal_from: Annotated[
+        int | None, shown("EPOCH", "two thirds of --epochs; with --recipe adpsgd-asr the end of the warm-up")
+    ] = None
+    """First epoch, counted from 0, with an annealed learning rate; -1: two thirds of --epochs."""
+    anneal_factor: Annotated[float, shown("FACTOR", "0.707, which halves the rate every two epochs")] = (
+        math.sqrt(0.5)
+    )
+    """Factor on the learning rate in each epoch from --anneal-from on, above 0 and at most 1."""
 
     def __post_init__(self) -> None:
         if self.momentum is not None and not 0 <= self.momentum < 1:
@@ -60,7 +72,7 @@ class OptimizerOptions:
                 )
 
     def resolve(self, recipe: Recipe, epochs: int, global_batch: int | None) -> OptimizerOptions:
-        """Fill what was not given from `recipe`, for so many epochs and segments a step (None: unknown).
+        """Fill in options not given from `recipe`, for so many epochs and segments per step (None: unknown).
 
         Raises:
             ConfigError: a learning rate to be scaled that is not known, or that is another optimizer's.
@@ -87,7 +99,7 @@ class OptimizerOptions:
         )
 
     def schedule(self) -> Schedule:
-        """Return the learning rate over epochs; of resolved options."""
+        """Return the learning rate schedule; options must be resolved."""
         assert self.learning_rate is not None and self.warmup_epochs is not None
         assert self.warmup_from is not None and self.anneal_from is not None
         return Schedule(

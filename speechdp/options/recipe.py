@@ -1,4 +1,4 @@
-"""Recipes: what a run trains with where the user has given nothing, by name."""
+"""Recipes: named sets of defaults for options that the user has not given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RecipeName = Literal["none", "adpsgd-asr"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """Defaults that belong together.
+    """A set of defaults.
 
     Attributes:
         optimizer: the optimizer.

@@ -1,4 +1,4 @@
-"""Options of a training run: frozen dataclasses, one a component, checked together before step 1.
+"""Options of a training run: frozen dataclasses, one per component, checked together before step 1.
 
 The docstring under a field is its help on the command line.
 """
@@ -11,7 +11,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from speechdp.data.loading.reader import Context
 from speechdp.data.loading.source_options import SourceRequest
@@ -26,51 +26,55 @@ from speechdp.options.model import ModelOptions
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.recipe import RecipeName, find_recipe
 from speechdp.options.schedule import Schedule
+from speechdp.options.shown import heading, shown
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Everything that decides what a run computes, and what it needs to be repeated."""
+    """What to train, on which data, for how long, and how the ranks work together."""
 
-    model: ModelOptions = field(default_factory=ModelOptions)
-    batch: BatchOptions = field(default_factory=BatchOptions)
-    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
-    inputs: InputOptions = field(default_factory=InputOptions)
-    augment: AugmentOptions = field(default_factory=AugmentOptions)
-    loading: LoadingOptions = field(default_factory=LoadingOptions)
-    faults: FaultOptions = field(default_factory=FaultOptions)
+    model: Annotated[ModelOptions, heading("model")] = field(default_factory=ModelOptions)
+    batch: Annotated[BatchOptions, heading("batch")] = field(default_factory=BatchOptions)
+    optimizer: Annotated[OptimizerOptions, heading("optimizer")] = field(default_factory=OptimizerOptions)
+    inputs: Annotated[InputOptions, heading("model input")] = field(default_factory=InputOptions)
+    augment: Annotated[AugmentOptions, heading("augmentation")] = field(default_factory=AugmentOptions)
+    loading: Annotated[LoadingOptions, heading("data loading and sampling")] = field(
+        default_factory=LoadingOptions
+    )
+    faults: Annotated[FaultOptions, heading("failure")] = field(default_factory=FaultOptions)
     task: TaskName = "acoustic"
-    """What to train: an acoustic model (BLSTM over HMM states), or a synthesis model (text to spectrograms),
-    on data prepared with --task synthesis."""
+    """acoustic: a speech recognition model (LSTM over HMM states).
+    synthesis: a text-to-speech model (Tacotron); needs data prepared with --task synthesis."""
     recipe: RecipeName = "none"
-    """Options to train with where none are given; adpsgd-asr: SGD, large batch, learning rate scaled to it
-    with a warm-up, as in arXiv 1904.04956 (recalled, not checked against the paper; docs/training.md)."""
-    strategy: str = "gradient_averaging"
-    """NAME or NAME:option=value,...: what ranks exchange and when (docs/strategies.md)."""
+    """Set of defaults for the options below; options that are given take precedence.
+    adpsgd-asr: 16 epochs of SGD with batch 2560 and a scaled, warmed-up learning rate (docs/training.md)."""
+    strategy: Annotated[str, shown("NAME[:OPTION=VALUE,...]")] = "gradient_averaging"
+    """What ranks exchange and when, e.g. model_averaging:period=16; docs/strategies.md lists all."""
     backend: Literal["auto", "serial", "horovod", "mpi", "torch"] = "auto"
-    """Communicator; auto takes horovod where it is installed, else mpi, and says so."""
+    """Library that ranks communicate over; auto: horovod if installed, else mpi; serial: a single rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes the GPU of this local rank where there is one."""
-    epochs: int | None = None
-    """Passes over the training split; default: 12, with --recipe adpsgd-asr 16."""
+    """Where each rank computes; auto: on the GPU of its local rank if there is one, else on the CPU."""
+    epochs: Annotated[int | None, shown("N", "12; 16 with --recipe adpsgd-asr")] = None
+    """Passes over the training split."""
     seed: int = 1
-    """Of initial weights, order of the data, and dropout."""
-    train_split: str = "train"
+    """Seed for initial weights, data order and dropout."""
+    train_split: Annotated[str, shown("SPLIT")] = "train"
     """Split to train on."""
-    held_out: str = "dev"
-    """Split for the log-probability per frame and frame accuracy after each epoch."""
-    alignments: Path | None = None
-    """Directory of targets to train on (RUN/alignments/K of an earlier run) instead of the shards' own."""
-    realign: int = 0
-    """Rounds of training and forced alignment before the run proper."""
-    realign_epochs: int | None = None
-    """Epochs of each such round; default: --epochs."""
-    max_steps: int = 0
-    """End after so many steps, to try or to time something; 0: all epochs."""
-    checkpoint_steps: int = 0
-    """Save every so many steps, beside the checkpoint after each epoch; 0: only those."""
-    slow_ranks: str = ""
-    """RANK:FACTOR,...: ranks that take so many times as long to compute, by sleeping: stragglers."""
+    held_out: Annotated[str, shown("SPLIT")] = "dev"
+    """Split to evaluate on after each epoch.
+    Acoustic models: log-probability per frame and frame accuracy; synthesis: L1 error."""
+    alignments: Annotated[Path | None, shown("DIR", "the targets in DATA")] = None
+    """Train on these targets, from RUN/alignments/K of an earlier run."""
+    realign: Annotated[int, shown("ROUNDS")] = 0
+    """Rounds of training and forced alignment before the actual training; 0: none."""
+    realign_epochs: Annotated[int | None, shown("N", "--epochs")] = None
+    """Epochs in each round of --realign."""
+    max_steps: Annotated[int, shown("STEPS")] = 0
+    """Stop after this many steps, for trials and timing; 0: train all epochs."""
+    checkpoint_steps: Annotated[int, shown("STEPS")] = 0
+    """Save a checkpoint every so many steps too, not only after each epoch; 0: only after each epoch."""
+    slow_ranks: Annotated[str, shown("RANK:FACTOR,...", "none")] = ""
+    """Simulate stragglers: these ranks sleep until each step has taken FACTOR times as long, e.g. 1:5."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -96,7 +100,7 @@ class TrainOptions:
         batch.plan(self.seed)
 
     def _refuse_beside_synthesis(self) -> None:
-        """Refuse, all at once, what cuts utterances or changes their sound.  Raises ConfigError."""
+        """Refuse, in one message, options that cut utterances or change their sound.  Raises ConfigError."""
         given = [
             f"--{field.name.replace('_', '-')}"
             for group in (self.inputs, self.augment)
@@ -135,11 +139,11 @@ class TrainOptions:
         return find_recipe(self.recipe).epochs if self.epochs is None else self.epochs
 
     def resolve(self, size: int) -> TrainOptions:
-        """Return these options with nothing left open, for data dealt to `size` ranks.
+        """Return these options with all defaults resolved, for `size` training ranks.
 
-        What is given counts, else the recipe, else the preset and the defaults.  Only where the recipe or
-        --global-batch or --base-batch is used does anything depend on `size`; without them the methods
-        below may be called on options as they were given.
+        Options given take precedence, then the recipe, then the preset and the defaults.  Only with a recipe,
+        --global-batch or --base-batch does anything depend on `size`; without them the methods below may be
+        called on options as they were given.
 
         Raises:
             ConfigError: a global batch that does not divide by `size`.
@@ -155,23 +159,23 @@ class TrainOptions:
         return batch, self.optimizer.resolve(recipe, self.num_epochs, global_batch)
 
     def optimizing(self) -> OptimizerOptions:
-        """Return the optimizer's options with nothing left open."""
+        """Return the optimizer's options with all defaults resolved."""
         return self._resolve(None)[1]
 
     def schedule(self) -> Schedule:
-        """Return the learning rate over this run."""
+        """Return the learning rate schedule of this run."""
         return self.optimizing().schedule()
 
     def batches(self) -> BatchOptions:
-        """Return the batch options with nothing left open."""
+        """Return the batch options with all defaults resolved."""
         return self._resolve(None)[0]
 
     def plan(self) -> PlanOptions:
-        """Return what the epoch plan needs."""
+        """Return the options of the epoch plan."""
         return self.batches().plan(self.seed)
 
     def source(self, split: str, *, augmented: bool) -> SourceRequest:
-        """Return what a split's batches are to hold: for training (`augmented`), or to be scored."""
+        """Return what a split's batches hold: for training (`augmented`) or for scoring."""
         batches = self.batches()
         return SourceRequest(
             split=split,
@@ -183,22 +187,22 @@ class TrainOptions:
         )
 
     def to_decode(self, split: str) -> str:
-        """Return the split whose words are to be recognised after training; "" for synthesis: none."""
+        """Return the split to decode after training; "" (none) for synthesis."""
         return split if self.task == "acoustic" else ""
 
     def slowness(self, rank: int) -> float:
-        """Return how many times as long as it takes `rank` pretends to compute."""
+        """Return by what factor `rank` is slowed down."""
         return _slow_ranks(self.slow_ranks).get(rank, 1.0)
 
     def to_json(self, size: int | None = None) -> dict[str, Any]:
-        """Return the options as JSON-like values; with `size` also, as `resolved`, what they come to."""
+        """Return the options as JSON-like values; with `size` also their resolved values, as `resolved`."""
         values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), default=str))
         return values if size is None else {**values, "resolved": self.resolve(size).to_json()}
 
     def fingerprint(self) -> str:
         """Return a hash of all options that change what is computed; a resumed run must have the same.
 
-        What they come to is hashed as well: a recipe that another version has changed is another run.
+        Resolved values are hashed as well: a recipe that another version has changed is another run.
         """
         loading = LoadingOptions(preprocess_on=self.loading.preprocess_on)  # a GPU rounds in another way
         values = dataclasses.replace(self, loading=loading, faults=FaultOptions()).to_json(1)

@@ -1,1 +1,1 @@
-"""One job a folder: who owns it, whether that job is gone, and beginning a folder anew."""
+"""One job per folder: who owns it, whether that job is gone, and overwriting a folder."""

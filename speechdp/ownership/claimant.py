@@ -64,7 +64,7 @@ class Claimant:
 
     @classmethod
     def here(cls, command: str, environment: Mapping[str, str]) -> Claimant:
-        """Return this process, which claims anew.
+        """Return this process as a new claimant.
 
         Args:
             environment: of this process.

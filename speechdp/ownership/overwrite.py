@@ -1,4 +1,4 @@
-"""Empty a folder that --overwrite is to begin anew: looked at before anything is done, owned meanwhile."""
+"""Empty a folder for --overwrite: checked before anything is deleted, owned meanwhile."""
 
 from __future__ import annotations
 

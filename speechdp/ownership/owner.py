@@ -1,4 +1,4 @@
-"""One owner a folder: a second job is refused in one line, and takes over what is left by one that is gone.
+"""One owner per folder: a second job is refused in one line, or takes over from one that is gone.
 
 The owner's file is made by a hard link, which one process alone succeeds in, on NFS as well.  Its time of
 change is renewed every few seconds.  Only changes are looked for, so that the clocks of hosts need not agree.
@@ -188,14 +188,14 @@ class FolderOwner:
             self._last_sign_s = now_s
         else:
             self._surroundings.end(
-                f"{self.folder}: was taken over by {sight.claimant}; this process, taken for gone, ends "
+                f"{self.folder}: was taken over by {sight.claimant}; this process, presumed dead, ends "
                 "without writing more"
             )
 
     def _lost(self) -> str:
         """Return why this process can no longer be sure to be the only one."""
         if self._refused is not None:
-            refused = cannot_be_written(self.file, self._refused, "go on with --resume")
+            refused = cannot_be_written(self.file, self._refused, "continue with --resume")
             return f"{refused}; as it is missing, another may write in its folder, and this process ends"
         return (
             f"{self.folder}: this process was silent for too long, and another may have written "

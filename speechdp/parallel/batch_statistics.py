@@ -62,7 +62,7 @@ def averaged_statistics(model: nn.Module, comm: Communicator, *, has_trained: bo
 
 
 def load_statistics(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Take up what this rank's checkpoint has of `running_statistics`."""
+    """Restore this rank's `running_statistics` from its checkpoint."""
     for name, buffer in running_statistics(model).items():
         if name in saved:
             buffer.copy_(saved[name])

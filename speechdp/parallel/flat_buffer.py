@@ -1,4 +1,4 @@
-"""Many tensors as one vector, so that an average over ranks is one exchange and copies nothing.
+"""Many tensors as one vector, so that averaging over ranks is one exchange without a copy.
 
 The tensors become views into one allocation; tensors that already shared a storage (cuDNN's packed LSTM
 weights after `flatten_parameters`) keep their relative places and start a storage of their own, which is
@@ -21,7 +21,7 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class Place:
-    """Where one tensor stands in the flat vector (offset and size in elements)."""
+    """Location of one tensor in the flat vector (offset and size in elements)."""
 
     offset: int
     num_elements: int
@@ -29,7 +29,7 @@ class Place:
 
 
 class FlatBuffer:
-    """One vector holding `tensors` one after the other, and `num_extra` scalars behind them.
+    """One vector holding `tensors` one after the other, with `num_extra` scalars appended.
 
     The extra scalars travel in the same exchange: a frame count costs no message of its own.
 
@@ -82,7 +82,7 @@ class FlatBuffer:
         return other
 
     def buckets(self, bucket_bytes: int) -> list[Bucket]:
-        """Cut `whole` into consecutive pieces of about `bucket_bytes`, in order of decreasing offset.
+        """Split `whole` into consecutive pieces of about `bucket_bytes`, in order of decreasing offset.
 
         Every element of `whole` is in exactly one bucket and no tensor is split, so that a bucket is
         complete when the last of its tensors is: a tensor larger than a bucket gets one to itself.

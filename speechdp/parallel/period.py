@@ -1,4 +1,4 @@
-"""How often replicas are averaged: one word, *period*, in steps, frames or seconds."""
+"""How often replicas are averaged: the *period*, in steps, frames or seconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PeriodUnit(Enum):
 
 @dataclass(frozen=True)
 class Period:
-    """An averaging period: `16` (steps), `600kf` (frames a rank, as Kaldi counts an iteration), `5s`."""
+    """An averaging period: `16` (steps), `600kf` (frames per rank, as Kaldi counts an iteration), `5s`."""
 
     value: float
     unit: PeriodUnit = PeriodUnit.STEPS
@@ -60,7 +60,7 @@ class Period:
 
 @dataclass(frozen=True)
 class Beginning(Period):
-    """How long something is put off from the start of training: a period, or `0` for not at all."""
+    """A delay from the start of training: a period, or `0` for none."""
 
     value: float = 0.0
 

@@ -1,4 +1,4 @@
-"""Find strategies by name and read `NAME:option=value,...`; the folder strategies/ is the registry."""
+"""Find strategies by name and parse `NAME:option=value,...`; the folder strategies/ is the registry."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a strategy is: it alone decides what ranks exchange, with whom, and when the optimizer moves.
+"""The base class of strategies: a strategy alone decides what ranks exchange, with whom, and when to update.
 
-One file a strategy; the file's name is the strategy's name on the command line.  A strategy is a dataclass
+One file per strategy; the file's name is the strategy's name on the command line.  A strategy is a dataclass
 whose fields are its options: `--strategy model_averaging:period=16,momentum=average`.
 """
 
@@ -79,7 +79,7 @@ class Strategy(ABC):
 
     @property
     def name(self) -> str:
-        """What the strategy is called on the command line: its file."""
+        """Name of the strategy on the command line: that of its file."""
         return type(self).__module__.rpartition(".")[2]
 
     replica: Replica
@@ -88,7 +88,7 @@ class Strategy(ABC):
     peers: PeerCommunicator
 
     def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
-        """Take charge of `replica`: give every rank rank 0's parameters.  Collective.
+        """Attach to `replica` and broadcast rank 0's parameters.  Collective.
 
         Raises:
             ConfigError: options that cannot go together, or that this back-end cannot carry.
@@ -135,11 +135,11 @@ class Strategy(ABC):
         return list(range(size))
 
     def resume(self) -> None:
-        """Begin exchanging; no message of an earlier time is under way."""
+        """Start exchanging; no message from before is in flight."""
         return None
 
     def pause(self) -> None:
-        """End all exchanges: on return no thread of the strategy runs.  Collective, each rank in its time.
+        """End all exchanges: on return no thread of the strategy runs.  Collective, not at the same time.
 
         Ranks that are still training are served until they pause as well; it never waits for a rank that
         has ended by an error without raising.
@@ -151,12 +151,12 @@ class Strategy(ABC):
         self.replica.frames += frames
 
     def observe_loss(self, total: Tensor, frames: int) -> None:
-        """See this rank's loss, a sum over `frames` frames; it may be on a GPU, so do not wait for it."""
+        """Record this rank's loss, a sum over `frames` frames; it may be on a GPU: do not wait for it."""
         return None
 
     @abstractmethod
     def step(self, progress: Progress) -> None:
-        """Exchange and update as this strategy does after a backward pass.  Collective."""
+        """Exchange and update after a backward pass.  Collective."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -164,7 +164,7 @@ class Strategy(ABC):
 
     @contextlib.contextmanager
     def evaluation_parameters(self) -> Iterator[None]:
-        """Let the replica hold, inside the block, the parameters to be evaluated.  Collective.
+        """Put the parameters to be evaluated into the replica inside the block.  Collective.
 
         Strategies whose replicas differ show their average; training goes on afterwards as if nothing
         had been evaluated.
@@ -179,7 +179,7 @@ class Strategy(ABC):
         return []
 
     def statistics(self) -> dict[str, Any]:
-        """Return what the report shows of this rank besides times; e.g. `staleness`: counts by age."""
+        """Return figures of this rank for the report, e.g. `staleness`: counts by age."""
         return {}
 
     @property
@@ -188,18 +188,18 @@ class Strategy(ABC):
         return self.peers.sent_bytes if self.needs_peers else 0
 
     def close(self) -> None:
-        """Release what `attach` took.  Collective, while paused."""
+        """Release what `attach` acquired.  Collective, while paused."""
         if self.needs_peers:
             self.peers.close()
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what must be saved beside replica and optimizer: JSON-like values and tensors."""
+        """Return the state to save in addition to replica and optimizer: JSON-like values and tensors."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state that `state_dict` returned; maybe with more or fewer ranks."""
+        """Restore a state that `state_dict` returned, possibly on another number of ranks."""
 
     def begin_as_copy(self) -> None:
-        """Forget what has been done since the last exchange: another rank has the same state, and did it."""
+        """Reset what has accumulated since the last exchange: another rank keeps the same state."""
         self.replica.clear_gradients()

@@ -1,1 +1,1 @@
-"""What a process owes its user however it ends: its output, its last lines, ends by signals."""
+"""Ends of a process: its output, its last lines, ends by signals."""

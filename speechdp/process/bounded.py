@@ -1,4 +1,4 @@
-"""Calls that are not waited for without end: a disk, a terminal or a lock must keep nobody from ending."""
+"""Calls with a time limit: a disk, a terminal or a lock must not keep a process from ending."""
 
 from __future__ import annotations
 

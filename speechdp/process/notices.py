@@ -1,4 +1,4 @@
-"""Notices in RUN/notices.txt: what went wrong beside a run and did not end it."""
+"""Notices in RUN/notices.txt: problems during a run that did not end it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _RECORDS = ("run.json", "sweep.json")
 
 
 def add_notice(folder: Path, text: str) -> bool:
-    """Append a line with the present time; return whether it stands there.
+    """Append a line with the present time; return whether it was written.
 
     False where no run, or sweep, has begun in the folder, or nothing can be written there: a notice must not
     end a run either.

@@ -1,4 +1,4 @@
-"""Asynchronous decentralised SGD: every rank trains at its own pace and averages with one other at a time."""
+"""Asynchronous decentralised SGD: every rank trains at its own pace and averages with one partner."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from speechdp.timing.timeline import Span, Timeline
 
 @dataclass(eq=False)
 class AdPsgd(Strategy):
-    """Train at one's own pace; behind that, average parameters with one partner at a time.
+    """Train at each rank's own pace while averaging parameters with one partner at a time.
 
     A learner is a rank, or with groups=G a group of G consecutive ranks that averages its gradients at every
     step and whose first rank speaks for it.  Even learners begin exchanges, odd ones answer: no circle of
@@ -63,9 +63,9 @@ class AdPsgd(Strategy):
 
     #: Who exchanges with whom: any active with any passive learner, or neighbours, or 1, 3, 5, 9, ... apart.
     topology: BipartiteKind = "all"
-    #: Steps of an active learner between exchanges that it begins.
+    #: Steps between the exchanges that an active learner starts.
     period: int = 1
-    #: Ranks a learner: above 1, groups of so many consecutive ranks average gradients at every step.
+    #: Ranks per learner: above 1, groups of this many consecutive ranks average gradients at every step.
     groups: int = 1
 
     @property

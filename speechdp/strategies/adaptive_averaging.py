@@ -24,7 +24,7 @@ _WARMUP_SHARE = 0.25
 
 @dataclass(eq=False)
 class AdaptiveAveraging(ModelAveraging):
-    """Average parameters once a period that shrinks as the loss falls.
+    """Average parameters once per period; the period shrinks as the loss falls.
 
     Update rule: as model_averaging; at the first average after each `interval`
         K <- ceil(K0 / f * sqrt((lr0 F) / (lr F0))), at most growth * K0
@@ -53,7 +53,7 @@ class AdaptiveAveraging(ModelAveraging):
     f = P / sqrt(K) together give the f above; for P^2 <= K0 (16: up to 4 learners) it changes nothing.
     """
 
-    #: How often the rule is used: steps (256), frames a rank (600kf) or seconds (60s).
+    #: How often the rule is used: steps (256), frames per rank (600kf) or seconds (60s).
     interval: Period = field(default_factory=lambda: Period(256))
     #: Halve the period where the rule did not shrink it.
     halve: bool = True
@@ -79,7 +79,7 @@ class AdaptiveAveraging(ModelAveraging):
         super().attach(replica, comm, timeline)
         self._value = self.period.value  # of the period in force
         self._loss = WindowLoss()  # since the rule was last used
-        self._last_use = 0.0  # step, frames a rank or seconds on rank 0, as `interval` has it
+        self._last_use = 0.0  # step, frames per rank or seconds on rank 0, as `interval` has it
         self._first_loss = 0.0  # 0: not known yet
         self._first_rate = self._last_rate = 0.0
 

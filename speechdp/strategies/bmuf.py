@@ -1,4 +1,4 @@
-"""Blockwise model-update filtering: the mean movement of a block of data passes through block momentum."""
+"""Blockwise model-update filtering: block momentum filters the mean update of each block of data."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from speechdp.strategies.mechanisms.periodic import MomentumRule
 class Bmuf(OuterStrategy):
     """Model averaging whose average is filtered by block momentum, classical (CBM) or Nesterov (NBM).
 
-    Update rule: every rank trains by itself for a period from y; then, w the mean of the ranks' parameters,
+    Update rule: every rank trains locally for a period from y; then, w the mean of the ranks' parameters,
         V <- eta V + zeta (w - y);  CBM: y <- y + V;  NBM: y <- y + eta V + zeta (w - y).
     The global model is y with CBM and y - eta V with NBM, whose y looks ahead.
 
-    Exchange: as model_averaging, one allreduce of the parameters a period; with momentum=average one more for
-    each vector of the optimizer.
+    Exchange: as model_averaging, one allreduce of the parameters per period; with momentum=average one more
+    for each vector of the optimizer.
 
     Guarantee: replicas are bitwise equal after each exchange, and after finish.  eta=0, zeta=1 is
     model_averaging with the same momentum=.  NBM is diloco with outer_learning_rate=zeta and

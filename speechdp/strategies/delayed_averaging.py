@@ -1,4 +1,4 @@
-"""Model averaging behind the next steps: what was averaged is corrected when the average arrives."""
+"""Model averaging overlapped with the next steps; the average is applied `delay` steps later."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass
 class _Flight:
-    """An average under way, or arrived and not yet used (`work` is None).
+    """An average in flight, or arrived and not yet applied (`work` is None).
 
     Attributes:
         fragment: number of the fragment that is averaged.
@@ -37,17 +37,18 @@ class _Flight:
 
 @dataclass(eq=False)
 class DelayedAveraging(PeriodicStrategy):
-    """Average parameters over all ranks once a period while training goes on, and use the mean `delay` later.
+    """Average parameters over all ranks once per period while training goes on; apply the mean `delay` later.
 
     Update rule: at the end of a window s_i <- w_i; `delay` steps w_i <- w_i - lr * g_i(w_i) as ever; then
     w_i <- w_i + mix * ((sum_j n_j s_j) / (sum_j n_j) - s_i), n_j the frames rank j has seen since the last
     window's end.  delay = 0 and mix = 1 are model averaging.  period = delay = 1 is delay-by-one,
     w_i(k+1) = mean_j w_j(k) - lr * g_i(w_i(k)).  With `fragments` each of so many pieces of the flat vector
-    is averaged once a period, one after the other, period / fragments steps apart; n_j counts from the
+    is averaged once per period, one after the other, period / fragments steps apart; n_j counts from the
     piece's own last average.
 
-    Exchange: the window's copy of the parameters (or of a fragment) and the weight behind it in one allreduce
-    that runs behind the following steps; 2 (N-1)/N times the parameters' bytes sent by a rank and period.
+    Exchange: the window's copy of the parameters (or of a fragment) with its weight appended, in one
+    allreduce overlapped with the following steps; 2 (N-1)/N times the parameters' bytes sent by each rank
+    per period.
 
     Guarantee: the average is used after `delay` steps, not whenever it arrives, so runs repeat and resume
     bitwise; replicas differ until `finish`, where they become their mean, bitwise equal.
@@ -144,7 +145,7 @@ class DelayedAveraging(PeriodicStrategy):
         self._flight = _Flight(fragment, 0, work)
 
     def _land(self) -> None:
-        """Use the result of the exchange under way, if there is one."""
+        """Apply the result of the exchange in flight, if there is one."""
         if self._flight is None:
             return
         with self.timeline.span(Span.COMM):

@@ -16,11 +16,11 @@ from speechdp.strategies.mechanisms.outer_optimizer import OuterStrategy
 class DiLoCo(OuterStrategy):
     """Take the mean movement of the ranks as the gradient of an outer SGD with Nesterov momentum.
 
-    Update rule: every rank trains by itself for a period from x with the run's optimizer, whose state stays
+    Update rule: every rank trains locally for a period from x with the run's optimizer, whose state stays
     its own; then, w the mean of the ranks' parameters, D = x - w,
         b <- outer_momentum b + D;  x <- x - outer_learning_rate (D + outer_momentum b).
 
-    Exchange: as model_averaging, one allreduce of the parameters a period.
+    Exchange: as model_averaging, one allreduce of the parameters per period.
 
     Guarantee: replicas are bitwise equal after each exchange, and after finish.  outer_learning_rate=1,
     outer_momentum=0 is model_averaging with momentum=keep.

@@ -22,7 +22,7 @@ from speechdp.timing.timeline import Span, Timeline
 
 @dataclass(eq=False)
 class Dpsgd(PeriodicStrategy):
-    """Average parameters with a few neighbours in every step, behind forward and backward.
+    """Average parameters with a few neighbours in every step, overlapped with forward and backward.
 
     Update rule: x_i <- (sum_j W_ij x_j) - lr * g_i(x_i), with g_i the mean gradient of rank i's own frames at
     its parameters *before* they are averaged, so that exchange and gradient need not wait for each other.
@@ -50,7 +50,7 @@ class Dpsgd(PeriodicStrategy):
     period: Period = field(default_factory=lambda: Period(1))
     #: Who averages with whom.
     topology: Literal["ring", "random", "exponential", "complete"] = "ring"
-    #: Exchange behind forward and backward; false exchanges between backward and update (for comparison).
+    #: Overlap the exchange with forward and backward; false: exchange between backward and update.
     overlap: bool = True
     #: Decides which pairs `random` draws.
     seed: int = 0
@@ -97,7 +97,7 @@ class Dpsgd(PeriodicStrategy):
         super().step(progress)
 
     def exchange(self) -> None:
-        """Have the parameters as they are now averaged behind the next step."""
+        """Start averaging the parameters as they are now, overlapped with the next step."""
         self._mixing_due = self.comm.size > 1
 
     def weight(self) -> float:
@@ -131,7 +131,7 @@ class _Route(ABC):
     """How parameters reach those they are averaged with; at most one exchange is under way."""
 
     def open(self) -> None:
-        """Get ready for exchanges."""
+        """Prepare for exchanges."""
         return None
 
     def close(self) -> None:
@@ -140,11 +140,11 @@ class _Route(ABC):
 
     @abstractmethod
     def start(self, mixing: Mixing) -> None:
-        """Begin to exchange the parameters, which may be read but not written from now on."""
+        """Start exchanging the parameters, which may be read but not written until `complete`."""
 
     @abstractmethod
     def complete(self) -> None:
-        """Wait for the exchange and put the average into the parameters."""
+        """Wait for the exchange and write the average to the parameters."""
 
 
 class _AllToAll(_Route):

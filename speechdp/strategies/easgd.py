@@ -1,4 +1,4 @@
-"""Elastic averaging: workers train apart and are drawn to a common centre, which is drawn to them."""
+"""Elastic averaging: workers train locally; they and a common centre are pulled towards each other."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class _Centre(Server):
 
 @dataclass(eq=False)
 class Easgd(PeriodicStrategy):
-    """Draw each worker and a centre towards one another once a period; the centre is the model.
+    """Pull each worker and a centre towards each other once per period; the centre is the model.
 
     Update rule: K times x_i <- x_i - lr * g_i(x_i) on worker i; then, with d = alpha (x_i - x~) taken before
     either moves, x_i <- x_i - d and x~ <- x~ + d.  mode=async: each worker when its own period is over, the
     others' moves included as far as they have come.  mode=sync: all at the same step, x~ <- x~ + sum_i d_i.
     A single worker has nobody to be drawn to: plain SGD.
 
-    Exchange: mode=async: a worker sends x_i (P bytes) to rank 0 and gets d (P bytes) once a period, and
+    Exchange: mode=async: a worker sends x_i (P bytes) to rank 0 and gets d (P bytes) once per period, and
     waits for it; rank 0 sends and gets that for every other rank.  mode=sync: one allreduce of x.
 
     Guarantee: x_i + x~ is unchanged by an exchange (elastic symmetry).  Evaluated and final model is x~,
@@ -66,9 +66,9 @@ class Easgd(PeriodicStrategy):
 
     #: Each worker at its own pace over a server, or all at once by allreduce.
     mode: Literal["async", "sync"] = "async"
-    #: Share of the distance both move at an exchange; 0: 0.9 / workers.
+    #: Fraction of the distance that both move at an exchange; 0: 0.9 / workers.
     alpha: float = 0.0
-    #: Rank 0 serves only and trains on nothing (mode=async).
+    #: Rank 0 only serves and does not train (mode=async).
     dedicated: bool = False
 
     @property
@@ -171,7 +171,7 @@ class Easgd(PeriodicStrategy):
             yield
 
     def _show_centre(self) -> None:
-        """Put the centre into every replica."""
+        """Copy the centre to every replica."""
         if self._num_workers == 1:
             return
         values = self.replica.parameters.values

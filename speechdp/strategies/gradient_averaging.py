@@ -15,8 +15,8 @@ class GradientAveraging(BucketedGradients):
     rank.  One rank with the union of the batches computes the same, also with unequal frame counts.
 
     Exchange: the flat gradient, bucket by bucket, each as soon as backward has filled it (hooks on the
-    parameters); the frame count travels behind the gradients in the same vector.  2 (N-1)/N times the
-    gradient's bytes sent by a rank and update (ring).
+    parameters); the frame count is appended to the gradients in the same vector.  2 (N-1)/N times the
+    gradient's bytes sent by each rank per update (ring).
 
     Guarantee: replicas are bitwise equal after every update.
 

@@ -1,4 +1,4 @@
-"""K-step averaging: every rank trains by itself and the parameters are averaged once a period."""
+"""K-step averaging: every rank trains locally and the parameters are averaged once per period."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from speechdp.timing.timeline import Span, Timeline
 
 @dataclass(eq=False)
 class ModelAveraging(PeriodicStrategy):
-    """Average parameters over all ranks once a period.
+    """Average parameters over all ranks once per period.
 
     Update rule: K times w_i <- w_i - lr * g_i(w_i) on every rank i, with g_i the mean gradient of its own
     frames; then w_i <- (sum_j n_j w_j) / (sum_j n_j), n_j the frames rank j has seen since the last
     average.  With K = 1 and plain SGD this is gradient averaging.
 
-    Exchange: the flat parameters and the weight behind them in one allreduce; 2 (N-1)/N times the
-    parameters' bytes sent by a rank and period (twice with momentum=average).  first=best and leave_out add
-    an allreduce of N numbers before it.
+    Exchange: the flat parameters with the weight appended, in one allreduce; 2 (N-1)/N times the
+    parameters' bytes sent by each rank per period (twice with momentum=average).  first=best and leave_out
+    add an allreduce of N numbers before it.
 
     Guarantee: replicas are bitwise equal after each average, and after finish.
 
@@ -45,7 +45,7 @@ class ModelAveraging(PeriodicStrategy):
     momentum: MomentumRule = "keep"
     #: The first round: an average like the others, or the parameters of the rank with the best objective.
     first: Literal["average", "best"] = "average"
-    #: Leave out of an average a rank whose objective is worse than the best by more; nats a frame, 0: none.
+    #: Leave out of an average a rank whose objective is worse than the best by more; nats per frame, 0: none.
     leave_out: float = 0.0
     #: Largest norm of the change that one minibatch makes to the whole model; 0: any.
     max_change: float = 0.0

@@ -52,7 +52,7 @@ class _Master(Server):
 
 @dataclass(eq=False)
 class ParameterServer(Strategy):
-    """Update the parameters on rank 0 with each worker's gradient as it comes, or with all of a step.
+    """Update the parameters on rank 0 with each worker's gradient on arrival, or with all of a step together.
 
     Update rule: mode=async: worker i computes g_i, the mean gradient of its frames, on the w of version v_i;
     the server does one optimizer step w <- w - lr * g_i at once, whatever its version v is by then (the age
@@ -74,11 +74,11 @@ class ParameterServer(Strategy):
 
     needs_peers: ClassVar[bool] = True
 
-    #: Apply each gradient when it comes, or wait for all of a step.
+    #: Apply each gradient on arrival, or wait for all of a step.
     mode: Literal["async", "sync"] = "async"
     #: Divide the learning rate by the gradient's age.
     staleness_aware: bool = False
-    #: Rank 0 serves only and trains on nothing.
+    #: Rank 0 only serves and does not train.
     dedicated: bool = False
 
     @property

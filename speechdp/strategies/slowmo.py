@@ -1,4 +1,4 @@
-"""Slow momentum: model averaging with a momentum on top that is updated once a period."""
+"""Slow momentum: model averaging with an outer momentum that is updated once per period."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _BETA_FROM = {16: 0.6, 8: 0.5, 4: 0.2}
 
 @dataclass(eq=False)
 class SlowMo(OuterStrategy):
-    """Average parameters once a period and carry on by a slow momentum in units of the learning rate.
+    """Average parameters once per period and apply slow momentum in units of the learning rate.
 
-    Update rule: every rank trains by itself for a period from x; then, w the mean of the ranks' parameters
+    Update rule: every rank trains locally for a period from x; then, w the mean of the ranks' parameters
     and lr the learning rate at the exchange,
         u <- beta u + (x - w) / lr;  x <- x - alpha lr u.
 
-    Exchange: as model_averaging, one allreduce of the parameters a period; with momentum=average one more for
-    each vector of the optimizer.
+    Exchange: as model_averaging, one allreduce of the parameters per period; with momentum=average one more
+    for each vector of the optimizer.
 
     Guarantee: replicas are bitwise equal after each exchange, and after finish.  alpha=1, beta=0 is
     model_averaging.  With a constant learning rate it is bmuf with eta=beta, zeta=alpha (classical).

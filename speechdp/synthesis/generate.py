@@ -125,7 +125,7 @@ class Synthesiser:
         """
         rate, features = self.loaded.sampling_rate, self.loaded.features
         shift = shift_samples(rate, features)
-        # Griffin-Lim wants one whole window at least: silence behind, which is taken off again.
+        # Griffin-Lim wants one whole window at least: silence is appended, and removed again.
         missing = max(0, -(-features.num_fft // shift) + 1 - len(linear))
         padded = np.pad(linear, ((0, missing), (0, 0)))
         found = invert_linear(padded, rate, features, num_iterations=self.options.iterations)

@@ -59,7 +59,7 @@ def synthesis_losses(output: TacotronOutput, batch: Batch, model: Tacotron) -> S
     num_steps = output.stop_logits.shape[1]
     step = torch.arange(num_steps, device=device)
     steps = (lengths + reduction - 1).div(reduction, rounding_mode="floor").unsqueeze(1)  # (B, 1)
-    # Frames of each decoder step: r, but what is left in an utterance's last one, and none behind it.
+    # Frames of each decoder step: r, but what is left in an utterance's last one, and none past it.
     frames_of_step = (
         (lengths.unsqueeze(1) - step * reduction).clamp(0, reduction).to(features.dtype)
     )  # (B, N)

@@ -12,7 +12,7 @@ class DeviceEvent(Protocol):
     """A point in a device's queue of work; the part of `torch.cuda.Event` that the timeline uses."""
 
     def query(self) -> bool:
-        """Say whether the device has passed this point."""
+        """Return whether the device has passed this point."""
         ...
 
     def elapsed_time(self, end_event: Any) -> float:
@@ -24,11 +24,11 @@ class DeviceEvents(Protocol):
     """Where recorded events come from and go back to.  Tests put a simulated device here."""
 
     def record(self) -> DeviceEvent:
-        """Put a mark behind all work queued so far and return it; never waits."""
+        """Record an event after all work queued so far and return it; never waits."""
         ...
 
     def recycle(self, events: Iterable[DeviceEvent]) -> None:
-        """Take back events that nobody will read any more."""
+        """Return events that will not be read any more to the pool."""
         ...
 
     def synchronize(self) -> None:

@@ -18,7 +18,7 @@ from speechdp.timing.timeline import Timeline
 def gather_timing(
     timeline: Timeline, comm: Communicator, others: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Gather every rank's sums, and what else is to stand beside them (`others`).  Collective.
+    """Gather every rank's sums, and further entries (`others`).  Collective.
 
     In a step the rank that comes last to an exchange waits for nobody: the shortest communication of all
     ranks is the exchange itself, what the others need beyond it is waiting.  Summed over steps, this also
@@ -52,5 +52,5 @@ def write_timing(run_dir: Path, timing: dict[str, Any]) -> Path:
     try:
         write_text_atomically(path, json.dumps(timing, indent=1))
     except OSError as error:
-        raise RunError(cannot_be_written(path, error, "go on with --resume")) from error
+        raise RunError(cannot_be_written(path, error, "continue with --resume")) from error
     return path

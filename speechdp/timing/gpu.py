@@ -1,4 +1,4 @@
-"""What NVML says of GPUs: facts recorded with a run, so that its figures can be placed, and readings."""
+"""GPU facts and readings from NVML: what hardware a run had, and how busy it was."""
 
 from __future__ import annotations
 

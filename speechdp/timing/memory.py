@@ -1,4 +1,4 @@
-"""How much memory a rank has needed, and how evenly the ranks share it."""
+"""Peak memory of a rank, and its balance over ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """Return the most this process has held so far, bytes: `peak_rss_bytes`, on a GPU `gpu_peak_bytes` too.
+    """Return this process's peak memory in bytes: `peak_rss_bytes`, on a GPU `gpu_peak_bytes` too.
 
     The latter is what torch's allocator gave to tensors, without its reserve, the driver and its libraries.
     """
@@ -37,6 +37,6 @@ def peak_rss_bytes() -> int:
 
 
 def memory_balance(ranks_bytes: Iterable[float]) -> float | None:
-    """Return the most over the least of the ranks' memory, 1 where all have the same; None without ranks."""
+    """Return the largest over the smallest of the ranks' memory, 1 if all are equal; None without ranks."""
     amounts = [amount for amount in ranks_bytes if amount > 0]
     return max(amounts) / min(amounts) if amounts else None

@@ -1,4 +1,4 @@
-"""Note several times a second how busy the ranks and GPUs of this host are, in a thread beside training.
+"""Sample the load of this host's ranks and GPUs several times per second, in a background thread.
 
 The lines are described in docs/timing.md; `samples.py` reads them.
 """

@@ -1,4 +1,4 @@
-"""The context managers behind `Timeline.span`: each is made once and used for every step.
+"""The context managers of `Timeline.span`: each is made once and used for every step.
 
 They write to two lists that the timeline reads and empties at the end of a step: marks
 [span code, host ns, EXIT, host ns, ...] and, on a device, one event for each pair.
@@ -16,7 +16,7 @@ EXIT = -1
 
 
 def innermost(marks: list[int]) -> tuple[int, int] | None:
-    """Return code and begin, ns, of the innermost span that is open; the last mark may be half written."""
+    """Return code and start (ns) of the innermost open span; the last mark may be incomplete."""
     begun: list[tuple[int, int]] = []
     for code, ns in zip(marks[0::2], marks[1::2], strict=False):
         if code != EXIT:

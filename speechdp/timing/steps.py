@@ -117,7 +117,7 @@ def exclusive_pieces(codes: list[int]) -> list[tuple[int, int, int]]:
 
 
 def _timed(pieces: list[tuple[int, int, int]], times_s: list[float]) -> list[Piece]:
-    """Put times to pieces; evaluation and checkpoints inside a step are no spans of it."""
+    """Assign times to pieces; evaluation and checkpoints inside a step are no spans of it."""
     return [
         (index, times_s[a], times_s[b] - times_s[a]) for index, a, b in pieces if index < len(STEP_SPAN_NAMES)
     ]
@@ -138,7 +138,7 @@ class _Sums:
     spans_s: list[float] = field(default_factory=lambda: [0.0] * len(STEP_SPAN_NAMES))
     host_s: dict[int, float] = field(default_factory=dict)
     overlapped_s: dict[int, float] = field(default_factory=dict)
-    #: Seconds of communication of each step, 4 bytes a step.
+    #: Seconds of communication of each step, 4 bytes per step.
     comm_of_steps: array[float] = field(default_factory=lambda: array("f"))
 
     def add(self, step: ResolvedStep) -> None:

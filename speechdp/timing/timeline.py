@@ -1,4 +1,4 @@
-"""Time every part of every training step on one rank and write it as one JSON line a step.
+"""Time every part of every training step on one rank and write it as one JSON line per step.
 
 A span costs two reads of the clock and four appends; everything else happens once a step, in `end_step`.
 The line format and the meaning of each span are in docs/timing.md.
@@ -25,7 +25,7 @@ from speechdp.timing.steps import PendingStep, StepTotals
 
 
 class Span(str, Enum):
-    """What a rank spends its time on.  The first six make up a step, the last two stand outside of steps."""
+    """What a rank spends its time on.  The first six make up a step, the last two are outside of steps."""
 
     code: int
 

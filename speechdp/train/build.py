@@ -60,7 +60,7 @@ class Sources:
 
 
 def check_sources(session: Session, options: TrainOptions, strategy: Strategy) -> None:
-    """Refuse data, and ways of making batches of them, that cannot be.
+    """Refuse data, and combinations of batch options, that are invalid.
 
     Raises:
         ConfigError: perturbation of stored features, a GPU there is none of, ...
@@ -129,7 +129,7 @@ def epoch_planner(session: Session, source: SplitSource, options: TrainOptions) 
 def open_loader(
     session: Session, options: TrainOptions, trainer: Trainer, source: SplitSource, stack: ExitStack
 ) -> tuple[StepLoader, Dealing | None]:
-    """Begin reading what this rank trains on next; of an asynchronous run, open the dealing too.  Collective.
+    """Start reading this rank's next batches; in an asynchronous run, open the dealing too.  Collective.
 
     Args:
         options: resolved.
@@ -190,7 +190,7 @@ def _open_dealing(
 
 
 def make_replica(model: nn.Module, options: TrainOptions) -> Replica:
-    """Put a model's parameters into flat vectors with the optimizer of `options`."""
+    """Make a replica of a model: flat parameters and gradients, and the optimizer of `options`."""
     make = _optimizer_maker(options.optimizing())
     return Replica(model, make, max_gradient_norm=options.optimizer.max_gradient_norm)
 

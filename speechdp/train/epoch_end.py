@@ -1,4 +1,4 @@
-"""What the ranks find out together after an epoch and at the end of training: figures, and the best model."""
+"""What ranks compute together after an epoch and at the end of training: metrics, and the best model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from speechdp.train.trainer_state import Standing, TrainingParts
 
 
 def measure_epoch(parts: TrainingParts, at: Standing, epochs_done: int, time_s: float) -> Metrics:
-    """Return the epoch's figures, finite or not, of all ranks together.  Collective.
+    """Return the epoch's metrics over all ranks, finite or not.  Collective.
 
     Args:
         parts: their strategy shows the model that is scored.
@@ -38,7 +38,7 @@ def measure_epoch(parts: TrainingParts, at: Standing, epochs_done: int, time_s: 
 
 
 def settle_final_model(parts: TrainingParts) -> None:
-    """Give every rank the model the run ends with, its strategy having finished.  Collective.
+    """Give every rank the final model, after the strategy's `finish`.  Collective.
 
     The held-out split chooses among the models a strategy has kept (Kaldi's final combination).
     """
@@ -66,5 +66,5 @@ def _evaluate(parts: TrainingParts) -> tuple[HeldOutScores, float]:
 
 
 def _has_trained(parts: TrainingParts) -> bool:
-    """Say whether this rank trains; with some strategies others only serve."""
+    """Return whether this rank trains; with some strategies others only serve."""
     return parts.strategy.shard(parts.comm.rank, parts.comm.size)[0] is not None

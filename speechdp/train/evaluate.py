@@ -1,4 +1,4 @@
-"""Held-out log-probability per frame and frame accuracy, shared out over the ranks."""
+"""Evaluation on held-out data, divided among the ranks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _LARGER = 4
 
 @dataclass(frozen=True)
 class HeldOutScores:
-    """Figures over all held-out frames.
+    """Metrics over all held-out frames.
 
     Attributes:
-        log_prob: mean log-probability of the aligned class, nats a frame (Kaldi's "average log-prob"); of
+        log_prob: mean log-probability of the aligned class, nats per frame (Kaldi's "average log-prob"); of
             synthesis minus the absolute error a frame.
         frame_accuracy: share of frames whose most probable class is the aligned one; of synthesis the
             attention's mean maximum.

@@ -1,4 +1,4 @@
-"""The trained model as a file: weights, sizes, and the class statistics that decoding needs."""
+"""The trained model as a file: weights, sizes, and the class counts that decoding needs."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _save(run_dir: Path, model: nn.Module, facts: dict[str, Any], tensors: dict[
         with atomic_path(path) as temporary:
             temporary.write_bytes(content)
     except OSError as error:
-        raise RunError(cannot_be_written(path, error, "go on with --resume")) from error
+        raise RunError(cannot_be_written(path, error, "continue with --resume")) from error
     return path
 
 
@@ -236,4 +236,4 @@ def _reading(run_dir: Path) -> Iterator[_ModelFile]:
         if is_of_disk(error):
             raise RunError(cannot_be_read(path, error)) from error
         reason = " ".join(str(error).split())
-        raise RunError(f"{path}: damaged ({reason}); train again or copy the file anew") from error
+        raise RunError(f"{path}: damaged ({reason}); train again or copy the file again") from error

@@ -1,4 +1,4 @@
-"""What depends on the task of a run: its model, its loss, which options go with it, its model file."""
+"""What depends on the task of a run: model, loss, options and model file."""
 
 from __future__ import annotations
 

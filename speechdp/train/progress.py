@@ -1,4 +1,4 @@
-"""What a run tells its user while it goes on: a live bar on a terminal, log lines elsewhere."""
+"""Progress shown to the user: a progress bar on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _RATE_INTERVAL_S = 0.5
 
 
 class Reporter(Protocol):
-    """Where a run's news go; rank 0 shows them, the other ranks are silent."""
+    """Receives a run's progress; rank 0 shows it, the other ranks are silent."""
 
     def notice(self, text: str) -> None:
         """Show one line."""
 
     def begin(self, num_epochs: int, epoch: float) -> None:
-        """Training begins, or goes on, after `epoch` epochs."""
+        """Training starts, or resumes, after `epoch` epochs."""
 
     def step(self, epoch: float, frames: int, loss: float | None) -> None:
-        """A step of `frames` frames (all ranks) is done; `loss` is this rank's, nats a frame."""
+        """A step of `frames` frames (all ranks) is done; `loss` is this rank's, nats per frame."""
 
     def evaluated(self, metrics: Metrics) -> None:
         """An evaluation is done."""
@@ -55,7 +55,7 @@ class SilentReporter:
 
 
 class ConsoleReporter(SilentReporter):
-    """A live bar with frames/s, loss and time left on a terminal; a log line every 10 s elsewhere."""
+    """A progress bar with frames/s, loss and time left on a terminal; a log line every 10 s elsewhere."""
 
     def __init__(self, console: Console, label: str, task: TaskName = "acoustic") -> None:
         self._console = console

@@ -114,13 +114,13 @@ def _run_to_end(session: Session, trainer: Trainer, loader: StepLoader, dealing:
 
 
 def _describe_recipe(options: TrainOptions, resolved: TrainOptions, strategy: Strategy) -> str:
-    """Return what a recipe has come to on these ranks: where it does not scale, there is no warm-up."""
+    """Describe what a recipe amounts to on these ranks: where it does not scale, there is no warm-up."""
     schedule, batch = resolved.schedule(), resolved.batches().batch_size
     rise = "no warm-up: the batch is not larger than --base-batch"
     if schedule.warmup_epochs > 0 and schedule.learning_rate > schedule.warmup_from:
         rise = f"from {schedule.warmup_from:g} over {schedule.warmup_epochs:g} epochs"
     return (
-        f"recipe {options.recipe}: {batch} segments a rank and step, "
+        f"recipe {options.recipe}: {batch} segments per rank and step, "
         f"learning rate {schedule.learning_rate:g} ({rise}), strategy {strategy.name}"
     )
 
@@ -157,13 +157,13 @@ def _prepare_folder(
     comm = session.comm
     if comm.rank == 0:
         if not resume and run.is_begun:
-            raise ConfigError(f"{run.path}: already holds a run; go on with --resume, or --overwrite it")
+            raise ConfigError(f"{run.path}: already holds a run; continue with --resume, or --overwrite it")
         if run.is_begun:
             run.check_same(options.fingerprint(), session.dataset.checksum, options.to_json())
         elif resume and next(checkpoint_steps(run.path), None) is not None:
             raise RunError(
                 f"{run.path}: has checkpoints, but no run.json to tell what run they are of; put it back, "
-                "or start the run anew with --overwrite"
+                "or start over with --overwrite"
             )
     comm.barrier()
     notices: list[str] = []
@@ -191,7 +191,7 @@ def _prepare_folder(
 def _take_place(
     session: Session, options: TrainOptions, trainer: Trainer, sources: Sources, begun_with: int
 ) -> None:
-    """Go on at the same share of the epoch that other ranks had under way, and say so.
+    """Continue at the same fraction of the epoch that the other number of ranks had reached, and say so.
 
     Args:
         options: resolved.
@@ -209,7 +209,7 @@ def _take_place(
         )
     session.reporter.notice(
         f"going on from step {counters.step}, written by {begun_with} ranks, with {session.comm.size} ranks: "
-        f"{place}; every rank takes {options.batches().batch_size or 'as many'} segments a step, "
+        f"{place}; every rank takes {options.batches().batch_size or 'as many'} segments per step, "
         f"learning rate {options.schedule().learning_rate:g}"
     )
 

@@ -30,7 +30,7 @@ class Metrics:
         time_s: training time without evaluations and checkpoints, s.
         train_loss: mean over the epoch's frames, nats.
         learning_rate: at the end of the epoch.
-        heldout_log_prob: mean log-probability of the aligned class, nats a frame.
+        heldout_log_prob: mean log-probability of the aligned class, nats per frame.
         heldout_frame_accuracy: share of frames classified as aligned.
         heldout_frames: frames scored.
         replica_distance: largest over ranks of |w_i - w| / |w|, w the parameters evaluated.
@@ -91,11 +91,9 @@ class RunDirectory:
             begun, data = record["fingerprint"], record["data"]
             same_data = data["checksum"] == data_checksum
         except (ValueError, LookupError, TypeError) as error:
-            raise RunError(
-                f"{path}: cannot be read ({error}); start the run anew with --overwrite"
-            ) from error
+            raise RunError(f"{path}: cannot be read ({error}); start over with --overwrite") from error
         except OSError as error:
-            raise RunError(cannot_be_read(path, error, "go on with --resume")) from error
+            raise RunError(cannot_be_read(path, error, "continue with --resume")) from error
         if begun != fingerprint:
             raise ConfigError(
                 f"{path}: the run was begun with other options{_difference(record.get('options'), options)}; "
@@ -179,7 +177,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(cannot_be_written(path, error, "go on with --resume")) from error
+        raise RunError(cannot_be_written(path, error, "continue with --resume")) from error
 
 
 def _of(line: str, name: str) -> float:

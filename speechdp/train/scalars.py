@@ -1,4 +1,4 @@
-"""The metrics of a run as TensorBoard scalars: one file of events a start, in RUN/tensorboard."""
+"""The metrics of a run as TensorBoard scalars: one event file per start, in RUN/tensorboard."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class StopRequest:
 
 
 class StopAgreement:
-    """All ranks learn at the same step that one of them was asked to stop.
+    """Makes all ranks learn at the same step that one of them was asked to stop.
 
     About once a second of training an allreduce of two numbers is started, and its result is read at the
     next such step, so no rank waits for it.  The steps between are the same on every rank because they

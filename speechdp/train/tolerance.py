@@ -27,7 +27,7 @@ def begin_tolerating(session: Session, options: TrainOptions, strategy: Strategy
         raise ConfigError("--tolerate-loss: feeders are waited for; leave out --feeders or --tolerate-loss")
     session.comm.tolerate_loss()
     if lost := lost_ranks(session.comm):
-        raise RunError(f"rank {lost[0]} is gone, and a run begins with all its ranks; go on with --resume")
+        raise RunError(f"rank {lost[0]} is gone, and a run begins with all its ranks; continue with --resume")
 
 
 def lost_ranks(comm: Communicator) -> list[int]:
@@ -41,4 +41,4 @@ def loss_notice(session: Session, rank: int) -> str:
     where = f" on {hosts[rank]}" if rank < len(hosts) else ""
     num_left = session.comm.size - len(session.comm.gone | {rank})
     ranks = "1 rank" if num_left == 1 else f"{num_left} ranks"
-    return f"rank {rank}{where} is gone; going on with {ranks}"
+    return f"rank {rank}{where} is gone; continuing with {ranks}"

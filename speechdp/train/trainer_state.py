@@ -28,7 +28,7 @@ from speechdp.watchdog.progress_beats import Pulse
 
 @dataclass
 class Counters:
-    """Where training stands; the same on every rank except `time_s` and `own_step`.
+    """State of training: the same on every rank except `time_s` and `own_step`.
 
     With an asynchronous strategy that holds where ranks meet; in between each counts what it knows of.
 
@@ -92,7 +92,7 @@ class Standing:
 
 
 def collect_state(parts: TrainingParts, at: Standing) -> RankState:
-    """Return all that this rank needs to go on."""
+    """Return everything this rank needs to continue."""
     strategy = split_state("strategy", parts.strategy.state_dict())
     tensors = {**strategy.tensors, "random.cpu": torch.get_rng_state(), "epoch_loss": at.epoch_loss}
     if parts.device.type == "cuda":
@@ -113,7 +113,7 @@ def collect_state(parts: TrainingParts, at: Standing) -> RankState:
 
 
 def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: int) -> Standing:
-    """Take up a checkpoint's state.  Collective: equal replicas get it from rank 0.
+    """Restore a checkpoint's state.  Collective: equal replicas get it from rank 0.
 
     Args:
         state: of this rank, or of another where there were fewer ranks.

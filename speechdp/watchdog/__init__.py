@@ -1,1 +1,1 @@
-"""Jobs that stand still: what each rank is doing, who is late, and ending them."""
+"""Hung jobs: what each rank is doing, who is late, and ending them."""

@@ -1,4 +1,4 @@
-"""Who keeps the others waiting, judged from what is known of all ranks.  Pure."""
+"""Which ranks keep the others waiting, judged from what is known of all.  Pure."""
 
 from __future__ import annotations
 

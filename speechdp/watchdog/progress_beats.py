@@ -1,4 +1,4 @@
-"""Signs of progress that a rank gives while it trains; its watchdog, another thread, looks at them."""
+"""Signs of progress that a rank gives while it trains, read by its watchdog thread."""
 
 from __future__ import annotations
 

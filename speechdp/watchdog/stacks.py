@@ -1,4 +1,4 @@
-"""What the threads of a process that stands still are doing, read from another thread.
+"""Stacks of the threads of a hung process, read from another thread.
 
 Not to be asked of one that runs: nothing in CPython keeps a thread's frames while another reads them. Python
 code that follows `f_back` met one that had just been freed; faulthandler, which walks them in C and holds the

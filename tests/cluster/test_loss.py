@@ -55,7 +55,7 @@ def test_a_killed_rank_is_done_without(python: Path, dataset: Dataset, tmp_path:
         job.wait_until(lambda: last_step(run), "a checkpoint")
         job.signal(signal.SIGKILL, job.rank_pid(2))
         ended = job.finish()
-    assert_went_on(ended, run, dataset, f"rank 2 on {host()} is gone; going on with 3 ranks")
+    assert_went_on(ended, run, dataset, f"rank 2 on {host()} is gone; continuing with 3 ranks")
 
 
 def host() -> str:
@@ -82,4 +82,4 @@ def test_a_rank_of_another_node_is_done_without(python: Path, lab: Lab, dataset:
         ended = job.finish()
     finally:
         job.kill()
-    assert_went_on(ended, run, dataset, "rank 3 on n2 is gone; going on with 3 ranks")
+    assert_went_on(ended, run, dataset, "rank 3 on n2 is gone; continuing with 3 ranks")

@@ -70,7 +70,7 @@ def test_a_suspended_job_starts_again_and_ends_with_the_same_model(site: Site, u
     job = site.engine.wait(job_id, output)
     said = output.read_text()
     assert (job.exit_code, job.restarts) == (0, 1), said
-    assert "stopped as asked" in said and f"{run}: going on from step " in said
+    assert "stopped as requested" in said and f"{run}: going on from step " in said
     assert_equal_runs(run, undisturbed)
 
 

@@ -114,7 +114,7 @@ def test_a_preempted_job_ends_with_the_same_model(site: Site, undisturbed: Undis
     assert_same(site, job, run, undisturbed)
     output = site.slurm.output(job_id)
     assert job.restarts == 1, output
-    assert "stopped as asked" in output
+    assert "stopped as requested" in output
     assert f"{run}: going on from step " in output
 
 

@@ -122,7 +122,7 @@ def test_the_epoch_under_way_goes_on_at_the_same_share(dataset: Dataset, tmp_pat
     notices = go_on(dataset, OPTIONS, tmp_path, 4)
     (line,) = [n for n in notices if n.startswith("going on from")]
     assert "at the same share, step 2 of 6 instead of 8 of 20, and may repeat or miss segments" in line
-    assert line.endswith("every rank takes 2 segments a step, learning rate 0.002")
+    assert line.endswith("every rank takes 2 segments per step, learning rate 0.002")
     assert [line["step"] for line in evaluations(tmp_path)] == [8 + 4, 8 + 4 + 6, 8 + 4 + 6 + 6]
 
 
@@ -131,7 +131,7 @@ def test_the_global_batch_stays_where_it_is_given(dataset: Dataset, tmp_path: Pa
     options = dataclasses.replace(OPTIONS, batch=batch)
     kill(dataset, options, tmp_path, 3, at_step=5)
     notices = go_on(dataset, options, tmp_path, 2)
-    assert any("every rank takes 3 segments a step" in notice for notice in notices), notices
+    assert any("every rank takes 3 segments per step" in notice for notice in notices), notices
 
 
 def test_an_epoch_s_end_is_the_same_place_for_any_number_of_ranks(dataset: Dataset, tmp_path: Path) -> None:

@@ -65,7 +65,8 @@ def test_every_command_has_help_for_every_option(name: str, capsys: pytest.Captu
         else:
             inner = [field.name] if "Positional" not in str(field.type) else []
         for option in inner if field.name not in ("options", "num_ranks") else []:
-            assert f"--{option.replace('_', '-')}" in out, option
+            is_shown = f"--{option.replace('_', '-')}" in out
+            assert is_shown == (option not in SUBCOMMANDS[name].internal), option
 
 
 def class_name(name: str) -> str:
@@ -177,7 +178,9 @@ def test_a_folder_that_holds_a_run_is_not_written_to(
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
     capsys.readouterr()
     assert train(dataset, run) == 1
-    assert one_line(capsys) == f"speechdp: {run}: already holds a run; go on with --resume, or --overwrite it"
+    assert (
+        one_line(capsys) == f"speechdp: {run}: already holds a run; continue with --resume, or --overwrite it"
+    )
     (run / "completed.json").rename(tmp_path / "completed.json")  # as if it had been interrupted
     assert train(dataset, run) == 1
     assert "already holds a run" in one_line(capsys)

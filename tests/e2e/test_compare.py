@@ -56,7 +56,7 @@ def test_every_run_is_an_ordinary_run_folder(compared: tuple[Path, Ended]) -> No
         assert (folder / "completed.json").is_file() and (folder / "wer-test.json").is_file()
         facts = json.loads((folder / "run.json").read_text())
         assert facts["size"] == run["ranks"]
-        # 4 segments a step of all ranks together, on the same targets.
+        # 4 segments per step of all ranks together, on the same targets.
         assert facts["batch_size"] * run["ranks"] == 4
         assert facts["options"]["alignments"].endswith("alignment/alignments/1")
 
@@ -65,7 +65,7 @@ def test_one_line_says_what_came_of_each_run(compared: tuple[Path, Ended]) -> No
     _, ended = compared
     lines = ended.stdout.splitlines()
     assert lines[0].startswith(
-        "3 runs; segments a step: 4 on each of 1 that train (4 together), 2 on each of 2"
+        "3 runs; segments per step: 4 on each of 1 training ranks (4 together), 2 on each of 2"
     )
     for number in (1, 2, 3):
         mine = [line for line in lines if line.startswith(f"[{number}/3] equal frames")]
@@ -118,9 +118,9 @@ def test_it_goes_on_keeps_what_is_finished_and_records_what_fails(
         (["--strategies", "no_such"], "unknown strategy 'no_such'"),
         (["--strategies", "gradient_averaging,every=2"], "'every=2' follows no strategy with options"),
         (["--strategies", "model_averaging,model_averaging:period=16"], "are the same"),
-        (["--strategy", "model_averaging"], "--strategy is not for compare: use --strategies"),
-        (["--seed", "3"], "--seed is not for compare: use --seeds"),
-        (["--max-steps", "3"], "--max-steps is not for compare"),
+        (["--strategy", "model_averaging"], "--strategy does not apply to compare: use --strategies"),
+        (["--seed", "3"], "--seed does not apply to compare: use --seeds"),
+        (["--max-steps", "3"], "--max-steps does not apply to compare"),
         (["--ranks", "0"], "--ranks '0': write whole numbers from 1 on"),
         (["--ranks", "1,3", "--global-batch", "4"], "does not divide by 3 ranks"),
         (["--modes", "time"], "--modes: write frames, or frames,time"),
@@ -191,7 +191,7 @@ def test_a_stop_saves_the_run_under_way_and_the_same_command_goes_on(
         job.signal(signal.SIGTERM)
         stopped = job.finish(within_s=120)
     assert stopped.exit_code == STOPPED, stopped.output
-    assert "stopped as asked; the same command goes on" in stopped.stdout
+    assert "stopped as requested; the same command continues" in stopped.stdout
     (run,) = json.loads((out / "compare.json").read_text())["runs"]
     assert run["state"] == "pending"
     ended = ended_within(500, command)

@@ -70,7 +70,7 @@ def test_a_truncated_shard(data: Dataset, tmp_path: Path) -> None:
     path = data.shard_paths("train")[1]
     truncate(path)
     ended = resume(data, run)
-    assert_one_line(ended, rf"{path}: .*truncated.*; prepare the data again or copy the file anew")
+    assert_one_line(ended, rf"{path}: .*truncated.*; prepare the data again or copy the file again")
     assert_whole(run)
 
 
@@ -157,7 +157,7 @@ def test_a_full_disk_at_a_checkpoint(whole_data: Dataset, small_disk: Path) -> N
     first, last = our_lines(ended)
     assert re.fullmatch(
         ANY_RANK + rf"{run}/checkpoints: cannot be written \(No space left on device on rank 0\); "
-        rf"free some space, then go on with --resume; last checkpoint: {run}/checkpoints/step-00000006",
+        rf"free some space, then continue with --resume; last checkpoint: {run}/checkpoints/step-00000006",
         first,
     ), ended.output
     assert "Traceback" not in ended.stderr, ended.output

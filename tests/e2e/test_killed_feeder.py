@@ -49,7 +49,7 @@ def test_a_stop_request_reaches_the_trainers_and_feeders_serve_to_the_end(
         job.signal(signal.SIGTERM)
         ended = job.finish(within_s=120)
     assert ended.exit_code == 75, ended.output
-    assert "stopped as asked" in ended.stdout, ended.output
+    assert "stopped as requested" in ended.stdout, ended.output
     assert last_step(run) > 0
     facts = json.loads((run / "run.json").read_text())
     assert facts["size"] == 2 and facts["hosts"] == [host_name()] * 2

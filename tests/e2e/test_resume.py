@@ -55,7 +55,7 @@ def stop(job: Job, run: Path, number: signal.Signals) -> None:
     job.signal(number)
     ended = job.finish()
     assert ended.exit_code == STOPPED, ended.output
-    assert "stopped as asked; the same command with --resume goes on" in ended.stdout, ended.output
+    assert "stopped as requested; the same command with --resume continues" in ended.stdout, ended.output
     assert "Traceback" not in ended.stderr, ended.output
     assert_not_complete(run)
 

@@ -39,7 +39,7 @@ def swept(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
         job.signal(signal.SIGTERM)
         stopped = job.finish(within_s=120)
     assert stopped.exit_code == STOPPED, stopped.output
-    assert "stopped as asked; the same command goes on" in stopped.stdout, stopped.output
+    assert "stopped as requested; the same command continues" in stopped.stdout, stopped.output
     assert json.loads((out / "sweep.json").read_text())["completed"] is False
     ended = ended_within(120, command)
     assert ended.exit_code == 0, ended.output
@@ -106,7 +106,7 @@ def test_another_sweep_in_the_same_folder_is_refused(
         (["--periods", "4,x"], "period 'x' is not a period"),
         (["--swept", "nothing"], "--swept nothing: has no period"),
         (["--swept", "gradient_averaging", "--periods", "5s"], "counts its period in steps"),
-        (["--strategy", "model_averaging"], "--strategy is not for sweep"),
+        (["--strategy", "model_averaging"], "--strategy does not apply to sweep"),
         (["--reference", "no_such"], "unknown strategy 'no_such'"),
     ],
 )

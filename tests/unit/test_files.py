@@ -144,8 +144,8 @@ def test_every_error_has_its_own_remedy() -> None:
     }
     for number, remedy in expected.items():
         reason = os.strerror(number)
-        line = cannot_be_written(Path("/run/a"), failing(number), "go on with --resume")
-        assert line == f"/run/a: cannot be written ({reason}); {remedy}, then go on with --resume"
+        line = cannot_be_written(Path("/run/a"), failing(number), "continue with --resume")
+        assert line == f"/run/a: cannot be written ({reason}); {remedy}, then continue with --resume"
 
 
 def test_an_error_of_hdf5_is_told_as_the_disk_told_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where rank 0's output goes: a terminal with a live bar, or plain lines."""
+"""Where rank 0's output goes: a terminal with a progress bar, or plain lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands that run over ranks do first: communicator, world check, device, signals, feeders."""
+"""Start-up of commands that run over ranks: communicator, world check, device, signals, feeders."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def over_ranks(backend: str, device: str, function: Callable[[Communicator], int
 
 @dataclass(frozen=True)
 class SessionRequest:
-    """What a command that trains wants.
+    """What a training command asks for.
 
     Attributes:
         data: the data directory.
@@ -156,7 +156,7 @@ def _raise_file_limit() -> None:
 
 
 def _share_cores(hosts: Sequence[str]) -> None:
-    """Give this rank its share of the host's cores.
+    """Limit this rank to its share of the host's cores.
 
     Args:
         hosts: host of every rank, feeders included.

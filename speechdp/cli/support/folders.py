@@ -1,4 +1,4 @@
-"""What commands without ranks do about the folder they write: own it."""
+"""Ownership of folders written by commands without ranks."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def owner_of(
 
 
 def say_aside(text: str) -> None:
-    """Print a line of news to stderr."""
+    """Print a line to stderr."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Show how far a long command is: a live bar on a terminal, a line now and then elsewhere."""
+"""Progress of a long command: a progress bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LINE_EVERY_S = 10.0
 
 @contextmanager
 def progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function to call with a stage's name, the number done and the number in all."""
+    """Yield a function to call with a stage's name, the number done and the total."""
     if console.is_terminal:
         yield from _bars(console)
     else:
@@ -49,7 +49,7 @@ def _bars(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 
 
 class _Lines:
-    """Print a line a stage, and one every ten seconds while it lasts."""
+    """Print a line per stage, and one every ten seconds while it lasts."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

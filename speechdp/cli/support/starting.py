@@ -1,4 +1,4 @@
-"""What commands have in common that start jobs of their own, one after another."""
+"""What commands share that start jobs, one after another."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def threads_of_a_rank(most_ranks: int, hostfile: Path | None) -> int:
 
 
 def line_printer(console: Console) -> Callable[[str], None]:
-    """Return what prints a line of news as it is: names of files are no markup, and nothing is folded."""
+    """Return a function that prints a line verbatim: names of files are no markup, and nothing is folded."""
     return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)

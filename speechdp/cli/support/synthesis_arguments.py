@@ -1,38 +1,41 @@
-"""Options of `speechdp prepare` that data for synthesis have beside the others."""
+"""Options of `speechdp prepare` for --task synthesis only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Annotated, Literal
 
 from speechdp.data.corpora.joining import JoinRule
 from speechdp.errors import ConfigError
+from speechdp.options.shown import shown
 
 
 @dataclass(frozen=True)
 class SynthesisArguments:
-    """Options of data for synthesis (--task synthesis)."""
+    """For --task synthesis only."""
 
     input: Literal["characters", "phones"] = "characters"
-    """What texts are written in; phones need each word in a lexicon."""
-    speakers: str | None = None
-    """Speakers to take, A+B; without it all.  With --synthetic: how many voices of eSpeak NG, or the name of
-    one, e.g. en-us+f2; without it one."""
-    join: str | None = None
-    """Join A to B recordings of a speaker, drawn at random, with short pauses, e.g. 1-3: single words become
-    strings of words."""
-    join_times: int = 1
-    """How often each recording is used."""
+    """What the model reads texts as; phones needs a lexicon with every word."""
+    speakers: Annotated[str | None, shown("NAMES", "all; one voice with --synthetic")] = None
+    """Speakers to use, joined by +, e.g. anna+bob.
+    With --synthetic: number of eSpeak NG voices, or the name of one, e.g. en-us+f2."""
+    join: Annotated[str | None, shown("A-B", "utterances as they are")] = None
+    """Concatenate A to B random recordings of a speaker with short pauses between them, e.g. 1-3.
+    This turns recordings of single words into phrases."""
+    join_times: Annotated[int, shown("N")] = 1
+    """How often each recording is used with --join."""
     keep_recordings: Literal["held-out", "all"] = "held-out"
-    """Recordings to keep beside the spectrograms: of dev and test, to compare with, or of train as well, on
-    which a recogniser can be trained (DATA/recordings-train is a corpus)."""
-    num_fft: int | None = None
-    """Points of the Fourier transform.  Without it: the least power of two of 1.2 windows or more (512 at
-    8 kHz, 2048 at 24 kHz)."""
+    """Recordings to keep in addition to the spectrograms.
+    held-out: those of dev and test, for comparison; all: also those of train.
+    DATA/recordings-train is then a corpus that a recogniser can be trained on."""
+    num_fft: Annotated[
+        int | None, shown("N", "smallest power of two >= 1.2 windows: 512 at 8 kHz, 2048 at 24 kHz")
+    ] = None
+    """Number of points of the Fourier transform."""
 
     @property
     def named_speakers(self) -> tuple[str, ...]:
-        """The speakers of a corpus to take; none: all."""
+        """Speakers of a corpus to use; empty: all."""
         return () if self.speakers is None else tuple(filter(None, self.speakers.split("+")))
 
     @property

@@ -1,4 +1,4 @@
-"""Show what was measured on held-out texts as a table."""
+"""Show measurements on held-out texts as a table."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def gloo_is_better(mpi: Communicator) -> bool:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank stands in Horovod's view: on its host, and among the hosts."""
+    """A rank's position in Horovod's view: on its host, and among the hosts."""
 
     local_rank: int
     local_size: int
@@ -50,7 +50,7 @@ class _Place:
 
 
 class _Handler(RendezvousHandler):  # type: ignore[misc]
-    """Answers those only who know the secret, the first part of every path."""
+    """Answers only requests whose path starts with the secret."""
 
     path: str
 

@@ -1,4 +1,4 @@
-"""What ranks that are threads of one process have in common: who has failed, who has ended, and the clock."""
+"""What ranks as threads of one process share: who has failed, who has ended, and the clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from speechdp.errors import CommunicationError
 
 
 class Vanished(SystemExit):
-    """What a rank raises to be gone without a word, as a killed process is: for tests of losses."""
+    """Raised by a rank to vanish like a killed process, in tests of losses."""
 
 
 class ThreadJob:

@@ -16,7 +16,7 @@ from speechdp.errors import CommunicationError
 
 
 class PacketBoxes:
-    """Packets of one channel that nobody has taken yet, a box a rank.
+    """Packets of one channel that have not been received yet, one box per rank.
 
     Args:
         job: its condition guards the boxes.

@@ -14,7 +14,7 @@ from speechdp.comm.threads.job import ThreadJob
 
 
 class Mailboxes:
-    """Messages of one channel that nobody has taken yet, oldest first in each box.
+    """Messages of one channel that have not been received yet, oldest first in each box.
 
     Args:
         job: its condition guards the boxes.

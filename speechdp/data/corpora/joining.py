@@ -134,7 +134,7 @@ def _text(group: Iterable[CorpusUtterance]) -> str:
 def join_recordings(
     recordings: Sequence[npt.NDArray[np.float32]], sampling_rate: int, rng: np.random.Generator
 ) -> npt.NDArray[np.float32]:
-    """Put (S,) recordings one behind the other, brought to one level, with short pauses of low noise.
+    """Concatenate (S,) recordings, brought to one level, with short pauses of low noise.
 
     Args:
         recordings: float32 in [-1, 1], of one speaker.

@@ -34,7 +34,7 @@ _PARAMETER_RATE = 1
 _PARAMETER_PITCH = 3
 _CHARS_UTF8 = 1
 
-# The marks eSpeak writes before a vowel (stress) and behind a phone (length, numbered allophones).
+# The marks eSpeak writes before a vowel (stress) and after a phone (length, numbered allophones).
 _STRESS = "',%="
 _ALLOPHONE = re.compile(r"(?<=.)[0-9:#\[\]~*;^\"-]+$")
 

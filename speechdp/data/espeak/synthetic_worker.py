@@ -27,7 +27,7 @@ from speechdp.errors import SpeechDPError
 
 #: Of the speech over the noise added to it, in dB: digital silence would distort the normalisation.
 _SNR_DB = (25.0, 45.0)
-#: Kept behind the last phone, in seconds: its decay.
+#: Kept after the last phone, in seconds: its decay.
 _DECAY_S = 0.03
 
 

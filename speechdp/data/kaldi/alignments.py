@@ -99,7 +99,7 @@ def read_int_vectors(path: Path) -> Iterator[tuple[str, npt.NDArray[np.int32], K
 
 
 def _sized_integers(stream: KaldiStream) -> npt.NDArray[np.int32]:
-    """Read what Kaldi's BasicVectorHolder writes: the length and every value, each behind a byte 4."""
+    """Read what Kaldi's BasicVectorHolder writes: the length and every value, each after a byte 4."""
     length = stream.sized_int32("the length of the alignment")
     raw = stream.take(length * _SIZED_INT32.itemsize, f"an alignment of {length} numbers")
     sized = np.frombuffer(raw, dtype=_SIZED_INT32)

@@ -72,7 +72,7 @@ def _read(place: MatrixPlace, speaker: str, feature_dim: int) -> SpeakerStatisti
     where = f"{place.path}: speaker {speaker}"
     if sums.shape != (2, feature_dim + 1):
         raise ConfigError(
-            f"{where}: statistics of shape {sums.shape}, not (2, {feature_dim + 1}); make them anew"
+            f"{where}: statistics of shape {sums.shape}, not (2, {feature_dim + 1}); compute them again"
         )
     count = sums[0, -1]
     if not (np.isfinite(sums).all() and count > 0):

@@ -32,10 +32,10 @@ class KaldiStream:
         path: the file.
         position: number of bytes before the next one.
         utterance: named in errors once it is known.
-        line_is_over: whether the white space behind the last word was the end of its line.
+        line_is_over: whether the white space after the last word was the end of its line.
 
     Raises:
-        ConfigError: the file cannot be opened, or `offset` lies behind its end.
+        ConfigError: the file cannot be opened, or `offset` lies past its end.
     """
 
     def __init__(self, path: Path, offset: int = 0, utterance: str = "") -> None:
@@ -66,7 +66,7 @@ class KaldiStream:
         """Return the error for what stands at the present byte."""
         where = f"utterance {self.utterance}, " if self.utterance else ""
         return ConfigError(
-            f"{self.path}: {where}byte {self.position}: {reason}; copy the file anew or make it again"
+            f"{self.path}: {where}byte {self.position}: {reason}; copy the file again or make it again"
         )
 
     def peek(self, num: int) -> bytes:
@@ -103,7 +103,7 @@ class KaldiStream:
         return self._decoded(text)
 
     def word(self) -> str:
-        """Read a word and the one white space behind it; "" at the end of the file.
+        """Read a word and the single white space after it; "" at the end of the file.
 
         White space in front is skipped, as Kaldi does in text.
         """

@@ -18,9 +18,9 @@ class Batch:
     """What a rank trains on in one step.
 
     Attributes:
-        features: (B, T, F) float32, zero behind each segment's end; of spectrograms, mel and linear bins.
+        features: (B, T, F) float32, zero past each segment's end; of spectrograms, mel and linear bins.
         targets: (B, T) int64 class indices, IGNORED_TARGET where no frame is to be learnt; of spectrograms,
-            (B, S) symbols of the texts, IGNORED_TARGET behind each.
+            (B, S) symbols of the texts, IGNORED_TARGET past each end.
         lengths: (B,) int64, on the CPU: frames of each segment, context included.
         num_frames: frames to be learnt; 0 is a step this rank only joins.
         ready: CUDA event after which features and targets are there; None: they are.

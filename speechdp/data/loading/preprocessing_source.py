@@ -31,7 +31,7 @@ from speechdp.data.transforms.preprocess import Preprocessor, UtteranceKey
 
 
 class PreprocessingSource(SplitSource):
-    """A reader with a preprocessor behind it.
+    """A reader followed by a preprocessor.
 
     Args:
         reader: of the split; closed with this source.
@@ -124,7 +124,7 @@ class PreprocessingSource(SplitSource):
                 return self._finished(features, targets, lengths, num_frames)
 
     def _padded(self, whole: Sequence[Tensor], audio: _Audio) -> Tensor:
-        """Cut each row out of its utterance's features: (B, T, F), zero behind each row."""
+        """Cut each row out of its utterance's features: (B, T, F), zero past each row's end."""
         rows = audio.rows
         shape = (len(rows), rows.longest, self._preprocessor.base_dim)
         if self._stream is None:

@@ -184,7 +184,7 @@ class SplitReader(SplitSource):
         return targets
 
     def _symbols(self, rows: Rows) -> Tensor:
-        """Read the rows' texts into a (B, S) int32 tensor; IGNORED_TARGET behind each."""
+        """Read the rows' texts into a (B, S) int32 tensor; IGNORED_TARGET past each end."""
         places = zip(rows.shard.tolist(), rows.utterance.tolist(), strict=True)
         spans = [self._files.open(shard).target_offsets[u : u + 2].tolist() for shard, u in places]
         numbers = [end - begin for begin, end in spans]
@@ -219,7 +219,7 @@ class SplitReader(SplitSource):
         return starts
 
     def _features(self, rows: Rows) -> Tensor:
-        """Read the rows' features: (B, T, F) in the shards' dtype, zero behind each row."""
+        """Read the rows' features: (B, T, F) in the shards' dtype, zero past each row's end."""
         longest = rows.longest
         features = self.pool.take((len(rows), longest, self.feature_dim), self._files.dtype)
         if features.numel() == 0:

@@ -38,7 +38,7 @@ class PlanOptions:
     """How a corpus is cut into batches.
 
     Attributes:
-        batch_size: segments a rank and step; not used if `batch_frames` is given.
+        batch_size: segments per rank and step; not used if `batch_frames` is given.
         chunk_frames: longest segment; 0 takes utterances whole.
         seed: of the shuffling; the same seed gives the same plan.
         order: in which order segments come.

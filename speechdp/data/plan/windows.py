@@ -56,7 +56,7 @@ class Window:
 
 @dataclass(frozen=True)
 class _Edges:
-    """Where a rank's windows begin and end, (W + 1,): at an utterance of its, behind some chunks of that."""
+    """Where a rank's windows begin and end, (W + 1,): at an utterance of its, after some chunks of it."""
 
     utterance: IntArray
     chunks: IntArray

@@ -24,7 +24,7 @@ PositionedRead = Callable[[int, Sequence[memoryview], int], int]
 #: How all positioned reads are made; a test of failing disks puts its own here.
 preadv: PositionedRead = os.preadv
 
-_AGAIN = "prepare the data again or copy the file anew"
+_AGAIN = "prepare the data again or copy the file again"
 
 
 @dataclass(frozen=True)

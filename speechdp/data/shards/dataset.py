@@ -210,7 +210,7 @@ class Dataset:
             if found != expected:
                 raise ShardError(
                     f"{shard.path}: is not the shard {MANIFEST_NAME} lists (another {what}); "
-                    "copy the directory anew or prepare the data again"
+                    "copy the directory again or prepare the data again"
                 )
         return shard
 
@@ -219,7 +219,7 @@ class Dataset:
         if found != self.num_classes:
             raise ConfigError(
                 f"{path}: lists {found} classes, {MANIFEST_NAME} says {self.num_classes}; "
-                "copy the directory anew or prepare the data again"
+                "copy the directory again or prepare the data again"
             )
 
     def verify(self) -> Counter[str]:

@@ -35,7 +35,7 @@ from speechdp.errors import ShardError
 
 __all__ = ["AudioUtterance", "Shard", "ShardHeader", "ShardIndex", "ShardWriter", "Utterance"]
 
-_AGAIN = "prepare the data again or copy the file anew"
+_AGAIN = "prepare the data again or copy the file again"
 #: Targets that are looked at at a time.
 _ROWS_A_READ = 1 << 20
 

@@ -97,7 +97,7 @@ class FeatureConfig:
 
     @property
     def linear_dim(self) -> int:
-        """Number of lines of the linear spectrum, which stand behind the mel values of a frame (L)."""
+        """Number of lines of the linear spectrum, which follow the mel values of a frame (L)."""
         return self.num_fft // 2 + 1
 
     @property

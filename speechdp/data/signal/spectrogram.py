@@ -162,7 +162,7 @@ def invert_linear(
     """Turn a linear spectrogram into sound by Griffin and Lim's algorithm.
 
     Args:
-        linear: (T, L) in [0, 1], as `compute_spectrogram` has it behind the mel values.
+        linear: (T, L) in [0, 1], as it follows the mel values in `compute_spectrogram`.
         sampling_rate: in Hz.
         config: what the spectrogram was made with.
         num_iterations: of the search for phases; the first ones are random, but always the same.

@@ -38,7 +38,7 @@ class SpecAugment:
 
         Args:
             features: (B, T, F).
-            lengths: (B,) int64, on the CPU; frames behind a segment's end stay as they are.
+            lengths: (B,) int64, on the CPU; frames past a segment's end stay as they are.
             rng: what is drawn comes from it.
             copies: deltas and spliced frames lie in so many parts of equal size along F; a band is hidden
                 in each of them.

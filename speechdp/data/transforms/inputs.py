@@ -21,13 +21,13 @@ _MAX_SPLICE = 100
 
 @dataclass(frozen=True)
 class InputOptions:
-    """The model's input, made of the features; training, decoding and alignment use the same."""
+    """What the model sees of each frame.  Decoding and alignment use the same input as training."""
 
     deltas: int = 0
-    """Slopes of the features over time, as Kaldi's add-deltas makes them: 1 adds deltas, 2 also their own;
-    at most 4."""
+    """Order of the deltas appended to the features, as Kaldi's add-deltas: 1 deltas, 2 also delta-deltas.
+    At most 4; 0: none."""
     splice: int = 0
-    """Frames to each side of a frame that are put beside it as input."""
+    """Frames on each side that are spliced to every frame, at most 100; 0: none."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.deltas <= _MAX_DELTAS:
@@ -45,11 +45,11 @@ class InputOptions:
 
         Args:
             features: (B, T, F).
-            lengths: (B,) int64, on the CPU, each above 0; frames behind a segment's end are not looked at,
+            lengths: (B,) int64, on the CPU, each above 0; frames past a segment's end are not looked at,
                 its first and last frame are repeated instead.
 
         Returns:
-            (B, T, F * copies), arbitrary behind each segment's end; `features` itself where nothing is added.
+            (B, T, F * copies), arbitrary past each segment's end; `features` itself where nothing is added.
         """
         if self.deltas:
             features = _add_deltas(features, lengths, self.deltas)

@@ -42,15 +42,15 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class AugmentOptions:
-    """How the data are changed at random in training, anew in each epoch; nothing of it in evaluation."""
+    """Random changes to the training data, drawn anew in each epoch.  Evaluation never uses them."""
 
     spec_augment: bool = False
-    """Hide random bands and stretches of the features in training: for small corpora."""
+    """Mask random frequency bands and time spans of the features (SpecAugment); helps with small corpora."""
     speed_perturb: bool = False
-    """Hear each utterance at 90, 100 or 110 % of its speed; for data prepared with --store audio."""
+    """Play each utterance at 90, 100 or 110 % of its speed; needs data prepared with --store audio."""
     noise_snr_db: str = ""
-    """LOW-HIGH, e.g. 10-30: add white or pink noise at a signal-to-noise ratio between these, in dB; for data
-    prepared with --store audio."""
+    """Add white or pink noise at a signal-to-noise ratio drawn from this range in dB, e.g. 10-30.
+    Needs data prepared with --store audio; empty: no noise."""
 
     def __post_init__(self) -> None:
         self.noise()
@@ -180,7 +180,7 @@ class Preprocessor:
             place: of the batch in training; None: nothing is hidden.
 
         Returns:
-            (B, T, I), 0 behind each segment's end.
+            (B, T, I), 0 past each segment's end.
         """
         if features.numel() == 0:
             return features.new_zeros(*features.shape[:2], self.output_dim)

@@ -133,13 +133,13 @@ def check_options(options: TrainOptions) -> None:
     recipe_batch = options.batch.batch_size is None and find_recipe(options.recipe).global_batch is not None
     if options.batch.global_batch is not None or (recipe_batch and not options.batch.batch_frames):
         raise ConfigError(
-            "--global-batch is not for profile: give --batch-size, the batch of a rank; --strong measures "
-            "with the batch of all ranks constant too"
+            "--global-batch does not apply to profile: give --batch-size, the batch of each rank; --strong "
+            "measures with a constant batch over all ranks too"
         )
     if options.max_steps:
-        raise ConfigError("--max-steps is not for profile: use --steps")
+        raise ConfigError("--max-steps does not apply to profile: use --steps")
     if options.realign:
-        raise ConfigError("--realign is not for profile: it measures steps of one training")
+        raise ConfigError("--realign does not apply to profile: it measures steps of one training")
     if options.batch.order == "blocking-sort":
         raise ConfigError("--order blocking-sort: profile measures it by itself, in the job blocking-N")
     strategy = parse_strategy(options.strategy)
@@ -183,7 +183,7 @@ def _shared_out(batch: BatchOptions, ranks: int) -> BatchOptions:
 
 
 def _without_overlap(text: str) -> str:
-    """Have a strategy exchange after backward, not behind it: functions are to be told apart."""
+    """Have a strategy exchange after backward, not during it: functions are to be told apart."""
     if not hasattr(parse_strategy(text), "overlap") or "overlap=" in text:
         return text
     return f"{text}{',' if ':' in text else ':'}overlap=false"

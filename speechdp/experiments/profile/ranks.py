@@ -120,7 +120,7 @@ def _profile(session: Session, options: TrainOptions, request: JobRequest, start
 class FunctionTimeline(Timeline):
     """The timeline a strategy is given: its exchange and its update are functions of the step.
 
-    What another thread exchanges behind the step is no part of it and is not recorded.
+    What another thread exchanges meanwhile is no part of the step and is not recorded.
     """
 
     def __init__(self, clock: StageClock, rank: int) -> None:

@@ -83,7 +83,7 @@ class JobEntry:
         name: e.g. "weak-2".
         kind: one of KINDS.
         ranks: that train; with feeders more are started.
-        batch_size: utterances or segments a rank and step; 0 where frames count.
+        batch_size: utterances or segments per rank and step; 0 where frames count.
         loader: "pooled", "blocking-sort", ..., "none" for a single module.
         folder: beside profile.json.
         steps: how many each rank takes.

@@ -168,7 +168,7 @@ class Sums(NamedTuple):
     1 - 2u: the 1 drops out because a row's gradients sum to zero, and the factor -2 is left out.
 
     Attributes:
-        blocks: (N + 1, B, 4H + A): of the sums behind the gates of step n and of the query of step n - 1.
+        blocks: (N + 1, B, 4H + A): of the gates' pre-activations of step n and of the query of step n - 1.
         keys: (B, S, A).
         v: (A,).
     """
@@ -196,7 +196,7 @@ class _BackStep(NamedTuple):
     d_attention: Tensor  # (B, 1, S)
     d_state: Tensor  # (B, H)
     d_unit: Tensor  # (B, 1, H), the same
-    d_gates: Tensor  # (B, 4, H), from derivatives to gradients of the sums behind the gates
+    d_gates: Tensor  # (B, 4, H), from derivatives to gradients of the pre-activations of the gates
     d_next_inputs: Tensor  # (B, 1, 3H)
     d_next_hidden: Tensor  # (B, 3H + A), which the latter ends
     d_query: Tensor  # (B, 1, A), short of the factor 4v

@@ -34,10 +34,10 @@ class CbhgSizes:
 
 
 class Cbhg(nn.Module):
-    """(B, T, I) to (B, T, 2W); padding reaches no frame, and what stands behind an end is zero or unused.
+    """(B, T, I) to (B, T, 2W); padding reaches no frame, and what is past an end is zero or unused.
 
     Convolution, batch normalisation, ReLU in this order, as in the paper batch normalisation follows
-    "all convolutional layers"; some public code normalises behind the ReLU.
+    "all convolutional layers"; some public code normalises after the ReLU.
     """
 
     def __init__(self, sizes: CbhgSizes) -> None:
@@ -54,7 +54,7 @@ class Cbhg(nn.Module):
         self.gru = BiGru(width, width)
 
     def forward(self, x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-        """Return (B, T, 2W) for x (B, T, I), zero behind each end, mask (B, T) and lengths (B,)."""
+        """Return (B, T, 2W) for x (B, T, I), zero past each end, mask (B, T) and lengths (B,)."""
         num_frames = x.shape[1]
         mask = mask.unsqueeze(1)  # (B, 1, T)
         turned = x.transpose(1, 2)  # (B, I, T)
@@ -92,7 +92,7 @@ def _pool(x: Tensor) -> Tensor:
     """Return the maximum of each frame and its next one, (B, C, T) for x (B, C, T), zero at padding.
 
     Max-pooling of width 2 and stride 1, as x_t + relu(x_{t+1} - x_t): a third of `max_pool1d`'s time on
-    a CPU. The ends of x >= 0 need no care, since the zeros behind them are neutral.
+    a CPU. The ends of x >= 0 need no care, since the zeros past them are neutral.
     """
     return x + nn.functional.pad((x[:, :, 1:] - x[:, :, :-1]).relu(), (0, 1))
 

@@ -1,6 +1,6 @@
-"""The attention decoder: memory to mel frames, r frames a step.
+"""The attention decoder: memory to mel frames, r frames per step.
 
-Legend: B batch, S symbols, C memory values a symbol, T frames, N decoder steps, r frames a step,
+Legend: B batch, S symbols, C memory values per symbol, T frames, N decoder steps, r frames per step,
 M mel bins, A config.attention_dim, D config.decoder_dim, P config.prenet_dim.
 """
 
@@ -25,7 +25,7 @@ class DecoderOutput:
     """What the decoder makes when it is taught.
 
     Attributes:
-        mel: (B, T, M), zero behind each utterance's end.
+        mel: (B, T, M), zero past each utterance's end.
         stop_logits: (B, N), of "the last frame is among those made so far".
         attention: (B, N, S), rows sum to 1 over an utterance's own symbols.
     """

@@ -31,7 +31,7 @@ class Encoder(nn.Module):
         )
 
     def forward(self, symbols: Tensor) -> Tensor:
-        """Return (B, S, 2W) for symbols (B, S) int64, -1 behind each end; zero behind it."""
+        """Return (B, S, 2W) for symbols (B, S) int64, -1 past each end; zero past it."""
         # The texts' lengths stay on the symbols' device: asking for them here would wait for a GPU.
         lengths = (symbols >= 0).sum(dim=1)  # (B,)
         mask = frame_mask(lengths, symbols.shape[1], symbols.device)  # (B, S)

@@ -140,7 +140,7 @@ def derivatives_(result: Tensor, gates: Gates, previous: Tensor) -> None:
 
 
 def input_gradient(d_sums: Tensor, weight_ih: Tensor) -> Tensor:
-    """Return dL/dx (T, B, I) for the gradients of the sums behind the gates; `weight_ih` (3H, I)."""
+    """Return dL/dx (T, B, I) for the gradients of the pre-activations of the gates; `weight_ih` (3H, I)."""
     return of_inputs(d_sums) @ input_order(weight_ih)
 
 

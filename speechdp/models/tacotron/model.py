@@ -1,6 +1,6 @@
 """Tacotron (Wang et al. 2017, arXiv 1703.10135): symbols to mel frames to linear spectrogram frames.
 
-Legend: B batch, S symbols, T frames, N decoder steps, r frames a step, M mel bins, L linear bins,
+Legend: B batch, S symbols, T frames, N decoder steps, r frames per step, M mel bins, L linear bins,
 W config.width.
 """
 
@@ -23,8 +23,8 @@ class TacotronOutput:
     """What the model makes of a batch when it is taught.
 
     Attributes:
-        mel: (B, T, M), zero behind each utterance's end.
-        linear: (B, T, L), zero behind each utterance's end.
+        mel: (B, T, M), zero past each utterance's end.
+        linear: (B, T, L), zero past each utterance's end.
         stop_logits: (B, N), of "the last frame is among those made so far".
         attention: (B, N, S), rows sum to 1 over an utterance's own symbols.
     """
@@ -40,9 +40,9 @@ class Generated:
     """What the model says when it runs freely; T is the longest utterance's length.
 
     Attributes:
-        mel: (B, T, M), zero behind each utterance's end.
-        linear: (B, T, L), zero behind each utterance's end.
-        attention: (B, N, S), zero behind each utterance's end.
+        mel: (B, T, M), zero past each utterance's end.
+        linear: (B, T, L), zero past each utterance's end.
+        attention: (B, N, S), zero past each utterance's end.
         lengths: (B,) int64 on the CPU, frames of each utterance.
         stopped: (B,) bool on the CPU; false where max_frames, not the stop predictor, ended it.
     """
@@ -87,7 +87,7 @@ class Tacotron(nn.Module):
                 module.reset_gate()
 
     def encode(self, symbols: Tensor) -> Tensor:
-        """Return the memory (B, S, 2W) of symbols (B, S) int64, -1 behind each end; zero behind it.
+        """Return the memory (B, S, 2W) of symbols (B, S) int64, -1 past each end; zero past it.
 
         Every text has at least one symbol.
         """
@@ -107,7 +107,7 @@ class Tacotron(nn.Module):
 
     @torch.no_grad()
     def generate(self, symbols: Tensor, *, max_frames: int, dropout: bool = False) -> Generated:
-        """Say symbols (B, S) int64, -1 behind each end; each stops where the stop predictor passes 0.5.
+        """Say symbols (B, S) int64, -1 past each end; each stops where the stop predictor passes 0.5.
 
         In eval mode the same symbols give the same speech, whatever they are batched with. `dropout`
         keeps the dropout of the decoder's pre-net on (as in Shen et al. 2018, section 2.2), for

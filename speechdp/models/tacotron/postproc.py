@@ -29,7 +29,7 @@ class Postproc(nn.Module):
         self.linear = nn.Linear(2 * config.width, linear_dim)
 
     def forward(self, mel: Tensor, lengths: Tensor) -> Tensor:
-        """Return (B, T, L) for mel (B, T, M) and CPU lengths (B,); zero behind each utterance's end."""
+        """Return (B, T, L) for mel (B, T, M) and CPU lengths (B,); zero past each utterance's end."""
         mask = frame_mask(lengths, mel.shape[1], mel.device)  # (B, T)
         rows = mask.unsqueeze(2)
         hidden = self.cbhg(mel * rows, mask, lengths)

@@ -50,7 +50,7 @@ def gru_directions(
 class BiGru(nn.Module):
     """One bidirectional GRU layer, weights named as in `nn.GRU`, right for padded rows.
 
-    The backward direction begins at each row's own end; what stands behind the ends reaches no frame
+    The backward direction begins at each row's own end; what is past the ends reaches no frame
     before them.
     """
 

@@ -25,7 +25,7 @@ def estimate(value: float | None) -> str:
 
 
 def number(value: float) -> str:
-    """Write a number with three digits, three of them behind the point at most, thousands separated."""
+    """Write a number with three digits, at most three of them after the point, thousands separated."""
     if value == 0 or abs(value) >= 99.95:
         return f"{value:,.0f}"
     digits = 1 if abs(value) >= 9.995 else 2 if abs(value) >= 0.9995 else 3

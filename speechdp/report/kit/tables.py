@@ -87,7 +87,7 @@ def _empty_table(table: TerminalTable) -> Table:
 
 
 def _wide(shown: TerminalTable) -> Table:
-    """Return one line a run; names are plain text, never markup."""
+    """Return one line per run; names are plain text, never markup."""
     table = _empty_table(shown)
     table.add_column("run", overflow="fold", min_width=12)
     for column in shown.columns:

@@ -95,7 +95,7 @@ def about_few_steps(profile: Profile) -> str:
         return ""
     if min(counts) == 0:
         return (
-            f"Some jobs have no step behind the {profile.settings.warmup_steps} of the warm-up: their last "
+            f"Some jobs have no step after the {profile.settings.warmup_steps} of the warm-up: their last "
             "step stands for all. Take more with --steps."
         )
     steps = "1 step" if min(counts) == 1 else f"{min(counts)} steps"

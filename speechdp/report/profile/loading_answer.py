@@ -49,7 +49,7 @@ def _blocking(blocking: Loading, pooled: Loading | None) -> str:
     if not blocking.frames_per_s:
         return text + "."
     more = pooled.frames_per_s / blocking.frames_per_s
-    return f"{text}, with {more:.2f} times as many frames a second."
+    return f"{text}, with {more:.2f} times as many frames per second."
 
 
 def _share(loading: Loading) -> str:

@@ -24,7 +24,7 @@ Event = dict[str, Any]
 
 
 def trace_events(job: ProfileJob) -> list[Event]:
-    """Return a job's trace: a process a rank, its functions and steps as threads, counters beside them."""
+    """Return a job's trace: one process per rank, functions and steps as threads, counters beside them."""
     waited = waiting_s(job)
     events: list[Event] = []
     for record in job.rank_records:

@@ -56,7 +56,7 @@ def usage_limits(jobs: Sequence[ProfileJob]) -> tuple[float, float]:
 
 
 def draw_usage(ax: Axes, job: ProfileJob, title: str, limits: tuple[float, float], canvas: Canvas) -> bool:
-    """Plot utilisation over time, a line a rank or GPU, on axes that end at `limits`, (s, %)."""
+    """Plot utilisation over time, one line per rank or GPU, on axes that end at `limits`, (s, %)."""
     if not draw_utilisation(ax, job.samples, canvas, title=title):
         return False
     scale, unit = time_unit(limits[0])

@@ -15,7 +15,7 @@ NOTABLE_SKEW = 0.05
 
 @dataclass(frozen=True)
 class RankSkew:
-    """How unevenly the ranks compute: (max - min) / mean of their compute time a step.
+    """How unevenly the ranks compute: (max - min) / mean of their compute time per step.
 
     `straggler` is the rank the others wait for, None where the skew is too small to name one.
     """

@@ -62,7 +62,7 @@ class Samples:
 
     @property
     def elapsed_s(self) -> Array:
-        """(N,) `t_s`, where a section that begins before the end of the one before it is moved behind it."""
+        """(N,) `t_s`, where a section that begins before the end of the one before it is moved after it."""
         elapsed, end = self.t_s.copy(), -np.inf
         for section in np.unique(self.section):
             chosen = self.section == section

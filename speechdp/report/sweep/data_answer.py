@@ -149,7 +149,7 @@ def _slow_storage(data: DataFigures, label: str) -> str:
     rate = data.read_bytes_per_s
     speed = "" if rate is None else f" and are read at {formatting.megabytes(rate)} MB/s"
     return (
-        f"The shards of {label} are stored {data.storage}{speed}; `speechdp shard` writes them anew, "
+        f"The shards of {label} are stored {data.storage}{speed}; `speechdp shard` rewrites them, "
         "contiguous, which reads as fast as the disk."
     )
 

@@ -33,9 +33,9 @@ class BucketedGradients(Strategy):
     every: int = 1
     #: Number format of the exchange: full precision, or half the bytes.
     compression: Literal["none", "fp16", "bf16"] = "none"
-    #: Size of the pieces exchanged behind backward, in MiB.
+    #: Size of the pieces exchanged during backward, in MiB.
     bucket_mib: float = 25.0
-    #: Start exchanging during backward; false waits for its end (for comparison).
+    #: Exchange during backward; false: after it (for comparison).
     overlap: bool = True
 
     def check_options(self) -> None:

@@ -1,4 +1,4 @@
-"""Pairwise exchanges of parameters behind training: who begins them, who answers, and how they end."""
+"""Pairwise exchanges of parameters overlapped with training: who starts, who answers, how they end."""
 
 from __future__ import annotations
 

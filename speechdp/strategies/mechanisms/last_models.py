@@ -81,7 +81,7 @@ class LastModels:
         return state | {f"kept.{i}": vector for i, vector in enumerate(self._vectors)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state that `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         self._num_kept, self._parts_done = state["num_kept"], state["parts_done"]
         self._is_newest_kept = state["is_newest_kept"]
         count = sum(name.startswith("kept.") for name in state)

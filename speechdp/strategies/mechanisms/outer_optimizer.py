@@ -1,4 +1,4 @@
-"""What strategies have in common that move one global model by the mean movement of the ranks."""
+"""What strategies share that move one global model by the ranks' mean movement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from speechdp.timing.timeline import Span, Timeline
 
 @dataclass(eq=False)
 class OuterStrategy(PeriodicStrategy):
-    """Move a global model once a period; all ranks go on from where it leaves them.
+    """Move a global model once per period; all ranks continue from it.
 
     Subclasses write `outer_step`.  The global model and its velocity are flat vectors, computed by every rank
     from the same mean and therefore the same everywhere: nothing but the parameters is exchanged.

@@ -1,4 +1,4 @@
-"""What strategies have in common that train apart and exchange parameters once a period."""
+"""What strategies share that train locally and exchange parameters once per period."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MomentumRule = Literal["keep", "average", "reset"]
 
 @dataclass(eq=False)
 class PeriodicStrategy(Strategy):
-    """Train apart for a period, then `exchange`; a window is the time since the last exchange.
+    """Train locally for a period, then `exchange`; a window is the time since the last exchange.
 
     Before `begin` ranks train together by gradient averaging, every step, with the replicas bitwise equal
     (post-local SGD: Lin et al., which switches at the first decay of the learning rate, recalled).
@@ -37,9 +37,9 @@ class PeriodicStrategy(Strategy):
 
     replicas_equal: ClassVar[bool] = False
 
-    #: Steps (16), frames a rank (600kf) or seconds (5s) between exchanges.
+    #: Time between exchanges: steps (16), frames per rank (600kf) or seconds (5s).
     period: Period = field(default_factory=lambda: Period(16))
-    #: Average gradients at every step until then; 0: train apart from the start.
+    #: Average gradients at every step until then; 0: train locally from the start.
     begin: Beginning = field(default_factory=Beginning)
 
     @property
@@ -48,7 +48,7 @@ class PeriodicStrategy(Strategy):
 
     @property
     def current_period(self) -> Period:
-        """The period now in force; the same on every rank."""
+        """The period in use; the same on every rank."""
         return self.period
 
     def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
@@ -61,7 +61,7 @@ class PeriodicStrategy(Strategy):
         self._steps_a_period = 1
         #: The step at which ranks agree next whether a beginning in seconds is over.
         self._next_look = 0
-        #: Averages gradients until training apart begins, then None.
+        #: Averages gradients until local training starts, then None.
         self._together: BucketedGradients | None = None
         if self.begin.value > 0:
             self._together = BucketedGradients()
@@ -87,7 +87,7 @@ class PeriodicStrategy(Strategy):
             self._start_window(progress)
 
     def update(self, progress: Progress) -> None:
-        """Move the parameters by this step's gradients: of all ranks in the beginning, then of this one."""
+        """Apply this step's gradients: of all ranks until `begin`, then of this rank alone."""
         if self._together is not None:
             self._together.step(progress)
             return
@@ -109,11 +109,11 @@ class PeriodicStrategy(Strategy):
         return left == 0
 
     def start_apart(self) -> None:
-        """Take notice that training apart begins; not called if it does from the start."""
+        """Called when local training starts, unless it does so at step 1."""
         return None
 
     def is_due(self, progress: Progress) -> bool:
-        """Say whether this step ends a window; the same on every rank."""
+        """Return whether this step ends a window; the same on every rank."""
         period = self.current_period
         if period.unit is PeriodUnit.STEPS:
             return self._window_steps >= period.value
@@ -159,7 +159,7 @@ class PeriodicStrategy(Strategy):
     def _start_window(self, progress: Progress) -> None:
         if self.current_period.unit is PeriodUnit.SECONDS:
             # Ranks must agree on the step of the next exchange without a message at every step: rank 0
-            # turns the seconds into steps at its own pace, once a period.
+            # turns the seconds into steps at its own pace, once per period.
             pace_s = (progress.time_s - self._last_time_s) / self._window_steps
             wanted = max(1, round(self.current_period.value / max(pace_s, 1e-9)))
             self._steps_a_period = self._agree(wanted, "steps_a_period")
@@ -201,7 +201,7 @@ class PeriodicStrategy(Strategy):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the window's counters; ignores what a subclass has added."""
+        """Restore the window's counters; what a subclass has added is ignored."""
         for name in (
             "window_frames",
             "window_steps",

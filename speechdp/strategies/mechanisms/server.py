@@ -43,7 +43,7 @@ class ServerRequest:
     Attributes:
         kind: what is wanted.
         version: of the common vector when this worker last had an answer.
-        frames: behind the vector.
+        frames: that the vector stands for.
         learning_rate: of the worker's schedule.
     """
 

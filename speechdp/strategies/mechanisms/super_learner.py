@@ -24,8 +24,8 @@ class SuperLearner(BucketedGradients):
 
     Update rule: as gradient_averaging inside the group.
 
-    Exchange: besides the gradients two integers, behind the last of them and so hidden as they are: the
-    group's frames, and the mixings that wait in the leader's correction.
+    Exchange: besides the gradients two integers, sent after the last bucket and overlapped in the same way:
+    the group's frames, and the mixings that wait in the leader's correction.
 
     Guarantee: members are bitwise equal after every update.
     """
@@ -38,7 +38,7 @@ class SuperLearner(BucketedGradients):
     num_announced: int = field(default=0, init=False)
 
     def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
-        """Take charge of `replica`, one of the group's.  Collective in the group."""
+        """Attach to `replica`, one of the group's.  Collective in the group."""
         if comm.size == 1:
             self.overlap, self.bucket_mib = False, _ONE_BUCKET_MIB
         super().attach(replica, comm, timeline)
@@ -52,7 +52,7 @@ class SuperLearner(BucketedGradients):
     def _launch(self, bucket: Bucket) -> None:
         super()._launch(bucket)
         if self._next_bucket == len(self._buckets):
-            # Behind the last bucket on every rank, whether backward or the update has launched that.
+            # After the last bucket on every rank, whether backward or the update has launched that.
             self._counts[0], self._counts[1] = self.replica.frames, self._num_waiting()
             self._works.append(self.comm.allreduce_async(self._counts, name="gradients.counts"))
 

@@ -1,4 +1,4 @@
-"""Who exchanges with whom when not all do: ring, one-peer exponential graph, random pairs, bipartite graphs.
+"""Exchange topologies: ring, one-peer exponential graph, random pairs, bipartite graphs.
 
 Pure functions of rank, size, step and seed, so that all ranks agree without a message.  A *mixing* is what
 one rank sends and receives in one synchronous step; its weights are equal, 1 / (1 + number of sources), which
@@ -105,7 +105,7 @@ def mixing_matrix(mixings: Sequence[Mixing]) -> list[list[float]]:
 
 
 def is_active(rank: int) -> bool:
-    """Say whether `rank` begins exchanges (even ranks) or answers them (odd ranks).
+    """Return whether `rank` starts exchanges (even ranks) or answers them (odd ranks).
 
     An exchange is always between an active and a passive rank, so no circle of ranks can wait for one
     another.

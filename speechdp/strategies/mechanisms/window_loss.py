@@ -1,4 +1,4 @@
-"""Training loss of a rank over a stretch of steps."""
+"""Training loss of a rank over a window of steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class WindowLoss:
-    """Adds up losses where they are computed, so that no step waits for a device.
+    """Accumulates losses on their device, so that no step synchronises with it.
 
     Attributes:
         frames: frames the losses stand for.
@@ -41,6 +41,6 @@ class WindowLoss:
         return {"total": self.total, "frames": self.frames}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state that `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         self._total = torch.tensor(state["total"], dtype=torch.float64)
         self.frames = state["frames"]

@@ -158,7 +158,7 @@ def test_a_disk_that_is_full_at_any_operation_leaves_a_whole_checkpoint(tmp_path
         if message is not None:
             assert message == (
                 f"{tmp_path}/checkpoints: cannot be written ({os.strerror(errno.ENOSPC)}"
-                f"{' on rank 0' if ' on rank 0)' in message else ''}); free some space, then go on with "
+                f"{' on rank 0' if ' on rank 0)' in message else ''}); free some space, then continue with "
                 f"--resume; last checkpoint: {tmp_path}/checkpoints/step-00000002"
             )
         outcomes.append(message is None)
@@ -440,7 +440,7 @@ def test_a_disk_that_reads_no_checkpoint_is_told_of_with_its_remedy(
     monkeypatch.setattr(Path, "read_text", fail)
     with pytest.raises(RunError, match=remedy) as raised:
         load(tmp_path)
-    assert os.strerror(number) in str(raised.value) and "go on with --resume" in str(raised.value)
+    assert os.strerror(number) in str(raised.value) and "continue with --resume" in str(raised.value)
 
 
 def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:

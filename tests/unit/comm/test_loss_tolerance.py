@@ -304,7 +304,7 @@ def test_a_run_ends_well_without_a_lost_rank_and_goes_on_with_it(dataset: Datase
         train_run(Session(dataset, comm, CPU, reporter, facts={"hosts": list("abcd")}), OPTIONS, tmp_path)
 
     assert len(run_threads(4, work)) == 3
-    assert said.notices.count("rank 2 on c is gone; going on with 3 ranks") == 1
+    assert said.notices.count("rank 2 on c is gone; continuing with 3 ranks") == 1
     # Every batch counts once: 24 segments in 3 epochs, by 4 ranks.
     completed = json.loads((tmp_path / "completed.json").read_text())
     assert completed["step"] == 24 * 3 / 4 and completed["lost_ranks"] == [2]

@@ -219,7 +219,7 @@ def test_a_stop_has_one_exit_code_whatever_the_job_had(
     monkeypatch.chdir(tmp_path)
     assert speechdp(["profile", str(data), "--only", "strong", "--ranks", "1", "--steps", "5"]) == 75
     printed = capsys.readouterr().out
-    assert printed.startswith(f"profile in {tmp_path / 'profile'}\n") and "stopped as asked" in printed
+    assert printed.startswith(f"profile in {tmp_path / 'profile'}\n") and "stopped as requested" in printed
     assert "there is nothing to scale" in printed
 
 

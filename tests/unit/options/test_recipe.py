@@ -58,7 +58,7 @@ def test_without_a_recipe_everything_is_as_it_was() -> None:
         ({"global_batch": 512, "base_learning_rate": 0.3}, Schedule(0.6, 10.0, 0.3, 10)),
         ({"global_batch": 512, "base_batch": 64}, Schedule(0.8, 10.0, 0.1, 10)),
         ({"global_batch": 128}, Schedule(0.05, 10.0, 0.05, 10)),  # never falls in the warm-up
-        ({"batch_size": 128}, Schedule(0.2, 10.0, 0.1, 10)),  # 4 ranks: 512 segments a step
+        ({"batch_size": 128}, Schedule(0.2, 10.0, 0.1, 10)),  # 4 ranks: 512 segments per step
         ({"learning_rate": 2.0}, Schedule(2.0, 10.0, 0.2, 10)),
         ({"learning_rate": 2.0, "warmup_from": 0.0}, Schedule(2.0, 10.0, 0.0, 10)),
         ({"optimizer": "adam", "learning_rate": 0.01}, Schedule(0.01, 10.0, 0.001, 10)),
@@ -80,7 +80,7 @@ def test_a_global_batch_is_shared_out_with_or_without_a_recipe() -> None:
     assert schedule(5, global_batch=40) == TrainOptions().schedule()  # alone it leaves the learning rate
     scaled = schedule(5, global_batch=40, base_batch=10, base_learning_rate=0.003, optimizer="adam")
     assert (scaled.learning_rate, scaled.warmup_epochs) == (pytest.approx(0.012), 0.0)
-    # Batches of the preset on each of 3 ranks: 48 segments a step.
+    # Batches of the preset on each of 3 ranks: 48 segments per step.
     assert schedule(3, base_batch=16, base_learning_rate=0.1).learning_rate == pytest.approx(0.3)
 
 

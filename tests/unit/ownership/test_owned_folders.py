@@ -219,7 +219,7 @@ def test_a_signal_ends_the_waiting_for_a_sign_of_life(
         session = Session(dataset, SerialCommunicator(), torch.device("cpu"), Noting(), stop)
         os.kill(os.getpid(), signal.SIGTERM)
         assert command(dataset.path, tmp_path, overwrite=True)._on_rank(session) == 75
-    assert said[-1] == f"stopped as asked before it began; give the same command again: {tmp_path}"
+    assert said[-1] == f"stopped as requested before it began; repeat the command: {tmp_path}"
     assert sorted(os.listdir(tmp_path)) == [OWNER_FILE, "run.json"]  # noqa: PTH208
 
 

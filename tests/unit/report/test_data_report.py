@@ -223,7 +223,7 @@ def test_nothing_is_said_where_nothing_waits(tmp_path: Path) -> None:
 def test_slow_storage_is_named_though_nothing_waits(tmp_path: Path) -> None:
     said = _said(tmp_path, MadeUpRun("a", data=_entry({"read": 6.0}, storage="chunked gzip")))
     assert said.startswith("The shards of period 16 are stored chunked gzip and")
-    assert "are read at 200 MB/s; `speechdp shard` writes them anew, contiguous" in said
+    assert "are read at 200 MB/s; `speechdp shard` rewrites them, contiguous" in said
 
 
 def test_the_blocking_order_stands_still_and_only_that_one(tmp_path: Path) -> None:

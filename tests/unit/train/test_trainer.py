@@ -119,7 +119,7 @@ def test_a_complete_run_is_left_as_it_is(dataset: Dataset, tmp_path: Path) -> No
     train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path, resume=True)
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
     assert (tmp_path / "completed.json").stat().st_ino != marker  # renewed, for the launcher
-    with pytest.raises(ConfigError, match="already holds a run; go on with --resume, or --overwrite it"):
+    with pytest.raises(ConfigError, match="already holds a run; continue with --resume, or --overwrite it"):
         train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path)
     with pytest.raises(ConfigError, match="begun with other options"):
         train_run(Session(dataset, ALONE, CPU), dataclasses.replace(OPTIONS, seed=2), tmp_path, resume=True)

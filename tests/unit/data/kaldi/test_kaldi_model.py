@@ -89,7 +89,7 @@ def test_an_archive_cut_short_is_refused_by_name_utterance_and_byte(
         path.write_bytes(whole[:keep])
         reader = read_int_vectors(path)
         assert next(reader)[0] == "utt0"
-        with pytest.raises(ConfigError, match=rf"{name}: utterance utt1, byte \d+: .*; copy the file anew"):
+        with pytest.raises(ConfigError, match=rf"{name}: utterance utt1, byte \d+: .*; copy the file again"):
             list(reader)
 
 

@@ -1,0 +1,24 @@
+"""How an option looks in `--help` where its type and its Python default do not explain it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tyro
+
+
+def shown(metavar: str, default: str | None = None) -> Any:
+    """Return the annotation of an option: `Annotated[int | None, shown("N", "one per core")] = None`.
+
+    Args:
+        metavar: what stands for the value, e.g. "FRAMES" or "{fast,loop}".
+        default: the default that takes effect, where the Python one is None or empty; None: the Python one.
+    """
+    return tyro.conf.arg(
+        metavar=metavar, help_behavior_hint=None if default is None else f"(default: {default})"
+    )
+
+
+def heading(title: str) -> Any:
+    """Return the annotation of a group of options, which `--help` shows under "TITLE options"."""
+    return tyro.conf.arg(name=title, prefix_name=False)
