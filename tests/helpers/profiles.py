@@ -16,9 +16,9 @@ from speechdp.experiments.profile.record import (
     STRONG,
     WEAK,
     JobEntry,
+    MeasuredMemory,
     Memory,
     ProfileRecord,
-    RankMemory,
     Settings,
     rank_path,
     write_json,
@@ -110,7 +110,7 @@ def write_job(folder: Path, entry: JobEntry, made_up: MadeUpProfile) -> None:
         lines = [head, *_steps(entry, rank, made_up)]
         rank_path(folder, rank).write_text("".join(json.dumps(line) + "\n" for line in lines))
     ranks = tuple(
-        RankMemory(rank, (400 + 3 * rank) << 20, (400 + 3 * rank) << 20, 50 << 20, 50 << 20)
+        MeasuredMemory(rank, (400 + 3 * rank) << 20, (400 + 3 * rank) << 20, 50 << 20, 50 << 20)
         for rank in range(entry.ranks)
     )
     write_json(folder / MEMORY_NAME, asdict(Memory("rss", ranks)))

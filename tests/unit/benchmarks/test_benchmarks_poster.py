@@ -26,10 +26,10 @@ from speechdp.experiments.profile.record import (
     WEAK,
     FunctionTime,
     JobEntry,
+    MeasuredMemory,
     Memory,
     Profile,
     ProfileJob,
-    RankMemory,
     RankRecord,
     Settings,
     StepRecord,
@@ -196,7 +196,7 @@ def _job(kind: str, ranks: int, decoder_s: float, wait_s: float) -> ProfileJob:
     )
     steps = tuple(StepRecord(n, 0.0, wait_s + decoder_s, 9, functions) for n in (1, 2, 3))
     records = tuple(RankRecord(rank, "h", 1, 0.0, steps) for rank in range(ranks))
-    memory = Memory("rss", tuple(RankMemory(r, (10 + r) * 10**6, 1, 1, 1) for r in range(ranks)))
+    memory = Memory("rss", tuple(MeasuredMemory(r, (10 + r) * 10**6, 1, 1, 1) for r in range(ranks)))
     entry = JobEntry(f"{kind}-{ranks}", kind, ranks, 4, "pooled", f"{kind}-{ranks}")
     return ProfileJob(entry, Path(), records, memory)
 

@@ -25,7 +25,7 @@ from speechdp.experiments.profile.record import (
     WEAK,
     Memory,
     Profile,
-    RankMemory,
+    MeasuredMemory,
     read_profile,
 )
 from speechdp.report.profile.answer import find_answer
@@ -146,7 +146,7 @@ def test_one_stop_of_the_blocking_trainloader_is_no_verdict(
 
 def test_unbalanced_memory_is_called_so(tmp_path: Path) -> None:
     profile = read_profile(small_profile(tmp_path))
-    ranks = (RankMemory(0, 900 << 20, 0, 0, 0), RankMemory(1, 400 << 20, 0, 0, 0))
+    ranks = (MeasuredMemory(0, 900 << 20, 0, 0, 0), MeasuredMemory(1, 400 << 20, 0, 0, 0))
     jobs = tuple(replace(job, memory=Memory("gpu", ranks)) for job in profile.jobs)
     unbalanced = replace(profile, jobs=jobs)
     text = " ".join(find_answer(unbalanced, all_scalings(unbalanced)).sentences)
