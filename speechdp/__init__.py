@@ -1,3 +1,29 @@
-"""Data-parallel training of speech models over N ranks, with a choice of averaging strategy and period."""
+"""Data-parallel training of speech models over N ranks, with a choice of averaging strategy and period.
+
+For a model and a loop of one's own: `run_ranks` and `DataParallel` (docs/api.md).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from speechdp.parallel.data_parallel import DataParallel
+    from speechdp.parallel.ranks import run_ranks
 
 __version__ = "0.1.0"
+__all__ = ["DataParallel", "run_ranks"]
+
+#: Where public names are.  They are imported when they are first used: `import speechdp` loads no torch.
+_MODULES = {"DataParallel": "speechdp.parallel.data_parallel", "run_ranks": "speechdp.parallel.ranks"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'speechdp' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

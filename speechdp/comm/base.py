@@ -103,6 +103,7 @@ class Communicator(ABC):
         rank: this rank, 0 <= rank < size.
         size: number of ranks.
         local_rank: index of this rank among those on the same host; selects the GPU.
+        device: where this rank computes; the CPU unless somebody has chosen another.
         role: what this rank does where not all do the same, for messages; "" where it trains.
         sent_bytes: what this rank has sent so far in allreduces and broadcasts, assuming a ring-allreduce.
     """
@@ -117,6 +118,7 @@ class Communicator(ABC):
     rank: int
     size: int
     local_rank: int
+    device: torch.device = torch.device("cpu")
     role: str = ""
     sent_bytes: float = 0.0
     #: Whether the back-end, as it was started, has messages between two ranks (`peers`) and groups (`split`).

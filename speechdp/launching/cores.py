@@ -1,8 +1,10 @@
-"""Count the cores this process may really use."""
+"""Count the cores this process may really use, and share them among the ranks of a host."""
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 _CGROUP_V2_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -22,3 +24,16 @@ def available_cores(quota_file: Path = _CGROUP_V2_QUOTA) -> int:
     except (OSError, ValueError):
         pass  # no such limit here
     return max(1, cores)
+
+
+def share_cores(hosts: Sequence[str], here: str) -> None:
+    """Limit torch to this rank's share of the host's cores, unless OMP_NUM_THREADS says how many.
+
+    Args:
+        hosts: host of every rank, feeders included.
+        here: this rank's.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        # As `speechdp launch` has it: the ranks of a host share its cores instead of each taking all.
+        torch = importlib.import_module("torch")  # counting cores must not cost a launcher this import
+        torch.set_num_threads(max(1, available_cores() // hosts.count(here)))

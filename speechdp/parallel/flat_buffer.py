@@ -78,8 +78,12 @@ class FlatBuffer:
         other.values = other.whole[: self.values.numel()]
         other.extra = other.whole[self.values.numel() :]
         other.places = list(self.places)
-        other.views = [other.whole[p.offset : p.offset + p.num_elements].view(p.shape) for p in self.places]
+        other.views = self.views_of(other.values)
         return other
+
+    def views_of(self, vector: Tensor) -> list[Tensor]:
+        """Return the tensors that stand in another vector of this layout, in order."""
+        return [vector[p.offset : p.offset + p.num_elements].view(p.shape) for p in self.places]
 
     def buckets(self, bucket_bytes: int) -> list[Bucket]:
         """Split `whole` into consecutive pieces of about `bucket_bytes`, in order of decreasing offset.

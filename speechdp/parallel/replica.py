@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from speechdp.parallel.flat_buffer import FlatBuffer
-from speechdp.parallel.uncompiled import made_without_compiler, step_without_compiler
+from speechdp.parallel.updates import FlatUpdate, ParameterwiseUpdate, Update
 
 #: Extra scalars behind the parameters and the gradients: the frame count that weights the exchange.
 _NUM_EXTRA = 1
@@ -18,59 +18,77 @@ _NUM_EXTRA = 1
 class Replica:
     """The model, its parameters and gradients as two flat vectors, and the optimizer over them.
 
-    The optimizer sees one parameter, the flat vector: an update is a handful of kernels whatever the
-    number of layers.  This equals the update tensor by tensor for every element-wise optimizer (SGD with
-    momentum, Adam, AdamW).  Gradients are SUMS over this rank's frames, never means: ranks with different
-    numbers of frames then combine exactly.
+    The model's trainable parameters become views into one vector, their gradients views into the other.
+    Gradients are SUMS over this rank's frames, never means: ranks with different numbers of frames then
+    combine exactly.
+
+    Args:
+        model: its parameters are of one type, on one device.
+        optimizer: a function that makes one of a list of parameters: it gets the flat vector alone, which is
+            fast and right for element-wise optimizers.  Or one made of the model's parameters, which keeps
+            them: its groups, learning rates and state stay its owner's.
+        max_gradient_norm: norm to which the mean gradient of an update is clipped; 0: any.
+        scaler: of the losses that the gradients come from; updates whose gradients overflow are left out.
 
     Attributes:
         parameters: flat parameters; `parameters.extra[0]` is scratch space for a weight.
         gradients: flat gradients; `gradients.extra[0]` is scratch space for a frame count.
+        update_rule: the optimizer and its state.
         frames: frames whose gradients have been accumulated since the last update.
-        learning_rate: what the next `apply_gradients` uses; the optimizer learns of it only then, since a
-            server may be updating with another worker's meanwhile.
+        more_to_come: the backward pass under way is not the last of its step, so no gradient is complete.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | torch.optim.Optimizer,
         *,
         max_gradient_norm: float = 0.0,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.model = model
         self.model_parameters = [p for p in model.parameters() if p.requires_grad]
         self.parameters = FlatBuffer([p.detach() for p in self.model_parameters], num_extra=_NUM_EXTRA)
         self.gradients = self.parameters.like()
-        for parameter, value, gradient in zip(
-            self.model_parameters, self.parameters.views, self.gradients.views, strict=True
-        ):
+        self.update_rule: Update
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self.update_rule = ParameterwiseUpdate(optimizer, self.model_parameters, self.parameters, scaler)
+        else:
+            self.update_rule = FlatUpdate(self.parameters.values, self.gradients.values, optimizer)
+        for parameter, value in zip(self.model_parameters, self.parameters.views, strict=True):
             parameter.data = value
-            parameter.grad = gradient
-        self.flat = nn.Parameter(self.parameters.values)
-        self.flat.grad = self.gradients.values
-        self.optimizer = made_without_compiler(lambda: make_optimizer([self.flat]))
-        self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        self._prime_optimizer()
-        self.max_gradient_norm = max_gradient_norm
+        self.bind_gradients()
+        self.max_gradient_norm, self.scaler = max_gradient_norm, scaler
         self.frames = 0
+        self.more_to_come = False
 
-    def _prime_optimizer(self) -> None:
-        """Create the optimizer's state now, all zero, instead of at its first step.
+    def bind_gradients(self) -> None:
+        """Let backward fill the flat vector, also after somebody has set gradients to None."""
+        for parameter, gradient in zip(self.model_parameters, self.gradients.views, strict=True):
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
 
-        A rank that has had no frames yet must be able to take part in an average of the momentum, and a
-        checkpoint holds the same tensors from the first step to the last.  Zero is where the first step
-        of SGD with momentum and of Adam starts from anyway.
-        """
-        self._step_optimizer(0.0)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate
-        self.reset_optimizer()
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Torch's optimizer."""
+        return self.update_rule.optimizer
+
+    @property
+    def learning_rate(self) -> float:
+        """What the next `apply_gradients` uses; of the first parameter group."""
+        return self.update_rule.learning_rate
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Use `learning_rate` from the next update on."""
+        self.update_rule.set_learning_rate(learning_rate)
+
+    def set_learning_rate_factor(self, factor: float) -> None:
+        """Multiply the learning rates that the optimizer's owner gives by `factor`."""
+        self.update_rule.set_learning_rate_factor(factor)
 
     def reset_optimizer(self) -> None:
-        """Set the optimizer's state (momentum, moments, step counts) to zero."""
-        for tensor in self.optimizer_tensors().values():
-            tensor.zero_()
+        """Forget the optimizer's state (momentum, moments, step counts)."""
+        self.update_rule.reset()
 
     def apply_gradients(self, frames: float | Tensor) -> None:
         """Update the parameters with the mean gradient over `frames` and clear the gradients.
@@ -95,16 +113,15 @@ class Replica:
             parameters: flat vector in this replica's layout.
             gradients: summed over `frames`, in the same layout; overwritten with what was applied.
             frames: frames behind the gradients, positive.
-            learning_rate: of this update alone.
+            learning_rate: of this update alone; other parameter groups keep their proportion to the first.
         """
-        gradients.mul_(self._gradient_scale(gradients, frames))
-        self.flat.data, self.flat.grad = parameters, gradients
-        self._step_optimizer(learning_rate)
-
-    def _step_optimizer(self, learning_rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        step_without_compiler(self.optimizer)
+        if self.scaler is None:
+            gradients.mul_(self._gradient_scale(gradients, frames))
+        else:  # unscaled before they are clipped
+            gradients.mul_(1.0 / frames)
+            self.scaler.unscale_(self.optimizer)
+            gradients.mul_(self._gradient_scale(gradients, 1.0))
+        self.update_rule.move(parameters, gradients, learning_rate)
 
     def _gradient_scale(self, gradients: Tensor, frames: float | Tensor) -> float | Tensor:
         """Return the factor that turns sums into means and clips them: one pass over the vector, not two."""
@@ -128,15 +145,13 @@ class Replica:
         self.gradients.whole.zero_()
         self.frames = 0
 
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Use `learning_rate` from the next update on."""
-        self.learning_rate = learning_rate
-
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Return the optimizer's state tensors by name (e.g. `momentum_buffer`), living ones, not copies."""
-        state = self.optimizer.state.get(self.flat, {})
-        # SGD without momentum keeps a None for its buffer.
-        return {name: value for name, value in sorted(state.items()) if isinstance(value, Tensor)}
+        return self.update_rule.tensors()
+
+    def optimizer_vectors(self) -> dict[str, Tensor]:
+        """Return those with an element for each parameter, on every rank: what ranks can average."""
+        return self.update_rule.vectors()
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Overwrite the optimizer's state with `tensors` (as `optimizer_tensors` gave them)."""

@@ -66,6 +66,12 @@ class Strategy(ABC):
     survives_divergence: bool = False
     #: Training goes on where ranks other than 0 are gone, if the communicator tolerates that.
     survives_loss: bool = False
+    #: Gradients are applied on another rank than the one that computed them.
+    updates_elsewhere: ClassVar[bool] = False
+    #: Periods count frames: `Progress.frames_per_rank` must be the same on every rank.
+    counts_frames: bool = False
+    #: What it does depends on the share of the whole training that is done.
+    follows_whole_run: bool = False
     #: The schedule's learning rate is multiplied by this at every step.
     learning_rate_factor: float = 1.0
 

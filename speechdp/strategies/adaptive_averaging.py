@@ -83,6 +83,14 @@ class AdaptiveAveraging(ModelAveraging):
         self._first_loss = 0.0  # 0: not known yet
         self._first_rate = self._last_rate = 0.0
 
+    @property
+    def counts_frames(self) -> bool:  # type: ignore[override]
+        return super().counts_frames or self.interval.unit is PeriodUnit.FRAMES
+
+    @property
+    def follows_whole_run(self) -> bool:  # type: ignore[override]
+        return super().follows_whole_run or self.learning_rate == "scale"
+
     def observe_loss(self, total: Tensor, frames: int) -> None:
         super().observe_loss(total, frames)
         self._loss.add(total, frames)

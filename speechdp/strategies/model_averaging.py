@@ -73,6 +73,10 @@ class ModelAveraging(PeriodicStrategy):
         return self.comm.size > 1 and self.leave_out > 0
 
     @property
+    def follows_whole_run(self) -> bool:  # type: ignore[override]
+        return self.combine > 0
+
+    @property
     def _judges(self) -> bool:
         """Whether the average about to be made depends on the ranks' objectives."""
         return self.comm.size > 1 and (self.leave_out > 0 or (self.first == "best" and self._rounds == 0))

@@ -73,6 +73,7 @@ class ParameterServer(Strategy):
     """
 
     needs_peers: ClassVar[bool] = True
+    updates_elsewhere: ClassVar[bool] = True
 
     #: Apply each gradient on arrival, or wait for all of a step.
     mode: Literal["async", "sync"] = "async"

@@ -29,12 +29,12 @@ from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import parse_strategy
 from speechdp.parallel.replica import Replica
+from speechdp.parallel.run_files import Metrics, RunDirectory
 from speechdp.parallel.strategy import Strategy
 from speechdp.process.notices import add_notice
 from speechdp.timing.timeline import Timeline
 from speechdp.train.evaluate import Evaluator
 from speechdp.train.models import make_model, make_task
-from speechdp.train.run_files import Metrics, RunDirectory
 from speechdp.train.scalars import Scalars
 from speechdp.train.session import Session
 from speechdp.train.tolerance import loss_notice

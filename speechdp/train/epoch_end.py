@@ -6,9 +6,9 @@ import torch
 
 from speechdp.comm.base import ReduceOp
 from speechdp.parallel.batch_statistics import average_statistics, averaged_statistics
+from speechdp.parallel.run_files import Metrics
 from speechdp.timing.timeline import Span
 from speechdp.train.evaluate import HeldOutScores, choose_final_model, relative_distance
-from speechdp.train.run_files import Metrics
 from speechdp.train.trainer_state import Standing, TrainingParts
 
 

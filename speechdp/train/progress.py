@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from speechdp.data.shards.dataset import TaskName
-from speechdp.train.run_files import Metrics
+from speechdp.parallel.run_files import Metrics
 
 #: Seconds between log lines where the output is not a terminal, and between updates of the rate.
 _LOG_INTERVAL_S = 10.0

@@ -16,10 +16,10 @@ from speechdp.labels.hmm import FloatArray, StateInventory
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.labels.lexicon import Lexicon
 from speechdp.options.run import TrainOptions
+from speechdp.parallel.run_files import RunDirectory
 from speechdp.process.ending import Stopped
 from speechdp.train.model_file import LoadedModel, load_model
 from speechdp.train.run import train_run
-from speechdp.train.run_files import RunDirectory
 from speechdp.train.session import Session
 
 

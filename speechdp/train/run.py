@@ -18,7 +18,8 @@ from speechdp.dealing.batch_client import Dealing
 from speechdp.errors import ConfigError, RunError
 from speechdp.feeding.fed_source import gather_feeder_times
 from speechdp.options.run import TrainOptions
-from speechdp.parallel.registry import describe, parse_strategy
+from speechdp.parallel.registry import describe, parse_strategy, period_of
+from speechdp.parallel.run_files import RunDirectory
 from speechdp.parallel.strategy import Strategy
 from speechdp.process.ending import Stopped
 from speechdp.process.output import losses_noted_in
@@ -34,7 +35,6 @@ from speechdp.train.build import (
 )
 from speechdp.train.models import check_task, describe_data, make_model, save_trained
 from speechdp.train.origin import origin_facts, start_facts
-from speechdp.train.run_files import RunDirectory
 from speechdp.train.sampling import sampled
 from speechdp.train.session import Session
 from speechdp.train.stop import StopAgreement
@@ -230,11 +230,10 @@ def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
     strategy = parse_strategy(options.strategy)
     workers = training_ranks(options, session.comm.size)
     resolved = options.resolve(workers)
-    period = getattr(strategy, "period", getattr(strategy, "every", None))
     return {
         "strategy": describe(strategy),
         "strategy_name": strategy.name,
-        "period": None if period is None else str(period),
+        "period": period_of(strategy),
         "backend": session.comm.backend,
         "device": str(session.device.type),
         "seed": options.seed,

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from speechdp.comm.environment import host_name
 from speechdp.files import cannot_be_written
-from speechdp.train.run_files import Metrics
+from speechdp.parallel.run_files import Metrics
 
 _NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
 

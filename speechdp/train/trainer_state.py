@@ -17,12 +17,12 @@ from speechdp.errors import RunError
 from speechdp.options.schedule import Schedule
 from speechdp.parallel.batch_statistics import load_statistics, running_statistics
 from speechdp.parallel.replica import Replica
+from speechdp.parallel.run_files import Metrics
 from speechdp.parallel.strategy import Strategy
 from speechdp.tasks.base import Task
 from speechdp.timing.timeline import Timeline
 from speechdp.train.evaluate import Evaluator
 from speechdp.train.progress import Reporter
-from speechdp.train.run_files import Metrics
 from speechdp.watchdog.progress_beats import Pulse
 
 

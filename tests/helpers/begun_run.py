@@ -14,9 +14,9 @@ from speechdp.cli.train import TrainCommand
 from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.shards.dataset import Dataset
+from speechdp.parallel.run_files import Metrics
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
-from speechdp.train.run_files import Metrics
 from speechdp.train.session import Session
 
 SIZE = 2

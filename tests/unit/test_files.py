@@ -21,7 +21,7 @@ from speechdp.files import (
     hand_over,
     write_text_atomically,
 )
-from speechdp.train.run_files import RunDirectory
+from speechdp.parallel.run_files import RunDirectory
 
 ERRORS = (errno.EIO, errno.ENOENT, errno.ESTALE, errno.ENOSPC, errno.EINVAL)
 

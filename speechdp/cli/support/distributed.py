@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import platform
 import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +18,7 @@ from speechdp.cli.support.console import make_console
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
 from speechdp.comm.startup.create import choose_backend, create_communicator, create_fed_job
-from speechdp.comm.startup.device import choose_device
+from speechdp.comm.startup.device import choose_device, exchange_device
 from speechdp.comm.startup.failure import guard
 from speechdp.comm.startup.feeder_roles import Roles
 from speechdp.comm.startup.start_guard import StartGuard
@@ -27,7 +26,7 @@ from speechdp.comm.startup.world import check_sum, check_world, versions
 from speechdp.data.shards.dataset import Dataset
 from speechdp.feeding.fed_source import Feeders
 from speechdp.feeding.feeders import open_link, serve_trainers
-from speechdp.launching.cores import available_cores
+from speechdp.launching.cores import share_cores
 from speechdp.options.faults import FaultOptions
 from speechdp.options.run import TrainOptions
 from speechdp.timing.gpu import gpu_facts
@@ -51,7 +50,7 @@ def over_ranks(backend: str, device: str, function: Callable[[Communicator], int
         start.over()
         return function(comm)
 
-    exchanged_on = _exchange_device(device)
+    exchanged_on = exchange_device(device)
     return guard(lambda: start.waiting_for_all_ranks(lambda: create_communicator(backend, exchanged_on)), run)
 
 
@@ -95,7 +94,7 @@ def train_over_ranks(request: SessionRequest, function: Callable[[Session], int]
     if launch is None or launch.rank == 0 or num_feeders > 0:
         # Before MPI is there: no process may be started beside it.
         request = dataclasses.replace(request, git=git_state(Path(speechdp.__file__).parent))
-    device = _exchange_device(options.device)
+    device = exchange_device(options.device)
     start = StartGuard(options.faults.hang_timeout)
     if num_feeders == 0:
         return guard(
@@ -108,18 +107,13 @@ def train_over_ranks(request: SessionRequest, function: Callable[[Session], int]
     )
 
 
-def _exchange_device(device: str) -> torch.device:
-    # The device decides about NCCL, so it is needed before the communicator knows the local rank.
-    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-
-
 def _train(
     comm: Communicator, request: SessionRequest, start: StartGuard, function: Callable[[Session], int]
 ) -> int:
     dataset = Dataset.open(request.data)
     check_world(comm, request.facts(dataset))
     _raise_file_limit()
-    _share_cores(comm.allgather_object(environment.host_name()))
+    share_cores(comm.allgather_object(environment.host_name()), environment.host_name())
     with StopRequest() as stop:
         session = _session(comm, request, dataset, stop)
         start.over()
@@ -133,7 +127,7 @@ def _train_or_feed(
     dataset = Dataset.open(request.data)
     check_world(job, request.facts(dataset))
     _raise_file_limit()
-    _share_cores(job.roles.hosts)
+    share_cores(job.roles.hosts, environment.host_name())
     # A feeder notes a request to stop as well, and serves on until the ranks that train have ended.
     with StopRequest() as stop:
         if job.is_feeder:
@@ -153,17 +147,6 @@ def _raise_file_limit() -> None:
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _share_cores(hosts: Sequence[str]) -> None:
-    """Limit this rank to its share of the host's cores.
-
-    Args:
-        hosts: host of every rank, feeders included.
-    """
-    if "OMP_NUM_THREADS" not in os.environ:
-        # As `speechdp launch` has it: the ranks of a host share its cores instead of each taking all.
-        torch.set_num_threads(max(1, available_cores() // hosts.count(environment.host_name())))
 
 
 def _session(

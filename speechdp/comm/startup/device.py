@@ -7,6 +7,11 @@ import torch
 from speechdp.errors import ConfigError
 
 
+def exchange_device(name: str) -> torch.device:
+    """Return the kind of device that exchanges are on, before the communicator knows the local rank."""
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
 def choose_device(name: str, local_rank: int) -> torch.device:
     """Return the device for `auto`, `cpu` or `cuda`.
 

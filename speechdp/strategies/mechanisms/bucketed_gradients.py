@@ -78,7 +78,7 @@ class BucketedGradients(Strategy):
         self._missing = [len(bucket.tensor_indices) for bucket in self._buckets]
 
     def _on_gradient(self, tensor_index: int) -> None:
-        if self._passes < self.every:
+        if self._passes < self.every or self.replica.more_to_come:
             return
         self._missing[self._bucket_of[tensor_index]] -= 1
         # Strictly in order: every rank must start the same exchanges in the same sequence, whatever the

@@ -47,6 +47,10 @@ class PeriodicStrategy(Strategy):
         return self.period == Period(1)
 
     @property
+    def counts_frames(self) -> bool:  # type: ignore[override]
+        return PeriodUnit.FRAMES in (self.period.unit, self.begin.unit)
+
+    @property
     def current_period(self) -> Period:
         """The period in use; the same on every rank."""
         return self.period
@@ -150,11 +154,10 @@ class PeriodicStrategy(Strategy):
         """Treat the optimizer's state at an exchange as `rule` says.  Collective."""
         if rule == "reset":
             self.replica.reset_optimizer()
-        if rule != "average":
+        if rule != "average" or self.comm.size == 1:
             return
-        for name, tensor in self.replica.optimizer_tensors().items():
-            if tensor.dim() == 1:  # Adam's step count is no vector and each rank's own
-                self.average_tensor(torch.cat([tensor, tensor.new_zeros(1)]), name, result=tensor)
+        for name, tensor in self.replica.optimizer_vectors().items():
+            self.average_tensor(torch.cat([tensor, tensor.new_zeros(1)]), name, result=tensor)
 
     def _start_window(self, progress: Progress) -> None:
         if self.current_period.unit is PeriodUnit.SECONDS:

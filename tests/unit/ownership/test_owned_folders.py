@@ -31,10 +31,10 @@ from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.ownership.claimant import Claimant
 from speechdp.ownership.overwrite import check_overwrite, empty
 from speechdp.ownership.owner import OWNER_FILE, FolderOwner, Surroundings
+from speechdp.parallel.run_files import Metrics
 from speechdp.process.ending import Ended
 from speechdp.train.ownership import owned
 from speechdp.train.progress import SilentReporter
-from speechdp.train.run_files import Metrics
 from speechdp.train.session import Session
 from speechdp.train.stop import StopRequest
 from tests.helpers.corpora import needs_espeak

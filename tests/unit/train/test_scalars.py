@@ -12,9 +12,9 @@ import torch
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.options.batch import BatchOptions
 from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.parallel.run_files import Metrics
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
-from speechdp.train.run_files import Metrics
 from speechdp.train.scalars import Scalars
 from speechdp.train.session import Session
 from tests.helpers.finished_run import evaluations

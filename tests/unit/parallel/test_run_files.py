@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from speechdp.errors import ConfigError, RunError
-from speechdp.train.run_files import Metrics, RunDirectory
+from speechdp.parallel.run_files import Metrics, RunDirectory
 from tests.helpers.faulty_disk import faulty_disk, full
 
 

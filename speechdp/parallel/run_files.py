@@ -157,8 +157,12 @@ class RunDirectory:
 
     def add_metrics(self, metrics: Metrics) -> None:
         """Append a line to metrics.jsonl.  Raises RunError on a full disk."""
+        self.add_values(asdict(metrics))
+
+    def add_values(self, values: dict[str, Any]) -> None:
+        """Append a line with any values to metrics.jsonl.  Raises RunError on a full disk."""
         with _disk_errors(self._metrics), self._metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(metrics)) + "\n")
+            file.write(json.dumps(values) + "\n")
 
     def complete(self, facts: dict[str, Any]) -> None:
         """Write completed.json: the run has ended well, whatever exit code a launcher reports."""

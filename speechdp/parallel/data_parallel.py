@@ -1,0 +1,591 @@
+"""Data-parallel training of a user's own model, with the user's own optimizer and loop (docs/api.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from speechdp.comm import environment
+from speechdp.comm.base import Communicator, ReduceOp
+from speechdp.comm.startup.world import versions
+from speechdp.errors import ConfigError, RunError
+from speechdp.files import atomic_path, cannot_be_written
+from speechdp.parallel.batch_statistics import (
+    average_statistics,
+    averaged_statistics,
+    load_statistics,
+    running_statistics,
+)
+from speechdp.parallel.registry import describe, parse_strategy, period_of
+from speechdp.parallel.replica import Replica
+from speechdp.parallel.run_files import RunDirectory
+from speechdp.parallel.strategy import Progress, Strategy
+from speechdp.parallel.training_step import TrainingStep
+from speechdp.timing.gather import gather_timing, write_timing
+from speechdp.timing.gpu import gpu_facts
+from speechdp.timing.memory import peak_memory
+from speechdp.timing.timeline import Span, Timeline
+
+#: Settings of the environment that win over the script's, so that one script is compared unedited.
+STRATEGY, FOLDER = "SPEECHDP_STRATEGY", "SPEECHDP_FOLDER"
+
+Batch = TypeVar("Batch")
+
+
+class DataParallel:
+    """Train a model on all ranks of a communicator, with a strategy that says what they exchange and when.
+
+    The model's parameters become views into one vector, which is exchanged whole; `model` and `optimizer`
+    stay the script's own objects.  `with run:` begins and ends training; in it each `with run.step():` is one
+    step of every rank.  After the block all ranks hold the same parameters.
+
+    Example::
+
+        run = DataParallel(model, optimizer, comm, strategy="model_averaging:period=16", folder="runs/ma-16")
+        with run:
+            for x, y in run.batches(loader):
+                with run.step(weight=len(x)) as step:
+                    step.backward(cross_entropy(model(x), y, reduction="sum"))
+        run.save("model.pt")
+
+    Args:
+        model: the same on every rank, on one device, trainable parameters of one type.  Rank 0's parameters
+            are those that all begin with.
+        optimizer: of the model's parameters, in any number of groups.  The script never calls its `step` or
+            `zero_grad`; learning rates are the script's, by a scheduler or by hand.
+        comm: the ranks, as `run_ranks` gives it.
+        strategy: `NAME` or `NAME:option=value,...` as in docs/strategies.md; SPEECHDP_STRATEGY wins over it.
+        folder: where run.json, metrics.jsonl, timeline/ and timing.json are written; None: nowhere.
+            SPEECHDP_FOLDER wins over it.
+        max_gradient_norm: norm to which the mean gradient of an update is clipped; 0: any.
+        num_steps: steps that the whole training takes, for strategies that follow its course; 0: not known.
+        scaler: of losses, for training in float16.
+
+    Raises:
+        ConfigError: the ranks' models differ, or options that cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        comm: Communicator,
+        strategy: str = "gradient_averaging",
+        folder: str | Path | None = None,
+        *,
+        max_gradient_norm: float = 0.0,
+        num_steps: int = 0,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        settings = _settings(comm, strategy, folder)
+        self.model, self.optimizer, self.comm = model, optimizer, comm
+        self.strategy: Strategy = parse_strategy(settings["strategy"])
+        self._check_strategy(num_steps, scaler)
+        _check_model(model)
+        _check_same(model, optimizer, comm)
+        self._replica = Replica(model, optimizer, max_gradient_norm=max_gradient_norm, scaler=scaler)
+        self._num_steps, self._scaler = num_steps, scaler
+        self._device = next(iter(self._replica.model_parameters)).device
+        self._folder = None if settings["folder"] is None else Path(settings["folder"])
+        self._directory = None if self._folder is None else RunDirectory(self._folder)
+        #: Steps of this rank so far, also those that it only joined.
+        self.steps = 0
+        self._weight_here = 0  # of this rank so far
+        self._weight_per_rank = 0.0
+        self._weight_of_all: int | None = None  # known while all ranks evaluate
+        self._joins_only = False
+        self._state = _State.NEW
+        self._loaded: dict[str, Any] | None = None
+
+    def _check_strategy(self, num_steps: int, scaler: torch.amp.GradScaler | None) -> None:
+        strategy, comm = self.strategy, self.comm
+        strategy.check_ranks(comm)
+        if any(strategy.shard(rank, comm.size)[0] is None for rank in range(comm.size)):
+            raise ConfigError(f"{strategy.name}: rank 0 would train on nothing; leave out dedicated=true")
+        if getattr(strategy, "combine", 0):
+            raise ConfigError(
+                f"{strategy.name}:combine: a loop of your own evaluates its models itself; leave out combine="
+            )
+        if strategy.follows_whole_run and num_steps <= 0:
+            raise ConfigError(
+                f"{describe(strategy)}: depends on how much of the training is done; give DataParallel "
+                "num_steps=, the steps of the whole training"
+            )
+        if scaler is not None and strategy.updates_elsewhere:
+            raise ConfigError(
+                f"{strategy.name}: rank 0 cannot apply gradients that others have scaled; train in bfloat16 "
+                "without a GradScaler, or choose another strategy"
+            )
+
+    # -- beginning and end ------------------------------------------------------------------------------
+
+    def __enter__(self) -> DataParallel:
+        """Begin training.  Collective."""
+        if self._state is not _State.NEW:
+            raise RunError("`with run` is entered a second time; make a new DataParallel to train again")
+        path = None if self._folder is None else self._begin_folder(self._folder)
+        #: Where this rank's time goes; `with run.timeline.span(...)` times parts of the script.
+        self.timeline = Timeline(path, rank=self.comm.rank, device=self._device)
+        self.strategy.attach(self._replica, self.comm, self.timeline)
+        self._state = _State.TRAINING
+        if self._loaded is not None:
+            self._take_up(self._loaded)
+            self._loaded = None
+        self.strategy.resume()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End training: all ranks have the same parameters, the folder is whole.  Collective.
+
+        After an error the others are left to whoever ends the job; only this rank's timeline is closed.
+        """
+        if error is None:
+            self.strategy.pause()
+            self.strategy.finish()
+            average_statistics(self.model, self.comm, has_trained=self._weight_here > 0)
+            self._conclude()
+            self.strategy.close()
+        self._state = _State.ENDED
+        self.timeline.close()
+
+    def _begin_folder(self, folder: Path) -> Path:
+        """Write run.json on rank 0; return the path of this rank's timeline.  Collective."""
+        assert self._directory is not None
+        hosts = self.comm.allgather_object(environment.host_name())
+        gpus = self.comm.allgather_object(gpu_facts(self._device))
+        refusal = None
+        if self.comm.rank == 0 and self._directory.is_begun and self._loaded is None:
+            refusal = (
+                f"{folder}: already holds a run; choose another folder, remove it, or go on from its state "
+                "with load_state_dict"
+            )
+        refusal = self.comm.broadcast_object(refusal)
+        if refusal:
+            raise ConfigError(refusal)
+        if self.comm.rank == 0 and not self._directory.is_begun:
+            self._directory.begin(self._facts(hosts, gpus))
+        self.comm.barrier()
+        return folder / "timeline" / f"rank-{self.comm.rank:04d}.jsonl"
+
+    def _facts(self, hosts: list[str], gpus: list[Any]) -> dict[str, Any]:
+        launch = environment.announced()
+        return {
+            "strategy": describe(self.strategy),
+            "strategy_name": self.strategy.name,
+            "period": period_of(self.strategy),
+            "backend": self.comm.backend,
+            "device": self._device.type,
+            "size": self.comm.size,
+            "hosts": hosts,
+            "gpus": gpus,
+            "launcher": None if launch is None else launch.launcher,
+            "machine": f"{platform.system()} {platform.machine()}",
+            "num_parameters": sum(p.numel() for p in self.model.parameters()),
+            "versions": versions(),
+            "command": [Path(sys.executable).name, *sys.argv],
+            "directory": str(Path.cwd()),
+        }
+
+    def _conclude(self) -> None:
+        """Gather the ranks' timing; say that the run has ended well.  Collective."""
+        others = {
+            "sent_bytes": round(self.comm.sent_bytes + self.strategy.peer_bytes),
+            "trained_s": self.timeline.training_time_s,
+            "statistics": self.strategy.statistics(),
+            "memory": peak_memory(self._device),
+        }
+        timing = gather_timing(self.timeline, self.comm, others)
+        if self._directory is None or self._folder is None or timing is None:
+            return
+        if all(entry["steps"] > 0 for entry in timing["ranks"]):
+            write_timing(self._folder, timing)
+        self._directory.complete({"step": self.steps, "host": socket.gethostname()})
+
+    # -- steps ------------------------------------------------------------------------------------------
+
+    def step(self, weight: int = 1) -> Step:
+        """Return one step as a context manager: its end exchanges and updates.  Collective.
+
+        Every rank takes its steps together with the others, or with an asynchronous strategy at its own
+        pace.  The update is by the sum of the gradients of all ranks over the sum of their weights.
+
+        Args:
+            weight: what the loss is summed over: frames, tokens, examples; 0: this rank only joins.  A loss
+                that is a mean has weight 1: then all ranks count alike.
+
+        Raises:
+            ConfigError: a weight that is negative or no whole number.
+            RunError: training has not begun, or has ended.
+        """
+        self._check_training("step")
+        number = int(weight)
+        if number != weight or number < 0:
+            raise ConfigError(f"step(weight={weight}): give a number of frames or examples, 0 or more")
+        return Step(self, 0 if self._joins_only else number, joins_only=self._joins_only)
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield a loader's batches, as often as the rank with most of them has one.  Collective.
+
+        A rank that has run out gets its last batch again: steps in which it only joins, with weight 0, no
+        gradients, and its running statistics as they were.  So all ranks pass through the loop equally often,
+        and may evaluate or save in it.
+
+        Without lengths (`len(loader)`) the ranks tell each other at each batch who has one, with a message
+        that travels during the step before; asynchronous strategies need lengths.
+
+        Raises:
+            ConfigError: a rank has no batch at all, or no length where it needs one.
+        """
+        self._check_training("batches")
+        length = len(loader) if isinstance(loader, Sized) else None
+        lengths = self.comm.allgather_object(length)
+        known = [n for n in lengths if n is not None]
+        if len(known) < len(lengths) and not self.strategy.synchronous:
+            raise ConfigError(
+                f"{self.strategy.name}: ranks take steps at their own pace, so batches() must know how many "
+                "there are; give it something with a length, as a list or a torch DataLoader"
+            )
+        if known and max(known) > 0 and min(known) == 0:
+            raise ConfigError(
+                f"rank {lengths.index(0)} has no batch, rank {lengths.index(max(known))} has {max(known)}; "
+                "share out the data so that every rank has one"
+            )
+        source = iter(loader)
+        yield from self._counted(source, max(known)) if len(known) == len(lengths) else self._agreed(source)
+
+    def _counted(self, source: Iterator[Batch], count: int) -> Iterator[Batch]:
+        """Yield `count` batches."""
+        last: list[Batch] = []
+        for _ in range(count):
+            last = self._next(source) or last
+            yield from self._shown(last, joins_only=self._has_run_out)
+
+    def _agreed(self, source: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield batches as long as a rank has one."""
+        last: list[Batch] = []
+        joins = False
+        found = self._next(source)
+        while True:
+            here = torch.tensor([float(bool(found))])
+            work = self.comm.allreduce_async(here, name="batches", op=ReduceOp.MAX)
+            if last:
+                yield from self._shown(last, joins_only=joins)
+            work.wait()
+            if not here.item():
+                return
+            joins, last = not found, found or last
+            if not last:
+                raise ConfigError(f"rank {self.comm.rank} has no batch, others have; every rank needs one")
+            found = self._next(source)
+
+    def _next(self, source: Iterator[Batch]) -> list[Batch]:
+        """Return the next batch in a list; an empty one where there is none."""
+        with self.timeline.span(Span.DATA_WAIT):
+            found = [batch for batch in [next(source, _END)] if batch is not _END]
+        self._has_run_out = not found
+        return found
+
+    def _shown(self, batch: list[Batch], *, joins_only: bool) -> Iterator[Batch]:
+        """Yield a batch; afterwards take back what a batch that does not count has left in the model."""
+        if not batch:
+            raise ConfigError(f"rank {self.comm.rank} has fewer batches than its loader's length says: none")
+        kept = {k: v.clone() for k, v in running_statistics(self.model).items()} if joins_only else {}
+        self._joins_only = joins_only
+        try:
+            yield batch[0]
+        finally:
+            self._joins_only = False
+            load_statistics(self.model, kept)
+
+    def _end_step(self, step: TrainingStep) -> None:
+        self.steps += 1
+        self._weight_here += step.weight
+        if self.strategy.synchronous and self.strategy.counts_frames:
+            # Periods in frames must end on all ranks at the same step.
+            total = torch.tensor([float(step.weight)], dtype=torch.float64)
+            self._weight_per_rank += self.comm.allreduce(total, name="weights").item() / self.comm.size
+        else:
+            self._weight_per_rank += step.weight
+        done = self.steps / self._num_steps if self._num_steps else 0.0
+        time_s = self.timeline.training_time_s
+        step.end(Progress(self.steps, self._weight_per_rank, time_s, done), number=self.steps)
+
+    # -- evaluating, recording --------------------------------------------------------------------------
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Show the model that training has come to, for the block: the average of the ranks.  Collective.
+
+        Parameters are what the strategy evaluates, running statistics the ranks' mean, the model is in
+        evaluation mode.  After the block every rank goes on with its own, as if nothing had been evaluated.
+        The time counts as evaluation, not as training.
+        """
+        self._check_training("evaluating")
+        modes = {module: module.training for module in self.model.modules()}
+        self.strategy.pause()
+        with self.timeline.event(Span.EVAL):
+            total = torch.tensor([float(self._weight_here)], dtype=torch.float64)
+            self._weight_of_all = int(self.comm.allreduce(total, name="evaluating").item())
+            trained = self._weight_here > 0
+            with (
+                self.strategy.evaluation_parameters(),
+                averaged_statistics(self.model, self.comm, has_trained=trained),
+            ):
+                self.model.eval()
+                try:
+                    yield
+                finally:
+                    for module, mode in modes.items():
+                        module.training = mode
+        self._weight_of_all = None
+        self.strategy.resume()
+
+    def log(self, **values: float | int | str | Tensor | None) -> None:
+        """Append a line to the folder's metrics.jsonl on rank 0; the other ranks' values are not used.
+
+        Not collective.  Beside `values` it holds `step`, `time_s`, `learning_rate`, and inside `evaluating`
+        `frames`, the weights of all ranks so far.
+
+        Example::
+
+            run.log(valid_loss=loss, epoch=epoch)
+        """
+        if self._state is _State.NEW:
+            raise RunError("run.log() is called before `with run`")
+        if self.comm.rank != 0 or self._directory is None:
+            return
+        facts: dict[str, Any] = {"step": self.steps, "time_s": self.timeline.training_time_s}
+        facts["learning_rate"] = self._replica.learning_rate
+        if self._weight_of_all is not None:
+            facts["frames"] = self._weight_of_all
+        plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
+        self._directory.add_values({**facts, **plain})
+
+    def save(self, path: str | Path) -> None:
+        """Write the model's state dict on rank 0, whole or not at all.
+
+        Not collective.  After `with run`, and inside `evaluating`, that is the average of the ranks.
+        `.safetensors` is written as such, anything else by `torch.save`.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        if self.comm.rank != 0:
+            return
+        # Copies: a view would take the whole vector with it.
+        state = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            with atomic_path(Path(path)) as temporary:
+                if Path(path).suffix == ".safetensors":
+                    importlib.import_module("safetensors.torch").save_file(state, temporary)
+                else:
+                    torch.save(state, temporary)
+        except OSError as error:
+            raise RunError(cannot_be_written(path, error)) from error
+
+    # -- state ------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that this rank needs to go on: copies, to be saved for each rank.  Collective.
+
+        Model, optimizer, strategy, scaler and counters of this rank; not the script's scheduler, its place in
+        the data, nor random states.  Numbers and tensors only: `torch.load(..., weights_only=True)` reads it.
+        """
+        self._check_training("state_dict")
+        self.strategy.pause()
+        state = {
+            "rank": self.comm.rank,
+            "size": self.comm.size,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "strategy_name": self.strategy.name,
+            "strategy": self.strategy.state_dict(),
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "steps": self.steps,
+            "weight_here": self._weight_here,
+            "weight_per_rank": self._weight_per_rank,
+            "time_s": self.timeline.training_time_s,
+        }
+        copied: dict[str, Any] = _copied(state)
+        self.strategy.resume()
+        return copied
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned on the same rank.  Collective, before `with run`.
+
+        Raises:
+            ConfigError: the state of another rank, number of ranks, or strategy.
+            RunError: training has begun.
+        """
+        if self._state is not _State.NEW:
+            raise RunError("load_state_dict is called after training has begun; call it before `with run`")
+        saved = f"rank {state['rank']} of {state['size']} with {state['strategy_name']}"
+        here = f"rank {self.comm.rank} of {self.comm.size} with {self.strategy.name}"
+        if saved != here:
+            raise ConfigError(
+                f"load_state_dict: this is the state of {saved}, loaded by {here}; save one for each rank, and "
+                "load each where it was saved"
+            )
+        self._loaded = state
+
+    def _take_up(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        # After the parameters: a strategy may keep what depends on them.
+        self.strategy.load_state_dict(_copied(state["strategy"]))
+        if self._scaler is not None and state["scaler"] is not None:
+            self._scaler.load_state_dict(state["scaler"])
+        self.steps, self._weight_here = state["steps"], state["weight_here"]
+        self._weight_per_rank = state["weight_per_rank"]
+        self.timeline.resume_at(state["time_s"])
+
+    def _check_training(self, what: str) -> None:
+        if self._state is not _State.TRAINING:
+            when = "before" if self._state is _State.NEW else "after"
+            raise RunError(f"run.{what}() is called {when} `with run`; call it inside that block")
+
+
+class Step(AbstractContextManager["Step"]):
+    """One step of a `DataParallel`, between its `with` and its end.  Made by `DataParallel.step`."""
+
+    def __init__(self, run: DataParallel, weight: int, *, joins_only: bool) -> None:
+        self._run, self._joins_only = run, joins_only
+        self._step = TrainingStep(run.strategy, run.timeline, weight)
+        self._forward: AbstractContextManager[None] | None = None
+        self._is_complete = False
+
+    @property
+    def weight(self) -> int:
+        """What this rank counts in the update; 0 where it only joins."""
+        return self._step.weight
+
+    def __enter__(self) -> Step:
+        run = self._run
+        replica = run._replica
+        replica.bind_gradients()
+        factor = run.strategy.learning_rate_factor
+        replica.set_learning_rate_factor(factor)
+        self._step.begin()
+        self._begin_forward()
+        return self
+
+    def backward(self, loss: Tensor, *, last: bool = True) -> None:
+        """Compute the gradients of `loss` and add them to this step's.
+
+        Args:
+            loss: a scalar, summed over (part of) what the step's weight counts.
+            last: no other backward pass follows in this step.  Say False in all but the last of several:
+                gradients are exchanged while the last one runs.
+
+        Raises:
+            RunError: a pass after the last.
+        """
+        self._end_forward()
+        if self._is_complete:
+            raise RunError(
+                "step.backward() is called again after the last pass of the step, whose gradients may be under "
+                "way; say backward(loss, last=False) in all but the last"
+            )
+        self._is_complete = last
+        if not self._joins_only:
+            scaler = self._run._scaler
+            self._step.backward(loss, scaled=None if scaler is None else scaler.scale(loss), last=last)
+        if not last:
+            self._begin_forward()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end_forward()
+        if error is None:
+            self._run._end_step(self._step)
+
+    def _begin_forward(self) -> None:
+        self._forward = self._run.timeline.span(Span.FORWARD)
+        self._forward.__enter__()
+
+    def _end_forward(self) -> None:
+        if self._forward is not None:
+            self._forward.__exit__(None, None, None)
+            self._forward = None
+
+
+class _State:
+    """How far a run has come."""
+
+    NEW, TRAINING, ENDED = object(), object(), object()
+
+
+_END: Any = object()
+
+
+def _settings(comm: Communicator, strategy: str, folder: str | Path | None) -> dict[str, Any]:
+    """Return strategy and folder, as rank 0 has them: a launcher may not hand its environment to all."""
+    settings = {
+        "strategy": os.environ.get(STRATEGY) or strategy,
+        "folder": os.environ.get(FOLDER) or (None if folder is None else str(folder)),
+    }
+    found: dict[str, Any] = comm.broadcast_object(settings)
+    return found
+
+
+def _check_model(model: nn.Module) -> None:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ConfigError("the model has no trainable parameter (requires_grad is False for all)")
+    kinds = sorted({f"{str(p.dtype).removeprefix('torch.')} on {p.device}" for p in trained})
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"the model's trainable parameters are {' and '.join(kinds)}; DataParallel takes one type on one "
+            "device (for lower precision keep float32 parameters and compute under torch.autocast)"
+        )
+
+
+def _check_same(model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator) -> None:
+    """Refuse ranks whose models or optimizers differ: their exchanges would hang.  Collective."""
+    shapes = [(name, list(p.shape), str(p.dtype)) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    facts = {
+        "number of trainable parameters": sum(math.prod(shape) for _, shape, _ in shapes),
+        "trainable parameters (names, shapes)": hashlib.sha256(repr(shapes).encode()).hexdigest()[:12],
+        "optimizer": f"{type(optimizer).__name__} of {groups}, with {_state_names(optimizer) or 'no'} state",
+    }
+    ranks = comm.allgather_object(facts)
+    for rank, other in enumerate(ranks):
+        for name, value in other.items():
+            if value != ranks[0][name]:
+                raise ConfigError(
+                    f"{name}: {ranks[0][name]} on rank 0, but {value} on rank {rank}; make the same model "
+                    "and optimizer on every rank"
+                )
+
+
+def _state_names(optimizer: torch.optim.Optimizer) -> str:
+    return ", ".join(sorted({name for state in optimizer.state.values() for name in state}))
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of nested dicts, lists and tensors, each tensor with a memory of its own."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copied(item) for item in value)
+    return value

@@ -1,0 +1,87 @@
+"""From a script to the ranks of a job: `run_ranks` (docs/api.md)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+from speechdp.comm import environment
+from speechdp.comm.base import Communicator
+from speechdp.comm.startup.create import create_communicator
+from speechdp.comm.startup.device import choose_device, exchange_device
+from speechdp.comm.startup.failure import guard
+from speechdp.comm.startup.start_guard import StartGuard
+from speechdp.comm.startup.world import check_world
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.errors import ConfigError
+from speechdp.launching.cores import share_cores
+
+#: Wins over the script's back-end.
+BACKEND = "SPEECHDP_BACKEND"
+#: How long ranks may take to start, s.
+_START_S = 600.0
+#: For which ranks that are threads may wait for each other, s.
+_THREADS_S = 7 * 86400.0
+
+T = TypeVar("T")
+
+
+def run_ranks(main: Callable[[Communicator], T], *, backend: str = "auto", device: str = "auto") -> T:
+    """Run `main(comm)` on this process as a rank of the job that a launcher has started.
+
+    Under mpirun, horovodrun, srun, torchrun or `speechdp launch` every process is a rank; started by itself
+    it is the only one.  An exception on one rank ends all of them, with its message first and a return code
+    that is not 0.
+
+    Example::
+
+        def main(comm):
+            print(f"rank {comm.rank} of {comm.size} computes on {comm.device}")
+
+        speechdp.run_ranks(main)
+
+    Args:
+        main: gets the communicator: `comm.rank`, `comm.size`, `comm.device`.
+        backend: `auto`, `horovod`, `mpi`, `torch` or `serial` as in docs/communicators.md; `threads:N` runs N
+            ranks as threads of this process, for tests and notebooks.  SPEECHDP_BACKEND wins over it.
+        device: `auto` (a GPU for each rank where there are any), `cpu` or `cuda`.
+
+    Returns:
+        What `main` returned on this rank; with `threads:N`, on rank 0.
+
+    Raises:
+        ConfigError: no such back-end.
+        SystemExit: this rank alone has failed; with several ranks a failure does not return.
+    """
+    name = os.environ.get(BACKEND) or backend
+    if name.startswith("threads"):
+        return run_threads(_num_threads(name), lambda comm: _on_device(comm, main, device), _THREADS_S)[0]
+    start = StartGuard(_START_S)
+    results: list[T] = []
+
+    def run(comm: Communicator) -> None:
+        check_world(comm, {})
+        share_cores(comm.allgather_object(environment.host_name()), environment.host_name())
+        start.over()
+        results.append(_on_device(comm, main, device))
+
+    exit_code = guard(
+        lambda: start.waiting_for_all_ranks(lambda: create_communicator(name, exchange_device(device))), run
+    )
+    if exit_code != 0:
+        sys.exit(exit_code)
+    return results[0]
+
+
+def _on_device(comm: Communicator, main: Callable[[Communicator], T], device: str) -> T:
+    comm.device = choose_device(device, comm.local_rank)
+    return main(comm)
+
+
+def _num_threads(name: str) -> int:
+    _, _, number = name.partition(":")
+    if name.partition(":")[0] != "threads" or not number.isdigit() or int(number) < 1:
+        raise ConfigError(f"back-end {name!r}: write threads:N, N the number of ranks, e.g. threads:2")
+    return int(number)

@@ -1,0 +1,337 @@
+"""What moves a replica's parameters by its gradients: an optimizer, and its state in the replica's layout."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speechdp.errors import ConfigError, RunError
+from speechdp.parallel.flat_buffer import FlatBuffer
+from speechdp.parallel.uncompiled import made_without_compiler, step_without_compiler
+
+
+class Update(ABC):
+    """An optimizer over a replica's parameters, wherever they stand.
+
+    Its state is one, whatever it moves; not for two threads at a time.
+
+    Attributes:
+        optimizer: torch's.
+    """
+
+    optimizer: torch.optim.Optimizer
+
+    @property
+    @abstractmethod
+    def learning_rate(self) -> float:
+        """Learning rate of the next update; of the first parameter group."""
+
+    @abstractmethod
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Use `learning_rate` from the next update on."""
+
+    def set_learning_rate_factor(self, factor: float) -> None:
+        """Multiply the rates that the optimizer's owner gives by `factor`."""
+        raise AssertionError("who sets the learning rate sets all of it")
+
+    @abstractmethod
+    def move(self, parameters: Tensor, gradients: Tensor, learning_rate: float) -> None:
+        """Move `parameters` by the mean `gradients`: flat vectors in the replica's layout."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state there is by name (e.g. `momentum_buffer`): living tensors, not copies."""
+
+    @abstractmethod
+    def vectors(self) -> dict[str, Tensor]:
+        """Return the state that has an element for each parameter: living flat vectors.
+
+        The same names on every rank, also where there has been no update yet.
+        """
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget all state: momentum, moments, step counts."""
+
+
+class FlatUpdate(Update):
+    """One parameter, the flat vector: a handful of kernels whatever the number of layers.
+
+    This equals the update tensor by tensor for every element-wise optimizer (SGD with momentum, Adam, AdamW).
+
+    Args:
+        parameters: flat.  (n,)
+        gradients: flat.  (n,)
+        make: returns the optimizer of a list of parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: Tensor,
+        gradients: Tensor,
+        make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    ) -> None:
+        self._flat = nn.Parameter(parameters)
+        self._flat.grad = gradients
+        self.optimizer = made_without_compiler(lambda: make([self._flat]))
+        self._learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        # Create the state now, all zero, instead of at the first step: a rank that has had no frames yet must
+        # be able to take part in an average of the momentum, and a checkpoint holds the same tensors from the
+        # first step to the last.  Zero is where the first step of SGD with momentum and of Adam starts.
+        self._step(0.0)
+        self._set_rate(self._learning_rate)
+        self.reset()
+
+    @property
+    def learning_rate(self) -> float:
+        return self._learning_rate
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        # The optimizer learns of it only in `move`: a server may be using another worker's meanwhile.
+        self._learning_rate = learning_rate
+
+    def move(self, parameters: Tensor, gradients: Tensor, learning_rate: float) -> None:
+        self._flat.data, self._flat.grad = parameters, gradients
+        self._step(learning_rate)
+
+    def _step(self, learning_rate: float) -> None:
+        self._set_rate(learning_rate)
+        step_without_compiler(self.optimizer)
+
+    def _set_rate(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def tensors(self) -> dict[str, Tensor]:
+        state = self.optimizer.state.get(self._flat, {})
+        # SGD without momentum keeps a None for its buffer.
+        return {name: value for name, value in sorted(state.items()) if isinstance(value, Tensor)}
+
+    def vectors(self) -> dict[str, Tensor]:
+        # Adam's step count is no vector, and each rank's own.
+        return {name: tensor for name, tensor in self.tensors().items() if tensor.dim() == 1}
+
+    def reset(self) -> None:
+        for tensor in self.tensors().values():
+            tensor.zero_()
+
+
+class ParameterwiseUpdate(Update):
+    """A user's optimizer over the model's own parameters: groups, schedules, hooks and state stay theirs.
+
+    State with the shape of its parameter is kept as views into a vector in the replica's layout, so that an
+    average over ranks is one exchange; state without dimensions (step counts) in a vector with an element for
+    each parameter.  It moves there when it is first asked for.
+
+    What others give to be moved, as a server's parameters beside those of its own rank's worker, is moved by
+    a copy of the optimizer that shares its state.
+
+    Args:
+        optimizer: over parameters of `model_parameters` alone.
+        model_parameters: trainable, in the order of the layout.
+        layout: the replica's parameters.
+        scaler: of losses; gradients come unscaled by it.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model_parameters: Sequence[nn.Parameter],
+        layout: FlatBuffer,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.optimizer, self._scaler = optimizer, scaler
+        self._parameters, self._layout = list(model_parameters), layout
+        self._index = {parameter: i for i, parameter in enumerate(self._parameters)}
+        self._check(optimizer)
+        self._vectors: dict[str, Tensor] = {}
+        self._views: dict[str, list[Tensor]] = {}
+        #: Of optimizers that have state before their first step (Adagrad).
+        self._initial = {
+            i: copy.deepcopy(optimizer.state[p]) for p, i in self._moved() if _is_fresh(optimizer.state[p])
+        }
+        self._ratios = self._proportions([1.0] * len(optimizer.param_groups))
+        #: The rates that the user's schedule gives are multiplied by this.
+        self._factor = 1.0
+        self._is_moving = False
+        optimizer.register_step_pre_hook(self._refuse_a_step_of_the_script)
+        # Schedulers warn where nobody has called `step` before them; a server's workers never do.
+        vars(optimizer)["_opt_called"] = True
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        strange = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+        strange = [p for p in strange if p not in self._index]
+        if strange:
+            raise ConfigError(
+                f"the optimizer moves {len(strange)} parameter(s) that are not the model's (the first has "
+                f"shape {list(strange[0].shape)}); make one module of all that is trained, or make the "
+                "optimizer of model.parameters()"
+            )
+        if not any(p in self._index for g in optimizer.param_groups for p in g["params"]):
+            raise ConfigError("the optimizer moves no parameter of the model; make it of model.parameters()")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError("LBFGS needs the loss several times a step; use SGD, AdamW or the like")
+
+    def _moved(self) -> list[tuple[nn.Parameter, int]]:
+        """Return the parameters that the optimizer moves, with their places in the layout."""
+        listed = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [(p, self._index[p]) for p in listed if p in self._index]
+
+    def _refuse_a_step_of_the_script(self, *_: object) -> None:
+        if not self._is_moving:
+            raise RunError(
+                "optimizer.step() was called by the script; leave it out: `with run.step()` moves the "
+                "parameters, after what the strategy exchanges"
+            )
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"]) * self._factor
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        raise AssertionError("the learning rate is the user's")
+
+    def set_learning_rate_factor(self, factor: float) -> None:
+        self._factor = factor
+
+    def move(self, parameters: Tensor, gradients: Tensor, learning_rate: float) -> None:
+        self._is_moving = True
+        try:
+            if parameters is not self._layout.values:
+                self._move_others(parameters, gradients, learning_rate)
+            elif learning_rate == float(self.optimizer.param_groups[0]["lr"]):
+                self._step()
+            else:
+                own = [group["lr"] for group in self.optimizer.param_groups]
+                for group, rate in zip(self.optimizer.param_groups, self._rates(learning_rate), strict=True):
+                    group["lr"] = rate
+                self._step()
+                for group, rate in zip(self.optimizer.param_groups, own, strict=True):
+                    group["lr"] = rate
+        finally:
+            self._is_moving = False
+
+    def _step(self) -> None:
+        if self._scaler is None:
+            self.optimizer.step()
+        else:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+
+    def _proportions(self, otherwise: list[float]) -> list[float]:
+        """Return the groups' learning rates as multiples of the first group's."""
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        return [rate / rates[0] for rate in rates] if rates[0] else otherwise
+
+    def _rates(self, learning_rate: float) -> list[float]:
+        """Return every group's learning rate where the first has `learning_rate`."""
+        # A schedule that warms up from 0 has no proportions there.
+        self._ratios = self._proportions(self._ratios)
+        return [ratio * learning_rate for ratio in self._ratios]
+
+    def _move_others(
+        self, parameters: Tensor, gradients: Tensor, learning_rate: float, **options: object
+    ) -> None:
+        """Move other parameters than the model's, by a copy of the optimizer that shares its state.
+
+        The model's own are left alone: a worker of this rank may be computing with them.
+        """
+        values, grads = self._layout.views_of(parameters), self._layout.views_of(gradients)
+        copies: dict[int, nn.Parameter] = {}
+        for _, i in self._moved():
+            copies[i] = nn.Parameter(values[i])
+            copies[i].grad = grads[i]
+        other = copy.copy(self.optimizer)
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        state.update({copies[i]: self.optimizer.state[p] for p, i in self._moved()})
+        other.state = state
+        other.param_groups = [
+            {**group, **{k: v for k, v in options.items() if k in group}, "lr": rate}
+            | {"params": [copies[self._index[p]] for p in group["params"] if p in self._index]}
+            for group, rate in zip(self.optimizer.param_groups, self._rates(learning_rate), strict=True)
+        ]
+        # The class's own: a scheduler has put one bound to the user's optimizer in its place.
+        type(other).step(other)
+
+    def tensors(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name in self._names():
+            members = [(p, i) for p, i in self._moved() if isinstance(self._state(p).get(name), Tensor)]
+            if name != "step" and all(self._state(p)[name].shape == p.shape for p, _ in members):
+                found[name] = self._gathered(name, members, self._layout.values.numel())
+            elif all(self._state(p)[name].dim() == 0 for p, _ in members):
+                found[name] = self._gathered(name, members, len(self._parameters))
+            else:
+                found |= {f"{name}.{i}": self._state(p)[name] for p, i in members}
+        return found
+
+    def vectors(self) -> dict[str, Tensor]:
+        if not self._names():
+            self._make_state()
+        size = self._layout.values.numel()
+        return {
+            name: tensor
+            for name, tensor in self.tensors().items()
+            if name in self._vectors and tensor.numel() == size and name != "step"
+        }
+
+    def reset(self) -> None:
+        for p, i in self._moved():
+            self._state(p).clear()
+            self._state(p).update(copy.deepcopy(self._initial.get(i, {})))
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        state: dict[str, Any] = self.optimizer.state[parameter]
+        return state
+
+    def _names(self) -> list[str]:
+        """Return what the optimizer keeps tensors of."""
+        return sorted(
+            {
+                name
+                for p, _ in self._moved()
+                for name, value in self._state(p).items()
+                if torch.is_tensor(value)
+            }
+        )
+
+    def _gathered(self, name: str, members: list[tuple[nn.Parameter, int]], size: int) -> Tensor:
+        """Return the vector that holds a state of all parameters, after moving what does not stand in it."""
+        first = self._state(members[0][0])[name]
+        vector = self._vectors.get(name)
+        if vector is None or vector.numel() != size or vector.dtype != first.dtype:
+            vector = torch.zeros(size, dtype=first.dtype, device=first.device)
+            self._vectors[name] = vector
+            in_layout = size == self._layout.values.numel()
+            self._views[name] = self._layout.views_of(vector) if in_layout else list(vector.unbind())
+        for p, i in members:
+            state, view = self._state(p), self._views[name][i]
+            if state[name] is not view:
+                view.copy_(state[name])
+                state[name] = view
+        return vector
+
+    def _make_state(self) -> None:
+        """Create the state that the first update would, as it is before that: nothing has moved yet."""
+        parameters = self._layout.values.clone()
+        self._is_moving = True
+        try:
+            rate = self.learning_rate
+            self._move_others(parameters, torch.zeros_like(parameters), rate, weight_decay=0.0)
+        finally:
+            self._is_moving = False
+        for p, _ in self._moved():
+            for name, start in (("step", 0.0), ("mu_product", 1.0)):
+                if torch.is_tensor(self._state(p).get(name)):
+                    self._state(p)[name].fill_(start)
+
+
+def _is_fresh(state: dict[str, Any]) -> bool:
+    """Say whether an optimizer has made this state before its first step, not loaded it."""
+    return "step" in state and float(state["step"]) == 0

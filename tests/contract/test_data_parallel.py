@@ -1,0 +1,513 @@
+"""The identities of strategies through the public API: a user's own model, optimizer, scheduler and loop."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from speechdp import DataParallel, run_ranks
+from speechdp.comm.base import Communicator
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.errors import ConfigError, RunError
+from speechdp.report.runs.folders import read_run
+from speechdp.strategies import strategy_names
+from tests.helpers.strategy_runs import assert_bitwise_equal_over_ranks, assert_close
+
+NUM_STEPS = 8
+_SEED = threading.Lock()
+
+#: Options with which a strategy is plain training on one rank, where it is not by default.
+PLAIN_ON_ONE_RANK = {
+    "bmuf": "bmuf:period=3,momentum=keep",
+    "diloco": "diloco:period=3,outer_learning_rate=1,outer_momentum=0",
+}
+#: The same strategies with exchanges within the few steps of a test.
+SHORT = {
+    "adaptive_averaging": "adaptive_averaging:period=2,interval=4",
+    "bmuf": "bmuf:period=3,eta=0.3",
+    "delayed_averaging": "delayed_averaging:period=3,delay=1",
+    "diloco": "diloco:period=3",
+    "easgd": "easgd:period=2",
+    "model_averaging": "model_averaging:period=3,momentum=average",
+    "slowmo": "slowmo:period=3,beta=0.4",
+}
+SYNCHRONOUS = [
+    *(SHORT.get(n, n) for n in strategy_names() if n not in {"ad_psgd", "parameter_server", "easgd"}),
+    "gradient_averaging:every=3",
+    "model_averaging:period=2,begin=3,momentum=reset",
+    "model_averaging:period=10f",
+    "parameter_server:mode=sync",
+    "easgd:mode=sync,period=2",
+]
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Net(nn.Module):
+    """Two layers, the second with another learning rate, and a layer that is frozen."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), norm, nn.Linear(6, 3)
+        self.frozen = nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.frozen(self.last(torch.tanh(self.norm(self.first(x)))))
+        return out
+
+
+def make_model(*, batch_norm: bool = True) -> Net:
+    # torch's generator is one for all threads, and here each thread is a rank.
+    with _SEED, torch.random.fork_rng():
+        torch.manual_seed(3)
+        return Net(nn.BatchNorm1d(6) if batch_norm else nn.LayerNorm(6)).double()
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    slow = [p for name, p in model.named_parameters() if name.startswith("last")]
+    fast = [p for name, p in model.named_parameters() if not name.startswith("last")]
+    return [{"params": fast, "lr": 0.02}, {"params": slow, "lr": 0.005, "weight_decay": 0.0}]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups(model), weight_decay=0.1)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups(model))
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+
+
+def make_batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return a batch that depends on rank and step only; ranks have unequal numbers of examples."""
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    size = 3 + (2 * rank + step) % 4
+    return (
+        torch.randn(size, 4, generator=generator, dtype=torch.float64),
+        torch.randint(3, (size,), generator=generator),
+    )
+
+
+def loss_sum(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def values(model: nn.Module) -> Tensor:
+    """Return parameters and running statistics in one vector."""
+    tensors = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
+    return torch.cat([t.detach().flatten() for t in tensors])
+
+
+@dataclass
+class Script:
+    """A script with a loop of its own, as docs/api.md shows it."""
+
+    comm: Communicator
+    strategy: str
+    make_optimizer: MakeOptimizer = adamw
+    batch_norm: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.model = make_model(batch_norm=self.batch_norm)
+        self.optimizer = self.make_optimizer(self.model)
+        self.scheduler = make_scheduler(self.optimizer)
+        self.run = DataParallel(self.model, self.optimizer, self.comm, self.strategy, **self.options)
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> None:
+        with self.run.step(weight=len(batch[0])) as step:
+            step.backward(loss_sum(self.model, batch))
+        self.scheduler.step()
+
+    def train(self, first: int = 0, last: int = NUM_STEPS) -> None:
+        for number in range(first, last):
+            self.step(make_batch(self.comm.rank, number))
+
+    def trained(self) -> Tensor:
+        with self.run:
+            self.train()
+        return values(self.model)
+
+
+def plain(
+    batches_of_step: list[list[tuple[Tensor, Tensor]]],
+    *,
+    make_optimizer: MakeOptimizer = adamw,
+    batch_norm: bool = True,
+    max_norm: float = 0.0,
+) -> Tensor:
+    """Train with torch alone: the mean loss over all examples of a step, one update a step."""
+    model = make_model(batch_norm=batch_norm)
+    optimizer = make_optimizer(model)
+    scheduler = make_scheduler(optimizer)
+    for batches in batches_of_step:
+        optimizer.zero_grad()
+        for batch in batches:
+            (loss_sum(model, batch) / sum(len(x) for x, _ in batches)).backward()  # type: ignore[no-untyped-call]
+        if max_norm:
+            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], max_norm)
+        optimizer.step()
+        scheduler.step()
+    return values(model)
+
+
+def batches_of(size: int) -> list[list[tuple[Tensor, Tensor]]]:
+    return [[make_batch(rank, step) for rank in range(size)] for step in range(NUM_STEPS)]
+
+
+@pytest.mark.parametrize("strategy", strategy_names())
+def test_one_rank_is_the_plain_loop(strategy: str) -> None:
+    text = PLAIN_ON_ONE_RANK.get(strategy, strategy)
+    trained = Script(SerialCommunicator(), text, options={"max_gradient_norm": 0.1}).trained()
+    assert_close(trained, plain(batches_of(1), max_norm=0.1), strategy)
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda m: torch.optim.SGD(groups(m), momentum=0.9, dampening=0.3, nesterov=False),
+        lambda m: torch.optim.NAdam(groups(m)),
+        lambda m: torch.optim.Adagrad(groups(m), initial_accumulator_value=0.2),
+        lambda m: torch.optim.RMSprop(groups(m), momentum=0.5, centered=True),
+        lambda m: torch.optim.Adafactor([p for p in m.parameters() if p.requires_grad], lr=0.01),
+        lambda m: torch.optim.AdamW(groups(m), amsgrad=True, foreach=True),
+    ],
+    ids=["sgd", "nadam", "adagrad", "rmsprop", "adafactor", "amsgrad"],
+)
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "parameter_server"])
+def test_any_optimizer_of_torch_starts_and_goes_on_as_by_itself(
+    strategy: str, make_optimizer: MakeOptimizer
+) -> None:
+    # Without batch norm: a bias before it has no gradient but rounding errors, which Adafactor divides by.
+    trained = Script(SerialCommunicator(), strategy, make_optimizer, batch_norm=False).trained()
+    expected = plain(batches_of(1), make_optimizer=make_optimizer, batch_norm=False)
+    assert_close(trained, expected, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "parameter_server:mode=sync", "slowmo:begin=99"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_with_unequal_batches_are_one_with_all_of_them(strategy: str, size: int) -> None:
+    expected = plain(batches_of(size), batch_norm=False, max_norm=0.1)
+
+    def check(comm: Communicator) -> None:
+        script = Script(comm, strategy, batch_norm=False, options={"max_gradient_norm": 0.1})
+        assert_close(script.trained(), expected, strategy)
+
+    run_threads(size, check)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_averaging_models_at_every_step_of_sgd_is_averaging_gradients(size: int) -> None:
+    def check(comm: Communicator) -> None:
+        one = Script(comm, "model_averaging:period=1", sgd, batch_norm=False).trained()
+        assert_close(one, plain(batches_of(size), make_optimizer=sgd, batch_norm=False), "period=1")
+
+    run_threads(size, check)
+
+
+@pytest.mark.parametrize("strategy", [*SYNCHRONOUS, "ad_psgd", "parameter_server", "easgd:period=2"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_replicas_are_bitwise_equal_in_the_end(strategy: str, size: int) -> None:
+    def check(comm: Communicator) -> None:
+        before = values(make_model())
+        trained = Script(comm, strategy).trained()
+        assert_bitwise_equal_over_ranks(comm, trained, strategy)
+        assert trained.isfinite().all() and not torch.equal(trained, before)
+
+    run_threads(size, check)
+
+
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_a_run_saved_and_loaded_goes_on_as_one_left_alone(strategy: str) -> None:
+    def check(comm: Communicator) -> None:
+        whole = Script(comm, strategy).trained()
+        for saved_after in (0, 4, 5):
+            first, second = Script(comm, strategy), Script(comm, strategy)
+            with first.run:
+                first.train(0, saved_after)
+                state = {"run": first.run.state_dict(), "scheduler": first.scheduler.state_dict()}
+                first.train(saved_after)  # what was saved is a copy
+            second.run.load_state_dict(state["run"])
+            second.scheduler.load_state_dict(state["scheduler"])
+            with second.run:
+                assert second.run.steps == saved_after
+                second.train(saved_after)
+            what = f"{strategy} saved after {saved_after} steps"
+            assert torch.equal(values(second.model), whole), f"{what}: resumed differs from uninterrupted"
+
+    run_threads(2, check)
+
+
+@pytest.mark.parametrize("strategy", ["parameter_server", "easgd:period=2", "ad_psgd"])
+def test_asynchronous_state_is_saved_while_nothing_is_under_way(strategy: str) -> None:
+    def check(comm: Communicator) -> None:
+        first, second = Script(comm, strategy), Script(comm, strategy)
+        with first.run:
+            first.train(0, 4)
+            state = copy.deepcopy(first.run.state_dict())
+            first.train(4)
+        second.run.load_state_dict(state)
+        with second.run:
+            second.train(4)
+        assert second.run.steps == NUM_STEPS
+        assert_bitwise_equal_over_ranks(comm, values(second.model), strategy)
+
+    run_threads(2, check)
+
+
+@pytest.mark.parametrize("strategy", [*SYNCHRONOUS, "ad_psgd"])
+def test_evaluation_shows_the_same_model_everywhere_and_leaves_no_trace(strategy: str) -> None:
+    def check(comm: Communicator) -> None:
+        script, other = Script(comm, strategy), Script(comm, strategy)
+        with script.run:
+            script.train(0, 5)
+            own = values(script.model)
+            with script.run.evaluating():
+                assert_bitwise_equal_over_ranks(comm, values(script.model), strategy)
+                assert not script.model.norm.training
+            assert script.model.norm.training
+            if script.run.strategy.synchronous:
+                assert torch.equal(values(script.model), own), f"{strategy}: evaluation left a trace"
+            script.train(5)
+        if script.run.strategy.synchronous and script.run.strategy.name != "parameter_server":
+            assert torch.equal(values(script.model), other.trained()), f"{strategy}: evaluation left a trace"
+
+    run_threads(2, check)
+
+
+class WithoutLength:
+    """Batches that come as they come."""
+
+    def __init__(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self._batches)
+
+
+@pytest.mark.parametrize("with_length", [True, False])
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=2", "dpsgd"])
+def test_ranks_that_run_out_only_join(strategy: str, with_length: bool) -> None:
+    """The update is of the others' batches alone, all evaluate equally often, statistics stand still."""
+
+    def check(comm: Communicator) -> None:
+        script = Script(comm, strategy, batch_norm=False)
+        batches = [make_batch(comm.rank, step) for step in range(3 + 2 * comm.rank)]
+        weights, evaluated = [], 0
+        with script.run:
+            for batch in script.run.batches(batches if with_length else WithoutLength(batches)):
+                with script.run.step(weight=len(batch[0])) as step:
+                    step.backward(loss_sum(script.model, batch))
+                weights.append(step.weight)
+                script.scheduler.step()
+                with script.run.evaluating():
+                    evaluated += 1
+        assert evaluated == 5 and weights == [*(len(x) for x, _ in batches), *[0] * (2 - 2 * comm.rank)]
+        if strategy == "gradient_averaging":
+            expected = [[make_batch(r, step) for r in range(2) if step < 3 + 2 * r] for step in range(5)]
+            assert_close(values(script.model), plain(expected, batch_norm=False), strategy)
+        assert_bitwise_equal_over_ranks(comm, values(script.model), strategy)
+
+    run_threads(2, check)
+
+
+def test_a_joining_ranks_batch_leaves_no_trace_in_its_running_statistics() -> None:
+    def check(comm: Communicator) -> None:
+        script = Script(comm, "model_averaging:period=4")
+        seen = []
+        with script.run:
+            for batch in script.run.batches([make_batch(comm.rank, 0)] * (1 + comm.rank)):
+                with script.run.step(weight=len(batch[0])) as step:
+                    step.backward(loss_sum(script.model, batch))
+            seen = [script.model.norm.running_mean.clone()]  # type: ignore[union-attr,operator]
+        once = make_model()
+        for _ in range(1 + comm.rank):
+            once(make_batch(comm.rank, 0)[0])
+            if comm.rank == 0:
+                assert torch.equal(seen[0], once.norm.running_mean)  # type: ignore[arg-type]
+
+    run_threads(2, check)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["gradient_averaging", "gradient_averaging:overlap=false", "bmuf:begin=99"]
+)
+def test_several_backward_passes_in_a_step_are_one_with_their_sum(strategy: str) -> None:
+    def check(comm: Communicator) -> None:
+        script = Script(comm, strategy, batch_norm=False)
+        with script.run:
+            for number in range(NUM_STEPS):
+                x, y = make_batch(comm.rank, number)
+                with script.run.step(weight=len(x)) as step:
+                    step.backward(loss_sum(script.model, (x[:2], y[:2])), last=False)
+                    step.backward(loss_sum(script.model, (x[2:], y[2:])))
+                script.scheduler.step()
+        assert_close(values(script.model), plain(batches_of(2), batch_norm=False), strategy)
+
+    run_threads(2, check)
+
+
+def test_means_of_equal_batches_need_no_weight() -> None:
+    batches = [[make_batch(2 * rank, step) for rank in range(2)] for step in (0, 4)]
+
+    def check(comm: Communicator) -> None:
+        script = Script(comm, "gradient_averaging", batch_norm=False)
+        with script.run:
+            for step_batches in batches:
+                with script.run.step() as step:
+                    x, y = step_batches[comm.rank]
+                    step.backward(nn.functional.cross_entropy(script.model(x), y))
+                script.scheduler.step()
+        assert_close(values(script.model), plain(batches, batch_norm=False), "means")
+
+    run_threads(2, check)
+
+
+def test_a_hook_before_the_optimizer_sees_the_averaged_gradient() -> None:
+    def check(comm: Communicator) -> None:
+        script = Script(comm, "gradient_averaging", sgd, batch_norm=False)
+        seen = []
+        script.optimizer.register_step_pre_hook(
+            lambda *_: seen.append(script.model.first.weight.grad.clone())  # type: ignore[union-attr]
+        )
+        with script.run:
+            script.train(0, 1)
+        model = make_model(batch_norm=False)
+        batches = [make_batch(rank, 0) for rank in range(2)]
+        total = torch.stack([loss_sum(model, batch) for batch in batches]).sum()
+        (total / sum(len(x) for x, _ in batches)).backward()  # type: ignore[no-untyped-call]
+        assert_close(seen[0], model.first.weight.grad, "gradient")  # type: ignore[arg-type]
+
+    run_threads(2, check)
+
+
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=3"])
+def test_scaled_losses_train_as_others_and_an_overflow_is_left_out(strategy: str) -> None:
+    def check(comm: Communicator) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaled = Script(comm, strategy, options={"scaler": scaler, "max_gradient_norm": 0.1})
+        other = Script(comm, strategy, options={"max_gradient_norm": 0.1})
+        with scaled.run, other.run:
+            for script in (scaled, other):
+                script.train()
+            assert_close(values(scaled.model), values(other.model), strategy)
+            before = values(scaled.model)
+            x, y = make_batch(comm.rank, 0)
+            with scaled.run.step(weight=len(x)) as step:
+                step.backward(loss_sum(scaled.model, (x, y)) * float("inf"))
+            if strategy == "gradient_averaging":
+                first = [p for p in scaled.model.parameters() if p.requires_grad]
+                count = sum(p.numel() for p in first)
+                assert torch.equal(values(scaled.model)[:count], before[:count])
+            assert scaler.get_scale() == 512.0
+
+    run_threads(2, check)
+
+
+def test_a_run_folder_is_one_that_report_reads(tmp_path: Path) -> None:
+    def check(comm: Communicator) -> None:
+        script = Script(comm, "model_averaging:period=3", options={"folder": tmp_path / "run"})
+        with script.run:
+            script.train()
+            with script.run.evaluating():
+                script.run.log(valid_loss=torch.tensor(0.5), epoch=1)
+        script.run.save(tmp_path / "model.pt")
+        script.run.save(tmp_path / "model.safetensors")
+
+    run_threads(2, check)
+    run = read_run(tmp_path / "run")
+    assert run.problems == () and run.completed and run.timing is not None
+    assert (run.strategy, run.period, run.size) == ("model_averaging", "3", 2)
+    assert [rank.steps for rank in run.timing.ranks] == [NUM_STEPS - 4] * 2
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    frames = sum(len(x) for batches in batches_of(2) for x, _ in batches)
+    assert json.loads(line) | {"time_s": 0} == {
+        "step": NUM_STEPS, "time_s": 0, "learning_rate": 0.005, "frames": frames, "valid_loss": 0.5,
+        "epoch": 1,
+    }  # fmt: skip
+    model = make_model()
+    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run_threads(1, lambda comm: Script(comm, "bmuf", options={"folder": tmp_path / "run"}).trained())
+
+
+def test_the_environment_wins_over_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEECHDP_STRATEGY", "slowmo:period=2")
+    monkeypatch.setenv("SPEECHDP_FOLDER", str(tmp_path / "other"))
+    monkeypatch.setenv("SPEECHDP_BACKEND", "threads:3")
+
+    def main(comm: Communicator) -> int:
+        Script(comm, "gradient_averaging", options={"folder": tmp_path / "one"}).trained()
+        return comm.size
+
+    assert run_ranks(main, backend="serial") == 3
+    assert read_run(tmp_path / "other").strategy == "slowmo" and not (tmp_path / "one").exists()
+
+
+@contextmanager
+def _refused(words: str, kind: type[Exception] = ConfigError) -> Iterator[None]:
+    with pytest.raises(kind, match=re.escape(words)):
+        yield
+
+
+def test_what_cannot_be_is_refused_in_a_line() -> None:
+    comm = SerialCommunicator()
+    model = make_model()
+    with _refused("not the model's"):
+        DataParallel(model, adamw(make_model()), comm)
+    with _refused("no trainable parameter"):
+        DataParallel(model.frozen, torch.optim.SGD(model.frozen.parameters(), 0.1), comm)
+    with _refused("one type on one device"):
+        mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+        DataParallel(mixed, torch.optim.SGD(mixed.parameters(), 0.1), comm)
+    with _refused("num_steps="):
+        Script(comm, "adaptive_averaging:learning_rate=scale")
+    with _refused("leave out combine="):
+        Script(comm, "model_averaging:combine=3")
+    script = Script(comm, "gradient_averaging")
+    with _refused("is called before `with run`", RunError):
+        script.run.step()
+    with script.run:
+        with _refused("0 or more"):
+            script.run.step(weight=-1)
+        with _refused("optimizer.step() was called by the script", RunError):
+            script.optimizer.step()
+        with _refused("after the last pass", RunError), script.run.step() as step:
+            step.backward(loss_sum(script.model, make_batch(0, 0)))
+            step.backward(loss_sum(script.model, make_batch(0, 1)))
+    with _refused("is called after `with run`", RunError):
+        script.run.step()
+
+
+def test_ranks_with_other_models_are_refused_before_they_exchange() -> None:
+    def check(comm: Communicator) -> None:
+        model = nn.Linear(2, 2 + comm.rank)
+        with _refused("number of trainable parameters: 6 on rank 0, but 9 on rank 1"):
+            DataParallel(model, torch.optim.SGD(model.parameters(), 0.1), comm)
+
+    run_threads(2, check)
+
+
+def test_gradients_that_the_script_set_to_none_are_found_again() -> None:
+    script = Script(SerialCommunicator(), "gradient_averaging")
+    with script.run:
+        for number in range(NUM_STEPS):
+            script.optimizer.zero_grad(set_to_none=True)
+            script.step(make_batch(0, number))
+    assert_close(values(script.model), plain(batches_of(1)), "zero_grad")
