@@ -32,6 +32,7 @@ from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.period import Period
 from speechdp.parallel.registry import parse_strategy
 from speechdp.parallel.strategy import Progress
+from speechdp.parallel.training_step import TrainingStep
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.timing.timeline import Timeline
 from speechdp.train.build import build_trainer, make_replica
@@ -159,12 +160,10 @@ def strategy_loop(
         nonlocal number, frames
         batch = next(batches)
         number, frames = number + 1, frames + batch.num_frames
-        strategy.before_backward(batch.num_frames)
-        loss = task.loss(model, batch)
-        strategy.observe_loss(loss.total.detach(), loss.num_frames)
-        loss.total.backward()  # type: ignore[no-untyped-call]
-        strategy.step(Progress(number, frames, timeline.training_time_s))
-        timeline.end_step(number, 0, batch.num_frames)
+        step = TrainingStep(strategy, timeline, batch.num_frames)
+        step.begin()
+        step.backward(task.loss(model, batch).total)
+        step.end(Progress(number, frames, timeline.training_time_s), number=number)
         return batch.num_frames
 
     model.train()

@@ -439,8 +439,8 @@ class DataParallel:
         here = f"rank {self.comm.rank} of {self.comm.size} with {self.strategy.name}"
         if saved != here:
             raise ConfigError(
-                f"load_state_dict: this is the state of {saved}, loaded by {here}; save one for each rank, and "
-                "load each where it was saved"
+                f"load_state_dict: this is the state of {saved}, loaded by {here}; save one for each rank, "
+                "and load each where it was saved"
             )
         self._loaded = state
 
@@ -499,13 +499,14 @@ class Step(AbstractContextManager["Step"]):
         self._end_forward()
         if self._is_complete:
             raise RunError(
-                "step.backward() is called again after the last pass of the step, whose gradients may be under "
-                "way; say backward(loss, last=False) in all but the last"
+                "step.backward() is called again after the last pass of the step, whose gradients may be "
+                "under way; say backward(loss, last=False) in all but the last"
             )
         self._is_complete = last
         if not self._joins_only:
             scaler = self._run._scaler
-            self._step.backward(loss, scaled=None if scaler is None else scaler.scale(loss), last=last)
+            compute = None if scaler is None else scaler.scale(loss).backward
+            self._step.backward(loss, compute=compute, last=last)
         if not last:
             self._begin_forward()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from speechdp.parallel.strategy import Progress, Strategy
@@ -27,12 +29,14 @@ class TrainingStep:
         """Note that the step begins; some strategies start an exchange here."""
         self._strategy.before_backward(self.weight)
 
-    def backward(self, loss: Tensor, *, scaled: Tensor | None = None, last: bool = True) -> None:
+    def backward(
+        self, loss: Tensor, *, compute: Callable[[], object] | None = None, last: bool = True
+    ) -> None:
         """Add the gradients of `loss`.
 
         Args:
             loss: summed over (part of) what `weight` counts.  ()
-            scaled: the same times a GradScaler's scale, where there is one; gradients are of this.
+            compute: computes the gradients where `loss.backward()` does not, as of a loss that is scaled.
             last: no other backward pass follows in this step, so gradients may be exchanged as they come.
         """
         strategy = self._strategy
@@ -40,7 +44,7 @@ class TrainingStep:
             strategy.observe_loss(loss.detach(), self.weight)
         strategy.replica.more_to_come = not last
         with self._timeline.span(Span.BACKWARD):
-            (loss if scaled is None else scaled).backward()  # type: ignore[no-untyped-call]
+            (compute or loss.backward)()  # type: ignore[no-untyped-call]
 
     def end(self, progress: Progress, *, number: int, epoch: int = 0) -> None:
         """Exchange and update as the strategy does; close the step's record.  Collective where it exchanges.

@@ -18,6 +18,7 @@ from speechdp.data.plan.assignment import Meeting, MeetingKind, Position
 from speechdp.errors import RunError
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.strategy import Progress
+from speechdp.parallel.training_step import TrainingStep
 from speechdp.process.ending import Stopped
 from speechdp.timing.timeline import Span
 from speechdp.train.epoch_end import measure_epoch, settle_final_model
@@ -173,23 +174,25 @@ class Trainer:
         before, after = (step.epoch + (step.at.index + i) / step.at.num_steps for i in (0, 1))
         learning_rate = parts.schedule.at(before) * parts.strategy.learning_rate_factor
         parts.replica.set_learning_rate(learning_rate)
-        parts.strategy.before_backward(step.batch.num_frames)
+        work = TrainingStep(parts.strategy, parts.timeline, step.batch.num_frames)
+        work.begin()
         if step.batch.num_frames > 0:
-            self._compute_gradients(step)
+            self._compute_gradients(step, work)
         counters.step += 1
         counters.own_step += 1
         counters.step_in_epoch, counters.epoch_steps = step.at.index + 1, step.at.num_steps
         counters.frames += step.at.total_frames
         counters.frames_per_rank += step.at.mean_frames
         time_s = parts.timeline.training_time_s
-        parts.strategy.step(
-            Progress(counters.step, counters.frames_per_rank, time_s, after, self._options.num_epochs)
+        work.end(
+            Progress(counters.step, counters.frames_per_rank, time_s, after, self._options.num_epochs),
+            number=counters.own_step,
+            epoch=step.epoch,
         )
-        parts.timeline.end_step(counters.own_step, step.epoch, step.batch.num_frames)
         parts.pulse.beat()
         parts.reporter.step(after, step.at.total_frames, self._shown_loss)
 
-    def _compute_gradients(self, step: Step) -> None:
+    def _compute_gradients(self, step: Step, work: TrainingStep) -> None:
         parts = self.parts
         span = parts.timeline.span
         with span(Span.H2D):
@@ -198,17 +201,15 @@ class Trainer:
         with span(Span.FORWARD):
             loss = parts.task.loss(parts.model, batch)
             self._note_loss(loss.total.detach(), loss.num_frames, step)
-        with span(Span.BACKWARD):
-            loss.total.backward()  # type: ignore[no-untyped-call]
-            if parts.slowness > 1:
+        work.backward(loss.total)
+        if parts.slowness > 1:
+            with span(Span.BACKWARD):
                 if parts.device.type == "cuda":
                     torch.cuda.synchronize(parts.device)
                 time.sleep((parts.slowness - 1) * (time.perf_counter() - begun_s))
 
     def _note_loss(self, total: Tensor, num_frames: int, step: Step) -> None:
-        strategy = self.parts.strategy
-        strategy.observe_loss(total, num_frames)
-        if strategy.survives_divergence:
+        if self.parts.strategy.survives_divergence:
             total = total.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         self._at.epoch_loss[0] += total
         self._at.epoch_loss[1] += num_frames

@@ -15,6 +15,7 @@ from speechdp.data.loading.batch import Batch
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.strategy import Progress, Strategy
+from speechdp.parallel.training_step import TrainingStep
 from speechdp.strategies import parse_strategy
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.timing.timeline import Timeline
@@ -84,15 +85,15 @@ class Run:
     def step(self, batches: list[Batch], mean_frames: float = 10.0, time_s: float = 0.0) -> None:
         """Do one step with the frames of all `batches`; none is a step this rank only joins."""
         frames = sum(batch.num_frames for batch in batches)
-        self.strategy.before_backward(frames)
+        step = TrainingStep(self.strategy, self.timeline, frames)
+        step.begin()
         if batches:
             losses = [AcousticTask().loss(self.replica.model, batch).total for batch in batches]
-            total = torch.stack(losses).sum()
-            self.strategy.observe_loss(total.detach(), frames)
-            total.backward()
+            step.backward(torch.stack(losses).sum())
         self.steps += 1
         self.frames += mean_frames
-        self.strategy.step(Progress(self.steps, self.frames, time_s, self.steps / NUM_STEPS))
+        progress = Progress(self.steps, self.frames, time_s, self.steps / NUM_STEPS)
+        step.end(progress, number=self.steps)
 
     def train(self, rank: int, first: int = 0, last: int = NUM_STEPS) -> None:
         """Train on this rank's batches of steps first to last."""

@@ -29,6 +29,7 @@ from speechdp.experiments.profile.steps import SingleModule, StageClock, StagedS
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import parse_strategy
 from speechdp.parallel.strategy import Progress
+from speechdp.parallel.training_step import TrainingStep
 from speechdp.timing.timeline import Span, Timeline
 from speechdp.train.build import (
     build_trainer,
@@ -152,13 +153,14 @@ class _WholeSteps:
         step = self._next()
         frames = step.batch.num_frames
         parts.replica.set_learning_rate(parts.schedule.at(_place(step)) * parts.strategy.learning_rate_factor)
-        parts.strategy.before_backward(frames)
+        work = TrainingStep(parts.strategy, parts.timeline, frames)
+        work.begin()
         if frames:
-            self._compute_gradients(step, number)
+            self._compute_gradients(step, number, work)
         self._frames += step.at.mean_frames
         time_s = parts.timeline.training_time_s
-        parts.strategy.step(Progress(number, self._frames, time_s, _place(step), _MANY_EPOCHS))
-        parts.timeline.end_step(number, step.epoch, frames)
+        progress = Progress(number, self._frames, time_s, _place(step), _MANY_EPOCHS)
+        work.end(progress, number=number, epoch=step.epoch)
         return frames
 
     def _next(self) -> Step:
@@ -170,14 +172,13 @@ class _WholeSteps:
             if self._whole.holds(step):
                 return step
 
-    def _compute_gradients(self, step: Step, number: int) -> None:
+    def _compute_gradients(self, step: Step, number: int, work: TrainingStep) -> None:
         with self._clock.timed("h2d", WHOLE):
             batch = step.batch.to(self._parts.device)
         loss = self._staged.forward(batch)
-        self._parts.strategy.observe_loss(loss, batch.num_frames)
         if not math.isfinite(value := loss.item()):
             self._refuse(value, number)
-        self._staged.backward()
+        work.backward(loss, compute=self._staged.backward)
 
     def _refuse(self, value: float, number: int) -> NoReturn:
         raise RunError(
