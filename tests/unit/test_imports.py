@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,6 +73,8 @@ def _imported(path: Path, modules: dict[str, Path]) -> Iterator[tuple[str, int]]
                 inner = f"{base}/{alias.name}".strip("/")
                 if inner in modules or base:
                     yield inner if inner in modules else base, node.lineno
+                elif not alias.name.startswith("__"):  # a public name, which may come from any room
+                    yield f"__init__.{alias.name}", node.lineno
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.startswith("speechdp."):
@@ -95,6 +99,8 @@ def faults_of(package: Path) -> list[str]:
     for name, found in graph.items():
         for other, line in found.items():
             here, there = _room(name), _room(other)
+            if other.startswith("__init__."):
+                faults.append(f"{name}.py:{line} imports a public name: import it from where it is")
             if here and there and here != there and _LEVEL[there] >= _LEVEL[here]:
                 faults.append(f"{name}.py:{line} imports {other}: {here} does not know {there}")
     try:
@@ -128,6 +134,7 @@ def test_rooms_import_only_what_is_below_them_and_nothing_in_a_circle() -> None:
             "in a circle",
         ),
         ({"news/a.py": ""}, "in no room"),
+        ({"comm/a.py": "from speechdp import DataParallel"}, "imports a public name"),
     ],
 )
 def test_a_forbidden_import_is_found(tmp_path: Path, files: dict[str, str], fault: str) -> None:
@@ -150,3 +157,13 @@ def test_every_room_says_what_it_is_for() -> None:
 def test_no_room_has_more_than_twenty_files() -> None:
     sizes = {str(path.parent): len(list(path.parent.glob("*.py"))) for path in PACKAGE.rglob("__init__.py")}
     assert {room: size for room, size in sizes.items() if size > 20} == {}
+
+
+def test_public_names_are_imported_when_they_are_used() -> None:
+    program = (
+        "import sys, speechdp; assert speechdp.__version__; assert 'torch' not in sys.modules\n"
+        "for name in speechdp.__all__: assert name in dir(speechdp) and getattr(speechdp, name).__doc__"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        speechdp.Nothing  # noqa: B018
