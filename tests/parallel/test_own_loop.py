@@ -1,0 +1,34 @@
+"""A user's script over real back-ends: it trains, its failure ends all, its folder is one of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from speechdp.report.runs.folders import read_run
+from tests.helpers.mpi import run_mpi
+
+PROGRAM = Path(__file__).parents[1] / "helpers" / "rank_programs" / "own_loop.py"
+
+
+@pytest.mark.parametrize(
+    ("backend", "strategy"),
+    [("mpi", "model_averaging:period=2,momentum=average"), ("torch", "gradient_averaging"), ("mpi", "easgd")],
+)
+def test_a_script_trains_over_ranks(backend: str, strategy: str, tmp_path: Path) -> None:
+    environment = {"SPEECHDP_BACKEND": backend, "SPEECHDP_STRATEGY": strategy}
+    ended = run_mpi(2, [PROGRAM, tmp_path / "run"], env=environment)
+    assert ended.exit_code == 0, ended.output
+    for rank in range(2):
+        assert f"rank {rank} of 2 over {backend}: 6 steps" in ended.stdout, ended.output
+    run = read_run(tmp_path / "run")
+    assert run.problems == () and run.completed and run.size == 2
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def test_a_mistake_on_one_rank_ends_all(tmp_path: Path) -> None:
+    ended = run_mpi(2, [PROGRAM, tmp_path / "run", "fails"], env={"SPEECHDP_BACKEND": "mpi"})
+    assert ended.exit_code != 0
+    assert "ended by an unexpected ValueError: the script has a mistake" in ended.stderr, ended.output
+    assert not read_run(tmp_path / "run").completed
