@@ -31,6 +31,7 @@ from speechdp.launching.command import (
     horovodrun_environment,
     mpirun_command,
     own_program,
+    python_program,
     srun_command,
     srun_environment,
 )
@@ -61,7 +62,7 @@ class LaunchCommand:
     command: Annotated[
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- COMMAND ...", help_behavior_hint="")
     ] = ()
-    """What every rank runs, after `--`: a speechdp command with its options."""
+    """What every rank runs, after `--`: a speechdp command with its options, or `python SCRIPT ...`."""
     hostfile: Annotated[
         Path | None, shown("FILE", "the hosts of the batch job this runs in, else this machine")
     ] = None
@@ -104,6 +105,8 @@ class LaunchCommand:
         """Launch; return the exit code."""
         from speechdp.cli.main import check_forwarded  # noqa: PLC0415 - imports this module
 
+        if script := python_program(self.command, Path(sys.executable)):
+            return launch(replace(self, command=self.command[1:]), script, is_script=True)
         find_target(self.command)
         check_forwarded(self.command)
         return launch(self, own_program(Path(sys.executable)))
@@ -124,12 +127,13 @@ class _JobPlace:
     allocation: Allocation | None
 
 
-def launch(options: LaunchCommand, program: tuple[str, ...]) -> int:
+def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool = False) -> int:
     """Check hosts and command, start `program` on the ranks, and return the job's exit code."""
     if options.grace_s < 0:
         raise ConfigError(f"--grace-s {options.grace_s:g}: must be at least 0 seconds")
     command = check_command(options.command, requeue=True) if options.requeue else options.command
-    target = find_target(command)
+    # Where a script writes what is not known.
+    target = None if is_script else find_target(command)
     place = _find_place(options)
     policy = RestartPolicy(options.max_restarts, options.min_ranks)
     policy.check(place.num_ranks, target)

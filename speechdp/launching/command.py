@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -238,6 +238,18 @@ def forwarded_names(environment: Mapping[str, str]) -> list[str]:
 def own_program(python: Path) -> tuple[str, ...]:
     """Return how a rank begins: this Python, by absolute path, running speechdp."""
     return (str(python.absolute()), "-m", "speechdp")
+
+
+def python_program(command: Sequence[str], python: Path) -> tuple[str, ...]:
+    """Return how a rank begins that runs a user's own script, `python train.py ...`; () if it is no Python.
+
+    Args:
+        command: what follows `--`.
+        python: of this environment, which is taken where the command says just `python`.
+    """
+    if not command or not re.fullmatch(r"python[0-9.]*", Path(command[0]).name):
+        return ()
+    return (str(python.absolute()) if command[0] in ("python", "python3") else command[0],)
 
 
 def _own_prefix(mpi: OpenMpi) -> list[str]:

@@ -161,6 +161,7 @@ class DataParallel:
             self._conclude()
             self.strategy.close()
         self._state = _State.ENDED
+        self._replica.update_rule.release()
         self.timeline.close()
 
     def _begin_folder(self, folder: Path) -> Path:
@@ -422,7 +423,8 @@ class DataParallel:
             "weight_per_rank": self._weight_per_rank,
             "time_s": self.timeline.training_time_s,
         }
-        copied: dict[str, Any] = _copied(state)
+        with self.timeline.event(Span.CHECKPOINT):
+            copied: dict[str, Any] = _copied(state)
         self.strategy.resume()
         return copied
 
@@ -454,11 +456,15 @@ class DataParallel:
         self.steps, self._weight_here = state["steps"], state["weight_here"]
         self._weight_per_rank = state["weight_per_rank"]
         self.timeline.resume_at(state["time_s"])
+        if self._directory is not None and self.comm.rank == 0:
+            self._directory.truncate_metrics(self.steps)
 
     def _check_training(self, what: str) -> None:
         if self._state is not _State.TRAINING:
             when = "before" if self._state is _State.NEW else "after"
             raise RunError(f"run.{what}() is called {when} `with run`; call it inside that block")
+        if self._weight_of_all is not None:
+            raise RunError(f"run.{what}() is called inside `with run.evaluating()`; call it after that block")
 
 
 class Step(AbstractContextManager["Step"]):

@@ -130,18 +130,19 @@ class RunDirectory:
             whole = text if text.endswith("\n") or not text else f"{text}\n"
             write_text_atomically(path, whole + json.dumps({"started": _now(), **facts}) + "\n")
 
-    def truncate_metrics(self, step: int, epochs_done: int) -> None:
+    def truncate_metrics(self, step: int, epochs_done: int | None = None) -> None:
         """Drop evaluations after a checkpoint: the resumed run makes them again.  Raises RunError (disk).
 
         Args:
             step: of the checkpoint.
             epochs_done: by then; asynchronous ranks may save at the last step before they evaluate there.
+                None: lines have no epoch.
         """
         if not self._metrics.is_file():
             return
         with _disk_errors(self._metrics):
             text = self._metrics.read_text(encoding="utf-8", errors="replace")
-            made = {"step": step, "epoch": epochs_done}
+            made = {"step": step, **({} if epochs_done is None else {"epoch": epochs_done})}
             lines = [line for line in text.splitlines() if all(_of(line, n) <= x for n, x in made.items())]
             write_text_atomically(self._metrics, "".join(f"{line}\n" for line in lines))
 

@@ -59,6 +59,10 @@ class Update(ABC):
     def reset(self) -> None:
         """Forget all state: momentum, moments, step counts."""
 
+    def release(self) -> None:
+        """Give the optimizer back to whoever made it."""
+        return None
+
 
 class FlatUpdate(Update):
     """One parameter, the flat vector: a handful of kernels whatever the number of layers.
@@ -160,7 +164,7 @@ class ParameterwiseUpdate(Update):
         #: The rates that the user's schedule gives are multiplied by this.
         self._factor = 1.0
         self._is_moving = False
-        optimizer.register_step_pre_hook(self._refuse_a_step_of_the_script)
+        self._hook = optimizer.register_step_pre_hook(self._refuse_a_step_of_the_script)
         # Schedulers warn where nobody has called `step` before them; a server's workers never do.
         vars(optimizer)["_opt_called"] = True
 
@@ -285,6 +289,9 @@ class ParameterwiseUpdate(Update):
         for p, i in self._moved():
             self._state(p).clear()
             self._state(p).update(copy.deepcopy(self._initial.get(i, {})))
+
+    def release(self) -> None:
+        self._hook.remove()
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = self.optimizer.state[parameter]

@@ -21,9 +21,12 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError, RunError
+from speechdp.parallel.replica import Replica
 from speechdp.report.runs.folders import read_run
 from speechdp.strategies import strategy_names
-from tests.helpers.strategy_runs import assert_bitwise_equal_over_ranks, assert_close
+from tests.helpers.strategy_runs import Run, assert_bitwise_equal_over_ranks, assert_close
+from tests.helpers.strategy_runs import make_batch as lstm_batch
+from tests.helpers.strategy_runs import make_model as make_lstm
 
 NUM_STEPS = 8
 _SEED = threading.Lock()
@@ -231,6 +234,30 @@ def test_replicas_are_bitwise_equal_in_the_end(strategy: str, size: int) -> None
         assert trained.isfinite().all() and not torch.equal(trained, before)
 
     run_threads(size, check)
+
+
+@pytest.mark.parametrize(
+    "strategy", [*SYNCHRONOUS, "bmuf:period=2,momentum=average", "slowmo:period=2,momentum=reset"]
+)
+def test_an_optimizer_over_parameters_is_treated_as_one_over_the_flat_vector(strategy: str) -> None:
+    """Also its state: averaged, forgotten, or missing on a rank that has had no batch yet."""
+
+    def check(comm: Communicator) -> None:
+        model = make_lstm()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+        mine = Run(comm, strategy, Replica(model, optimizer))
+        flat = Run(
+            comm,
+            strategy,
+            Replica(make_lstm(), lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1)),
+        )
+        for run in (mine, flat):
+            for number in range(7):
+                is_there = comm.rank == 0 or number > 2
+                run.step([lstm_batch(comm.rank, number)] if is_there else [])
+        assert_close(mine.finish(), flat.finish(), strategy)
+
+    run_threads(2, check)
 
 
 @pytest.mark.parametrize("strategy", SYNCHRONOUS)
@@ -493,6 +520,10 @@ def test_what_cannot_be_is_refused_in_a_line() -> None:
             step.backward(loss_sum(script.model, make_batch(0, 1)))
     with _refused("is called after `with run`", RunError):
         script.run.step()
+    script.optimizer.step()  # now it is the script's again
+    other = Script(comm, "gradient_averaging")
+    with other.run, other.run.evaluating(), _refused("inside `with run.evaluating()`", RunError):
+        other.run.state_dict()
 
 
 def test_ranks_with_other_models_are_refused_before_they_exchange() -> None:

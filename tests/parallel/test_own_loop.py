@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from speechdp.report.runs.folders import read_run
-from tests.helpers.mpi import run_mpi
+from tests.helpers.jobs import SPEECHDP
+from tests.helpers.mpi import run_job, run_mpi
 
 PROGRAM = Path(__file__).parents[1] / "helpers" / "rank_programs" / "own_loop.py"
 
@@ -32,3 +33,12 @@ def test_a_mistake_on_one_rank_ends_all(tmp_path: Path) -> None:
     assert ended.exit_code != 0
     assert "ended by an unexpected ValueError: the script has a mistake" in ended.stderr, ended.output
     assert not read_run(tmp_path / "run").completed
+
+
+def test_launch_starts_a_script_and_hands_its_end_on(tmp_path: Path) -> None:
+    job = [*SPEECHDP, "launch", "-np", "2", "--", "python", str(PROGRAM), str(tmp_path / "run")]
+    ended = run_job(job, env={"SPEECHDP_BACKEND": "mpi"})
+    assert ended.exit_code == 0 and read_run(tmp_path / "run").completed, ended.output
+    assert read_run(tmp_path / "run").size == 2
+    ended = run_job([*job, "fails"], env={"SPEECHDP_BACKEND": "mpi", "SPEECHDP_FOLDER": str(tmp_path / "b")})
+    assert ended.exit_code != 0 and "ValueError: the script has a mistake" in ended.stderr, ended.output
