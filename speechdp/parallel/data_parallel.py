@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -107,7 +108,7 @@ class DataParallel:
         self._weight_per_rank = 0.0
         self._weight_of_all: int | None = None  # known while all ranks evaluate
         self._joins_only = False
-        self._state = _State.NEW
+        self._phase = _Phase.NEW
         self._loaded: dict[str, Any] | None = None
 
     def _check_strategy(self, num_steps: int, scaler: torch.amp.GradScaler | None) -> None:
@@ -134,13 +135,13 @@ class DataParallel:
 
     def __enter__(self) -> DataParallel:
         """Begin training.  Collective."""
-        if self._state is not _State.NEW:
+        if self._phase is not _Phase.NEW:
             raise RunError("`with run` is entered a second time; make a new DataParallel to train again")
         path = None if self._folder is None else self._begin_folder(self._folder)
         #: Where this rank's time goes; `with run.timeline.span(...)` times parts of the script.
         self.timeline = Timeline(path, rank=self.comm.rank, device=self._device)
         self.strategy.attach(self._replica, self.comm, self.timeline)
-        self._state = _State.TRAINING
+        self._phase = _Phase.TRAINING
         if self._loaded is not None:
             self._take_up(self._loaded)
             self._loaded = None
@@ -160,7 +161,7 @@ class DataParallel:
             average_statistics(self.model, self.comm, has_trained=self._weight_here > 0)
             self._conclude()
             self.strategy.close()
-        self._state = _State.ENDED
+        self._phase = _Phase.ENDED
         self._replica.update_rule.release()
         self.timeline.close()
 
@@ -219,7 +220,7 @@ class DataParallel:
 
     # -- steps ------------------------------------------------------------------------------------------
 
-    def step(self, weight: int = 1) -> Step:
+    def step(self, weight: int = 1) -> ScriptStep:
         """Return one step as a context manager: its end exchanges and updates.  Collective.
 
         Every rank takes its steps together with the others, or with an asynchronous strategy at its own
@@ -237,7 +238,7 @@ class DataParallel:
         number = int(weight)
         if number != weight or number < 0:
             raise ConfigError(f"step(weight={weight}): give a number of frames or examples, 0 or more")
-        return Step(self, 0 if self._joins_only else number, joins_only=self._joins_only)
+        return ScriptStep(self, 0 if self._joins_only else number, joins_only=self._joins_only)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield a loader's batches, as often as the rank with most of them has one.  Collective.
@@ -366,7 +367,7 @@ class DataParallel:
 
             run.log(valid_loss=loss, epoch=epoch)
         """
-        if self._state is _State.NEW:
+        if self._phase is _Phase.NEW:
             raise RunError("run.log() is called before `with run`")
         if self.comm.rank != 0 or self._directory is None:
             return
@@ -435,7 +436,7 @@ class DataParallel:
             ConfigError: the state of another rank, number of ranks, or strategy.
             RunError: training has begun.
         """
-        if self._state is not _State.NEW:
+        if self._phase is not _Phase.NEW:
             raise RunError("load_state_dict is called after training has begun; call it before `with run`")
         saved = f"rank {state['rank']} of {state['size']} with {state['strategy_name']}"
         here = f"rank {self.comm.rank} of {self.comm.size} with {self.strategy.name}"
@@ -460,14 +461,14 @@ class DataParallel:
             self._directory.truncate_metrics(self.steps)
 
     def _check_training(self, what: str) -> None:
-        if self._state is not _State.TRAINING:
-            when = "before" if self._state is _State.NEW else "after"
+        if self._phase is not _Phase.TRAINING:
+            when = "before" if self._phase is _Phase.NEW else "after"
             raise RunError(f"run.{what}() is called {when} `with run`; call it inside that block")
         if self._weight_of_all is not None:
             raise RunError(f"run.{what}() is called inside `with run.evaluating()`; call it after that block")
 
 
-class Step(AbstractContextManager["Step"]):
+class ScriptStep(AbstractContextManager["ScriptStep"]):
     """One step of a `DataParallel`, between its `with` and its end.  Made by `DataParallel.step`."""
 
     def __init__(self, run: DataParallel, weight: int, *, joins_only: bool) -> None:
@@ -481,7 +482,7 @@ class Step(AbstractContextManager["Step"]):
         """What this rank counts in the update; 0 where it only joins."""
         return self._step.weight
 
-    def __enter__(self) -> Step:
+    def __enter__(self) -> ScriptStep:
         run = self._run
         replica = run._replica
         replica.bind_gradients()
@@ -533,10 +534,12 @@ class Step(AbstractContextManager["Step"]):
             self._forward = None
 
 
-class _State:
+class _Phase(Enum):
     """How far a run has come."""
 
-    NEW, TRAINING, ENDED = object(), object(), object()
+    NEW = "before training"
+    TRAINING = "in training"
+    ENDED = "after training"
 
 
 _END: Any = object()

@@ -44,7 +44,7 @@ class TrainingStep:
             strategy.observe_loss(loss.detach(), self.weight)
         strategy.replica.more_to_come = not last
         with self._timeline.span(Span.BACKWARD):
-            (compute or loss.backward)()  # type: ignore[no-untyped-call]
+            (compute or loss.backward)()
 
     def end(self, progress: Progress, *, number: int, epoch: int = 0) -> None:
         """Exchange and update as the strategy does; close the step's record.  Collective where it exchanges.
