@@ -7,7 +7,7 @@ from pathlib import Path
 
 from speechdp import files
 from speechdp.checkpoint import folder as checkpoint_folder
-from speechdp.train import run_files
+from speechdp.parallel import run_files
 
 
 def syncs_what_it_has_handed_over() -> None:

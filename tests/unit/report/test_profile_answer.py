@@ -23,9 +23,9 @@ from speechdp.experiments.profile.derived import (
 from speechdp.experiments.profile.record import (
     STRONG,
     WEAK,
+    MeasuredMemory,
     Memory,
     Profile,
-    MeasuredMemory,
     read_profile,
 )
 from speechdp.report.profile.answer import find_answer
