@@ -109,7 +109,10 @@ class Driver:
     def _is_named(self, point: Point, place: Workplace) -> bool:
         """Return whether the command's page names what could not be read."""
         page = place.work / self._case.page
-        return bool(self._case.page) and page.is_file() and reason_of(point.error) in page.read_text()
+        if not self._case.page or not page.is_file():
+            return False
+        text, name = page.read_text(), Path(point.operation.path).name
+        return reason_of(point.error) in text or (point.error == "ENOENT" and f"{name}: missing" in text)
 
     @property
     def _is_told_through(self) -> bool:

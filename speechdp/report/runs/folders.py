@@ -12,7 +12,7 @@ from typing import Any
 
 from speechdp.errors import ConfigError, RunError
 from speechdp.jsonl import read_lines
-from speechdp.report.runs.records import number, read_object
+from speechdp.report.runs.records import files_of, number, read_object
 from speechdp.report.runs.results import Evaluation, RunResult, Sweep, WordErrors
 from speechdp.report.runs.samples import read_samples
 from speechdp.report.runs.synthesis_measures import read_spoken
@@ -47,7 +47,7 @@ def _read_with_samples(run_dir: Path) -> RunResult:
     """Read a run with its samples, which are by far its largest files."""
     run = read_run(run_dir)
     samples, problems = [], list(run.problems)
-    for path in sorted((run_dir / "timeline").glob("samples-*.jsonl")):
+    for path in files_of(run_dir / "timeline", "samples-*.jsonl", problems):
         try:
             found = read_samples(path)
         except RunError as error:
@@ -132,7 +132,7 @@ def _evaluation(record: dict[str, Any]) -> Evaluation:
 def _find_word_errors(run_dir: Path, problems: list[str]) -> WordErrors | None:
     """Read the errors on the test split, else on the only split decoded; None where there is no such file."""
     test = run_dir / "wer-test.json"
-    found = [test] if test.is_file() else sorted(run_dir.glob("wer-*.json"))
+    found = [test] if test.is_file() else files_of(run_dir, "wer-*.json", problems)
     if len(found) > 1:
         problems.append("wer-test.json: missing, and several other splits are decoded; decode the test split")
         return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,18 @@ def read_object(path: Path, problems: list[str]) -> dict[str, Any] | None:
             return value
         problems.append(f"{path.name}: not a JSON object")
     return None
+
+
+def files_of(folder: Path, pattern: str, problems: list[str]) -> list[Path]:
+    """Return a folder's files whose names match, sorted; none, after noting why, where it cannot be read."""
+    try:
+        names = [entry.name for entry in os.scandir(folder)]  # Path.glob passes over what it may not open
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        problems.append(f"{folder.name}/: cannot be read ({error.strerror})")
+        return []
+    return [folder / name for name in sorted(fnmatch.filter(names, pattern))]
 
 
 def number(record: dict[str, Any], key: str) -> float | None:

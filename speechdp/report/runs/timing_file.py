@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.jsonl import read_lines
-from speechdp.report.runs.records import amount, finite, number, read_object, words
+from speechdp.report.runs.records import amount, files_of, finite, number, read_object, words
 from speechdp.report.runs.results import DATA_STAGES, DataTimes, Feeder, RankMemory, RankTiming, RunTiming
 
 DEFAULT_WARMUP_STEPS = 4
@@ -126,7 +126,7 @@ def _feeders(record: dict[str, Any]) -> tuple[Feeder, ...]:
 def _timing_from_timelines(run_dir: Path, problems: list[str]) -> RunTiming | None:
     ranks: list[RankTiming] = []
     warmup_used = DEFAULT_WARMUP_STEPS
-    for path in sorted((run_dir / "timeline").glob("rank-*.jsonl")):
+    for path in files_of(run_dir / "timeline", "rank-*.jsonl", problems):
         try:
             steps, events, num_damaged = read_timeline(path)
         except OSError as error:

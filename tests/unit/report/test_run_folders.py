@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -293,3 +295,16 @@ def test_the_one_rank_run_of_a_sweep_has_a_speed_but_no_accuracy(tmp_path: Path)
     assert sweep.baseline is not None and sweep.baseline.timing is not None
     assert sweep.baseline.evaluations == ()
     assert all(run.evaluations for run in sweep.runs if not run.is_baseline)
+
+
+def test_a_timeline_that_may_not_be_looked_into_is_a_problem_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(MadeUpRun("a"), tmp_path)
+
+    def refuse(folder: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    (run,) = read_sweep(path).runs
+    assert "timeline/: cannot be read (Permission denied)" in run.problems
