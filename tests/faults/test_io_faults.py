@@ -23,7 +23,7 @@ pytestmark = [
 
 #: Points of each command; a try takes about a second of a core, launched 10.
 _SAMPLES = {
-    **{"train": 70, "resume": 25, "train-alone": 10, "train-averaging": 10},
+    **{"train": 70, "resume": 25, "train-alone": 10, "train-averaging": 10, "train-realign": 4},
     **{"prepare": 30, "shard": 20, "decode": 10, "report": 6, "sweep": 8},
     **({"prepare-synthetic": 4} if find_spec("espeakng_loader") else {}),
     **{"train-mpi": 2, "train-horovod": 2, "compare": 1, "compare-rank": 1},
@@ -42,6 +42,7 @@ _WERE_WRONG = {
         "0 open RUN/checkpoints/step-00000006/rank-0000.safetensors 3 ENOENT on",  # no remedy
         "0 open RUN/run.json 1 ENOENT once",  # --overwrite, for a file that is there
     ),
+    "train-realign": ("0 open RUN/alignments/1/train-00001.h5 2 EINTR once",),  # damaged, align again
     "prepare": (
         "0 write .DATA.partial/.test-00001.h5.*.tmp 6 EIO once",  # HDF5 crashed
         "0 open DATA/data.json 1 ESTALE once",  # not a complete data directory, run prepare

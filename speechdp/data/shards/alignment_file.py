@@ -17,7 +17,7 @@ from speechdp.data.shards.hdf5_input import HDF5_ERRORS, open_hdf5
 from speechdp.data.shards.layout import check_format, printable
 from speechdp.data.shards.shard import Shard, check_targets
 from speechdp.errors import ShardError
-from speechdp.files import atomic_path, cannot_be_written
+from speechdp.files import atomic_path, cannot_be_read, cannot_be_written, is_of_disk
 
 TARGETS_FORMAT = "speechdp-targets"
 TARGETS_VERSION = 1
@@ -126,8 +126,10 @@ def _read_head(path: Path, shard: Shard) -> tuple[str, npt.NDArray[np.uint32], A
             crc32: npt.NDArray[Any] = file.array("crc32")
             place = ArrayPlace.of(file.dataset("targets"))
     except HDF5_ERRORS as error:
+        if is_of_disk(error):
+            raise ShardError(cannot_be_read(path, error)) from error
         reason = " ".join(str(error).split())
-        raise ShardError(f"{path}: missing, truncated or damaged ({reason}); {_AGAIN}") from error
+        raise ShardError(f"{path}: truncated or damaged ({reason}); {_AGAIN}") from error
     if attributes.get("shard_index_sha256") != shard.index_sha256:
         raise ShardError(f"{path}: belongs to another shard than {shard.path}; {_AGAIN}")
     alignment = str(attributes.get("alignment"))
