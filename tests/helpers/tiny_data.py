@@ -125,12 +125,12 @@ def flip_byte(path: Path, utterance: int, where: Literal["features", "targets"] 
         dataset = file[where]
         row_bytes = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:]))
         position = dataset.id.get_offset() + row * row_bytes
-    content = bytearray(path.read_bytes())
-    if where == "targets":
-        content[position] ^= 0x01
-    else:
-        content[position + 1] ^= 0x40
-    path.write_bytes(content)
+    position, bit = (position, 0x01) if where == "targets" else (position + 1, 0x40)
+    with path.open("rb+", buffering=0) as file:  # in place: whoever reads it meanwhile finds a whole file
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ bit]))
     return name
 
 
