@@ -11,12 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from speechdp.parallel.data_parallel import DataParallel
     from speechdp.parallel.ranks import run_ranks
+    from speechdp.parallel.registry import strategy
 
 __version__ = "0.1.0"
-__all__ = ["DataParallel", "run_ranks"]
+__all__ = ["DataParallel", "run_ranks", "strategy"]
 
 #: Where public names are.  They are imported when they are first used: `import speechdp` loads no torch.
-_MODULES = {"DataParallel": "speechdp.parallel.data_parallel", "run_ranks": "speechdp.parallel.ranks"}
+_MODULES = {
+    "DataParallel": "speechdp.parallel.data_parallel",
+    "run_ranks": "speechdp.parallel.ranks",
+    "strategy": "speechdp.parallel.registry",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,8 @@
-"""Find strategies by name and parse `NAME:option=value,...`; the folder strategies/ is the registry."""
+"""Find strategies by name and parse `NAME:option=value,...`.
+
+Ours are the files of speechdp/strategies.  Others register a class of their own with `strategy`, in a script
+or in a package that names it as an entry point of the group `speechdp.strategies`.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,100 @@ import dataclasses
 import importlib
 import pkgutil
 import typing
-from typing import Any
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any, TypeVar
 
 from speechdp.errors import ConfigError
 from speechdp.parallel.period import Period
 from speechdp.parallel.strategy import Strategy
 
+_Class = TypeVar("_Class", bound=type[Strategy])
+#: Group of entry points by which packages offer strategies.
+ENTRY_POINTS = "speechdp.strategies"
+_REGISTERED: dict[str, type[Strategy]] = {}
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-def strategy_names() -> list[str]:
-    """Return the names of all strategies, sorted."""
+def strategy(name: str) -> Callable[[_Class], _Class]:
+    """Return a decorator that registers a strategy class under a name of its own.
+
+    Args:
+        name: letters, digits and underscores, as `--strategy` and `DataParallel` take it.
+
+    Raises:
+        ConfigError: the name is none, or another strategy's.
+
+    Example::
+
+        @speechdp.strategy("lazy_averaging")
+        @dataclasses.dataclass(eq=False)
+        class LazyAveraging(Strategy):
+            period: int = 8
+            ...
+    """
+
+    def register(cls: _Class) -> _Class:
+        if not (isinstance(cls, type) and issubclass(cls, Strategy) and dataclasses.is_dataclass(cls)):
+            raise ConfigError(f"strategy {name!r}: {cls!r} is no dataclass derived from Strategy")
+        if cls.__module__.startswith("speechdp."):
+            raise ConfigError(f"strategy {name!r}: {cls.__name__} has a name already; derive a class from it")
+        if not name.isidentifier():
+            raise ConfigError(f"strategy {name!r}: a name has letters, digits and underscores")
+        other = _REGISTERED.get(name)
+        is_again = other is not None and other.__qualname__ == cls.__qualname__  # a module loaded anew
+        if name in _own_names() or (other is not None and not is_again):
+            raise ConfigError(f"strategy {name!r}: there is one of that name; choose another")
+        cls.registered_name = name
+        _REGISTERED[name] = cls
+        return cls
+
+    return register
+
+
+def _own_names() -> list[str]:
     package = importlib.import_module("speechdp.strategies")
-    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg)
+    return [m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg]
+
+
+def _entry_points() -> dict[str, metadata.EntryPoint]:
+    return {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}
+
+
+def strategy_names() -> list[str]:
+    """Return the names of all strategies, sorted: ours, registered ones, those of installed packages."""
+    return sorted({*_own_names(), *_REGISTERED, *_entry_points()})
 
 
 def strategy_class(name: str) -> type[Strategy]:
-    """Return the strategy class in file `name`.
+    """Return a strategy's class.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is none of that name, or its package cannot be used.
     """
-    if name not in strategy_names():
+    if name in _own_names():
+        return _own_class(name)
+    if name not in _REGISTERED and name in _entry_points():
+        _load(_entry_points()[name])
+    if name not in _REGISTERED:
         raise ConfigError(f"unknown strategy {name!r}; there are: {', '.join(strategy_names())}")
+    return _REGISTERED[name]
+
+
+def _load(point: metadata.EntryPoint) -> None:
+    """Import a package's strategy, and register it unless it does so itself."""
+    try:
+        cls = point.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"strategy {point.name!r}: {point.value} cannot be imported ({error}); "
+            "install its package again, on every host"
+        ) from error
+    if _REGISTERED.get(point.name) is not cls:
+        strategy(point.name)(cls)
+
+
+def _own_class(name: str) -> type[Strategy]:
     module = importlib.import_module(f"speechdp.strategies.{name}")
     found = [
         c
@@ -57,9 +132,9 @@ def parse_strategy(text: str) -> Strategy:
         if not equals:
             raise ConfigError(f"{name}:{option}: has no value; write {option}=...")
         values[option] = _convert(f"{name}:{option}", value, options[option])
-    strategy = cls(**values)
-    strategy.check_options()
-    return strategy
+    made = cls(**values)
+    made.check_options()
+    return made
 
 
 def _convert(where: str, text: str, kind: Any) -> Any:

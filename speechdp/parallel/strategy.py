@@ -83,10 +83,14 @@ class Strategy(ABC):
         """
         return self.synchronous and not self.needs_peers
 
+    #: Name under which a class from outside was registered; ours have that of their file.
+    registered_name: ClassVar[str] = ""
+
     @property
     def name(self) -> str:
-        """Name of the strategy on the command line: that of its file."""
-        return type(self).__module__.rpartition(".")[2]
+        """Name of the strategy on the command line."""
+        # Not inherited: a class derived from a registered one has a name of its own, or its file's.
+        return vars(type(self)).get("registered_name") or type(self).__module__.rpartition(".")[2]
 
     replica: Replica
     comm: Communicator

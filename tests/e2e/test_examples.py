@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from speechdp.report.runs.folders import read_run
-from tests.helpers.mpi import REPOSITORY, job_environment
+from tests.helpers.jobs import by_launch
+from tests.helpers.mpi import REPOSITORY, job_environment, run_job
+from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
 
 ASR = REPOSITORY / "examples" / "asr_ctc"
 
@@ -47,3 +52,25 @@ def test_few_lines_differ_from_plain_pytorch() -> None:
     )
     added = [line for line in difflib.ndiff(plain, ours) if re.match(r"\+ .", line)]
     assert len(added) <= 7, added
+
+
+def test_a_strategy_of_an_installed_package_is_used_by_name(tmp_path: Path) -> None:
+    source, site = tmp_path / "source", tmp_path / "site"
+    shutil.copytree(REPOSITORY / "examples" / "own_strategy", source)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation",
+         "--target", site, source],
+        check=True, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    data, run = tmp_path / "data", tmp_path / "run"
+    write_tiny_data(data, TinySizes(train=48, dev=4, test=4))
+    strategy = "growing_averaging:period=1,stay=1,longest=4"
+    options = (*TINY_MODEL, "--batch-size", "2", "--epochs", "1", "--backend", "mpi")
+    ended = run_job(
+        by_launch(2, "train", data, run, *options, "--strategy", strategy),
+        env={"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{site}"},
+    )
+    assert ended.exit_code == 0, ended.output
+    assert json.loads((run / "run.json").read_text())["strategy_name"] == "growing_averaging"
+    refused = run_job(by_launch(2, "train", data, tmp_path / "other", *options, "--strategy", strategy))
+    assert refused.exit_code != 0 and "unknown strategy 'growing_averaging'" in refused.output
