@@ -125,6 +125,8 @@ def _read_head(path: Path, shard: Shard) -> tuple[str, npt.NDArray[np.uint32], A
             check_format(path, attributes, TARGETS_FORMAT, TARGETS_VERSION)
             crc32: npt.NDArray[Any] = file.array("crc32")
             place = ArrayPlace.of(file.dataset("targets"))
+    except FileNotFoundError as error:
+        raise ShardError(cannot_be_read(path, error, "align again")) from error
     except HDF5_ERRORS as error:
         if is_of_disk(error):
             raise ShardError(cannot_be_read(path, error)) from error
