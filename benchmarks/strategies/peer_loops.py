@@ -134,12 +134,11 @@ def _horovod_over_gloo() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def process_group(setting: Setting) -> Iterator[Any]:
+def process_group(ranks: Ranks) -> Iterator[Any]:
     """Give torch.distributed over gloo."""
     import torch.distributed as dist  # noqa: PLC0415
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    ranks = setting.ranks
     store = (
         dist.TCPStore("127.0.0.1", 0, ranks.size, is_master=True, wait_for_workers=False)
         if not ranks.rank
@@ -156,7 +155,7 @@ def process_group(setting: Setting) -> Iterator[Any]:
 @contextlib.contextmanager
 def ddp(setting: Setting) -> Iterator[Step]:
     """Give DistributedDataParallel."""
-    with process_group(setting):
+    with process_group(setting.ranks):
         model = nn.parallel.DistributedDataParallel(setting.model, gradient_as_bucket_view=True)
         yield local_step(model, setting.adam(), setting)
 
@@ -164,17 +163,24 @@ def ddp(setting: Setting) -> Iterator[Step]:
 @contextlib.contextmanager
 def post_local_sgd(setting: Setting) -> Iterator[Step]:
     """Give DDP whose gradients stay local and a PeriodicModelAverager, from the first step on."""
+    with process_group(setting.ranks) as dist:
+        model = nn.parallel.DistributedDataParallel(setting.model, gradient_as_bucket_view=True)
+        optimizer = post_local_sgd_of(model, setting.adam(), dist, setting.period)
+        yield local_step(model, optimizer, setting)
+
+
+def post_local_sgd_of(
+    model: nn.parallel.DistributedDataParallel, optimizer: torch.optim.Optimizer, dist: Any, period: int
+) -> Any:
+    """Return torch's PostLocalSGDOptimizer over an optimizer of a model in DDP, from the first step on."""
     from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook  # noqa: PLC0415
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager  # noqa: PLC0415
     from torch.distributed.optim import PostLocalSGDOptimizer  # noqa: PLC0415
 
-    with process_group(setting) as dist:
-        model = nn.parallel.DistributedDataParallel(setting.model, gradient_as_bucket_view=True)
-        # No all-reduce inside the node: both ranks of the node are replicas of their own.
-        state = hook.PostLocalSGDState(None, dist.group.WORLD, 0, post_local_gradient_allreduce=False)
-        model.register_comm_hook(state, hook.post_localSGD_hook)
-        averager = PeriodicModelAverager(period=setting.period, warmup_steps=0)
-        yield local_step(model, PostLocalSGDOptimizer(setting.adam(), averager), setting)
+    # No all-reduce inside the node: both ranks of the node are replicas of their own.
+    state = hook.PostLocalSGDState(None, dist.group.WORLD, 0, post_local_gradient_allreduce=False)
+    model.register_comm_hook(state, hook.post_localSGD_hook)
+    return PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(period=period, warmup_steps=0))
 
 
 @contextlib.contextmanager
@@ -183,7 +189,7 @@ def accelerate_local_sgd(setting: Setting) -> Iterator[Step]:
     import accelerate  # noqa: PLC0415
     from accelerate.local_sgd import LocalSGD  # noqa: PLC0415
 
-    with process_group(setting):
+    with process_group(setting.ranks):
         accelerator = accelerate.Accelerator(cpu=True)
         model, optimizer = accelerator.prepare(setting.model, setting.adam())
         assert accelerator.num_processes == setting.ranks.size, "accelerate did not find the ranks"
