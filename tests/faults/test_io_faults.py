@@ -42,7 +42,10 @@ _WERE_WRONG = {
         "0 open RUN/checkpoints/step-00000006/rank-0000.safetensors 3 ENOENT on",  # no remedy
         "0 open RUN/run.json 1 ENOENT once",  # --overwrite, for a file that is there
     ),
-    "train-realign": ("0 open RUN/alignments/1/train-00001.h5 2 EINTR once",),  # damaged, align again
+    "train-realign": (
+        "0 open RUN/alignments/1/train-00001.h5 2 EINTR once",  # damaged, align again
+        "0 open RUN/alignments/1/train-00000.h5 3 EIO once",  # check the path
+    ),
     "prepare": (
         "0 write .DATA.partial/.test-00001.h5.*.tmp 6 EIO once",  # HDF5 crashed
         "0 open DATA/data.json 1 ESTALE once",  # not a complete data directory, run prepare

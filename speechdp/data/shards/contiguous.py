@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speechdp.errors import ShardError
+from speechdp.files import cannot_be_read, is_of_disk
 
 #: (file descriptor, buffers, position) -> bytes read.
 PositionedRead = Callable[[int, Sequence[memoryview], int], int]
@@ -110,8 +111,7 @@ class RowReader:
             if got < num_bytes:
                 self._read_rest(fd, out, got, position)
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise ShardError(f"{self._path}: cannot be read ({reason}); check the disk") from error
+            raise ShardError(cannot_be_read(self._path, error)) from error
 
     def descriptor(self) -> int:
         """Return the open file's descriptor, for reads of contiguous datasets."""
@@ -142,12 +142,10 @@ class RowReader:
                 try:
                     self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
                 except OSError as error:
-                    remedy = "check the path"
+                    then = "run again"
                     if error.errno == errno.EMFILE:
-                        remedy = "raise `ulimit -n`, or write fewer shards with `speechdp shard`"
-                    raise ShardError(
-                        f"{self._path}: cannot be opened ({error.strerror}); {remedy}"
-                    ) from error
+                        then = "run again; or write fewer shards with `speechdp shard`"
+                    raise ShardError(cannot_be_read(self._path, error, then)) from error
             return self._fd
 
     def _read_chunked(self, place: ArrayPlace, start: int, num: int, out: memoryview) -> None:
@@ -156,14 +154,14 @@ class RowReader:
             with self._lock:
                 self._dataset(place).read_direct(rows, np.s_[start : start + num])
         except (OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise self._unreadable(place) from error
+            raise self._unreadable(place, error) from error
 
     def _read_objects(self, place: ArrayPlace, start: int, num: int) -> npt.NDArray[Any]:
         try:
             with self._lock:
                 rows: npt.NDArray[Any] = self._dataset(place)[start : start + num]
         except (OSError, KeyError, RuntimeError) as error:
-            raise self._unreadable(place) from error
+            raise self._unreadable(place, error) from error
         return rows
 
     def _dataset(self, place: ArrayPlace) -> Any:
@@ -171,7 +169,9 @@ class RowReader:
             self._file = h5py.File(self._path, "r", locking=False)
         return self._file[place.name]
 
-    def _unreadable(self, place: ArrayPlace) -> ShardError:
+    def _unreadable(self, place: ArrayPlace, error: Exception) -> ShardError:
+        if is_of_disk(error):
+            return ShardError(cannot_be_read(self._path, error))
         return ShardError(f"{self._path}: {place.name} is truncated, damaged or out of reach; {_AGAIN}")
 
 

@@ -69,7 +69,7 @@ def test_read_only_and_only_when_needed(tmp_path: Path) -> None:
     path = write_shard(tmp_path / "a.h5").path
     path.chmod(0o400)
     reader = RowReader(tmp_path / "gone.h5")
-    with pytest.raises(ShardError, match=r"gone\.h5: cannot be opened \(No such file"):
+    with pytest.raises(ShardError, match=r"gone\.h5: cannot be read \(No such file"):
         reader.read(ArrayPlace("features", 0, (3, 5), np.dtype(np.float16)), 0, 1)
     with path.open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)  # another program's lock does not matter
