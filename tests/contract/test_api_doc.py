@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,10 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```", DOC.read_text(encoding="utf-8"),
 
 
 def run_example(number: int) -> None:
-    exec(compile(EXAMPLES[number], f"{DOC}, example {number + 1}", "exec"), {"__name__": "__main__"})
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(EXAMPLES[number], f"{DOC}, example {number + 1}", "exec"), names)
+    for test in [value for name, value in names.items() if name.startswith("test_")]:
+        test()
 
 
 @pytest.fixture(autouse=True)

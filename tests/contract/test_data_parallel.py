@@ -24,9 +24,9 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.parallel.replica import Replica
 from speechdp.report.runs.folders import read_run
 from speechdp.strategies import strategy_names
-from tests.helpers.strategy_runs import Run, assert_bitwise_equal_over_ranks, assert_close
-from tests.helpers.strategy_runs import make_batch as lstm_batch
-from tests.helpers.strategy_runs import make_model as make_lstm
+from speechdp.testing import StrategyRun, assert_bitwise_equal_over_ranks, assert_close
+from speechdp.testing import make_batch as lstm_batch
+from speechdp.testing import make_model as make_lstm
 
 NUM_STEPS = 8
 _SEED = threading.Lock()
@@ -245,8 +245,8 @@ def test_an_optimizer_over_parameters_is_treated_as_one_over_the_flat_vector(str
     def check(comm: Communicator) -> None:
         model = make_lstm()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-        mine = Run(comm, strategy, Replica(model, optimizer))
-        flat = Run(
+        mine = StrategyRun(comm, strategy, Replica(model, optimizer))
+        flat = StrategyRun(
             comm,
             strategy,
             Replica(make_lstm(), lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1)),

@@ -13,15 +13,15 @@ from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError
 from speechdp.parallel.registry import describe
 from speechdp.strategies import parse_strategy, strategy_names
-from tests.helpers.strategy_checks import CHECKS, PEER_CHECKS
-from tests.helpers.strategy_runs import (
-    Run,
+from speechdp.testing import (
     Sgd,
+    StrategyRun,
     assert_close,
     batches_of_all,
     make_replica,
     plain_sgd,
 )
+from tests.helpers.strategy_checks import CHECKS, PEER_CHECKS
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -40,7 +40,7 @@ PLAIN_ON_ONE_RANK: dict[str, str] = {
 @pytest.mark.parametrize("strategy", strategy_names())
 def test_one_rank_is_plain_sgd(strategy: str) -> None:
     options = PLAIN_ON_ONE_RANK.get(strategy, "")
-    run = Run(SerialCommunicator(), f"{strategy}{options}", make_replica(Sgd(momentum=0.9)))
+    run = StrategyRun(SerialCommunicator(), f"{strategy}{options}", make_replica(Sgd(momentum=0.9)))
     run.train(0)
     assert_close(run.finish(), plain_sgd(batches_of_all(1), Sgd(momentum=0.9)), strategy)
 
@@ -150,7 +150,7 @@ def test_half_precision_the_backend_cannot_sum_is_refused_before_step_1() -> Non
         reducible = frozenset()
 
     with pytest.raises(ConfigError, match="cannot sum that type"):
-        Run(WithoutHalf(), "gradient_averaging:compression=bf16")
+        StrategyRun(WithoutHalf(), "gradient_averaging:compression=bf16")
 
 
 def test_a_failing_check_fails_on_threads() -> None:

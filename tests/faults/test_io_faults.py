@@ -46,6 +46,7 @@ _WERE_WRONG = {
         "0 open RUN/alignments/1/train-00001.h5 2 EINTR once",  # damaged, align again
         "0 open RUN/alignments/1/train-00000.h5 3 EIO once",  # check the path
     ),
+    "sweep": ("0 open OUT/sweep.json 2 EIO once",),  # run the sweep again to rewrite it
     "prepare": (
         "0 write .DATA.partial/.test-00001.h5.*.tmp 6 EIO once",  # HDF5 crashed
         "0 open DATA/data.json 1 ESTALE once",  # not a complete data directory, run prepare

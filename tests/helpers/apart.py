@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.data.loading.batch import Batch
-from tests.helpers.strategy_runs import NUM_STEPS, Run, Sgd, flat, make_batch, make_model
+from speechdp.testing import NUM_STEPS, Sgd, StrategyRun, flat, make_batch, make_model
 
 
 def gone_on(mean: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class Apart:
         return [make_batch(rank, step)] if self.has_frames(rank, step) else []
 
 
-def drive(run: Run, apart: Apart, first: int = 0) -> None:
+def drive(run: StrategyRun, apart: Apart, first: int = 0) -> None:
     """Give a strategy's run the same batches as the simulation has."""
     for step in range(first, apart.steps):
         run.step(apart.batches(run.strategy.comm.rank, step))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from speechdp.parallel.replica import Replica
-from tests.helpers.strategy_runs import Sgd, make_batch, make_replica
+from speechdp.testing import Sgd, make_batch, make_replica
 
 MOMENTUM = Sgd(momentum=0.9)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from speechdp.tasks.acoustic import AcousticTask
-from tests.helpers.strategy_runs import make_batch, make_replica
+from speechdp.testing import make_batch, make_replica
 
 LEARNING_RATE = 0.3
 

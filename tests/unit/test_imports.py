@@ -37,6 +37,7 @@ strategies
 data/kaldi data/espeak data/loading
 data/prepare decode
 tasks
+testing
 options feeding dealing watchdog
 checkpoint
 train

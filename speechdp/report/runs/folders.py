@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.errors import ConfigError, RunError
+from speechdp.files import cannot_be_read
+from speechdp.json_input import parse_json
 from speechdp.jsonl import read_lines
 from speechdp.report.runs.records import files_of, number, read_object
 from speechdp.report.runs.results import Evaluation, RunResult, Sweep, WordErrors
@@ -86,12 +88,18 @@ def read_run(run_dir: Path) -> RunResult:
 
 def _sweep_names(out: Path) -> list[str]:
     """Return the names of the sweep's runs; they are folders below `out`, never elsewhere."""
-    problems: list[str] = []
-    sweep = read_object(out / "sweep.json", problems)
-    names = (sweep or {}).get("runs")
+    path = out / "sweep.json"
+    try:
+        sweep = parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(cannot_be_read(path, error)) from error
+    except ValueError:
+        sweep = None
+    names = sweep.get("runs") if isinstance(sweep, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        reason = problems[0] if problems else "sweep.json: no list of runs"
-        raise ConfigError(f"{out}: {reason}; run `speechdp sweep` again with this OUT to rewrite it")
+        raise ConfigError(
+            f"{path}: holds no list of runs; run `speechdp sweep` again with this OUT to rewrite it"
+        )
     for name in names:
         if name in ("", ".", "..") or "/" in name or "\\" in name:
             raise ConfigError(

@@ -20,9 +20,9 @@ from speechdp.comm.base import Communicator
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.strategy import Progress
 from speechdp.strategies.mechanisms import topology
-from tests.helpers.strategy_runs import (
-    Run,
+from speechdp.testing import (
     Sgd,
+    StrategyRun,
     assert_bitwise_equal_over_ranks,
     assert_close,
     batches_of_all,
@@ -43,7 +43,7 @@ class Point(nn.Module):
         self.position = nn.Parameter(torch.zeros(_SIZE, dtype=torch.float64))
 
 
-class Descent(Run):
+class Descent(StrategyRun):
     """A run on a quadratic: `descend` goes towards `goal` in the coordinates of `seen`, 1 or 0 each."""
 
     def __init__(self, comm: Communicator, options: str = "", learning_rate: float = 0.5) -> None:
@@ -113,9 +113,9 @@ def rounds_for(reduction: float, shrinking: float) -> int:
 
 def a_rank_alone_is_plain_sgd_and_a_single_group_gradient_averaging(comm: Communicator) -> None:
     optimizer = Sgd(momentum=0.9)
-    run = Run(comm, f"ad_psgd:groups={comm.size}", make_replica(optimizer))
+    run = StrategyRun(comm, f"ad_psgd:groups={comm.size}", make_replica(optimizer))
     run.train(comm.rank)
-    together = Run(comm, "gradient_averaging", make_replica(optimizer))
+    together = StrategyRun(comm, "gradient_averaging", make_replica(optimizer))
     together.train(comm.rank)
     result = run.finish()
     expected = together.finish()
@@ -201,7 +201,7 @@ def nothing_is_left_after_a_pause(comm: Communicator) -> None:
     run.finish()
 
 
-def _assert_no_message_is_under_way(comm: Communicator, run: Run) -> None:
+def _assert_no_message_is_under_way(comm: Communicator, run: StrategyRun) -> None:
     """Send a word from everybody to everybody: whatever was left of the session would come before it."""
     comm.barrier()  # ranks that have not paused yet still receive
     peers, word = run.strategy.peers, torch.tensor([12345])
@@ -252,7 +252,7 @@ def saved_and_loaded_goes_on_from_the_same_state(comm: Communicator) -> None:
     second.finish()
 
 
-def _next_partner(run: Run) -> int | None:
+def _next_partner(run: StrategyRun) -> int | None:
     gossip = run.strategy._gossip  # type: ignore[attr-defined]
     return gossip.next_partner() if gossip._role.partners else None
 

@@ -9,19 +9,19 @@ import torch
 
 from speechdp.comm.base import Communicator
 from speechdp.parallel.strategy import Progress
-from tests.helpers.strategy_runs import Run, Sgd, assert_close, make_batch, make_replica, plain_sgd
+from speechdp.testing import Sgd, StrategyRun, assert_close, make_batch, make_replica, plain_sgd
 
 
 def a_constant_schedule_is_model_averaging(comm: Communicator) -> None:
-    adaptive = Run(comm, "adaptive_averaging:period=3,interval=1,halve=false")
+    adaptive = StrategyRun(comm, "adaptive_averaging:period=3,interval=1,halve=false")
     _report(adaptive, lambda step: 2.0)
-    usual = Run(comm, "model_averaging:period=3")
+    usual = StrategyRun(comm, "model_averaging:period=3")
     for run in (adaptive, usual):
         run.train(comm.rank)
     assert torch.equal(adaptive.finish(), usual.finish()), "constant loss and rate, yet not model averaging"
 
 
-def _report(run: Run, loss_of_step: Callable[[int], float]) -> None:
+def _report(run: StrategyRun, loss_of_step: Callable[[int], float]) -> None:
     """Let a rank's mean loss look so, whatever it is."""
     observe = run.strategy.observe_loss
 
@@ -31,7 +31,7 @@ def _report(run: Run, loss_of_step: Callable[[int], float]) -> None:
     run.strategy.observe_loss = report  # type: ignore[method-assign]
 
 
-def _ends_of_windows(run: Run, rank: int, steps: int) -> list[int]:
+def _ends_of_windows(run: StrategyRun, rank: int, steps: int) -> list[int]:
     """Train; return the steps after which there was an exchange."""
     ends = []
     for step in range(steps):
@@ -43,7 +43,7 @@ def _ends_of_windows(run: Run, rank: int, steps: int) -> list[int]:
 
 def the_period_follows_the_loss(comm: Communicator) -> None:
     """F falls to a quarter after the first window: ceil(5 sqrt(1/4)) = 3; to a 25th: 1."""
-    run = Run(comm, "adaptive_averaging:period=5,interval=1,halve=false")
+    run = StrategyRun(comm, "adaptive_averaging:period=5,interval=1,halve=false")
     # The mean over ranks with unequal frames, whatever each sees: rank 0's own differs.
     _report(run, lambda step: 4.0 if step < 5 else 1.0 if step < 13 else 0.16)
     ends = _ends_of_windows(run, comm.rank, 18)
@@ -52,7 +52,7 @@ def the_period_follows_the_loss(comm: Communicator) -> None:
 
 
 def the_period_follows_the_mean_of_all_ranks(comm: Communicator) -> None:
-    run = Run(comm, "adaptive_averaging:period=4,interval=1,halve=false")
+    run = StrategyRun(comm, "adaptive_averaging:period=4,interval=1,halve=false")
     # In the second window rank 0 sees no progress, the others perfect fit.
     _report(run, lambda step: 4.0 if step < 4 or comm.rank == 0 else 0.0)
     frames = [sum(make_batch(rank, step).num_frames for step in range(4, 8)) for rank in range(comm.size)]
@@ -63,7 +63,7 @@ def the_period_follows_the_mean_of_all_ranks(comm: Communicator) -> None:
 
 
 def a_period_that_does_not_shrink_is_halved(comm: Communicator) -> None:
-    run = Run(comm, "adaptive_averaging:period=5,interval=1")
+    run = StrategyRun(comm, "adaptive_averaging:period=5,interval=1")
     _report(run, lambda step: 2.0 + step)
     ends = _ends_of_windows(run, comm.rank, 16)
     assert ends == [5, 10, 13, 15, 16], ends
@@ -71,7 +71,7 @@ def a_period_that_does_not_shrink_is_halved(comm: Communicator) -> None:
 
 def a_falling_rate_lengthens_the_period_up_to_the_limit(comm: Communicator) -> None:
     for rate, expected in ((0.3 / 4, 4), (0.3 / 64, 6), (0.3 * 4, 1)):
-        run = Run(comm, "adaptive_averaging:period=2,interval=2,growth=3")
+        run = StrategyRun(comm, "adaptive_averaging:period=2,interval=2,growth=3")
         _report(run, lambda step: 2.0)
         run.train(comm.rank, 0, 2)
         run.replica.set_learning_rate(rate)
@@ -84,7 +84,7 @@ def a_falling_rate_lengthens_the_period_up_to_the_limit(comm: Communicator) -> N
 def the_interval_is_kept(comm: Communicator) -> None:
     """Periods of 2; the loss falls to a quarter at once, but is looked at once an interval."""
     for interval, looked_at in (("5", 8), ("45f", 8), ("2.5s", 8), ("1f", 4)):
-        run = Run(comm, f"adaptive_averaging:period=2,interval={interval},halve=false")
+        run = StrategyRun(comm, f"adaptive_averaging:period=2,interval={interval},halve=false")
         _report(run, lambda step: 4.0 if step < 2 else 1.0)
         for step in range(10):
             # Rank 0's clock: half a second a step; the others' run at another pace.
@@ -95,7 +95,7 @@ def the_interval_is_kept(comm: Communicator) -> None:
 
 def the_rate_rises_with_the_ranks_and_the_period_falls(comm: Communicator) -> None:
     """4 ranks and K0 = 4: f = 16/4 = 4, reached after a quarter of training, when K is 1."""
-    run = Run(comm, "adaptive_averaging:period=4,interval=4,halve=false,learning_rate=scale")
+    run = StrategyRun(comm, "adaptive_averaging:period=4,interval=4,halve=false,learning_rate=scale")
     _report(run, lambda step: 2.0)
     full = min(max(comm.size**2 / 4, 1), comm.size)
     for _ in range(16):
@@ -112,7 +112,7 @@ def the_rate_rises_with_the_ranks_and_the_period_falls(comm: Communicator) -> No
 
 def with_one_exchange_a_step_the_rate_counts_once(comm: Communicator) -> None:
     """The trainer multiplies; the strategy itself leaves updates alone."""
-    run = Run(comm, "adaptive_averaging:period=1,learning_rate=scale")
+    run = StrategyRun(comm, "adaptive_averaging:period=1,learning_rate=scale")
     run.train(comm.rank)
     batches = [[make_batch(rank, step) for rank in range(comm.size)] for step in range(7)]
     assert_close(run.finish(), plain_sgd(batches), "adaptive_averaging:period=1")
@@ -120,9 +120,9 @@ def with_one_exchange_a_step_the_rate_counts_once(comm: Communicator) -> None:
 
 def what_was_adapted_is_saved(comm: Communicator) -> None:
     strategy = "adaptive_averaging:period=3,interval=3,learning_rate=scale"
-    run = Run(comm, strategy, make_replica(Sgd()))
+    run = StrategyRun(comm, strategy, make_replica(Sgd()))
     run.train(comm.rank, 0, 6)
-    other = Run(comm, strategy, make_replica(Sgd()))
+    other = StrategyRun(comm, strategy, make_replica(Sgd()))
     other.strategy.load_state_dict(run.strategy.state_dict())
     assert other.strategy.statistics()["period"] == run.strategy.statistics()["period"] != "3"
     assert other.strategy.learning_rate_factor == run.strategy.learning_rate_factor
@@ -132,7 +132,7 @@ def what_was_adapted_is_saved(comm: Communicator) -> None:
 def the_loss_of_an_interval_survives_a_checkpoint(comm: Communicator) -> None:
     """F0 = 4; then no loss until the checkpoint and 4 after it: about 2, with which the period is 3."""
     strategy = "adaptive_averaging:period=4,interval=1,halve=false"
-    run, other = Run(comm, strategy), Run(comm, strategy)
+    run, other = StrategyRun(comm, strategy), StrategyRun(comm, strategy)
     _report(run, lambda step: 4.0 if step < 4 else 0.0)
     _report(other, lambda step: 4.0)
     run.train(0, 0, 6)
@@ -143,7 +143,7 @@ def the_loss_of_an_interval_survives_a_checkpoint(comm: Communicator) -> None:
 
 
 def the_loss_before_training_apart_does_not_count(comm: Communicator) -> None:
-    run = Run(comm, "adaptive_averaging:begin=3,period=2,interval=1,halve=false")
+    run = StrategyRun(comm, "adaptive_averaging:begin=3,period=2,interval=1,halve=false")
     _report(run, lambda step: 100.0 if step < 3 else 4.0)
     run.train(comm.rank)
     assert run.strategy.statistics() == {"period": "2"}, run.strategy.statistics()

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator, Work
-from tests.helpers.simulated_ranks import SimulatedRanks
-from tests.helpers.strategy_runs import (
+from speechdp.testing import (
     NUM_STEPS,
-    Run,
     Sgd,
+    StrategyRun,
     assert_begins_with_gradient_averaging,
     assert_bitwise_equal_over_ranks,
     assert_close,
     make_batch,
     make_replica,
 )
+from tests.helpers.simulated_ranks import SimulatedRanks
 
 _MOMENTUM = 0.9
 
 
-def begin(comm: Communicator, options: str, strategy: str = "delayed_averaging") -> Run:
-    return Run(comm, f"{strategy}:{options}", make_replica(Sgd(momentum=_MOMENTUM)))
+def begin(comm: Communicator, options: str, strategy: str = "delayed_averaging") -> StrategyRun:
+    return StrategyRun(comm, f"{strategy}:{options}", make_replica(Sgd(momentum=_MOMENTUM)))
 
 
 @dataclass(frozen=True)

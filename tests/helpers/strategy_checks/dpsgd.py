@@ -11,17 +11,17 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.strategies.mechanisms.topology import random_matching
-from tests.helpers.simulated_ranks import SimulatedRanks
-from tests.helpers.strategy_runs import (
+from speechdp.testing import (
     NUM_STEPS,
-    Run,
     Sgd,
+    StrategyRun,
     assert_begins_with_gradient_averaging,
     assert_bitwise_equal_over_ranks,
     assert_close,
     make_batch,
     make_replica,
 )
+from tests.helpers.simulated_ranks import SimulatedRanks
 
 NEEDS_PEERS = True
 
@@ -58,8 +58,8 @@ def simulate(
     return ranks.x
 
 
-def begin(comm: Communicator, options: str) -> Run:
-    return Run(comm, f"dpsgd:seed={_SEED},{options}", make_replica(Sgd(momentum=0.9)))
+def begin(comm: Communicator, options: str) -> StrategyRun:
+    return StrategyRun(comm, f"dpsgd:seed={_SEED},{options}", make_replica(Sgd(momentum=0.9)))
 
 
 def dpsgd_follows_the_equation(comm: Communicator) -> None:

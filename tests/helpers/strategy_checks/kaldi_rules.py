@@ -10,9 +10,9 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.tasks.acoustic import AcousticTask
-from tests.helpers.strategy_runs import (
-    Run,
+from speechdp.testing import (
     Sgd,
+    StrategyRun,
     assert_bitwise_equal_over_ranks,
     assert_close,
     make_batch,
@@ -21,7 +21,7 @@ from tests.helpers.strategy_runs import (
 
 
 def the_first_round_goes_to_the_best_rank(comm: Communicator) -> None:
-    run, alone = Run(comm, "model_averaging:first=best,period=3"), make_replica()
+    run, alone = StrategyRun(comm, "model_averaging:first=best,period=3"), make_replica()
     total, frames = 0.0, 0
     for step in range(3):
         batch = make_batch(comm.rank, step)
@@ -37,8 +37,8 @@ def the_first_round_goes_to_the_best_rank(comm: Communicator) -> None:
     _second_round_is_an_average(comm, run, expected)
 
 
-def _second_round_is_an_average(comm: Communicator, run: Run, start: Tensor) -> None:
-    usual = Run(comm, "model_averaging:period=3")
+def _second_round_is_an_average(comm: Communicator, run: StrategyRun, start: Tensor) -> None:
+    usual = StrategyRun(comm, "model_averaging:period=3")
     usual.replica.parameters.values.copy_(start)
     for each in (run, usual):
         each.train(comm.rank, 3, 6)
@@ -49,7 +49,7 @@ def a_rank_gone_astray_is_left_out(comm: Communicator) -> None:
     """The last rank's objective is bad or no number, and so are its parameters and its momentum."""
     astray = comm.size > 1 and comm.rank == comm.size - 1
     for worse in (5.0, math.inf, math.nan):
-        run = Run(comm, "model_averaging:leave_out=1,period=2", make_replica(Sgd(momentum=0.9)))
+        run = StrategyRun(comm, "model_averaging:leave_out=1,period=2", make_replica(Sgd(momentum=0.9)))
         _report_worse(run, worse if astray else 0.0)
         run.train(comm.rank, 0, 1)
         if astray:
@@ -68,7 +68,7 @@ def a_rank_gone_astray_is_left_out(comm: Communicator) -> None:
         assert_bitwise_equal_over_ranks(comm, run.finish(), "leave_out after finish")
 
 
-def _report_worse(run: Run, worse: float) -> None:
+def _report_worse(run: StrategyRun, worse: float) -> None:
     """Let a rank's objective look worse by so many nats a frame in the first two steps."""
     observe = run.strategy.observe_loss
 
@@ -95,7 +95,7 @@ def _average_without_last(comm: Communicator) -> Tensor:
 def a_rank_within_the_margin_is_not_left_out(comm: Communicator) -> None:
     finals = []
     for strategy in ("model_averaging:leave_out=9,period=2", "model_averaging:period=2"):
-        run = Run(comm, strategy)
+        run = StrategyRun(comm, strategy)
         run.train(comm.rank)
         finals.append(run.finish())
     assert torch.equal(*finals), "a margin of 9 nats left somebody out"
@@ -104,7 +104,7 @@ def a_rank_within_the_margin_is_not_left_out(comm: Communicator) -> None:
 def an_objective_survives_a_checkpoint(comm: Communicator) -> None:
     strategy = "model_averaging:leave_out=5,period=2"
     astray = comm.size > 1 and comm.rank == comm.size - 1
-    run, other = Run(comm, strategy), Run(comm, strategy)
+    run, other = StrategyRun(comm, strategy), StrategyRun(comm, strategy)
     _report_worse(run, 20.0 if astray else 0.0)
     run.train(comm.rank, 0, 1)
     other.strategy.load_state_dict(run.strategy.state_dict())
@@ -113,16 +113,17 @@ def an_objective_survives_a_checkpoint(comm: Communicator) -> None:
 
 
 def no_minibatch_changes_the_model_by_more_than_the_limit(comm: Communicator) -> None:
-    free = Run(comm, "model_averaging:period=100", make_replica(Sgd(learning_rate=3.0)))
-    held = Run(comm, "model_averaging:period=100,max_change=0.05", make_replica(Sgd(learning_rate=3.0)))
+    fast, strategy = Sgd(learning_rate=3.0), "model_averaging:period=100"
+    free = StrategyRun(comm, strategy, make_replica(fast))
+    held = StrategyRun(comm, f"{strategy},max_change=0.05", make_replica(fast))
     start = free.parameters()
     for run in (free, held):
         run.train(comm.rank, 0, 1)
     wanted, made = free.parameters() - start, held.parameters() - start
     assert float(wanted.norm()) > 0.05, "the limit is not tested"
     assert_close(made, wanted * (0.05 / wanted.norm()), "a change beyond the limit")
-    wide = Run(comm, "model_averaging:period=3,max_change=1e6")
-    usual = Run(comm, "model_averaging:period=3")
+    wide = StrategyRun(comm, "model_averaging:period=3,max_change=1e6")
+    usual = StrategyRun(comm, "model_averaging:period=3")
     for run in (wide, usual):
         run.train(comm.rank)
     assert torch.equal(wide.finish(), usual.finish()), "a limit never reached changed training"
@@ -130,7 +131,7 @@ def no_minibatch_changes_the_model_by_more_than_the_limit(comm: Communicator) ->
 
 def combining_gives_the_means_of_the_last_models(comm: Communicator) -> None:
     # One epoch of 7 steps; its last quarter in 3 parts: averages 6 and 7 are kept.
-    run = Run(comm, "model_averaging:combine=3,period=1")
+    run = StrategyRun(comm, "model_averaging:combine=3,period=1")
     run.train(comm.rank, 0, 6)
     sixth = run.parameters()
     run.train(comm.rank, 6, 7)
@@ -139,7 +140,7 @@ def combining_gives_the_means_of_the_last_models(comm: Communicator) -> None:
     assert len(models) == 1, f"{len(models)} models"
     assert_close(models[0], (sixth + final) / 2, "mean of the last two models")
     assert_bitwise_equal_over_ranks(comm, models[0], "mean of the last two models")
-    assert Run(comm, "model_averaging").strategy.final_models() == []
+    assert StrategyRun(comm, "model_averaging").strategy.final_models() == []
 
 
 CHECKS: tuple[Callable[[Communicator], None], ...] = (

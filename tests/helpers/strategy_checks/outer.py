@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator
-from tests.helpers.apart import Apart, drive, simulate, vector
-from tests.helpers.strategy_runs import (
+from speechdp.testing import (
     NUM_STEPS,
-    Run,
     Sgd,
+    StrategyRun,
     assert_bitwise_equal_over_ranks,
     assert_close,
     flat,
@@ -20,6 +19,7 @@ from tests.helpers.strategy_runs import (
     make_model,
     make_replica,
 )
+from tests.helpers.apart import Apart, drive, simulate, vector
 
 SGD = Sgd(momentum=0.9)
 
@@ -95,7 +95,7 @@ def outer_strategies_follow_their_equations(comm: Communicator) -> None:
     ):
         apart = Apart(comm.size, 3, exchange, SGD, momentum)
         name = f"{options}{',' if ':' in options else ':'}period=3"
-        run = Run(comm, name, make_replica(SGD))
+        run = StrategyRun(comm, name, make_replica(SGD))
         drive(run, apart)
         assert_close(run.finish(), simulate(comm, apart), name)
 
@@ -109,7 +109,7 @@ def neutral_constants_are_model_averaging(comm: Communicator) -> None:
     ):
         finals = []
         for strategy in (f"{name},period=2", f"model_averaging:period=2,momentum={momentum}"):
-            run = Run(comm, strategy, make_replica(SGD))
+            run = StrategyRun(comm, strategy, make_replica(SGD))
             run.train(comm.rank)
             finals.append(run.finish())
         assert_close(*finals, f"{name} and model averaging")
@@ -124,7 +124,7 @@ def relations_between_outer_strategies(comm: Communicator) -> None:
             "bmuf:eta=0.6,zeta=0.8,nesterov=true,momentum=keep",
         ),
     ):
-        runs = [Run(comm, f"{name},period=2", make_replica(SGD)) for name in (one, other)]
+        runs = [StrategyRun(comm, f"{name},period=2", make_replica(SGD)) for name in (one, other)]
         for step in range(NUM_STEPS):
             for run in runs:
                 run.step([make_batch(comm.rank, step)])
@@ -132,7 +132,7 @@ def relations_between_outer_strategies(comm: Communicator) -> None:
 
 
 def slowmo_with_a_falling_rate_follows_the_equation(comm: Communicator) -> None:
-    run = Run(comm, "slowmo:beta=0.5,period=1")
+    run = StrategyRun(comm, "slowmo:beta=0.5,period=1")
     start, velocity = run.parameters(), torch.zeros_like(run.parameters())
     for step in range(4):
         rate = 0.3 / 2**step
@@ -148,7 +148,7 @@ def slowmo_with_a_falling_rate_follows_the_equation(comm: Communicator) -> None:
 
 
 def _mean_after_a_step(comm: Communicator, start: Tensor, rate: float, step: int) -> Tensor:
-    run = Run(comm, "model_averaging:period=1", make_replica(Sgd(learning_rate=rate)))
+    run = StrategyRun(comm, "model_averaging:period=1", make_replica(Sgd(learning_rate=rate)))
     run.replica.parameters.values.copy_(start)
     run.step([make_batch(comm.rank, step)])
     return run.parameters()
@@ -157,7 +157,7 @@ def _mean_after_a_step(comm: Communicator, start: Tensor, rate: float, step: int
 def the_global_model_does_not_look_ahead(comm: Communicator) -> None:
     rule = Nbm()
     apart = Apart(comm.size, 3, rule, SGD, "keep", steps=6)
-    run = Run(comm, "bmuf:eta=0.6,zeta=0.8,nesterov=true,momentum=keep,period=3", make_replica(SGD))
+    run = StrategyRun(comm, "bmuf:eta=0.6,zeta=0.8,nesterov=true,momentum=keep,period=3", make_replica(SGD))
     drive(run, apart)
     assert_close(run.parameters(), simulate(comm, apart), "where ranks go on from")
     model = make_model()
@@ -169,7 +169,7 @@ def the_global_model_does_not_look_ahead(comm: Communicator) -> None:
 
 def outer_state_is_the_same_on_all_ranks(comm: Communicator) -> None:
     for strategy in ("bmuf:eta=0.5,nesterov=true", "slowmo:beta=0.5", "diloco:outer_momentum=0.5"):
-        run = Run(comm, f"{strategy},period=3", make_replica(SGD))
+        run = StrategyRun(comm, f"{strategy},period=3", make_replica(SGD))
         run.train(comm.rank)
         for name in ("start", "velocity"):
             assert_bitwise_equal_over_ranks(comm, run.strategy.state_dict()[name], f"{strategy}: {name}")
@@ -178,12 +178,12 @@ def outer_state_is_the_same_on_all_ranks(comm: Communicator) -> None:
 def defaults_go_by_the_number_of_ranks(comm: Communicator) -> None:
     finals = []
     for strategy in ("bmuf:period=2", f"bmuf:period=2,eta={1 - 1 / comm.size}"):
-        run = Run(comm, strategy)
+        run = StrategyRun(comm, strategy)
         run.train(comm.rank)
         finals.append(run.finish())
     beta = 0.2 if comm.size >= 4 else 0.0
     for strategy in ("slowmo:period=2", f"slowmo:period=2,beta={beta}"):
-        run = Run(comm, strategy)
+        run = StrategyRun(comm, strategy)
         run.train(comm.rank)
         finals.append(run.finish())
     assert_close(finals[0], finals[1], "bmuf's default eta")

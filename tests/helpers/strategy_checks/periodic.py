@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator
-from tests.helpers.apart import Apart, drive, simulate
-from tests.helpers.strategy_runs import (
+from speechdp.testing import (
     NUM_STEPS,
-    Run,
     Sgd,
+    StrategyRun,
     assert_bitwise_equal_over_ranks,
     assert_close,
     assert_resumes,
@@ -22,6 +21,7 @@ from tests.helpers.strategy_runs import (
     make_replica,
     plain_sgd,
 )
+from tests.helpers.apart import Apart, drive, simulate
 
 #: One of each, options that keep something between steps included; without a period.
 STRATEGIES = (
@@ -46,7 +46,9 @@ def periodic_runs_resume_bitwise(comm: Communicator) -> None:
 
 def evaluation_leaves_no_trace(comm: Communicator) -> None:
     for strategy in STRATEGIES:
-        seen, unseen = (Run(comm, f"{strategy},period=3", make_replica(Sgd(momentum=0.9))) for _ in range(2))
+        seen, unseen = (
+            StrategyRun(comm, f"{strategy},period=3", make_replica(Sgd(momentum=0.9))) for _ in range(2)
+        )
         for step in range(NUM_STEPS):
             for run in (seen, unseen):
                 run.step([make_batch(comm.rank, step)])
@@ -60,7 +62,7 @@ def evaluation_leaves_no_trace(comm: Communicator) -> None:
 def evaluation_at_the_end_shows_the_final_model(comm: Communicator) -> None:
     for strategy in STRATEGIES:
         for steps in (3, 4):
-            run = Run(comm, f"{strategy},period=3")
+            run = StrategyRun(comm, f"{strategy},period=3")
             run.train(comm.rank, 0, steps)
             with run.strategy.evaluation_parameters():
                 shown = run.parameters()
@@ -72,7 +74,7 @@ def parameters_are_exchanged_once_a_period(comm: Communicator) -> None:
     for strategy in STRATEGIES:
         keeping = strategy.replace("momentum=average", "momentum=keep")
         period = "period=3,halve=false,growth=1" if keeping.startswith("adaptive") else "period=3"
-        run = Run(comm, f"{keeping},{period}")
+        run = StrategyRun(comm, f"{keeping},{period}")
         sent = _allreduced(comm, lambda run=run: run.train(comm.rank, 0, 6))
         large = [size for size in sent if size >= run.replica.parameters.values.numel()]
         # One rank has nobody to average with.
@@ -109,14 +111,14 @@ def ranks_without_frames_weigh_nothing(comm: Communicator) -> None:
         "slowmo:beta=0",
         "diloco:outer_learning_rate=1,outer_momentum=0",
     ):
-        run = Run(comm, f"{strategy}{',' if ':' in strategy else ':'}period=2")
+        run = StrategyRun(comm, f"{strategy}{',' if ':' in strategy else ':'}period=2")
         drive(run, apart)
         assert_close(run.finish(), expected, f"{strategy} with ranks that ran out")
 
 
 def a_window_without_any_frame_changes_nothing(comm: Communicator) -> None:
     for strategy in ("model_averaging:leave_out=1", "adaptive_averaging:interval=1", "slowmo:beta=0"):
-        run = Run(comm, f"{strategy},period=2")
+        run = StrategyRun(comm, f"{strategy},period=2")
         run.train(comm.rank, 0, 2)
         before = run.parameters()
         run.step([])
@@ -126,12 +128,12 @@ def a_window_without_any_frame_changes_nothing(comm: Communicator) -> None:
 
 def periods_in_frames_and_seconds_are_agreed(comm: Communicator) -> None:
     for strategy in ("adaptive_averaging", "slowmo"):
-        run = Run(comm, f"{strategy}:period=25f")
+        run = StrategyRun(comm, f"{strategy}:period=25f")
         for step in range(6):
             run.step([make_batch(comm.rank, step)], mean_frames=10.0)
             is_due = run.strategy.state_dict()["window_steps"] == 0
             assert is_due == (step % 3 == 2), f"{strategy}:period=25f after step {step + 1}"
-        run = Run(comm, f"{strategy}:period=5s")
+        run = StrategyRun(comm, f"{strategy}:period=5s")
         for step in range(11):
             # Rank 0 needs 1 s a step, the others believe in other times: rank 0's count.
             run.step([make_batch(comm.rank, step)], time_s=float((step + 1) * (1 + 3 * comm.rank)))
@@ -146,19 +148,19 @@ def until_it_begins_it_is_gradient_averaging(comm: Communicator) -> None:
         if "max_change" in strategy:  # limits every update
             continue
         for begin in (3, 4):  # just over, or still under way
-            run = Run(comm, f"{strategy},begin={begin}", make_replica(sgd))
+            run = StrategyRun(comm, f"{strategy},begin={begin}", make_replica(sgd))
             run.train(comm.rank, 0, 3)
             assert run.strategy.state_dict()["together"] is (begin == 4)
             assert_close(run.parameters(), expected, f"{strategy},begin={begin}")
             assert_bitwise_equal_over_ranks(comm, run.parameters(), f"{strategy},begin={begin}")
             assert_close(run.finish(), expected, f"{strategy},begin={begin} after finish")
-    run = Run(comm, "model_averaging:begin=4,period=1")
+    run = StrategyRun(comm, "model_averaging:begin=4,period=1")
     run.train(comm.rank)
     assert_close(run.finish(), plain_sgd(batches_of_all(comm.size)), "begin=4,period=1")
 
 
 def what_begins_later_begins_a_window_then(comm: Communicator) -> None:
-    run = Run(comm, "bmuf:begin=2,period=2,eta=0.5")
+    run = StrategyRun(comm, "bmuf:begin=2,period=2,eta=0.5")
     run.train(comm.rank, 0, 2)
     start = run.parameters()
     run.train(comm.rank, 2, 3)
@@ -173,13 +175,13 @@ def what_begins_later_begins_a_window_then(comm: Communicator) -> None:
 
 def beginnings_in_frames_and_seconds_are_agreed(comm: Communicator) -> None:
     for begin, over in (("35f", 4), ("4s", 4), ("0.5s", 1)):
-        run = Run(comm, f"model_averaging:begin={begin}")
+        run = StrategyRun(comm, f"model_averaging:begin={begin}")
         together = []
         for step in range(NUM_STEPS):
             run.step([make_batch(comm.rank, step)], 10.0, float((step + 1) * (1 + 3 * comm.rank)))
             together.append(run.strategy.state_dict()["together"])
         assert together == [step + 1 < over for step in range(NUM_STEPS)], f"begin={begin}: {together}"
-    run = Run(comm, "model_averaging:begin=8s")
+    run = StrategyRun(comm, "model_averaging:begin=8s")
     together = []
     for step in range(NUM_STEPS):  # a first step so fast that 79 more of it would be left
         run.step([make_batch(comm.rank, step)], time_s=0.1 + 2 * step)

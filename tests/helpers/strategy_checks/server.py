@@ -12,6 +12,15 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError
+from speechdp.testing import (
+    NUM_STEPS,
+    StrategyRun,
+    assert_bitwise_equal_over_ranks,
+    assert_close,
+    batches_of_all,
+    make_batch,
+    plain_sgd,
+)
 from tests.helpers.server_simulations import (
     MOMENTUM,
     SimulatedCentre,
@@ -19,20 +28,11 @@ from tests.helpers.server_simulations import (
     momentum_replica,
     turns,
 )
-from tests.helpers.strategy_runs import (
-    NUM_STEPS,
-    Run,
-    assert_bitwise_equal_over_ranks,
-    assert_close,
-    batches_of_all,
-    make_batch,
-    plain_sgd,
-)
 
 NEEDS_PEERS = True
 
 
-def in_turns(comm: Communicator, run: Run, workers: Iterable[int], first: int = 0) -> None:
+def in_turns(comm: Communicator, run: StrategyRun, workers: Iterable[int], first: int = 0) -> None:
     """Let the workers step one after another; turn t has batch (worker, t)."""
     mine, _ = run.strategy.shard(comm.rank, comm.size)
     for turn, worker in enumerate(workers, first):
@@ -47,7 +47,7 @@ def synchronous_server_equals_gradient_averaging(comm: Communicator) -> None:
         for strategy in ("gradient_averaging", "parameter_server:mode=sync"):
             replica = momentum_replica()
             replica.max_gradient_norm = max_norm
-            run = Run(comm, strategy, replica)
+            run = StrategyRun(comm, strategy, replica)
             run.train(comm.rank)
             results.append(run.finish())
             assert_bitwise_equal_over_ranks(comm, results[-1], strategy)
@@ -60,7 +60,7 @@ def synchronous_server_with_ranks_without_frames(comm: Communicator) -> None:
     """The last rank alone has frames from step 2 on; in the last step nobody has."""
     last = comm.size - 1
     batches = [[make_batch(r, s) for r in range(comm.size) if s < 2 or r == last] for s in range(NUM_STEPS)]
-    run = Run(comm, "parameter_server:mode=sync", momentum_replica())
+    run = StrategyRun(comm, "parameter_server:mode=sync", momentum_replica())
     for step in range(NUM_STEPS):
         run.step([make_batch(comm.rank, step)] if step < 2 or comm.rank == last else [])
     run.step([])
@@ -70,7 +70,7 @@ def synchronous_server_with_ranks_without_frames(comm: Communicator) -> None:
 def dedicated_synchronous_server_equals_one_rank(comm: Communicator) -> None:
     if comm.size == 1:
         return
-    run = Run(comm, "parameter_server:mode=sync,dedicated=true", momentum_replica())
+    run = StrategyRun(comm, "parameter_server:mode=sync,dedicated=true", momentum_replica())
     index, num_parts = run.strategy.shard(comm.rank, comm.size)
     assert num_parts == comm.size - 1
     for step in range(NUM_STEPS):
@@ -81,7 +81,7 @@ def dedicated_synchronous_server_equals_one_rank(comm: Communicator) -> None:
 def one_worker_of_a_dedicated_server_is_plain_sgd(comm: Communicator) -> None:
     if comm.size != 2:
         return
-    run = Run(comm, "parameter_server:dedicated=true", momentum_replica())
+    run = StrategyRun(comm, "parameter_server:dedicated=true", momentum_replica())
     if comm.rank == 1:
         run.train(0)
     assert_close(run.finish(), plain_sgd(batches_of_all(1), MOMENTUM), "one worker, dedicated server")
@@ -92,7 +92,7 @@ def a_server_without_enough_workers_is_refused(comm: Communicator) -> None:
         if comm.size >= needed:
             continue
         try:
-            Run(comm, f"{strategy}:dedicated=true")
+            StrategyRun(comm, f"{strategy}:dedicated=true")
         except ConfigError as error:
             assert f"at least {needed} ranks" in str(error), error
         else:
@@ -103,7 +103,7 @@ def asynchronous_server_follows_the_equation(comm: Communicator) -> None:
     for options in ("", "staleness_aware=true", "dedicated=true", "staleness_aware=true,dedicated=true"):
         if "dedicated" in options and comm.size == 1:
             continue
-        run = Run(comm, f"parameter_server:{options}", momentum_replica())
+        run = StrategyRun(comm, f"parameter_server:{options}", momentum_replica())
         worker, num_workers = run.strategy.shard(comm.rank, comm.size)
         expected = SimulatedMaster(num_workers, "staleness_aware" in options)
         order = turns(num_workers)
@@ -122,7 +122,7 @@ def asynchronous_server_follows_the_equation(comm: Communicator) -> None:
 
 def the_worker_next_to_the_server_keeps_to_itself(comm: Communicator) -> None:
     """Rank 0's model stands still while the others move the master, by their learning rate and not by its."""
-    run = Run(comm, "parameter_server", momentum_replica())
+    run = StrategyRun(comm, "parameter_server", momentum_replica())
     expected = SimulatedMaster(comm.size)
     before = run.parameters()
     if comm.rank == 0:
@@ -146,7 +146,7 @@ def elastic_averaging_follows_the_equation(comm: Communicator) -> None:
         if dedicated and comm.size < 3:
             continue
         options = f"easgd:period={period},alpha={alpha},dedicated={dedicated}"
-        run = Run(comm, options, momentum_replica())
+        run = StrategyRun(comm, options, momentum_replica())
         worker, num_workers = run.strategy.shard(comm.rank, comm.size)
         expected = SimulatedCentre(num_workers, period, alpha or 0.9 / num_workers)
         order = turns(num_workers)
@@ -162,7 +162,7 @@ def elastic_averaging_follows_the_equation(comm: Communicator) -> None:
 
 
 def synchronous_elastic_averaging_follows_the_equation(comm: Communicator) -> None:
-    run = Run(comm, "easgd:mode=sync,period=2", momentum_replica())
+    run = StrategyRun(comm, "easgd:mode=sync,period=2", momentum_replica())
     expected = SimulatedCentre(comm.size, 2, 0.9 / comm.size)
     for step in range(NUM_STEPS):
         run.step([make_batch(comm.rank, step)])
@@ -176,7 +176,7 @@ def synchronous_elastic_averaging_follows_the_equation(comm: Communicator) -> No
 
 
 def elastic_age_counts_the_others_exchanges(comm: Communicator) -> None:
-    run = Run(comm, "easgd:period=1")
+    run = StrategyRun(comm, "easgd:period=1")
     order = turns(comm.size)
     in_turns(comm, run, order)
     own = [turn for turn, rank in enumerate(order) if rank == comm.rank]
@@ -193,7 +193,7 @@ ASYNCHRONOUS = ("parameter_server", "easgd:period=2", "easgd:period=20f")
 def saved_and_loaded_goes_on_the_same(comm: Communicator) -> None:
     order = turns(comm.size, 16)
     for strategy in (*ASYNCHRONOUS, "parameter_server:mode=sync", "easgd:mode=sync,period=2"):
-        first = Run(comm, strategy, momentum_replica())
+        first = StrategyRun(comm, strategy, momentum_replica())
         train = step_together if first.strategy.synchronous else in_turns
         comm.barrier()
         train(comm, first, order[:9], 0)
@@ -201,7 +201,7 @@ def saved_and_loaded_goes_on_the_same(comm: Communicator) -> None:
         state = copy.deepcopy(first.strategy.state_dict())
         parameters = first.parameters()
         optimizer = {k: v.clone() for k, v in first.replica.optimizer_tensors().items()}
-        second = Run(comm, strategy, momentum_replica())
+        second = StrategyRun(comm, strategy, momentum_replica())
         second.strategy.pause()
         restore(comm, second, state, parameters, optimizer)
         assert same(second.strategy.state_dict(), state), f"{strategy}: another state after loading it"
@@ -214,13 +214,17 @@ def saved_and_loaded_goes_on_the_same(comm: Communicator) -> None:
         assert torch.equal(first.finish(), second.finish()), f"{strategy}: resumed differs"
 
 
-def step_together(comm: Communicator, run: Run, ranks: Iterable[int], first: int) -> None:
+def step_together(comm: Communicator, run: StrategyRun, ranks: Iterable[int], first: int) -> None:
     for turn, _ in enumerate(ranks, first):
         run.step([make_batch(comm.rank, turn)])
 
 
 def restore(
-    comm: Communicator, run: Run, state: dict[str, Any], parameters: Tensor, optimizer: dict[str, Tensor]
+    comm: Communicator,
+    run: StrategyRun,
+    state: dict[str, Any],
+    parameters: Tensor,
+    optimizer: dict[str, Tensor],
 ) -> None:
     """Take up a state as the trainer does."""
     run.strategy.load_state_dict(state)
@@ -242,7 +246,7 @@ def evaluation_shows_the_common_model_and_leaves_no_trace(comm: Communicator) ->
     for strategy in (*ASYNCHRONOUS, "parameter_server:mode=sync", "easgd:mode=sync,period=2"):
         results = []
         for look in (False, True):
-            run = Run(comm, strategy, momentum_replica())
+            run = StrategyRun(comm, strategy, momentum_replica())
             train = step_together if run.strategy.synchronous else in_turns
             comm.barrier()
             for start in (0, 6):

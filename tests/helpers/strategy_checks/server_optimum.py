@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from speechdp.comm.base import Communicator
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.strategy import Progress
-from tests.helpers.strategy_runs import TOLERANCE, Run, Sgd, assert_bitwise_equal_over_ranks
+from speechdp.testing import TOLERANCE, Sgd, StrategyRun, assert_bitwise_equal_over_ranks
 
 NEEDS_PEERS = True
 
@@ -38,7 +38,7 @@ class Valley:
         nn.init.ones_(model.bias)
         replica = Replica(model, Sgd(learning_rate=learning_rate))
         self.comm = comm
-        self.run = Run(comm, strategy, replica)
+        self.run = StrategyRun(comm, strategy, replica)
 
     def distances(self) -> Tensor:
         """Return how far each parameter is from the optimum; 1 at the start."""
@@ -119,14 +119,14 @@ def elastic_averaging_reaches_the_optimum(comm: Communicator) -> None:
     the_optimum_is_reached(comm, f"easgd:period=1,alpha={alpha}", rate, lambda c: shrinks**c)
 
 
-def large_run(comm: Communicator, strategy: str) -> Run:
+def large_run(comm: Communicator, strategy: str) -> StrategyRun:
     """Return a run over 200,000 parameters, all 0: exchanges that take long enough to meet."""
     replica = Replica(nn.Linear(400, 500, bias=False).double(), Sgd(learning_rate=0.125))
     replica.parameters.values.zero_()
-    return Run(comm, strategy, replica)
+    return StrategyRun(comm, strategy, replica)
 
 
-def step_with_gradient(run: Run, gradient: float) -> None:
+def step_with_gradient(run: StrategyRun, gradient: float) -> None:
     """Do a step of one frame whose gradient is the same for every parameter."""
     run.strategy.before_backward(1)
     run.replica.gradients.views[0].add_(gradient)

@@ -11,7 +11,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import CommunicationError, ConfigError
 from speechdp.strategies import parse_strategy
-from tests.helpers.strategy_runs import Run, make_batch
+from speechdp.testing import StrategyRun, make_batch
 
 
 @pytest.mark.parametrize(
@@ -31,9 +31,9 @@ def test_options_that_cannot_go_together_are_refused(text: str, words: str) -> N
 
 
 def test_a_centre_that_would_overshoot_is_refused_before_step_1() -> None:
-    run_threads(3, lambda comm: Run(comm, "easgd:mode=sync,alpha=0.33"))
+    run_threads(3, lambda comm: StrategyRun(comm, "easgd:mode=sync,alpha=0.33"))
     with pytest.raises(ConfigError, match=r"alpha=0.34,mode=sync: with 3 ranks .* alpha <= 0.3333"):
-        run_threads(3, lambda comm: Run(comm, "easgd:mode=sync,alpha=0.34"))
+        run_threads(3, lambda comm: StrategyRun(comm, "easgd:mode=sync,alpha=0.34"))
 
 
 @pytest.mark.parametrize("name", ["parameter_server", "easgd"])
@@ -56,7 +56,7 @@ def test_a_failing_server_ends_every_rank(strategy: str) -> None:
     """Rank 1 sends what the server cannot read; nobody waits for an answer for ever."""
 
     def work(comm: Communicator) -> None:
-        run = Run(comm, strategy)
+        run = StrategyRun(comm, strategy)
         comm.barrier()
         if comm.rank == 1:
             run.strategy.peers.send(torch.zeros(1), 0, tag=0)

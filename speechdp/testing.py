@@ -1,18 +1,24 @@
-"""What checks of strategies are made of: a small model in double precision, batches, and a run of steps."""
+"""Checks for authors of strategies: what every strategy must keep to (docs/api.md).
+
+`strategy_contract` is the whole of it; below it stands what checks of a strategy's own equations are made of:
+a small model in double precision, batches of unequal length, a run of steps, plain SGD to compare with.
+"""
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from speechdp.comm.base import Communicator
+from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.loading.batch import Batch
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.parallel.registry import describe
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.strategy import Progress, Strategy
 from speechdp.parallel.training_step import TrainingStep
@@ -24,6 +30,116 @@ TOLERANCE = 1e-9
 NUM_STEPS = 7
 _FEATURES, _CLASSES = 5, 4
 _GENERATOR = threading.Lock()
+
+
+def strategy_contract(strategy: str, *, neutral: str | None = "", sizes: Sequence[int] = (1, 2, 3)) -> None:
+    """Hold a strategy to what training relies on, with 1, 2 and 3 ranks as threads; seconds.
+
+    - its options are read and described without loss;
+    - one rank alone is plain SGD;
+    - all ranks begin with rank 0's parameters, and hold the same bits after `finish`;
+    - evaluating shows the same model on all ranks, and training goes on as if nothing had been evaluated;
+    - a rank without frames keeps joining;
+    - saved and loaded it goes on: a synchronous one ends with the same bits as one left alone;
+    - training lowers the loss over all ranks' batches;
+    - nothing of it runs on after `close`.
+
+    Example::
+
+        def test_growing_averaging():
+            strategy_contract("growing_averaging:period=2,stay=1,longest=8")
+
+    Args:
+        strategy: name and options, as on the command line.
+        neutral: options that make it plain SGD on one rank, where it is not by nature (an outer optimizer):
+            "outer_learning_rate=1,outer_momentum=0"; None: no options do.
+        sizes: numbers of ranks.
+
+    Raises:
+        AssertionError: it does not keep to something, which the message names.
+        ConfigError: there is no such strategy, or an option is wrong.
+    """
+    text = describe(parse_strategy(strategy))
+    assert describe(parse_strategy(text)) == text, f"{strategy}: options are not read as described: {text}"
+    if neutral is not None:
+        plain = strategy + (("," if ":" in strategy else ":") + neutral if neutral else "")
+        run_threads(1, lambda comm: _one_rank_is_plain_sgd(comm, plain))
+    checks = (_ranks_agree, _evaluation_leaves_no_trace, _empty_ranks_join, _state_is_whole, _loss_falls)
+    for size in sizes:
+        for check in checks:
+            before = set(threading.enumerate())
+            run_threads(size, lambda comm, check=check: check(comm, strategy))
+            left = [thread.name for thread in threading.enumerate() if thread not in before]
+            assert not left, f"{strategy}: after close its threads {left} still run"
+
+
+def _one_rank_is_plain_sgd(comm: Communicator, strategy: str) -> None:
+    optimizer = Sgd(momentum=0.9)
+    run = StrategyRun(comm, strategy, make_replica(optimizer))
+    run.train(0)
+    assert_close(run.finish(), plain_sgd(batches_of_all(1), optimizer), f"{strategy}: on one rank, plain SGD")
+
+
+def _ranks_agree(comm: Communicator, strategy: str) -> None:
+    replica = make_replica()
+    replica.parameters.values.add_(comm.rank)
+    run = StrategyRun(comm, strategy, replica)
+    comm.barrier()
+    assert_close(run.parameters(), make_replica().parameters.values, f"{strategy}: rank 0's start")
+    comm.barrier()  # an asynchronous one would already train elsewhere
+    run.train(comm.rank)
+    assert_bitwise_equal_over_ranks(comm, run.finish(), f"{strategy} after finish")
+
+
+def _evaluation_leaves_no_trace(comm: Communicator, strategy: str) -> None:
+    seen = StrategyRun(comm, strategy, make_replica(Sgd(momentum=0.9)))
+    for step in range(NUM_STEPS):
+        seen.step([make_batch(comm.rank, step)])
+        seen.strategy.pause()
+        own = seen.parameters()
+        with seen.strategy.evaluation_parameters():
+            assert_bitwise_equal_over_ranks(comm, seen.parameters(), f"{strategy} under evaluation")
+        if seen.strategy.synchronous:  # others may go on from what all ranks have come to
+            assert torch.equal(seen.parameters(), own), f"{strategy}: evaluation changed the parameters"
+        seen.strategy.resume()
+    final = seen.finish()
+    if seen.strategy.synchronous:
+        unseen = StrategyRun(comm, strategy, make_replica(Sgd(momentum=0.9)))
+        unseen.train(comm.rank)
+        assert torch.equal(final, unseen.finish()), f"{strategy}: evaluation changed training"
+
+
+def _empty_ranks_join(comm: Communicator, strategy: str) -> None:
+    """Rank 0 has frames in every step, the others only in the first two."""
+    run = StrategyRun(comm, strategy)
+    for step in range(NUM_STEPS):
+        run.step([make_batch(comm.rank, step)] if step < 2 or comm.rank == 0 else [])
+    assert bool(run.finish().isfinite().all()), f"{strategy}: not finite, with ranks that ran out of batches"
+
+
+def _state_is_whole(comm: Communicator, strategy: str) -> None:
+    if parse_strategy(strategy).synchronous:
+        for saved_after in (1, 4):
+            assert_resumes(comm, strategy, saved_after)
+        return
+    first = StrategyRun(comm, strategy, make_replica(Sgd(momentum=0.9)))
+    first.train(comm.rank, 0, 4)
+    second = resumed_run(comm, strategy, first)
+    second.train(comm.rank, 4)
+    assert_bitwise_equal_over_ranks(comm, second.finish(), f"{strategy} resumed, after finish")
+
+
+def _loss_falls(comm: Communicator, strategy: str) -> None:
+    run = StrategyRun(comm, strategy)
+    for _ in range(6):
+        run.train(comm.rank)
+    run.finish()
+    batches = [batch for step in batches_of_all(comm.size) for batch in step]
+    losses = [
+        sum(AcousticTask().loss(model, batch).total.item() for batch in batches)
+        for model in (make_model(), run.replica.model)
+    ]
+    assert losses[1] < losses[0], f"{strategy}: the loss went from {losses[0]:g} to {losses[1]:g}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +186,7 @@ def make_replica(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer
     return Replica(make_model(), optimizer)
 
 
-class Run:
+class StrategyRun:
     """A strategy at work on batches given one by one."""
 
     def __init__(self, comm: Communicator, strategy: str, replica: Replica | None = None) -> None:
@@ -112,21 +228,30 @@ class Run:
         return self.replica.parameters.values.clone()
 
 
+def resumed_run(comm: Communicator, strategy: str, first: StrategyRun) -> StrategyRun:
+    """Return a run that goes on from the state of another, which is finished.  Collective."""
+    first.strategy.pause()
+    second = StrategyRun(comm, strategy, make_replica(Sgd(momentum=0.9)))
+    second.strategy.pause()
+    second.replica.parameters.values.copy_(first.parameters())
+    second.replica.load_optimizer_tensors(
+        {k: v.clone() for k, v in first.replica.optimizer_tensors().items()}
+    )
+    second.strategy.load_state_dict(copy.deepcopy(first.strategy.state_dict()))
+    second.steps, second.frames = first.steps, first.frames
+    first.finish()
+    second.strategy.resume()
+    return second
+
+
 def assert_resumes(comm: Communicator, strategy: str, saved_after: int) -> None:
     """Check that a run saved after so many steps and loaded elsewhere ends as one that was left alone."""
     optimizer = Sgd(momentum=0.9)
-    whole = Run(comm, strategy, make_replica(optimizer))
+    whole = StrategyRun(comm, strategy, make_replica(optimizer))
     whole.train(comm.rank)
-    first = Run(comm, strategy, make_replica(optimizer))
+    first = StrategyRun(comm, strategy, make_replica(optimizer))
     first.train(comm.rank, 0, saved_after)
-    state = copy.deepcopy(first.strategy.state_dict())
-    parameters = first.parameters()
-    tensors = {k: v.clone() for k, v in first.replica.optimizer_tensors().items()}
-    second = Run(comm, strategy, make_replica(optimizer))
-    second.replica.parameters.values.copy_(parameters)
-    second.replica.load_optimizer_tensors(tensors)
-    second.strategy.load_state_dict(state)
-    second.steps, second.frames = first.steps, first.frames
+    second = resumed_run(comm, strategy, first)
     second.train(comm.rank, saved_after)
     what = f"{strategy} saved after {saved_after} steps"
     assert torch.equal(second.finish(), whole.finish()), f"{what}: resumed differs from uninterrupted"
@@ -136,9 +261,9 @@ def assert_resumes(comm: Communicator, strategy: str, saved_after: int) -> None:
 
 def assert_begins_with_gradient_averaging(comm: Communicator, strategy: str) -> None:
     """Check that a strategy which never comes to its beginning is gradient averaging, bit by bit."""
-    run = Run(comm, strategy, make_replica(Sgd(momentum=0.9)))
+    run = StrategyRun(comm, strategy, make_replica(Sgd(momentum=0.9)))
     run.train(comm.rank)
-    together = Run(comm, "gradient_averaging", make_replica(Sgd(momentum=0.9)))
+    together = StrategyRun(comm, "gradient_averaging", make_replica(Sgd(momentum=0.9)))
     together.train(comm.rank)
     assert torch.equal(run.finish(), together.finish()), f"{strategy}: not gradient averaging, bit by bit"
 
