@@ -1,6 +1,7 @@
 """The strategy keeps to what training relies on."""
 
 import growing_averaging
+
 from speechdp import strategy
 from speechdp.testing import strategy_contract
 
