@@ -10,6 +10,7 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ from speechdp.parallel.replica import Replica
 from speechdp.parallel.strategy import Progress, Strategy
 from speechdp.parallel.training_step import TrainingStep
 from speechdp.strategies import parse_strategy
-from speechdp.tasks.acoustic import AcousticTask
 from speechdp.timing.timeline import Timeline
 
 TOLERANCE = 1e-9
@@ -68,7 +68,7 @@ def strategy_contract(strategy: str, *, neutral: str | None = "", sizes: Sequenc
     for size in sizes:
         for check in checks:
             before = set(threading.enumerate())
-            run_threads(size, lambda comm, check=check: check(comm, strategy))
+            run_threads(size, partial(check, strategy=strategy))
             left = [thread.name for thread in threading.enumerate() if thread not in before]
             assert not left, f"{strategy}: after close its threads {left} still run"
 
@@ -136,7 +136,7 @@ def _loss_falls(comm: Communicator, strategy: str) -> None:
     run.finish()
     batches = [batch for step in batches_of_all(comm.size) for batch in step]
     losses = [
-        sum(AcousticTask().loss(model, batch).total.item() for batch in batches)
+        torch.stack([summed_loss(model, batch) for batch in batches]).sum().item()
         for model in (make_model(), run.replica.model)
     ]
     assert losses[1] < losses[0], f"{strategy}: the loss went from {losses[0]:g} to {losses[1]:g}"
@@ -181,6 +181,14 @@ def make_batch(rank: int, step: int, *, segments: int = 3) -> Batch:
     )
 
 
+def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the cross-entropy of a batch, summed over its frames."""
+    logits = model(batch.features, batch.lengths)
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-1, reduction="sum"
+    )
+
+
 def make_replica(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = PLAIN) -> Replica:
     """Return a fresh replica."""
     return Replica(make_model(), optimizer)
@@ -204,8 +212,7 @@ class StrategyRun:
         step = TrainingStep(self.strategy, self.timeline, frames)
         step.begin()
         if batches:
-            losses = [AcousticTask().loss(self.replica.model, batch).total for batch in batches]
-            step.backward(torch.stack(losses).sum())
+            step.backward(torch.stack([summed_loss(self.replica.model, b) for b in batches]).sum())
         self.steps += 1
         self.frames += mean_frames
         progress = Progress(self.steps, self.frames, time_s, self.steps / NUM_STEPS)
@@ -276,11 +283,7 @@ def plain_sgd(batches_of_step: list[list[Batch]], optimizer: Sgd = PLAIN) -> Ten
         frames = sum(batch.num_frames for batch in batches)
         moving.zero_grad()
         for batch in batches:
-            logits = model(batch.features, batch.lengths)
-            loss = nn.functional.cross_entropy(
-                logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-1, reduction="sum"
-            )
-            (loss / frames).backward()
+            (summed_loss(model, batch) / frames).backward()  # type: ignore[no-untyped-call]
         moving.step()
     return flat(model)
 

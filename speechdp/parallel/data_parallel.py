@@ -30,7 +30,7 @@ from speechdp.parallel.batch_statistics import (
     load_statistics,
     running_statistics,
 )
-from speechdp.parallel.registry import describe, parse_strategy, period_of
+from speechdp.parallel.registry import describe, parse_strategy
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.parallel.strategy import Progress, Strategy
@@ -189,7 +189,7 @@ class DataParallel:
         return {
             "strategy": describe(self.strategy),
             "strategy_name": self.strategy.name,
-            "period": period_of(self.strategy),
+            "period": self.strategy.exchange_period,
             "backend": self.comm.backend,
             "device": self._device.type,
             "size": self.comm.size,

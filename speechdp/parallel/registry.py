@@ -162,11 +162,5 @@ def describe(strategy: Strategy) -> str:
     return f"{strategy.name}:{options}" if options else strategy.name
 
 
-def period_of(strategy: Strategy) -> str | None:
-    """Return how often a strategy exchanges, as text; None for one that has no such option."""
-    period = getattr(strategy, "period", getattr(strategy, "every", None))
-    return None if period is None else str(period)
-
-
 def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

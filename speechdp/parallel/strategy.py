@@ -83,6 +83,11 @@ class Strategy(ABC):
         """
         return self.synchronous and not self.needs_peers
 
+    @property
+    def exchange_period(self) -> str | None:
+        """How often it exchanges, as its option is written: `16`, `600kf`, `2.5s`; None: it has none."""
+        return None
+
     #: Name under which a class from outside was registered; ours have that of their file.
     registered_name: ClassVar[str] = ""
 

@@ -18,7 +18,7 @@ from speechdp.dealing.batch_client import Dealing
 from speechdp.errors import ConfigError, RunError
 from speechdp.feeding.fed_source import gather_feeder_times
 from speechdp.options.run import TrainOptions
-from speechdp.parallel.registry import describe, parse_strategy, period_of
+from speechdp.parallel.registry import describe, parse_strategy
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.parallel.strategy import Strategy
 from speechdp.process.ending import Stopped
@@ -233,7 +233,7 @@ def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
     return {
         "strategy": describe(strategy),
         "strategy_name": strategy.name,
-        "period": period_of(strategy),
+        "period": strategy.exchange_period,
         "backend": session.comm.backend,
         "device": str(session.device.type),
         "seed": options.seed,

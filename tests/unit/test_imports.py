@@ -36,8 +36,7 @@ strategies/mechanisms
 strategies
 data/kaldi data/espeak data/loading
 data/prepare decode
-tasks
-testing
+tasks testing
 options feeding dealing watchdog
 checkpoint
 train

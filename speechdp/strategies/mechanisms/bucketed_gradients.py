@@ -52,6 +52,10 @@ class BucketedGradients(Strategy):
                 "sum that type; use compression=none or another --backend"
             )
 
+    @property
+    def exchange_period(self) -> str:
+        return str(self.every)
+
     def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
         super().attach(replica, comm, timeline)
         self._buckets = replica.gradients.buckets(int(self.bucket_mib * 2**20))
