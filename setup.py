@@ -50,6 +50,7 @@ EXTRAS_REQUIRE = {
         "hypothesis>=6.100,<7",
         "selenium>=4.20,<5",
         "kaldi-native-io>=1.23,<2",
+        "pytorch-lightning>=2.5,<3",
         "ruff>=0.17,<0.18",
         "mypy>=2,<3",
         "build>=1,<2",

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from speechdp.report.runs.folders import read_run
 from tests.helpers.jobs import by_launch
 from tests.helpers.mpi import REPOSITORY, job_environment, run_job
@@ -19,9 +21,9 @@ from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
 ASR = REPOSITORY / "examples" / "asr_ctc"
 
 
-def held_out_loss(script: str, **settings: str) -> float:
+def held_out_loss(script: Path, **settings: str) -> float:
     ended = subprocess.run(
-        [sys.executable, ASR / script],
+        [sys.executable, "-W", "ignore", script],
         env={**job_environment(), **settings},
         check=True,
         capture_output=True,
@@ -32,17 +34,32 @@ def held_out_loss(script: str, **settings: str) -> float:
 
 
 def test_the_recogniser_trains_as_in_plain_pytorch_and_on_two_ranks(tmp_path: Path) -> None:
-    plain = held_out_loss("plain.py")
+    plain = held_out_loss(ASR / "plain.py")
     assert plain < 1.0
-    assert abs(held_out_loss("train.py") - plain) < 0.02  # one rank: the same but for rounding
+    assert abs(held_out_loss(ASR / "train.py") - plain) < 0.02  # one rank: the same but for rounding
     together = held_out_loss(
-        "train.py",
+        ASR / "train.py",
         SPEECHDP_BACKEND="threads:2",
         SPEECHDP_STRATEGY="model_averaging:period=8",
         SPEECHDP_FOLDER=str(tmp_path / "run"),
     )
     run = read_run(tmp_path / "run")
     assert together < 1.0 and run.completed and (run.size, run.period) == (2, "8")
+
+
+def test_a_lightning_module_trains_on_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_lightning")
+    loss = held_out_loss(
+        REPOSITORY / "examples" / "lightning" / "train.py",
+        SPEECHDP_BACKEND="threads:2",
+        SPEECHDP_STRATEGY="model_averaging:period=8",
+        SPEECHDP_FOLDER=str(tmp_path / "run"),
+    )
+    run = read_run(tmp_path / "run")
+    evaluated = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert run.completed and (run.size, run.period) == (2, "8")
+    assert [line["step"] for line in evaluated] == [40, 80, 120]
+    assert loss < 1.0 and abs(evaluated[-1]["valid_loss"] - loss) < 1e-3
 
 
 def test_few_lines_differ_from_plain_pytorch() -> None:
