@@ -1,4 +1,4 @@
-"""Train a Lightning module on all ranks: the loop, callbacks and log are Lightning's, the averaging speechdp's.
+"""Train a Lightning module on all ranks: loop and callbacks are Lightning's, the averaging speechdp's.
 
 Lightning itself trains on one device (`devices=1`) and knows nothing of the other ranks.
 """
