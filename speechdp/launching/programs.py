@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,11 +69,15 @@ def find_horovodrun(environment_prefix: Path, search_path: str) -> Path:
     return Path(found).absolute()
 
 
-def _major_version(mpirun: Path) -> int:
-    """Ask `mpirun --version` whose it is."""
+def ask(argv: Sequence[str], remedy: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that answers at once; return what it said and its exit code.
+
+    Raises:
+        ConfigError: it cannot be started, or does not answer within a minute; ends with `remedy`.
+    """
     try:
-        answer = subprocess.run(
-            [str(mpirun), "--version"],
+        return subprocess.run(
+            argv,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
@@ -81,7 +86,12 @@ def _major_version(mpirun: Path) -> int:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{mpirun} cannot be run ({error}); {_REMEDY}") from error
+        raise ConfigError(f"{' '.join(argv)} cannot be run ({error}); {remedy}") from error
+
+
+def _major_version(mpirun: Path) -> int:
+    """Ask `mpirun --version` whose it is."""
+    answer = ask([str(mpirun), "--version"], _REMEDY)
     version = _VERSION.search(answer.stdout)
     if version is None:
         said = (answer.stdout + answer.stderr).strip().splitlines()[:1]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 
 from speechdp import exit_codes
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Allocation
+from speechdp.launching.programs import ask
 from speechdp.launching.supervise import JobEnd
 
 #: Grid Engine runs a job again that ends with this exit code; no program is needed.
@@ -38,26 +38,15 @@ def requeue(allocation: Allocation) -> int:
     if allocation.scheduler == "sge":
         return _GRID_ENGINE_AGAIN
     if allocation.scheduler == "slurm":
-        _ask(["scontrol", "requeue", allocation.job_id])
+        _order(["scontrol", "requeue", allocation.job_id])
     elif allocation.scheduler == "pbs":
-        _ask(["qrerun", allocation.job_id])
+        _order(["qrerun", allocation.job_id])
     return exit_codes.STOPPED
 
 
-def _ask(argv: list[str]) -> None:
+def _order(argv: list[str]) -> None:
     remedy = "submit the job again; with --resume it goes on from its checkpoint"
-    try:
-        answer = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=60,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{' '.join(argv)} cannot be run ({error}); {remedy}") from error
+    answer = ask(argv, remedy)
     if answer.returncode != 0:
         said = " ".join((answer.stderr or answer.stdout).split())
         raise ConfigError(f"{' '.join(argv)} failed ({said}); {remedy}")
