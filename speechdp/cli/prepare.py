@@ -14,10 +14,10 @@ from speechdp.cli.support.console import make_console
 from speechdp.cli.support.folders import owner_of, say_aside
 from speechdp.cli.support.progress import progress_bar
 from speechdp.cli.support.synthesis_arguments import SynthesisArguments
+from speechdp.data.prepare.jobs import Progress
 from speechdp.data.prepare.kaldi import KaldiPrepared, prepare_kaldi
 from speechdp.data.prepare.kaldi_settings import KaldiOptions
 from speechdp.data.prepare.recognition import Prepared, PrepareOptions, prepare
-from speechdp.data.prepare.shard_jobs import Progress
 from speechdp.data.prepare.synthesis import (
     PreparedSynthesis,
     PrepareSynthesisOptions,

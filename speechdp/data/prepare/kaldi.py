@@ -13,11 +13,11 @@ from speechdp.data.corpora.kaldi_dir import read_table, read_wav_scp
 from speechdp.data.corpora.splits import choose_rule, deal, split_corpus
 from speechdp.data.kaldi.alignments import AlignmentSource, alignment_source
 from speechdp.data.kaldi.matrix import MatrixPlace, read_scp
-from speechdp.data.prepare.kaldi_jobs import AlignedUtterance, KaldiShardJob, run_kaldi_jobs
+from speechdp.data.prepare.jobs import Progress, run_jobs
+from speechdp.data.prepare.kaldi_jobs import AlignedUtterance, KaldiShardJob
 from speechdp.data.prepare.kaldi_settings import KaldiOptions, feature_settings
 from speechdp.data.prepare.kaldi_unaligned import Unaligned, manifest_like, with_frames
 from speechdp.data.prepare.recognition import shards_of_split
-from speechdp.data.prepare.shard_jobs import Progress
 from speechdp.data.shards.data_dir import check_target, new_data_dir
 from speechdp.data.shards.dataset import Dataset, Manifest, SplitEntry
 from speechdp.errors import ConfigError, ShardError
@@ -175,7 +175,8 @@ def _divide(
 def _write(options: KaldiOptions, corpus: _Corpus, progress: Progress) -> None:
     splits = corpus.splits
     jobs = {name: _jobs(options, corpus, name, utterances) for name, utterances in splits.items()}
-    entries = run_kaldi_jobs([job for part in jobs.values() for job in part], options.num_workers, progress)
+    all_jobs = [job for part in jobs.values() for job in part]
+    entries = run_jobs(all_jobs, "writing shards", options.num_workers, progress)
     parts: dict[str, SplitEntry] = {}
     for name, utterances in splits.items():
         own, entries = entries[: len(jobs[name])], entries[len(jobs[name]) :]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,21 +11,13 @@ import numpy.typing as npt
 
 from speechdp.data.kaldi.cmvn import SpeakerCmvn
 from speechdp.data.kaldi.matrix import MatrixPlace, read_matrix
-from speechdp.data.prepare.shard_jobs import Progress, num_cores
-from speechdp.data.prepare.worker_processes import (
-    end_with_parent,
-    interrupts_held_back,
-    workers_ended_on_failure,
-)
 from speechdp.data.shards.dataset import ShardEntry
 from speechdp.data.shards.shard import AudioUtterance, ShardHeader, ShardWriter, Utterance
 from speechdp.data.signal.audio import read_audio, to_int16
 from speechdp.data.signal.compute import compute_features
 from speechdp.data.signal.features import normalise, num_frames_of
-from speechdp.errors import ConfigError, RunError
+from speechdp.errors import ConfigError
 
-_STAGE = "writing shards"
-_FEWEST_FRAMES_FOR_PROCESSES = 200_000
 _TARGET_BYTES = 4
 #: Place of the pdfs of an utterance that has none; its targets are 0 and mean nothing.
 NOT_ALIGNED = -1
@@ -70,36 +59,18 @@ class KaldiShardJob:
     pdfs: Path
     cmvn: Path | None
 
+    @property
+    def num_utterances(self) -> int:
+        """Number of utterances of the shard."""
+        return len(self.utterances)
 
-def run_kaldi_jobs(
-    jobs: Sequence[KaldiShardJob], num_workers: int | None, progress: Progress
-) -> list[ShardEntry]:
-    """Write all shards, in parallel where that pays; results come in the jobs' order.
-
-    Raises:
-        ConfigError, ShardError: from the first job that failed.
-        RunError: a process was killed.
-    """
-    total = sum(len(job.utterances) for job in jobs)
-    num_frames = sum(u.num_frames for job in jobs for u in job.utterances)
-    num_workers = min(num_workers or num_cores(), len(jobs))
-    progress(_STAGE, 0, total)
-    if num_workers > 1 and num_frames >= _FEWEST_FRAMES_FOR_PROCESSES:
-        return _run_in_processes(jobs, num_workers, progress)
-    entries, done = [], 0
-    for job in jobs:
-        entries.append(write_kaldi_shard(job))
-        done += len(job.utterances)
-        progress(_STAGE, done, total)
-    return entries
-
-
-def write_kaldi_shard(job: KaldiShardJob) -> ShardEntry:
-    """Write one shard.  Raises ConfigError (features, audio) or ShardError (disk)."""
-    with ShardWriter(job.path, job.header) as writer:
-        for utterance in _ready(job):
-            writer.add(utterance)
-    return ShardEntry.of(writer)
+    def run(self, advance: Callable[[], None]) -> ShardEntry:
+        """Write the shard.  Raises ConfigError (features, audio) or ShardError (disk)."""
+        with ShardWriter(self.path, self.header) as writer:
+            for utterance in _ready(self):
+                writer.add(utterance)
+                advance()
+        return ShardEntry.of(writer)
 
 
 def _ready(job: KaldiShardJob) -> Iterator[Utterance | AudioUtterance]:
@@ -156,28 +127,3 @@ def frames_differ(utterance_id: str, num_frames: int, num_aligned: int) -> Confi
         f"utterance {utterance_id}: {num_frames} frames of features, {num_aligned} in its alignment; "
         "give the features (and frame length and shift) that Kaldi aligned"
     )
-
-
-def _run_in_processes(
-    jobs: Sequence[KaldiShardJob], num_workers: int, progress: Progress
-) -> list[ShardEntry]:
-    # Spawned, not forked: the caller may have threads, and HDF5 does not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    total, done = sum(len(job.utterances) for job in jobs), 0
-    with ProcessPoolExecutor(num_workers, context, end_with_parent) as pool, workers_ended_on_failure():
-        with interrupts_held_back():
-            futures = {pool.submit(write_kaldi_shard, job): job for job in jobs}
-        try:
-            for future in as_completed(futures):
-                future.result()  # raises what the job raised
-                done += len(futures[future].utterances)
-                progress(_STAGE, done, total)
-        except BrokenProcessPool as error:
-            raise RunError(
-                f"{jobs[0].path.parent}: a process writing shards was killed (out of memory?); "
-                "run again with fewer --workers"
-            ) from error
-        finally:
-            for future in futures:
-                future.cancel()
-        return [future.result() for future in futures]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from speechdp.data.kaldi.matrix import MatrixPlace, read_matrix
+from speechdp.data.prepare.jobs import Progress
 from speechdp.data.prepare.kaldi_jobs import AlignedUtterance, frames_differ
-from speechdp.data.prepare.shard_jobs import Progress
 from speechdp.data.shards.layout import Stored
 from speechdp.data.signal.audio import common_sampling_rate, probe
 from speechdp.data.signal.features import FeatureConfig, check_mel_bins, num_frames_of, usual_mel_bins

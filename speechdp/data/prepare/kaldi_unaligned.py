@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speechdp.data.kaldi.matrix import MatrixPlace, num_rows
+from speechdp.data.prepare.jobs import Progress
 from speechdp.data.prepare.kaldi_jobs import NOT_ALIGNED, AlignedUtterance
-from speechdp.data.prepare.shard_jobs import Progress
 from speechdp.data.shards.dataset import Dataset, Manifest
 from speechdp.data.shards.layout import Stored
 from speechdp.data.signal.audio import probe

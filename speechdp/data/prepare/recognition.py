@@ -11,7 +11,8 @@ from speechdp.data.corpora.audio_folder import read_audio_folder
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
 from speechdp.data.corpora.kaldi_dir import is_kaldi_dir, read_kaldi_dir
 from speechdp.data.corpora.splits import choose_rule, deal, split_corpus
-from speechdp.data.prepare.shard_jobs import Progress, ShardJob, ShardResult, run_jobs
+from speechdp.data.prepare.jobs import Progress, run_jobs
+from speechdp.data.prepare.shard_jobs import STAGES, ShardJob, ShardResult
 from speechdp.data.shards.data_dir import check_target, new_data_dir
 from speechdp.data.shards.dataset import Dataset, Manifest, SplitEntry
 from speechdp.data.shards.layout import Stored
@@ -112,7 +113,7 @@ def prepare(options: PrepareOptions, progress: Progress) -> Prepared:
             for name, utterances in splits.items()
             for job in _jobs(_Part(name, utterances, directory), manifest, lexicon, seconds, options)
         ]
-        results = run_jobs(jobs, options.num_workers, progress)
+        results = run_jobs(jobs, STAGES[options.stored], options.num_workers, progress)
         entries = {name: _entry(name, splits[name], jobs, results) for name in splits}
         finish(directory, manifest, entries, lexicon)
     return Prepared(

@@ -18,8 +18,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from speechdp.data.prepare.jobs import Progress
 from speechdp.data.prepare.recordings import RECORDINGS_NAME, TRAIN_RECORDINGS_NAME
-from speechdp.data.prepare.shard_jobs import Progress
 from speechdp.data.shards.data_dir import check_target, new_data_dir
 from speechdp.data.shards.dataset import MANIFEST_NAME, Dataset, ShardEntry
 from speechdp.data.shards.shard import Shard

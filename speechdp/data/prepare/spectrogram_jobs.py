@@ -43,12 +43,7 @@ class SpectrogramJob:
         """Number of utterances of the shard."""
         return len(self.utterances)
 
-    @property
-    def stage(self) -> str:
-        """What the job does, for people."""
-        return "computing spectrograms"
-
-    def write(self, advance: Callable[[], None]) -> ShardResult:
+    def run(self, advance: Callable[[], None]) -> ShardResult:
         """Write the shard, utterance by utterance, calling `advance` after each."""
         with ShardWriter(self.path, self.header) as writer:
             for utterance in self.utterances:

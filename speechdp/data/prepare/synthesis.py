@@ -19,9 +19,10 @@ from speechdp.data.corpora.joining import (
     unjoined,
 )
 from speechdp.data.corpora.splits import choose_rule, deal, split_corpus
+from speechdp.data.prepare.jobs import Progress, run_jobs
 from speechdp.data.prepare.recognition import open_corpus, probe_corpus, shards_of_split
 from speechdp.data.prepare.recordings import list_recordings
-from speechdp.data.prepare.shard_jobs import Progress, ShardResult, run_jobs
+from speechdp.data.prepare.shard_jobs import ShardResult
 from speechdp.data.prepare.spectrogram_jobs import SpectrogramJob
 from speechdp.data.shards.data_dir import check_target, new_data_dir
 from speechdp.data.shards.dataset import SYMBOLS_NAME, Dataset, Manifest, SplitEntry
@@ -143,7 +144,7 @@ def prepare_synthesis(options: PrepareSynthesisOptions, progress: Progress) -> P
     with new_data_dir(options.data, options.overwrite) as directory:
         work = _Work(directory, manifest, symbols, seconds, options)
         jobs = [job for name, utterances in splits.items() for job in work.jobs(name, utterances)]
-        results = run_jobs(jobs, options.num_workers, progress)
+        results = run_jobs(jobs, "computing spectrograms", options.num_workers, progress)
         entries = {name: _entry(name, splits[name], jobs, results) for name in splits}
         list_recordings(directory, splits)
         finish_synthesis(directory, dataclasses.replace(manifest, splits=entries), symbols, lexicon)

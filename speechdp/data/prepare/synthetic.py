@@ -6,38 +6,30 @@ fast it is, not how well a model would recognise people.
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-import speechdp
 from speechdp.data.corpora.splits import deal
 from speechdp.data.espeak.espeak import check_espeak
+from speechdp.data.espeak.speaking import SpeakingJob, SpokenUtterance, read_spoken
 from speechdp.data.espeak.synthetic_plan import PlannedUtterance, plan_corpus
-from speechdp.data.espeak.synthetic_worker import SpeakingJob, SpokenUtterance, read_spoken
+from speechdp.data.prepare.jobs import Progress, run_jobs
 from speechdp.data.prepare.recognition import Prepared, finish, shards_of_split
-from speechdp.data.prepare.shard_jobs import Progress, num_cores
 from speechdp.data.shards.data_dir import check_target, new_data_dir
 from speechdp.data.shards.dataset import Dataset, Manifest, ShardEntry, SplitEntry
 from speechdp.data.shards.layout import AudioUtterance, Stored, Utterance
 from speechdp.data.shards.shard import ShardWriter
 from speechdp.data.signal.features import FeatureConfig, check_mel_bins
-from speechdp.errors import ConfigError, RunError
+from speechdp.errors import ConfigError
 from speechdp.files import scratch_folder
 from speechdp.labels.hmm import StateInventory, alignment_from_phone_times
 from speechdp.labels.lexicon import Lexicon
 
-_STAGE = "speaking"
 _MAX_HOURS = 10_000.0
 #: Pronunciations rarer than this share of a word's, or beyond so many, are left out of the lexicon.
 _FEWEST_SHARE = 0.02
@@ -143,51 +135,7 @@ def speak_all(jobs: Sequence[SpeakingJob], num_workers: int | None, progress: Pr
         ConfigError: eSpeak NG does not do it.
         RunError: a process died.
     """
-    total = sum(len(job.utterances) for job in jobs)
-    lock = threading.Lock()
-    stop = threading.Event()
-    done = 0
-    progress(_STAGE, 0, total)
-
-    def advance() -> None:
-        nonlocal done
-        with lock:
-            done += 1
-            progress(_STAGE, done, total)
-
-    with ThreadPoolExecutor(num_workers or num_cores()) as pool:
-        futures = [pool.submit(_speak, job, advance, stop) for job in jobs]
-        try:
-            for future in futures:
-                future.result()
-        finally:
-            stop.set()
-            for future in futures:
-                future.cancel()
-
-
-def _speak(job: SpeakingJob, advance: Callable[[], None], stop: threading.Event) -> None:
-    """Run one job in a fresh process, on which eSpeak NG's repeatability depends."""
-    path = job.stem.with_suffix(".json")
-    job.write(path)
-    command = [sys.executable, "-m", "speechdp.data.espeak.synthetic_worker", str(path)]
-    # In the folder that holds the package, so that it is found even if it is not installed.
-    home = Path(speechdp.__file__).parent.parent
-    # Ctrl-C reaches every process of the terminal: this one ends its workers, which inherit what it blocks.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    with subprocess.Popen(
-        command, cwd=home, stdout=subprocess.PIPE, encoding="utf-8", errors="replace"
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            message = json.loads(line)
-            if "error" in message:
-                raise ConfigError(message["error"])
-            advance()
-            if stop.is_set():  # another job failed
-                process.terminate()
-    if process.returncode != 0:
-        raise RunError(f"{job.stem.name}: its process ended with status {process.returncode}; run it again")
+    run_jobs(jobs, "speaking", num_workers, progress, always_apart=True)
 
 
 def collect_lexicon(jobs: Sequence[SpeakingJob]) -> Lexicon:

@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 from speechdp.data.corpora.splits import deal
 from speechdp.data.espeak.espeak import check_espeak
+from speechdp.data.espeak.speaking import SpeakingJob, read_spoken
 from speechdp.data.espeak.synthetic_plan import PlannedUtterance
-from speechdp.data.espeak.synthetic_worker import SpeakingJob, read_spoken
 from speechdp.data.espeak.voice_plan import plan_voices, voices_of
+from speechdp.data.prepare.jobs import Progress
 from speechdp.data.prepare.recognition import shards_of_split
 from speechdp.data.prepare.recordings import keep_recording, list_recordings
-from speechdp.data.prepare.shard_jobs import Progress
 from speechdp.data.prepare.synthesis import (
     PreparedSynthesis,
     SpectrogramOptions,

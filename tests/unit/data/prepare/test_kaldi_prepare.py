@@ -12,8 +12,8 @@ import pytest
 from speechdp.cli.main import run as speechdp
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.data.kaldi.cmvn import SpeakerCmvn
+from speechdp.data.prepare.jobs import run_jobs
 from speechdp.data.prepare.kaldi import KaldiPrepared, prepare_kaldi
-from speechdp.data.prepare.kaldi_jobs import KaldiShardJob, run_kaldi_jobs
 from speechdp.data.prepare.kaldi_settings import KaldiOptions
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import AudioUtterance, Utterance
@@ -105,7 +105,7 @@ def test_features_and_pdfs_go_into_shards(options: KaldiOptions) -> None:
 
 def test_processes_write_the_same_bytes(options: KaldiOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared(options)
-    monkeypatch.setattr("speechdp.data.prepare.kaldi_jobs._FEWEST_FRAMES_FOR_PROCESSES", 0)
+    monkeypatch.setattr("speechdp.data.prepare.jobs._FEWEST_FOR_PROCESSES", 0)
     other = dataclasses.replace(options, data=options.data.with_name("other"), num_workers=2)
     prepared(other)
     files = sorted(path.name for path in options.data.iterdir())
@@ -289,7 +289,7 @@ def test_jobs_report_progress_up_to_all(options: KaldiOptions) -> None:
     seen: list[tuple[str, int, int]] = []
     prepare_kaldi(options, lambda *report: seen.append(report))
     assert seen[-1] == ("writing shards", 8, 8) and seen[0] == ("reading alignments", 1, 8)
-    assert run_kaldi_jobs(list[KaldiShardJob](), 1, no_progress) == []
+    assert run_jobs([], "nothing", 1, no_progress) == []
 
 
 def test_the_command_line(options: KaldiOptions, capsys: pytest.CaptureFixture[str]) -> None:

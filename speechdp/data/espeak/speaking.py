@@ -1,16 +1,10 @@
-"""Speak one shard's utterances in a process of its own: python -m ...synthetic_worker JOB.json.
-
-eSpeak NG repeats itself only in a fresh process (espeak.py), so each shard gets one.  Standard output
-carries a line of JSON an utterance, {"done": n}, or {"error": message}.
-"""
+"""Speak one shard's utterances in a process of its own: eSpeak NG repeats itself only in a fresh one."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +17,6 @@ from speechdp.data.shards.layout import Stored
 from speechdp.data.signal.audio import resample, to_int16
 from speechdp.data.signal.compute import compute_features
 from speechdp.data.signal.features import FeatureConfig, num_frames_of
-from speechdp.errors import SpeechDPError
 
 #: Of the speech over the noise added to it, in dB: digital silence would distort the normalisation.
 _SNR_DB = (25.0, 45.0)
@@ -42,30 +35,34 @@ class SpeakingJob:
     seed: int
     stored: Stored = "features"
 
-    def write(self, path: Path) -> None:
-        """Write the job for another process to read."""
-        values = {
-            "stem": str(self.stem),
-            "utterances": [asdict(utterance) for utterance in self.utterances],
-            "sampling_rate": self.sampling_rate,
-            "features": self.features.to_dict(),
-            "seed": self.seed,
-            "stored": self.stored,
-        }
-        path.write_text(json.dumps(values), encoding="utf-8")
+    @property
+    def path(self) -> Path:
+        """Where features or samples go."""
+        return self.stem.with_suffix(".rows")
 
-    @classmethod
-    def read(cls, path: Path) -> SpeakingJob:
-        """Read what `write` wrote."""
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return cls(
-            stem=Path(values["stem"]),
-            utterances=tuple(PlannedUtterance(**utterance) for utterance in values["utterances"]),
-            sampling_rate=values["sampling_rate"],
-            features=FeatureConfig.from_dict(values["features"]),
-            seed=values["seed"],
-            stored=values["stored"],
-        )
+    @property
+    def num_utterances(self) -> int:
+        """Number of utterances to speak."""
+        return len(self.utterances)
+
+    def run(self, advance: Callable[[], None]) -> None:
+        """Speak all utterances, calling `advance` after each."""
+        espeak = Espeak()
+        with (
+            self.stem.with_suffix(".jsonl").open("w", encoding="utf-8") as text,
+            self.path.open("wb") as rows,
+        ):
+            for number, utterance in enumerate(self.utterances):
+                voice = Voice(utterance.voice, utterance.rate_wpm, utterance.pitch)
+                speech = espeak.speak(utterance.text.split(), voice, seed=number + 1)
+                rng = np.random.default_rng([self.seed, *utterance.utterance_id.encode()])
+                samples, words = _finish(speech, espeak.sampling_rate, self.sampling_rate, rng)
+                content = _content(samples, self)
+                rows.write(content.data)
+                num_frames = num_frames_of(len(samples), self.sampling_rate, self.features)
+                values = {"num_frames": num_frames, "num_bytes": content.nbytes, "words": words}
+                text.write(json.dumps(values) + "\n")
+                advance()
 
 
 @dataclass(frozen=True)
@@ -78,37 +75,17 @@ class SpokenUtterance:
 
 
 def read_spoken(job: SpeakingJob) -> Iterator[tuple[SpokenUtterance, npt.NDArray[Any]]]:
-    """Yield what `run_job` wrote, with features (T, D) or samples (S,), in the order of the job."""
+    """Yield what a job wrote, with features (T, D) or samples (S,), in the order of the job."""
     audio = job.stored == "audio"
     dtype = np.int16 if audio else np.dtype(job.features.dtype)
     shape = (-1,) if audio else (-1, job.features.feature_dim)
     lines = job.stem.with_suffix(".jsonl")
-    with lines.open(encoding="utf-8") as text, job.stem.with_suffix(".rows").open("rb") as rows:
+    with lines.open(encoding="utf-8") as text, job.path.open("rb") as rows:
         for utterance, line in zip(job.utterances, text, strict=True):
             values = json.loads(line)
             words = tuple((word, tuple((p, s, e) for p, s, e in phones)) for word, phones in values["words"])
             content = np.frombuffer(rows.read(values["num_bytes"]), dtype=dtype).reshape(shape)
             yield SpokenUtterance(utterance, values["num_frames"], words), content
-
-
-def run_job(job: SpeakingJob) -> Iterator[int]:
-    """Speak all utterances of a job; yields how many are done."""
-    espeak = Espeak()
-    with (
-        job.stem.with_suffix(".jsonl").open("w", encoding="utf-8") as text,
-        job.stem.with_suffix(".rows").open("wb") as rows,
-    ):
-        for number, utterance in enumerate(job.utterances):
-            voice = Voice(utterance.voice, utterance.rate_wpm, utterance.pitch)
-            speech = espeak.speak(utterance.text.split(), voice, seed=number + 1)
-            rng = np.random.default_rng([job.seed, *utterance.utterance_id.encode()])
-            samples, words = _finish(speech, espeak.sampling_rate, job.sampling_rate, rng)
-            content = _content(samples, job)
-            rows.write(content.data)
-            num_frames = num_frames_of(len(samples), job.sampling_rate, job.features)
-            values = {"num_frames": num_frames, "num_bytes": content.nbytes, "words": words}
-            text.write(json.dumps(values) + "\n")
-            yield number + 1
 
 
 def _content(samples: npt.NDArray[np.float32], job: SpeakingJob) -> npt.NDArray[Any]:
@@ -148,21 +125,3 @@ def _finish(
         for word in speech.words
     ]
     return np.clip(samples, -1.0, 1.0), words
-
-
-def main(arguments: list[str]) -> int:
-    """Run the job in the file named on the command line."""
-    try:
-        for done in run_job(SpeakingJob.read(Path(arguments[0]))):
-            sys.stdout.write(json.dumps({"done": done}) + "\n")
-            sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads was killed
-        os._exit(1)
-    except (SpeechDPError, OSError) as error:
-        sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,149 @@
+"""Run jobs over many utterances, each in a process of its own where that pays or is needed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from contextlib import closing
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from speechdp.errors import RunError, SpeechDPError
+
+#: Called with what is being done, how much of it is done, and how much there is.
+Progress = Callable[[str, int, int], None]
+
+Result_co = TypeVar("Result_co", covariant=True)
+
+_FEWEST_FOR_PROCESSES = 64
+#: Modules are found as they are here, whatever folder this was started in.
+_PROGRAM = "import sys; sys.path[:] = {path}; from speechdp.data.prepare import jobs; jobs.work({pipe})"
+
+
+class Job(Protocol[Result_co]):
+    """Work on one file, in this process or in another, to which it is pickled."""
+
+    @property
+    def path(self) -> Path:
+        """The file it makes, for people."""
+        ...
+
+    @property
+    def num_utterances(self) -> int:
+        """Number of utterances it goes through."""
+        ...
+
+    def run(self, advance: Callable[[], None]) -> Result_co:
+        """Do it, calling `advance` after each utterance."""
+        ...
+
+
+def run_jobs(
+    jobs: Sequence[Job[Result_co]],
+    stage: str,
+    num_workers: int | None,
+    progress: Progress,
+    *,
+    always_apart: bool = False,
+) -> list[Result_co]:
+    """Run all jobs, in parallel processes where that pays.
+
+    Args:
+        jobs: what to do; results come in the same order.
+        stage: what the jobs do, for people.
+        num_workers: processes at a time; None means as many as there are cores.
+        progress: told how many utterances are done.
+        always_apart: a fresh process for each job, however little there is to do.
+
+    Raises:
+        ConfigError, ShardError, OSError: from the first job that failed; the others are stopped.
+        RunError: a process was killed.
+    """
+    total, done, lock = sum(job.num_utterances for job in jobs), 0, threading.Lock()
+    num_workers = min(num_workers or len(os.sched_getaffinity(0)), len(jobs))
+    progress(stage, 0, total)
+
+    def advance() -> None:
+        nonlocal done
+        with lock:
+            done += 1
+            progress(stage, done, total)
+
+    if always_apart or (num_workers > 1 and total >= _FEWEST_FOR_PROCESSES):
+        return _run_apart(jobs, stage, num_workers, advance)
+    return [job.run(advance) for job in jobs]
+
+
+def _run_apart(
+    jobs: Sequence[Job[Result_co]], stage: str, num_workers: int, advance: Callable[[], None]
+) -> list[Result_co]:
+    stop = threading.Event()
+
+    def advance_or_stop() -> None:
+        if stop.is_set():
+            raise CancelledError
+        advance()
+
+    with ThreadPoolExecutor(num_workers) as threads:
+        futures = [threads.submit(_run_in_process, job, stage, advance_or_stop) for job in jobs]
+        try:
+            for future in as_completed(futures):
+                future.result()  # raises what the job raised
+            return [future.result() for future in futures]
+        finally:
+            stop.set()  # else leaving the block would wait for files that nobody wants any more
+            for future in futures:
+                future.cancel()
+
+
+def _run_in_process(job: Job[Result_co], stage: str, advance: Callable[[], None]) -> Result_co:
+    # Ctrl-C reaches every process of the terminal: this one ends its workers, which inherit what it blocks.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    ours, theirs = Pipe()
+    program = _PROGRAM.format(path=sys.path, pipe=theirs.fileno())
+    process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()])
+    theirs.close()
+    with process, closing(ours):
+        try:
+            ours.send(job)
+            while (message := ours.recv()) is None:
+                advance()
+        except (EOFError, ConnectionError) as error:
+            raise RunError(
+                f"{job.path}: its process, {stage}, was killed (out of memory?); "
+                "run again with fewer --workers"
+            ) from error
+        finally:
+            process.terminate()
+    result, failure = message
+    if failure is not None:
+        raise failure
+    return result  # type: ignore[no-any-return]
+
+
+def work(pipe: int) -> None:
+    """Run the job that the process which started this one sends, and send back what came of it.
+
+    This process ends with that one, however that ends: the next `prepare` may write to the same folder.
+    """
+    connection: Connection[tuple[object, Exception | None] | None, Job[object]] = Connection(pipe)
+    job = connection.recv()
+    threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
+    try:
+        connection.send((job.run(lambda: connection.send(None)), None))
+    except (SpeechDPError, OSError) as error:
+        connection.send((None, error))
+
+
+def _end_with_parent(connection: Connection[object, object]) -> None:
+    try:
+        connection.recv()  # nothing more is sent
+    finally:
+        os._exit(1)
