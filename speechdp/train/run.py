@@ -13,7 +13,7 @@ import torch
 from speechdp.checkpoint.state import RankState, checkpoint_steps, load_checkpoint
 from speechdp.comm.startup.start_guard import StartGuard
 from speechdp.data.loading.loader import StepLoader
-from speechdp.data.prepare.kaldi_unaligned import UNALIGNED
+from speechdp.data.shards.dataset import UNALIGNED
 from speechdp.dealing.batch_client import Dealing
 from speechdp.errors import ConfigError, RunError
 from speechdp.feeding.fed_source import gather_feeder_times

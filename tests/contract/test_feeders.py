@@ -22,7 +22,7 @@ from speechdp.data.loading.source import Pending, SplitSource
 from speechdp.data.loading.source_options import SourceRequest, Workshop, open_local_source
 from speechdp.data.plan.assignment import PlanPosition, planned
 from speechdp.data.plan.epoch_plan import CorpusIndex, PlanOptions, Segments, plan_epoch
-from speechdp.data.prepare.recognition import PrepareOptions, prepare
+from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.alignment_file import write_targets
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import Shard
@@ -32,6 +32,7 @@ from speechdp.feeding import feeder as feeding
 from speechdp.feeding import feeders
 from speechdp.feeding.fed_source import gather_feeder_times
 from speechdp.feeding.feeder_link import DEPTH
+from speechdp.options.prepare import PrepareOptions
 from tests.helpers.corpora import digit_folder, no_progress
 from tests.helpers.feeding import Trainer, assert_same_batch, fed
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
@@ -118,7 +119,7 @@ def test_batches_are_bitwise_those_of_local_loading(
 
 def test_features_made_of_audio_are_bitwise_the_same(tmp_path: Path) -> None:
     folder = digit_folder(tmp_path / "in")
-    options = PrepareOptions(folder, tmp_path / "data", num_shards=2, num_workers=1, stored="audio")
+    options = PrepareOptions((folder, tmp_path / "data"), shards=2, workers=1, store="audio")
     audio = prepare(options, no_progress).dataset
     augment = AugmentOptions(spec_augment=True, speed_perturb=True, noise_snr_db="10-30")
     wanted = SourceRequest("train", inputs=InputOptions(deltas=1), augment=augment, seed=2)

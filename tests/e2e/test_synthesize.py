@@ -11,10 +11,10 @@ import soundfile
 import torch
 
 from speechdp.cli.main import run as speechdp
-from speechdp.data.corpora.joining import JoinRule
-from speechdp.data.prepare.synthesis import PrepareSynthesisOptions, prepare_synthesis
+from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.dataset import Dataset
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.options.prepare import PrepareOptions, SpeechOptions
 from speechdp.train.model_file import ClassCounts, save_model
 from tests.helpers.corpora import digit_folder, no_progress
 from tests.helpers.tiny_speech import write_tiny_speech
@@ -28,10 +28,13 @@ FAST = ("--iterations", "2", "--max-seconds", "0.5", "--no-attention-end")
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     folder = tmp_path_factory.mktemp("synthesize")
-    options = PrepareSynthesisOptions(
-        digit_folder(folder / "digits", ("ann",)), folder / "data", join=JoinRule(1, 2), num_workers=1
+    options = PrepareOptions(
+        (digit_folder(folder / "digits", ("ann",)), folder / "data"),
+        task="synthesis",
+        for_synthesis=SpeechOptions(join="1-2"),
+        workers=1,
     )
-    return prepare_synthesis(options, no_progress).dataset
+    return prepare(options, no_progress).dataset
 
 
 @pytest.fixture

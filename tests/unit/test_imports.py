@@ -35,9 +35,10 @@ parallel data/transforms data/corpora
 strategies/mechanisms
 strategies
 data/kaldi data/espeak data/loading
-data/prepare decode
+decode
 tasks testing
 options feeding dealing watchdog
+data/prepare
 checkpoint
 train
 report/runs

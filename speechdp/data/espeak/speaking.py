@@ -25,6 +25,15 @@ _DECAY_S = 0.03
 
 
 @dataclass(frozen=True)
+class SpokenUtterance:
+    """One utterance as spoken: its number of frames and each word's (phone, start_s, end_s)."""
+
+    utterance: PlannedUtterance
+    num_frames: int
+    words: tuple[tuple[str, tuple[tuple[str, float, float], ...]], ...]
+
+
+@dataclass(frozen=True)
 class SpeakingJob:
     """One shard to speak: features or samples go to `stem`.rows, the rest to `stem`.jsonl."""
 
@@ -64,28 +73,25 @@ class SpeakingJob:
                 text.write(json.dumps(values) + "\n")
                 advance()
 
+    def spoken(self) -> Iterator[tuple[SpokenUtterance, npt.NDArray[Any]]]:
+        """Yield what `run` wrote, with features (T, D) or samples (S,), in the order of the job."""
+        audio = self.stored == "audio"
+        dtype = np.int16 if audio else np.dtype(self.features.dtype)
+        shape = (-1,) if audio else (-1, self.features.feature_dim)
+        lines = self.stem.with_suffix(".jsonl")
+        with lines.open(encoding="utf-8") as text, self.path.open("rb") as rows:
+            for utterance, line in zip(self.utterances, text, strict=True):
+                values = json.loads(line)
+                words = tuple(
+                    (word, tuple((p, s, e) for p, s, e in phones)) for word, phones in values["words"]
+                )
+                content = np.frombuffer(rows.read(values["num_bytes"]), dtype=dtype).reshape(shape)
+                yield SpokenUtterance(utterance, values["num_frames"], words), content
 
-@dataclass(frozen=True)
-class SpokenUtterance:
-    """One utterance as spoken: its number of frames and each word's (phone, start_s, end_s)."""
-
-    utterance: PlannedUtterance
-    num_frames: int
-    words: tuple[tuple[str, tuple[tuple[str, float, float], ...]], ...]
-
-
-def read_spoken(job: SpeakingJob) -> Iterator[tuple[SpokenUtterance, npt.NDArray[Any]]]:
-    """Yield what a job wrote, with features (T, D) or samples (S,), in the order of the job."""
-    audio = job.stored == "audio"
-    dtype = np.int16 if audio else np.dtype(job.features.dtype)
-    shape = (-1,) if audio else (-1, job.features.feature_dim)
-    lines = job.stem.with_suffix(".jsonl")
-    with lines.open(encoding="utf-8") as text, job.path.open("rb") as rows:
-        for utterance, line in zip(job.utterances, text, strict=True):
-            values = json.loads(line)
-            words = tuple((word, tuple((p, s, e) for p, s, e in phones)) for word, phones in values["words"])
-            content = np.frombuffer(rows.read(values["num_bytes"]), dtype=dtype).reshape(shape)
-            yield SpokenUtterance(utterance, values["num_frames"], words), content
+    def samples(self, _sampling_rate: int) -> Iterator[npt.NDArray[np.float32]]:
+        """Yield the samples (S,) in [-1, 1] of each utterance, of a job that stored audio."""
+        for _, content in self.spoken():
+            yield content.astype(np.float32) / np.float32(32768.0)
 
 
 def _content(samples: npt.NDArray[np.float32], job: SpeakingJob) -> npt.NDArray[Any]:

@@ -10,13 +10,13 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
 import soundfile
 
+from speechdp.data.prepare.contents import Named
 from speechdp.data.shards.layout import ShardHeader
 from speechdp.data.signal.audio import to_int16
 from speechdp.errors import ShardError
@@ -89,16 +89,7 @@ def _refused(path: Path, error: OSError) -> ShardError:
     return ShardError(cannot_be_written(path, error))
 
 
-class _Recorded(Protocol):
-    @property
-    def utterance_id(self) -> str: ...
-    @property
-    def speaker(self) -> str: ...
-    @property
-    def text(self) -> str: ...
-
-
-def list_recordings(data_dir: Path, splits: Mapping[str, Sequence[_Recorded]]) -> None:
+def list_recordings(data_dir: Path, splits: Mapping[str, Sequence[Named]]) -> None:
     """Write `text` and `utt2spk` beside the recordings: each folder of them is a corpus of its own.
 
     Raises:

@@ -21,6 +21,8 @@ from speechdp.json_input import parse_json
 DATA_FORMAT = "speechdp-data"
 MANIFEST_NAME = "data.json"
 SYMBOLS_NAME = "symbols.json"
+#: What data.json says of the alignment where there is none; such data are not trained on.
+UNALIGNED = "none"
 #: What a model is trained for.
 TaskName = Literal["acoustic", "synthesis"]
 

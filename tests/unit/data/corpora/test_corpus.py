@@ -8,7 +8,7 @@ import pytest
 
 from speechdp.data.corpora.audio_folder import read_audio_folder
 from speechdp.data.corpora.kaldi_dir import read_kaldi_dir
-from speechdp.data.prepare.recognition import open_corpus
+from speechdp.data.prepare.divided_corpus import open_corpus
 from speechdp.errors import ConfigError
 from tests.helpers.corpora import digit_folder, kaldi_folder, shared_data, write_tone
 

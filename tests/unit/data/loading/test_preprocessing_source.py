@@ -18,13 +18,14 @@ from speechdp.data.loading.source_options import SourceRequest, Workshop, open_l
 from speechdp.data.loading.threaded_source import ThreadedSource
 from speechdp.data.plan.assignment import PlanPosition, augmentation_seed
 from speechdp.data.plan.epoch_plan import EpochPlan, PlanOptions, plan_epoch
-from speechdp.data.prepare.recognition import PrepareOptions, prepare
+from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.data.transforms.augment import SpecAugment
 from speechdp.data.transforms.perturb import perturbed_targets, speed_of_utterances
 from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
 from speechdp.errors import ConfigError
+from speechdp.options.prepare import PrepareOptions
 from tests.helpers.corpora import digit_folder, no_progress
 
 FEATURES = FeatureConfig(num_mel_bins=12, dtype="float32")
@@ -40,13 +41,13 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
     return {
         kind: prepare(
             PrepareOptions(
-                corpus,
-                folder / kind,
-                num_shards=2,
-                features=FEATURES,
+                (corpus, folder / kind),
+                shards=2,
+                num_mel_bins=12,
+                dtype="float32",
                 pattern="{digit}_{speaker}_{index}",
                 split="random:dev=0.2,test=0.1",
-                stored=kind,  # type: ignore[arg-type]
+                store=kind,  # type: ignore[arg-type]
             ),
             no_progress,
         ).dataset

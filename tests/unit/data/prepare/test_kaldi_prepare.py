@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +14,7 @@ from speechdp.cli.main import run as speechdp
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.data.kaldi.cmvn import SpeakerCmvn
 from speechdp.data.prepare.jobs import run_jobs
-from speechdp.data.prepare.kaldi import KaldiPrepared, prepare_kaldi
-from speechdp.data.prepare.kaldi_settings import KaldiOptions
+from speechdp.data.prepare.pipeline import Prepared, prepare
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import AudioUtterance, Utterance
 from speechdp.data.signal.audio import read_audio
@@ -23,6 +23,7 @@ from speechdp.data.signal.features import FeatureConfig, normalise, num_frames_o
 from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.errors import ConfigError, ShardError
 from speechdp.labels.kaldi_pdfs import KaldiPdfs, load_classes
+from speechdp.options.prepare import KaldiOptions, PrepareOptions
 from tests.helpers.corpora import kaldi_folder, no_progress, write_tone
 from tests.helpers.kaldi_files import (
     PDFS_OF_TUPLES,
@@ -51,22 +52,37 @@ ALIGNMENTS = alignments_for({utterance: len(matrix) for utterance, matrix in FEA
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> KaldiOptions:
+def options(tmp_path: Path) -> PrepareOptions:
     """Features of two speakers and their alignment, all of it training data."""
-    return KaldiOptions(
-        kaldi_dir=feats_dir(tmp_path / "kaldi", FEATURES),
-        data=tmp_path / "data",
-        ali_dir=ali_dir(tmp_path / "ali", ALIGNMENTS),
-        use_feats=True,
+    kaldi = feats_dir(tmp_path / "kaldi", FEATURES)
+    return PrepareOptions(
+        (tmp_path / "data",),
+        from_kaldi=KaldiOptions(kaldi=kaldi, ali=ali_dir(tmp_path / "ali", ALIGNMENTS), feats=True),
         split=NO_SPLIT,
-        num_shards=2,
-        features=FeatureConfig(dtype="float32"),
-        num_workers=1,
+        shards=2,
+        dtype="float32",
+        workers=1,
     )
 
 
-def prepared(options: KaldiOptions) -> KaldiPrepared:
-    result = prepare_kaldi(options, no_progress)
+def changed(options: PrepareOptions, **changes: Any) -> PrepareOptions:
+    """Replace options, those of from_kaldi among them."""
+    names = {field.name for field in dataclasses.fields(KaldiOptions)}
+    kaldi = {name: changes.pop(name) for name in names & changes.keys()}
+    return dataclasses.replace(
+        options, from_kaldi=dataclasses.replace(options.from_kaldi, **kaldi), **changes
+    )
+
+
+def kaldi_of(options: PrepareOptions) -> tuple[Path, Path]:
+    """Return Kaldi's data directory and alignment directory."""
+    kaldi, ali = options.from_kaldi.kaldi, options.from_kaldi.ali
+    assert kaldi is not None and ali is not None
+    return kaldi, ali
+
+
+def prepared(options: PrepareOptions) -> Prepared:
+    result = prepare(options, no_progress)
     assert not list(options.data.parent.glob(".*"))  # nothing half-made is left
     return result
 
@@ -86,7 +102,7 @@ def pdfs_of(utterance: str) -> list[int]:
     return [PDFS_OF_TUPLES[transition - 1] for transition in ALIGNMENTS[utterance]]
 
 
-def test_features_and_pdfs_go_into_shards(options: KaldiOptions) -> None:
+def test_features_and_pdfs_go_into_shards(options: PrepareOptions) -> None:
     result = prepared(options)
     dataset = result.dataset
     assert result.notices == ()
@@ -99,14 +115,14 @@ def test_features_and_pdfs_go_into_shards(options: KaldiOptions) -> None:
         utterance = found[name]
         assert isinstance(utterance, Utterance)
         assert utterance.targets.tolist() == pdfs_of(name)
-        np.testing.assert_allclose(utterance.features, normalise(matrix, options.features), atol=1e-6)
+        np.testing.assert_allclose(utterance.features, normalise(matrix, options.feature_config()), atol=1e-6)
         assert (utterance.speaker, utterance.text) == (f"spk{number % 2}", "")
 
 
-def test_processes_write_the_same_bytes(options: KaldiOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_write_the_same_bytes(options: PrepareOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared(options)
     monkeypatch.setattr("speechdp.data.prepare.jobs._FEWEST_FOR_PROCESSES", 0)
-    other = dataclasses.replace(options, data=options.data.with_name("other"), num_workers=2)
+    other = changed(options, paths=(options.data.with_name("other"),), workers=2)
     prepared(other)
     files = sorted(path.name for path in options.data.iterdir())
     assert files == ["classes.txt", "data.json", "train-00000.h5", "train-00001.h5"]
@@ -122,16 +138,15 @@ def statistics(matrices: list[npt.NDArray[np.float32]]) -> npt.NDArray[np.float6
 
 
 @pytest.mark.parametrize(("mean", "variance"), [(True, True), (True, False), (False, False)])
-def test_cmvn_scp_is_applied_by_speaker(options: KaldiOptions, mean: bool, variance: bool) -> None:
+def test_cmvn_scp_is_applied_by_speaker(options: PrepareOptions, mean: bool, variance: bool) -> None:
     spoken = {f"spk{n}": [m for i, m in enumerate(FEATURES.values()) if i % 2 == n] for n in range(2)}
     write_feats(
-        options.kaldi_dir,
+        kaldi_of(options)[0],
         {name: statistics(matrices) for name, matrices in spoken.items()},  # type: ignore[misc]
         name="cmvn",
         kind="double",
     )
-    config = FeatureConfig(dtype="float32", mean_normalise=mean, variance_normalise=variance)
-    dataset = prepared(dataclasses.replace(options, features=config)).dataset
+    dataset = prepared(changed(options, mean_normalise=mean, variance_normalise=variance)).dataset
     assert dataset.features.cmvn == "speaker"
     found = utterances_of(dataset)
     for number, (name, matrix) in enumerate(FEATURES.items()):
@@ -141,14 +156,14 @@ def test_cmvn_scp_is_applied_by_speaker(options: KaldiOptions, mean: bool, varia
         utterance = found[name]
         assert isinstance(utterance, Utterance)
         np.testing.assert_allclose(utterance.features, expected, atol=1e-5)
-    plain = prepared(dataclasses.replace(options, overwrite=True, cmvn="utterance")).dataset
+    plain = prepared(changed(options, overwrite=True, cmvn="utterance")).dataset
     assert plain.features.cmvn == "utterance"
 
 
-def test_cmvn_statistics_that_do_not_fit_are_refused(options: KaldiOptions) -> None:
+def test_cmvn_statistics_that_do_not_fit_are_refused(options: PrepareOptions) -> None:
     sums = statistics(list(FEATURES.values()))
     bad = {"spk0": sums, "spk1": sums[:, 1:], "spk2": np.zeros_like(sums)}
-    cmvn = SpeakerCmvn(write_feats(options.kaldi_dir, bad, name="cmvn", kind="double"))  # type: ignore[arg-type]
+    cmvn = SpeakerCmvn(write_feats(kaldi_of(options)[0], bad, name="cmvn", kind="double"))  # type: ignore[arg-type]
     cmvn.of("spk0", 5)
     for speaker, reason in {
         "spk1": r"speaker spk1: statistics of shape \(2, 5\), not \(2, 6\)",
@@ -159,9 +174,8 @@ def test_cmvn_statistics_that_do_not_fit_are_refused(options: KaldiOptions) -> N
             cmvn.of(speaker, 5)
 
 
-def test_what_lacks_a_part_is_left_out_and_counted(options: KaldiOptions) -> None:
-    folder, ali = options.kaldi_dir, options.ali_dir
-    assert ali is not None
+def test_what_lacks_a_part_is_left_out_and_counted(options: PrepareOptions) -> None:
+    folder, ali = kaldi_of(options)
     lines = (folder / "feats.scp").read_text().splitlines(keepends=True)
     (folder / "feats.scp").write_text("".join(lines[1:]))  # without utt0
     kept = {u: values for u, values in ALIGNMENTS.items() if u not in ("utt2", "utt4")}
@@ -177,29 +191,29 @@ def test_what_lacks_a_part_is_left_out_and_counted(options: KaldiOptions) -> Non
     )
 
 
-def test_other_lengths_are_refused_and_leave_nothing(options: KaldiOptions) -> None:
-    assert options.ali_dir is not None
+def test_other_lengths_are_refused_and_leave_nothing(options: PrepareOptions) -> None:
     wrong = {**ALIGNMENTS, "utt3": [1] * 11}
-    write_alignments(options.ali_dir / "ali.2.gz", {u: wrong[u] for u in ("utt1", "utt3", "utt5", "utt7")})
+    write_alignments(
+        kaldi_of(options)[1] / "ali.2.gz", {u: wrong[u] for u in ("utt1", "utt3", "utt5", "utt7")}
+    )
     with pytest.raises(ConfigError, match="utterance utt3: 12 frames of features, 11 in its alignment"):
-        prepare_kaldi(options, no_progress)
+        prepare(options, no_progress)
     assert sorted(path.name for path in options.data.parent.iterdir()) == ["ali", "kaldi"]
 
 
-def test_a_damaged_archive_is_refused_and_leaves_nothing(options: KaldiOptions) -> None:
-    archive = options.kaldi_dir / "feats.ark"
+def test_a_damaged_archive_is_refused_and_leaves_nothing(options: PrepareOptions) -> None:
+    archive = kaldi_of(options)[0] / "feats.ark"
     archive.write_bytes(archive.read_bytes()[:-5])
     with pytest.raises(ConfigError, match=r"feats\.ark: utterance utt7, byte \d+: a matrix of 3 x 5 should"):
-        prepare_kaldi(options, no_progress)
+        prepare(options, no_progress)
     assert not options.data.exists()
 
 
-def test_pdfs_without_a_model(options: KaldiOptions) -> None:
-    assert options.ali_dir is not None
+def test_pdfs_without_a_model(options: PrepareOptions) -> None:
     pdfs = write_alignments(
         options.data.with_name("pdfs.ark"), {u: pdfs_of(u) for u in ALIGNMENTS}, text=True
     )
-    result = prepared(dataclasses.replace(options, ali_dir=None, ali_pdf=pdfs))
+    result = prepared(changed(options, ali=None, ali_pdf=pdfs))
     assert result.dataset.num_classes == 1 + max(max(pdfs_of(u)) for u in ALIGNMENTS)
     assert len(result.notices) == 1 and "pdfs, by the largest in" in result.notices[0]
     for name, utterance in utterances_of(result.dataset).items():
@@ -207,7 +221,7 @@ def test_pdfs_without_a_model(options: KaldiOptions) -> None:
     few = write_alignments(
         options.data.with_name("few.ark"), {u: [0] * len(ALIGNMENTS[u]) for u in ALIGNMENTS}
     )
-    counted = dataclasses.replace(options, ali_pdf=few, overwrite=True)
+    counted = changed(options, ali_pdf=few, overwrite=True)
     assert prepared(counted).dataset.num_classes == 6  # as the model says, not as occurs
 
 
@@ -219,14 +233,15 @@ def test_audio_gets_as_many_frames_as_kaldi_made(tmp_path: Path, snip_edges: boo
     waves = {f"utt{n}": read_audio(folder / "wav" / f"utt{n}.wav", 8000) for n in range(4)}
     lengths = {u: num_frames_of(len(samples), 8000, config) for u, samples in waves.items()}
     assert set(lengths.values()) == ({48} if snip_edges else {50})  # of half a second
-    options = KaldiOptions(
-        kaldi_dir=folder,
-        data=tmp_path / "data",
-        ali_dir=ali_dir(tmp_path / "ali", alignments_for(lengths)),
+    ali = ali_dir(tmp_path / "ali", alignments_for(lengths))  # tells of snip_edges
+    options = PrepareOptions(
+        (tmp_path / "data",),
+        from_kaldi=KaldiOptions(kaldi=folder, ali=ali),
         split=NO_SPLIT,
-        num_shards=1,
-        features=dataclasses.replace(config, snip_edges=False),  # found out by the alignment
-        stored=stored,  # type: ignore[arg-type]
+        shards=1,
+        num_mel_bins=20,
+        dtype="float32",
+        store=stored,  # type: ignore[arg-type]
     )
     dataset = prepared(options).dataset
     assert dataset.features == config and dataset.sampling_rate == 8000
@@ -240,28 +255,20 @@ def test_audio_gets_as_many_frames_as_kaldi_made(tmp_path: Path, snip_edges: boo
 
 def test_audio_of_another_frame_shift_is_refused(tmp_path: Path) -> None:
     folder = kaldi_folder(tmp_path / "kaldi", num_utterances=2)
-    options = KaldiOptions(
-        kaldi_dir=folder,
-        data=tmp_path / "data",
-        ali_dir=ali_dir(tmp_path / "ali", {"utt0": [1] * 48, "utt1": [1] * 47}),
-    )
+    ali = ali_dir(tmp_path / "ali", {"utt0": [1] * 48, "utt1": [1] * 47})
+    options = PrepareOptions((tmp_path / "data",), from_kaldi=KaldiOptions(kaldi=folder, ali=ali))
     with pytest.raises(ConfigError, match="utterance utt1: 48 frames of features, 47 in its alignment"):
-        prepare_kaldi(options, no_progress)
+        prepare(options, no_progress)
     (folder / "segments").write_text("utt0 utt0 0 1\n")
     with pytest.raises(
         ConfigError, match="segments are not cut out of audio; take Kaldi's features with --feats"
     ):
-        prepare_kaldi(options, no_progress)
+        prepare(options, no_progress)
 
 
 def test_yesno_as_kaldi_aligned_it(tmp_path: Path) -> None:
-    options = KaldiOptions(
-        kaldi_dir=yesno_data_dir(tmp_path / "kaldi"),
-        data=tmp_path / "data",
-        ali_dir=yesno_system(),
-        split="random:dev=0.2",
-        num_shards=2,
-    )
+    kaldi = KaldiOptions(kaldi=yesno_data_dir(tmp_path / "kaldi"), ali=yesno_system())
+    options = PrepareOptions((tmp_path / "data",), from_kaldi=kaldi, split="random:dev=0.2", shards=2)
     result = prepared(options)
     dataset = result.dataset
     assert dataset.features.snip_edges and dataset.num_classes == 11 and result.notices == ()
@@ -271,7 +278,7 @@ def test_yesno_as_kaldi_aligned_it(tmp_path: Path) -> None:
 
 
 def test_disk_errors_while_gathering_are_shard_errors(
-    options: KaldiOptions, monkeypatch: pytest.MonkeyPatch
+    options: PrepareOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_file(*arguments: object, **named: object) -> None:
         raise OSError(28, "No space left on device")
@@ -281,24 +288,24 @@ def test_disk_errors_while_gathering_are_shard_errors(
         Path, "open", lambda path, *a, **k: no_file() if path.name == "pdfs.tmp" else original(path, *a, **k)
     )
     with pytest.raises(ShardError, match=r"pdfs\.tmp: cannot be written \(No space left on device\)"):
-        prepare_kaldi(options, no_progress)
+        prepare(options, no_progress)
     assert not options.data.exists()
 
 
-def test_jobs_report_progress_up_to_all(options: KaldiOptions) -> None:
+def test_jobs_report_progress_up_to_all(options: PrepareOptions) -> None:
     seen: list[tuple[str, int, int]] = []
-    prepare_kaldi(options, lambda *report: seen.append(report))
+    prepare(options, lambda *report: seen.append(report))
     assert seen[-1] == ("writing shards", 8, 8) and seen[0] == ("reading alignments", 1, 8)
     assert run_jobs([], "nothing", 1, no_progress) == []
 
 
-def test_the_command_line(options: KaldiOptions, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(options: PrepareOptions, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "prepare",
         "--kaldi",
-        options.kaldi_dir,
+        kaldi_of(options)[0],
         "--ali",
-        options.ali_dir,
+        kaldi_of(options)[1],
         options.data,
         "--split",
         NO_SPLIT,
@@ -318,17 +325,18 @@ def test_the_command_line(options: KaldiOptions, capsys: pytest.CaptureFixture[s
         assert speechdp([*arguments, *extra]) == 1
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith("speechdp: ") and reason in error
-    assert speechdp(["prepare", "--kaldi", str(options.kaldi_dir), str(options.data)]) == 1
+    assert speechdp(["prepare", "--kaldi", str(kaldi_of(options)[0]), str(options.data)]) == 1
     assert "--kaldi needs the alignment" in capsys.readouterr().err
-    assert speechdp(["prepare", "--feats", str(options.kaldi_dir), str(options.data)]) == 1
+    assert speechdp(["prepare", "--feats", str(kaldi_of(options)[0]), str(options.data)]) == 1
     assert "go with --kaldi" in capsys.readouterr().err
 
 
-def test_data_without_an_alignment_are_made_like_those_trained_on(options: KaldiOptions) -> None:
-    config = FeatureConfig(variance_normalise=False, dtype="float32")
-    like = prepared(dataclasses.replace(options, features=config)).dataset
-    other = KaldiOptions(
-        kaldi_dir=options.kaldi_dir, data=options.data.with_name("test"), like=like.path, num_shards=4
+def test_data_without_an_alignment_are_made_like_those_trained_on(options: PrepareOptions) -> None:
+    like = prepared(changed(options, variance_normalise=False)).dataset
+    other = PrepareOptions(
+        (options.data.with_name("test"),),
+        from_kaldi=KaldiOptions(kaldi=kaldi_of(options)[0], like=like.path),
+        shards=4,
     )
     result = prepared(other)
     dataset = result.dataset
@@ -340,24 +348,24 @@ def test_data_without_an_alignment_are_made_like_those_trained_on(options: Kaldi
         np.testing.assert_array_equal(utterance.content, trained[name].content)
         assert not utterance.targets.any()
     with pytest.raises(ConfigError, match="or, to score data that have none, --like DATA alone"):
-        dataclasses.replace(options, like=like.path)
+        changed(other, ali=kaldi_of(options)[1])
 
 
 def test_audio_without_an_alignment_needs_the_rate_trained_on(tmp_path: Path) -> None:
     folder = kaldi_folder(tmp_path / "kaldi", num_utterances=2)
     ali = ali_dir(tmp_path / "ali", {"utt0": [1] * 48, "utt1": [1] * 48})
-    like = KaldiOptions(
-        kaldi_dir=folder, data=tmp_path / "data", ali_dir=ali, split=NO_SPLIT, fit_mel_bins=True
-    )
+    kaldi = KaldiOptions(kaldi=folder, ali=ali)
+    like = PrepareOptions((tmp_path / "data",), from_kaldi=kaldi, split=NO_SPLIT)
     assert prepared(like).dataset.features.snip_edges
-    other = KaldiOptions(kaldi_dir=folder, data=tmp_path / "test", like=like.data)
+    scored = KaldiOptions(kaldi=folder, like=like.data)
+    other = PrepareOptions((tmp_path / "test",), from_kaldi=scored)
     assert prepared(other).dataset.num_frames("test") == 96
     write_tone(folder / "wav" / "utt1.wav", sampling_rate=16000)
     with pytest.raises(ConfigError, match=r"utt1\.wav: has 16000 Hz, the data of --like have 8000 Hz"):
-        prepare_kaldi(dataclasses.replace(other, overwrite=True), no_progress)
+        prepare(changed(other, overwrite=True), no_progress)
 
 
-def test_decoding_such_data_is_refused_with_the_remedy(options: KaldiOptions) -> None:
+def test_decoding_such_data_is_refused_with_the_remedy(options: PrepareOptions) -> None:
     dataset = prepared(options).dataset
     with pytest.raises(
         ConfigError, match="targets are Kaldi pdfs; write posteriors with speechdp posteriors"

@@ -11,16 +11,14 @@ import pytest
 import torch
 
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.data.prepare.kaldi import prepare_kaldi
-from speechdp.data.prepare.kaldi_settings import KaldiOptions
-from speechdp.data.prepare.recognition import PrepareOptions, prepare
+from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import Utterance
-from speechdp.data.signal.features import FeatureConfig
 from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
 from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.errors import ConfigError, ShardError
 from speechdp.options.batch import BatchOptions
+from speechdp.options.prepare import KaldiOptions, PrepareOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.synthesis.generate import GenerateOptions, Synthesiser
 from speechdp.synthesis.held_out import EvaluationRequest, evaluate_split
@@ -67,11 +65,8 @@ def test_training_alignment_and_decoding_go_past_them(tmp_path: Path, stored: st
     else:
         options = dataclasses.replace(options, augment=AugmentOptions(speed_perturb=True, noise_snr_db="5-9"))
         folder = digit_folder(tmp_path / "wav")
-        features = FeatureConfig(num_mel_bins=6)
-        dataset = prepare(
-            PrepareOptions(folder, tmp_path / "data", features=features, num_workers=1, stored="audio"),
-            no_progress,
-        ).dataset
+        made = PrepareOptions((folder, tmp_path / "data"), num_mel_bins=6, workers=1, store="audio")
+        dataset = prepare(made, no_progress).dataset
     dataset = with_empty_utterances(dataset)
     session = Session(dataset, SerialCommunicator(), torch.device("cpu"))
     train_with_realignment(session, options, tmp_path / "run")
@@ -89,7 +84,7 @@ def test_prepare_names_audio_of_no_frame_before_it_works(tmp_path: Path) -> None
     stages: list[str] = []
     message = r"0_ann_10\.wav: is shorter than one frame, as are 2 others of train; leave it out"
     with pytest.raises(ConfigError, match=message):
-        prepare(PrepareOptions(folder, tmp_path / "data"), lambda stage, done, total: stages.append(stage))
+        prepare(PrepareOptions((folder, tmp_path / "data")), lambda stage, done, total: stages.append(stage))
     assert set(stages) == {"reading headers"}
     assert [path.name for path in tmp_path.iterdir()] == ["wav"]
 
@@ -98,19 +93,19 @@ def test_an_empty_matrix_of_kaldis(tmp_path: Path) -> None:
     features = some_features((7, 5, 9, 8))
     alignments = {utterance: [1] * len(matrix) for utterance, matrix in features.items()}
     features["utt2"] = np.zeros((0, 0), np.float32)
-    options = KaldiOptions(
-        kaldi_dir=feats_dir(tmp_path / "kaldi", features),
-        data=tmp_path / "data",
-        ali_dir=ali_dir(tmp_path / "ali", {**alignments, "utt2": []}),
-        use_feats=True,
-        split="random:dev=0",
+    kaldi = KaldiOptions(
+        kaldi=feats_dir(tmp_path / "kaldi", features),
+        ali=ali_dir(tmp_path / "ali", {**alignments, "utt2": []}),
+        feats=True,
     )
-    assert prepare_kaldi(options, no_progress).notices == (
+    options = PrepareOptions((tmp_path / "data",), from_kaldi=kaldi, split="random:dev=0")
+    assert prepare(options, no_progress).notices == (
         "left out: 1 utterances that have no alignment, first utt2",
     )
-    aligned = dataclasses.replace(options, ali_dir=ali_dir(tmp_path / "ali2", alignments), overwrite=True)
+    kaldi = dataclasses.replace(kaldi, ali=ali_dir(tmp_path / "ali2", alignments))
+    aligned = dataclasses.replace(options, from_kaldi=kaldi, overwrite=True)
     with pytest.raises(ConfigError, match="utterance utt2: 0 frames of features, 9 in its alignment"):
-        prepare_kaldi(aligned, no_progress)
+        prepare(aligned, no_progress)
 
 
 def test_synthesis_is_not_measured_on_them(tmp_path: Path) -> None:

@@ -9,20 +9,21 @@ import numpy as np
 import pytest
 
 from speechdp.cli import main
-from speechdp.data.prepare.recognition import PrepareOptions, prepare
+from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import Shard
 from speechdp.data.signal.audio import read_audio
 from speechdp.data.signal.compute import compute_features
-from speechdp.data.signal.features import FeatureConfig, usual_mel_bins
+from speechdp.data.signal.features import usual_mel_bins
 from speechdp.errors import ConfigError, ShardError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import Lexicon
+from speechdp.options.prepare import PrepareOptions
 from tests.helpers.corpora import digit_folder, kaldi_folder, no_progress, some_fsdd, write_tone
 
 
 def _prepare(source: Path, data: Path, **options: object) -> Dataset:
-    return prepare(PrepareOptions(source, data, num_workers=1, **options), no_progress).dataset  # type: ignore[arg-type]
+    return prepare(PrepareOptions((source, data), workers=1, **options), no_progress).dataset  # type: ignore[arg-type]
 
 
 def _read(dataset: Dataset, split: str) -> dict[str, tuple[Shard, int]]:
@@ -32,7 +33,7 @@ def _read(dataset: Dataset, split: str) -> dict[str, tuple[Shard, int]]:
 
 def test_every_utterance_arrives_with_its_features(tmp_path: Path) -> None:
     source = digit_folder(tmp_path / "in")
-    dataset = _prepare(source, tmp_path / "data", num_shards=3, features=FeatureConfig(num_mel_bins=20))
+    dataset = _prepare(source, tmp_path / "data", shards=3, num_mel_bins=20)
     dataset.verify()
     assert {name: s.utterances for name, s in dataset.splits.items()} == {"train": 8, "dev": 20, "test": 20}
     assert [len(dataset.splits[name].shards) for name in ("train", "dev", "test")] == [3, 1, 1]
@@ -45,7 +46,7 @@ def test_every_utterance_arrives_with_its_features(tmp_path: Path) -> None:
 
 
 def test_targets_lexicon_and_classes_agree(tmp_path: Path) -> None:
-    dataset = _prepare(digit_folder(tmp_path / "in"), tmp_path / "data", num_shards=2)
+    dataset = _prepare(digit_folder(tmp_path / "in"), tmp_path / "data", shards=2)
     lexicon = Lexicon.load(dataset.lexicon_path)
     inventory = StateInventory.load(dataset.classes_path)
     assert lexicon.words == ("one", "zero")
@@ -74,7 +75,7 @@ def test_digital_silence_at_the_edges_becomes_silence_targets(tmp_path: Path) ->
 
 def test_a_few_real_recordings(tmp_path: Path) -> None:
     source = some_fsdd(tmp_path / "in", ("george", "theo"), (0, 5, 10, 11))
-    dataset = _prepare(source, tmp_path / "data", num_shards=2)
+    dataset = _prepare(source, tmp_path / "data", shards=2)
     assert {name: s.utterances for name, s in dataset.splits.items()} == {"train": 40, "dev": 20, "test": 20}
     assert dataset.num_classes == 60
     dataset.verify()
@@ -84,7 +85,7 @@ def test_the_same_corpus_gives_the_same_bytes_whoever_works(tmp_path: Path) -> N
     source = digit_folder(tmp_path / "in", num_indices=16)  # 64 utterances: enough for processes
     seen: list[tuple[str, int, int]] = []
     for name, workers in (("one", 1), ("two", 2)):
-        options = PrepareOptions(source, tmp_path / name, num_shards=2, num_workers=workers)
+        options = PrepareOptions((source, tmp_path / name), shards=2, workers=workers)
         prepare(options, lambda *report: seen.append(report))
     assert ("computing features", 64, 64) in seen
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
@@ -97,13 +98,13 @@ def test_a_failing_process_says_what_is_wrong(tmp_path: Path) -> None:
     source = digit_folder(tmp_path / "in", num_indices=16)
     _spoil(source / "1_bob_12.wav")
     with pytest.raises(ConfigError, match=r"1_bob_12\.wav: unreadable audio"):
-        prepare(PrepareOptions(source, tmp_path / "data", num_workers=2), no_progress)
+        prepare(PrepareOptions((source, tmp_path / "data"), workers=2), no_progress)
     assert not (tmp_path / "data").exists()
 
 
 def test_another_seed_deals_other_shards(tmp_path: Path) -> None:
     source = digit_folder(tmp_path / "in")
-    first, second = (_prepare(source, tmp_path / str(seed), seed=seed, num_shards=2) for seed in (1, 2))
+    first, second = (_prepare(source, tmp_path / str(seed), seed=seed, shards=2) for seed in (1, 2))
     assert first.open_shard("train", 0).utterance_ids != second.open_shard("train", 0).utterance_ids
     assert _read(first, "train").keys() == _read(second, "train").keys()
 
@@ -112,7 +113,7 @@ def test_kaldi_directory_with_a_lexicon_in_upper_case(tmp_path: Path) -> None:
     source = kaldi_folder(tmp_path / "in", 12)
     (tmp_path / "lexicon.txt").write_text("".join(f"{w} {w[0]} {w[1]}\n" for w in _DIGITS_UPPER))
     dataset = _prepare(
-        source, tmp_path / "data", split="speaker:test=spk1", lexicon=tmp_path / "lexicon.txt", num_shards=1
+        source, tmp_path / "data", split="speaker:test=spk1", lexicon=tmp_path / "lexicon.txt", shards=1
     )
     assert dataset.splits.keys() == {"train", "test"}
     shard, number = _read(dataset, "test")["utt1"]
@@ -125,8 +126,8 @@ _DIGITS_UPPER = ("ZERO", "ONE", "TWO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", 
 def test_too_short_utterances_are_counted_and_kept(tmp_path: Path) -> None:
     source = digit_folder(tmp_path / "in")
     write_tone(source / "0_ann_10.wav", 0.05)  # 5 frames for the 12 states of "zero"
-    prepared = prepare(PrepareOptions(source, tmp_path / "data", num_workers=1), no_progress)
-    assert prepared.num_too_short == 1
+    prepared = prepare(PrepareOptions((source, tmp_path / "data"), workers=1), no_progress)
+    assert prepared.notices[0].startswith("1 utterances have fewer frames than their transcript has states")
     shard, number = _read(prepared.dataset, "train")["0_ann_10"]
     targets = shard.read(number)[1]
     assert len(targets) == 5 and (np.diff(targets) != 0).all()
@@ -153,7 +154,7 @@ def test_mixed_rates_need_resampling(tmp_path: Path) -> None:
         ConfigError, match=r"mixed sampling rates: .*\.wav has 8000 Hz, .*1_ann_11\.wav has 16000"
     ):
         _prepare(source, tmp_path / "data")
-    dataset = _prepare(source, tmp_path / "data", resample_hz=8000)
+    dataset = _prepare(source, tmp_path / "data", resample=8000)
     shard, number = _read(dataset, "train")["1_ann_11"]
     assert dataset.sampling_rate == 8000 and len(shard.read(number)[0]) == 40
 
@@ -172,8 +173,8 @@ def test_a_failed_run_leaves_the_old_data_alone(tmp_path: Path) -> None:
 
 def test_overwriting_replaces_everything(tmp_path: Path) -> None:
     source = digit_folder(tmp_path / "in")
-    _prepare(source, tmp_path / "data", num_shards=4)
-    dataset = _prepare(source, tmp_path / "data", num_shards=1, overwrite=True)
+    _prepare(source, tmp_path / "data", shards=4)
+    dataset = _prepare(source, tmp_path / "data", shards=1, overwrite=True)
     assert len(list(dataset.path.glob("*.h5"))) == 3
 
 
@@ -215,7 +216,7 @@ def test_data_json_of_another_kind(tmp_path: Path, change: dict[str, object], me
 
 def test_a_shard_of_another_directory_is_noticed(tmp_path: Path) -> None:
     source = digit_folder(tmp_path / "in")
-    first, second = (_prepare(source, tmp_path / str(seed), seed=seed, num_shards=2) for seed in (1, 2))
+    first, second = (_prepare(source, tmp_path / str(seed), seed=seed, shards=2) for seed in (1, 2))
     first.shard_paths("train")[0].write_bytes(second.shard_paths("train")[0].read_bytes())
     with pytest.raises(ShardError, match=r"is not the shard data\.json lists"):
         first.verify()

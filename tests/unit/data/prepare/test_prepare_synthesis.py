@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections import Counter
 from pathlib import Path
@@ -14,23 +15,29 @@ from speechdp.cli import main
 from speechdp.data.corpora.corpus import CorpusUtterance
 from speechdp.data.corpora.joining import JoinRule, join_recordings, plan_joins
 from speechdp.data.espeak.voice_plan import VOICES, plan_voices, voices_of
-from speechdp.data.prepare.recognition import open_corpus
+from speechdp.data.prepare.divided_corpus import open_corpus
+from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.prepare.recordings import recording_path
 from speechdp.data.prepare.reshard import ReshardOptions, reshard
-from speechdp.data.prepare.synthesis import PrepareSynthesisOptions, prepare_synthesis
-from speechdp.data.prepare.voices import VoiceOptions, prepare_voices
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import Shard
 from speechdp.data.signal.audio import read_audio
 from speechdp.data.signal.spectrogram import compute_spectrogram, spectrogram_config
 from speechdp.errors import ConfigError
 from speechdp.labels.symbols import SymbolInventory
+from speechdp.options.prepare import PrepareOptions, SpeechOptions
 from tests.helpers.corpora import DIGITS, digit_folder, kaldi_folder, no_progress, some_fsdd, tone, write_tone
 
 
 def _prepare(source: Path, data: Path, **options: Any) -> Dataset:
-    settings = {"num_workers": 1, "num_shards": 2} | options
-    return prepare_synthesis(PrepareSynthesisOptions(source, data, **settings), no_progress).dataset
+    return prepare(_options(source, data, **options), no_progress).dataset
+
+
+def _options(source: Path, data: Path, **options: Any) -> PrepareOptions:
+    names = {field.name for field in dataclasses.fields(SpeechOptions)}
+    speech = SpeechOptions(**{name: options.pop(name) for name in names & options.keys()})
+    settings = {"workers": 1, "shards": 2} | options
+    return PrepareOptions((source, data), task="synthesis", for_synthesis=speech, **settings)
 
 
 def _read(dataset: Dataset, split: str) -> dict[str, tuple[Shard, int]]:
@@ -59,7 +66,7 @@ def test_recordings_become_spectrograms_and_symbols(tmp_path: Path) -> None:
 
 def test_joined_recordings_of_one_speaker_and_split(tmp_path: Path) -> None:
     source = some_fsdd(tmp_path / "in", ("george", "theo"), (0, 5, 10, 11), digits=6)
-    dataset = _prepare(source, tmp_path / "data", speakers=("theo",), join=JoinRule(1, 3, times=2))
+    dataset = _prepare(source, tmp_path / "data", speakers="theo", join="1-3", join_times=2)
     dataset.verify()
     assert dataset.split.endswith(";speakers=theo;join=1-3,times=2")
     symbols = SymbolInventory.load(dataset.symbols_path)
@@ -120,7 +127,7 @@ def test_joining_levels_and_pauses() -> None:
 def test_the_same_bytes_whoever_works(tmp_path: Path) -> None:
     source = digit_folder(tmp_path / "in", num_indices=40)
     for name, workers in (("one", 1), ("two", 2)):
-        _prepare(source, tmp_path / name, num_workers=workers, join=JoinRule(1, 2))
+        _prepare(source, tmp_path / name, workers=workers, join="1-2")
     files = sorted(path for path in (tmp_path / "one").rglob("*") if path.is_file())
     assert len(files) > 10
     for file in files:
@@ -151,8 +158,7 @@ def test_new_texts_are_counted(tmp_path: Path) -> None:
     source = kaldi_folder(tmp_path / "in", 12)
     text = (source / "text").read_text().replace("utt3 three two", "utt3 Never, ever: 3")
     (source / "text").write_text(text)
-    options = PrepareSynthesisOptions(source, tmp_path / "data", split="speaker:test=spk1", num_workers=1)
-    prepared = prepare_synthesis(options, no_progress)
+    prepared = prepare(_options(source, tmp_path / "data", split="speaker:test=spk1"), no_progress)
     # spk1 says one two (twice), never ever three, five two, seven two, nine two; spk0 the even ones.
     assert prepared.notices == ("texts that do not occur in train: 6 of 6 in test",)
     shard, number = _read(prepared.dataset, "test")["utt3"]
@@ -204,8 +210,15 @@ def test_plans_of_voices() -> None:
     importlib.util.find_spec("espeakng_loader") is None, reason="espeakng-loader is not installed"
 )
 def test_a_synthetic_voice(tmp_path: Path) -> None:
-    options = VoiceOptions(0.004, tmp_path / "data", input="phones", num_shards=2, sampling_rate=8000)
-    prepared = prepare_voices(options, no_progress)
+    options = PrepareOptions(
+        (tmp_path / "data",),
+        synthetic=0.004,
+        task="synthesis",
+        for_synthesis=SpeechOptions(input="phones"),
+        shards=2,
+        resample=8000,
+    )
+    prepared = prepare(options, no_progress)
     dataset = prepared.dataset
     dataset.verify()
     assert dataset.split_names == ("train", "dev", "test")
@@ -216,7 +229,7 @@ def test_a_synthetic_voice(tmp_path: Path) -> None:
     np.testing.assert_array_equal(shard.read(number)[0], again.astype(np.float16))
     symbols = SymbolInventory.load(dataset.symbols_path)
     assert symbols.encode(shard.texts[number]).tolist() == shard.read(number)[1].tolist()
-    assert not list(dataset.path.glob(".speaking-*"))
+    assert not list(dataset.path.glob(".*"))
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,7 +284,7 @@ def test_joining_does_not_go_with_synthetic_speech(
 
 
 def test_recordings_of_train_are_a_corpus_for_a_recogniser(tmp_path: Path) -> None:
-    dataset = _prepare(digit_folder(tmp_path / "in"), tmp_path / "data", keep_train=True)
+    dataset = _prepare(digit_folder(tmp_path / "in"), tmp_path / "data", keep_recordings="all")
     kept = {f: len(list((tmp_path / "data" / f).glob("*.flac"))) for f in ("recordings", "recordings-train")}
     held_out = sum(split.utterances for name, split in dataset.splits.items() if name != "train")
     assert kept == {"recordings": held_out, "recordings-train": dataset.num_utterances("train")}

@@ -13,10 +13,11 @@ import pytest
 
 from speechdp.cli import main
 from speechdp.data.prepare import reshard as reshard_module
-from speechdp.data.prepare.recognition import PrepareOptions, prepare
+from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.prepare.reshard import Balance, ReshardOptions, deal_by_frames, reshard
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError, ShardError
+from speechdp.options.prepare import PrepareOptions
 from tests.helpers.corpora import digit_folder, no_progress
 from tests.helpers.faulty_disk import faulty_disk, full
 from tests.helpers.tiny_data import TinySizes, flip_byte, write_tiny_data
@@ -97,9 +98,8 @@ def test_what_another_version_put_into_the_directory_stays(dataset: Dataset, tmp
 
 
 def test_shards_of_audio(tmp_path: Path) -> None:
-    options = PrepareOptions(
-        digit_folder(tmp_path / "in"), tmp_path / "data", num_shards=2, num_workers=1, stored="audio"
-    )
+    source = digit_folder(tmp_path / "in")
+    options = PrepareOptions((source, tmp_path / "data"), shards=2, workers=1, store="audio")
     dataset = prepare(options, no_progress).dataset
     new = reshard(ReshardOptions(dataset.path, tmp_path / "new", 3), no_progress)
     new.verify()

@@ -10,17 +10,15 @@ import pytest
 
 from speechdp.data.espeak.espeak import Espeak, Voice, plain_phone
 from speechdp.data.espeak.synthetic_plan import ACCENTS, VARIANTS, plan_corpus
-from speechdp.data.prepare.synthetic import SyntheticOptions, prepare_synthetic
+from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.layout import Stored
 from speechdp.data.signal.compute import compute_features
-from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import Lexicon, command_words, digit_words
+from speechdp.options.prepare import PrepareOptions
 from tests.helpers.corpora import needs_espeak, no_progress
-
-_FEATURES = FeatureConfig(num_mel_bins=24, dtype="float32", mean_normalise=False, variance_normalise=False)
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +27,18 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def _prepare(path: Path, seed: int = 3, stored: Stored = "features") -> Dataset:
-    options = SyntheticOptions(0.01, path, num_shards=2, features=_FEATURES, seed=seed, stored=stored)
-    return prepare_synthetic(options, no_progress).dataset
+    options = PrepareOptions(
+        (path,),
+        synthetic=0.01,
+        shards=2,
+        num_mel_bins=24,
+        dtype="float32",
+        mean_normalise=False,
+        variance_normalise=False,
+        seed=seed,
+        store=stored,
+    )
+    return prepare(options, no_progress).dataset
 
 
 def test_the_plan_keeps_to_the_seed_and_the_hours() -> None:
@@ -148,7 +156,7 @@ def test_without_espeak_the_remedy_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("hours", "shards"), [(0.0, 1), (-1.0, 1), (1e6, 1), (1.0, 0)])
 def test_options_that_make_no_sense(tmp_path: Path, hours: float, shards: int) -> None:
     with pytest.raises(ConfigError):
-        prepare_synthetic(SyntheticOptions(hours, tmp_path / "data", num_shards=shards), no_progress)
+        PrepareOptions((tmp_path / "data",), synthetic=hours, shards=shards)
 
 
 def _all_frames(dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ import pytest
 import soundfile
 
 from speechdp.cli import main
-from speechdp.data.prepare.recognition import PrepareOptions, prepare
+from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.layout import Stored
 from speechdp.data.shards.shard import AudioUtterance, Shard, ShardHeader, ShardWriter
@@ -19,6 +19,7 @@ from speechdp.data.signal.audio import read_audio, to_int16
 from speechdp.data.signal.compute import compute_features
 from speechdp.data.signal.features import FeatureConfig, num_frames_of
 from speechdp.errors import ConfigError, ShardError
+from speechdp.options.prepare import PrepareOptions
 from tests.helpers.corpora import digit_folder, no_progress, write_shard
 from tests.helpers.tiny_data import flip_byte
 
@@ -45,9 +46,8 @@ def write_audio_shard(path: Path, sizes: tuple[int, ...] = (800, 41, 1239)) -> S
 
 
 def prepared(source: Path, data: Path, stored: Stored, **options: object) -> Dataset:
-    features = FeatureConfig(num_mel_bins=20)
     return prepare(
-        PrepareOptions(source, data, num_workers=1, features=features, stored=stored, **options),  # type: ignore[arg-type]
+        PrepareOptions((source, data), workers=1, num_mel_bins=20, store=stored, **options),  # type: ignore[arg-type]
         no_progress,
     ).dataset
 
@@ -145,8 +145,8 @@ def _sha256_as_documented(file: h5py.File) -> str:
 
 def test_prepared_audio_has_the_targets_of_prepared_features(tmp_path: Path) -> None:
     source = digit_folder(tmp_path / "in")
-    audio = prepared(source, tmp_path / "audio", "audio", num_shards=3)
-    features = prepared(source, tmp_path / "features", "features", num_shards=3)
+    audio = prepared(source, tmp_path / "audio", "audio", shards=3)
+    features = prepared(source, tmp_path / "features", "features", shards=3)
     assert (audio.stored, features.stored) == ("audio", "features")
     assert json.loads((audio.path / "data.json").read_text())["stored"] == "audio"
     audio.verify()
@@ -166,7 +166,7 @@ def test_prepared_audio_has_the_targets_of_prepared_features(tmp_path: Path) -> 
 
 def test_the_samples_are_those_of_the_files(tmp_path: Path) -> None:
     source = digit_folder(tmp_path / "in")
-    dataset = prepared(source, tmp_path / "data", "audio", num_shards=1)
+    dataset = prepared(source, tmp_path / "data", "audio", shards=1)
     with dataset.open_shard("test", 0) as shard:
         for u in range(shard.num_utterances):
             recorded, _ = soundfile.read(source / f"{shard.utterance_id(u)}.wav", dtype="int16")
@@ -176,7 +176,7 @@ def test_the_samples_are_those_of_the_files(tmp_path: Path) -> None:
 def test_resampled_audio_keeps_the_targets_of_features(tmp_path: Path) -> None:
     source = digit_folder(tmp_path / "in")
     audio, features = (
-        prepared(source, tmp_path / stored, stored, resample_hz=11025, num_shards=1)  # type: ignore[arg-type]
+        prepared(source, tmp_path / stored, stored, resample=11025, shards=1)  # type: ignore[arg-type]
         for stored in ("audio", "features")
     )
     one, other = audio.open_shard("test", 0), features.open_shard("test", 0)
@@ -202,7 +202,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_damaged_audio_is_named(tmp_path: Path) -> None:
-    dataset = prepared(digit_folder(tmp_path / "in"), tmp_path / "data", "audio", num_shards=1)
+    dataset = prepared(digit_folder(tmp_path / "in"), tmp_path / "data", "audio", shards=1)
     name = flip_byte(dataset.shard_paths("train")[0], 3, "targets")
     with pytest.raises(ShardError, match=rf"train-00000\.h5: utterance {name} is damaged"):
         dataset.verify()

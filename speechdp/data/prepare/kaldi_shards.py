@@ -1,8 +1,8 @@
-"""Write the shards of a corpus that Kaldi has aligned, one process a shard."""
+"""What the shards of a Kaldi data directory store: features of Kaldi's or of the audio, and pdfs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from speechdp.data.kaldi.cmvn import SpeakerCmvn
 from speechdp.data.kaldi.matrix import MatrixPlace, read_matrix
-from speechdp.data.shards.dataset import ShardEntry
-from speechdp.data.shards.shard import AudioUtterance, ShardHeader, ShardWriter, Utterance
+from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Utterance
 from speechdp.data.signal.audio import read_audio, to_int16
 from speechdp.data.signal.compute import compute_features
 from speechdp.data.signal.features import normalise, num_frames_of
@@ -24,90 +23,74 @@ NOT_ALIGNED = -1
 
 
 @dataclass(frozen=True)
-class AlignedUtterance:
+class KaldiUtterance:
     """One utterance with the place of its pdfs.
 
     Attributes:
         source: an audio file, or the place of the features.
         first_frame: where its pdfs start in the file of all pdfs, in frames; NOT_ALIGNED: nowhere.
-        num_frames: number of frames, and of pdfs (T).
+        num_frames: number of frames, and of pdfs (T); 0 until it is known.
     """
 
     utterance_id: str
     speaker: str
     text: str
     source: Path | MatrixPlace
-    first_frame: int
-    num_frames: int
+    first_frame: int = NOT_ALIGNED
+    num_frames: int = 0
 
 
 @dataclass(frozen=True)
-class KaldiShardJob:
-    """One shard to write.
+class KaldiShard:
+    """The utterances of one shard.
 
     Attributes:
-        path: the shard.
-        header: what holds for all of it.
         utterances: in the shard's order.
         pdfs: the file of all pdfs, int32 one after the other.
         cmvn: statistics of the speakers; None: each utterance's own, as the header says.
     """
 
-    path: Path
-    header: ShardHeader
-    utterances: tuple[AlignedUtterance, ...]
+    utterances: tuple[KaldiUtterance, ...]
     pdfs: Path
     cmvn: Path | None
 
-    @property
-    def num_utterances(self) -> int:
-        """Number of utterances of the shard."""
-        return len(self.utterances)
-
-    def run(self, advance: Callable[[], None]) -> ShardEntry:
-        """Write the shard.  Raises ConfigError (features, audio) or ShardError (disk)."""
-        with ShardWriter(self.path, self.header) as writer:
-            for utterance in _ready(self):
-                writer.add(utterance)
-                advance()
-        return ShardEntry.of(writer)
+    def ready(self, _path: Path, header: ShardHeader) -> Iterator[Utterance | AudioUtterance]:
+        """Yield each utterance with its features (or samples) and pdfs.  Raises ConfigError."""
+        cmvn = None if self.cmvn is None else SpeakerCmvn(self.cmvn)
+        for utterance in self.utterances:
+            names = (utterance.utterance_id, utterance.speaker, utterance.text)
+            targets = _targets(utterance, self.pdfs)
+            if header.stored == "audio":
+                yield AudioUtterance(*names, to_int16(_samples(utterance, header)), targets)
+            else:
+                yield Utterance(*names, _features(utterance, header, cmvn), targets)
 
 
-def _ready(job: KaldiShardJob) -> Iterator[Utterance | AudioUtterance]:
-    cmvn = None if job.cmvn is None else SpeakerCmvn(job.cmvn)
-    header = job.header
-    for utterance in job.utterances:
-        names = (utterance.utterance_id, utterance.speaker, utterance.text)
-        targets = _targets(utterance, job.pdfs)
-        if header.stored == "audio":
-            assert isinstance(utterance.source, Path)
-            samples = to_int16(read_audio(utterance.source, header.sampling_rate))
-            _check_frames(utterance, num_frames_of(len(samples), header.sampling_rate, header.features))
-            yield AudioUtterance(*names, samples, targets)
-        else:
-            yield Utterance(*names, _features(utterance, header, cmvn), targets)
-
-
-def _targets(utterance: AlignedUtterance, pdfs: Path) -> npt.NDArray[np.int32]:
+def _targets(utterance: KaldiUtterance, pdfs: Path) -> npt.NDArray[np.int32]:
     if utterance.first_frame == NOT_ALIGNED:
         return np.zeros(utterance.num_frames, dtype=np.int32)
     start = _TARGET_BYTES * utterance.first_frame
     return np.fromfile(pdfs, "<i4", count=utterance.num_frames, offset=start)
 
 
-def _check_frames(utterance: AlignedUtterance, num_frames: int) -> None:
+def _check_frames(utterance: KaldiUtterance, num_frames: int) -> None:
     if num_frames != utterance.num_frames:
         raise frames_differ(utterance.utterance_id, num_frames, utterance.num_frames)
 
 
+def _samples(utterance: KaldiUtterance, header: ShardHeader) -> npt.NDArray[np.float32]:
+    assert isinstance(utterance.source, Path)
+    samples = read_audio(utterance.source, header.sampling_rate)
+    _check_frames(utterance, num_frames_of(len(samples), header.sampling_rate, header.features))
+    return samples
+
+
 def _features(
-    utterance: AlignedUtterance, header: ShardHeader, cmvn: SpeakerCmvn | None
+    utterance: KaldiUtterance, header: ShardHeader, cmvn: SpeakerCmvn | None
 ) -> npt.NDArray[np.float32]:
     config = header.features
     if isinstance(utterance.source, Path):
-        samples = read_audio(utterance.source, header.sampling_rate)
-        _check_frames(utterance, num_frames_of(len(samples), header.sampling_rate, config))
-        return compute_features(samples, header.sampling_rate, config)
+        return compute_features(_samples(utterance, header), header.sampling_rate, config)
     with np.errstate(over="ignore"):  # the shard refuses what overflowed
         features = read_matrix(utterance.source, utterance.utterance_id).astype(np.float32)
     _check_frames(utterance, len(features))

