@@ -1,4 +1,4 @@
-"""Options of `speechdp prepare` and `speechdp shard`, checked together before anything is read.
+"""Options of `speechdp prepare`, checked together before anything is read.
 
 The docstring under a field is its help on the command line.
 """

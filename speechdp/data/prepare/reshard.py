@@ -11,9 +11,8 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,44 +25,14 @@ from speechdp.data.shards.shard import Shard
 from speechdp.data.shards.writer import ShardWriter
 from speechdp.errors import ConfigError, ShardError
 from speechdp.files import cannot_be_written, write_text_atomically
+from speechdp.options.reshard import ReshardOptions
 
-Balance = Literal["frames", "utterances"]
 IntArray = npt.NDArray[np.int64]
 
 _STAGE = "dealing utterances"
 _EVERY = 256
 #: Shards read from whose files are open at a time; a process may open 1024 files on many systems.
 _MOST_OPEN = 128
-
-
-@dataclass(frozen=True)
-class ReshardOptions:
-    """What `speechdp shard DATA OUT` was asked for.
-
-    Attributes:
-        data: the data directory to read.
-        out: the data directory to make.
-        num_shards: of each split that is dealt anew (N).
-        balance: what is to be equal among the shards.
-        split: the only split to deal anew, the others are copied; None deals all of them.
-        seed: of the dealing; equal seeds give equal bytes.
-        overwrite: replace `out` if it is a data directory.
-    """
-
-    data: Path
-    out: Path
-    num_shards: int
-    balance: Balance = "frames"
-    split: str | None = None
-    seed: int = 1
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        if self.num_shards < 1:
-            raise ConfigError(f"--shards {self.num_shards}: give at least 1")
-        data = self.data.resolve()
-        if self.out.resolve() in (data, *data.parents):
-            raise ConfigError(f"{self.out}: holds what is to be read; give another folder")
 
 
 def reshard(options: ReshardOptions, progress: Progress) -> Dataset:
@@ -84,7 +53,7 @@ def reshard(options: ReshardOptions, progress: Progress) -> Dataset:
     dataset = Dataset.open(options.data)
     splits = dataset.split_names if options.split is None else (options.split,)
     for split in splits:
-        _check_count(dataset, split, options.num_shards)
+        _check_count(dataset, split, options.shards)
     dealt = {}
     with new_data_dir(options.out, options.overwrite) as directory:
         count = _Count(progress, sum(dataset.num_utterances(split) for split in splits))
@@ -170,13 +139,13 @@ def _write_split(
     source: _Source, split: str, directory: Path, options: ReshardOptions, count: _Count
 ) -> list[ShardEntry]:
     if options.balance == "frames":
-        shard_of = deal_by_frames(source.num_frames, options.num_shards, options.seed)
+        shard_of = deal_by_frames(source.num_frames, options.shards, options.seed)
     else:
-        shard_of = deal_by_utterances(int(source.first[-1]), options.num_shards, options.seed)
+        shard_of = deal_by_utterances(int(source.first[-1]), options.shards, options.seed)
     # In a shard, too, chance gives the order: whoever reads it from its beginning reads a random sample.
     order = np.random.default_rng([options.seed, 1]).permutation(len(shard_of)).astype(np.int32)
     order = order[np.argsort(shard_of[order], kind="stable")]
-    ends = np.cumsum(np.bincount(shard_of, minlength=options.num_shards))
+    ends = np.cumsum(np.bincount(shard_of, minlength=options.shards))
     entries = []
     for number, utterances in enumerate(np.split(order, ends[:-1])):
         path = directory / f"{split}-{number:05d}.h5"

@@ -14,11 +14,12 @@ from speechdp.data.loading.batch import IGNORED_TARGET
 from speechdp.data.loading.reader import SplitReader
 from speechdp.data.loading.source_options import SourceRequest, Workshop, open_local_source
 from speechdp.data.plan.epoch_plan import PlanOptions, plan_epoch
-from speechdp.data.prepare.reshard import ReshardOptions, reshard
+from speechdp.data.prepare.reshard import reshard
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import Shard
 from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
 from speechdp.errors import ConfigError, ShardError
+from speechdp.options.reshard import ReshardOptions
 from tests.helpers.corpora import no_progress
 from tests.helpers.tiny_data import TinySizes
 from tests.helpers.tiny_speech import SPECTROGRAM, write_tiny_speech

@@ -18,7 +18,7 @@ from speechdp.data.espeak.voice_plan import VOICES, plan_voices, voices_of
 from speechdp.data.prepare.divided_corpus import open_corpus
 from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.prepare.recordings import recording_path
-from speechdp.data.prepare.reshard import ReshardOptions, reshard
+from speechdp.data.prepare.reshard import reshard
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import Shard
 from speechdp.data.signal.audio import read_audio
@@ -26,6 +26,7 @@ from speechdp.data.signal.spectrogram import compute_spectrogram, spectrogram_co
 from speechdp.errors import ConfigError
 from speechdp.labels.symbols import SymbolInventory
 from speechdp.options.prepare import PrepareOptions, SpeechOptions
+from speechdp.options.reshard import ReshardOptions
 from tests.helpers.corpora import DIGITS, digit_folder, kaldi_folder, no_progress, some_fsdd, tone, write_tone
 
 

@@ -14,10 +14,11 @@ import pytest
 from speechdp.cli import main
 from speechdp.data.prepare import reshard as reshard_module
 from speechdp.data.prepare.pipeline import prepare
-from speechdp.data.prepare.reshard import Balance, ReshardOptions, deal_by_frames, reshard
+from speechdp.data.prepare.reshard import deal_by_frames, reshard
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError, ShardError
 from speechdp.options.prepare import PrepareOptions
+from speechdp.options.reshard import Balance, ReshardOptions
 from tests.helpers.corpora import digit_folder, no_progress
 from tests.helpers.faulty_disk import faulty_disk, full
 from tests.helpers.tiny_data import TinySizes, flip_byte, write_tiny_data
