@@ -9,11 +9,11 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
-from contextlib import closing
+from contextlib import closing, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from speechdp.errors import RunError, SpeechDPError
 
@@ -112,20 +112,23 @@ def _run_in_process(job: Job[Result_co], stage: str, advance: Callable[[], None]
     theirs.close()
     with process, closing(ours):
         try:
-            ours.send(job)
-            while (message := ours.recv()) is None:
+            with suppress(ConnectionError):  # it has died, which receiving says
+                ours.send(job)
+            while (message := _receive(ours, f"{job.path}: its process, {stage},")) is None:
                 advance()
-        except (EOFError, ConnectionError) as error:
-            raise RunError(
-                f"{job.path}: its process, {stage}, was killed (out of memory?); "
-                "run again with fewer --workers"
-            ) from error
         finally:
             process.terminate()
     result, failure = message
     if failure is not None:
         raise failure
     return result  # type: ignore[no-any-return]
+
+
+def _receive(connection: Connection[Any, Any], who: str) -> Any:
+    try:
+        return connection.recv()
+    except (EOFError, ConnectionError) as error:
+        raise RunError(f"{who} was killed (out of memory?); run again with fewer --workers") from error
 
 
 def work(pipe: int) -> None:

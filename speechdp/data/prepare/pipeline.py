@@ -13,7 +13,7 @@ from speechdp.data.prepare.kaldi import read_kaldi
 from speechdp.data.prepare.recognition import read_corpus_for_recognition
 from speechdp.data.prepare.synthesis import read_corpus_for_synthesis
 from speechdp.data.prepare.synthetic import speak_for_recognition, speak_for_synthesis
-from speechdp.data.shards.data_dir import check_target, new_data_dir
+from speechdp.data.shards.data_dir import new_data_dir
 from speechdp.data.shards.dataset import Dataset, ShardEntry, SplitEntry
 from speechdp.data.shards.layout import ShardHeader
 from speechdp.data.shards.writer import ShardWriter
@@ -41,7 +41,6 @@ def prepare(options: PrepareOptions, progress: Progress) -> Prepared:
         ShardError: the disk is full or cannot be written.
         RunError: a process was killed.
     """
-    check_target(options.data, options.overwrite)
     with (
         new_data_dir(options.data, options.overwrite) as directory,
         scratch_folder(directory, ".scratch-") as scratch,
