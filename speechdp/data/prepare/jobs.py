@@ -1,4 +1,4 @@
-"""Run jobs over many utterances, each in a process of its own where that pays or is needed."""
+"""Run jobs over many utterances, in processes of their own where that pays or is needed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import closing, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from speechdp.errors import RunError, SpeechDPError
@@ -77,33 +78,46 @@ def run_jobs(
             progress(stage, done, total)
 
     if always_apart or (num_workers > 1 and total >= _FEWEST_FOR_PROCESSES):
-        return _run_apart(jobs, stage, num_workers, advance)
+        return _run_apart(jobs, stage, num_workers, advance, one_each=always_apart)
     return [job.run(advance) for job in jobs]
 
 
 def _run_apart(
-    jobs: Sequence[Job[Result_co]], stage: str, num_workers: int, advance: Callable[[], None]
+    jobs: Sequence[Job[Result_co]],
+    stage: str,
+    num_workers: int,
+    advance: Callable[[], None],
+    *,
+    one_each: bool,
 ) -> list[Result_co]:
     stop = threading.Event()
+    results: dict[int, Any] = {}
 
     def advance_or_stop() -> None:
         if stop.is_set():
             raise CancelledError
         advance()
 
+    waiting = enumerate(jobs)  # processes that take from the same one share the jobs out
+    shares = [iter([numbered]) for numbered in waiting] if one_each else [waiting] * num_workers
     with ThreadPoolExecutor(num_workers) as threads:
-        futures = [threads.submit(_run_in_process, job, stage, advance_or_stop) for job in jobs]
+        futures = [
+            threads.submit(_run_in_process, share, results, stage, advance_or_stop) for share in shares
+        ]
         try:
             for future in as_completed(futures):
-                future.result()  # raises what the job raised
-            return [future.result() for future in futures]
+                future.result()  # raises what a job raised
+            return [results[number] for number in range(len(jobs))]
         finally:
             stop.set()  # else leaving the block would wait for files that nobody wants any more
             for future in futures:
                 future.cancel()
 
 
-def _run_in_process(job: Job[Result_co], stage: str, advance: Callable[[], None]) -> Result_co:
+def _run_in_process(
+    jobs: Iterator[tuple[int, Job[Any]]], results: dict[int, Any], stage: str, advance: Callable[[], None]
+) -> None:
+    """Start a process, let it run one job after the other, and put what they return into `results`."""
     # Ctrl-C reaches every process of the terminal: this one ends its workers, which inherit what it blocks.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     ours, theirs = Pipe()
@@ -112,16 +126,16 @@ def _run_in_process(job: Job[Result_co], stage: str, advance: Callable[[], None]
     theirs.close()
     with process, closing(ours):
         try:
-            with suppress(ConnectionError):  # it has died, which receiving says
-                ours.send(job)
-            while (message := _receive(ours, f"{job.path}: its process, {stage},")) is None:
-                advance()
+            for number, job in jobs:
+                with suppress(ConnectionError):  # it has died, which receiving says
+                    ours.send(job)
+                while (message := _receive(ours, f"{job.path}: its process, {stage},")) is None:
+                    advance()
+                results[number], failure = message
+                if failure is not None:
+                    raise failure
         finally:
             process.terminate()
-    result, failure = message
-    if failure is not None:
-        raise failure
-    return result  # type: ignore[no-any-return]
 
 
 def _receive(connection: Connection[Any, Any], who: str) -> Any:
@@ -132,21 +146,24 @@ def _receive(connection: Connection[Any, Any], who: str) -> Any:
 
 
 def work(pipe: int) -> None:
-    """Run the job that the process which started this one sends, and send back what came of it.
+    """Run the jobs that the process which started this one sends, and send back what comes of them.
 
     This process ends with that one, however that ends: the next `prepare` may write to the same folder.
     """
-    connection: Connection[tuple[object, Exception | None] | None, Job[object]] = Connection(pipe)
-    job = connection.recv()
-    threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
-    try:
-        connection.send((job.run(lambda: connection.send(None)), None))
-    except (SpeechDPError, OSError) as error:
-        connection.send((None, error))
+    connection: Connection[Any, Job[Any]] = Connection(pipe)
+    jobs: SimpleQueue[Job[Any]] = SimpleQueue()
+    threading.Thread(target=_take_jobs, args=(connection, jobs), daemon=True).start()
+    while True:
+        job = jobs.get()
+        try:
+            connection.send((job.run(lambda: connection.send(None)), None))
+        except (SpeechDPError, OSError) as error:
+            connection.send((None, error))
 
 
-def _end_with_parent(connection: Connection[object, object]) -> None:
+def _take_jobs(connection: Connection[Any, Job[Any]], jobs: SimpleQueue[Job[Any]]) -> None:
     try:
-        connection.recv()  # nothing more is sent
+        while True:
+            jobs.put(connection.recv())
     finally:
         os._exit(1)

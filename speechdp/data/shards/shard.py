@@ -99,12 +99,6 @@ class Shard:
         return self._content
 
     @property
-    def samples_place(self) -> ArrayPlace:
-        """Where the samples (sum of S,) int16 lie.  Raises ShardError in a shard of features."""
-        self._require_audio()
-        return self._content
-
-    @property
     def utterance_ids(self) -> tuple[str, ...]:
         """All ids, read anew from the file; `utterance_id` reads one."""
         return self._all_strings(0)

@@ -46,6 +46,15 @@ def test_each_job_has_a_process_of_its_own() -> None:
     assert seen == [("testing", done, 8) for done in range(9)]
 
 
+def test_processes_share_the_jobs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speechdp.data.prepare.jobs._FEWEST_FOR_PROCESSES", 0)
+    jobs = [_Job(Path(name)) for name in "abcdef"]
+    results = run_jobs(jobs, "testing", 2, lambda *_: None)
+    assert [name for name, _ in results] == list("abcdef")
+    pids = {pid for _, pid in results}
+    assert os.getpid() not in pids and len(pids) <= 2
+
+
 def test_little_is_done_in_this_process() -> None:
     assert run_jobs([_Job(Path("a"))], "testing", None, lambda *_: None) == [("a", os.getpid())]
 

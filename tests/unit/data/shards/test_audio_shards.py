@@ -84,8 +84,6 @@ def test_one_kind_is_not_taken_for_the_other(tmp_path: Path) -> None:
         features.read_samples(0)
     with pytest.raises(ShardError, match="stores audio"):
         _ = audio.features_place
-    with pytest.raises(ShardError, match="stores features"):
-        _ = features.samples_place
 
 
 @pytest.mark.parametrize("name", ["samples", "targets", "sample_offsets", "offsets", "crc32", "text"])
