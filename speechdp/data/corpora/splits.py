@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
 from speechdp.errors import ConfigError
@@ -20,38 +21,33 @@ _FORMS = "index:test=0-4,dev=5-9 or random:dev=0.05,test=0.05 or speaker:test=NA
 _Item = TypeVar("_Item")
 
 
-class SplitRule(Protocol):
+@dataclass(frozen=True)
+class SplitRule(ABC):
     """Says which split an utterance belongs to; `spec` is the rule as it stands in data.json."""
 
-    @property
-    def spec(self) -> str:
-        """The rule in the form of the command line."""
-        ...
+    spec: str
 
     @property
+    @abstractmethod
     def named(self) -> tuple[str, ...]:
         """The splits beside train that the rule fills."""
-        ...
 
+    @abstractmethod
     def split_of(self, utterance: CorpusUtterance) -> str:
         """Return train, dev or test."""
-        ...
 
 
 @dataclass(frozen=True)
-class IndexSplit:
+class IndexSplit(SplitRule):
     """By the number of the take; `parts` holds inclusive ranges a split."""
 
-    spec: str
     parts: dict[str, tuple[tuple[int, int], ...]]
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The splits beside train that the rule fills."""
         return tuple(self.parts)
 
     def split_of(self, utterance: CorpusUtterance) -> str:
-        """Return train, dev or test."""
         if utterance.index is None:
             raise ConfigError(
                 f"--split {self.spec}: utterance {utterance.utterance_id} has no index; use a --pattern with "
@@ -64,20 +60,17 @@ class IndexSplit:
 
 
 @dataclass(frozen=True)
-class RandomSplit:
+class RandomSplit(SplitRule):
     """By a hash of seed and utterance id: an utterance keeps its split when others are added."""
 
-    spec: str
     parts: dict[str, float]
     seed: int
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The splits beside train that the rule fills."""
         return tuple(name for name, fraction in self.parts.items() if fraction > 0)
 
     def split_of(self, utterance: CorpusUtterance) -> str:
-        """Return train, dev or test."""
         digest = hashlib.sha256(f"{self.seed} {utterance.utterance_id}".encode()).digest()
         place = int.from_bytes(digest[:8], "big") / 2.0**64  # uniform in [0, 1)
         for name, fraction in self.parts.items():
@@ -88,44 +81,31 @@ class RandomSplit:
 
 
 @dataclass(frozen=True)
-class SpeakerSplit:
+class SpeakerSplit(SplitRule):
     """By speaker; `parts` holds the speakers of each split."""
 
-    spec: str
     parts: dict[str, tuple[str, ...]]
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The splits beside train that the rule fills."""
         return tuple(self.parts)
 
     def split_of(self, utterance: CorpusUtterance) -> str:
-        """Return train, dev or test."""
-        for name, speakers in self.parts.items():
-            if utterance.speaker in speakers:
-                return name
-        return "train"
+        return next((name for name, speakers in self.parts.items() if utterance.speaker in speakers), "train")
 
 
 @dataclass(frozen=True)
-class HeldOutSpeaker:
+class HeldOutSpeaker(SplitRule):
     """One speaker is the test part; of the others, `base` takes the dev part and the rest trains."""
 
     speaker: str
     base: SplitRule
 
     @property
-    def spec(self) -> str:
-        """The rule in the form of the command line."""
-        return f"held-out-speaker={self.speaker};{self.base.spec}"
-
-    @property
     def named(self) -> tuple[str, ...]:
-        """The splits beside train that the rule fills."""
         return ("test", *(name for name in self.base.named if name == "dev"))
 
     def split_of(self, utterance: CorpusUtterance) -> str:
-        """Return train, dev or test."""
         if utterance.speaker == self.speaker:
             return "test"
         return "dev" if self.base.split_of(utterance) == "dev" else "train"
@@ -164,7 +144,8 @@ def choose_rule(corpus: Corpus, spec: str | None, held_out_speaker: str | None, 
     )
     if held_out_speaker is not None:
         wanted.append(held_out_speaker)
-        rule = HeldOutSpeaker(held_out_speaker, rule)
+        spec = f"held-out-speaker={held_out_speaker};{rule.spec}"
+        rule = HeldOutSpeaker(spec, held_out_speaker, rule)
     unknown = sorted(set(wanted) - set(corpus.speakers))
     if unknown:
         known = ", ".join(corpus.speakers[:20])
