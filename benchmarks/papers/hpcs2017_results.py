@@ -124,10 +124,10 @@ def read_our_run(run_dir: Path, frames: int, iterations: int, total_s: float) ->
     evaluations = read_run(run_dir).evaluations
     curve = []
     for number, each in enumerate(evaluations, start=1):
-        assert each.frames is not None and each.time_s is not None and each.log_prob is not None
+        assert each.frames is not None and each.time_s is not None and each.score is not None
         # All of start is put at the beginning, and a checkpoint has been written at each evaluation.
         time_s = start_s + each.time_s + checkpoint_s * number / len(evaluations)
-        curve.append((int(each.frames), time_s, each.log_prob))
+        curve.append((int(each.frames), time_s, each.score))
     return Result("ours", frames, iterations, total_s, seconds, curve)
 
 

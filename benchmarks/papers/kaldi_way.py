@@ -41,6 +41,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.options.run import TrainOptions
 from speechdp.tasks.acoustic import AcousticTask
+from speechdp.tasks.metrics import LOG_PROB
 from speechdp.train.models import make_acoustic_model
 
 _PROGRAMS = Path(__file__).resolve().parent
@@ -209,7 +210,7 @@ class HeldOutSplit:
         """Return the mean log-probability of the aligned class, nats a frame, of a model on disk."""
         model = self.load(weights)
         scores = [AcousticTask().score(model, batch) for batch in self._batches]
-        return sum(s.log_prob for s in scores) / sum(s.num_frames for s in scores)
+        return sum(s.sums[LOG_PROB.key] for s in scores) / sum(s.num_frames for s in scores)
 
     def load(self, weights: Path) -> LstmAcousticModel:
         """Return a model on disk, ready to be used; the next call overwrites it."""

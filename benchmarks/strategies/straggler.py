@@ -37,7 +37,7 @@ from speechdp.launching.command import own_program
 from speechdp.launching.cores import available_cores
 from speechdp.options.run import TrainOptions
 from speechdp.report.kit import formatting
-from speechdp.report.runs.derived import best_log_prob, frames_per_s, time_to_target
+from speechdp.report.runs.derived import best_score, frames_per_s, time_to_target
 from speechdp.report.runs.folders import read_run
 from speechdp.report.runs.results import RunResult
 from speechdp.train.build import training_ranks
@@ -122,7 +122,7 @@ def outcomes(runs: dict[Case, RunResult], ranks: int) -> Iterator[Outcome]:
 
 def _time_share(plain: RunResult, slowed: RunResult) -> float | None:
     """Return the unslowed run's time to the target both reached over the slowed run's."""
-    best = [best_log_prob(run.evaluations) for run in (plain, slowed)]
+    best = [best_score(run.evaluations) for run in (plain, slowed)]
     if best[0] is None or best[1] is None:
         return None
     target = min(best[0], best[1])

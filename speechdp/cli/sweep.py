@@ -107,4 +107,4 @@ class SweepCommand:
         if comm.rank != 0:
             return lambda name: SilentReporter()
         console = make_console()
-        return lambda name: ConsoleReporter(console, name, self.options.task)
+        return lambda name: ConsoleReporter(console, name)

@@ -28,10 +28,9 @@ class Metrics:
         step: steps done.
         frames: frames trained on, all ranks together.
         time_s: training time without evaluations and checkpoints, s.
-        train_loss: mean over the epoch's frames, nats.
+        train_loss: mean over the epoch's frames.
         learning_rate: at the end of the epoch.
-        heldout_log_prob: mean log-probability of the aligned class, nats per frame.
-        heldout_frame_accuracy: share of frames classified as aligned.
+        held_out: the task's metrics by their keys; `heldout_KEY` in the file.
         heldout_frames: frames scored.
         replica_distance: largest over ranks of |w_i - w| / |w|, w the parameters evaluated.
     """
@@ -42,10 +41,15 @@ class Metrics:
     time_s: float
     train_loss: float
     learning_rate: float
-    heldout_log_prob: float
-    heldout_frame_accuracy: float
+    held_out: dict[str, float]
     heldout_frames: int
     replica_distance: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the line."""
+        values = asdict(self)
+        held_out = {f"heldout_{key}": value for key, value in values.pop("held_out").items()}
+        return {**values, **held_out}
 
 
 class RunDirectory:
@@ -158,7 +162,7 @@ class RunDirectory:
 
     def add_metrics(self, metrics: Metrics) -> None:
         """Append a line to metrics.jsonl.  Raises RunError on a full disk."""
-        self.add_values(asdict(metrics))
+        self.add_values(metrics.to_json())
 
     def add_values(self, values: dict[str, Any]) -> None:
         """Append a line with any values to metrics.jsonl.  Raises RunError on a full disk."""

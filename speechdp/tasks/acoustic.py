@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.tasks.base import FrameScores, LossSum, Task
+from speechdp.tasks.metrics import FRAME_ACCURACY, LOG_PROB, RECORDS
 
 __all__ = ["AcousticTask", "FrameScores", "LossSum"]
 
@@ -16,6 +17,8 @@ class AcousticTask(Task):
     """What an acoustic model is trained for and judged by."""
 
     name = "acoustic"
+    metrics = RECORDS["acoustic"].metrics
+    decodes = RECORDS["acoustic"].decodes
 
     def loss(self, model: LstmAcousticModel, batch: Batch) -> LossSum:
         """Return the summed cross-entropy of a batch with at least one frame."""
@@ -28,7 +31,8 @@ class AcousticTask(Task):
         logits, targets = self._learnt_frames(model, batch)
         log_prob = -nn.functional.cross_entropy(logits, targets, reduction="sum")
         correct = (logits.argmax(dim=1) == targets).sum()
-        return FrameScores(log_prob.item(), int(correct.item()), batch.num_frames)
+        sums = {LOG_PROB.key: log_prob.item(), FRAME_ACCURACY.key: float(correct.item())}
+        return FrameScores(sums, batch.num_frames)
 
     def _learnt_frames(self, model: LstmAcousticModel, batch: Batch) -> tuple[Tensor, Tensor]:
         # Padding and context leave before the output layer: with 32,000 classes it is most of the work.

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from speechdp.data.loading.batch import Batch
-from speechdp.data.shards.dataset import TaskName
+from speechdp.tasks.metrics import Metric, TaskRecord
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class LossSum:
     """A loss as a sum and a count, never a mean: right also when ranks hold different numbers of frames.
 
     Attributes:
-        total: scalar, nats (of synthesis: absolute errors) summed over frames; differentiable.
+        total: scalar, in the unit of the task's loss, summed over frames; differentiable.
         num_frames: frames summed over.
     """
 
@@ -30,15 +30,11 @@ class FrameScores:
     """Sums over held-out frames.
 
     Attributes:
-        log_prob: log-probability of what was to be learnt, nats; of spectrograms up to a constant, for an
-            absolute error is minus the log-probability under a Laplace distribution.
-        correct: frames whose most probable class is the aligned one; of synthesis, the attention's maximum
-            summed over frames.
+        sums: of each of the task's metrics, by its key; divided by all ranks' frames they are its values.
         num_frames: frames scored.
     """
 
-    log_prob: float
-    correct: float
+    sums: dict[str, float]
     num_frames: int
 
 
@@ -47,9 +43,18 @@ class Task(ABC):
 
     Attributes:
         name: as on the command line.
+        metrics: what models are judged by on held-out data; the first is what they are chosen by.
+        decodes: whether `decode` reads its models, so that its runs may have a word error rate.
     """
 
-    name: ClassVar[TaskName]
+    name: ClassVar[str]
+    metrics: ClassVar[tuple[Metric, ...]]
+    decodes: ClassVar[bool] = False
+
+    @classmethod
+    def record(cls) -> TaskRecord:
+        """Return what run.json says of it, from which reports take their columns."""
+        return TaskRecord(cls.metrics, cls.decodes)
 
     @abstractmethod
     def loss(self, model: Any, batch: Batch) -> LossSum:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.models.tacotron.model import Tacotron, TacotronOutput
 from speechdp.tasks.base import FrameScores, LossSum, Task
+from speechdp.tasks.metrics import ATTENTION_MAXIMUM, L1_ERROR, RECORDS
 
 #: Width of the band that guided attention leaves free, as a share of the text (Tachibana et al. 2018, eq. 3).
 GUIDE_WIDTH = 0.2
@@ -97,6 +98,7 @@ class SynthesisTask(Task):
     """
 
     name = "synthesis"
+    metrics = RECORDS["synthesis"].metrics
     guided_attention: float = 0.0
 
     def loss(self, model: Tacotron, batch: Batch) -> LossSum:
@@ -106,7 +108,7 @@ class SynthesisTask(Task):
 
     @torch.no_grad()
     def score(self, model: Tacotron, batch: Batch) -> FrameScores:
-        """Score a batch, teacher forced: minus the absolute errors, and how sharp the attention is.
+        """Score a batch, teacher forced: the absolute errors, and how sharp the attention is.
 
         Sharpness is the attention's maximum over symbols, each step weighted by its frames: the focus rate of
         Ren et al. 2019 (FastSpeech), section 3.3.
@@ -117,7 +119,8 @@ class SynthesisTask(Task):
         first = torch.arange(num_steps) * reduction
         frames = (batch.lengths.unsqueeze(1) - first).clamp(0, reduction)  # (B, N), on the CPU
         sharpness = (output.attention.amax(2).cpu() * frames).sum()
-        return FrameScores(-(losses.mel + losses.linear).item(), sharpness.item(), batch.num_frames)
+        errors = (losses.mel + losses.linear).item()
+        return FrameScores({L1_ERROR.key: errors, ATTENTION_MAXIMUM.key: sharpness.item()}, batch.num_frames)
 
     def _output(self, model: Tacotron, batch: Batch) -> TacotronOutput:
         output: TacotronOutput = model(batch.targets, batch.features[:, :, : model.mel_dim], batch.lengths)

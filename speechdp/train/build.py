@@ -32,6 +32,7 @@ from speechdp.parallel.replica import Replica
 from speechdp.parallel.run_files import Metrics, RunDirectory
 from speechdp.parallel.strategy import Strategy
 from speechdp.process.notices import add_notice
+from speechdp.tasks.base import Task
 from speechdp.timing.timeline import Timeline
 from speechdp.train.evaluate import Evaluator
 from speechdp.train.models import make_model, make_task
@@ -240,9 +241,9 @@ def build_trainer(
     strategy.attach(replica, comm, timeline)
     # From here on ranks draw different random numbers (dropout).
     torch.manual_seed(options.seed * 65_537 + comm.rank)
-    pulse = Pulse()
+    pulse, task = Pulse(), make_task(options)
     parts = TrainingParts(
-        task=make_task(options),
+        task=task,
         model=model,
         replica=replica,
         strategy=strategy,
@@ -252,21 +253,23 @@ def build_trainer(
         comm=comm,
         device=session.device,
         reporter=session.reporter,
-        on_metrics=_metrics_writer(session, run_dir, stack) if comm.rank == 0 else lambda metrics: None,
+        on_metrics=_metrics_writer(session, task, run_dir, stack) if comm.rank == 0 else lambda metrics: None,
         slowness=options.slowness(comm.rank),
         pulse=pulse,
     )
     return Trainer(parts, run_dir, options), sources
 
 
-def _metrics_writer(session: Session, run_dir: Path, stack: ExitStack) -> Callable[[Metrics], None]:
+def _metrics_writer(
+    session: Session, task: Task, run_dir: Path, stack: ExitStack
+) -> Callable[[Metrics], None]:
     run = RunDirectory(run_dir)
 
     def notice(text: str) -> None:
         session.reporter.notice(text)
         add_notice(run_dir, text)
 
-    scalars = stack.enter_context(Scalars(run_dir / "tensorboard", run.evaluated_step, notice))
+    scalars = stack.enter_context(Scalars(run_dir / "tensorboard", run.evaluated_step, task.metrics, notice))
 
     def write(metrics: Metrics) -> None:
         run.add_metrics(metrics)

@@ -30,8 +30,7 @@ def measure_epoch(parts: TrainingParts, at: Standing, epochs_done: int, time_s: 
         time_s=time_s,
         train_loss=loss / frames,
         learning_rate=parts.schedule.at(epochs_done - 1e-9),
-        heldout_log_prob=held_out.log_prob,
-        heldout_frame_accuracy=held_out.frame_accuracy,
+        held_out=held_out.values,
         heldout_frames=held_out.num_frames,
         replica_distance=distance,
     )

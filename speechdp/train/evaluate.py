@@ -28,16 +28,14 @@ class HeldOutScores:
     """Metrics over all held-out frames.
 
     Attributes:
-        log_prob: mean log-probability of the aligned class, nats per frame (Kaldi's "average log-prob"); of
-            synthesis minus the absolute error a frame.
-        frame_accuracy: share of frames whose most probable class is the aligned one; of synthesis the
-            attention's mean maximum.
+        values: means of the task's metrics, by their keys.
         num_frames: frames scored.
+        score: the first metric, with its sign turned where smaller is better.
     """
 
-    log_prob: float
-    frame_accuracy: float
+    values: dict[str, float]
     num_frames: int
+    score: float
 
 
 def relative_distance(own: Tensor, shown: Tensor) -> Tensor:
@@ -85,17 +83,19 @@ class Evaluator:
             self._share, self._plan = share, self._plan_of(*share)
         was_training = model.training
         model.eval()
-        sums = np.zeros(3)
+        keys = [metric.key for metric in task.metrics]
+        sums = np.zeros(1 + len(keys))
         for pending in self._batches():
             batch = pending.result().to(self._device)
             scores: FrameScores = task.score(model, batch)
-            sums += (scores.log_prob, scores.correct, scores.num_frames)
+            sums += (scores.num_frames, *(scores.sums[key] for key in keys))
             self._pulse.beat()
         model.train(was_training)
         # One float64 vector: exact for any number of frames, and one message.
         total = self._comm.allreduce(torch.from_numpy(sums), name="held_out")
-        log_prob, correct, frames = total.tolist()
-        return HeldOutScores(log_prob / frames, correct / frames, int(frames))
+        frames, *values = total.tolist()
+        means = {key: value / frames for key, value in zip(keys, values, strict=True)}
+        return HeldOutScores(means, int(frames), task.metrics[0].score(means[keys[0]]))
 
     def _batches(self) -> Iterator[Pending]:
         """Yield this rank's batches, the next one begun before the one at hand is scored."""
@@ -128,7 +128,7 @@ def choose_final_model(candidates: list[Tensor], replica: Replica, score: Callab
     scores = []
     for vector in vectors:
         values.copy_(vector)
-        scores.append(score().log_prob)
+        scores.append(score().score)
     best = max(range(len(vectors)), key=scores.__getitem__)
     values.copy_(vectors[best])
     return best

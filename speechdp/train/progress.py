@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from speechdp.data.shards.dataset import TaskName
 from speechdp.parallel.run_files import Metrics
+from speechdp.tasks.metrics import Metric
 
 #: Seconds between log lines where the output is not a terminal, and between updates of the rate.
 _LOG_INTERVAL_S = 10.0
@@ -28,8 +29,8 @@ class Reporter(Protocol):
     def step(self, epoch: float, frames: int, loss: float | None) -> None:
         """A step of `frames` frames (all ranks) is done; `loss` is this rank's, nats per frame."""
 
-    def evaluated(self, metrics: Metrics) -> None:
-        """An evaluation is done."""
+    def evaluated(self, metrics: Metrics, held_out: Sequence[Metric]) -> None:
+        """An evaluation is done, by the task's metrics `held_out`."""
 
     def end(self) -> None:
         """Training has ended."""
@@ -47,7 +48,7 @@ class SilentReporter:
     def step(self, epoch: float, frames: int, loss: float | None) -> None:
         return None
 
-    def evaluated(self, metrics: Metrics) -> None:
+    def evaluated(self, metrics: Metrics, held_out: Sequence[Metric]) -> None:
         return None
 
     def end(self) -> None:
@@ -57,9 +58,8 @@ class SilentReporter:
 class ConsoleReporter(SilentReporter):
     """A progress bar with frames/s, loss and time left on a terminal; a log line every 10 s elsewhere."""
 
-    def __init__(self, console: Console, label: str, task: TaskName = "acoustic") -> None:
+    def __init__(self, console: Console, label: str) -> None:
         self._console = console
-        self._task_name: TaskName = task
         self._label = label
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -102,19 +102,17 @@ class ConsoleReporter(SilentReporter):
             assert self._task is not None
             self._bar.update(self._task, completed=epoch, rate=rate)
 
-    def evaluated(self, metrics: Metrics) -> None:
+    def evaluated(self, metrics: Metrics, held_out: Sequence[Metric]) -> None:
+        judged = (
+            f"{metric.name} {metric.number(metrics.held_out[metric.key])} {metric.unit}"
+            for metric in held_out
+        )
         self.notice(
             f"{self._label}: epoch {metrics.epoch:g}/{self._num_epochs}, "
             f"{metrics.frames / max(metrics.time_s, 1e-9):,.0f} frames/s, "
-            f"train loss {metrics.train_loss:.3f}, {self._held_out(metrics)}"
+            f"train loss {metrics.train_loss:.3f}, {', '.join(judged)}"
         )
         self._window_frames, self._window_start_s = 0, time.monotonic()
-
-    def _held_out(self, metrics: Metrics) -> str:
-        percent = f"{100 * metrics.heldout_frame_accuracy:.1f} %"
-        if self._task_name == "synthesis":
-            return f"held-out L1 {-metrics.heldout_log_prob:.3f}/frame, attention {percent} on one symbol"
-        return f"held-out log-prob {metrics.heldout_log_prob:.3f}/frame, frame accuracy {percent}"
 
     def end(self) -> None:
         if self._bar is not None:

@@ -33,7 +33,7 @@ from speechdp.train.build import (
     open_loader,
     training_ranks,
 )
-from speechdp.train.models import check_task, describe_data, make_model, save_trained
+from speechdp.train.models import check_task, describe_data, make_model, make_task, save_trained
 from speechdp.train.origin import origin_facts, start_facts
 from speechdp.train.sampling import sampled
 from speechdp.train.session import Session
@@ -238,6 +238,7 @@ def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
         "device": str(session.device.type),
         "seed": options.seed,
         "task": options.task,
+        **make_task(options).record().to_json(),
         "preset": options.preset_name,
         "num_parameters": _num_parameters(session, resolved),
         "fingerprint": options.fingerprint(),

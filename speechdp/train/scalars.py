@@ -6,13 +6,14 @@ import io
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from speechdp.comm.environment import host_name
 from speechdp.files import cannot_be_written
 from speechdp.parallel.run_files import Metrics
+from speechdp.tasks.metrics import Metric
 
 _NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
 
@@ -27,11 +28,15 @@ class Scalars:
         folder: RUN/tensorboard.
         after_step: the last step whose evaluation counts.  TensorBoard drops what earlier starts have written
             of later ones, which are made again.
+        held_out: the task's metrics.
         notice: takes the line about a file that cannot be written; it is given one line at most.
     """
 
-    def __init__(self, folder: Path, after_step: int, notice: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, after_step: int, held_out: Sequence[Metric], notice: Callable[[str], None]
+    ) -> None:
         self._folder = folder
+        self._held_out = held_out
         self._notice = notice
         self._is_noticed = False
         self._path: Path | None = None
@@ -40,7 +45,7 @@ class Scalars:
 
     def add(self, metrics: Metrics) -> None:
         """Record an evaluation."""
-        self._unwritten += _records(metrics)
+        self._unwritten += _records(metrics, self._held_out)
         self._write()
 
     def __enter__(self) -> Scalars:
@@ -92,7 +97,11 @@ def _first_records(after_step: int) -> bytes:
     )
 
 
-def _records(metrics: Metrics) -> bytes:
+def _tag(metric: Metric) -> str:
+    return f"held_out/{metric.key}{'_per_frame' if metric.is_per_frame else ''}"
+
+
+def _records(metrics: Metrics, held_out: Sequence[Metric]) -> bytes:
     from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415 (slow to import)
     from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
 
@@ -100,8 +109,7 @@ def _records(metrics: Metrics) -> bytes:
         "train/loss": metrics.train_loss,
         "train/learning_rate": metrics.learning_rate,
         "train/frames_per_s": metrics.frames / max(metrics.time_s, 1e-9),
-        "held_out/log_prob_per_frame": metrics.heldout_log_prob,
-        "held_out/frame_accuracy": metrics.heldout_frame_accuracy,
+        **{_tag(metric): metrics.held_out[metric.key] for metric in held_out},
     }
     summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
     return _encoded(Event(wall_time=time.time(), step=metrics.step, summary=summary))

@@ -235,15 +235,16 @@ class Trainer:
         time_s = parts.timeline.training_time_s
         with parts.timeline.event(Span.EVAL):
             metrics = measure_epoch(parts, self._at, epochs_done, time_s)
-            if not math.isfinite(metrics.train_loss + metrics.heldout_log_prob):
+            main = parts.task.metrics[0]
+            if not math.isfinite(metrics.train_loss + metrics.held_out[main.key]):
                 self._refuse(
                     f"after step {counters.step} the training loss is {metrics.train_loss} "
-                    f"and the held-out log-probability {metrics.heldout_log_prob}"
+                    f"and the {main.name} {metrics.held_out[main.key]}"
                 )
             counters.epoch, counters.step_in_epoch = epochs_done, 0
             if parts.comm.rank == 0:
                 parts.on_metrics(metrics)
-            parts.reporter.evaluated(metrics)
+            parts.reporter.evaluated(metrics, parts.task.metrics)
         self._at.epoch_loss.zero_()
         self.save()
 

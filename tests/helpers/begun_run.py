@@ -15,6 +15,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.shards.dataset import Dataset
 from speechdp.parallel.run_files import Metrics
+from speechdp.tasks.metrics import Metric
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
@@ -32,7 +33,7 @@ class _Interrupting(SilentReporter):
     def __init__(self) -> None:
         self._evaluated = False
 
-    def evaluated(self, metrics: Metrics) -> None:
+    def evaluated(self, metrics: Metrics, held_out: Sequence[Metric]) -> None:
         self._evaluated = True
 
     def step(self, epoch: float, frames: int, loss: float | None) -> None:

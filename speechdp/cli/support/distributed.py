@@ -166,7 +166,7 @@ def _session(
     device = choose_device(options.device, comm.local_rank)
     reporter: Reporter = SilentReporter()
     if comm.rank == 0:
-        reporter = ConsoleReporter(make_console(), request.label, options.task)
+        reporter = ConsoleReporter(make_console(), request.label)
     notice = choose_backend(options.backend).notice
     if notice:
         reporter.notice(notice)

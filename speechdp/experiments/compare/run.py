@@ -259,7 +259,7 @@ def _news(run_dir: Path, message: str | None, wall_s: float | None) -> str:
     figures = run_figures(read_run(run_dir), None, None)
     words = [
         f"{formatting.count(figures.frames_per_s)} frames/s",
-        terms_of([figures.run]).with_unit(figures.log_prob),
+        terms_of([figures.run]).with_unit(figures.score),
     ]
     if figures.word_errors is not None:
         words.append(f"WER {formatting.percent(figures.word_errors.wer, 1)} %")

@@ -9,22 +9,11 @@ from speechdp.experiments.compare.plan import FRAMES, TIME
 from speechdp.report.compare.groups import Group
 from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
-from speechdp.report.sweep.answer import LOG_PROB_TOLERANCE, SYNTHESIS_TOLERANCE, accurate_enough, near_enough
-from speechdp.report.sweep.cautions import synthesis_note
+from speechdp.report.sweep.answer import accurate_enough
+from speechdp.report.sweep.cautions import metrics_note
 
 #: Seeds that a claim needs.
 CLAIM_SEEDS = 3
-RULE = (
-    "Rule, for each number of ranks: the fastest strategy (frames/s at equal frames) whose mean final "
-    f"held-out log-probability is within {LOG_PROB_TOLERANCE} nats/frame of the best, or within the best "
-    "one's standard deviation over seeds where that is larger, and whose 95 % interval of the word error "
-    "rate overlaps that of the lowest one."
-)
-SYNTHESIS_RULE = (
-    "Rule, for each number of ranks: the fastest strategy (frames/s at equal frames) whose mean final "
-    f"held-out L1 error is within {100 * SYNTHESIS_TOLERANCE:.0f} % of the smallest, or within the best "
-    "one's standard deviation over seeds where that is larger."
-)
 
 
 @dataclass(frozen=True)
@@ -45,14 +34,14 @@ class StrategyChoice:
 
 
 def choose(groups: Sequence[Group]) -> StrategyChoice:
-    """Apply RULE to the groups of every number of ranks above 1."""
+    """Apply the rule (`rule_for`) to the groups of every number of ranks above 1."""
     chosen: dict[int, Group] = {}
     details: list[str] = []
     for ranks in sorted({group.ranks for group in groups if group.ranks > 1}):
         rows = [group for group in groups if group.ranks == ranks and group.mode == FRAMES]
-        rows = [group for group in rows if group.frames_per_s is not None and group.log_prob is not None]
+        rows = [group for group in rows if group.frames_per_s is not None and group.score is not None]
         if rows:
-            best = max(rows, key=lambda group: group.log_prob or 0.0)
+            best = max(rows, key=lambda group: group.score or 0.0)
             chosen[ranks] = max(accurate_enough(rows, best, _tolerance(best)), key=_speed)
             details += _sentences(ranks, chosen[ranks], best, groups)
     return StrategyChoice(_headline(chosen, groups), tuple(details), _cautions(groups), chosen)
@@ -60,14 +49,18 @@ def choose(groups: Sequence[Group]) -> StrategyChoice:
 
 def rule_for(groups: Sequence[Group]) -> str:
     """Return the rule of the choice, in the terms of the runs' task."""
-    return SYNTHESIS_RULE if group_terms(groups).is_error else RULE
+    terms = group_terms(groups)
+    words = ", and whose 95 % interval of the word error rate overlaps that of the lowest one"
+    return (
+        "Rule, for each number of ranks: the fastest strategy (frames/s at equal frames) whose mean final "
+        f"{terms.metric.name} is within {terms.tolerance()} of the {terms.best}, or within the best one's "
+        f"standard deviation over seeds where that is larger{words if terms.task.decodes else ''}."
+    )
 
 
 def _tolerance(best: Group) -> float:
-    deviation = best.log_probs.deviation if best.log_probs else None
-    result = best.finished[0].result
-    assert result is not None
-    return max(near_enough(best.log_prob, result), deviation or 0.0)
+    deviation = best.scores.deviation if best.scores else None
+    return max(group_terms([best]).metric.near_enough(best.score or 0.0), deviation or 0.0)
 
 
 def _headline(chosen: dict[int, Group], groups: Sequence[Group]) -> str:
@@ -95,26 +88,26 @@ def _sentences(ranks: int, chosen: Group, best: Group, groups: Sequence[Group]) 
     text = f"{ranks} ranks: {chosen.label} with {_rate(chosen)}"
     if reference is not None and reference.frames_per_s and chosen.frames_per_s:
         times = formatting.times(chosen.frames_per_s.mean / reference.frames_per_s.mean)
-        text += f" ({times} times one rank, which reaches {terms.number(reference.log_prob)})"
+        text += f" ({times} times one rank, which reaches {terms.number(reference.score)})"
     text += f", {_accuracy(chosen)}"
     if best is chosen:
         text += ", the best of all, too."
     else:
-        name = "smallest L1 error" if terms.is_error else "best log-probability"
+        name = f"{terms.best} {terms.metric.name.removeprefix('held-out ')}"
         text += f"; the {name} is that of {best.label}: {_accuracy(best)} at {_rate(best)}."
     return [text, *_at_equal_time(ranks, chosen, groups)]
 
 
 def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[str]:
     """Say which strategy is the most accurate after as much time, where that was tried."""
-    rows = [g for g in groups if g.ranks == ranks and g.mode == TIME and g.log_prob is not None]
+    rows = [g for g in groups if g.ranks == ranks and g.mode == TIME and g.score is not None]
     if len(rows) < 2:
         return []
-    best = max(rows, key=lambda group: group.log_prob or 0.0)
+    best = max(rows, key=lambda group: group.score or 0.0)
     if best.strategy == chosen.strategy:
         return [f"In equal time it is the most accurate one: {_accuracy(best)}."]
     own = next((group for group in rows if group.strategy == chosen.strategy), None)
-    beside = f", where it has {group_terms([own]).number(own.log_prob)}" if own else ""
+    beside = f", where it has {group_terms([own]).number(own.score)}" if own else ""
     return [f"In equal time {best.label} is the most accurate: {_accuracy(best)}{beside}."]
 
 
@@ -136,7 +129,7 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
         notes.append(
             f"{waiting} runs have not finished yet; the command of the comparison goes on with them."
         )
-    note = synthesis_note([run.result for group in groups for run in group.runs if run.result is not None])
+    note = metrics_note([run.result for group in groups for run in group.runs if run.result is not None])
     if note:
         notes.append(note)
     elif groups and all(group.word_errors is None for group in groups):
@@ -145,7 +138,7 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
 
 
 def _accuracy(group: Group) -> str:
-    text = group_terms([group]).with_unit(group.log_prob)
+    text = group_terms([group]).with_unit(group.score)
     if group.word_errors is not None:
         text += f" and WER {formatting.percent(group.word_errors.wer, 1)} %"
     return text.replace(" %", "\u00a0%")

@@ -11,7 +11,7 @@ from typing import Any
 
 from speechdp.experiments.compare.plan import FRAMES, MODES
 from speechdp.experiments.compare.record import COMPLETE, FAILED, RunRecord, read_record
-from speechdp.report.runs.derived import best_log_prob, frames_per_s, time_to_target
+from speechdp.report.runs.derived import best_score, frames_per_s, task_of, time_to_target
 from speechdp.report.runs.folders import read_run
 from speechdp.report.runs.results import RunResult, RunTiming, WordErrors
 
@@ -75,6 +75,8 @@ class Group:
         runs: one a seed, unfinished and failed ones included; the figures are of the finished ones.
         sent_per_s: bytes a rank sends in a second of training.
         to_target_s: of the runs that reached the target.
+        scores: of held-out data at the end, higher is better.
+        values: the task's metrics at the end by their keys, as they are recorded.
         distance: largest of a run's evaluations.
         staleness: of a run: mean age of what was exchanged.
         ages: exchanges by age, of all ranks and seeds together.
@@ -88,8 +90,8 @@ class Group:
     frames_per_s: Spread | None
     sent_per_s: Spread | None
     to_target_s: Spread | None
-    log_probs: Spread | None
-    accuracy: Spread | None
+    scores: Spread | None
+    values: dict[str, Spread | None]
     distance: Spread | None
     staleness: Spread | None
     ages: tuple[int, ...]
@@ -111,9 +113,9 @@ class Group:
         return tuple(run for run in self.runs if run.is_finished)
 
     @property
-    def log_prob(self) -> float | None:
-        """Mean final held-out log-probability, nats/frame."""
-        return None if self.log_probs is None else self.log_probs.mean
+    def score(self) -> float | None:
+        """Mean final held-out score."""
+        return None if self.scores is None else self.scores.mean
 
     @property
     def epochs(self) -> Spread | None:
@@ -140,9 +142,9 @@ def read_comparison(out: Path) -> Comparison:
 
 
 def common_target(runs: Sequence[ComparedRun]) -> float | None:
-    """Return the highest log-probability that three quarters of the runs at equal frames reached."""
+    """Return the highest held-out score that three quarters of the runs at equal frames reached."""
     best = [
-        best_log_prob(run.result.evaluations)
+        best_score(run.result.evaluations)
         for run in runs
         if run.is_finished and run.record.mode == FRAMES and run.result is not None
     ]
@@ -196,8 +198,10 @@ def _group(key: tuple[str, int, str], runs: list[ComparedRun], target: float | N
     mode, ranks, strategy = key
     results = [run.result for run in runs if run.is_finished and run.result is not None]
 
-    def last(name: str) -> Spread | None:
-        return Spread.of(getattr(r.evaluations[-1], name) for r in results if r.evaluations)
+    evaluated = [result.evaluations[-1] for result in results if result.evaluations]
+
+    def metric(key: str) -> Spread | None:
+        return Spread.of(evaluation.values.get(key) for evaluation in evaluated)
 
     def spread(figure: Callable[[RunResult], float | None]) -> Spread | None:
         return Spread.of(figure(result) for result in results)
@@ -210,8 +214,8 @@ def _group(key: tuple[str, int, str], runs: list[ComparedRun], target: float | N
         frames_per_s=spread(lambda r: frames_per_s(r.timing) if r.timing else None),
         sent_per_s=spread(lambda r: sent_per_s(r.timing)),
         to_target_s=None if target is None else spread(lambda r: time_to_target(r.evaluations, target)),
-        log_probs=last("log_prob"),
-        accuracy=last("accuracy"),
+        scores=Spread.of(evaluation.score for evaluation in evaluated),
+        values={each.key: metric(each.key) for each in task_of(results).metrics},
         distance=spread(_largest_distance),
         staleness=spread(lambda r: mean_age(ages_of(r.timing))),
         ages=_sum_of([ages_of(r.timing) for r in results]),

@@ -80,20 +80,20 @@ def _panel(
 
 
 def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) -> bool:
-    """Plot final log-probability against frames/s: a small dot a seed, a large one for their mean."""
-    shown = [group for group in groups if group.ranks == ranks and group.frames_per_s and group.log_probs]
+    """Plot the final held-out score against frames/s: a small dot a seed, a large one for their mean."""
+    shown = [group for group in groups if group.ranks == ranks and group.frames_per_s and group.scores]
     if not shown:
         return False
     terms = group_terms(groups)
-    what = "L1 error" if terms.is_error else "accuracy"
-    style_axes(ax, f"{ranks} ranks: {what} against speed", terms.unit, canvas.theme)
+    what = terms.metric.name.removeprefix("held-out ") if terms.falls else "accuracy"
+    style_axes(ax, f"{ranks} ranks: {what} against speed", terms.metric.unit, canvas.theme)
     for group in shown:
-        assert group.frames_per_s is not None and group.log_probs is not None
+        assert group.frames_per_s is not None and group.scores is not None
         colour = canvas.colours[group.label]
-        if len(group.log_probs.values) == len(group.frames_per_s.values) > 1:
+        if len(group.scores.values) == len(group.frames_per_s.values) > 1:
             ax.plot(
                 group.frames_per_s.values,
-                group.log_probs.values,
+                group.scores.values,
                 "o",
                 color=colour,
                 markersize=3.2,
@@ -101,13 +101,13 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
             )
         filled = not dashes(group.label, canvas)
         (dot,) = ax.plot(
-            [group.frames_per_s.mean], [group.log_probs.mean], "o", color=colour, markersize=8, zorder=4,
+            [group.frames_per_s.mean], [group.scores.mean], "o", color=colour, markersize=8, zorder=4,
             markerfacecolor=colour if filled else canvas.theme.surface, markeredgewidth=1.6,
         )  # fmt: skip
         canvas.tip(dot, _tip(group))
     ax.set_xlabel("frames/s", color=canvas.theme.muted)
     ax.margins(x=0.12, y=0.14)
-    _limit(ax, [[(0.0, y)] for g in shown if g.log_probs for y in g.log_probs.values])
+    _limit(ax, [[(0.0, y)] for g in shown if g.scores for y in g.scores.values])
     _draw_reference(ax, groups, canvas)
     _mark_what_lies_below(ax, shown, canvas)
     ax.xaxis.set_major_locator(MaxNLocator(5))
@@ -117,12 +117,12 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
 
 
 def draw_learning_over_frames(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) -> bool:
-    """Plot held-out log-probability over the frames trained on."""
+    """Plot held-out scores over the frames trained on."""
     return _draw_learning(ax, groups, ranks, canvas, over_time=False)
 
 
 def draw_learning_over_time(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) -> bool:
-    """Plot held-out log-probability over training time."""
+    """Plot held-out scores over training time."""
     return _draw_learning(ax, groups, ranks, canvas, over_time=True)
 
 
@@ -228,14 +228,14 @@ def _limit(ax: Axes, curves: Sequence[Points]) -> None:
 
 def _draw_reference(ax: Axes, groups: Sequence[Group], canvas: Canvas) -> None:
     """Draw the accuracy of one rank as a line to compare with."""
-    reference = next((group for group in groups if group.ranks == 1 and group.log_prob is not None), None)
-    if reference is None or reference.log_prob is None:
+    reference = next((group for group in groups if group.ranks == 1 and group.score is not None), None)
+    if reference is None or reference.score is None:
         return
     low, high = ax.get_ylim()
     room = 0.06 * (high - low)
-    ax.set_ylim(min(low, reference.log_prob - room), max(high, reference.log_prob + room))
+    ax.set_ylim(min(low, reference.score - room), max(high, reference.score + room))
     line = ax.axhline(
-        reference.log_prob, color=canvas.theme.baseline, linewidth=1.4, linestyle=(0, (5, 2.5)), zorder=0
+        reference.score, color=canvas.theme.baseline, linewidth=1.4, linestyle=(0, (5, 2.5)), zorder=0
     )
     canvas.tip(line, _tip(reference))
 
@@ -244,27 +244,27 @@ def _mark_what_lies_below(ax: Axes, groups: Sequence[Group], canvas: Canvas) -> 
     """Put an arrow at the lower edge for a strategy whose accuracy lies below the picture."""
     (low, high), terms = ax.get_ylim(), group_terms(groups)
     for group in groups:
-        if group.frames_per_s is None or group.log_prob is None or group.log_prob >= low:
+        if group.frames_per_s is None or group.score is None or group.score >= low:
             continue
         x, y = group.frames_per_s.mean, low + 0.05 * (high - low)
         (mark,) = ax.plot(
             [x],
             [y],
-            "^" if terms.is_error else "v",
+            "^" if terms.falls else "v",
             color=canvas.colours[group.label],
             markersize=8,
             zorder=4,
         )
-        canvas.tip(mark, f"{_tip(group)} ({'above' if terms.is_error else 'below'} the picture)")
+        canvas.tip(mark, f"{_tip(group)} ({'above' if terms.falls else 'below'} the picture)")
         ax.annotate(
-            terms.number(group.log_prob), (x, y), xytext=(7, 0), textcoords="offset points", va="center",
+            terms.number(group.score), (x, y), xytext=(7, 0), textcoords="offset points", va="center",
             color=canvas.theme.muted, fontsize="small",
         )  # fmt: skip
 
 
 def _tip(group: Group) -> str:
     speed = formatting.count(group.frames_per_s.mean if group.frames_per_s else None)
-    text = f"{group.label}: {group_terms([group]).with_unit(group.log_prob)} at {speed} frames/s"
+    text = f"{group.label}: {group_terms([group]).with_unit(group.score)} at {speed} frames/s"
     if group.word_errors is not None:
         text += f", WER {formatting.percent(group.word_errors.wer, 1)} %"
     return f"{text}; {len(group.finished)} seed(s)"

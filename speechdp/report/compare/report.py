@@ -25,7 +25,7 @@ from speechdp.report.compare.table import (
 )
 from speechdp.report.kit import theme
 from speechdp.report.kit.metric_names import terms_of
-from speechdp.report.kit.pages import WrittenReport, check_target, page_templates, writing_into
+from speechdp.report.kit.pages import WrittenReport, page_templates, writing_into
 from speechdp.report.kit.svg import STYLE, svg_of
 
 #: Settings that say nothing to a reader: the checksum of the data.
@@ -37,17 +37,16 @@ def write_comparison(out: Path, target: float | None = None) -> WrittenReport:
 
     Args:
         out: a comparison's folder.
-        target: held-out log-probability for the time to target, nats/frame; None: the highest that three
-            quarters of the runs at equal frames reached.
+        target: of the task's first metric, e.g. a held-out log-probability in nats/frame, for the time to
+            target; None: the best that three quarters of the runs at equal frames reached.
 
     Raises:
-        ConfigError: compare.json is damaged, or `target` is no log-probability.
+        ConfigError: compare.json is damaged, or `target` cannot be reached.
         RunError: the report cannot be written.
     """
     comparison = read_comparison(out)
     runs = [run.result for run in comparison.runs if run.result is not None]
-    target = terms_of(runs).recorded(target)
-    check_target(target)
+    target = terms_of(runs).score_of_target(target)
     if target is None:
         target = common_target(comparison.runs)
     groups = make_groups(comparison, target)

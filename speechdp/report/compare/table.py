@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -15,8 +15,9 @@ from rich.text import Text
 from speechdp.experiments.compare.plan import FRAMES
 from speechdp.report.compare.groups import Group, Spread
 from speechdp.report.kit import formatting
-from speechdp.report.kit.metric_names import SYNTHESIS, Terms, terms_of
+from speechdp.report.kit.metric_names import Terms, metric_text, terms_of
 from speechdp.report.kit.tables import Cell, Column, Value, make_cell
+from speechdp.tasks.metrics import Metric
 
 TITLES = {FRAMES: "At equal frames", "time": "At equal time"}
 SPREAD_NOTE = "Mean over seeds ± sample standard deviation; one seed has none."
@@ -42,7 +43,10 @@ def _distance(value: float) -> str:
     return "0" if value == 0 else f"{100 * value:.2g}"
 
 
-MEASURES: tuple[TableMeasure, ...] = (
+WER = TableMeasure(
+    "wer", "WER", "%", "Word error rate of the final model.", lambda g: g.error_rates, _times(100, 1)
+)
+_BEFORE_METRICS: tuple[TableMeasure, ...] = (
     TableMeasure(
         "frames_per_s", "frames/s", "", "Frames of all ranks over the longest rank's step time.",
         lambda g: g.frames_per_s, _times(1, 0),
@@ -55,17 +59,9 @@ MEASURES: tuple[TableMeasure, ...] = (
         "time_to_target_s", "to target", "s", "Training time to the first evaluation at the target.",
         lambda g: g.to_target_s, _times(1, 1),
     ),
-    TableMeasure(
-        "heldout_log_prob", "log-prob", "nats/frame", "Mean held-out log-probability at the end of training.",
-        lambda g: g.log_probs, _times(1, 3),
-    ),
-    TableMeasure(
-        "frame_accuracy", "frame acc.", "%", "Held-out frames whose most probable state is the aligned one.",
-        lambda g: g.accuracy, _times(100, 1),
-    ),
-    TableMeasure(
-        "wer", "WER", "%", "Word error rate of the final model.", lambda g: g.error_rates, _times(100, 1),
-    ),
+)  # fmt: skip
+_AFTER_METRICS: tuple[TableMeasure, ...] = (
+    WER,
     TableMeasure(
         "replica_distance", "replicas apart", "%",
         "Largest distance of a replica from the model evaluated, over that model's norm.",
@@ -117,22 +113,14 @@ def _text(measure: TableMeasure) -> Callable[[Group], str]:
     return lambda group: written(measure, group)
 
 
-COLUMNS: tuple[Column[Group], ...] = (
+_COUNTS: tuple[Column[Group], ...] = (
     Column("ranks", "ranks", "", "Number of ranks.", lambda g: str(g.ranks), lambda g: g.ranks),
     Column(
         "epochs", "epochs", "", "Passes over the training split.",
         _epochs, lambda g: g.epochs.mean if g.epochs else None,
     ),
     Column("seeds", "seeds", "", "Finished runs.", _seeds, lambda g: len(g.finished)),
-    *(Column(m.key, m.title, m.unit, m.meaning, _text(m), _mean(m)) for m in MEASURES),
 )  # fmt: skip
-
-
-#: Titles and meanings of a comparison of synthesis.
-_OF_SYNTHESIS = {
-    "heldout_log_prob": ("held-out L1", "Mean absolute error of spectrograms on held-out data at the end."),
-    "frame_accuracy": ("attention max.", "Mean of the attention's largest weight on held-out data."),
-}
 
 
 def group_terms(groups: Sequence[Group]) -> Terms:
@@ -140,27 +128,31 @@ def group_terms(groups: Sequence[Group]) -> Terms:
     return terms_of(run.result for group in groups for run in group.runs if run.result is not None)
 
 
+def measures(groups: Sequence[Group]) -> tuple[TableMeasure, ...]:
+    """Return the figures of the groups, those that their task declares among them."""
+    metrics = [
+        _metric_measure(metric, is_first=place == 0)
+        for place, metric in enumerate(group_terms(groups).task.metrics)
+    ]
+    return (*_BEFORE_METRICS, *metrics, *_AFTER_METRICS)
+
+
+def _metric_measure(metric: Metric, *, is_first: bool) -> TableMeasure:
+    return TableMeasure(
+        metric.recorded_as if is_first else metric.key,
+        metric.title,
+        metric.unit,
+        metric.meaning,
+        lambda group: group.values.get(metric.key),
+        lambda value: metric_text(metric, value),
+    )
+
+
 def shown_columns(groups: Sequence[Group]) -> tuple[Column[Group], ...]:
-    """Return the columns to show, in the terms of the runs' task."""
-    if not group_terms(groups).is_error:
-        return COLUMNS
-    shown: list[Column[Group]] = []
-    for column in COLUMNS:
-        title, meaning = _OF_SYNTHESIS.get(column.key, (column.title, column.meaning))
-        named = replace(column, title=title, meaning=meaning)
-        if column.key == "heldout_log_prob":
-            error = TableMeasure(
-                column.key, title, SYNTHESIS.unit, meaning, _errors, lambda value: f"{value:.4f}"
-            )
-            named = replace(named, unit=error.unit, text=_text(error), value=_mean(error))
-        if column.key != "wer":
-            shown.append(named)
-    return tuple(shown)
-
-
-def _errors(group: Group) -> Spread | None:
-    spread = group.log_probs
-    return None if spread is None else replace(spread, values=tuple(-value for value in spread.values))
+    """Return the columns to show: no word error rate where the runs' task has none."""
+    decodes = group_terms(groups).task.decodes
+    shown = [measure for measure in measures(groups) if decodes or measure is not WER]
+    return (*_COUNTS, *(Column(m.key, m.title, m.unit, m.meaning, _text(m), _mean(m)) for m in shown))
 
 
 @dataclass(frozen=True)
@@ -203,17 +195,19 @@ def csv_text(groups: Sequence[Group], target: float | None) -> str:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     parts = ("n", "mean", "sd", "min", "max")
-    keys = [f"{measure.key}_{part}" for measure in MEASURES for part in parts]
+    all_measures, metric = measures(groups), group_terms(groups).metric
+    keys = [f"{measure.key}_{part}" for measure in all_measures for part in parts]
     head = ["mode", "ranks", "strategy", "seeds", "finished", "failed", "epochs_mean"]
-    writer.writerow([*head, *keys, "wer_low", "wer_high", "target_log_prob"])
+    writer.writerow([*head, *keys, "wer_low", "wer_high", f"target_{metric.key}"])
+    until = None if target is None else metric.score(target)
     for group in groups:
         values: list[Value] = [group.mode, group.ranks, group.strategy, len(group.runs), len(group.finished)]
         values += [len(group.failures), group.epochs.mean if group.epochs else None]
-        for measure in MEASURES:
+        for measure in all_measures:
             values += _parts(measure.spread(group))
         errors = group.word_errors
         values += [errors.low, errors.high] if errors else [None, None]
-        writer.writerow("" if value is None else value for value in [*values, target])
+        writer.writerow("" if value is None else value for value in [*values, until])
     return buffer.getvalue()
 
 

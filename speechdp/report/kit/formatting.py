@@ -52,11 +52,6 @@ def percent(value: float | None, digits: int = 0) -> str:
     return MISSING if value is None else f"{100 * value:.{digits}f}"
 
 
-def nats(value: float | None) -> str:
-    """Write a log-probability with a true minus sign."""
-    return MISSING if value is None else f"{value:.3f}".replace("-", MINUS)
-
-
 def seconds(value: float | None) -> str:
     """Write a duration: `8.3 s`, `6 min 05 s`, `2 h 10 min`."""
     if value is None:

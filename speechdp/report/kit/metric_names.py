@@ -1,82 +1,116 @@
-"""What the held-out figures of a task are called: recognition has probabilities, synthesis errors.
+"""How the held-out figures of runs are written in reports: by what the runs' task declares of its metrics.
 
-Runs record one figure for both, the higher the better; of synthesis it is minus the L1 error.
+Runs are compared by a score: the task's first metric, with its sign turned where smaller is better.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
+from speechdp.errors import ConfigError
 from speechdp.report.kit import formatting
-from speechdp.report.runs.results import RunResult
+from speechdp.report.runs.derived import task_of
+from speechdp.report.runs.results import Evaluation, RunResult
+from speechdp.tasks.metrics import Metric, TaskRecord
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Names of the held-out figures.
+    """The words for the held-out figures of a task."""
 
-    Attributes:
-        is_error: whether the figure is shown as a positive error, the smaller the better.
-        figure: what it is called in a sentence.
-        best: the word for the best one.
-        unit: of a column.
-        axis: of a plot.
-        accuracy: what the second figure is called.
-    """
+    task: TaskRecord
 
-    is_error: bool
-    figure: str
-    best: str
-    unit: str
-    axis: str
-    accuracy: str
+    @property
+    def metric(self) -> Metric:
+        """What runs are compared by."""
+        return self.task.metrics[0]
 
-    def number(self, log_prob: float | None) -> str:
+    @property
+    def falls(self) -> bool:
+        """Whether smaller is better."""
+        return not self.metric.higher_is_better
+
+    @property
+    def best(self) -> str:
+        """The word for the best figure."""
+        return "smallest" if self.falls else "best"
+
+    @property
+    def axis(self) -> str:
+        """What stands at a plot's axis."""
+        return self.metric.name if self.metric.unit in ("", "per frame") else self.metric.unit
+
+    def number(self, score: float | None) -> str:
         """Write the figure alone: `−0.407`, or `0.1233` of an error."""
-        if self.is_error and log_prob is not None:
-            return f"{abs(log_prob):.4f}"
-        return formatting.nats(log_prob)
+        return metric_text(self.metric, None if score is None else self.metric.score(score))
 
-    def with_unit(self, log_prob: float | None) -> str:
+    def with_unit(self, score: float | None) -> str:
         """Write the figure so that it can stand in a sentence: `−0.407 nats/frame`, `L1 0.1233 per frame`."""
-        text = f"{self.number(log_prob)} {self.unit}"
-        return f"L1 {text}" if self.is_error else text
+        return self._with_unit(self.number(score))
 
-    def gap(self, log_prob: float, best: float) -> str:
+    def _with_unit(self, number: str) -> str:
+        return " ".join(filter(None, (self.metric.symbol, number, self.metric.unit)))
+
+    def gap(self, score: float, best: float) -> str:
         """Write how much worse a figure is than the best: `0.054 nats/frame below the best`."""
-        if self.is_error:
-            return f"L1 {best - log_prob:.4f} {self.unit} above the smallest"
-        return f"{best - log_prob:.3f} {self.unit} below the best"
+        side = "above" if self.falls else "below"
+        return f"{self._with_unit(self.metric.number(best - score))} {side} the {self.best}"
 
     def gain(self, value: float) -> str:
         """Write by how much a figure has become better: `+0.012 nats/frame`."""
-        if self.is_error:
-            return f"L1 {formatting.MINUS}{value:.4f} {self.unit}"
-        return f"+{value:.3f} {self.unit}"
+        return self._with_unit(f"{formatting.MINUS if self.falls else '+'}{self.metric.number(value)}")
 
-    def recorded(self, target: float | None) -> float | None:
-        """Return a target as runs record it: an error may be given as it is shown."""
-        return -abs(target) if self.is_error and target is not None else target
+    def tolerance(self) -> str:
+        """Write how far from the best a model is as accurate: `0.02 nats/frame`, `2 %`."""
+        metric = self.metric
+        if metric.tolerance_is_relative:
+            return f"{100 * metric.tolerance:g} %"
+        return f"{metric.scale * metric.tolerance:g} {metric.unit}".strip()
+
+    def score_of_target(self, target: float | None) -> float | None:
+        """Return a target that a user gives as a score; an error may be given with either sign.
+
+        Raises:
+            ConfigError: no model reaches it.
+        """
+        if target is None:
+            return None
+        metric = self.metric
+        score = -abs(target) if self.falls else target
+        if not math.isfinite(score):
+            raise ConfigError(f"--target {target:g}: give a number, as the report shows the {metric.name}")
+        if metric.limit is not None and not score < metric.score(metric.limit):
+            side = "above" if self.falls else "below"
+            example = f"--target={metric.limit + (0.45 if self.falls else -0.45):g}"
+            name = metric.name.removeprefix("held-out ")
+            raise ConfigError(f"--target {target:g}: the {name} is {side} {metric.limit:g}, e.g. {example}")
+        return score
+
+    def others(self, evaluation: Evaluation) -> str:
+        """Write an evaluation's further figures: `frame accuracy 82.1 %`."""
+        shown = [(metric, evaluation.values.get(metric.key)) for metric in self.task.metrics[1:]]
+        return ", ".join(
+            f"{metric.name} {metric_text(metric, value)} {metric.unit}" for metric, value in shown
+        )
 
     def finish_axis(self, ax: Axes) -> None:
-        """Write a plot's heights as they are in the table; errors fall."""
-        if self.is_error:
-            ax.yaxis.set_major_formatter(lambda y, _: f"{abs(y):g}")
+        """Write a plot's heights, which are scores, as they are in the table; errors fall."""
+        if self.falls or self.metric.scale != 1:
+            metric = self.metric
+            ax.yaxis.set_major_formatter(lambda y, _: f"{metric.scale * metric.score(y):g}")
+        if self.falls:
             ax.invert_yaxis()
 
 
-RECOGNITION = Terms(
-    False, "held-out log-probability", "best", "nats/frame", "nats/frame", "frame accuracy"
-)  # fmt: skip
-SYNTHESIS = Terms(
-    True, "held-out L1 error", "smallest", "per frame", "held-out L1 error", "attention maximum"
-)  # fmt: skip
+def metric_text(metric: Metric, value: float | None) -> str:
+    """Write a recorded value without its unit, with a true minus sign."""
+    return formatting.MISSING if value is None else metric.number(value).replace("-", formatting.MINUS)
 
 
 def terms_of(runs: Iterable[RunResult]) -> Terms:
-    """Return the terms of synthesis where all runs train it; those that lost their settings have no say."""
-    known = [run for run in runs if run.settings]
-    return SYNTHESIS if known and all(run.is_synthesis for run in known) else RECOGNITION
+    """Return the terms of the runs' task; where they have several, of the first that tells its own."""
+    return Terms(task_of(runs))

@@ -10,7 +10,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import RenderableType
 
-from speechdp.errors import ConfigError, RunError
+from speechdp.errors import RunError
 from speechdp.files import cannot_be_written
 
 
@@ -29,12 +29,6 @@ class WrittenReport:
     png: Path | None
     table: RenderableType
     answer: tuple[str, ...]
-
-
-def check_target(target: float | None) -> None:
-    """Raise ConfigError if `target` is no log-probability."""
-    if target is not None and not target < 0:
-        raise ConfigError(f"--target {target:g}: a log-probability is below 0, e.g. --target=-0.45")
 
 
 @contextlib.contextmanager

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from speechdp.report.kit import formatting
-from speechdp.report.runs.derived import RunFigures
+from speechdp.report.runs.derived import RunFigures, task_of
+from speechdp.tasks.metrics import Metric
 
 #: Columns of a terminal that holds a run's figures on one line.
 WIDE_COLUMNS = 160
@@ -143,17 +144,26 @@ def csv_text(
     """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    extra = ("straggler_rank", "heldout_log_prob_best", "wer_low", "wer_high", "words", "target_log_prob")
+    metric = task_of(row.run for row in rows).metrics[0]
+    best, until = f"{metric.recorded_as}_best", f"target_{metric.key}"
+    extra = ("straggler_rank", best, "wer_low", "wer_high", "words", until)
     writer.writerow(["run", "status", *(column.key for column in columns), *extra, *(c.key for c in more)])
     for row in rows:
         errors = row.word_errors
         values: list[Value] = [row.run.name, row.run.status]
         values += [column.value(row) for column in columns]
-        values += [row.skew.straggler if row.skew else None, row.best_log_prob]
+        values += [row.skew.straggler if row.skew else None, _recorded(metric, row)]
         values += [errors.low, errors.high, errors.words] if errors else [None, None, None]
-        values += [target, *(column.value(row) for column in more)]
+        values += [None if target is None else metric.score(target), *(column.value(row) for column in more)]
         writer.writerow("" if value is None else value for value in values)
     return buffer.getvalue()
+
+
+def _recorded(metric: Metric, row: RunFigures) -> float | None:
+    """Return the best value of a metric in a run as it is recorded; None where the run has another metric."""
+    if row.best_score is None or row.run.metric.key != metric.key:
+        return None
+    return metric.score(row.best_score)
 
 
 def name_and_status(row: RunFigures) -> str:

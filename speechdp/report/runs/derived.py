@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from speechdp.report.runs.data_path import DataFigures, DataWait, data_figures, data_wait
 from speechdp.report.runs.results import Evaluation, RankTiming, RunResult, RunTiming, Sweep, WordErrors
+from speechdp.tasks.metrics import TaskRecord, task_record
 
 #: Ranks whose compute times differ by less are called even (share of the mean).
 NOTABLE_SKEW = 0.05
@@ -44,7 +45,12 @@ class Losses:
 
 @dataclass(frozen=True)
 class RunFigures:
-    """One row of the report; None stands for what the run did not record."""
+    """One row of the report; None stands for what the run did not record.
+
+    Attributes:
+        score, best_score: of held-out data at the end, and the highest of all (`Evaluation.score`).
+        values: the task's metrics at the end by their keys, as they are recorded.
+    """
 
     run: RunResult
     frames_per_s: float | None
@@ -55,10 +61,10 @@ class RunFigures:
     data: DataFigures | None
     skew: RankSkew | None
     losses: Losses | None
-    log_prob: float | None
-    best_log_prob: float | None
-    accuracy: float | None
+    score: float | None
+    best_score: float | None
     word_errors: WordErrors | None
+    values: dict[str, float | None]
     frames_trained: float | None
     training_time_s: float | None
     time_to_target_s: float | None
@@ -118,21 +124,29 @@ def losses(timing: RunTiming, baseline: RunTiming | None) -> Losses | None:
     )
 
 
-def best_log_prob(evaluations: Sequence[Evaluation]) -> float | None:
-    """Return the highest held-out log-probability per frame."""
-    return max((e.log_prob for e in evaluations if e.log_prob is not None), default=None)
+def task_of(runs: Iterable[RunResult]) -> TaskRecord:
+    """Return what the runs' task declares: of the first run that has not lost its settings."""
+    return next((run.task for run in runs if run.settings), task_record({}))
+
+
+def best_score(evaluations: Sequence[Evaluation]) -> float | None:
+    """Return the highest held-out score."""
+    return max((e.score for e in evaluations if e.score is not None), default=None)
 
 
 def common_target(runs: Sequence[RunResult]) -> float | None:
-    """Return the lowest of the runs' best log-probabilities: the highest that every run reached."""
-    best = [best_log_prob(run.evaluations) for run in runs if not run.is_baseline]
+    """Return the lowest of the best scores of the runs of one task: the highest that each of them reached."""
+    metric = task_of(runs).metrics[0]
+    best = [
+        best_score(run.evaluations) for run in runs if not run.is_baseline and run.metric.key == metric.key
+    ]
     return min((value for value in best if value is not None), default=None)
 
 
 def time_to_target(evaluations: Sequence[Evaluation], target: float) -> float | None:
     """Return the training time, s, of the first evaluation at or above `target`; nothing is interpolated."""
     for evaluation in evaluations:
-        if evaluation.log_prob is not None and evaluation.log_prob >= target:
+        if evaluation.score is not None and evaluation.score >= target:
             return evaluation.time_s
     return None
 
@@ -143,7 +157,7 @@ def run_figures(run: RunResult, baseline: RunTiming | None, target: float | None
     Args:
         run: what it recorded.
         baseline: timing of one rank alone; None: speed-up and efficiency stay open.
-        target: held-out log-probability for the time to target, nats/frame.
+        target: held-out score for the time to target.
     """
     timing = run.timing
     rate = frames_per_s(timing) if timing else None
@@ -160,10 +174,10 @@ def run_figures(run: RunResult, baseline: RunTiming | None, target: float | None
         data=data_figures(timing, run.order) if timing else None,
         skew=rank_skew(timing) if timing else None,
         losses=losses(timing, baseline) if timing else None,
-        log_prob=last.log_prob if last else None,
-        best_log_prob=best_log_prob(run.evaluations),
-        accuracy=last.accuracy if last else None,
+        score=last.score if last else None,
+        best_score=best_score(run.evaluations),
         word_errors=run.word_errors,
+        values=last.values if last else {},
         frames_trained=last.frames if last else None,
         training_time_s=last.time_s if last else None,
         time_to_target_s=None if target is None else time_to_target(run.evaluations, target),
@@ -171,9 +185,12 @@ def run_figures(run: RunResult, baseline: RunTiming | None, target: float | None
 
 
 def sweep_figures(sweep: Sweep, target: float | None) -> list[RunFigures]:
-    """Compute every run's row, in the sweep's order."""
+    """Compute every run's row, in the sweep's order; a target counts for the runs of its task alone."""
     baseline = sweep.baseline.timing if sweep.baseline else None
-    return [run_figures(run, baseline, target) for run in sweep.runs]
+    metric = task_of(sweep.runs).metrics[0]
+    return [
+        run_figures(run, baseline, target if run.metric.key == metric.key else None) for run in sweep.runs
+    ]
 
 
 def _comm_per_step(rank: RankTiming) -> float:

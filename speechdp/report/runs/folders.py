@@ -19,6 +19,10 @@ from speechdp.report.runs.results import Evaluation, RunResult, Sweep, WordError
 from speechdp.report.runs.samples import read_samples
 from speechdp.report.runs.synthesis_measures import read_spoken
 from speechdp.report.runs.timing_file import read_timing
+from speechdp.tasks.metrics import Metric, TaskRecord, task_record
+
+#: Where older runs recorded what has a key of its own now, and what to multiply that by.
+_OLDER_KEYS = {"l1_error": ("heldout_log_prob", -1.0), "attention_maximum": ("heldout_frame_accuracy", 1.0)}
 
 
 def read_sweep(out: Path) -> Sweep:
@@ -73,7 +77,7 @@ def read_run(run_dir: Path) -> RunResult:
         return RunResult(name, run_dir, {}, (), None, None, False, False, (f"{run_dir}: missing",))
     problems: list[str] = []
     settings = read_object(run_dir / "run.json", problems) or {}
-    evaluations = _read_evaluations(run_dir / "metrics.jsonl", problems)
+    evaluations = _read_evaluations(run_dir / "metrics.jsonl", task_record(settings), problems)
     timing = read_timing(run_dir, problems)
     word_errors = _find_word_errors(run_dir, problems)
     spoken = read_spoken(run_dir, problems)
@@ -108,7 +112,7 @@ def _sweep_names(out: Path) -> list[str]:
     return names
 
 
-def _read_evaluations(path: Path, problems: list[str]) -> tuple[Evaluation, ...]:
+def _read_evaluations(path: Path, task: TaskRecord, problems: list[str]) -> tuple[Evaluation, ...]:
     try:
         lines = read_lines(path)
     except FileNotFoundError:
@@ -120,21 +124,32 @@ def _read_evaluations(path: Path, problems: list[str]) -> tuple[Evaluation, ...]
     if lines.num_damaged:
         problems.append(f"{path.name}: {lines.num_damaged} damaged line(s) passed over")
     # A resumed run repeats the evaluations after its checkpoint: the last of a step counts.
-    by_step = {r["step"]: _evaluation(r) for r in lines.records if isinstance(r.get("step"), int)}
+    by_step = {r["step"]: _evaluation(r, task) for r in lines.records if isinstance(r.get("step"), int)}
     return tuple(by_step[step] for step in sorted(by_step))
 
 
-def _evaluation(record: dict[str, Any]) -> Evaluation:
+def _evaluation(record: dict[str, Any], task: TaskRecord) -> Evaluation:
+    values = {metric.key: _held_out(record, metric) for metric in task.metrics}
+    first = values[task.metrics[0].key]
     return Evaluation(
         step=record["step"],
         epoch=number(record, "epoch"),
         frames=number(record, "frames"),
         time_s=number(record, "time_s"),
-        log_prob=number(record, "heldout_log_prob"),
-        accuracy=number(record, "heldout_frame_accuracy"),
+        score=None if first is None else task.metrics[0].score(first),
         train_loss=number(record, "train_loss"),
         replica_distance=number(record, "replica_distance"),
+        values=values,
     )
+
+
+def _held_out(record: dict[str, Any], metric: Metric) -> float | None:
+    value = number(record, metric.recorded_as)
+    if value is None and metric.key in _OLDER_KEYS:
+        key, factor = _OLDER_KEYS[metric.key]
+        older = number(record, key)
+        return None if older is None else factor * older
+    return value
 
 
 def _find_word_errors(run_dir: Path, problems: list[str]) -> WordErrors | None:

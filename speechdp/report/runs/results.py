@@ -8,6 +8,7 @@ from typing import Any
 
 from speechdp.report.runs.records import words
 from speechdp.report.runs.samples import Samples
+from speechdp.tasks.metrics import Metric, TaskRecord, task_record
 
 #: Name of the run that a sweep makes for the throughput of one rank.
 ONE_RANK = "one-rank"
@@ -129,9 +130,9 @@ class Evaluation:
     Attributes:
         frames: frames that all ranks together had trained on.
         time_s: training time until then, s, without evaluations and checkpoints.
-        log_prob: mean held-out log-probability, nats per frame.
-        accuracy: held-out frame accuracy, 0 to 1.
-        train_loss: nats per frame.
+        values: the task's metrics of held-out data by their keys, as they are recorded.
+        score: the first of them, with its sign turned where smaller is better: higher is always better.
+        train_loss: per frame, in the unit of the task's loss.
         replica_distance: largest over ranks of |w_i - w| / |w| just before, w the parameters evaluated.
     """
 
@@ -139,10 +140,10 @@ class Evaluation:
     epoch: float | None
     frames: float | None
     time_s: float | None
-    log_prob: float | None
-    accuracy: float | None
+    score: float | None
     train_loss: float | None
     replica_distance: float | None = None
+    values: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -241,9 +242,14 @@ class RunResult:
         return self.period if "period=" in str(self.settings.get("strategy")) else None
 
     @property
-    def is_synthesis(self) -> bool:
-        """Whether it trained spectrograms: its log-probability is then minus the absolute error a frame."""
-        return self.settings.get("task") == "synthesis"
+    def task(self) -> TaskRecord:
+        """What its task declares: metrics, and whether its models are decoded."""
+        return task_record(self.settings)
+
+    @property
+    def metric(self) -> Metric:
+        """What it is compared by."""
+        return self.task.metrics[0]
 
     @property
     def size(self) -> int | None:

@@ -9,26 +9,12 @@ from typing import Protocol, TypeVar
 from speechdp.report.kit import formatting
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.runs.derived import RunFigures
-from speechdp.report.runs.results import RunResult, WordErrors
+from speechdp.report.runs.results import WordErrors
 from speechdp.report.sweep.cautions import find_cautions
 from speechdp.report.sweep.data_answer import data_advice, other_runs
 
-#: A run keeps the accuracy if its final held-out log-probability is this close to the best, nats/frame.
-LOG_PROB_TOLERANCE = 0.02
-#: The same of synthesis, whose log-probability is minus an error: a share of the best.
-SYNTHESIS_TOLERANCE = 0.02
 #: Shares of the step time below this hold nothing back.
 SMALL_SHARE = 0.03
-
-RULE = (
-    "Rule: the fastest finished run whose final held-out log-probability is within "
-    f"{LOG_PROB_TOLERANCE} nats/frame of the best run's and whose 95 % interval of the word error rate "
-    "overlaps that of the run with the lowest one."
-)
-SYNTHESIS_RULE = (
-    "Rule: the fastest finished run whose final held-out L1 error is within "
-    f"{100 * SYNTHESIS_TOLERANCE:.0f} % of the smallest."
-)
 
 
 @dataclass(frozen=True)
@@ -58,15 +44,17 @@ class Answer:
 
 
 def find_answer(rows: Sequence[RunFigures]) -> Answer:
-    """Apply RULE to the sweep's rows."""
+    """Apply the rule (`rule_for`) to the sweep's rows; those of one task are compared."""
     labels = formatting.run_labels([row.run for row in rows])
     finished = [row for row in rows if row.run.status == "complete" and not row.run.is_baseline]
-    comparable = [row for row in finished if row.frames_per_s is not None and row.log_prob is not None]
+    comparable = [row for row in finished if row.frames_per_s is not None and row.score is not None]
+    metric = terms_of(row.run for row in rows).metric
+    comparable = [row for row in comparable if row.run.metric.key == metric.key]
     cautions = find_cautions(rows, comparable, labels)
     if not comparable:
         return _without_comparison(rows, finished, cautions)
-    best = max(comparable, key=lambda row: row.log_prob or 0.0)
-    eligible = accurate_enough(comparable, best, near_enough(best.log_prob, best.run))
+    best = max(comparable, key=lambda row: row.score or 0.0)
+    eligible = accurate_enough(comparable, best, metric.near_enough(best.score or 0.0))
     chosen = max(eligible, key=_rate)
     details = _comparison(comparable, chosen, best, labels)
     if chosen.run.model_period is None:
@@ -78,7 +66,16 @@ def find_answer(rows: Sequence[RunFigures]) -> Answer:
 
 def rule_for(rows: Sequence[RunFigures]) -> str:
     """Return the rule of the choice, in the terms of the runs' task."""
-    return SYNTHESIS_RULE if terms_of(row.run for row in rows).is_error else RULE
+    terms = terms_of(row.run for row in rows)
+    near = (
+        f"Rule: the fastest finished run whose final {terms.metric.name} is within {terms.tolerance()} of the"
+    )
+    if not terms.task.decodes:
+        return f"{near} {terms.best}."
+    return (
+        f"{near} {terms.best} run's and whose 95 % interval of the word error rate overlaps that of the run "
+        "with the lowest one."
+    )
 
 
 def _without_comparison(
@@ -97,17 +94,12 @@ def _without_comparison(
     return Answer(headline, (), _limit(fastest, labels), data, cautions, None)
 
 
-def near_enough(log_prob: float | None, run: RunResult) -> float:
-    """Return how far below the best run's log-probability another still keeps the accuracy, nats/frame."""
-    return SYNTHESIS_TOLERANCE * abs(log_prob or 0.0) if run.is_synthesis else LOG_PROB_TOLERANCE
-
-
 class Accuracy(Protocol):
-    """What RULE looks at."""
+    """What the rule looks at."""
 
     @property
-    def log_prob(self) -> float | None:
-        """Held-out log-probability, nats/frame."""
+    def score(self) -> float | None:
+        """What is higher the better a model is on held-out data."""
 
     @property
     def word_errors(self) -> WordErrors | None:
@@ -117,18 +109,18 @@ class Accuracy(Protocol):
 Row = TypeVar("Row", bound=Accuracy)
 
 
-def accurate_enough(rows: Sequence[Row], best: Row, tolerance: float = LOG_PROB_TOLERANCE) -> list[Row]:
-    """Return the rows that satisfy both parts of RULE; if no row does, the best alone.
+def accurate_enough(rows: Sequence[Row], best: Row, tolerance: float) -> list[Row]:
+    """Return the rows that satisfy both parts of the rule; if no row does, the best alone.
 
     Args:
-        tolerance: how far from the best log-probability is near enough, nats/frame.
+        tolerance: how far from the best score is near enough.
     """
-    assert best.log_prob is not None
+    assert best.score is not None
     rates = [row.word_errors for row in rows if row.word_errors is not None]
     lowest = min(rates, key=lambda errors: errors.wer, default=None)
     kept: list[Row] = []
     for row in rows:
-        close = row.log_prob is not None and row.log_prob >= best.log_prob - tolerance
+        close = row.score is not None and row.score >= best.score - tolerance
         errors = row.word_errors
         overlaps = lowest is None or (
             errors is not None
@@ -157,17 +149,17 @@ def _comparison(
         return sentences
     terms = terms_of(row.run for row in rows)
     if best is chosen:
-        sentences.append(f"It has the {terms.best} {terms.figure}, too.")
+        sentences.append(f"It has the {terms.best} {terms.metric.name}, too.")
     else:
         sentences.append(
-            f"The {terms.best} {terms.figure} is that of {labels[best.run.name]}: "
+            f"The {terms.best} {terms.metric.name} is that of {labels[best.run.name]}: "
             f"{_accuracy(best)}, at {formatting.count(best.frames_per_s)} frames/s."
         )
     fastest = max(rows, key=_rate)
     if fastest is not chosen:
-        assert fastest.log_prob is not None
-        assert best.log_prob is not None
-        behind = terms.gap(fastest.log_prob, best.log_prob)
+        assert fastest.score is not None
+        assert best.score is not None
+        behind = terms.gap(fastest.score, best.score)
         sentences.append(
             f"{formatting.capital(labels[fastest.run.name])} is faster "
             f"({formatting.count(fastest.frames_per_s)} frames/s) but not accurate enough: {behind}"
@@ -241,7 +233,7 @@ def _speed(row: RunFigures) -> str:
 
 
 def _accuracy(row: RunFigures) -> str:
-    text = terms_of([row.run]).with_unit(row.log_prob)
+    text = terms_of([row.run]).with_unit(row.score)
     return f"{text} and WER {_wer(row)}" if row.word_errors else text
 
 

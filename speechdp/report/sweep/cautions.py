@@ -11,21 +11,8 @@ from speechdp.report.runs.results import RunResult
 
 #: Runs that trained on numbers of frames further apart are not compared without a word of caution.
 FRAMES_TOLERANCE = 0.01
-#: A log-probability that rose by more than this part of its magnitude had not come to rest.
+#: A score that rose by more than this part of its magnitude had not come to rest.
 STILL_IMPROVING = 0.01
-#: How the figures of synthesis are to be read.
-SYNTHESIS_NOTE = (
-    "These runs train synthesis: L1 is the absolute error a frame on held-out data (mel and linear "
-    "spectrogram, each a mean over bins from 0 to 1; smaller is better), the attention maximum is the mean "
-    "of its largest weight (100 % is a clear choice), and a run keeps the accuracy within 2 % of the "
-    "smallest L1."
-)
-#: The same where runs of both tasks stand in one table, under the names of recognition.
-MIXED_NOTE = (
-    "Some of these runs train synthesis: their log-probability is minus the absolute error a frame (mel and "
-    "linear spectrogram, each a mean over bins from 0 to 1), their frame accuracy is the attention's mean "
-    "maximum, and neither can be compared with the figures of recognition."
-)
 
 
 def find_cautions(
@@ -33,11 +20,10 @@ def find_cautions(
 ) -> tuple[str, ...]:
     """Return one sentence a reservation; `comparable` are the rows that the choice is made from."""
     notes = [*_left_out(rows, labels), _unequal(comparable), _improving(comparable, labels)]
-    without = [labels[row.run.name] for row in comparable if row.word_errors is None]
-    note = synthesis_note([row.run for row in rows])
-    if note:
-        notes.insert(0, note)
-    elif without and len(without) == len(comparable):
+    decoded = terms_of(row.run for row in rows).task.decodes
+    without = [labels[row.run.name] for row in comparable if decoded and row.word_errors is None]
+    notes.insert(0, metrics_note([row.run for row in rows]))
+    if without and len(without) == len(comparable):
         notes.append("No run was decoded: the word error rate played no part in the choice.")
     elif without:
         notes.append(f"Not eligible, because not decoded: {', '.join(without)}.")
@@ -46,16 +32,25 @@ def find_cautions(
     return tuple(filter(None, notes))
 
 
-def synthesis_note(runs: Sequence[RunResult]) -> str:
-    """Say how the figures of synthesis are to be read; empty where no run trains it."""
-    if terms_of(runs).is_error:
-        return SYNTHESIS_NOTE
-    return MIXED_NOTE if any(run.is_synthesis for run in runs) else ""
+def metrics_note(runs: Sequence[RunResult]) -> str:
+    """Say how the figures are to be read of tasks that are not recognition; empty where all runs are."""
+    terms = terms_of(runs)
+    others = [run for run in runs if run.settings and run.metric.key != terms.metric.key]
+    if others:
+        names = " and ".join(dict.fromkeys(run.metric.name for run in others))
+        return (
+            f"These runs are of several tasks. Those with a {terms.metric.name} are compared; the others "
+            f"have a {names}, which cannot be compared with it."
+        )
+    if terms.task.decodes:
+        return ""
+    meanings = "; ".join(f"{metric.name}: {metric.meaning.rstrip('.')}" for metric in terms.task.metrics)
+    return f"{meanings}. A run keeps the accuracy within {terms.tolerance()} of the {terms.best}."
 
 
 def last_gain(row: RunFigures) -> float | None:
-    """Return by how much the last evaluation's log-probability is above the one's before, nats/frame."""
-    values = [evaluation.log_prob for evaluation in row.run.evaluations[-2:]]
+    """Return by how much the last evaluation's score is above the one's before."""
+    values = [evaluation.score for evaluation in row.run.evaluations[-2:]]
     if len(values) < 2 or values[0] is None or values[1] is None:
         return None
     return values[1] - values[0]
@@ -85,7 +80,7 @@ def _improving(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
     named: list[str] = []
     for row in comparable if len(comparable) > 1 else ():
         gain = last_gain(row)
-        if gain is not None and row.log_prob is not None and gain > STILL_IMPROVING * abs(row.log_prob):
+        if gain is not None and row.score is not None and gain > STILL_IMPROVING * abs(row.score):
             named.append(f"{labels[row.run.name]} ({terms_of([row.run]).gain(gain)})")
     if not named:
         return ""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from speechdp.report.kit import formatting
-from speechdp.report.kit.metric_names import SYNTHESIS, terms_of
+from speechdp.report.kit.metric_names import metric_text
 from speechdp.report.kit.tables import Column
-from speechdp.report.runs.derived import RunFigures
+from speechdp.report.runs.derived import RunFigures, task_of
 from speechdp.report.sweep.data_columns import DATA_WAIT
+from speechdp.tasks.metrics import Metric
 
 
 def _period(row: RunFigures) -> str:
@@ -31,7 +31,7 @@ def _time_to_target(row: RunFigures) -> str:
     return formatting.seconds(row.time_to_target_s)
 
 
-COLUMNS: tuple[Column[RunFigures], ...] = (
+_BEFORE_METRICS: tuple[Column[RunFigures], ...] = (
     Column(
         "strategy",
         "strategy",
@@ -91,72 +91,48 @@ COLUMNS: tuple[Column[RunFigures], ...] = (
         _skew,
         lambda row: None if row.skew is None else row.skew.value,
     ),
-    Column(
-        "heldout_log_prob",
-        "log-prob",
-        "nats/frame",
-        "Mean held-out log-probability of the aligned state, at the end of training.",
-        lambda row: formatting.nats(row.log_prob),
-        lambda row: row.log_prob,
-    ),
-    Column(
-        "frame_accuracy",
-        "frame acc.",
-        "%",
-        "Held-out frames whose most probable state is the aligned one, at the end of training.",
-        lambda row: formatting.percent(row.accuracy, 1),
-        lambda row: row.accuracy,
-    ),
-    Column(
-        "wer",
-        "WER",
-        "%",
-        "Word error rate of the final model and its 95 % bootstrap interval.",
-        lambda row: formatting.word_errors(row.word_errors),
-        _wer,
-    ),
-    Column(
+)
+WER = Column[RunFigures](
+    "wer",
+    "WER",
+    "%",
+    "Word error rate of the final model and its 95 % bootstrap interval.",
+    lambda row: formatting.word_errors(row.word_errors),
+    _wer,
+)
+
+
+def all_columns(rows: Sequence[RunFigures]) -> tuple[Column[RunFigures], ...]:
+    """Return every column, as the CSV has them: those of the metrics are what the runs' tasks declare."""
+    main = task_of(row.run for row in rows).metrics[0]
+    to_target = Column[RunFigures](
         "time_to_target_s",
         "to target",
         "",
-        "Training time until the first evaluation at or above the target log-probability.",
+        f"Training time until the first evaluation at or {'above' if main.higher_is_better else 'below'} the "
+        f"target {main.name.removeprefix('held-out ')}.",
         _time_to_target,
         lambda row: row.time_to_target_s,
-    ),
-)
-
-#: What columns of synthesis are called; one without a name is left out.
-_OF_SYNTHESIS = {
-    "heldout_log_prob": (
-        "held-out L1",
-        "Absolute error of mel and linear spectrogram (each a mean over bins from 0 to 1) on held-out data, "
-        "at the end of training; smaller is better.",
-    ),
-    "frame_accuracy": (
-        "attention max.",
-        "Mean of the attention's largest weight on held-out data at the end; 100: a clear choice.",
-    ),
-    "wer": None,
-    "time_to_target_s": ("to target", "Training time until the first evaluation at or below the target L1."),
-}
+    )
+    metrics: dict[str, Column[RunFigures]] = {}
+    for task in [row.run.task for row in rows if row.run.settings] or [task_of(())]:
+        for place, metric in enumerate(task.metrics):
+            metrics.setdefault(metric.key, _metric_column(metric, is_first=place == 0))
+    return (*_BEFORE_METRICS, *metrics.values(), WER, to_target)
 
 
 def main_columns(rows: Sequence[RunFigures]) -> tuple[Column[RunFigures], ...]:
-    """Return the columns to show, in the terms of the runs' task."""
-    if not terms_of(row.run for row in rows).is_error:
-        return COLUMNS
-    shown: list[Column[RunFigures]] = []
-    for column in COLUMNS:
-        named = _OF_SYNTHESIS.get(column.key, (column.title, column.meaning))
-        if named is not None:
-            shown.append(replace(column, title=named[0], meaning=named[1]))
-    return tuple(_as_error(column) if column.key == "heldout_log_prob" else column for column in shown)
+    """Return the columns to show: no word error rate where no run's task has one."""
+    decodes = any(row.run.task.decodes for row in rows)
+    return tuple(column for column in all_columns(rows) if decodes or column is not WER)
 
 
-def _as_error(column: Column[RunFigures]) -> Column[RunFigures]:
-    return replace(
-        column,
-        unit=SYNTHESIS.unit,
-        text=lambda row: SYNTHESIS.number(row.log_prob),
-        value=lambda row: None if row.log_prob is None else -row.log_prob,
+def _metric_column(metric: Metric, *, is_first: bool) -> Column[RunFigures]:
+    return Column(
+        metric.recorded_as if is_first else metric.key,
+        metric.title,
+        metric.unit,
+        metric.meaning,
+        lambda row: metric_text(metric, row.values.get(metric.key)),
+        lambda row: row.values.get(metric.key),
     )

@@ -46,7 +46,7 @@ def make_plots(rows: Sequence[RunFigures]) -> list[Plot]:
             "log-prob",
             f"{figure} against the averaging period",
             small,
-            lambda ax, rows, canvas: plots.draw_by_period(ax, rows, plots.log_prob_measure(rows), canvas),
+            lambda ax, rows, canvas: plots.draw_by_period(ax, rows, plots.score_measure(rows), canvas),
         ),
         Plot(
             "wer",
@@ -59,7 +59,7 @@ def make_plots(rows: Sequence[RunFigures]) -> list[Plot]:
 
 
 def _held_out(rows: Sequence[RunFigures]) -> str:
-    return formatting.capital(terms_of(row.run for row in rows).figure)
+    return formatting.capital(terms_of(row.run for row in rows).metric.name)
 
 
 def _learning_and_time(rows: Sequence[RunFigures]) -> list[Plot]:

@@ -49,14 +49,14 @@ WORD_ERRORS = PlotMeasure(
 )
 
 
-def log_prob_measure(rows: Sequence[RunFigures]) -> PlotMeasure:
-    """Return the held-out figure, in the terms of the runs' task."""
+def score_measure(rows: Sequence[RunFigures]) -> PlotMeasure:
+    """Return the held-out score, in the terms of the runs' task; runs of another task have none."""
     terms = terms_of(row.run for row in rows)
     return PlotMeasure(
-        formatting.capital(terms.figure),
-        terms.unit,
-        lambda row: row.log_prob,
-        lambda row: terms.number(row.log_prob),
+        formatting.capital(terms.metric.name),
+        terms.metric.unit,
+        lambda row: row.score if row.run.metric.key == terms.metric.key else None,
+        lambda row: terms.number(row.score),
         from_zero=False,
         terms=terms,
     )
@@ -105,18 +105,19 @@ def draw_one_rank(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> None:
 
 
 def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_time: bool) -> bool:
-    """Plot held-out log-probability over frames or over training time, each curve named at its end.
+    """Plot held-out scores over frames or over training time, each curve named at its end.
 
     Returns:
         False, with nothing drawn, where no run has an evaluation.
     """
-    curves = [(row, curve_points(row.run.evaluations, over_time)) for row in rows]
+    terms = terms_of(row.run for row in rows)
+    of_task = [row for row in rows if row.run.metric.key == terms.metric.key]
+    curves = [(row, curve_points(row.run.evaluations, over_time)) for row in of_task]
     curves = [(row, points) for row, points in curves if points]
     if not curves:
         return False
     longest = max(points[-1][0] for _, points in curves)
     scale, unit = time_unit(longest) if over_time else frames_unit(longest)
-    terms = terms_of(row.run for row in rows)
     style_axes(ax, "Learning over time" if over_time else "Learning over frames", terms.axis, canvas.theme)
     for row, points in curves:
         xs, ys = [x / scale for x, _, _ in points], [y for _, y, _ in points]
@@ -186,21 +187,22 @@ def _limit_axes(ax: Axes, xs: Sequence[float], measure: PlotMeasure) -> None:
 
 
 def curve_points(evaluations: Sequence[Evaluation], over_time: bool) -> list[tuple[float, float, Evaluation]]:
-    """Return (training time in s or frames, log-probability, evaluation) where both are known."""
+    """Return (training time in s or frames, score, evaluation) where both are known."""
     points: list[tuple[float, float, Evaluation]] = []
     for evaluation in evaluations:
         x = evaluation.time_s if over_time else evaluation.frames
-        if x is not None and evaluation.log_prob is not None:
-            points.append((x, evaluation.log_prob, evaluation))
+        if x is not None and evaluation.score is not None:
+            points.append((x, evaluation.score, evaluation))
     return points
 
 
 def _evaluation_tip(label: str, evaluation: Evaluation, terms: Terms) -> str:
-    return (
-        f"{label}, step {evaluation.step}: {terms.with_unit(evaluation.log_prob)}, "
-        f"{terms.accuracy} {formatting.percent(evaluation.accuracy, 1)} %, "
-        f"{formatting.count(evaluation.frames)} frames, {formatting.seconds(evaluation.time_s)}"
+    parts = (
+        f"{label}, step {evaluation.step}: {terms.with_unit(evaluation.score)}",
+        terms.others(evaluation),
+        f"{formatting.count(evaluation.frames)} frames, {formatting.seconds(evaluation.time_s)}",
     )
+    return ", ".join(filter(None, parts))
 
 
 def frames_unit(longest: float) -> tuple[float, str]:

@@ -16,14 +16,14 @@ from rich.console import Group, RenderableType
 from speechdp.report.kit import formatting, theme
 from speechdp.report.kit.canvas import make_canvas
 from speechdp.report.kit.metric_names import terms_of
-from speechdp.report.kit.pages import WrittenReport, check_target, page_templates, writing_into
+from speechdp.report.kit.pages import WrittenReport, page_templates, writing_into
 from speechdp.report.kit.tables import TerminalTable, csv_text, page_rows, target_caption
 from speechdp.report.runs.derived import RunFigures, common_target, sweep_figures
 from speechdp.report.runs.folders import read_sweep
 from speechdp.report.runs.results import Sweep
 from speechdp.report.sweep import figures
 from speechdp.report.sweep.answer import find_answer, rule_for
-from speechdp.report.sweep.columns import COLUMNS, main_columns
+from speechdp.report.sweep.columns import all_columns, main_columns
 from speechdp.report.sweep.data_answer import path_sentences
 from speechdp.report.sweep.data_columns import CSV_COLUMNS, shown_columns
 from speechdp.report.sweep.resources import sampling_notices
@@ -54,25 +54,23 @@ def write_report(out_dir: Path, target: float | None = None) -> WrittenReport:
 
     Args:
         out_dir: a sweep's folder, a folder of runs, or one run.
-        target: held-out log-probability for the time to target, nats/frame, of synthesis the L1 error; None:
-            the best that every run reached.
+        target: of the task's first metric, for the time to target: a held-out log-probability in nats/frame,
+            of synthesis the L1 error; None: the best that every run reached.
 
     Raises:
-        ConfigError: there is no run in `out_dir`, or `target` is no log-probability.
+        ConfigError: there is no run in `out_dir`, or `target` cannot be reached.
         RunError: the report cannot be written.
     """
     sweep = read_sweep(out_dir)
-    target = terms_of(sweep.runs).recorded(target)
-    check_target(target)
+    target = terms_of(sweep.runs).score_of_target(target)
     if target is None:
         target = common_target(sweep.runs)
     rows = sweep_figures(sweep, target)
     folder = out_dir / "report"
     html_path, csv_path, png_path = (folder / f"report.{kind}" for kind in ("html", "csv", "png"))
-    # Programs read the CSV: its columns have the same names and signs whatever the task.
     more = (*CSV_COLUMNS, *(SPEECH_COLUMNS if _spoken(rows) else ()))
     with writing_into(folder):
-        csv_path.write_text(csv_text(rows, target, COLUMNS, more), encoding="utf-8")
+        csv_path.write_text(csv_text(rows, target, all_columns(rows), more), encoding="utf-8")
         png_written = figures.render_png(png_path, rows)
         html_path.write_text(render_page(sweep, rows, target), encoding="utf-8")
     sentences = find_answer(rows).sentences
@@ -152,7 +150,7 @@ def _breakable(name: str) -> Markup:
 def _settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
     """Return a run's settings as (title, text), the known ones first."""
     known = [(title, settings[key]) for key, title in SETTINGS.items() if key in settings]
-    hidden = {"format", "version", "strategy_name", "period", *SETTINGS}
+    hidden = {"format", "version", "strategy_name", "period", "metrics", "decodes", *SETTINGS}
     more = [(key.replace("_", " "), value) for key, value in settings.items() if key not in hidden]
     return [(title, _setting_text(title, value)) for title, value in known + more]
 

@@ -202,7 +202,7 @@ def test_scores_are_sums_of_log_probabilities_and_of_frames_classified_as_aligne
     learnt = batch.targets != IGNORED_TARGET
     targets = batch.targets[learnt]
     chosen = log_probs[learnt].gather(1, targets.unsqueeze(1))
-    assert abs(scores.log_prob - chosen.sum().item()) <= 1e-10
-    assert scores.correct == int((log_probs[learnt].argmax(1) == targets).sum())
+    assert abs(scores.sums["log_prob"] - chosen.sum().item()) <= 1e-10
+    assert scores.sums["frame_accuracy"] == int((log_probs[learnt].argmax(1) == targets).sum())
     assert scores.num_frames == batch.num_frames
-    assert scores.log_prob == pytest.approx(-AcousticTask().loss(model, batch).total.item())
+    assert scores.sums["log_prob"] == pytest.approx(-AcousticTask().loss(model, batch).total.item())

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from speechdp.ownership.overwrite import check_overwrite, empty
 from speechdp.ownership.owner import OWNER_FILE, FolderOwner, Surroundings
 from speechdp.parallel.run_files import Metrics
 from speechdp.process.ending import Ended
+from speechdp.tasks.metrics import Metric
 from speechdp.train.ownership import owned
 from speechdp.train.progress import SilentReporter
 from speechdp.train.session import Session
@@ -141,7 +142,7 @@ def test_a_run_of_a_sweep_is_owned_while_it_is_trained_and_no_longer(
     seen: list[str] = []
 
     class Noting(SilentReporter):
-        def evaluated(self, metrics: Metrics) -> None:
+        def evaluated(self, metrics: Metrics, held_out: Sequence[Metric]) -> None:
             seen.extend(str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob(OWNER_FILE))
 
     plan = SweepPlan("model_averaging", ("2",), (), one_rank_steps=0, decode_split="")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from tests.helpers.faulty_disk import faulty_disk, full
 
 
 def metrics(step: int) -> Metrics:
-    return Metrics(step / 10, step, 1000 * step, 0.1 * step, 2.0, 0.001, -1 / 3, 0.5, 77)
+    return Metrics(step / 10, step, 1000 * step, 0.1 * step, 2.0, 0.001, {"log_prob": -1 / 3}, 77)
 
 
 def begun(path: Path) -> RunDirectory:
@@ -68,7 +67,8 @@ def test_metrics_are_a_line_an_evaluation(tmp_path: Path) -> None:
     for step in (10, 20):
         run.add_metrics(metrics(step))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [asdict(metrics(10)), asdict(metrics(20))]
+    assert [json.loads(line) for line in lines] == [metrics(10).to_json(), metrics(20).to_json()]
+    assert json.loads(lines[1])["heldout_log_prob"] == -1 / 3 and "held_out" not in json.loads(lines[1])
 
 
 def test_a_resumed_run_makes_the_evaluations_after_its_checkpoint_again(tmp_path: Path) -> None:

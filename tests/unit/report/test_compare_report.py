@@ -54,8 +54,8 @@ def test_figures_are_means_and_deviations_of_the_seeds(realistic: tuple[Path, Wr
     for seed in (1, 2, 3):
         run = out / f"frames-2x-ad_psgd-seed{seed}-12ep"
         finals.append(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["heldout_log_prob"])
-    assert group.log_probs is not None and group.log_probs.mean == pytest.approx(statistics.mean(finals))
-    assert group.log_probs.deviation == pytest.approx(statistics.stdev(finals))
+    assert group.scores is not None and group.scores.mean == pytest.approx(statistics.mean(finals))
+    assert group.scores.deviation == pytest.approx(statistics.stdev(finals))
     assert group.sent_per_s is not None and group.sent_per_s.mean == pytest.approx(22e6)
     assert group.distance is not None and group.distance.mean == pytest.approx(0.041)
     assert group.to_target_s is not None and len(group.to_target_s.values) == 3
@@ -81,7 +81,7 @@ def test_a_strategy_that_fails_to_learn_does_not_set_the_target(
     runs = read_comparison(realistic[0]).runs
     target = common_target(runs)
     assert target is not None and -0.6 < target < -0.4
-    best = [max(e.log_prob or -9 for e in run.result.evaluations) for run in runs
+    best = [max(e.score or -9 for e in run.result.evaluations) for run in runs
             if run.result and run.record.mode == "frames"]  # fmt: skip
     assert sum(value >= target for value in best) / len(best) == pytest.approx(0.75, abs=0.03)
 

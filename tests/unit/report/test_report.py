@@ -15,6 +15,7 @@ from rich.console import Console
 from speechdp.cli.report import ReportCommand
 from speechdp.errors import ConfigError, RunError
 from speechdp.report.kit import formatting
+from speechdp.report.kit.metric_names import metric_text
 from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.runs.derived import common_target, sweep_figures
 from speechdp.report.runs.folders import read_sweep
@@ -22,6 +23,7 @@ from speechdp.report.runs.results import RankTiming
 from speechdp.report.sweep.answer import Answer, find_answer
 from speechdp.report.sweep.bars import shown_ranks
 from speechdp.report.sweep.report import write_report
+from speechdp.tasks.metrics import LOG_PROB
 from tests.helpers.page_reader import PageReader
 from tests.helpers.runs import MadeUpRun, realistic_sweep, write_run, write_sweep
 
@@ -271,7 +273,7 @@ def test_labels_say_what_tells_the_runs_apart(tmp_path: Path) -> None:
 def test_numbers_are_written_in_one_style() -> None:
     assert formatting.count(21649.6) == "21,650"
     assert formatting.count(8.25) == "8.25"
-    assert formatting.nats(-0.4071) == "\u22120.407"
+    assert metric_text(LOG_PROB, -0.4071) == "\u22120.407"
     assert formatting.percent(0.0864, 1) == "8.6"
     assert [formatting.seconds(s) for s in (8.26, 365.2, 7800.0, None)] == [
         "8.3 s",

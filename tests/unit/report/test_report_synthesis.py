@@ -1,11 +1,14 @@
-"""The report of synthesis: its own terms, errors that fall, and what was measured of the speech."""
+"""Reports in the terms of the runs' task: synthesis, tasks from outside, and what was measured of speech."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import math
 import re
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +16,17 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from speechdp.errors import ConfigError
 from speechdp.report.kit.canvas import make_canvas
 from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.kit.theme import PRINT
 from speechdp.report.runs.derived import sweep_figures
 from speechdp.report.runs.folders import read_sweep
 from speechdp.report.sweep.answer import find_answer
-from speechdp.report.sweep.columns import COLUMNS, main_columns
+from speechdp.report.sweep.columns import main_columns
 from speechdp.report.sweep.plots import draw_learning
 from speechdp.report.sweep.report import write_report
+from speechdp.tasks.metrics import LOG_PROB, RECORDS, Metric, TaskRecord, task_record
 from tests.helpers.runs import MadeUpRun, realistic_sweep, write_run, write_sweep
 
 
@@ -35,15 +40,37 @@ def _printed(report: WrittenReport) -> str:
     return console.export_text()
 
 
-def _synthesis_sweep(out: Path) -> Path:
+def _record_as(run: Path, values: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Have a run's evaluations hold `values` of what was made up, in place of figures of recognition."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.update(values(line))
+        del line["heldout_log_prob"], line["heldout_frame_accuracy"]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def _synthesis_sweep(out: Path, *, is_older: bool = False) -> Path:
+    """Write a sweep of synthesis; older runs recorded minus the error as a log-probability."""
     runs = realistic_sweep()
     for run in runs:
         run.settings, run.wer, run.final_log_prob = {"task": "synthesis"}, None, 0.3 * run.final_log_prob
-    return write_sweep(out, runs)
+        if not is_older:
+            run.settings |= RECORDS["synthesis"].to_json()
+    write_sweep(out, runs)
+    for file in () if is_older else out.glob("*/metrics.jsonl"):
+        _record_as(
+            file.parent,
+            lambda line: {
+                "heldout_l1_error": -line["heldout_log_prob"],
+                "heldout_attention_maximum": line["heldout_frame_accuracy"],
+            },
+        )
+    return out
 
 
-def test_synthesis_is_reported_in_its_own_terms(tmp_path: Path) -> None:
-    report = write_report(_synthesis_sweep(tmp_path / "sweep"), target=0.2)
+@pytest.mark.parametrize("is_older", [False, True])
+def test_synthesis_is_reported_in_its_own_terms(tmp_path: Path, is_older: bool) -> None:
+    report = write_report(_synthesis_sweep(tmp_path / "sweep", is_older=is_older), target=0.2)
     printed, page = _printed(report), report.html.read_text()
     for text in (printed, " ".join(report.answer), page):
         shown = text.partition("<h2>How it")[0]
@@ -53,8 +80,11 @@ def test_synthesis_is_reported_in_its_own_terms(tmp_path: Path) -> None:
     assert "with L1 0.1194 per frame" in report.answer[0]
     assert "L1 0.0162 per frame above the smallest" in " ".join(report.answer)
     assert "Learning over frames (held-out L1 error)" in page and "attention maximum" in page
-    # Programs read the same columns of both tasks.
-    assert float(_csv(report)["model_averaging-4"]["heldout_log_prob"]) == pytest.approx(-0.1194)
+    row = _csv(report)["model_averaging-4"]
+    assert "heldout_log_prob" not in row and "frame_accuracy" not in row
+    assert float(row["heldout_l1_error"]) == pytest.approx(0.1194)
+    assert float(row["target_l1_error"]) == pytest.approx(0.2)
+    assert 0.1 < float(row["heldout_l1_error_best"]) <= 0.1194 and 0.8 < float(row["attention_maximum"]) < 1
 
 
 def test_errors_fall_in_the_picture(tmp_path: Path) -> None:
@@ -65,12 +95,72 @@ def test_errors_fall_in_the_picture(tmp_path: Path) -> None:
     assert ax.yaxis.get_major_formatter()(-0.15) == "0.15"
 
 
-def test_runs_of_both_tasks_keep_the_names_of_recognition_under_a_caution(tmp_path: Path) -> None:
-    runs = [MadeUpRun("a", settings={"task": "synthesis"}, wer=None), MadeUpRun("b", period="4")]
-    sweep = read_sweep(write_sweep(tmp_path, runs))
-    rows = sweep_figures(sweep, None)
-    assert main_columns(rows) == COLUMNS
-    assert "neither can be compared with the figures of recognition" in " ".join(find_answer(rows).cautions)
+def test_runs_of_several_tasks_have_their_own_columns_and_are_not_compared(tmp_path: Path) -> None:
+    runs = [
+        MadeUpRun("a", period="4"),
+        MadeUpRun("b", settings={"task": "synthesis"}, wer=None, final_log_prob=-0.01, frames_per_s=1e6),
+    ]
+    rows = sweep_figures(read_sweep(write_sweep(tmp_path, runs)), -0.5)
+    log_prob, error = (
+        next(column for column in main_columns(rows) if column.key == key)
+        for key in ("heldout_log_prob", "heldout_l1_error")
+    )
+    assert [log_prob.text(row) for row in rows] == ["\u22120.400", "-"]
+    assert [error.text(row) for row in rows] == ["-", "0.0100"]
+    assert rows[0].time_to_target_s is not None and rows[1].time_to_target_s is None
+    answer = find_answer(rows)
+    assert answer.chosen is rows[0]
+    assert "the others have a held-out L1 error, which cannot be compared" in " ".join(answer.cautions)
+
+
+def _own_sweep(out: Path) -> Path:
+    """Write a sweep of a task from outside that declares a share, of which more is better."""
+    hits = Metric("hit_rate", "hits", "hit rate", "%", "Frames found.", tolerance=0.03, decimals=1)
+    record = {"task": "spotting", **TaskRecord((hits,)).to_json()}
+    runs = realistic_sweep()
+    for run in runs:
+        run.settings, run.wer = dict(record), None
+    write_sweep(out, runs)
+    for file in out.glob("*/metrics.jsonl"):
+        _record_as(file.parent, lambda line: {"heldout_hit_rate": 1 + line["heldout_log_prob"]})
+    return out
+
+
+def test_a_task_from_outside_is_reported_by_what_its_runs_recorded(tmp_path: Path) -> None:
+    report = write_report(_own_sweep(tmp_path / "sweep"), target=0.5)
+    printed, answer = _printed(report), " ".join(report.answer)
+    assert "hits" in printed and "60.2" in printed and "until 50.0 % on held-out data" in printed
+    assert not re.search("log-prob|nats|WER|decoded", printed + answer)
+    assert "with 59.3 %" in report.answer[0]  # period 16, within 3 points of the best
+    assert "hit rate: Frames found. A run keeps the accuracy within 3 % of the best." in answer
+    assert float(_csv(report)["model_averaging-16"]["heldout_hit_rate"]) == pytest.approx(0.593)
+
+
+@pytest.mark.parametrize(
+    ("synthesis", "target", "message"),
+    [
+        (False, 0.5, "--target 0.5: the log-probability is below 0, e.g. --target=-0.45"),
+        (False, math.nan, "--target nan: give a number"),
+        (True, 0.0, "--target 0: the L1 error is above 0, e.g. --target=0.45"),
+    ],
+)
+def test_a_target_that_no_model_reaches_is_refused(
+    tmp_path: Path, synthesis: bool, target: float, message: str
+) -> None:
+    out = tmp_path / "sweep"
+    if synthesis:
+        _synthesis_sweep(out)
+    else:
+        write_sweep(out, realistic_sweep())
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        write_report(out, target)
+
+
+@pytest.mark.parametrize(
+    "metrics", [[], 3, [3], [{}], [{"key": "a b"}], [{**asdict(LOG_PROB), "decimals": "3"}]]
+)
+def test_a_damaged_record_of_metrics_is_passed_over(metrics: object) -> None:
+    assert task_record({"task": "synthesis", "metrics": metrics}) == RECORDS["synthesis"]
 
 
 def _speech_record() -> dict[str, Any]:

@@ -51,10 +51,10 @@ UNEVEN = RunTiming(
 ALONE = RunTiming(4, (_rank(0, 10.0, 8000, forward=4.0, backward=5.5, data_wait=0.1),))
 
 
-def _run(name: str, log_probs: list[float], **settings: Any) -> RunResult:
+def _run(name: str, scores: list[float], **settings: Any) -> RunResult:
     evaluations = tuple(
-        Evaluation(10 * i, float(i), 1000.0 * i, 5.0 * i, value, 0.8, 0.5)
-        for i, value in enumerate(log_probs, start=1)
+        Evaluation(10 * i, float(i), 1000.0 * i, 5.0 * i, value, 0.5)
+        for i, value in enumerate(scores, start=1)
     )
     return RunResult(name, Path(name), settings, evaluations, None, None, True, True, ())
 
@@ -166,7 +166,7 @@ def test_a_whole_run_is_read(tmp_path: Path) -> None:
     assert (run.status, run.strategy, run.period, run.size) == ("complete", "model_averaging", "16", 2)
     assert run.problems == ()
     assert len(run.evaluations) == 12
-    assert run.evaluations[-1].log_prob == pytest.approx(-0.40)
+    assert run.evaluations[-1].values["log_prob"] == pytest.approx(-0.40)
     assert run.word_errors is not None
     assert run.word_errors.wer == 0.013
 
@@ -226,7 +226,7 @@ def test_repeated_evaluations_and_torn_lines_of_a_resumed_run(tmp_path: Path) ->
     metrics.write_text(metrics.read_text() + '{"step": 180, "hel\n' + json.dumps(again) + "\n")
     run = read_run(path)
     assert [evaluation.step for evaluation in run.evaluations] == [60, 120, 180]
-    assert run.evaluations[1].log_prob == -0.33
+    assert run.evaluations[1].score == -0.33
     assert run.evaluations[1].frames is None
     assert "metrics.jsonl: 1 damaged line(s) passed over" in run.problems
 

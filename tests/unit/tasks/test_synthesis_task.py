@@ -103,19 +103,21 @@ def test_a_batch_is_the_sum_of_its_utterances() -> None:
     assert task.loss(model, batch).total.item() == pytest.approx(total, rel=1e-5)
     scores = [task.score(model, part) for part in parts]
     whole = task.score(model, batch)
-    assert whole.log_prob == pytest.approx(sum(score.log_prob for score in scores), rel=1e-5)
-    assert whole.correct == pytest.approx(sum(score.correct for score in scores), rel=1e-5)
+    for metric in task.metrics:
+        expected = sum(score.sums[metric.key] for score in scores)
+        assert whole.sums[metric.key] == pytest.approx(expected, rel=1e-5)
     assert whole.num_frames == sum(score.num_frames for score in scores) == 10
 
 
-def test_scores_are_minus_the_errors_and_the_attention_s_maximum() -> None:
+def test_scores_are_the_errors_and_the_attention_s_maximum() -> None:
     model, batch = make_model(), make_batch([6, 4], [3, 3])
     output, scores = run(model, batch), SynthesisTask().score(model, batch)
     losses = synthesis_losses(output, batch, model)
-    assert scores.log_prob == pytest.approx(-(losses.mel + losses.linear).item())
+    assert scores.sums["l1_error"] == pytest.approx((losses.mel + losses.linear).item())
     focus = output.attention.amax(2)  # steps of 2 frames
-    assert scores.correct == pytest.approx((2 * (focus[0].sum() + focus[1, :2].sum())).item())
-    assert 1 / 3 <= scores.correct / scores.num_frames <= 1
+    maximum = scores.sums["attention_maximum"]
+    assert maximum == pytest.approx((2 * (focus[0].sum() + focus[1, :2].sum())).item())
+    assert 1 / 3 <= maximum / scores.num_frames <= 1
 
 
 def test_the_guide_counts_only_with_a_weight() -> None:

@@ -48,7 +48,8 @@ def by_hand(dataset: Dataset, model: LstmAcousticModel) -> HeldOutScores:
                 log_prob += float(scores[np.arange(len(targets)), targets].sum(dtype=np.float64))
                 correct += int((scores.argmax(1) == targets).sum())
                 frames += len(targets)
-    return HeldOutScores(log_prob / frames, correct / frames, frames)
+    values = {"log_prob": log_prob / frames, "frame_accuracy": correct / frames}
+    return HeldOutScores(values, frames, log_prob / frames)
 
 
 def evaluate(
@@ -68,8 +69,8 @@ def test_any_number_of_ranks_gives_the_figures_of_all_frames(dataset: Dataset, s
     expected = by_hand(dataset, model)
     for result in run_threads(size, lambda comm: evaluate(dataset, model, comm, PlanOptions(2))):
         assert result.num_frames == expected.num_frames == dataset.num_frames("dev")
-        assert result.frame_accuracy == expected.frame_accuracy
-        assert result.log_prob == pytest.approx(expected.log_prob, rel=1e-6)
+        assert result.values["frame_accuracy"] == expected.values["frame_accuracy"]
+        assert result.score == result.values["log_prob"] == pytest.approx(expected.score, rel=1e-6)
 
 
 def test_chunks_with_their_context_score_every_frame_once(dataset: Dataset) -> None:
@@ -79,8 +80,8 @@ def test_chunks_with_their_context_score_every_frame_once(dataset: Dataset) -> N
     chunks = PlanOptions(3, chunk_frames=7)
     result = evaluate(dataset, model, SerialCommunicator(), chunks, Context(left=1000))
     assert result.num_frames == expected.num_frames
-    assert result.log_prob == pytest.approx(expected.log_prob, rel=1e-6)
-    assert result.frame_accuracy == expected.frame_accuracy
+    assert result.score == result.values["log_prob"] == pytest.approx(expected.score, rel=1e-6)
+    assert result.values["frame_accuracy"] == expected.values["frame_accuracy"]
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from speechdp.comm.serial import SerialCommunicator
 from speechdp.options.batch import BatchOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.run_files import Metrics
+from speechdp.tasks.metrics import RECORDS, Metric
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.scalars import Scalars
@@ -21,6 +23,7 @@ from tests.helpers.finished_run import evaluations
 from tests.helpers.tiny_data import write_tiny_data
 
 OPTIONS = TrainOptions(ModelOptions(layers=1, cells=4), BatchOptions(batch_size=4), epochs=3)
+METRICS = RECORDS["acoustic"].metrics
 TAGS = {
     "train/loss",
     "train/learning_rate",
@@ -31,7 +34,7 @@ TAGS = {
 
 
 def metrics(step: int, loss: float = 2.0) -> Metrics:
-    return Metrics(step / 6, step, 100 * step, 1.0, loss, 0.1, -2.5, 0.5, 100)
+    return Metrics(step / 6, step, 100 * step, 1.0, loss, 0.1, {"log_prob": -2.5, "frame_accuracy": 0.5}, 100)
 
 
 def shown(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -56,7 +59,7 @@ def test_a_later_start_takes_the_place_of_what_it_does_again(
         [(0, now, (6, 12)), (6, now, (10, 15)), (6, now - 3600, (12, 18))]
     ):
         monkeypatch.setattr(time, "time", lambda clock=clock: clock)
-        with Scalars(tmp_path, after_step, notices.append) as scalars:
+        with Scalars(tmp_path, after_step, METRICS, notices.append) as scalars:
             for step in steps:
                 scalars.add(metrics(step, loss=float(start)))
     assert notices == [] and set(shown(tmp_path)) == TAGS
@@ -73,7 +76,7 @@ class Killed(SilentReporter):
     def __init__(self, at_epoch: int) -> None:
         self._at_epoch = at_epoch
 
-    def evaluated(self, metrics: Metrics) -> None:
+    def evaluated(self, metrics: Metrics, held_out: Sequence[Metric]) -> None:
         if metrics.epoch == self._at_epoch:
             raise DeliberateError
 
@@ -102,7 +105,7 @@ def test_a_resumed_run_shows_what_stands_in_metrics_jsonl(tmp_path: Path) -> Non
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_what_a_full_disk_refuses_is_written_when_there_is_space_again(tmp_path: Path) -> None:
     notices: list[str] = []
-    with Scalars(tmp_path, 0, notices.append) as scalars:
+    with Scalars(tmp_path, 0, METRICS, notices.append) as scalars:
         scalars.add(metrics(6))
         (file,) = tmp_path.iterdir()
         file.rename(tmp_path / "kept")

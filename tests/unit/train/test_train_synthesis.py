@@ -50,8 +50,9 @@ def test_strategies_train_synthesis_as_well(dataset: Dataset, tmp_path: Path, st
     assert loaded.symbols.num_symbols == dataset.num_classes == loaded.model.num_symbols
     evaluations = read_run(tmp_path).evaluations
     assert len(evaluations) == 2
-    assert evaluations[-1].log_prob is not None and evaluations[0].log_prob is not None
-    assert evaluations[-1].log_prob > evaluations[0].log_prob
+    first, last = (evaluation.values["l1_error"] for evaluation in (evaluations[0], evaluations[-1]))
+    assert first is not None and last is not None and 0 < last < first
+    assert evaluations[-1].score == -last
     statistics = running_statistics(loaded.model)
     assert statistics and all(bool(x.isfinite().all()) for x in statistics.values())
     assert not any(bool((x == 1).all()) for name, x in statistics.items() if "var" in name)

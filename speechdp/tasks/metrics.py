@@ -1,0 +1,164 @@
+"""What models of a task are judged by on held-out data: declared once, recorded with a run, shown by reports.
+
+Nothing here imports torch: reports read these.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+PERCENT = "%"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure of held-out data, a mean over frames.
+
+    Attributes:
+        key: its name on disk, a word: `heldout_KEY` in metrics.jsonl.
+        title: its name at the head of a column.
+        name: its name in a sentence.
+        unit: e.g. "nats/frame"; of "%" a share of 0 to 1 is recorded, and a hundred times that shown.
+        meaning: a sentence on what it is.
+        higher_is_better: which way is better.
+        tolerance: a model that is worse than the best by no more than this is as accurate, in the unit as it
+            is recorded; as a share of the best where `tolerance_is_relative`.
+        limit: what no model reaches, None for none; a target has to be on this side of it.
+        symbol: stands before a number in a sentence, e.g. "L1".
+        decimals: digits shown after the point.
+    """
+
+    key: str
+    title: str
+    name: str
+    unit: str
+    meaning: str
+    higher_is_better: bool = True
+    tolerance: float = 0.02
+    tolerance_is_relative: bool = False
+    limit: float | None = None
+    symbol: str = ""
+    decimals: int = 3
+
+    @property
+    def recorded_as(self) -> str:
+        """Its key in metrics.jsonl, and that of the CSV's column."""
+        return f"heldout_{self.key}"
+
+    @property
+    def is_per_frame(self) -> bool:
+        """Whether its unit says so."""
+        return self.unit.endswith("/frame") or self.unit == "per frame"
+
+    @property
+    def scale(self) -> float:
+        """What a recorded value is multiplied by where it is shown."""
+        return 100.0 if self.unit == PERCENT else 1.0
+
+    def score(self, value: float) -> float:
+        """Return a recorded value so that higher is better; the same turns a score back into a value."""
+        return value if self.higher_is_better else -value
+
+    def near_enough(self, best: float) -> float:
+        """Return how far below the best score a model is as accurate still."""
+        return self.tolerance * abs(best) if self.tolerance_is_relative else self.tolerance
+
+    def number(self, value: float) -> str:
+        """Write a recorded value without its unit."""
+        return f"{self.scale * value:.{self.decimals}f}"
+
+    def with_unit(self, value: float) -> str:
+        """Write a recorded value: `-0.407 nats/frame`, `L1 0.1233 per frame`."""
+        return " ".join(filter(None, (self.symbol, self.number(value), self.unit)))
+
+
+LOG_PROB = Metric(
+    "log_prob",
+    "log-prob",
+    "held-out log-probability",
+    "nats/frame",
+    "Mean held-out log-probability of the aligned state, at the end of training.",
+    limit=0.0,
+)
+FRAME_ACCURACY = Metric(
+    "frame_accuracy",
+    "frame acc.",
+    "frame accuracy",
+    PERCENT,
+    "Held-out frames whose most probable state is the aligned one, at the end of training.",
+    decimals=1,
+)
+L1_ERROR = Metric(
+    "l1_error",
+    "held-out L1",
+    "held-out L1 error",
+    "per frame",
+    "Absolute error of mel and linear spectrogram (each a mean over bins from 0 to 1) on held-out data, at "
+    "the end of training; smaller is better.",
+    higher_is_better=False,
+    tolerance_is_relative=True,
+    limit=0.0,
+    symbol="L1",
+    decimals=4,
+)
+ATTENTION_MAXIMUM = Metric(
+    "attention_maximum",
+    "attention max.",
+    "attention maximum",
+    PERCENT,
+    "Mean of the attention's largest weight on held-out data, at the end of training; 100: a clear choice.",
+    decimals=1,
+)
+
+
+@dataclass(frozen=True)
+class TaskRecord:
+    """What run.json says of a task.
+
+    Attributes:
+        metrics: the first is what models are chosen and compared by.
+        decodes: whether `decode` reads its models, so that a run may have a word error rate.
+    """
+
+    metrics: tuple[Metric, ...]
+    decodes: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what stands in run.json."""
+        return {"metrics": [asdict(metric) for metric in self.metrics], "decodes": self.decodes}
+
+
+#: Our tasks, by name; also those of runs that older versions recorded without their metrics.
+RECORDS = {
+    "acoustic": TaskRecord((LOG_PROB, FRAME_ACCURACY), decodes=True),
+    "synthesis": TaskRecord((L1_ERROR, ATTENTION_MAXIMUM)),
+}
+
+
+def task_record(settings: dict[str, Any]) -> TaskRecord:
+    """Return what a run.json says of its task; a run that does not say is taken for one of recognition."""
+    ours = RECORDS.get(str(settings.get("task")), RECORDS["acoustic"])
+    found = settings.get("metrics")
+    if not isinstance(found, list) or not found:
+        return ours
+    try:
+        metrics = tuple(_metric(record) for record in found)
+    except (TypeError, ValueError):
+        return ours
+    return TaskRecord(metrics, settings.get("decodes") is True)
+
+
+def _metric(record: Any) -> Metric:
+    """Make a metric of its record.  Raises TypeError or ValueError for what is none."""
+    if not isinstance(record, dict):
+        raise TypeError("a metric is an object")
+    metric = Metric(**record)
+    for name in ("key", "title", "name", "unit", "meaning", "symbol"):
+        if not isinstance(getattr(metric, name), str):
+            raise TypeError(f"{name} is a text")
+    numbers = (metric.tolerance, 0.0 if metric.limit is None else metric.limit)
+    if not (all(map(math.isfinite, numbers)) and metric.decimals in range(10) and metric.key.isidentifier()):
+        raise ValueError("no tolerance, limit, decimals or key that can be used")
+    return metric
