@@ -43,6 +43,7 @@ from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions
 from speechdp.parallel.registry import parse_strategy
+from speechdp.tasks.acoustic import AcousticTask
 
 
 @dataclass(frozen=True)
@@ -124,10 +125,12 @@ def on_rank(comm: Communicator, contender: Contender, size: Size, batch_size: in
     """Measure one contender; rank 0 prints the rate of the job."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    model = LstmAcousticModel(size.feature_dim, size.num_classes, size.model.lstm())
     # Plain SGD: no optimizer state to be broadcast over the slow link before the first step.
     optimizer = OptimizerOptions(optimizer="sgd", momentum=0.0)
     options = options_with(contender.strategy, size.model, optimizer)
+    task = options.make_task()
+    assert isinstance(task, AcousticTask)
+    model = LstmAcousticModel(size.feature_dim, size.num_classes, task.sizes)
     with strategy_loop(comm, model, options, batches(size, batch_size, comm.rank), finish=False) as advance:
         for _ in range(_WARMUP_STEPS):
             advance()

@@ -22,7 +22,7 @@ from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.report.runs.derived import sweep_figures
 from speechdp.report.runs.folders import read_sweep
 from speechdp.report.sweep.answer import find_answer
-from speechdp.train.model_file import ClassCounts, load_model, save_model
+from speechdp.tasks.model_file import ClassCounts, load_model, save_model
 from tests.helpers.runs import MadeUpRun, write_run
 
 _ALONE = SerialCommunicator()

@@ -62,7 +62,7 @@ from speechdp.experiments.compare.jobs import JobStarter
 from speechdp.launching.command import own_program
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.options.run import TrainOptions
-from speechdp.train.model_file import MODEL_NAME, ClassCounts, save_model
+from speechdp.tasks.model_file import MODEL_NAME, ClassCounts, save_model
 
 SYNTHETIC_HOURS = 0.25
 #: The tiny preset with half its cells; SGD, because it loses least when its state is forgotten.

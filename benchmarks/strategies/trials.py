@@ -33,7 +33,7 @@ from speechdp.launching.command import LaunchJob, child_environment, mpirun_comm
 from speechdp.launching.hostfile import local_hosts
 from speechdp.launching.programs import find_open_mpi
 from speechdp.options.run import ModelOptions, TrainOptions
-from speechdp.train.model_file import load_model
+from speechdp.tasks.model_file import load_model
 from speechdp.train.realign import make_alignments, train_or_go_on
 from speechdp.train.session import Session
 

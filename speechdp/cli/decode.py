@@ -60,7 +60,7 @@ class DecodeCommand:
         from speechdp.comm.startup.world import check_world  # noqa: PLC0415
         from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
         from speechdp.decode.recognise import decode_split  # noqa: PLC0415
-        from speechdp.train.model_file import load_model  # noqa: PLC0415
+        from speechdp.tasks.model_file import load_model  # noqa: PLC0415
 
         options = self._decoding_options()
         dataset = Dataset.open(self.data)

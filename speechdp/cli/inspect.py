@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +14,9 @@ from rich.text import Text
 
 from speechdp.cli.support.console import make_console
 from speechdp.data.shards.dataset import Dataset
-from speechdp.data.shards.layout import printable
-from speechdp.labels.kaldi_pdfs import classes_of
+from speechdp.data.shards.layout import Stored, printable
 from speechdp.labels.symbols import symbols_of
+from speechdp.tasks.registry import task_class
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,7 @@ class InspectCommand:
         dataset = Dataset.open(self.data)
         console.print(describe(dataset))
         if self.verify:
-            if dataset.task == "acoustic":  # of synthesis, `describe` has looked
-                classes_of(dataset)
+            task_class(dataset.task).check_data(dataset)
             storages = dataset.verify()
             console.print(
                 f"{sum(len(s.shards) for s in dataset.splits.values())} shards, all checksums match"
@@ -50,7 +50,7 @@ class InspectCommand:
 
 def describe(dataset: Dataset) -> RenderableType:
     """Lay out a data directory's splits as a table, what holds for all of them above it."""
-    settings = _of_synthesis(dataset) if dataset.task == "synthesis" else _of_features(dataset)
+    settings = _SETTINGS[dataset.stored](dataset)
     table = Table()
     table.add_column("split")
     for name in ("hours", "frames", "utterances", "speakers", "shards"):
@@ -62,7 +62,7 @@ def describe(dataset: Dataset) -> RenderableType:
     return Group(Text(str(dataset.path), style="bold"), Text(settings), table)
 
 
-def _of_synthesis(dataset: Dataset) -> str:
+def _of_spectrograms(dataset: Dataset) -> str:
     features = dataset.features
     kind = symbols_of(dataset).kind
     return (
@@ -91,3 +91,11 @@ def _of_features(dataset: Dataset) -> str:
         f"{dataset.num_classes} classes, {printable(dataset.alignment)} alignment, "
         f"split by {printable(dataset.split)}"
     )
+
+
+#: What is said of a data directory, by what its shards hold.
+_SETTINGS: dict[Stored, Callable[[Dataset], str]] = {
+    "features": _of_features,
+    "audio": _of_features,
+    "spectrograms": _of_spectrograms,
+}

@@ -54,7 +54,7 @@ class PosteriorsCommand:
         from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
         from speechdp.decode.posteriors import PosteriorOptions, write_posteriors  # noqa: PLC0415
         from speechdp.errors import ConfigError  # noqa: PLC0415
-        from speechdp.train.model_file import load_model  # noqa: PLC0415
+        from speechdp.tasks.model_file import load_model  # noqa: PLC0415
 
         if comm.size > 1:
             raise ConfigError(f"posteriors writes one archive and runs on one rank, not {comm.size}")

@@ -162,14 +162,13 @@ class ProfileCommand:
         from speechdp.launching.cores import available_cores  # noqa: PLC0415
 
         options = self.options
-        is_synthesis = options.task == "synthesis"
-        config = options.model.tacotron() if is_synthesis else None
+        sizes = options.make_task().model_facts()
         return Settings(
-            task=options.task,
+            task=options.task_class.name,
             preset=options.preset_name,
-            decoder="" if config is None else config.decoder,
+            decoder=sizes.get("decoder", ""),
             batch_size=batch_of_rank(options),
-            reduction=0 if config is None else config.reduction,
+            reduction=sizes.get("reduction", 0),
             steps=plan.steps,
             warmup_steps=plan.warmup,
             device="CPU",

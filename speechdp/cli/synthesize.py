@@ -127,7 +127,7 @@ class SynthesizeCommand:
         from speechdp.cli.support.caches import compiled_code_kept  # noqa: PLC0415
         from speechdp.comm.startup.device import choose_device  # noqa: PLC0415
         from speechdp.synthesis.generate import GenerateOptions, Synthesiser  # noqa: PLC0415
-        from speechdp.train.model_file import load_synthesis_model  # noqa: PLC0415
+        from speechdp.tasks.model_file import load_synthesis_model  # noqa: PLC0415
 
         if comm.size > 1:
             raise ConfigError(f"synthesize runs on one rank, not {comm.size}")

@@ -17,7 +17,7 @@ from speechdp.options.run import TrainOptions
 from speechdp.parallel.period import Period, PeriodUnit
 from speechdp.parallel.registry import parse_strategy
 from speechdp.process.ending import Stopped
-from speechdp.train.model_file import load_model
+from speechdp.tasks.model_file import load_model
 from speechdp.train.ownership import owned
 from speechdp.train.progress import Reporter
 from speechdp.train.realign import make_alignments, train_or_go_on, with_alignments

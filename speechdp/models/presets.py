@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from speechdp.models.lstm_am import LstmConfig
 from speechdp.models.tacotron import config as tacotron
@@ -15,28 +14,24 @@ class Preset:
     """A model and the batches it is trained on.
 
     Attributes:
-        model: sizes of the model.
+        model: sizes of the model; None of a task from outside, which has its own.
         batch_size: segments per rank and step.
         chunk_frames: frames a segment, 0 for whole utterances.
         left_context: frames before a chunk that are input only.
         guided_attention: weight of attention far from the diagonal in the loss of a synthesis model.
     """
 
-    model: LstmConfig | TacotronConfig
+    model: LstmConfig | TacotronConfig | None
     batch_size: int
     chunk_frames: int = 0
     left_context: int = 0
     guided_attention: float = 0.0
 
-    @property
-    def task(self) -> Literal["acoustic", "synthesis"]:
-        """What the model is for."""
-        return "acoustic" if isinstance(self.model, LstmConfig) else "synthesis"
 
-
+#: For small corpora and CPUs: seconds per epoch on the spoken digits.
+LSTM_TINY = LstmConfig(layers=2, cells=128, bidirectional=True, dropout=0.4)
 PRESETS: dict[str, Preset] = {
-    # For small corpora and CPUs: seconds per epoch on the spoken digits.
-    "tiny": Preset(LstmConfig(layers=2, cells=128, bidirectional=True, dropout=0.4), batch_size=16),
+    "tiny": Preset(LSTM_TINY, batch_size=16),
     # Rosciszewski & Kaliski, HPCS 2017: 4 x 800 LSTM; chunk width 20, left context 40 and 100 chunks a
     # minibatch are the defaults of Kaldi's nnet3 RNN training script.
     "kaldi-4x800": Preset(

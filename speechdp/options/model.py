@@ -5,23 +5,16 @@ The docstring under a field is its help on the command line.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from speechdp.data.shards.dataset import TaskName
 from speechdp.errors import ConfigError
-from speechdp.models.lstm_am import LstmConfig
 from speechdp.models.presets import PRESETS, Preset
-from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.options.shown import shown
+from speechdp.tasks.base import Task
+from speechdp.tasks.registry import own_task_with
 
 PresetName = Literal["tiny", "kaldi-4x800", "swb2000", "tacotron-tiny", "tacotron-small", "tacotron"]
-#: Default preset of each task.
-DEFAULT_PRESET: dict[TaskName, PresetName] = {"acoustic": "tiny", "synthesis": "tacotron-tiny"}
-#: Options that only one task's models have.
-_ACOUSTIC = ("layers", "cells", "bidirectional", "projection", "bottleneck")
-_SYNTHESIS = ("reduction", "decoder", "guided_attention")
 
 
 @dataclass(frozen=True)
@@ -62,57 +55,34 @@ class ModelOptions:
     """Synthesis: weight of the guided attention loss, which penalises attention off the diagonal; 0: none.
     The preset tacotron has 0, as published; tacotron-tiny and tacotron-small have 1."""
 
-    def name(self, task: TaskName) -> PresetName:
-        """Return the preset's name."""
-        return self.preset or DEFAULT_PRESET[task]
+    def given(self) -> dict[str, Any]:
+        """Return the changes to the preset that were given."""
+        values = {name: value for name, value in vars(self).items() if name != "preset"}
+        return {name: value for name, value in values.items() if value is not None}
 
-    def base(self, task: TaskName) -> Preset:
+    def base(self, task: type[Task]) -> Preset:
         """Return the preset.  Raises ConfigError if it is a model of another task."""
-        name = self.name(task)
-        preset = PRESETS[name]
-        if preset.task != task:
-            known = ", ".join(n for n, other in PRESETS.items() if other.task == task)
-            raise ConfigError(f"--preset {name}: is no model for --task {task}; choose one of {known}")
-        return preset
+        if not task.presets:
+            if self.preset is not None:
+                raise ConfigError(f"--preset {self.preset}: --task {task.name} has no presets; leave it out")
+            return Preset(None, task.batch_size)
+        name = self.preset or task.presets[0]
+        if name not in task.presets:
+            known = ", ".join(task.presets)
+            raise ConfigError(f"--preset {name}: is no model for --task {task.name}; choose one of {known}")
+        return PRESETS[name]
 
-    def check(self, task: TaskName) -> None:
-        """Refuse options of another task's models, and invalid sizes.  Raises ConfigError."""
-        for name in _SYNTHESIS if task == "acoustic" else _ACOUSTIC:
-            if getattr(self, name) is not None:
-                other = "synthesis" if task == "acoustic" else "acoustic"
-                option = "--" + name.replace("_", "-")
-                raise ConfigError(f"{option} goes with --task {other}, not with --task {task}; leave it out")
-        if self.guided_attention is not None and not 0 <= self.guided_attention < float("inf"):
-            raise ConfigError(f"--guided-attention {self.guided_attention}: must not be negative")
-        if task == "acoustic":
-            self.lstm()
-        else:
-            self.tacotron()
+    def make_task(self, task: type[Task], options: dict[str, Any]) -> Task:
+        """Return the task with the model these options describe; one from outside with its own `options`.
 
-    def lstm(self) -> LstmConfig:
-        """Return the sizes of an acoustic model: the preset's, changed by the options given."""
-        config = self.base("acoustic").model
-        assert isinstance(config, LstmConfig)
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(LstmConfig)}
-        return dataclasses.replace(
-            config, **{name: value for name, value in given.items() if value is not None}
-        )
-
-    def tacotron(self) -> TacotronConfig:
-        """Return the sizes of a synthesis model: the preset's, changed by the options given."""
-        config = self.base("synthesis").model
-        assert isinstance(config, TacotronConfig)
-        return dataclasses.replace(
-            config,
-            dropout=config.dropout if self.dropout is None else self.dropout,
-            reduction=config.reduction if self.reduction is None else self.reduction,
-            decoder=self.decoder or config.decoder,
-        )
-
-    def guide(self) -> float:
-        """Return the weight of guided attention in the loss of a synthesis model."""
-        return (
-            self.base("synthesis").guided_attention
-            if self.guided_attention is None
-            else self.guided_attention
-        )
+        Raises:
+            ConfigError: options of another task's models, or invalid sizes.
+        """
+        given = self.given()
+        for name in given:
+            if name not in task.model_options:
+                option, other = "--" + name.replace("_", "-"), own_task_with(name)
+                raise ConfigError(
+                    f"{option} goes with --task {other}, not with --task {task.name}; leave it out"
+                )
+        return task.of_preset(self.base(task), given) if task.presets else task(**options)

@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 from speechdp.data.loading.reader import Context
 from speechdp.data.loading.source_options import SourceRequest
 from speechdp.data.plan.epoch_plan import PlanOptions
-from speechdp.data.shards.dataset import TaskName
 from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
 from speechdp.errors import ConfigError
 from speechdp.models.presets import Preset
@@ -27,6 +26,8 @@ from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.recipe import RecipeName, find_recipe
 from speechdp.options.schedule import Schedule
 from speechdp.options.shown import heading, shown
+from speechdp.tasks.base import Task
+from speechdp.tasks.registry import task_class, task_options
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,10 @@ class TrainOptions:
         default_factory=LoadingOptions
     )
     faults: Annotated[FaultOptions, heading("failure")] = field(default_factory=FaultOptions)
-    task: TaskName = "acoustic"
+    task: Annotated[str, shown("{acoustic,synthesis}|NAME|MODULE:CLASS")] = "acoustic"
     """acoustic: a speech recognition model (LSTM over HMM states).
-    synthesis: a text-to-speech model (Tacotron); needs data prepared with --task synthesis."""
+    synthesis: a text-to-speech model (Tacotron); needs data prepared with --task synthesis.
+    NAME, MODULE:CLASS: a task of your own (docs/api.md), with options behind it: NAME:OPTION=VALUE,..."""
     recipe: RecipeName = "none"
     """Set of defaults for the options below; options that are given take precedence.
     adpsgd-asr: 16 epochs of SGD with batch 2560 and a scaled, warmed-up learning rate (docs/training.md)."""
@@ -91,15 +93,23 @@ class TrainOptions:
         _slow_ranks(self.slow_ranks)
         if self.batch.batch_frames and self.optimizer.base_batch is not None:
             raise ConfigError("--base-batch counts segments, --batch-frames frames: give --learning-rate")
-        self.preset  # noqa: B018 - refuses one of another task
-        self.model.check(self.task)
-        if self.task == "synthesis":
-            self._refuse_beside_synthesis()
+        self.make_task()  # refuses models of another task
+        self._refuse_beside_task()
         batch, optimizer = self._resolve(1)  # with any number of ranks: only divisibility depends on it
         optimizer.schedule()
         batch.plan(self.seed)
 
-    def _refuse_beside_synthesis(self) -> None:
+    def _refuse_beside_task(self) -> None:
+        """Refuse options that the task has no use for.  Raises ConfigError."""
+        task = self.task_class
+        if task.whole_utterances:
+            self._refuse_parts(task.name)
+        elif self.realign and not task.decodes:
+            raise ConfigError(
+                f"--realign: not with --task {task.name}, whose models cannot align; leave it out"
+            )
+
+    def _refuse_parts(self, task: str) -> None:
         """Refuse, in one message, options that cut utterances or change their sound.  Raises ConfigError."""
         given = [
             f"--{field.name.replace('_', '-')}"
@@ -119,19 +129,33 @@ class TrainOptions:
                 given.append(f"--{name}")
         if given:
             raise ConfigError(
-                f"{', '.join(given)}: not with --task synthesis, which learns whole utterances with their "
+                f"{', '.join(given)}: not with --task {task}, which learns whole utterances with their "
                 "texts; leave out"
             )
 
     @property
+    def task_class(self) -> type[Task]:
+        """What the model is trained for."""
+        return task_class(self.task)
+
+    def make_task(self) -> Task:
+        """Return what the model is trained for, with the options of its model.
+
+        Raises:
+            ConfigError: another task's options, or invalid sizes.
+        """
+        return self.model.make_task(self.task_class, task_options(self.task))
+
+    @property
     def preset(self) -> Preset:
         """The model to start from.  Raises ConfigError if it is another task's."""
-        return self.model.base(self.task)
+        return self.model.base(self.task_class)
 
     @property
     def preset_name(self) -> str:
-        """Name of the model to start from."""
-        return self.model.name(self.task)
+        """Name of the model to start from; of a task from outside, the task's."""
+        presets = self.task_class.presets
+        return self.model.preset or (presets[0] if presets else self.task_class.name)
 
     @property
     def num_epochs(self) -> int:
@@ -187,8 +211,8 @@ class TrainOptions:
         )
 
     def to_decode(self, split: str) -> str:
-        """Return the split to decode after training; "" (none) for synthesis."""
-        return split if self.task == "acoustic" else ""
+        """Return the split to decode after training; "" (none) where nothing decodes the task's models."""
+        return split if self.task_class.decodes else ""
 
     def slowness(self, rank: int) -> float:
         """Return by what factor `rank` is slowed down."""

@@ -21,7 +21,7 @@ from speechdp.data.signal.spectrogram import invert_linear
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import atomic_path, cannot_be_written
 from speechdp.synthesis.record import Ending
-from speechdp.train.model_file import LoadedSynthesis
+from speechdp.tasks.model_file import LoadedSynthesis
 
 FloatArray = npt.NDArray[np.float32]
 Symbols = npt.NDArray[np.int32]

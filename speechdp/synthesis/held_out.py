@@ -27,7 +27,7 @@ from speechdp.synthesis.quality import diagonality, focus_rate, mel_cepstral_dis
 from speechdp.synthesis.recognition import Ear, SpeechListener
 from speechdp.synthesis.record import SOURCES, SaidUtterance, Source, SynthesisResult
 from speechdp.synthesis.showcase import Example, clear, show
-from speechdp.train.model_file import LoadedSynthesis
+from speechdp.tasks.model_file import LoadedSynthesis
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -73,7 +73,7 @@ class HeldOutSpeech:
 
 def check_data(dataset: Dataset, loaded: LoadedSynthesis) -> None:
     """Refuse data made otherwise than those of training, by ConfigError."""
-    if dataset.task != "synthesis":
+    if not dataset.has_texts:
         raise ConfigError(
             f"{dataset.path}: holds {dataset.stored}, not spectrograms; prepare it with --task synthesis"
         )

@@ -25,7 +25,7 @@ from speechdp.labels.hmm import FloatArray, StateInventory
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.labels.lexicon import Lexicon
 from speechdp.labels.text_normalise import normalise, plain_words
-from speechdp.train.model_file import load_model
+from speechdp.tasks.model_file import load_model
 
 Samples = npt.NDArray[np.float32]
 _MAX_LISTED = 5

@@ -17,7 +17,7 @@ from speechdp.files import cannot_be_written, check_writable
 from speechdp.synthesis.generate import Speech, write_wav
 from speechdp.synthesis.pictures import SpeechPicture, draw_picture
 from speechdp.synthesis.record import Source
-from speechdp.train.model_file import LoadedSynthesis
+from speechdp.tasks.model_file import LoadedSynthesis
 
 FOLDER = "synthesis"
 _UNSAFE = re.compile(r"[^\w.+-]+")

@@ -1,15 +1,32 @@
-"""What a model is trained for: a loss, and scores on held-out data, both as sums over frames."""
+"""What a model is trained for: a model, a loss, scores on held-out data, and a file in the end.
+
+Loss and scores are sums over frames: right also when ranks hold different numbers of frames.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from speechdp.data.loading.batch import Batch
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.layout import Stored
+from speechdp.data.transforms.inputs import InputOptions
+from speechdp.errors import ConfigError
+from speechdp.models.presets import Preset
 from speechdp.tasks.metrics import Metric, TaskRecord
+from speechdp.tasks.model_file import ClassCounts, save_any_model
+
+#: Tensors by name: what stages of a forward pass hand on.
+Values = dict[str, Tensor]
+#: What the last stage puts out.
+LOSS = "loss"
 
 
 @dataclass(frozen=True)
@@ -38,23 +55,104 @@ class FrameScores:
     num_frames: int
 
 
-class Task(ABC):
-    """What a model is trained for and judged by; `model` is of the task's own kind.
+@dataclass(frozen=True)
+class Stage:
+    """A part of the forward pass, which the profile times by itself.
 
     Attributes:
-        name: as on the command line.
-        metrics: what models are judged by on held-out data; the first is what they are chosen by.
-        decodes: whether `decode` reads its models, so that its runs may have a word error rate.
+        name: as in a profile, e.g. "decoder".
+        run: computes named outputs from the outputs of the stages before, and the batch.
     """
 
-    name: ClassVar[str]
+    name: str
+    run: Callable[[Values, Batch], Values]
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """What a task is told of the data it is trained on.
+
+    Attributes:
+        dataset: the data directory.
+        inputs: what of its features becomes the model's input.
+    """
+
+    dataset: Dataset
+    inputs: InputOptions
+
+    @property
+    def feature_dim(self) -> int:
+        """Size of a frame as batches hold it."""
+        return self.dataset.feature_dim * self.inputs.copies
+
+    def facts(self) -> dict[str, Any]:
+        """Return what every model file says of the data."""
+        return {
+            "data_checksum": self.dataset.checksum,
+            "features": self.dataset.features.to_dict(),
+            "sampling_rate": self.dataset.sampling_rate,
+        }
+
+    def facts_of_input(self) -> dict[str, Any]:
+        """Return what the file of a model that reads features says besides."""
+        return {
+            "feature_dim": self.feature_dim,
+            "inputs": dataclasses.asdict(self.inputs),
+            "num_classes": self.dataset.num_classes,
+        }
+
+
+class Task(ABC):
+    """What a model is trained for and judged by: derive a dataclass, whose fields are the task's options.
+
+    An instance is the same on every rank.  `model` is what `make_model` has made.
+
+    Attributes:
+        metrics: what models are judged by on held-out data; the first is what they are chosen by.
+        trains_on: what data directories hold that it can be trained on: features (or audio, to make them
+            from) with a class for each frame as targets, or spectrograms with the symbols of their text.
+        whole_utterances: it cannot learn parts of utterances, nor from inputs that are changed.
+        decodes: whether `decode` reads its models, so that its runs may have a word error rate.
+        counts_classes: whether its model file needs to know how often each class occurs in the targets.
+        batch_size: segments of a rank's batch where neither options nor a preset say.
+        presets: names of models to start from, the first is the default (ours alone).
+        model_options: options of `--help`'s group "model" that go with it (ours alone).
+        modules: stages that the profile can run alone; empty for a task that it cannot take apart.
+    """
+
     metrics: ClassVar[tuple[Metric, ...]]
+    trains_on: ClassVar[tuple[Stored, ...]] = ("features", "audio")
+    whole_utterances: ClassVar[bool] = False
     decodes: ClassVar[bool] = False
+    counts_classes: ClassVar[bool] = False
+    batch_size: ClassVar[int] = 16
+    presets: ClassVar[tuple[str, ...]] = ()
+    model_options: ClassVar[tuple[str, ...]] = ()
+    modules: ClassVar[tuple[str, ...]] = ()
+    #: Its name on the command line, given where it is registered.
+    name: ClassVar[str] = ""
+
+    @classmethod
+    def of_preset(cls, preset: Preset, given: Mapping[str, Any]) -> Task:
+        """Return the task with a preset's model, changed by the model options given."""
+        raise NotImplementedError(f"{cls.__name__} has presets, and makes nothing of them")
 
     @classmethod
     def record(cls) -> TaskRecord:
         """Return what run.json says of it, from which reports take their columns."""
         return TaskRecord(cls.metrics, cls.decodes)
+
+    @classmethod  # noqa: B027 - a task may need nothing
+    def check_data(cls, dataset: Dataset) -> None:
+        """Refuse data without what the task needs besides the shards.
+
+        Raises:
+            ConfigError, ShardError: names of classes or symbols that are missing, or other data's.
+        """
+
+    @abstractmethod
+    def make_model(self, data: TaskData) -> nn.Module:
+        """Return a model with initial weights, drawn from torch's random numbers, on the CPU."""
 
     @abstractmethod
     def loss(self, model: Any, batch: Batch) -> LossSum:
@@ -63,3 +161,34 @@ class Task(ABC):
     @abstractmethod
     def score(self, model: Any, batch: Batch) -> FrameScores:
         """Score a model in evaluation mode on a batch, without gradients."""
+
+    def stages(self, model: Any) -> tuple[Stage, ...]:
+        """Return the stages of the forward pass, the loss last; only of a task with `modules`."""
+        raise ConfigError(f"--task {self.name}: has no stages to be timed")
+
+    def model_facts(self) -> dict[str, Any]:
+        """Return what a profile says of the model besides its preset."""
+        return {}
+
+    def describe_data(self, data: TaskData) -> dict[str, Any]:
+        """Return what the model file says of the data; before training, lest what is missing be found after.
+
+        Raises:
+            ConfigError: as `check_data`.
+        """
+        return {**data.facts(), **data.facts_of_input()}
+
+    def save(self, run_dir: Path, model: Any, facts: dict[str, Any], counts: ClassCounts | None) -> None:
+        """Write the finished model with what its use needs; rank 0 alone.
+
+        Args:
+            run_dir: the file is RUN/model.safetensors.
+            model: trained.
+            facts: what `describe_data` gave.
+            counts: of the targets trained on, with `counts_classes`.
+
+        Raises:
+            RunError: the disk is full.
+        """
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        save_any_model(run_dir, model, {"task": self.name, "options": options, **facts})

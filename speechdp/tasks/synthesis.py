@@ -5,15 +5,24 @@ Legend: B batch, T frames, S symbols, N decoder steps of r frames, M mel bins, L
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from speechdp.data.loading.batch import IGNORED_TARGET, Batch
+from speechdp.data.shards.dataset import Dataset
+from speechdp.errors import ConfigError
+from speechdp.labels.symbols import symbols_of
+from speechdp.models.presets import Preset
+from speechdp.models.tacotron.config import TINY, TacotronConfig
 from speechdp.models.tacotron.model import Tacotron, TacotronOutput
-from speechdp.tasks.base import FrameScores, LossSum, Task
+from speechdp.tasks.base import LOSS, FrameScores, LossSum, Stage, Task, TaskData, Values
 from speechdp.tasks.metrics import ATTENTION_MAXIMUM, L1_ERROR, RECORDS
+from speechdp.tasks.model_file import ClassCounts, save_synthesis_model
 
 #: Width of the band that guided attention leaves free, as a share of the text (Tachibana et al. 2018, eq. 3).
 GUIDE_WIDTH = 0.2
@@ -95,11 +104,41 @@ class SynthesisTask(Task):
 
     Attributes:
         guided_attention: weight of the guide in the loss; 0: attention is left to itself, as in the paper.
+        sizes: of the model.
     """
 
     name = "synthesis"
     metrics = RECORDS["synthesis"].metrics
+    trains_on = ("spectrograms",)
+    whole_utterances = True
+    presets = ("tacotron-tiny", "tacotron-small", "tacotron")
+    model_options = ("dropout", "reduction", "decoder", "guided_attention")
+    modules = ("encoder", "decoder", "postproc")
+
     guided_attention: float = 0.0
+    sizes: TacotronConfig = TINY
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.guided_attention < float("inf"):
+            raise ConfigError(f"--guided-attention {self.guided_attention}: must not be negative")
+
+    @classmethod
+    def of_preset(cls, preset: Preset, given: Mapping[str, Any]) -> SynthesisTask:
+        """Return the task with a preset's sizes and guide, changed by those given."""
+        assert isinstance(preset.model, TacotronConfig)
+        sizes = dict(given)
+        return cls(sizes.pop("guided_attention", preset.guided_attention), replace(preset.model, **sizes))
+
+    @classmethod
+    def check_data(cls, dataset: Dataset) -> None:
+        """Refuse data without the symbols that texts are written in."""
+        symbols_of(dataset)
+
+    def make_model(self, data: TaskData) -> Tacotron:
+        """Return the Tacotron with initial weights."""
+        dataset = data.dataset
+        mel_dim, linear_dim = dataset.features.num_mel_bins, dataset.features.linear_dim
+        return Tacotron(dataset.num_classes, mel_dim, linear_dim, self.sizes)
 
     def loss(self, model: Tacotron, batch: Batch) -> LossSum:
         """Return the summed loss of a batch, teacher forced."""
@@ -121,6 +160,39 @@ class SynthesisTask(Task):
         sharpness = (output.attention.amax(2).cpu() * frames).sum()
         errors = (losses.mel + losses.linear).item()
         return FrameScores({L1_ERROR.key: errors, ATTENTION_MAXIMUM.key: sharpness.item()}, batch.num_frames)
+
+    def stages(self, model: Tacotron) -> tuple[Stage, ...]:
+        """Return encoder, decoder, post-processing net, and all parts of the loss."""
+
+        def encode(values: Values, batch: Batch) -> Values:
+            return {"memory": model.encode(batch.targets)}
+
+        def decode(values: Values, batch: Batch) -> Values:
+            taught = batch.features[:, :, : model.mel_dim]
+            decoded = model.decode(values["memory"], batch.targets, taught, batch.lengths)
+            return {"mel": decoded.mel, "stop": decoded.stop_logits, "attention": decoded.attention}
+
+        def postprocess(values: Values, batch: Batch) -> Values:
+            return {"linear": model.postproc(values["mel"], batch.lengths)}
+
+        def lose(values: Values, batch: Batch) -> Values:
+            output = TacotronOutput(values["mel"], values["linear"], values["stop"], values["attention"])
+            return {LOSS: synthesis_losses(output, batch, model).total(self.guided_attention)}
+
+        named = {"encoder": encode, "decoder": decode, "postproc": postprocess, "loss": lose}
+        return tuple(Stage(name, run) for name, run in named.items())
+
+    def model_facts(self) -> dict[str, Any]:
+        """Return how the decoder is computed, and how many frames a step makes."""
+        return {"decoder": self.sizes.decoder, "reduction": self.sizes.reduction}
+
+    def describe_data(self, data: TaskData) -> dict[str, Any]:
+        """Return what the model file says of the data, the symbols among it."""
+        return {**data.facts(), "symbols": symbols_of(data.dataset).to_dict()}
+
+    def save(self, run_dir: Path, model: Any, facts: dict[str, Any], counts: ClassCounts | None) -> None:
+        """Write the model with its symbols."""
+        save_synthesis_model(run_dir, model, facts)
 
     def _output(self, model: Tacotron, batch: Batch) -> TacotronOutput:
         output: TacotronOutput = model(batch.targets, batch.features[:, :, : model.mel_dim], batch.lengths)

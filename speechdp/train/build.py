@@ -35,7 +35,7 @@ from speechdp.process.notices import add_notice
 from speechdp.tasks.base import Task
 from speechdp.timing.timeline import Timeline
 from speechdp.train.evaluate import Evaluator
-from speechdp.train.models import make_model, make_task
+from speechdp.train.models import make_model
 from speechdp.train.scalars import Scalars
 from speechdp.train.session import Session
 from speechdp.train.tolerance import loss_notice
@@ -241,7 +241,7 @@ def build_trainer(
     strategy.attach(replica, comm, timeline)
     # From here on ranks draw different random numbers (dropout).
     torch.manual_seed(options.seed * 65_537 + comm.rank)
-    pulse, task = Pulse(), make_task(options)
+    pulse, task = Pulse(), options.make_task()
     parts = TrainingParts(
         task=task,
         model=model,

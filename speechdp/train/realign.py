@@ -18,7 +18,7 @@ from speechdp.labels.lexicon import Lexicon
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.process.ending import Stopped
-from speechdp.train.model_file import LoadedModel, load_model
+from speechdp.tasks.model_file import LoadedModel, load_model
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
 

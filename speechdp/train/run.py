@@ -33,7 +33,7 @@ from speechdp.train.build import (
     open_loader,
     training_ranks,
 )
-from speechdp.train.models import check_task, describe_data, make_model, make_task, save_trained
+from speechdp.train.models import check_task, describe_data, make_model, save_trained
 from speechdp.train.origin import origin_facts, start_facts
 from speechdp.train.sampling import sampled
 from speechdp.train.session import Session
@@ -237,8 +237,8 @@ def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
         "backend": session.comm.backend,
         "device": str(session.device.type),
         "seed": options.seed,
-        "task": options.task,
-        **make_task(options).record().to_json(),
+        "task": options.task_class.name,
+        **options.task_class.record().to_json(),
         "preset": options.preset_name,
         "num_parameters": _num_parameters(session, resolved),
         "fingerprint": options.fingerprint(),
@@ -266,7 +266,7 @@ def _conclude(
         write_timing(run.path, timing)
     parts.reporter.end()
     parts.pulse.beat("saving the model")
-    save_trained(session, sources.training, run.path, parts.model, origin)
+    save_trained(session, parts.task, sources.training, run.path, parts.model, origin)
     if comm.rank == 0:
         counters = trainer.counters
         facts = {"step": counters.step, "epochs": counters.epoch, "host": socket.gethostname()}

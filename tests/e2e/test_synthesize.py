@@ -15,7 +15,7 @@ from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.dataset import Dataset
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.options.prepare import PrepareOptions, SpeechOptions
-from speechdp.train.model_file import ClassCounts, save_model
+from speechdp.tasks.model_file import ClassCounts, save_model
 from tests.helpers.corpora import digit_folder, no_progress
 from tests.helpers.tiny_speech import write_tiny_speech
 from tests.helpers.untrained_speech import write_untrained_run

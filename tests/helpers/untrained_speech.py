@@ -10,7 +10,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.labels.symbols import SymbolInventory
 from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.models.tacotron.model import Tacotron
-from speechdp.train.model_file import save_synthesis_model
+from speechdp.tasks.model_file import save_synthesis_model
 
 SIZES = TacotronConfig(
     embedding_dim=8,

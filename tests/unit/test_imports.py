@@ -20,7 +20,7 @@ PACKAGE = Path(speechdp.__file__).parent
 ORDER = """
 exit_codes json_input
 errors
-files
+files extensions
 jsonl
 process
 ownership

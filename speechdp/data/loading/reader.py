@@ -111,7 +111,7 @@ class SplitReader(SplitSource):
         lengths = self._files.lengths(comm)
         self.times.facts |= {"stored": dataset.stored, "storage": self._files.storage}
         self.index = CorpusIndex.of_lengths(lengths)
-        self._has_texts = dataset.task == "synthesis"
+        self._has_texts = dataset.has_texts
         self._verified = np.zeros(len(self.index.num_frames), dtype=bool)
         self._is_disk_slow = False
         # Where each utterance begins, counted over all shards, and the first utterance of each shard.

@@ -23,8 +23,9 @@ MANIFEST_NAME = "data.json"
 SYMBOLS_NAME = "symbols.json"
 #: What data.json says of the alignment where there is none; such data are not trained on.
 UNALIGNED = "none"
-#: What a model is trained for.
+#: What data are prepared for; tasks from outside train on either kind.
 TaskName = Literal["acoustic", "synthesis"]
+TASK_OF: dict[Stored, TaskName] = {"features": "acoustic", "audio": "acoustic", "spectrograms": "synthesis"}
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,12 @@ class Dataset:
     @property
     def task(self) -> TaskName:
         """What a model can be trained for on these data."""
-        return "synthesis" if self.stored == "spectrograms" else "acoustic"
+        return TASK_OF[self.stored]
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether the targets of an utterance are the symbols of its text, not a class for each frame."""
+        return self.stored == "spectrograms"
 
     def shard_paths(self, split: str) -> list[Path]:
         """Return the shards of a split, in the order of data.json."""

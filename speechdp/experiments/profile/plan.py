@@ -14,8 +14,6 @@ from speechdp.options.recipe import find_recipe
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import parse_strategy
 
-#: Modules of each task's model, in the order of the forward pass.
-MODULES_OF_TASK = {"synthesis": ("encoder", "decoder", "postproc"), "acoustic": ("encoder", "output")}
 #: Kinds that are measured on the most ranks alone: what they are compared with is one another.
 _ON_MOST_RANKS = (BLOCKING, POOLED, FED)
 #: Steps between two stops of the blocking trainloader, twice: one stop to begin with is no picture.
@@ -77,11 +75,12 @@ class ProfilePlan:
 
     def kinds(self, options: TrainOptions) -> tuple[str, ...]:
         """Return the kinds of jobs, in the order of KINDS.  Raises ConfigError: not for this task."""
-        modules = MODULES_OF_TASK[options.task]
+        task = options.task_class
+        modules = task.modules
         for kind in self.only:
             if kind in MODULES and kind not in modules:
                 raise ConfigError(
-                    f"--only {kind}: a model of --task {options.task} has no {kind}, but {', '.join(modules)}"
+                    f"--only {kind}: a model of --task {task.name} has no {kind}, but {', '.join(modules)}"
                 )
         chosen = set(self.only) or {WEAK, *modules, POOLED}
         if not self.only and not options.batch.batch_frames:
@@ -138,6 +137,8 @@ def check_options(options: TrainOptions) -> None:
         )
     if options.max_steps:
         raise ConfigError("--max-steps does not apply to profile: use --steps")
+    if not options.task_class.modules:
+        raise ConfigError(f"--task {options.task_class.name}: declares no modules that profile could time")
     if options.realign:
         raise ConfigError("--realign does not apply to profile: it measures steps of one training")
     if options.batch.order == "blocking-sort":

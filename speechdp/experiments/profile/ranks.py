@@ -25,7 +25,7 @@ from speechdp.experiments.profile.common_start import begin_together
 from speechdp.experiments.profile.full_batches import FullBatches, no_whole_batch, whole_steps
 from speechdp.experiments.profile.measured import WHOLE, StepRecord
 from speechdp.experiments.profile.recording import write_facts, write_steps
-from speechdp.experiments.profile.steps import SingleModule, StageClock, StagedStep, stages_of
+from speechdp.experiments.profile.steps import SingleModule, StageClock, StagedStep
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import parse_strategy
 from speechdp.parallel.strategy import Progress
@@ -143,7 +143,7 @@ class _WholeSteps:
         self, parts: TrainingParts, clock: StageClock, loader: StepLoader, whole: FullBatches
     ) -> None:
         self._parts, self._clock, self._loader, self._whole = parts, clock, loader, whole
-        self._staged = StagedStep(stages_of(parts.task, parts.model), clock)
+        self._staged = StagedStep(parts.task.stages(parts.model), clock)
         self._frames = 0.0
         parts.strategy.resume()
 
@@ -195,7 +195,7 @@ class _ModuleAlone:
     """One module, forward and backward, with the same inputs at every step; nothing is exchanged."""
 
     def __init__(self, parts: TrainingParts, clock: StageClock, module: str, batch: Batch) -> None:
-        stages = stages_of(parts.task, parts.model)
+        stages = parts.task.stages(parts.model)
         if module not in [stage.name for stage in stages]:
             raise ConfigError(
                 f"profile: a model of task {parts.task.name} has no {module}; it has: "

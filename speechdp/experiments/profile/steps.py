@@ -7,39 +7,17 @@ parameters get the gradients they get from `task.loss(...).total.backward()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from speechdp.data.loading.batch import IGNORED_TARGET, Batch
+from speechdp.data.loading.batch import Batch
 from speechdp.experiments.profile.measured import BACKWARD, FORWARD, FunctionTime
-from speechdp.tasks.base import Task
-
-if TYPE_CHECKING:
-    from speechdp.models.lstm_am import LstmAcousticModel
-    from speechdp.tasks.synthesis import SynthesisTask
-
-#: Tensors by name: what stages before this one have put out, as leaves.
-Values = dict[str, Tensor]
-LOSS = "loss"
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A part of the forward pass.
-
-    Attributes:
-        name: as in a profile, e.g. "decoder".
-        run: computes named outputs from the outputs of the stages before, and the batch.
-    """
-
-    name: str
-    run: Callable[[Values, Batch], Values]
+from speechdp.tasks.base import LOSS, Stage, Values
 
 
 class StageClock:
@@ -84,56 +62,6 @@ class StageClock:
         functions = tuple(self._functions)
         self._functions.clear()
         return functions
-
-
-def stages_of(task: Task, model: nn.Module) -> tuple[Stage, ...]:
-    """Return the stages of a task's forward pass, the loss last."""
-    if task.name == "synthesis":
-        return _synthesis_stages(cast("SynthesisTask", task), model)
-    return _acoustic_stages(cast("LstmAcousticModel", model))
-
-
-def _acoustic_stages(model: LstmAcousticModel) -> tuple[Stage, ...]:
-    """The LSTM stack (with the choice of learnt frames), the output layer, cross-entropy."""
-
-    def encode(values: Values, batch: Batch) -> Values:
-        learnt = batch.targets != IGNORED_TARGET  # (B, T)
-        return {"encoded": model.encode(batch.features, batch.lengths)[learnt]}  # (frames, H)
-
-    def classify(values: Values, batch: Batch) -> Values:
-        return {"logits": model.output(values["encoded"])}  # (frames, C)
-
-    def lose(values: Values, batch: Batch) -> Values:
-        targets = batch.targets[batch.targets != IGNORED_TARGET]
-        return {LOSS: nn.functional.cross_entropy(values["logits"], targets, reduction="sum")}
-
-    return Stage("encoder", encode), Stage("output", classify), Stage("loss", lose)
-
-
-def _synthesis_stages(task: SynthesisTask, module: nn.Module) -> tuple[Stage, ...]:
-    """Encoder, decoder, post-processing net, and all parts of the loss."""
-    from speechdp.models.tacotron.model import Tacotron, TacotronOutput  # noqa: PLC0415 - of this task alone
-    from speechdp.tasks.synthesis import synthesis_losses  # noqa: PLC0415
-
-    model = cast("Tacotron", module)
-
-    def encode(values: Values, batch: Batch) -> Values:
-        return {"memory": model.encode(batch.targets)}
-
-    def decode(values: Values, batch: Batch) -> Values:
-        taught = batch.features[:, :, : model.mel_dim]
-        decoded = model.decode(values["memory"], batch.targets, taught, batch.lengths)
-        return {"mel": decoded.mel, "stop": decoded.stop_logits, "attention": decoded.attention}
-
-    def postprocess(values: Values, batch: Batch) -> Values:
-        return {"linear": model.postproc(values["mel"], batch.lengths)}
-
-    def lose(values: Values, batch: Batch) -> Values:
-        output = TacotronOutput(values["mel"], values["linear"], values["stop"], values["attention"])
-        return {LOSS: synthesis_losses(output, batch, model).total(task.guided_attention)}
-
-    named = {"encoder": encode, "decoder": decode, "postproc": postprocess, "loss": lose}
-    return tuple(Stage(name, run) for name, run in named.items())
 
 
 @dataclass(frozen=True)

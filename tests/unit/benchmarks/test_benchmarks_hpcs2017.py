@@ -25,8 +25,8 @@ from speechdp.parallel.period import Period
 from speechdp.parallel.strategy import Progress
 from speechdp.strategies.model_averaging import ModelAveraging
 from speechdp.tasks.acoustic import AcousticTask
+from speechdp.tasks.model_file import ClassCounts, load_model, save_model
 from speechdp.train.build import make_replica
-from speechdp.train.model_file import ClassCounts, load_model, save_model
 from speechdp.train.models import make_acoustic_model
 from tests.helpers.options import options_with
 from tests.helpers.tiny_data import write_tiny_data

@@ -15,7 +15,7 @@ import speechdp
 from speechdp.checkpoint.state import load_checkpoint
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.errors import RunError
-from speechdp.train.model_file import load_model
+from speechdp.tasks.model_file import load_model
 
 PACKAGE = Path(speechdp.__file__).parent
 #: Calls by the last parts of their name, and what is wrong with them.

@@ -14,7 +14,7 @@ from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.errors import RunError
 from speechdp.synthesis.generate import GenerateOptions, Synthesiser
 from speechdp.synthesis.held_out import EvaluationRequest, evaluate_split
-from speechdp.train.model_file import load_synthesis_model
+from speechdp.tasks.model_file import load_synthesis_model
 from tests.helpers.oracle import Spoken, oracle, write_dataset
 from tests.helpers.tiny_data import TinySizes
 from tests.helpers.tiny_speech import write_tiny_speech

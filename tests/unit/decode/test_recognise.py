@@ -168,7 +168,7 @@ def test_command_prints_the_error_rate_and_the_file(
         trained.model.to(device)
         return trained
 
-    monkeypatch.setattr("speechdp.train.model_file.load_model", load_model)
+    monkeypatch.setattr("speechdp.tasks.model_file.load_model", load_model)
     run_dir = tmp_path / "run"
     assert (
         DecodeCommand(run_dir, dataset.path, grammar="word-loop", backend="serial", device="cpu").run() == 0

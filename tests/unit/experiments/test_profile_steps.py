@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from speechdp.data.loading.batch import IGNORED_TARGET, Batch
-from speechdp.experiments.profile.steps import SingleModule, StageClock, StagedStep, stages_of
+from speechdp.experiments.profile.steps import SingleModule, StageClock, StagedStep
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.models.tacotron.model import Tacotron
@@ -75,7 +75,7 @@ def test_its_gradients_are_those_of_the_plain_step(name: str) -> None:
     expected = gradients(model)
     model.zero_grad(set_to_none=True)
     torch.manual_seed(5)
-    staged = StagedStep(stages_of(task, model), StageClock(CPU))
+    staged = StagedStep(task.stages(model), StageClock(CPU))
     loss = staged.forward(batch)
     staged.backward()
     torch.testing.assert_close(loss, plain.total.detach(), rtol=TOLERANCE, atol=0)
@@ -88,7 +88,7 @@ def test_its_gradients_are_those_of_the_plain_step(name: str) -> None:
 def test_every_function_is_noted_forward_then_backward() -> None:
     task, model, batch = synthesis_case("fast")
     clock = StageClock(CPU)
-    staged = StagedStep(stages_of(task, model), clock)
+    staged = StagedStep(task.stages(model), clock)
     begin_s = clock.now()
     staged.forward(batch)
     staged.backward()
@@ -122,7 +122,7 @@ def test_times_count_from_the_common_start() -> None:
 def test_a_module_alone_touches_its_own_parameters_only(module: str) -> None:
     task, model, batch = synthesis_case("fast")
     clock = StageClock(CPU)
-    single = SingleModule(stages_of(task, model), module, batch, clock)
+    single = SingleModule(task.stages(model), module, batch, clock)
     model.zero_grad(set_to_none=True)
     clock.take()
     single.step()
@@ -135,7 +135,7 @@ def test_a_module_alone_touches_its_own_parameters_only(module: str) -> None:
 def test_a_module_alone_does_the_same_work_at_every_step() -> None:
     task, model, batch = acoustic_case()
     model.eval()  # no dropout: the same masks at every step
-    single = SingleModule(stages_of(task, model), "encoder", batch, StageClock(CPU))
+    single = SingleModule(task.stages(model), "encoder", batch, StageClock(CPU))
     found = []
     for _ in range(2):
         model.zero_grad(set_to_none=True)
@@ -147,10 +147,10 @@ def test_a_module_alone_does_the_same_work_at_every_step() -> None:
 
 def test_outputs_the_loss_does_not_reach_are_not_driven() -> None:
     task, model, batch = synthesis_case("fast", guided_attention=0.0)
-    single = SingleModule(stages_of(task, model), "decoder", batch, StageClock(CPU))
+    single = SingleModule(task.stages(model), "decoder", batch, StageClock(CPU))
     assert set(single._gradients) == {"mel", "stop"}
 
 
 def test_the_stages_of_an_acoustic_model() -> None:
     task, model, _ = acoustic_case()
-    assert [stage.name for stage in stages_of(task, model)] == ["encoder", "output", "loss"]
+    assert [stage.name for stage in task.stages(model)] == ["encoder", "output", "loss"]

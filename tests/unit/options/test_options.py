@@ -11,18 +11,32 @@ import pytest
 
 from speechdp.data.plan.epoch_plan import PlanOptions
 from speechdp.errors import ConfigError
+from speechdp.models.lstm_am import LstmConfig
 from speechdp.models.presets import PRESETS
+from speechdp.models.tacotron import config as tacotron
 from speechdp.options.batch import BatchOptions
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.tasks.acoustic import AcousticTask
+from speechdp.tasks.synthesis import SynthesisTask
 from tests.helpers.options import options_with
 
 
+def _sizes(model: ModelOptions) -> LstmConfig:
+    task = TrainOptions(model).make_task()
+    assert isinstance(task, AcousticTask)
+    return task.sizes
+
+
 def test_presets_are_changed_option_by_option() -> None:
-    assert ModelOptions().lstm() == PRESETS["tiny"].model
-    changed = ModelOptions("swb2000", cells=64, dropout=0.0, bottleneck=0).lstm()
+    assert _sizes(ModelOptions()) == PRESETS["tiny"].model
+    changed = _sizes(ModelOptions("swb2000", cells=64, dropout=0.0, bottleneck=0))
     assert changed == dataclasses.replace(PRESETS["swb2000"].model, cells=64, bottleneck=0)
-    assert not ModelOptions(bidirectional=False).lstm().bidirectional
+    assert not _sizes(ModelOptions(bidirectional=False)).bidirectional
+    guided = TrainOptions(ModelOptions("tacotron", guided_attention=0.5, reduction=3), task="synthesis")
+    sizes = dataclasses.replace(tacotron.PAPER, reduction=3)
+    assert guided.make_task() == SynthesisTask(0.5, sizes)
+    assert TrainOptions(task="synthesis").make_task() == SynthesisTask(1.0, tacotron.TINY)
 
 
 def test_batches_come_from_the_preset_unless_given() -> None:

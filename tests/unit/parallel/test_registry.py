@@ -10,14 +10,13 @@ import pytest
 
 import speechdp
 from speechdp.errors import ConfigError
-from speechdp.parallel import registry
-from speechdp.parallel.registry import describe, parse_strategy, strategy_names
+from speechdp.parallel.registry import STRATEGIES, describe, parse_strategy, strategy_names
 from speechdp.strategies.model_averaging import ModelAveraging
 
 
 @pytest.fixture(autouse=True)
 def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(registry, "_REGISTERED", {})
+    monkeypatch.setattr(STRATEGIES, "registered", {})
     yield
 
 
@@ -35,7 +34,7 @@ class Other(ModelAveraging):
 
 def offered(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     """Have an installed package offer a strategy."""
-    installed = {registry.ENTRY_POINTS: [metadata.EntryPoint(name, value, registry.ENTRY_POINTS)]}
+    installed = {STRATEGIES.group: [metadata.EntryPoint(name, value, STRATEGIES.group)]}
     monkeypatch.setattr(metadata, "entry_points", lambda group: installed.get(group, []))
 
 

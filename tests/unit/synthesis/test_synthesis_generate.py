@@ -17,7 +17,7 @@ from speechdp.models.tacotron.model import Generated
 from speechdp.synthesis.generate import MAX_SYMBOLS, GenerateOptions, Synthesiser, write_wav
 from speechdp.synthesis.pictures import draw_picture
 from speechdp.synthesis.showcase import picture_of
-from speechdp.train.model_file import load_synthesis_model
+from speechdp.tasks.model_file import load_synthesis_model
 from tests.helpers.corpora import tone
 from tests.helpers.tiny_speech import write_tiny_speech
 from tests.helpers.untrained_speech import SIZES, write_untrained_run

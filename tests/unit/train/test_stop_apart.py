@@ -18,7 +18,7 @@ from speechdp.options.batch import BatchOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.process.ending import Stopped
-from speechdp.train.model_file import load_model
+from speechdp.tasks.model_file import load_model
 from speechdp.train.realign import align
 from speechdp.train.run import train_run
 from speechdp.train.session import Session

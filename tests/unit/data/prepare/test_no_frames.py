@@ -22,7 +22,7 @@ from speechdp.options.prepare import KaldiOptions, PrepareOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.synthesis.generate import GenerateOptions, Synthesiser
 from speechdp.synthesis.held_out import EvaluationRequest, evaluate_split
-from speechdp.train.model_file import load_model, load_synthesis_model
+from speechdp.tasks.model_file import load_model, load_synthesis_model
 from speechdp.train.realign import train_with_realignment
 from speechdp.train.session import Session
 from tests.helpers.corpora import digit_folder, no_progress, write_tone

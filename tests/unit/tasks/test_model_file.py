@@ -14,7 +14,7 @@ import torch
 from speechdp.errors import RunError
 from speechdp.labels.hmm import log_priors, self_loop_probabilities
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
-from speechdp.train.model_file import ClassCounts, load_model, save_model
+from speechdp.tasks.model_file import ClassCounts, load_model, save_model
 from tests.helpers.faulty_disk import faulty_disk, full
 
 CPU = torch.device("cpu")

@@ -111,6 +111,11 @@ def save_synthesis_model(run_dir: Path, model: Tacotron, facts: dict[str, Any]) 
     return _save(run_dir, model, {**sizes, **facts}, {})
 
 
+def save_any_model(run_dir: Path, model: nn.Module, facts: dict[str, Any]) -> Path:
+    """Write RUN/model.safetensors of a task from outside: weights `model.NAME`, and `facts` in the header."""
+    return _save(run_dir, model, facts, {})
+
+
 def _save(run_dir: Path, model: nn.Module, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
     path = run_dir / MODEL_NAME
     weights = {f"model.{name}": value.detach().cpu().clone() for name, value in model.state_dict().items()}
@@ -132,8 +137,7 @@ def load_model(run_dir: Path, device: torch.device) -> LoadedModel:
         RunError: missing, damaged or of another version.
     """
     with _reading(run_dir) as file:
-        if file.head.get("task", "acoustic") != "acoustic":
-            raise RunError(f"{file.path}: is a synthesis model; use it with speechdp synthesize")
+        _check_task(file, "acoustic")
         head = file.head
         config = LstmConfig(**head["lstm"])
         model = file.built(lambda: LstmAcousticModel(head["feature_dim"], head["num_classes"], config))
@@ -155,8 +159,7 @@ def load_synthesis_model(run_dir: Path, device: torch.device) -> LoadedSynthesis
     """
     with _reading(run_dir) as file:
         head = file.head
-        if head.get("task", "acoustic") != "synthesis":
-            raise RunError(f"{file.path}: is an acoustic model; use it with speechdp decode")
+        _check_task(file, "synthesis")
         config = TacotronConfig(**head["tacotron"])
         sizes = (head["num_symbols"], head["mel_dim"], head["linear_dim"])
         model = file.built(lambda: Tacotron(*sizes, config))
@@ -195,6 +198,21 @@ class _ModelFile:
         if expected != shapes:
             raise ValueError("its weights do not have the sizes of its head")
         return make()
+
+
+#: What uses the models of a task.
+_USES = {
+    "acoustic": "an acoustic model; use it with speechdp decode",
+    "synthesis": "a synthesis model; use it with speechdp synthesize",
+}
+
+
+def _check_task(file: _ModelFile, expected: str) -> None:
+    """Refuse another task's model.  Raises RunError."""
+    task = file.head.get("task", "acoustic")
+    if task != expected:
+        own = f"a model of --task {task}; load it with safetensors, in a program of that task's"
+        raise RunError(f"{file.path}: is {_USES.get(str(task), own)}")
 
 
 def _numbers(head: dict[str, Any]) -> Iterator[int]:

@@ -1,0 +1,136 @@
+"""Find tasks by name, and make them from `NAME:option=value,...`.
+
+Others register a class of their own with `task`, offer it by an entry point of the group `speechdp.tasks`, or
+name it as MODULE:CLASS.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from speechdp.errors import ConfigError
+from speechdp.extensions import ExtensionPoint, read_options
+from speechdp.tasks.base import Task
+
+_Class = TypeVar("_Class", bound=type[Task])
+#: Ours, by name: imported when they are used, which takes their models' time.
+_OURS = {
+    "acoustic": ("speechdp.tasks.acoustic", "AcousticTask"),
+    "synthesis": ("speechdp.tasks.synthesis", "SynthesisTask"),
+}
+
+
+def _check_declared(where: str, cls: type[Task]) -> None:
+    """Refuse a class that lacks what every task declares.  Raises ConfigError."""
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    metrics = getattr(cls, "metrics", ())
+    if not metrics:
+        missing.append("metrics")
+    if missing:
+        raise ConfigError(f"{where}: {cls.__name__} has no {', no '.join(missing)}")
+    keys = [metric.key for metric in metrics]
+    if len(set(keys)) < len(keys) or not all(key.isidentifier() for key in keys):
+        raise ConfigError(
+            f"{where}: the keys of metrics are different words, not {', '.join(map(repr, keys))}"
+        )
+
+
+#: All tasks; packages offer theirs by the entry points of this group.
+TASKS = ExtensionPoint[Task]("task", "speechdp.tasks", Task, _OURS.keys, "name", _check_declared)
+
+
+def task(name: str) -> Callable[[_Class], _Class]:
+    """Return a decorator that registers a task class under a name of its own.
+
+    Args:
+        name: letters, digits and underscores, as `--task` takes it.
+
+    Raises:
+        ConfigError: the class is no task, or the name is none or another task's.
+
+    Example::
+
+        @speechdp.task("speaker")
+        @dataclasses.dataclass(frozen=True)
+        class SpeakerTask(Task):
+            width: int = 64
+            ...
+    """
+
+    def register(cls: _Class) -> _Class:
+        TASKS.register(name, cls)
+        return cls
+
+    return register
+
+
+def task_names() -> list[str]:
+    """Return the names of all tasks, sorted: ours, registered ones, those of installed packages."""
+    return TASKS.names()
+
+
+def own_task_with(model_option: str) -> str:
+    """Return the first of our tasks whose model has an option of `--help`'s group "model"."""
+    return next(name for name in _OURS if model_option in task_class(name).model_options)
+
+
+def task_class(text: str) -> type[Task]:
+    """Return the class of `NAME` or `MODULE:CLASS`, with options behind it or without.
+
+    Raises:
+        ConfigError: there is none, or its module cannot be used.
+    """
+    return _find(text)[0]
+
+
+def task_options(text: str) -> dict[str, Any]:
+    """Return the options behind a task's name.
+
+    Raises:
+        ConfigError: as `task_class`; an option that the task does not have, or a value that does not fit.
+    """
+    cls, rest = _find(text)
+    if cls.presets and rest:
+        raise ConfigError(f"--task {text}: write --task {cls.name}, and its options as --preset and so on")
+    return read_options(cls.name, cls, rest, kind="task")
+
+
+def _find(text: str) -> tuple[type[Task], str]:
+    """Return a task's class and the text of its options."""
+    name, _, rest = text.partition(":")
+    if name in _OURS:
+        module, attribute = _OURS[name]
+        found: type[Task] = getattr(importlib.import_module(module), attribute)
+        return found, rest
+    class_name, _, behind = rest.partition(":")
+    if class_name and all(part.isidentifier() for part in class_name.split(".")):
+        return _imported(name, class_name), behind
+    return TASKS.find(name), rest
+
+
+def _imported(module: str, class_name: str) -> type[Task]:
+    """Import the class MODULE:CLASS; modules of the folder worked in are found, too."""
+    where = f"--task {module}:{class_name}"
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    try:
+        found: Any = importlib.import_module(module)
+        for part in class_name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{where}: cannot be imported ({reason}); the module has to be found on every host"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Task) and dataclasses.is_dataclass(found)):
+        raise ConfigError(f"{where}: is no dataclass derived from speechdp.tasks.base.Task")
+    if "name" not in vars(found):
+        found.name = f"{module}:{class_name}"
+    _check_declared(where, found)
+    return found
