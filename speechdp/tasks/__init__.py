@@ -1,1 +1,1 @@
-"""What a model is trained for: loss, evaluation, which batches."""
+"""What a model is trained for: model, loss, metrics, stages for the profile, file of the finished model."""

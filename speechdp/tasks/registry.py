@@ -27,12 +27,14 @@ _OURS = {
 
 def _check_declared(where: str, cls: type[Task]) -> None:
     """Refuse a class that lacks what every task declares.  Raises ConfigError."""
-    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    missing = sorted(cls.__abstractmethods__)
     metrics = getattr(cls, "metrics", ())
     if not metrics:
         missing.append("metrics")
     if missing:
         raise ConfigError(f"{where}: {cls.__name__} has no {', no '.join(missing)}")
+    if "spectrograms" in cls.trains_on and not cls.whole_utterances:
+        raise ConfigError(f"{where}: texts belong to whole utterances; declare whole_utterances = True")
     keys = [metric.key for metric in metrics]
     if len(set(keys)) < len(keys) or not all(key.isidentifier() for key in keys):
         raise ConfigError(

@@ -15,6 +15,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.loss_tolerance import in_shares
 from speechdp.data.loading.source import Pending, SplitSource
 from speechdp.data.plan.epoch_plan import PlanOptions, RankPlan, plan_epoch
+from speechdp.errors import RunError
 from speechdp.parallel.replica import Replica
 from speechdp.tasks.base import FrameScores, Task
 from speechdp.watchdog.progress_beats import Pulse
@@ -75,7 +76,11 @@ class Evaluator:
         return plan_epoch(self._source.index, self._larger, epoch=0, size=num_shares).ranks[share]
 
     def evaluate(self, model: nn.Module, task: Task) -> HeldOutScores:
-        """Score `model` on the whole split.  Collective; the same figures on every rank."""
+        """Score `model` on the whole split.  Collective; the same figures on every rank.
+
+        Raises:
+            RunError: the task has scored no frame.
+        """
         return in_shares(self._comm, lambda *share: self._evaluate(model, task, share))
 
     def _evaluate(self, model: nn.Module, task: Task, share: tuple[int, int]) -> HeldOutScores:
@@ -94,6 +99,8 @@ class Evaluator:
         # One float64 vector: exact for any number of frames, and one message.
         total = self._comm.allreduce(torch.from_numpy(sums), name="held_out")
         frames, *values = total.tolist()
+        if frames == 0:
+            raise RunError("no frame of the held-out split was scored; choose another one with --held-out")
         means = {key: value / frames for key, value in zip(keys, values, strict=True)}
         return HeldOutScores(means, int(frames), task.metrics[0].score(means[keys[0]]))
 

@@ -71,23 +71,43 @@ def test_few_lines_differ_from_plain_pytorch() -> None:
     assert len(added) <= 7, added
 
 
-def test_a_strategy_of_an_installed_package_is_used_by_name(tmp_path: Path) -> None:
+def installed(example: str, tmp_path: Path) -> dict[str, str]:
+    """Install an example package in a folder; return the environment that finds it."""
     source, site = tmp_path / "source", tmp_path / "site"
-    shutil.copytree(REPOSITORY / "examples" / "own_strategy", source)
+    shutil.copytree(REPOSITORY / "examples" / example, source)
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation",
          "--target", site, source],
         check=True, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
+    return {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{site}"}
+
+
+def test_a_strategy_of_an_installed_package_is_used_by_name(tmp_path: Path) -> None:
+    environment = installed("own_strategy", tmp_path)
     data, run = tmp_path / "data", tmp_path / "run"
     write_tiny_data(data, TinySizes(train=48, dev=4, test=4))
     strategy = "growing_averaging:period=1,stay=1,longest=4"
     options = (*TINY_MODEL, "--batch-size", "2", "--epochs", "1", "--backend", "mpi")
-    ended = run_job(
-        by_launch(2, "train", data, run, *options, "--strategy", strategy),
-        env={"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{site}"},
-    )
+    ended = run_job(by_launch(2, "train", data, run, *options, "--strategy", strategy), env=environment)
     assert ended.exit_code == 0, ended.output
     assert json.loads((run / "run.json").read_text())["strategy_name"] == "growing_averaging"
     refused = run_job(by_launch(2, "train", data, tmp_path / "other", *options, "--strategy", strategy))
     assert refused.exit_code != 0 and "unknown strategy 'growing_averaging'" in refused.output
+
+
+def test_a_task_of_an_installed_package_is_trained_and_reported_by_name(tmp_path: Path) -> None:
+    environment = installed("own_task", tmp_path)
+    data, run = tmp_path / "data", tmp_path / "run"
+    write_tiny_data(data, TinySizes(train=48, dev=4, test=4))
+    options = ("--batch-size", "2", "--epochs", "2", "--backend", "mpi")
+    task = ("--task", "predictive_coding:width=8")
+    ended = run_job(by_launch(2, "train", data, run, *options, *task), env=environment)
+    assert ended.exit_code == 0 and "prediction error 0." in ended.output, ended.output
+    settings = json.loads((run / "run.json").read_text())
+    assert (settings["task"], settings["metrics"][0]["higher_is_better"]) == ("predictive_coding", False)
+    # The report needs no package: runs say what they were judged by.
+    reported = run_job([sys.executable, "-m", "speechdp", "report", str(run)])
+    assert reported.exit_code == 0 and "prediction error" in reported.output, reported.output
+    refused = run_job(by_launch(2, "train", data, tmp_path / "other", *options, *task))
+    assert refused.exit_code != 0 and "unknown task 'predictive_coding'" in refused.output

@@ -1,0 +1,223 @@
+"""Tasks from outside the package: registered in a script, named as MODULE:CLASS, or offered by a package."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import speechdp
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.shards.dataset import Dataset
+from speechdp.errors import ConfigError, RunError
+from speechdp.models.lstm_am import LstmConfig
+from speechdp.options.batch import BatchOptions
+from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.report.runs.folders import read_run
+from speechdp.report.sweep.report import write_report
+from speechdp.tasks.acoustic import AcousticTask
+from speechdp.tasks.base import Task
+from speechdp.tasks.metrics import FRAME_ACCURACY, LOG_PROB
+from speechdp.tasks.model_file import load_model
+from speechdp.tasks.registry import TASKS, task_class, task_names, task_options
+from speechdp.train.run import train_run
+from speechdp.train.session import Session
+from tests.helpers.mpi import REPOSITORY
+from tests.helpers.tiny_data import TinySizes, write_tiny_data
+from tests.helpers.tiny_speech import write_tiny_speech
+
+CPU = torch.device("cpu")
+OWN = "predictive_coding:PredictiveCoding"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TASKS, "registered", {})
+    monkeypatch.delitem(sys.modules, "predictive_coding", raising=False)  # with the name a test has given
+    monkeypatch.syspath_prepend(REPOSITORY / "examples" / "own_task")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outside(AcousticTask):
+    """As ours, with an option of its own and no presets."""
+
+    presets = ()
+    model_options = ()
+    smoothing: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Unjudged(AcousticTask):
+    """Declares no metrics."""
+
+    metrics = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Ambiguous(AcousticTask):
+    """Declares two metrics under one key."""
+
+    metrics = (LOG_PROB, dataclasses.replace(FRAME_ACCURACY, key="log_prob"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cutting(AcousticTask):
+    """Would learn parts of utterances of which only the whole text is known."""
+
+    trains_on = ("spectrograms",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Halved(Task):
+    """Leaves out what a task has to do."""
+
+    metrics = (LOG_PROB,)
+
+
+def test_a_registered_class_is_used_by_its_name_with_its_options() -> None:
+    assert speechdp.task("outside")(Outside) is Outside
+    assert task_names() == ["acoustic", "outside", "synthesis"]
+    task = TrainOptions(task="outside:smoothing=0.5").make_task()
+    assert task == Outside(smoothing=0.5) and task.name == "outside"
+    assert TrainOptions(task="outside").preset_name == "outside"
+
+
+@pytest.mark.parametrize("name", ["acoustic", "taken", "not a name", ""])
+def test_a_name_that_is_taken_or_none_is_refused(name: str) -> None:
+    speechdp.task("taken")(dataclasses.make_dataclass("Taken", [], bases=(Outside,), frozen=True))
+    with pytest.raises(ConfigError, match=f"task {name!r}"):
+        speechdp.task(name)(Outside)
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (int, "is no dataclass derived from Task"),
+        (AcousticTask, "AcousticTask has a name already; derive a class from it"),
+        (Unjudged, "Unjudged has no metrics"),
+        (Halved, "Halved has no loss, no make_model, no score"),
+        (Cutting, "texts belong to whole utterances; declare whole_utterances"),
+        (Ambiguous, "keys of metrics are different words, not 'log_prob', 'log_prob'"),
+    ],
+)
+def test_a_class_that_is_no_task_is_refused(cls: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"task 'other': .*{message}"):
+        speechdp.task("other")(cls)
+    assert "other" not in task_names()
+
+
+def test_an_installed_package_offers_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = metadata.EntryPoint("coding", OWN, TASKS.group)
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [offered] if group == TASKS.group else [])
+    assert "coding" in task_names()
+    assert task_class("coding").name == "coding" and task_options("coding:ahead=2") == {"ahead": 2}
+
+
+def test_a_module_of_the_folder_worked_in_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (
+        "from dataclasses import dataclass",
+        "from speechdp.tasks.acoustic import AcousticTask",
+        "@dataclass(frozen=True)",
+        "class Mine(AcousticTask):",
+        "    pass",
+    )
+    (tmp_path / "beside.py").write_text("\n".join(lines))
+    monkeypatch.setattr(sys, "path", [str(REPOSITORY)])
+    monkeypatch.chdir(tmp_path)
+    options = TrainOptions(ModelOptions(cells=7), task="beside:Mine")
+    assert options.task_class.name == "beside:Mine" and options.preset_name == "tiny"
+    assert options.make_task().sizes.cells == 7  # type: ignore[attr-defined]
+    sys.modules.pop("beside")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing", "unknown task 'nothing'; there are: acoustic, synthesis"),
+        ("no_such_module:Task", "--task no_such_module:Task: cannot be imported (No module named"),
+        ("predictive_coding:Nothing", "--task predictive_coding:Nothing: cannot be imported (module"),
+        ("predictive_coding:Predictor", "is no dataclass derived from speechdp.tasks.base.Task"),
+        (f"{OWN}:depth=3", f"task {OWN} has no option 'depth'; it has: ahead, width"),
+        (f"{OWN}:ahead=x", f"{OWN}:ahead='x': write a whole number"),
+        (f"{OWN}:ahead=0", "ahead and width are at least 1"),
+        ("synthesis:reduction=3", "write --task synthesis, and its options as --preset and so on"),
+    ],
+)
+def test_what_is_no_task_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        TrainOptions(task=text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": ModelOptions(layers=2)}, f"--layers goes with --task acoustic, not with --task {OWN}"),
+        ({"model": ModelOptions("tiny")}, f"--preset tiny: --task {OWN} has no presets; leave it out"),
+        ({"realign": 1}, f"--realign: not with --task {OWN}, whose models cannot align"),
+    ],
+)
+def test_options_of_other_tasks_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        TrainOptions(task=OWN, **changes)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return write_tiny_data(tmp_path_factory.mktemp("own") / "data", TinySizes(train=24, dev=6))
+
+
+def test_an_own_task_is_trained_judged_saved_and_reported(dataset: Dataset, tmp_path: Path) -> None:
+    options = TrainOptions(
+        batch=BatchOptions(batch_size=4), task=f"{OWN}:width=8", strategy="model_averaging:period=2", epochs=3
+    )
+    run_dir = tmp_path / "run"
+    run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, run_dir))
+
+    settings = json.loads((run_dir / "run.json").read_text())
+    assert (settings["task"], settings["preset"], settings["decodes"]) == (OWN, OWN, False)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    errors = [line["heldout_prediction_error"] for line in lines]
+    assert len(errors) == 3 and errors[2] < errors[0]
+    assert all(0 < line["heldout_close_share"] < 1 and "heldout_log_prob" not in line for line in lines)
+    num_frames = dataset.num_frames("dev") - 3 * dataset.num_utterances("dev")
+    assert {line["heldout_frames"] for line in lines} == {num_frames}
+
+    evaluation = read_run(run_dir).evaluations[-1]
+    assert evaluation.score == -errors[2] and evaluation.values["prediction_error"] == errors[2]
+    report = write_report(run_dir, target=errors[1])
+    assert "prediction error" in report.html.read_text()
+    assert "heldout_prediction_error" in report.csv.read_text().splitlines()[0]
+
+    weights = safetensors.torch.load_file(run_dir / "model.safetensors")
+    assert weights["model.output.weight"].shape == (dataset.feature_dim, 8)
+    with safetensors.safe_open(str(run_dir / "model.safetensors"), framework="pt") as file:
+        head = json.loads(file.metadata()["speechdp"])
+    assert (head["task"], head["options"]) == (OWN, {"ahead": 3, "width": 8})
+    assert head["data_checksum"] == dataset.checksum
+    with pytest.raises(RunError, match=f"is a model of --task {OWN}"):
+        load_model(run_dir, CPU)
+
+
+def test_data_of_another_kind_are_refused(tmp_path: Path) -> None:
+    speech = write_tiny_speech(tmp_path / "data", TinySizes(4, 2, 2))
+    options = TrainOptions(task=OWN)
+    with pytest.raises(ConfigError, match="was prepared for --task synthesis, not predictive_coding"):
+        run_threads(1, lambda comm: train_run(Session(speech, comm, CPU), options, tmp_path / "run"))
+
+
+def test_a_run_that_can_score_nothing_ends_in_a_line(dataset: Dataset, tmp_path: Path) -> None:
+    options = TrainOptions(task=f"{OWN}:ahead=10000,width=2", epochs=1)
+    with pytest.raises(RunError, match="no frame of the held-out split was scored"):
+        run_threads(1, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path / "run"))
+
+
+def test_ours_are_made_of_their_presets() -> None:
+    assert TrainOptions().make_task() == AcousticTask(LstmConfig(2, 128, True, dropout=0.4))
