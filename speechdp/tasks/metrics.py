@@ -26,7 +26,7 @@ class Metric:
         tolerance: a model that is worse than the best by no more than this is as accurate, in the unit as it
             is recorded; as a share of the best where `tolerance_is_relative`.
         limit: what no model reaches, None for none; a target has to be on this side of it.
-        symbol: stands before a number in a sentence, e.g. "L1".
+        symbol: stands before a number in a sentence, e.g. "L1"; empty: the name, with units that say little.
         decimals: digits shown after the point.
     """
 
@@ -71,7 +71,12 @@ class Metric:
 
     def with_unit(self, value: float) -> str:
         """Write a recorded value: `-0.407 nats/frame`, `L1 0.1233 per frame`."""
-        return " ".join(filter(None, (self.symbol, self.number(value), self.unit)))
+        return self.labelled(self.number(value))
+
+    def labelled(self, number: str) -> str:
+        """Put a number between what it is called, where its unit does not say enough, and its unit."""
+        is_vague = self.unit in ("", PERCENT, "per frame")
+        return " ".join(filter(None, (self.symbol or (self.name if is_vague else ""), number, self.unit)))
 
 
 LOG_PROB = Metric(

@@ -50,19 +50,16 @@ class Terms:
 
     def with_unit(self, score: float | None) -> str:
         """Write the figure so that it can stand in a sentence: `−0.407 nats/frame`, `L1 0.1233 per frame`."""
-        return self._with_unit(self.number(score))
-
-    def _with_unit(self, number: str) -> str:
-        return " ".join(filter(None, (self.metric.symbol, number, self.metric.unit)))
+        return self.metric.labelled(self.number(score))
 
     def gap(self, score: float, best: float) -> str:
         """Write how much worse a figure is than the best: `0.054 nats/frame below the best`."""
         side = "above" if self.falls else "below"
-        return f"{self._with_unit(self.metric.number(best - score))} {side} the {self.best}"
+        return f"{self.metric.labelled(self.metric.number(best - score))} {side} the {self.best}"
 
     def gain(self, value: float) -> str:
         """Write by how much a figure has become better: `+0.012 nats/frame`."""
-        return self._with_unit(f"{formatting.MINUS if self.falls else '+'}{self.metric.number(value)}")
+        return self.metric.labelled(f"{formatting.MINUS if self.falls else '+'}{self.metric.number(value)}")
 
     def tolerance(self) -> str:
         """Write how far from the best a model is as accurate: `0.02 nats/frame`, `2 %`."""

@@ -45,7 +45,8 @@ def metrics_note(runs: Sequence[RunResult]) -> str:
     if terms.task.decodes:
         return ""
     meanings = "; ".join(f"{metric.name}: {metric.meaning.rstrip('.')}" for metric in terms.task.metrics)
-    return f"{meanings}. A run keeps the accuracy within {terms.tolerance()} of the {terms.best}."
+    near = f"A run keeps the accuracy within {terms.tolerance()} of the {terms.best}."
+    return f"{formatting.capital(meanings)}. {near}"
 
 
 def last_gain(row: RunFigures) -> float | None:

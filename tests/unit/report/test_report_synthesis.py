@@ -129,10 +129,10 @@ def _own_sweep(out: Path) -> Path:
 def test_a_task_from_outside_is_reported_by_what_its_runs_recorded(tmp_path: Path) -> None:
     report = write_report(_own_sweep(tmp_path / "sweep"), target=0.5)
     printed, answer = _printed(report), " ".join(report.answer)
-    assert "hits" in printed and "60.2" in printed and "until 50.0 % on held-out data" in printed
+    assert "hits" in printed and "60.2" in printed and "until hit rate 50.0 % on held-out data" in printed
     assert not re.search("log-prob|nats|WER|decoded", printed + answer)
-    assert "with 59.3 %" in report.answer[0]  # period 16, within 3 points of the best
-    assert "hit rate: Frames found. A run keeps the accuracy within 3 % of the best." in answer
+    assert "with hit rate 59.3 %" in report.answer[0]  # period 16, within 3 points of the best
+    assert "Hit rate: Frames found. A run keeps the accuracy within 3 % of the best." in answer
     assert float(_csv(report)["model_averaging-16"]["heldout_hit_rate"]) == pytest.approx(0.593)
 
 
