@@ -20,6 +20,7 @@ def main(comm):
     with torch.no_grad():
         loss = sum(loss_sum(model.eval(), *batch) for batch in batches(10, seed=99)) / 80
     print(f"held-out loss {loss:.3f}")
+    run.log(heldout_loss=loss)
 
 
 speechdp.run_ranks(main)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
-import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from speechdp.cli.support.script_options import ScriptOptions, owned_folder, say_how_many_failed
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
-from speechdp.ownership.overwrite import check_overwrite, empty
 
 if TYPE_CHECKING:
     from speechdp.experiments.compare.jobs import JobStarter
+    from speechdp.experiments.compare.own_training import CompareRequest
     from speechdp.experiments.compare.plan import ComparePlan
-    from speechdp.experiments.compare.run import CompareRequest
+    from speechdp.experiments.compare.training import ComparedTraining
 
 _RECORDS = ("compare.json",)
 
@@ -27,7 +28,8 @@ _RECORDS = ("compare.json",)
 class CompareCommand:
     """Train with several strategies on several numbers of ranks, decode, and report.
 
-    It starts the ranks itself: speechdp compare DATA OUT --strategies gradient_averaging,bmuf:period=16."""
+    It starts the ranks itself: speechdp compare DATA OUT --strategies gradient_averaging,bmuf:period=16.
+    For a training script of your own: speechdp compare --script train.py OUT; see compare --script --help."""
 
     data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """Data directory written by `speechdp prepare`."""
@@ -63,42 +65,20 @@ class CompareCommand:
 
     def run(self) -> int:
         """Make the comparison and its report; return the exit code: 1 where a run failed."""
-        from speechdp.cli.report import print_report  # noqa: PLC0415
-        from speechdp.cli.support.console import make_console  # noqa: PLC0415 - keeps --help fast
-        from speechdp.cli.support.folders import owner_of  # noqa: PLC0415
-        from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
-        from speechdp.experiments.compare.jobs import JobStopped  # noqa: PLC0415
-        from speechdp.experiments.compare.record import FAILED  # noqa: PLC0415
-        from speechdp.experiments.compare.run import Comparer  # noqa: PLC0415
+        from speechdp.experiments.compare.own_training import OwnTraining  # noqa: PLC0415 - keeps --help fast
 
         request, starter = self._request(self._plan()), self._starter()
-        announcement = _announcement(request)
-        if self.overwrite:
-            check_overwrite(self.out_dir, _RECORDS, "with a compare.json")
-        say = line_printer(make_console())
-        with owner_of(self.out_dir, "compare", say) as owner:
-            if self.overwrite:
-                empty(owner, _RECORDS)
-            for line in announcement:
-                say(line)
-            try:
-                record = Comparer(request, starter, say).run()
-            except JobStopped as stopped:
-                say(f"stopped as requested; the same command continues {self.out_dir}")
-                return stopped.exit_code
-        print_report(self.out_dir, self.target)
-        failed = sum(run.state == FAILED for run in record.runs)
-        if failed:
-            print(
-                f"speechdp: {failed} of {len(record.runs)} runs failed; their messages are in the report, "
-                f"their output in {self.out_dir / 'logs'}; the same command tries them again",
-                file=sys.stderr,
-            )
-        return 1 if failed else 0
+        return _compare(
+            self.out_dir,
+            request.plan,
+            lambda say: OwnTraining(request, starter, say),
+            _announcement(request),
+            overwrite=self.overwrite,
+            target=self.target,
+        )
 
     def _plan(self) -> ComparePlan:
-        from speechdp.experiments.compare.plan import ComparePlan, split_strategies, whole_numbers  # noqa: PLC0415
-        from speechdp.parallel.registry import describe, parse_strategy  # noqa: PLC0415
+        from speechdp.experiments.compare.plan import ComparePlan, checked_strategies, whole_numbers  # noqa: PLC0415
 
         if self.options.strategy != TrainOptions().strategy:
             raise ConfigError("--strategy does not apply to compare: use --strategies")
@@ -106,15 +86,8 @@ class CompareCommand:
             raise ConfigError("--seed does not apply to compare: use --seeds")
         if self.options.max_steps:
             raise ConfigError("--max-steps does not apply to compare: runs are compared after whole epochs")
-        strategies = split_strategies(self.strategies)
-        meanings = [describe(parse_strategy(text)) for text in strategies]
-        twice = [
-            text for text, meaning in zip(strategies, meanings, strict=True) if meanings.count(meaning) > 1
-        ]
-        if twice:
-            raise ConfigError(f"--strategies: {' and '.join(twice)} are the same")
         return ComparePlan(
-            strategies=strategies,
+            strategies=checked_strategies(self.strategies),
             ranks=whole_numbers("ranks", self.ranks, least=1),
             seeds=whole_numbers("seeds", self.seeds, least=0),
             modes=tuple(filter(None, self.modes.split(","))),
@@ -123,7 +96,7 @@ class CompareCommand:
 
     def _request(self, plan: ComparePlan) -> CompareRequest:
         from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
-        from speechdp.experiments.compare.run import CompareRequest  # noqa: PLC0415
+        from speechdp.experiments.compare.own_training import CompareRequest  # noqa: PLC0415
         from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs  # noqa: PLC0415
         from speechdp.launching.cores import available_cores  # noqa: PLC0415
 
@@ -154,6 +127,97 @@ class CompareCommand:
         if threads is None:
             threads = str(threads_of_a_rank(most_ranks, self.hostfile))
         return make_starter("compare", self.launch_args, self.hostfile, {"OMP_NUM_THREADS": threads})
+
+
+@dataclass(frozen=True)
+class CompareScriptCommand:
+    """Run a training script of your own with several strategies on several numbers of ranks, and report.
+
+    It starts the ranks itself:
+    speechdp compare --script train.py OUT --strategies gradient_averaging,bmuf:period=16 -- ARGUMENTS
+
+    The script trains with speechdp.DataParallel and is not edited: the strategy, the folder and SPEECHDP_SEED
+    come from its environment."""
+
+    out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Folder for the runs and the report.  Finished runs in it are kept, others begin again."""
+    script: Annotated[ScriptOptions, heading("script")]
+    strategies: Annotated[str, shown("STRATEGY,...")] = "gradient_averaging,model_averaging:period=16"
+    """Strategies to compare; docs/strategies.md lists them with their options.
+    For example, gradient_averaging,bmuf:period=16,eta=0.5,diloco are three strategies."""
+    ranks: Annotated[str, shown("N,...")] = "1,2"
+    """Numbers of ranks to compare on.
+    On 1 rank only gradient_averaging is run, as the reference for all strategies."""
+    seeds: Annotated[str, shown("SEED,...")] = "1"
+    """Seeds, one run for each: {seed} in the script's arguments, and SPEECHDP_SEED in its environment.
+    Use at least three to draw conclusions."""
+    overwrite: bool = False
+    """Delete the comparison in OUT and start over."""
+    script_arguments: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """What follows `--`."""
+
+    def run(self) -> int:
+        """Make the comparison and its report; return the exit code: 1 where a run failed."""
+        from speechdp.experiments.compare.plan import FRAMES, ComparePlan, checked_strategies, whole_numbers  # noqa: PLC0415
+        from speechdp.experiments.compare.script_training import ScriptTraining  # noqa: PLC0415
+
+        self.script.check()
+        plan = ComparePlan(
+            strategies=checked_strategies(self.strategies, others=True),
+            ranks=whole_numbers("ranks", self.ranks, least=1),
+            seeds=whole_numbers("seeds", self.seeds, least=0),
+            modes=(FRAMES,),
+            epochs=None,
+        )
+        script = self.script.user_script(self.script_arguments)
+        starter = self.script.starter("compare", max(plan.ranks))
+        return _compare(
+            self.out_dir,
+            plan,
+            lambda say: ScriptTraining(script, starter),
+            [f"{len(plan.runs())} run(s) of {self.script.script}"],
+            overwrite=self.overwrite,
+            target=self.script.target,
+            metric=self.script.metric,
+        )
+
+
+def _compare(
+    out: Path,
+    plan: ComparePlan,
+    training: Callable[[Callable[[str], None]], ComparedTraining],
+    announcement: Sequence[str],
+    *,
+    overwrite: bool,
+    target: float | None,
+    metric: str = "",
+) -> int:
+    """Make a comparison and its report; return the exit code: 1 where a run failed.
+
+    Args:
+        training: makes what each run is from a function that takes a line of progress.
+        announcement: lines to begin with.
+    """
+    from speechdp.cli.report import print_report  # noqa: PLC0415
+    from speechdp.cli.support.console import make_console  # noqa: PLC0415
+    from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
+    from speechdp.experiments.compare.jobs import JobStopped  # noqa: PLC0415
+    from speechdp.experiments.compare.record import FAILED  # noqa: PLC0415
+    from speechdp.experiments.compare.run import Comparer  # noqa: PLC0415
+
+    say = line_printer(make_console())
+    with owned_folder(out, "compare", say, _RECORDS, overwrite=overwrite):
+        for line in announcement:
+            say(line)
+        try:
+            record = Comparer(out, plan, training(say), say, metric=metric).run()
+        except JobStopped as stopped:
+            say(f"stopped as requested; the same command continues {out}")
+            return stopped.exit_code
+    print_report(out, target, metric)
+    failed = sum(run.state == FAILED for run in record.runs)
+    say_how_many_failed(failed, len(record.runs), out)
+    return 1 if failed else 0
 
 
 def _announcement(request: CompareRequest) -> list[str]:

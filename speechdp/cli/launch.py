@@ -42,7 +42,7 @@ from speechdp.launching.hostfile import Host, Hostfile, local_hosts, read_hostfi
 from speechdp.launching.outcome import Verdict, find_target, verdict
 from speechdp.launching.programs import find_horovodrun, find_open_mpi
 from speechdp.launching.requeue import is_to_go_on, requeue
-from speechdp.launching.restarts import RestartPolicy, Restarts, find_reachable
+from speechdp.launching.restarts import RESUME_VARIABLE, RestartPolicy, Restarts, find_reachable
 from speechdp.launching.submit import check_command
 from speechdp.launching.supervise import JobEnd, StopPolicy, SupervisorStop, noted_signals, run_job
 from speechdp.options.shown import shown
@@ -91,6 +91,7 @@ class LaunchCommand:
     """Prefix each line of output with job and rank; the progress bar becomes plain lines."""
     max_restarts: Annotated[int, shown("N")] = 0
     """How often train or sweep may be restarted from its last checkpoint after a rank or host fails or hangs.
+    A script of yours is started again as it is, and has to load what it saved.
     Hosts that do not answer, or on which ranks died twice, are left out."""
     min_ranks: Annotated[int | None, shown("N", "all ranks")] = None
     """Smallest number of ranks to restart with when hosts are left out."""
@@ -136,14 +137,16 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
     target = None if is_script else find_target(command)
     place = _find_place(options)
     policy = RestartPolicy(options.max_restarts, options.min_ranks)
-    policy.check(place.num_ranks, target)
+    policy.check(place.num_ranks, target, is_script=is_script)
     # Signals between two starts count as well.
     with ExitStack() as stack:
         request = stack.enter_context(noted_signals())
         if target is not None:
             stack.enter_context(losses_noted_in(target.directory))
         starter = _Starter(options, program, place, request)
-        restarts = Restarts(policy, place.hostfile, place.num_ranks, target, starter.reachable)
+        restarts = Restarts(
+            policy, place.hostfile, place.num_ranks, target, starter.reachable, is_script=is_script
+        )
         if options.dry_run:
             _print_command(*starter.prepare(restarts.begin(), command))
             return 0
@@ -247,6 +250,7 @@ class _Starter:
             environment[START_VARIABLE] = f"{self._name}:{self._starts}"
         if reason:
             environment["SPEECHDP_RESTART_REASON"] = reason
+            environment[RESUME_VARIABLE] = "1"
         environment["SPEECHDP_HOSTFILE"] = self._place.hostfile.source
         environment["SPEECHDP_HOSTS"] = job.host_list
         environment["SPEECHDP_LAUNCH"] = json.dumps(["speechdp", *sys.argv[1:]])

@@ -30,12 +30,15 @@ class Subcommand:
         class_name: its dataclass of options.
         summary: one line for the overview.
         internal: options that only our own jobs give, as one word (`--job=weak-1`); `--help` hides them.
+        script_class_name: the dataclass of options where `--script` is given: a training script of the
+            user's, whose own arguments follow `--`; "": no such form.
     """
 
     module: str
     class_name: str
     summary: str
     internal: tuple[str, ...] = ()
+    script_class_name: str = ""
 
 
 SUBCOMMANDS = {
@@ -49,9 +52,17 @@ SUBCOMMANDS = {
     ),
     "shard": Subcommand("shard", "ShardCommand", "copy a data directory into another number of shards"),
     "train": Subcommand("train", "TrainCommand", "train a model on all ranks it is started on"),
-    "sweep": Subcommand("sweep", "SweepCommand", "train with several averaging periods, decode and report"),
+    "sweep": Subcommand(
+        "sweep",
+        "SweepCommand",
+        "train with several averaging periods, decode and report",
+        script_class_name="SweepScriptCommand",
+    ),
     "compare": Subcommand(
-        "compare", "CompareCommand", "train with several strategies and numbers of ranks, decode and report"
+        "compare",
+        "CompareCommand",
+        "train with several strategies and numbers of ranks, decode and report",
+        script_class_name="CompareScriptCommand",
     ),
     "profile": Subcommand(
         "profile",
@@ -163,24 +174,43 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
         SystemExit: an unknown option, having said so, or --help, having helped.
         ConfigError: invalid options.
     """
-    _refuse_empty(arguments)
-    # Only the module that is needed: `speechdp --help` must not wait for torch.
     command = SUBCOMMANDS[name]
+    given, hidden = list(arguments), dict[str, Any]()
+    of_script = bool(command.script_class_name) and _has_script(given)
+    if of_script:
+        given, hidden["script_arguments"] = _split_script_arguments(given)
+    _refuse_empty(given)
+    # Only the module that is needed: `speechdp --help` must not wait for torch.
     module = importlib.import_module(f"speechdp.cli.{command.module}")
-    internal, shown = _take_internal(command, arguments)
+    internal, shown = _take_internal(command, given)
     try:
         options = tyro.cli(
-            getattr(module, command.class_name),
+            getattr(module, command.script_class_name if of_script else command.class_name),
             prog=f"speechdp {name}",
             args=shown,
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
         )
-        return dataclasses.replace(options, **internal) if internal else options
+        hidden.update(internal)
+        return dataclasses.replace(options, **hidden) if hidden else options
     except SystemExit as end:
         if end.code and name in _WITH_COMMAND and "--" not in arguments:
             inner = next((word for word in arguments if word in SUBCOMMANDS), "train")
             print(f"speechdp {name}: write -- before the command: ... -- {inner} ...", file=sys.stderr)
         raise
+
+
+def _has_script(arguments: Sequence[str]) -> bool:
+    """Tell whether a training script of the user's is given."""
+    ours = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return any(word.partition("=")[0] == "--script" for word in ours)
+
+
+def _split_script_arguments(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Return our options, and what follows `--`: the script's own arguments."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    ours = arguments[:end]
+    # `--script --help` asks for the help of this form; the option takes no such value.
+    return ["--help"] if {"-h", "--help"} & set(ours) else ours, tuple(arguments[end + 1 :])
 
 
 def _take_internal(command: Subcommand, arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:

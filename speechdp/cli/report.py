@@ -28,21 +28,23 @@ class ReportCommand:
         shown("VALUE", "the best value that all runs reached; in a comparison, that three quarters reached"),
     ] = None
     """Report the time each run took to reach this held-out value.
-    Log-probability in nats per frame; L1 error for synthesis models."""
+    Log-probability in nats per frame; L1 error for synthesis models; the metric of a script's runs."""
+    metric: Annotated[str, shown("NAME[:min|:max]", "the value that the script logged last")] = ""
+    """Only for runs of a script of your own: value of run.log() to judge them by, e.g. valid_loss:min."""
 
     def run(self) -> int:
         """Write the report; print its table, its answer and its path."""
-        print_report(self.out, self.target)
+        print_report(self.out, self.target, self.metric)
         return 0
 
 
-def print_report(out: Path, target: float | None) -> None:
+def print_report(out: Path, target: float | None, metric: str = "") -> None:
     """Write the report of a folder; print its table, its answer and its path."""
     from rich.text import Text  # noqa: PLC0415 (keeps `speechdp --help` fast)
 
     from speechdp.cli.support.console import make_console  # noqa: PLC0415
 
-    report = _write(out, target)
+    report = _write(out, target, metric)
     console = make_console()
     console.print(report.table)
     for sentence in report.answer:
@@ -52,7 +54,7 @@ def print_report(out: Path, target: float | None) -> None:
             console.print(Text(str(path)), soft_wrap=True)
 
 
-def _write(out: Path, target: float | None) -> WrittenReport:
+def _write(out: Path, target: float | None, metric: str) -> WrittenReport:
     """Write the report of whatever is in a folder."""
     from speechdp.experiments.compare import record as comparison  # noqa: PLC0415
     from speechdp.experiments.profile import record as profile  # noqa: PLC0415
@@ -64,6 +66,8 @@ def _write(out: Path, target: float | None) -> WrittenReport:
 
         if target is not None:
             raise ConfigError(f"--target: {out} is a profile, in which nothing is learnt; leave it out")
+        if metric:
+            raise ConfigError(f"--metric: {out} is a profile, in which nothing is learnt; leave it out")
         return write_profile_page(out)
     is_comparison = (out / comparison.FILE_NAME).is_file()
-    return (write_comparison if is_comparison else write_report)(out, target)
+    return (write_comparison if is_comparison else write_report)(out, target, metric)

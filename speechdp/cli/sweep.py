@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from speechdp import exit_codes
+from speechdp.cli.support.script_options import ScriptOptions, owned_folder, say_how_many_failed
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 class SweepCommand:
     """Train once with each averaging period, decode, and report throughput and accuracy.
 
-    On two ranks: speechdp launch -np 2 -- sweep DATA OUT."""
+    On two ranks: speechdp launch -np 2 -- sweep DATA OUT.
+    For a training script of your own: speechdp sweep --script train.py OUT; see sweep --script --help."""
 
     data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """Data directory written by `speechdp prepare`."""
@@ -108,3 +110,67 @@ class SweepCommand:
             return lambda name: SilentReporter()
         console = make_console()
         return lambda name: ConsoleReporter(console, name)
+
+
+@dataclass(frozen=True)
+class SweepScriptCommand:
+    """Run a training script of your own once with each averaging period, and report speed and metric.
+
+    It starts the ranks itself: speechdp sweep --script train.py OUT --ranks 2 --periods 1,4,16 -- ARGUMENTS
+
+    The script trains with speechdp.DataParallel and is not edited: the strategy, the folder and SPEECHDP_SEED
+    come from its environment."""
+
+    out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Folder for the runs and the report.  Finished runs in it are kept, others begin again."""
+    script: Annotated[ScriptOptions, heading("script")]
+    ranks: Annotated[int, shown("N")] = 2
+    """Number of ranks of every run."""
+    periods: Annotated[str, shown("PERIOD,...")] = "1,4,16,64"
+    """Averaging periods to try, in steps (16), thousands of items per rank (600kf) or seconds (5s).
+    Items are what the weights of the script's steps count."""
+    swept: Annotated[str, shown("NAME[:OPTION=VALUE,...]")] = "model_averaging"
+    """Strategy whose period is varied, with its other options, e.g. model_averaging:momentum=average."""
+    reference: Annotated[str, shown("NAME[:OPTION=VALUE,...]")] = "gradient_averaging"
+    """Strategy run once as the reference; empty: none."""
+    one_rank: bool = True
+    """Run the script on one rank, too: speed-ups are computed from it."""
+    seed: Annotated[int, shown("SEED")] = 1
+    """Replaces {seed} in the script's arguments; SPEECHDP_SEED in its environment."""
+    overwrite: bool = False
+    """Delete the sweep in OUT and start over."""
+    script_arguments: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """What follows `--`."""
+
+    def run(self) -> int:
+        """Run the sweep and its report; return the exit code: 1 where a run failed."""
+        from speechdp.cli.report import print_report  # noqa: PLC0415 - keeps --help fast
+        from speechdp.cli.support.console import make_console  # noqa: PLC0415
+        from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
+        from speechdp.experiments.compare.jobs import JobStopped  # noqa: PLC0415
+        from speechdp.experiments.compare.script_training import ScriptTraining  # noqa: PLC0415
+        from speechdp.experiments.script_sweep import ScriptSweep, run_script_sweep  # noqa: PLC0415
+        from speechdp.experiments.sweep import SweepPlan  # noqa: PLC0415
+
+        self.script.check()
+        if self.ranks < 1:
+            raise ConfigError(f"--ranks {self.ranks}: must be at least 1")
+        plan = SweepPlan(
+            strategy=self.swept,
+            periods=tuple(filter(None, self.periods.split(","))),
+            reference=tuple(filter(None, [self.reference])),
+        )
+        sweep = ScriptSweep(self.out_dir, plan, self.ranks, self.seed, self.one_rank, self.script.metric)
+        names = list(sweep.runs())
+        starter = self.script.starter("sweep --script", self.ranks)
+        training = ScriptTraining(self.script.user_script(self.script_arguments), starter)
+        say = line_printer(make_console())
+        with owned_folder(self.out_dir, "sweep", say, ("sweep.json",), overwrite=self.overwrite):
+            try:
+                failed = run_script_sweep(sweep, training, say)
+            except JobStopped as stopped:
+                say(f"stopped as requested; the same command continues {self.out_dir}")
+                return stopped.exit_code
+        print_report(self.out_dir, self.script.target, self.script.metric)
+        say_how_many_failed(failed, len(names), self.out_dir)
+        return 1 if failed else 0

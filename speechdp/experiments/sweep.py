@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.decode.recognise import DecodingOptions, decode_split, wer_path
@@ -15,7 +17,7 @@ from speechdp.files import cannot_be_written, write_text_atomically
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.period import Period, PeriodUnit
-from speechdp.parallel.registry import parse_strategy
+from speechdp.parallel.registry import parse_strategy, strategy_class
 from speechdp.process.ending import Stopped
 from speechdp.tasks.model_file import load_model
 from speechdp.train.ownership import owned
@@ -27,8 +29,8 @@ SWEEP_FORMAT = "speechdp-sweep"
 SWEEP_VERSION = 1
 #: Name of the run that measures the throughput of one rank; the report compares with it.
 ONE_RANK = "one-rank"
-#: Option that holds the period, by strategy.
-_PERIOD_OPTION = {"model_averaging": "period", "gradient_averaging": "every"}
+#: Options that hold a strategy's period.
+_PERIOD_OPTIONS = ("period", "every")
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,7 @@ class SweepPlan:
             ConfigError: no period, one given twice, or a strategy without a period.
         """
         name, _, rest = self.strategy.partition(":")
-        if name not in _PERIOD_OPTION:
-            raise ConfigError(f"--swept {name}: has no period; choose one of {', '.join(_PERIOD_OPTION)}")
+        option, kind = _period_option(name)
         if not self.periods:
             raise ConfigError("--periods: give at least one, e.g. --periods 1,4,16,64")
         if len(set(self.periods)) < len(self.periods):
@@ -65,13 +66,26 @@ class SweepPlan:
         result = {reference.replace(":", "-"): reference for reference in self.reference}
         for text in self.periods:
             period = Period.parse(text)
-            if name == "gradient_averaging" and period.unit is not PeriodUnit.STEPS:
-                raise ConfigError(f"--periods {text}: gradient_averaging counts its period in steps")
-            options = ",".join(filter(None, [f"{_PERIOD_OPTION[name]}={period}", rest]))
+            if kind is int and period.unit is not PeriodUnit.STEPS:
+                raise ConfigError(f"--periods {text}: {name} counts its period in steps")
+            options = ",".join(filter(None, [f"{option}={period}", rest]))
             result[f"{name}-{period}"] = f"{name}:{options}"
         for strategy in result.values():
             parse_strategy(strategy)
         return result
+
+
+def _period_option(name: str) -> tuple[str, Any]:
+    """Return the option of a strategy that holds its period, and the option's type.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    kinds = typing.get_type_hints(strategy_class(name))
+    for option in _PERIOD_OPTIONS:
+        if option in kinds:
+            return option, kinds[option]
+    raise ConfigError(f"--swept {name}: has no period; choose another strategy, e.g. model_averaging")
 
 
 def run_sweep(
@@ -97,7 +111,7 @@ def run_sweep(
     if plan.decode_split:
         refuse_kaldi_pdfs(session.dataset.classes_path, '--decode-split ("" for none)')
     if session.comm.rank == 0:
-        _write_sweep(out_dir, names, completed=False)
+        write_sweep(out_dir, names, completed=False)
     session.comm.barrier()
     alignments = make_alignments(
         dataclasses.replace(session, reporter=reporter_for("alignment")), options, out_dir
@@ -114,7 +128,7 @@ def run_sweep(
             if plan.decode_split:
                 _decode(run_session, plan.decode_split, out_dir / name)
     if session.comm.rank == 0:
-        _write_sweep(out_dir, names, completed=True)
+        write_sweep(out_dir, names, completed=True)
     session.comm.barrier()
 
 
@@ -148,9 +162,26 @@ def _decode(session: Session, split: str, run_dir: Path) -> None:
     session.reporter.notice(f"{run_dir.name}: {result.wer.summary()} on {split}")
 
 
-def _write_sweep(out_dir: Path, names: list[str], *, completed: bool) -> None:
+def write_sweep(out_dir: Path, names: list[str], *, completed: bool, metric: str = "") -> None:
+    """Write OUT/sweep.json.
+
+    Args:
+        names: of the runs' folders.
+        metric: what runs of a script are judged by; "": what they log last.
+
+    Raises:
+        ConfigError: the folder holds a sweep over other runs.
+        RunError: it cannot be read or written.
+    """
     path = out_dir / "sweep.json"
-    head = {"format": SWEEP_FORMAT, "version": SWEEP_VERSION, "runs": names, "completed": completed}
+    head: dict[str, Any] = {
+        "format": SWEEP_FORMAT,
+        "version": SWEEP_VERSION,
+        "runs": names,
+        "completed": completed,
+    }
+    if metric:
+        head["metric"] = metric
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         if path.is_file() and json.loads(path.read_text(encoding="utf-8"))["runs"] != names:

@@ -57,6 +57,8 @@ def find_target(arguments: Sequence[str]) -> Target | None:
         raise ConfigError(
             f"launch cannot start {subcommand}; write train, sweep or another subcommand after --"
         )
+    if has_option(rest, "--script"):
+        raise ConfigError(f"{subcommand} --script starts its own ranks: give the command without launch")
     if subcommand not in _WITH_MARKER or {"-h", "--help"} & set(rest):
         return None
     folders = rest[:2]

@@ -20,6 +20,9 @@ from speechdp.launching.hostfile import Host, Hostfile, is_this_machine
 from speechdp.launching.outcome import Target, last_checkpoint
 from speechdp.launching.supervise import JobEnd
 
+#: `1` tells a user's script that it is started again: an unfinished run in its folder is gone on with, or
+#: begun anew where the script has loaded no state, instead of refused.
+RESUME_VARIABLE = "SPEECHDP_RESUME"
 #: Faults that another start, over other hosts, may escape.
 _FAULTS_OF_HOSTS = ("killed", "host lost", "not reached", "no program", "no folder")
 #: Exit codes after which nobody wants another start, and nothing is to be said about that.
@@ -43,12 +46,14 @@ class RestartPolicy:
     max_restarts: int = 0
     min_ranks: int | None = None
 
-    def check(self, num_ranks: int, target: Target | None) -> None:
+    def check(self, num_ranks: int, target: Target | None, *, is_script: bool = False) -> None:
         """Refuse, before the first start, a policy that can never be met.  Raises ConfigError."""
         if self.max_restarts < 0:
             raise ConfigError(f"--max-restarts {self.max_restarts}: must be at least 0")
-        if self.max_restarts and target is None:
-            raise ConfigError("--max-restarts: only train and sweep can be started again and go on")
+        if self.max_restarts and target is None and not is_script:
+            raise ConfigError(
+                "--max-restarts: only train, sweep and a script of yours can be started again and go on"
+            )
         if self.min_ranks is None:
             return
         if not 1 <= self.min_ranks <= num_ranks:
@@ -75,6 +80,7 @@ class Restarts:
         num_ranks: wanted.
         target: the run; None: nothing that could go on.
         reachable: returns those of some hosts on which a process can be started.
+        is_script: a user's script is started, which knows by itself what to go on from.
 
     Attributes:
         number: starts after the first so far.
@@ -86,6 +92,7 @@ class Restarts:
     num_ranks: int
     target: Target | None
     reachable: Callable[[Sequence[Host]], list[Host]]
+    is_script: bool = False
     number: int = 0
     left_out: tuple[str, ...] = ()
     _checkpoint: _State | None = None
@@ -102,9 +109,10 @@ class Restarts:
         """Return why the job is not to be started again, None where it is; "": there is no need to say."""
         if exit_code == 0 or self.policy.max_restarts == 0 or end.stop_signal is not None:
             return ""
-        if self.target is None or exit_code in _NEVER_AGAIN:
+        if (self.target is None and not self.is_script) or exit_code in _NEVER_AGAIN:
             return ""
-        if self._is_refusal(end, exit_code) and not self._has_gone_on():
+        # What a script has saved is not known, nor what its exit code means.
+        if not self.is_script and self._is_refusal(end, exit_code) and not self._has_gone_on():
             return "not started again: it would fail in the same way, as there is no checkpoint of this start"
         if self.number >= self.policy.max_restarts:
             return f"not started again: --max-restarts {self.policy.max_restarts} are used up"
@@ -137,6 +145,8 @@ class Restarts:
 
     def going_on(self, arguments: Sequence[str]) -> tuple[str, ...]:
         """Return the command line of a further start: the same run goes on, once it has begun."""
+        if self.is_script:
+            return tuple(arguments)
         if has_option(arguments, "--overwrite") and self._present_record() == self._record:
             return tuple(arguments)  # what is to be overwritten is still there
         kept = [word for word in arguments if plain_option(word) not in ("--overwrite", "--resume")]

@@ -24,6 +24,7 @@ from speechdp.comm.base import Communicator, ReduceOp
 from speechdp.comm.startup.world import versions
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import atomic_path, cannot_be_written
+from speechdp.launching.restarts import RESUME_VARIABLE
 from speechdp.parallel.batch_statistics import (
     average_statistics,
     averaged_statistics,
@@ -100,13 +101,14 @@ class DataParallel:
         self._replica = Replica(model, optimizer, max_gradient_norm=max_gradient_norm, scaler=scaler)
         self._num_steps, self._scaler = num_steps, scaler
         self._device = next(iter(self._replica.model_parameters)).device
-        self._folder = None if settings["folder"] is None else Path(settings["folder"])
-        self._directory = None if self._folder is None else RunDirectory(self._folder)
+        #: Where the run is recorded, and its checkpoints belong; None: nowhere.
+        self.folder = None if settings["folder"] is None else Path(settings["folder"])
+        self._directory = None if self.folder is None else RunDirectory(self.folder)
         #: Steps of this rank so far, also those that it only joined.
         self.steps = 0
         self._weight_here = 0  # of this rank so far
         self._weight_per_rank = 0.0
-        self._weight_of_all: int | None = None  # known while all ranks evaluate
+        self._weight_of_all: int | None = None  # known while all ranks evaluate, and at the end
         self._joins_only = False
         self._phase = _Phase.NEW
         self._loaded: dict[str, Any] | None = None
@@ -137,7 +139,7 @@ class DataParallel:
         """Begin training.  Collective."""
         if self._phase is not _Phase.NEW:
             raise RunError("`with run` is entered a second time; make a new DataParallel to train again")
-        path = None if self._folder is None else self._begin_folder(self._folder)
+        path = None if self.folder is None else self._begin_folder(self.folder)
         #: Where this rank's time goes; `with run.timeline.span(...)` times parts of the script.
         self.timeline = Timeline(path, rank=self.comm.rank, device=self._device)
         self.strategy.attach(self._replica, self.comm, self.timeline)
@@ -159,6 +161,7 @@ class DataParallel:
             self.strategy.pause()
             self.strategy.finish()
             average_statistics(self.model, self.comm, has_trained=self._weight_here > 0)
+            self._weight_of_all = self._sum_of_weights()
             self._conclude()
             self.strategy.close()
         self._phase = _Phase.ENDED
@@ -172,10 +175,13 @@ class DataParallel:
         gpus = self.comm.allgather_object(gpu_facts(self._device))
         refusal = None
         if self.comm.rank == 0 and self._directory.is_begun and self._loaded is None:
-            refusal = (
-                f"{folder}: already holds a run; choose another folder, remove it, or go on from its state "
-                "with load_state_dict"
-            )
+            if os.environ.get(RESUME_VARIABLE) == "1" and not self._directory.is_complete:
+                self._directory.clear()
+            else:
+                refusal = (
+                    f"{folder}: already holds a run; choose another folder, remove it, or go on from its "
+                    "state with load_state_dict"
+                )
         refusal = self.comm.broadcast_object(refusal)
         if refusal:
             raise ConfigError(refusal)
@@ -199,6 +205,7 @@ class DataParallel:
             "machine": f"{platform.system()} {platform.machine()}",
             "num_parameters": sum(p.numel() for p in self.model.parameters()),
             "versions": versions(),
+            "script": sys.argv[0],
             "command": [Path(sys.executable).name, *sys.argv],
             "directory": str(Path.cwd()),
         }
@@ -212,10 +219,10 @@ class DataParallel:
             "memory": peak_memory(self._device),
         }
         timing = gather_timing(self.timeline, self.comm, others)
-        if self._directory is None or self._folder is None or timing is None:
+        if self._directory is None or self.folder is None or timing is None:
             return
         if all(entry["steps"] > 0 for entry in timing["ranks"]):
-            write_timing(self._folder, timing)
+            write_timing(self.folder, timing)
         self._directory.complete({"step": self.steps, "host": socket.gethostname()})
 
     # -- steps ------------------------------------------------------------------------------------------
@@ -341,8 +348,7 @@ class DataParallel:
         modes = {module: module.training for module in self.model.modules()}
         self.strategy.pause()
         with self.timeline.event(Span.EVAL):
-            total = torch.tensor([float(self._weight_here)], dtype=torch.float64)
-            self._weight_of_all = int(self.comm.allreduce(total, name="evaluating").item())
+            self._weight_of_all = self._sum_of_weights()
             trained = self._weight_here > 0
             with (
                 self.strategy.evaluation_parameters(),
@@ -357,18 +363,23 @@ class DataParallel:
         self._weight_of_all = None
         self.strategy.resume()
 
+    def _sum_of_weights(self) -> int:
+        """Return what all ranks have trained on so far.  Collective."""
+        total = torch.tensor([float(self._weight_here)], dtype=torch.float64)
+        return int(self.comm.allreduce(total, name="weights").item())
+
     def log(self, **values: float | int | str | Tensor | None) -> None:
         """Append a line to the folder's metrics.jsonl on rank 0; the other ranks' values are not used.
 
         Not collective.  Beside `values` it holds `step`, `time_s`, `learning_rate`, and inside `evaluating`
-        `frames`, the weights of all ranks so far.
+        and after `with run` also `frames`, the weights of all ranks so far.
 
         Example::
 
             run.log(valid_loss=loss, epoch=epoch)
         """
         if self._phase is _Phase.NEW:
-            raise RunError("run.log() is called before `with run`")
+            raise RunError("run.log() is called before `with run`; call it inside that block, or after it")
         if self.comm.rank != 0 or self._directory is None:
             return
         facts: dict[str, Any] = {"step": self.steps, "time_s": self.timeline.training_time_s}

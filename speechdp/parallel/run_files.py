@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -76,6 +77,14 @@ class RunDirectory:
         with _disk_errors(self.path / "run.json"):
             self.path.mkdir(parents=True, exist_ok=True)
             write_text_atomically(self.path / "run.json", json.dumps(head, indent=2) + "\n")
+
+    def clear(self) -> None:
+        """Delete what a run has recorded, run.json last; other files stay.  Raises RunError (disk)."""
+        with _disk_errors(self.path):
+            if (self.path / "timeline").is_dir():
+                shutil.rmtree(self.path / "timeline")
+            for name in ("metrics.jsonl", "timing.json", "completed.json", "run.json"):
+                (self.path / name).unlink(missing_ok=True)
 
     def check_same(self, fingerprint: str, data_checksum: str, options: dict[str, Any] | None = None) -> None:
         """Refuse to go on with a run that was begun otherwise.

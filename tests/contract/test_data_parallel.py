@@ -487,6 +487,39 @@ def test_the_environment_wins_over_the_script(tmp_path: Path, monkeypatch: pytes
     assert read_run(tmp_path / "other").strategy == "slowmo" and not (tmp_path / "one").exists()
 
 
+def test_a_script_that_is_started_again_begins_an_unfinished_run_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+
+    def trains(comm: Communicator, *, dies_at: int = NUM_STEPS + 1) -> None:
+        script = Script(comm, "bmuf", options={"folder": folder})
+        assert script.run.folder == folder
+        with script.run:
+            for number, batches in enumerate(batches_of(comm.size), start=1):
+                if number == dies_at:
+                    raise ValueError("died")
+                script.step(batches[comm.rank])
+            script.run.log(valid_loss=1.0)
+        script.run.log(test_loss=2.0)
+
+    with pytest.raises(ValueError, match="died"):
+        run_threads(2, lambda comm: trains(comm, dies_at=4))
+    (folder / "checkpoint.pt").write_text("the script's own")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run_threads(2, trains)
+    monkeypatch.setenv("SPEECHDP_RESUME", "1")
+    run_threads(2, trains)
+    run = read_run(folder)
+    assert run.completed and run.problems == () and (folder / "checkpoint.pt").is_file()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    frames = sum(len(x) for batches in batches_of(2) for x, _ in batches)
+    assert [line.get("frames") for line in lines] == [None, frames]
+    # A finished run is not begun anew.
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run_threads(2, trains)
+
+
 @contextmanager
 def _refused(words: str, kind: type[Exception] = ConfigError) -> Iterator[None]:
     with pytest.raises(kind, match=re.escape(words)):

@@ -104,7 +104,7 @@ def test_another_sweep_in_the_same_folder_is_refused(
         (["--periods", ""], "--periods: give at least one"),
         (["--periods", "4,4"], "--periods 4,4: a period is given twice"),
         (["--periods", "4,x"], "period 'x' is not a period"),
-        (["--swept", "nothing"], "--swept nothing: has no period"),
+        (["--swept", "parameter_server"], "--swept parameter_server: has no period"),
         (["--swept", "gradient_averaging", "--periods", "5s"], "counts its period in steps"),
         (["--strategy", "model_averaging"], "--strategy does not apply to sweep"),
         (["--reference", "no_such"], "unknown strategy 'no_such'"),

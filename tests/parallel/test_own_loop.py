@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from speechdp.report.runs.folders import read_run
-from tests.helpers.jobs import SPEECHDP
+from tests.helpers.jobs import SPEECHDP, started
 from tests.helpers.mpi import run_job, run_mpi
+from tests.parallel.test_communicator_backends import needs_horovod
 
-PROGRAM = Path(__file__).parents[1] / "helpers" / "rank_programs" / "own_loop.py"
+PROGRAMS = Path(__file__).parents[1] / "helpers" / "rank_programs"
+PROGRAM, CHECKPOINTS = PROGRAMS / "own_loop.py", PROGRAMS / "own_checkpoints.py"
 
 
 @pytest.mark.parametrize(
     ("backend", "strategy"),
-    [("mpi", "model_averaging:period=2,momentum=average"), ("torch", "gradient_averaging"), ("mpi", "easgd")],
+    [
+        ("mpi", "model_averaging:period=2,momentum=average"),
+        ("torch", "gradient_averaging"),
+        ("mpi", "easgd"),
+        pytest.param("horovod", "bmuf:period=2", marks=needs_horovod),
+    ],
 )
 def test_a_script_trains_over_ranks(backend: str, strategy: str, tmp_path: Path) -> None:
     environment = {"SPEECHDP_BACKEND": backend, "SPEECHDP_STRATEGY": strategy}
@@ -42,3 +51,26 @@ def test_launch_starts_a_script_and_hands_its_end_on(tmp_path: Path) -> None:
     assert read_run(tmp_path / "run").size == 2
     ended = run_job([*job, "fails"], env={"SPEECHDP_BACKEND": "mpi", "SPEECHDP_FOLDER": str(tmp_path / "b")})
     assert ended.exit_code != 0 and "ValueError: the script has a mistake" in ended.stderr, ended.output
+
+
+def test_a_script_that_loses_a_rank_is_started_again_and_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    job = [*SPEECHDP, "launch", "-np", "2", "--max-restarts", "1", "--", "python", str(CHECKPOINTS)]
+    environment = {"SPEECHDP_BACKEND": "mpi", "SPEECHDP_FOLDER": str(folder)}
+    ended = run_job([*job, "9", "dies"], env=environment)
+    assert ended.exit_code == 0, ended.output
+    assert re.findall(r"rank 0 begins at step (\d+)", ended.stdout) == ["0", "3"], ended.output
+    assert "start 2 of 2: 2 ranks" in ended.stderr
+    run = read_run(folder)
+    assert run.completed and [e.step for e in run.evaluations] == [3, 6, 9]
+
+
+def test_a_stop_signal_ends_a_script_in_one_line(tmp_path: Path) -> None:
+    environment = ("env", "SPEECHDP_BACKEND=mpi", f"SPEECHDP_FOLDER={tmp_path / 'run'}")
+    job = [*environment, *SPEECHDP, "launch", "-np", "2", "--", "python", str(CHECKPOINTS), "100000"]
+    with started([*job, str(tmp_path)], tmp_path) as running:
+        running.wait_until((tmp_path / "run" / "metrics.jsonl").is_file, "the first evaluation")
+        running.signal(signal.SIGTERM)
+        ended = running.finish()
+    assert ended.exit_code == 128 + signal.SIGTERM, ended.output
+    assert ended.stderr.splitlines() == ["speechdp launch: the job was stopped by SIGTERM"]

@@ -44,7 +44,8 @@ train
 report/runs
 report/kit
 synthesis
-experiments experiments/compare
+experiments/compare
+experiments
 experiments/profile
 report/sweep
 report/compare report/profile doctor

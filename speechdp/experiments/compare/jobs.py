@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,10 @@ from speechdp.launching.supervise import JobEnd, StopPolicy, run_job
 
 #: `speechdp launch` gives its ranks 30 s to save (--grace-s), and a second signal would cut that short.
 _POLICY = StopPolicy(first_signal=signal.SIGTERM, grace_s=45.0)
-_OURS = ("speechdp: ", "speechdp launch: ")
+_OURS = "speechdp: "
+_LAUNCHERS = "speechdp launch: "
+#: The last line of a traceback: a script may fail before its ranks can say so.
+_UNCAUGHT = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)(: .*)?")
 
 
 class JobStopped(Exception):  # noqa: N818 (not an error)
@@ -49,19 +53,40 @@ class JobStarter:
             log: the command and what it prints are appended to it.
 
         Raises:
-            Stopped: a signal came meanwhile.
+            JobStopped: a signal came meanwhile.
             RunError: the log cannot be written.
         """
         argv = [*self.program, *arguments]
         if num_ranks > 1 or self._names_hosts():
-            argv = [*self.program, "launch", *self.launch_options, "-np", str(num_ranks), "--", *arguments]
+            argv = self._launched(num_ranks, arguments)
+        return self._run(argv, self.environment, log)
+
+    def run_script(
+        self, num_ranks: int, words: Sequence[str], log: Path, environment: Mapping[str, str]
+    ) -> str | None:
+        """Run a script of the user's over ranks as `run` does a command of ours.
+
+        Args:
+            num_ranks: processes; as in `run`.
+            words: the script's path and its arguments.
+            environment: added to that of the jobs.
+        """
+        argv = [self.program[0], *words]
+        if num_ranks > 1 or self._names_hosts():
+            argv = self._launched(num_ranks, argv)
+        return self._run(argv, {**self.environment, **environment}, log)
+
+    def _launched(self, num_ranks: int, words: Sequence[str]) -> list[str]:
+        return [*self.program, "launch", *self.launch_options, "-np", str(num_ranks), "--", *words]
+
+    def _run(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> str | None:
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as file:
                 file.write(f"$ {shlex.join(argv)}\n".encode())
                 file.flush()
                 begin = file.tell()
-                end = run_job(argv, self.environment, _POLICY, file)
+                end = run_job(argv, environment, _POLICY, file)
             printed = log.read_bytes()[begin:].decode(errors="replace")
         except OSError as error:
             raise RunError(cannot_be_written(log, error)) from error
@@ -74,12 +99,14 @@ class JobStarter:
 
 
 def what_went_wrong(end: JobEnd, printed: str) -> str | None:
-    """Return one line: the message of the rank that failed first, else the launcher's, else the last."""
+    """Return one line: of the rank that failed first, of an uncaught error, of the launcher, or the last."""
     if end.exit_code == 0:
         return None
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    for beginning in _OURS:
+    for beginning in (_OURS, None, _LAUNCHERS):
         for line in lines:
-            if line.startswith(beginning):
+            if beginning is None and _UNCAUGHT.fullmatch(line):
+                return line
+            if beginning is not None and line.startswith(beginning):
                 return line.removeprefix(beginning)
     return f"exit code {end.exit_code}: {lines[-1] if lines else 'it printed nothing'}"

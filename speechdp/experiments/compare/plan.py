@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
+from speechdp.parallel.registry import describe, parse_strategy, strategy_names
 
 #: Every run trains for the same number of epochs, hence on the same frames.
 FRAMES = "frames"
@@ -23,7 +24,7 @@ class PlannedRun:
     """One training of a comparison.
 
     Attributes:
-        epochs: None until it is known (mode `TIME`).
+        epochs: None until it is known (mode `TIME`), and of a script, which trains as long as it does.
     """
 
     strategy: str
@@ -35,15 +36,23 @@ class PlannedRun:
     @property
     def folder(self) -> str:
         """Name of its folder; a run of another length is another run."""
-        assert self.epochs is not None
         readable = re.sub(r"[^A-Za-z0-9_.=+]+", "-", self.strategy)
+        if self.is_of_script:
+            return f"{self.ranks}x-{readable}-seed{self.seed}"
+        assert self.epochs is not None
         return f"{self.mode}-{self.ranks}x-{readable}-seed{self.seed}-{self.epochs}ep"
 
     @property
     def title(self) -> str:
         """What a line of progress calls it."""
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        return f"equal {self.mode}, {ranks}, {self.strategy}, seed {self.seed}"
+        what = f"{ranks}, {self.strategy}, seed {self.seed}"
+        return what if self.is_of_script else f"equal {self.mode}, {what}"
+
+    @property
+    def is_of_script(self) -> bool:
+        """Whether a script of the user's decides how long it trains."""
+        return self.mode == FRAMES and self.epochs is None
 
 
 @dataclass(frozen=True)
@@ -55,14 +64,14 @@ class ComparePlan:
         ranks: numbers of ranks.
         seeds: every strategy is trained once for each.
         modes: of `MODES`, `FRAMES` among them.
-        epochs: of the runs at equal frames.
+        epochs: of the runs at equal frames; None: a script's own.
     """
 
     strategies: tuple[str, ...]
     ranks: tuple[int, ...]
     seeds: tuple[int, ...]
     modes: tuple[str, ...]
-    epochs: int
+    epochs: int | None
 
     def __post_init__(self) -> None:
         if not self.strategies:
@@ -114,6 +123,26 @@ def split_strategies(text: str) -> tuple[str, ...]:
         else:
             raise ConfigError(f"--strategies: {piece!r} follows no strategy with options; write NAME:{piece}")
     return tuple(strategies)
+
+
+def checked_strategies(text: str, *, others: bool = False) -> tuple[str, ...]:
+    """Split strategies as `split_strategies` does, and refuse what no run could use.
+
+    Args:
+        others: names may be unknown here: a script can register strategies of its own.
+
+    Raises:
+        ConfigError: an unknown strategy or option, or the same twice.
+    """
+    strategies = split_strategies(text)
+    known = strategy_names()
+    meanings = [
+        s if others and s.partition(":")[0] not in known else describe(parse_strategy(s)) for s in strategies
+    ]
+    twice = [s for s, meaning in zip(strategies, meanings, strict=True) if meanings.count(meaning) > 1]
+    if twice:
+        raise ConfigError(f"--strategies: {' and '.join(twice)} are the same")
+    return strategies
 
 
 def whole_numbers(option: str, text: str, least: int) -> tuple[int, ...]:

@@ -57,11 +57,13 @@ class CompareRecord:
     Attributes:
         settings: what all runs share: data, options, batch; another comparison in the folder has others.
         runs: in the order they are trained in.
+        metric: what runs of a script are judged by, as for `--metric`; "": what they log last.
     """
 
     settings: dict[str, Any]
     runs: tuple[RunRecord, ...] = ()
     completed: bool = False
+    metric: str = ""
 
     def with_run(self, index: int, **changes: Any) -> CompareRecord:
         """Return the record with some fields of run `index` changed."""
@@ -78,6 +80,7 @@ def write_record(out: Path, record: CompareRecord) -> None:
         "settings": record.settings,
         "runs": [asdict(run) for run in record.runs],
         "completed": record.completed,
+        **({"metric": record.metric} if record.metric else {}),
     }
     path = out / FILE_NAME
     try:
@@ -101,6 +104,7 @@ def read_record(out: Path) -> CompareRecord:
             RunRecord(**{key: value for key, value in run.items() if key in known}) for run in content["runs"]
         )
         settings, completed = dict(content["settings"]), bool(content["completed"])
+        metric = str(content.get("metric", ""))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path}: cannot be read ({error}); give the command of the comparison again"
@@ -109,7 +113,7 @@ def read_record(out: Path) -> CompareRecord:
         name = run.folder
         if name is not None and (not isinstance(name, str) or name in ("", "..") or Path(name).name != name):
             raise ConfigError(f"{path}: {name!r} is not the name of a folder beside it; mend the file")
-    return CompareRecord(settings, runs, completed)
+    return CompareRecord(settings, runs, completed, metric)
 
 
 def check_same(out: Path, settings: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from speechdp.experiments.compare.plan import FRAMES, TIME
 from speechdp.report.compare.groups import Group
-from speechdp.report.compare.table import group_terms
+from speechdp.report.compare.table import group_terms, is_of_script
 from speechdp.report.kit import formatting
 from speechdp.report.sweep.answer import accurate_enough
 from speechdp.report.sweep.cautions import metrics_note
@@ -51,8 +51,9 @@ def rule_for(groups: Sequence[Group]) -> str:
     """Return the rule of the choice, in the terms of the runs' task."""
     terms = group_terms(groups)
     words = ", and whose 95 % interval of the word error rate overlaps that of the lowest one"
+    speed = "items/s" if is_of_script(groups) else "frames/s at equal frames"
     return (
-        "Rule, for each number of ranks: the fastest strategy (frames/s at equal frames) whose mean final "
+        f"Rule, for each number of ranks: the fastest strategy ({speed}) whose mean final "
         f"{terms.metric.name} is within {terms.tolerance()} of the {terms.best}, or within the best one's "
         f"standard deviation over seeds where that is larger{words if terms.task.decodes else ''}."
     )
@@ -64,6 +65,11 @@ def _tolerance(best: Group) -> float:
 
 
 def _headline(chosen: dict[int, Group], groups: Sequence[Group]) -> str:
+    if not chosen and is_of_script(groups) and any(group.frames_per_s for group in groups):
+        return (
+            "The script logged no metric in its runs on several ranks, so only their speeds can be compared; "
+            "log one by run.log(valid_loss=...)."
+        )
     if not chosen:
         return "No strategy has finished on more than one rank, so there is nothing to choose from yet."
     by_label: dict[str, list[int]] = {}
@@ -132,7 +138,7 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
     note = metrics_note([run.result for group in groups for run in group.runs if run.result is not None])
     if note:
         notes.append(note)
-    elif groups and all(group.word_errors is None for group in groups):
+    elif groups and group_terms(groups).task.decodes and all(group.word_errors is None for group in groups):
         notes.append("No run was decoded: the word error rate played no part in the choice.")
     return tuple(notes)
 
@@ -145,7 +151,8 @@ def _accuracy(group: Group) -> str:
 
 
 def _rate(group: Group) -> str:
-    return f"{formatting.count(group.frames_per_s.mean if group.frames_per_s else None)} frames/s"
+    rate = formatting.count(group.frames_per_s.mean if group.frames_per_s else None)
+    return f"{rate} {group_terms([group]).amount}/s"
 
 
 def _speed(group: Group) -> float:

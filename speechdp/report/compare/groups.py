@@ -12,7 +12,7 @@ from typing import Any
 from speechdp.experiments.compare.plan import FRAMES, MODES
 from speechdp.experiments.compare.record import COMPLETE, FAILED, RunRecord, read_record
 from speechdp.report.runs.derived import best_score, frames_per_s, task_of, time_to_target
-from speechdp.report.runs.folders import read_run
+from speechdp.report.runs.folders import common_metric, read_run
 from speechdp.report.runs.results import RunResult, RunTiming, WordErrors
 
 #: What a comparison calls its runs on one rank.
@@ -128,15 +128,21 @@ class Group:
         return [run for run in self.runs if run.record.state == FAILED]
 
 
-def read_comparison(out: Path) -> Comparison:
+def read_comparison(out: Path, metric: str = "") -> Comparison:
     """Read OUT/compare.json and the runs it names.
 
+    Args:
+        metric: what runs of a script are judged by; "": what compare.json says, else what they log last.
+
     Raises:
-        ConfigError: compare.json is damaged.
+        ConfigError: compare.json is damaged, or `metric` is none.
     """
     record = read_record(out)
+    folders = [out / run.folder for run in record.runs if run.folder is not None]
+    metric = common_metric(folders, metric or record.metric)
     runs = [
-        ComparedRun(run, None if run.folder is None else read_run(out / run.folder)) for run in record.runs
+        ComparedRun(run, None if run.folder is None else read_run(out / run.folder, metric))
+        for run in record.runs
     ]
     return Comparison(out, record.settings, tuple(runs))
 

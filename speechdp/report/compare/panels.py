@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from speechdp.experiments.compare.plan import FRAMES, TIME
 from speechdp.report.compare.groups import SEQUENTIAL_LABEL, Group
-from speechdp.report.compare.table import group_terms
+from speechdp.report.compare.table import group_terms, is_of_script
 from speechdp.report.kit import formatting
 from speechdp.report.kit.canvas import Canvas, style_axes
 from speechdp.report.kit.svg import Frame
@@ -85,7 +85,7 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
     if not shown:
         return False
     terms = group_terms(groups)
-    what = terms.metric.name.removeprefix("held-out ") if terms.falls else "accuracy"
+    what = terms.metric.name.removeprefix("held-out ") if terms.falls or is_of_script(groups) else "accuracy"
     style_axes(ax, f"{ranks} ranks: {what} against speed", terms.metric.unit, canvas.theme)
     for group in shown:
         assert group.frames_per_s is not None and group.scores is not None
@@ -105,7 +105,7 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
             markerfacecolor=colour if filled else canvas.theme.surface, markeredgewidth=1.6,
         )  # fmt: skip
         canvas.tip(dot, _tip(group))
-    ax.set_xlabel("frames/s", color=canvas.theme.muted)
+    ax.set_xlabel(f"{terms.amount}/s", color=canvas.theme.muted)
     ax.margins(x=0.12, y=0.14)
     _limit(ax, [[(0.0, y)] for g in shown if g.scores for y in g.scores.values])
     _draw_reference(ax, groups, canvas)
@@ -173,10 +173,11 @@ def _draw_learning(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas
     longest = max(curve[-1][0] for curve in own)
     scale, unit = time_unit(longest) if over_time else frames_unit(longest)
     name, terms = "1 rank" if ranks == 1 else f"{ranks} ranks", group_terms(groups)
-    style_axes(ax, f"{name}: over {'time' if over_time else 'frames'}", terms.axis, canvas.theme)
+    style_axes(ax, f"{name}: over {'time' if over_time else terms.amount}", terms.axis, canvas.theme)
     for group in shown:
         _draw_group(ax, group, curves[id(group)], scale, canvas)
-    ax.set_xlabel(f"training time ({unit})" if over_time else f"frames trained on, all ranks ({unit})")
+    what = "training time" if over_time else f"{terms.amount} trained on, all ranks"
+    ax.set_xlabel(f"{what} ({unit})")
     ax.xaxis.label.set_color(canvas.theme.muted)
     ax.set_xlim(0, longest / scale * 1.03)
     # The same heights on the plots of all numbers of ranks.
@@ -264,7 +265,8 @@ def _mark_what_lies_below(ax: Axes, groups: Sequence[Group], canvas: Canvas) -> 
 
 def _tip(group: Group) -> str:
     speed = formatting.count(group.frames_per_s.mean if group.frames_per_s else None)
-    text = f"{group.label}: {group_terms([group]).with_unit(group.score)} at {speed} frames/s"
+    terms = group_terms([group])
+    text = f"{group.label}: {terms.with_unit(group.score)} at {speed} {terms.amount}/s"
     if group.word_errors is not None:
         text += f", WER {formatting.percent(group.word_errors.wer, 1)} %"
     return f"{text}; {len(group.finished)} seed(s)"

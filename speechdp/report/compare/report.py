@@ -16,12 +16,13 @@ from speechdp.report.compare.groups import Comparison, Group, common_target, mak
 from speechdp.report.compare.panels import ComparePanel, dashes, make_canvas, make_panels
 from speechdp.report.compare.table import (
     SPREAD_NOTE,
-    TITLES,
     ComparisonTable,
     csv_text,
     group_terms,
+    is_of_script,
     page_rows,
     shown_columns,
+    titles,
 )
 from speechdp.report.kit import theme
 from speechdp.report.kit.metric_names import terms_of
@@ -32,19 +33,20 @@ from speechdp.report.kit.svg import STYLE, svg_of
 _UNSHOWN = ("data",)
 
 
-def write_comparison(out: Path, target: float | None = None) -> WrittenReport:
+def write_comparison(out: Path, target: float | None = None, metric: str = "") -> WrittenReport:
     """Write OUT/compare/compare.{csv,png,html}.
 
     Args:
         out: a comparison's folder.
         target: of the task's first metric, e.g. a held-out log-probability in nats/frame, for the time to
             target; None: the best that three quarters of the runs at equal frames reached.
+        metric: what runs of a script are judged by; "": what compare.json says, else what they log last.
 
     Raises:
         ConfigError: compare.json is damaged, or `target` cannot be reached.
         RunError: the report cannot be written.
     """
-    comparison = read_comparison(out)
+    comparison = read_comparison(out, metric)
     runs = [run.result for run in comparison.runs if run.result is not None]
     target = terms_of(runs).score_of_target(target)
     if target is None:
@@ -69,6 +71,7 @@ def render_page(
     """Return the page: one HTML document without a reference to anything outside of it."""
     environment = page_templates()
     canvas, columns = make_canvas(groups, theme.PAGE), shown_columns(groups)
+    terms = group_terms(groups)
     # Our own drawings, whose every text matplotlib or html.escape has escaped.
     lines = [
         [(panel.name, Markup(svg)) for panel in line if (svg := _svg(panel, groups)) is not None]
@@ -81,10 +84,12 @@ def render_page(
         rule=rule_for(groups),
         target=None if target is None else group_terms(groups).with_unit(target),
         spread_note=SPREAD_NOTE,
+        amount=terms.amount,
+        is_of_script=is_of_script(groups),
         columns=columns,
         tables=[
             (mode, title, page_rows([group for group in groups if group.mode == mode], columns))
-            for mode, title in TITLES.items()
+            for mode, title in titles(groups).items()
             if any(group.mode == mode for group in groups)
         ],
         chosen={(group.mode, group.ranks, group.strategy) for group in choice.chosen.values()},

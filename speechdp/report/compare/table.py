@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -123,6 +123,19 @@ _COUNTS: tuple[Column[Group], ...] = (
 )  # fmt: skip
 
 
+def _steps(group: Group) -> float | None:
+    """Return the steps of the fastest rank, those left out of the timings included; mean over seeds."""
+    timings = [run.result.timing for run in group.finished if run.result is not None]
+    steps = [max(rank.steps for rank in t.ranks) + t.warmup_steps for t in timings if t is not None]
+    return sum(steps) / len(steps) if steps else None
+
+
+_STEPS = Column[Group](
+    "steps", "steps", "", "Steps of the loop; where ranks go at their own pace, of the fastest.",
+    lambda g: formatting.count(_steps(g)), _steps,
+)  # fmt: skip
+
+
 def group_terms(groups: Sequence[Group]) -> Terms:
     """Return what the held-out figures of the groups' runs are called."""
     return terms_of(run.result for group in groups for run in group.runs if run.result is not None)
@@ -134,7 +147,21 @@ def measures(groups: Sequence[Group]) -> tuple[TableMeasure, ...]:
         _metric_measure(metric, is_first=place == 0)
         for place, metric in enumerate(group_terms(groups).task.metrics)
     ]
-    return (*_BEFORE_METRICS, *metrics, *_AFTER_METRICS)
+    if not is_of_script(groups):
+        return (*_BEFORE_METRICS, *metrics, *_AFTER_METRICS)
+    speed = "What `step(weight=)` counts (frames, tokens, examples; else steps) of all ranks in a second."
+    items = replace(_BEFORE_METRICS[0], key="items_per_s", title="items/s", meaning=speed)
+    return (items, *_BEFORE_METRICS[1:], *metrics, _AFTER_METRICS[-1])
+
+
+def is_of_script(groups: Sequence[Group]) -> bool:
+    """Tell whether a script of the user's was run."""
+    return any(run.result is not None and run.result.is_of_script for group in groups for run in group.runs)
+
+
+def titles(groups: Sequence[Group]) -> dict[str, str]:
+    """Return the heading of each mode's table; a script has but one."""
+    return {FRAMES: "All runs"} if is_of_script(groups) else TITLES
 
 
 def _metric_measure(metric: Metric, *, is_first: bool) -> TableMeasure:
@@ -152,7 +179,8 @@ def shown_columns(groups: Sequence[Group]) -> tuple[Column[Group], ...]:
     """Return the columns to show: no word error rate where the runs' task has none."""
     decodes = group_terms(groups).task.decodes
     shown = [measure for measure in measures(groups) if decodes or measure is not WER]
-    return (*_COUNTS, *(Column(m.key, m.title, m.unit, m.meaning, _text(m), _mean(m)) for m in shown))
+    counts = (_COUNTS[0], _STEPS, _COUNTS[2]) if is_of_script(groups) else _COUNTS
+    return (*counts, *(Column(m.key, m.title, m.unit, m.meaning, _text(m), _mean(m)) for m in shown))
 
 
 @dataclass(frozen=True)
@@ -164,7 +192,7 @@ class ComparisonTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield one table a mode; rich calls this."""
-        for mode, title in TITLES.items():
+        for mode, title in titles(self.groups).items():
             rows = [group for group in self.groups if group.mode == mode]
             if rows:
                 yield _terminal_table(rows, title, shown_columns(self.groups))

@@ -30,6 +30,11 @@ class Terms:
         return self.task.metrics[0]
 
     @property
+    def amount(self) -> str:
+        """What throughput counts."""
+        return self.task.amount
+
+    @property
     def falls(self) -> bool:
         """Whether smaller is better."""
         return not self.metric.higher_is_better
@@ -69,7 +74,7 @@ class Terms:
         return f"{metric.scale * metric.tolerance:g} {metric.unit}".strip()
 
     def score_of_target(self, target: float | None) -> float | None:
-        """Return a target that a user gives as a score; an error may be given with either sign.
+        """Return a target that a user gives as a score; an error that is never below 0, with either sign.
 
         Raises:
             ConfigError: no model reaches it.
@@ -77,7 +82,7 @@ class Terms:
         if target is None:
             return None
         metric = self.metric
-        score = -abs(target) if self.falls else target
+        score = -abs(target) if self.falls and metric.limit == 0 else metric.score(target)
         if not math.isfinite(score):
             raise ConfigError(f"--target {target:g}: give a number, as the report shows the {metric.name}")
         if metric.limit is not None and not score < metric.score(metric.limit):

@@ -6,6 +6,7 @@ file is named among its problems.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.files import cannot_be_read
 from speechdp.json_input import parse_json
 from speechdp.jsonl import read_lines
-from speechdp.report.runs.records import files_of, number, read_object
+from speechdp.report.runs.records import files_of, number, read_object, words
 from speechdp.report.runs.results import Evaluation, RunResult, Sweep, WordErrors
 from speechdp.report.runs.samples import read_samples
+from speechdp.report.runs.script_metric import last_metric, metric_names, parse_metric, script_task
 from speechdp.report.runs.synthesis_measures import read_spoken
 from speechdp.report.runs.timing_file import read_timing
 from speechdp.tasks.metrics import Metric, TaskRecord, task_record
@@ -25,21 +27,28 @@ from speechdp.tasks.metrics import Metric, TaskRecord, task_record
 _OLDER_KEYS = {"l1_error": ("heldout_log_prob", -1.0), "attention_maximum": ("heldout_frame_accuracy", 1.0)}
 
 
-def read_sweep(out: Path) -> Sweep:
+def read_sweep(out: Path, metric: str = "") -> Sweep:
     """Read a sweep's folder, a folder of runs, or one run.
 
+    Args:
+        metric: what runs of a script are judged by, as parse_metric reads it; "": what the sweep says,
+            else what they log last.
+
     Raises:
-        ConfigError: there is no run in `out`.
+        ConfigError: there is no run in `out`, or `metric` is none.
     """
     if (out / "sweep.json").is_file():
-        names = _sweep_names(out)
-        return Sweep(out, tuple(_without_accuracy(_read_with_samples(out / name)) for name in names))
+        names, metric_of_sweep = _sweep_names(out)
+        folders = [out / name for name in names]
+        metric = common_metric(folders, metric or metric_of_sweep)
+        return Sweep(out, tuple(_without_accuracy(_read_with_samples(folder, metric)) for folder in folders))
     if (out / "run.json").is_file():
-        return Sweep(out, (_read_with_samples(out),))
+        return Sweep(out, (_read_with_samples(out, common_metric([out], metric)),))
     if not out.is_dir():
         raise ConfigError(f"{out}: no such folder; give that of a run, sweep, comparison or profile")
     folders = [folder for folder in sorted(out.iterdir()) if (folder / "run.json").is_file()]
-    runs = [_read_with_samples(folder) for folder in folders]
+    metric = common_metric(folders, metric)
+    runs = [_read_with_samples(folder, metric) for folder in folders]
     if not runs:
         raise ConfigError(
             f"{out}: neither a sweep (sweep.json), a comparison (compare.json), a profile (profile.json), "
@@ -49,9 +58,38 @@ def read_sweep(out: Path) -> Sweep:
     return Sweep(out, tuple(runs))
 
 
-def _read_with_samples(run_dir: Path) -> RunResult:
+def common_metric(folders: Sequence[Path], metric: str = "") -> str:
+    """Return what runs of a script are compared by: `metric`, else what the first of them logged last.
+
+    Raises:
+        ConfigError: `metric` is none, runs logged others only, or no script made them.
+    """
+    begun = [settings for folder in folders if (settings := _settings_in(folder))]
+    if metric and begun and not any("script" in settings for settings in begun):
+        raise ConfigError(
+            "--metric: no script of yours made these runs, whose figures are given; leave it out"
+        )
+    logged: dict[str, None] = {}
+    for folder in folders:
+        if "script" not in _settings_in(folder) or not (folder / "metrics.jsonl").is_file():
+            continue
+        records = _read_metrics(folder / "metrics.jsonl", [])
+        if not metric and (last := last_metric(records)):
+            return last
+        logged.update(dict.fromkeys(name for record in records for name in metric_names(record)))
+    if metric and logged and parse_metric(metric).key not in logged:
+        raise ConfigError(f"--metric {metric}: no run logged it; they logged {', '.join(logged)}")
+    return metric
+
+
+def _settings_in(folder: Path) -> dict[str, Any]:
+    """Return what run.json holds; what is wrong with it is said where the run is read."""
+    return read_object(folder / "run.json", []) or {}
+
+
+def _read_with_samples(run_dir: Path, metric: str) -> RunResult:
     """Read a run with its samples, which are by far its largest files."""
-    run = read_run(run_dir)
+    run = read_run(run_dir, metric)
     samples, problems = [], list(run.problems)
     for path in files_of(run_dir / "timeline", "samples-*.jsonl", problems):
         try:
@@ -67,31 +105,43 @@ def _read_with_samples(run_dir: Path) -> RunResult:
 
 def _without_accuracy(run: RunResult) -> RunResult:
     # A sweep's one-rank run ends after some steps: its speed is of interest, its accuracy means nothing.
-    return replace(run, evaluations=()) if run.is_baseline else run
+    return replace(run, evaluations=()) if run.is_baseline and not run.is_of_script else run
 
 
-def read_run(run_dir: Path) -> RunResult:
-    """Read what a run has written so far; `problems` names what is missing or damaged."""
+def read_run(run_dir: Path, metric: str = "") -> RunResult:
+    """Read what a run has written so far; `problems` names what is missing or damaged.
+
+    Args:
+        metric: what a script's run is judged by, as parse_metric reads it; "": what it logged last.
+
+    Raises:
+        ConfigError: `metric` is none.
+    """
     name = run_dir.resolve().name
     if not run_dir.is_dir():
         return RunResult(name, run_dir, {}, (), None, None, False, False, (f"{run_dir}: missing",))
     problems: list[str] = []
     settings = read_object(run_dir / "run.json", problems) or {}
-    evaluations = _read_evaluations(run_dir / "metrics.jsonl", task_record(settings), problems)
+    of_script, path = "script" in settings, run_dir / "metrics.jsonl"
+    # A script need not log anything.
+    records = [] if of_script and not path.is_file() else _read_metrics(path, problems)
+    task = script_task(metric or last_metric(records)) if of_script else task_record(settings)
+    evaluations = _evaluations(records, task, of_script=of_script)
     timing = read_timing(run_dir, problems)
     word_errors = _find_word_errors(run_dir, problems)
     spoken = read_spoken(run_dir, problems)
     completed = (run_dir / "completed.json").is_file()
     if not completed:
-        problems.append("completed.json: missing, so the run did not finish; continue it with --resume")
+        advice = "" if of_script else "; continue it with --resume"
+        problems.append(f"completed.json: missing, so the run did not finish{advice}")
     return RunResult(
         name, run_dir, settings, evaluations, timing, word_errors, completed, True, tuple(problems),
-        spoken=spoken,
+        spoken=spoken, script_task=task if of_script else None,
     )  # fmt: skip
 
 
-def _sweep_names(out: Path) -> list[str]:
-    """Return the names of the sweep's runs; they are folders below `out`, never elsewhere."""
+def _sweep_names(out: Path) -> tuple[list[str], str]:
+    """Return the names of a sweep's runs, which are folders below `out`, never elsewhere; its metric."""
     path = out / "sweep.json"
     try:
         sweep = parse_json(path.read_text(encoding="utf-8"))
@@ -99,7 +149,8 @@ def _sweep_names(out: Path) -> list[str]:
         raise ConfigError(cannot_be_read(path, error)) from error
     except ValueError:
         sweep = None
-    names = sweep.get("runs") if isinstance(sweep, dict) else None
+    sweep = sweep if isinstance(sweep, dict) else {}
+    names = sweep.get("runs")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
             f"{path}: holds no list of runs; run `speechdp sweep` again with this OUT to rewrite it"
@@ -109,22 +160,32 @@ def _sweep_names(out: Path) -> list[str]:
             raise ConfigError(
                 f"{out}/sweep.json: {name!r} is not the name of a folder beside it; mend the file"
             )
-    return names
+    return names, words(sweep.get("metric"))
 
 
-def _read_evaluations(path: Path, task: TaskRecord, problems: list[str]) -> tuple[Evaluation, ...]:
+def _read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl that name a step."""
     try:
         lines = read_lines(path)
     except FileNotFoundError:
         problems.append(f"{path.name}: missing")
-        return ()
+        return []
     except OSError as error:
         problems.append(f"{path.name}: cannot be read ({error.strerror})")
-        return ()
+        return []
     if lines.num_damaged:
         problems.append(f"{path.name}: {lines.num_damaged} damaged line(s) passed over")
+    return [record for record in lines.records if isinstance(record.get("step"), int)]
+
+
+def _evaluations(
+    records: list[dict[str, Any]], task: TaskRecord, *, of_script: bool
+) -> tuple[Evaluation, ...]:
+    """Return the evaluations by step; of a script, the lines that have its metric."""
+    if of_script:
+        records = [record for record in records if number(record, task.metrics[0].key) is not None]
     # A resumed run repeats the evaluations after its checkpoint: the last of a step counts.
-    by_step = {r["step"]: _evaluation(r, task) for r in lines.records if isinstance(r.get("step"), int)}
+    by_step = {record["step"]: _evaluation(record, task) for record in records}
     return tuple(by_step[step] for step in sorted(by_step))
 
 

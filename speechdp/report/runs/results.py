@@ -204,6 +204,7 @@ class RunResult:
         exists: the folder is there.
         samples: utilisation over time, one entry a host; read with a sweep only.
         spoken: measures of its synthetic speech; None where nothing was measured.
+        script_task: of a user's script: what stands for its task; None: it is in the settings.
     """
 
     name: str
@@ -217,6 +218,12 @@ class RunResult:
     problems: tuple[str, ...]
     samples: tuple[Samples, ...] = ()
     spoken: Spoken | None = None
+    script_task: TaskRecord | None = None
+
+    @property
+    def is_of_script(self) -> bool:
+        """Whether a user's script made it, with a model and metrics of its own."""
+        return self.script_task is not None
 
     @property
     def status(self) -> str:
@@ -244,7 +251,7 @@ class RunResult:
     @property
     def task(self) -> TaskRecord:
         """What its task declares: metrics, and whether its models are decoded."""
-        return task_record(self.settings)
+        return self.script_task or task_record(self.settings)
 
     @property
     def metric(self) -> Metric:

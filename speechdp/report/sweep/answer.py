@@ -88,10 +88,15 @@ def _without_comparison(
     fastest = max(timed, key=_rate)
     headline = (
         f"{formatting.capital(labels[fastest.run.name])} is the fastest with {_speed(fastest)}; how accurate "
-        "the runs are is not known, because no finished run has a held-out evaluation."
+        f"the runs are is not known, because no finished run has {_evaluated(rows)}."
     )
     data = _data(rows, fastest, labels)
     return Answer(headline, (), _limit(fastest, labels), data, cautions, None)
+
+
+def _evaluated(rows: Sequence[RunFigures]) -> str:
+    of_script = all(row.run.is_of_script for row in rows)
+    return "logged a metric by run.log()" if of_script else "a held-out evaluation"
 
 
 class Accuracy(Protocol):
@@ -153,7 +158,7 @@ def _comparison(
     else:
         sentences.append(
             f"The {terms.best} {terms.metric.name} is that of {labels[best.run.name]}: "
-            f"{_accuracy(best)}, at {formatting.count(best.frames_per_s)} frames/s."
+            f"{_accuracy(best)}, at {formatting.count(best.frames_per_s)} {terms.amount}/s."
         )
     fastest = max(rows, key=_rate)
     if fastest is not chosen:
@@ -162,7 +167,7 @@ def _comparison(
         behind = terms.gap(fastest.score, best.score)
         sentences.append(
             f"{formatting.capital(labels[fastest.run.name])} is faster "
-            f"({formatting.count(fastest.frames_per_s)} frames/s) but not accurate enough: {behind}"
+            f"({formatting.count(fastest.frames_per_s)} {terms.amount}/s) but not accurate enough: {behind}"
             + (f", WER {_wer(fastest)}." if fastest.word_errors else ".")
         )
     return sentences
@@ -225,7 +230,7 @@ def _straggler(row: RunFigures) -> str:
 
 def _speed(row: RunFigures) -> str:
     ranks = "" if row.run.size is None else f" on {row.run.size} rank{'s' if row.run.size != 1 else ''}"
-    text = f"{formatting.count(row.frames_per_s)} frames/s{ranks}"
+    text = f"{formatting.count(row.frames_per_s)} {row.run.task.amount}/s{ranks}"
     if row.speedup is not None and row.run.size != 1:
         speedup, efficiency = formatting.times(row.speedup), formatting.percent(row.efficiency)
         text += f" ({speedup} times one rank, efficiency {efficiency} %)"

@@ -42,7 +42,7 @@ def metrics_note(runs: Sequence[RunResult]) -> str:
             f"These runs are of several tasks. Those with a {terms.metric.name} are compared; the others "
             f"have a {names}, which cannot be compared with it."
         )
-    if terms.task.decodes:
+    if terms.task.decodes or not any(run.evaluations for run in runs):
         return ""
     meanings = "; ".join(f"{metric.name}: {metric.meaning.rstrip('.')}" for metric in terms.task.metrics)
     near = f"A run keeps the accuracy within {terms.tolerance()} of the {terms.best}."
@@ -70,9 +70,11 @@ def _unequal(comparable: Sequence[RunFigures]) -> str:
     trained = [row.frames_trained for row in comparable if row.frames_trained]
     if not trained or max(trained) <= min(trained) * (1 + FRAMES_TOLERANCE):
         return ""
+    what = "data" if all(row.run.is_of_script for row in comparable) else "speech"
+    amount = comparable[0].run.task.amount
     return (
-        f"The runs trained on different amounts of speech ({formatting.count(min(trained))} to "
-        f"{formatting.count(max(trained))} frames), so their accuracies are not strictly comparable."
+        f"The runs trained on different amounts of {what} ({formatting.count(min(trained))} to "
+        f"{formatting.count(max(trained))} {amount}), so their accuracies are not strictly comparable."
     )
 
 
@@ -87,6 +89,6 @@ def _improving(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
         return ""
     who = "Every run was still improving" if len(named) == len(comparable) else "Still improving"
     return (
-        f"{who} at the last evaluation: {', '.join(named)}. After more epochs the runs may stand in "
+        f"{who} at the last evaluation: {', '.join(named)}. After more training the runs may stand in "
         "another order."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from speechdp.report.kit import formatting
 from speechdp.report.kit.metric_names import metric_text
@@ -118,7 +119,34 @@ def all_columns(rows: Sequence[RunFigures]) -> tuple[Column[RunFigures], ...]:
     for task in [row.run.task for row in rows if row.run.settings] or [task_of(())]:
         for place, metric in enumerate(task.metrics):
             metrics.setdefault(metric.key, _metric_column(metric, is_first=place == 0))
+    if all(row.run.is_of_script for row in rows):
+        return _script_columns(tuple(metrics.values()), to_target)
     return (*_BEFORE_METRICS, *metrics.values(), WER, to_target)
+
+
+def _script_columns(
+    metrics: tuple[Column[RunFigures], ...], to_target: Column[RunFigures]
+) -> tuple[Column[RunFigures], ...]:
+    """Return the columns of runs of a user's script: its steps, and what it counts instead of frames."""
+    steps = Column[RunFigures](
+        "steps", "steps", "", "Steps of the loop.", lambda row: formatting.count(_steps(row)), _steps
+    )
+    items = "What `step(weight=)` counts (frames, tokens, examples; else steps), of all ranks together,"
+    meanings = {
+        "frames_per_s": ("items_per_s", "items/s", f"{items} over the longest rank's step time."),
+        "speedup": ("speedup", "speed-up", "Items/s over those of one rank."),
+    }
+    before = []
+    for column in _BEFORE_METRICS:
+        key, title, meaning = meanings.get(column.key, (column.key, column.title, column.meaning))
+        before.append(replace(column, key=key, title=title, meaning=meaning))
+    return (*before, steps, *metrics, to_target)
+
+
+def _steps(row: RunFigures) -> int | None:
+    """Return the steps of the rank that took most, those left out of the timings included."""
+    timing = row.run.timing
+    return None if timing is None else max(rank.steps for rank in timing.ranks) + timing.warmup_steps
 
 
 def main_columns(rows: Sequence[RunFigures]) -> tuple[Column[RunFigures], ...]:

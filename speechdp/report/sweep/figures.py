@@ -29,7 +29,7 @@ class Plot(Frame):
 
 
 def _draw_throughput(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> bool:
-    drawn = plots.draw_by_period(ax, rows, plots.THROUGHPUT, canvas)
+    drawn = plots.draw_by_period(ax, rows, plots.throughput_measure(rows), canvas)
     if drawn:
         plots.draw_one_rank(ax, rows, canvas)
     return drawn

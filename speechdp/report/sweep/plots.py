@@ -37,9 +37,6 @@ def _wer_interval(row: RunFigures) -> tuple[float, float] | None:
     return 100 * errors.low, 100 * errors.high
 
 
-THROUGHPUT = PlotMeasure(
-    "Throughput", "frames/s", lambda row: row.frames_per_s, lambda row: formatting.count(row.frames_per_s)
-)
 WORD_ERRORS = PlotMeasure(
     "Word error rate, 95 % interval",
     "%",
@@ -47,6 +44,16 @@ WORD_ERRORS = PlotMeasure(
     lambda row: "" if row.word_errors is None else formatting.percent(row.word_errors.wer, 1),
     _wer_interval,
 )
+
+
+def throughput_measure(rows: Sequence[RunFigures]) -> PlotMeasure:
+    """Return the throughput, in what the runs' task counts."""
+    return PlotMeasure(
+        "Throughput",
+        f"{terms_of(row.run for row in rows).amount}/s",
+        lambda row: row.frames_per_s,
+        lambda row: formatting.count(row.frames_per_s),
+    )
 
 
 def score_measure(rows: Sequence[RunFigures]) -> PlotMeasure:
@@ -96,7 +103,7 @@ def draw_one_rank(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> None:
         lines.append((size * baseline.frames_per_s, f"{size} × one rank"))  # noqa: RUF001
     for value, label in lines:
         line = ax.axhline(value, color=canvas.theme.baseline, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
-        canvas.tip(line, f"{label}: {formatting.count(value)} frames/s")
+        canvas.tip(line, f"{label}: {formatting.count(value)} {baseline.run.task.amount}/s")
         ax.annotate(
             label.replace("one ", "one\n"), (1, value), xycoords=("axes fraction", "data"), xytext=(4, 0),
             textcoords="offset points", ha="left", va="center", color=canvas.theme.muted, fontsize="small",
@@ -118,7 +125,8 @@ def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_
         return False
     longest = max(points[-1][0] for _, points in curves)
     scale, unit = time_unit(longest) if over_time else frames_unit(longest)
-    style_axes(ax, "Learning over time" if over_time else "Learning over frames", terms.axis, canvas.theme)
+    over = "time" if over_time else terms.amount
+    style_axes(ax, f"Learning over {over}", terms.axis, canvas.theme)
     for row, points in curves:
         xs, ys = [x / scale for x, _, _ in points], [y for _, y, _ in points]
         colour = canvas.colours[row.run.name]
@@ -127,7 +135,8 @@ def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_
         for x, y, evaluation in zip(xs, ys, (e for _, _, e in points), strict=True):
             (dot,) = ax.plot([x], [y], "o", color=colour, markersize=3.6, zorder=4)
             canvas.tip(dot, _evaluation_tip(canvas.labels[row.run.name], evaluation, terms))
-    ax.set_xlabel(f"training time ({unit})" if over_time else f"frames trained on, all ranks ({unit})")
+    what = "training time" if over_time else f"{terms.amount} trained on, all ranks"
+    ax.set_xlabel(f"{what} ({unit})")
     ax.xaxis.label.set_color(canvas.theme.muted)
     ax.set_xlim(0, longest / scale * 1.02)
     focus_on_end(ax, [[y for _, y, _ in points] for _, points in curves])
@@ -200,7 +209,7 @@ def _evaluation_tip(label: str, evaluation: Evaluation, terms: Terms) -> str:
     parts = (
         f"{label}, step {evaluation.step}: {terms.with_unit(evaluation.score)}",
         terms.others(evaluation),
-        f"{formatting.count(evaluation.frames)} frames, {formatting.seconds(evaluation.time_s)}",
+        f"{formatting.count(evaluation.frames)} {terms.amount}, {formatting.seconds(evaluation.time_s)}",
     )
     return ", ".join(filter(None, parts))
 

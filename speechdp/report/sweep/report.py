@@ -49,19 +49,20 @@ SETTINGS = {
 }
 
 
-def write_report(out_dir: Path, target: float | None = None) -> WrittenReport:
+def write_report(out_dir: Path, target: float | None = None, metric: str = "") -> WrittenReport:
     """Write OUT/report/report.{csv,png,html}.
 
     Args:
         out_dir: a sweep's folder, a folder of runs, or one run.
         target: of the task's first metric, for the time to target: a held-out log-probability in nats/frame,
             of synthesis the L1 error; None: the best that every run reached.
+        metric: what runs of a script are judged by; see read_sweep.
 
     Raises:
-        ConfigError: there is no run in `out_dir`, or `target` cannot be reached.
+        ConfigError: there is no run in `out_dir`, `target` cannot be reached, or `metric` is none of its.
         RunError: the report cannot be written.
     """
-    sweep = read_sweep(out_dir)
+    sweep = read_sweep(out_dir, metric)
     target = terms_of(sweep.runs).score_of_target(target)
     if target is None:
         target = common_target(sweep.runs)
@@ -150,7 +151,7 @@ def _breakable(name: str) -> Markup:
 def _settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
     """Return a run's settings as (title, text), the known ones first."""
     known = [(title, settings[key]) for key, title in SETTINGS.items() if key in settings]
-    hidden = {"format", "version", "strategy_name", "period", "metrics", "decodes", *SETTINGS}
+    hidden = {"format", "version", "strategy_name", "period", "metrics", "decodes", "script", *SETTINGS}
     more = [(key.replace("_", " "), value) for key, value in settings.items() if key not in hidden]
     return [(title, _setting_text(title, value)) for title, value in known + more]
 

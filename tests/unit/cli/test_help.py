@@ -29,18 +29,20 @@ _BANNED = (
     "without it:",
     "says so",
 )
+#: Subcommands, and those that also take a script of the user's.
+FORMS = [*SUBCOMMANDS, *(f"{name} --script" for name, c in SUBCOMMANDS.items() if c.script_class_name)]
 _EDGE = re.compile("[│╭╮╰╯─]")
 _TITLE = re.compile("^╭─ (.+?) ─", re.MULTILINE)
 _OPTION = re.compile("│ -{1,2}[a-z]")
 
 
 def help_of(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the lines of a subcommand's help."""
+    """Return the lines of the help of one of FORMS."""
     monkeypatch.setenv("COLUMNS", "129")  # from 130 on there are two columns of boxes
     out = io.TextIOWrapper(io.BytesIO(), "utf-8")  # tyro draws no boxes in other encodings
     with monkeypatch.context() as patches, pytest.raises(SystemExit) as ended:
         patches.setattr(sys, "stdout", out)
-        run([name, "--help"])
+        run([*name.split(), "--help"])
     assert ended.value.code == 0
     out.seek(0)
     return out.read().splitlines()
@@ -56,7 +58,7 @@ def fields_of(kind: Any) -> Iterator[dataclasses.Field[Any]]:
             yield field
 
 
-@pytest.mark.parametrize("name", SUBCOMMANDS)
+@pytest.mark.parametrize("name", FORMS)
 def test_help_explains_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = help_of(name, monkeypatch)
     text = re.sub(r"\s+", " ", _EDGE.sub(" ", " ".join(lines)))
@@ -69,7 +71,7 @@ def test_help_explains_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(words) == len(set(words)) and "." not in title, title
 
 
-@pytest.mark.parametrize("name", SUBCOMMANDS)
+@pytest.mark.parametrize("name", FORMS)
 def test_every_option_has_a_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = help_of(name, monkeypatch)
     shown = [index for index, line in enumerate(lines) if _OPTION.match(line)]
@@ -81,16 +83,18 @@ def test_every_option_has_a_text(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert re.match(r"\w", explained) and not explained.startswith("(default"), invocation
 
 
-@pytest.mark.parametrize("name", SUBCOMMANDS)
+@pytest.mark.parametrize("name", FORMS)
 def test_internal_options_are_hidden_and_the_others_shown(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = SUBCOMMANDS[name]
-    kind = getattr(importlib.import_module(f"speechdp.cli.{command.module}"), command.class_name)
+    command = SUBCOMMANDS[name.split(maxsplit=1)[0]]
+    class_name = command.script_class_name if name.endswith("--script") else command.class_name
+    kind = getattr(importlib.import_module(f"speechdp.cli.{command.module}"), class_name)
+    hidden = (*command.internal, "script_arguments")
     lines = "\n".join(help_of(name, monkeypatch))
     for field in fields_of(kind):
         if "Positional" in str(field.type) or field.name == "num_ranks":
             continue
         is_shown = re.search(rf"--{field.name.replace('_', '-')}\b(?!-)", lines) is not None
-        assert is_shown == (field.name not in command.internal), field.name
+        assert is_shown == (field.name not in hidden), field.name
 
 
 def test_an_internal_option_is_still_taken() -> None:

@@ -236,6 +236,11 @@ def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
     [
         (0, "speechdp: rank 1 on a: wrong", None),
         (1, "x\nspeechdp: rank 1 on a: first\nspeechdp launch: the job ended", "rank 1 on a: first"),
+        (
+            1,
+            "Traceback ...\nModuleNotFoundError: No module named 'x'\nspeechdp launch: the job ended",
+            "ModuleNotFoundError: No module named 'x'",
+        ),
         (137, "noise\nspeechdp launch: a rank was killed\n", "a rank was killed"),
         (139, "noise\n\nsegmentation fault \n", "exit code 139: segmentation fault"),
         (1, "", "exit code 1: it printed nothing"),

@@ -89,7 +89,7 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
     train = Target("train", tmp_path, None)
     for policy, target, said in (
         (RestartPolicy(-1), train, "at least 0"),
-        (RestartPolicy(1), None, "only train and sweep"),
+        (RestartPolicy(1), None, "only train, sweep and a script"),
         (RestartPolicy(1, min_ranks=5), train, "from 1 to the number of ranks, 4"),
         (RestartPolicy(0, min_ranks=2), train, "give --max-restarts as well"),
     ):
@@ -166,3 +166,17 @@ def test_a_stop_ends_the_waiting_for_hosts() -> None:
         return [sys.executable, "-c", "import time; time.sleep(60)"]
 
     assert find_reachable(HOSTS, probe, {}, stopped=lambda: True) == []
+
+
+def test_a_script_is_started_again_as_it_is_whatever_it_failed_with() -> None:
+    RestartPolicy(1).check(4, None, is_script=True)
+    with pytest.raises(ConfigError, match="a script of yours can be started again"):
+        RestartPolicy(1).check(4, None)
+    script = Restarts(RestartPolicy(1), Hostfile("F", HOSTS), 4, None, list, is_script=True)
+    script.begin()
+    failed = JobEnd(1, None, (Fault("exited", 0, "n1", exit_code=1),))
+    assert script.why_not(failed, 1) is None
+    assert script.why_not(JobEnd(143, 15), 143) == ""
+    script.next_hosts(failed.faults)
+    assert script.going_on(["train.py", "--overwrite"]) == ("train.py", "--overwrite")
+    assert "--max-restarts 1 are used up" in (script.why_not(failed, 1) or "")

@@ -1,0 +1,107 @@
+"""Options that `compare --script` and `sweep --script` share: what to run, where, and how to judge it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from speechdp.errors import ConfigError
+from speechdp.options.shown import shown
+
+if TYPE_CHECKING:
+    from speechdp.experiments.compare.jobs import JobStarter
+    from speechdp.experiments.compare.script_training import UserScript
+
+
+@dataclass(frozen=True)
+class ScriptOptions:
+    """Your training script, and where it runs."""
+
+    script: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    """Python script that trains with speechdp.DataParallel (docs/api.md).
+    It is run unchanged; what follows `--` are its own arguments, {seed} in them is replaced by the seed."""
+    metric: Annotated[str, shown("NAME[:min|:max]", "the value that the script logged last")] = ""
+    """Value of run.log() to judge runs by, e.g. valid_loss:min, of which less is better, or accuracy:max.
+    Without :min or :max the name decides: more is better of acc..., auc, bleu, f1, score, and the like."""
+    backend: Literal["auto", "horovod", "mpi", "torch", "threads"] = "auto"
+    """Library for exchanges between ranks; threads: ranks are threads of one process, to try things out."""
+    hostfile: Annotated[Path | None, shown("FILE", "this machine only")] = None
+    """File with a line `host slots=N` for each host."""
+    launch_args: Annotated[str, shown("'OPTIONS'", "none")] = ""
+    """More options for `speechdp launch`, quoted as one argument: "--launcher horovodrun"."""
+    threads: Annotated[int | None, shown("N", "cores / largest number of ranks, at least 1")] = None
+    """CPU threads of each rank, the same in all runs."""
+    target: Annotated[float | None, shown("VALUE", "a value that most runs reached")] = None
+    """Report the time each run took until the metric reached this value."""
+
+    def check(self) -> None:
+        """Refuse what no run could do anything with.  Raises ConfigError."""
+        from speechdp.report.runs.script_metric import parse_metric  # noqa: PLC0415 - keeps --help fast
+
+        if not self.script.is_file():
+            raise ConfigError(f"--script {self.script}: no such file")
+        if self.metric:
+            parse_metric(self.metric)
+
+    def user_script(self, arguments: Sequence[str]) -> UserScript:
+        """Return the script with its arguments."""
+        from speechdp.experiments.compare.script_training import UserScript  # noqa: PLC0415
+
+        return UserScript(self.script, tuple(arguments), self.backend)
+
+    def starter(self, command: str, most_ranks: int) -> JobStarter:
+        """Return what starts the script.
+
+        Args:
+            command: of the user, for messages.
+            most_ranks: of any run.
+        """
+        from speechdp.cli.support.starting import make_starter, threads_of_a_rank  # noqa: PLC0415
+
+        threads = os.environ.get("OMP_NUM_THREADS") if self.threads is None else str(self.threads)
+        if threads is None:
+            threads = str(threads_of_a_rank(most_ranks, self.hostfile))
+        return make_starter(command, self.launch_args, self.hostfile, {"OMP_NUM_THREADS": threads})
+
+
+def say_how_many_failed(failed: int, runs: int, out: Path) -> None:
+    """Print where to look, if any run failed."""
+    if failed:
+        print(
+            f"speechdp: {failed} of {runs} runs failed; their messages stand above, "
+            f"their output in {out / 'logs'}; the same command tries them again",
+            file=sys.stderr,
+        )
+
+
+@contextmanager
+def owned_folder(
+    out: Path, command: str, say: Callable[[str], None], records: Sequence[str], *, overwrite: bool
+) -> Iterator[None]:
+    """Own a folder for the block, emptied before if asked.
+
+    Args:
+        command: of the user, for messages.
+        say: takes a line of news.
+        records: files of which such a folder has one.
+        overwrite: delete what is in it.
+
+    Raises:
+        ConfigError: it must not be overwritten.
+    """
+    from speechdp.cli.support.folders import owner_of  # noqa: PLC0415
+    from speechdp.ownership.overwrite import check_overwrite, empty  # noqa: PLC0415
+
+    if overwrite:
+        check_overwrite(out, records, f"with a {records[0]}")
+    with owner_of(out, command, say) as owner:
+        if overwrite:
+            empty(owner, records)
+        yield

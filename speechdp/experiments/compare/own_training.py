@@ -1,0 +1,131 @@
+"""Our own training as what a comparison runs: `speechdp train`, then `speechdp decode`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speechdp.errors import RunError
+from speechdp.experiments.compare.arguments import train_arguments
+from speechdp.experiments.compare.jobs import JobStarter
+from speechdp.experiments.compare.plan import SEQUENTIAL, ComparePlan, stretched
+from speechdp.experiments.compare.record import RunRecord
+from speechdp.experiments.compare.training import ComparedTraining, log_of
+from speechdp.options.run import TrainOptions
+
+ALIGNMENT = "alignment"
+
+
+@dataclass(frozen=True)
+class CompareRequest:
+    """A comparison to be made.
+
+    Attributes:
+        data: data directory, and its checksum.
+        out: folder of the comparison.
+        options: of every run; strategy, seed, and epochs at equal time are set run by run.
+        decode_split: split whose word error rate is reported; "" for none.
+        most_decoding_ranks: more than this decode nothing faster on this machine; None: any number.
+    """
+
+    data: Path
+    data_checksum: str
+    out: Path
+    options: TrainOptions
+    plan: ComparePlan
+    decode_split: str
+    most_decoding_ranks: int | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return what all runs share."""
+        options = self.options.to_json()
+        return {
+            "data": self.data_checksum,
+            "decode_split": self.decode_split,
+            **{key: value for key, value in options.items() if key not in ("strategy", "seed")},
+        }
+
+    def options_of(self, strategy: str, seed: int) -> TrainOptions:
+        """Return the options of a run at equal frames."""
+        return dataclasses.replace(self.options, strategy=strategy, seed=seed)
+
+
+class OwnTraining(ComparedTraining):
+    """Trains and decodes with `speechdp`.
+
+    Args:
+        say: takes a line of progress.
+    """
+
+    def __init__(self, request: CompareRequest, starter: JobStarter, say: Callable[[str], None]) -> None:
+        self._request, self._starter, self._say = request, starter, say
+        self._alignments = request.options.alignments
+
+    def settings(self) -> dict[str, Any]:
+        """Return what all runs share."""
+        return self._request.settings()
+
+    def begin(self) -> None:
+        """Make the targets of all runs once, with the fewest ranks: most like plain training."""
+        request, options = self._request, self._request.options
+        if options.realign == 0:
+            return
+        run_dir = (request.out / ALIGNMENT).absolute()
+        self._alignments = run_dir / "alignments" / str(options.realign)
+        if not (run_dir / "completed.json").is_file():
+            plan = request.plan
+            ranks = min(plan.ranks)
+            own = dataclasses.replace(
+                request.options_of(SEQUENTIAL, plan.seeds[0]),
+                epochs=1,
+                realign_epochs=options.realign_epochs or options.num_epochs,
+            )
+            self._say(f"alignment, {options.realign} round(s): started")
+            message = self._train(run_dir, own, ranks)
+            if message is not None:
+                raise RunError(f"{run_dir}: the alignment failed: {message}")
+
+    def is_done(self, run_dir: Path) -> bool:
+        """Tell whether a run is trained and decoded."""
+        decoded = self._request.decode_split == "" or self._errors_file(run_dir).is_file()
+        return decoded and (run_dir / "completed.json").is_file()
+
+    def _errors_file(self, run_dir: Path) -> Path:
+        return run_dir / f"wer-{self._request.decode_split}.json"
+
+    def run(self, run: RunRecord, run_dir: Path) -> str | None:
+        """Train and decode a run, as far as that is not done; return None, or what went wrong."""
+        request = self._request
+        if not (run_dir / "completed.json").is_file():
+            options = request.options_of(run.strategy, run.seed)
+            assert run.epochs is not None
+            if run.epochs != options.num_epochs:
+                options = stretched(options, run.epochs)
+            options = dataclasses.replace(
+                options, alignments=self._alignments, realign=0, realign_epochs=None
+            )
+            message = self._train(run_dir, options, run.ranks)
+            if message is not None:
+                return message
+        if not request.decode_split:
+            return None
+        ranks = min(run.ranks, request.most_decoding_ranks or run.ranks)
+        words = ["decode", str(run_dir), str(request.data.absolute()), "--split", request.decode_split]
+        words += [f"--device={request.options.device}"]
+        if ranks > 1:
+            words += [f"--backend={request.options.backend}"]
+        return self._starter.run(ranks, words, log_of(run_dir))
+
+    def _train(self, run_dir: Path, options: TrainOptions, ranks: int) -> str | None:
+        if ranks == 1:  # other back-ends have nothing to do there, and some need a launcher
+            options = dataclasses.replace(options, backend="auto")
+        words = ["train", str(self._request.data.absolute()), str(run_dir), *train_arguments(options)]
+        # The ranks of a comparison are those that train.
+        num_ranks = ranks + options.loading.feeders
+        message = self._starter.run(num_ranks, [*words, "--resume"], log_of(run_dir))
+        if message is None and not (run_dir / "completed.json").is_file():
+            return "the job ended well but left no completed.json (a host may have been lost)"
+        return message

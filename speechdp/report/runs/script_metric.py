@@ -1,0 +1,68 @@
+"""What runs of a user's script are judged by: one of the values that it logs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from speechdp.errors import ConfigError
+from speechdp.report.runs.records import number
+from speechdp.tasks.metrics import Metric, TaskRecord
+
+#: What DataParallel writes into each line itself, and values that only count.
+_NOT_METRICS = ("step", "time_s", "learning_rate", "frames", "epoch")
+#: Parts of the names of metrics of which more is better; of all others less is.
+_MORE_IS_BETTER = ("acc", "auc", "bleu", "f1", "log_prob", "precision", "r2", "recall", "score", "snr")
+_DIRECTIONS = {"min": False, "max": True}
+
+
+@dataclass(frozen=True)
+class LoggedMetric(Metric):
+    """A value of metrics.jsonl, under the name and in the unit in which the script logs it."""
+
+    @property
+    def recorded_as(self) -> str:
+        """Its key in metrics.jsonl, and that of the CSV's column."""
+        return self.key
+
+    def number(self, value: float) -> str:
+        """Write a value; of what size it is nobody knows."""
+        return f"{value:.4g}"
+
+
+def parse_metric(text: str) -> LoggedMetric:
+    """Read `NAME`, `NAME:min` (less is better) or `NAME:max`.
+
+    Without a direction more is better of what is named after an accuracy, a score or a log-probability, and
+    less of anything else.
+
+    Raises:
+        ConfigError: another direction, or no name.
+    """
+    name, colon, direction = text.partition(":")
+    if not name or (colon and direction not in _DIRECTIONS):
+        raise ConfigError(f"--metric {text!r}: write NAME, NAME:min (less is better) or NAME:max")
+    more = _DIRECTIONS[direction] if colon else any(part in name.lower() for part in _MORE_IS_BETTER)
+    meaning = f"As the script logged it last; {'more' if more else 'less'} is better."
+    return LoggedMetric(name, name, name, "", meaning, higher_is_better=more, tolerance_is_relative=True)
+
+
+def metric_names(record: dict[str, Any]) -> list[str]:
+    """Return the names of the numbers that a script logged in a line."""
+    # A colon would be taken for the beginning of a direction.
+    return [
+        name
+        for name in record
+        if name not in _NOT_METRICS and ":" not in name and number(record, name) is not None
+    ]
+
+
+def last_metric(records: Sequence[dict[str, Any]]) -> str:
+    """Return the name of what a script logged last; "" where it logged nothing."""
+    return next((names[-1] for record in reversed(records) if (names := metric_names(record))), "")
+
+
+def script_task(metric: str) -> TaskRecord:
+    """Return what stands for a task in runs of a script, which are judged by `metric`; "": by nothing."""
+    return TaskRecord((parse_metric(metric or "metric"),), amount="items")

@@ -1,0 +1,178 @@
+"""`compare --script` and `sweep --script`: what a script is told, what is kept, and what a failure says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from speechdp.cli.main import parse, run
+from speechdp.errors import ConfigError
+from speechdp.experiments.compare.jobs import JobStarter
+from speechdp.experiments.compare.record import read_record
+from speechdp.experiments.script_sweep import ScriptSweep
+from speechdp.experiments.sweep import SweepPlan
+
+Call = tuple[int, list[str], dict[str, str]]
+
+
+class FakeRanks:
+    """Stands for the script's processes: writes the folder that it is told to write."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.failing: dict[str, str] = {}
+        self.writes = ("run.json", "completed.json")
+
+    def run_script(
+        self, num_ranks: int, words: Sequence[str], log: Path, environment: Mapping[str, str]
+    ) -> str | None:
+        told = {k.removeprefix("SPEECHDP_"): v for k, v in environment.items()}
+        self.calls.append((num_ranks, list(words), told))
+        if told["STRATEGY"] in self.failing:
+            return self.failing[told["STRATEGY"]]
+        folder = Path(told["FOLDER"])
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = {"script": "train.py", "strategy": told["STRATEGY"], "size": num_ranks}
+        for name in self.writes:
+            (folder / name).write_text(json.dumps(settings))
+        return None
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> FakeRanks:
+    fake = FakeRanks()
+    monkeypatch.setattr(JobStarter, "run_script", lambda self, *job: fake.run_script(*job))
+    return fake
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text("a script")
+    return path
+
+
+def compare(script: Path, *more: str) -> int:
+    return run(["compare", "--script", str(script), str(script.parent / "out"), *more])
+
+
+def test_a_script_is_told_by_its_environment(ranks: FakeRanks, script: Path) -> None:
+    options = (
+        "--strategies",
+        "gradient_averaging,bmuf:period=4,eta=0.5",
+        "--ranks",
+        "1,2",
+        "--backend",
+        "mpi",
+    )
+    assert compare(script, *options, "--seeds", "7", "--", "--epochs", "3", "--seed={seed}") == 0
+    words = [str(script), "--epochs", "3", "--seed=7"]
+    assert [call[:2] for call in ranks.calls] == [(1, words), (2, words), (2, words)]
+    told = [call[2] for call in ranks.calls]
+    assert [one["STRATEGY"] for one in told] == [
+        "gradient_averaging", "gradient_averaging", "bmuf:period=4,eta=0.5"
+    ]  # fmt: skip
+    assert [one["BACKEND"] for one in told] == ["auto", "mpi", "mpi"]
+    assert {one["SEED"] for one in told} == {"7"} and {one["RESUME"] for one in told} == {"1"}
+    assert [Path(one["FOLDER"]).name for one in told] == [
+        "1x-gradient_averaging-seed7", "2x-gradient_averaging-seed7", "2x-bmuf-period=4-eta=0.5-seed7"
+    ]  # fmt: skip
+    assert all(Path(one["FOLDER"]).is_absolute() for one in told)
+
+
+def test_with_threads_one_process_has_all_ranks(ranks: FakeRanks, script: Path) -> None:
+    assert compare(script, "--ranks", "4", "--backend", "threads", "--strategies", "bmuf") == 0
+    ((num_processes, _, told),) = ranks.calls
+    assert num_processes == 1 and told["BACKEND"] == "threads:4"
+
+
+def test_a_failure_is_a_line_and_is_tried_again(
+    ranks: FakeRanks, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.failing["bmuf"] = "rank 1 on vm: there is a mistake"
+    options = ("--ranks", "2", "--strategies", "bmuf,gradient_averaging")
+    assert compare(script, *options) == 1
+    printed = capsys.readouterr()
+    assert "[1/2] 2 ranks, bmuf, seed 1: failed: rank 1 on vm: there is a mistake" in printed.out
+    assert "1 of 2 runs failed" in printed.err
+    ranks.failing.clear()
+    # More of them may be added; what is finished is kept, also when it is to be judged by something else.
+    assert compare(script, *options, "--seeds", "1,2", "--metric", "valid_loss") == 0
+    assert [call[2]["STRATEGY"] for call in ranks.calls[2:]] == ["bmuf", "gradient_averaging", "bmuf"]
+    record = read_record(script.parent / "out")
+    assert record.completed and record.metric == "valid_loss" and len(record.runs) == 4
+    assert compare(script, *options, "--", "--epochs", "3") == 1
+    assert "was begun with another command line" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("writes", "words"),
+    [((), "trained nothing with speechdp.DataParallel"), (("run.json",), "left no completed.json")],
+)
+def test_a_script_that_records_nothing_has_failed(
+    writes: tuple[str, ...], words: str, ranks: FakeRanks, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.writes = writes
+    assert compare(script, "--ranks", "2", "--strategies", "bmuf") == 1
+    assert f"failed: train.py ended well but {words}" in capsys.readouterr().out
+
+
+def test_a_strategy_of_the_scripts_own_is_left_to_it(ranks: FakeRanks, script: Path) -> None:
+    assert compare(script, "--ranks", "2", "--strategies", "mine:period=3,bmuf") == 0
+    assert [call[2]["STRATEGY"] for call in ranks.calls] == ["mine:period=3", "bmuf"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--strategies", "bmuf:size=3"], "strategy bmuf has no option 'size'"),
+        (["--strategies", "bmuf,bmuf"], "are the same"),
+        (["--ranks", "0"], "write whole numbers from 1 on"),
+        (["--metric", "loss:less"], "write NAME, NAME:min"),
+        (["--script", "no.py"], "--script no.py: no such file"),
+    ],
+)
+def test_what_no_run_could_use_is_refused_before_the_first(
+    more: list[str], words: str, ranks: FakeRanks, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(script, *more) == 1
+    assert words in capsys.readouterr().err and not ranks.calls
+    assert not (script.parent / "out").exists()
+
+
+def test_a_sweep_runs_a_script_with_every_period(
+    ranks: FakeRanks, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.failing["bmuf:period=4,eta=0.5"] = "there is a mistake"
+    out = script.parent / "out"
+    command = ["sweep", "--script", str(script), str(out), "--swept", "bmuf:eta=0.5", "--periods", "4,16"]
+    assert run([*command, "--metric", "acc", "--", "{seed}"]) == 1
+    assert "[3/4] bmuf-4: failed: there is a mistake" in capsys.readouterr().out
+    assert [(call[0], call[1][1], call[2]["STRATEGY"]) for call in ranks.calls] == [
+        (1, "1", "gradient_averaging"), (2, "1", "gradient_averaging"), (2, "1", "bmuf:period=4,eta=0.5"),
+        (2, "1", "bmuf:period=16,eta=0.5"),
+    ]  # fmt: skip
+    names = ["one-rank", "gradient_averaging", "bmuf-4", "bmuf-16"]
+    record = json.loads((out / "sweep.json").read_text())
+    assert (record["runs"], record["completed"], record["metric"]) == (names, False, "acc")
+    ranks.failing.clear()
+    assert run(command) == 0 and len(ranks.calls) == 5
+    assert json.loads((out / "sweep.json").read_text())["completed"] is True
+    assert run([*command, "--no-one-rank"]) == 1
+    assert "holds a sweep over other runs" in capsys.readouterr().err
+
+
+def test_a_period_that_the_strategy_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--swept parameter_server: has no period"):
+        ScriptSweep(Path("out"), SweepPlan("parameter_server", ("4",)), 2, 1).runs()
+    with pytest.raises(ConfigError, match="--periods 5s: gradient_averaging counts its period in steps"):
+        ScriptSweep(Path("out"), SweepPlan("gradient_averaging", ("5s",)), 2, 1).runs()
+
+
+def test_what_follows_the_dashes_is_the_scripts() -> None:
+    command = parse("compare", ["--script=train.py", "OUT", "--", "--help", "--", "--script"])
+    assert command.script_arguments == ("--help", "--", "--script")
+    assert not hasattr(parse("compare", ["DATA", "OUT"]), "script_arguments")

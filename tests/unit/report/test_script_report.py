@@ -1,0 +1,181 @@
+"""Reports of runs that a user's script made: its metric under its own name, sign and direction."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from speechdp import DataParallel
+from speechdp.cli.main import run as speechdp
+from speechdp.comm.base import Communicator
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.errors import ConfigError
+from speechdp.experiments.compare.record import CompareRecord, RunRecord, write_record
+from speechdp.report.compare.report import write_comparison
+from speechdp.report.runs.script_metric import parse_metric
+from speechdp.report.sweep.report import write_report
+from tests.helpers.runs import MadeUpRun, write_run
+
+#: What a reader who never saw our tasks must not meet.
+OURS = ("log-prob", "frames", "nats", "WER", "word error", "decoded", "L1", "epochs")
+
+
+def script_run(parent: Path, name: str, speed: float, losses: Sequence[float], size: int = 2) -> str:
+    """Write the folder of a script's run; its accuracy is 1 - loss.  Return its name."""
+    run = MadeUpRun(name, size=size, frames_per_s=speed, wer=None, num_evaluations=0)
+    run.settings["script"] = "train.py"
+    path = write_run(run, parent)
+    (path / "run.json").write_text(
+        json.dumps({k: v for k, v in json.loads((path / "run.json").read_text()).items() if k != "preset"})
+    )
+    lines = [
+        {"step": 100 * n, "time_s": float(n), "learning_rate": 0.1, "frames": 800 * n, "accuracy": 1 - loss,
+         "valid_loss": loss}
+        for n, loss in enumerate(losses, start=1)
+    ]  # fmt: skip
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return name
+
+
+@pytest.fixture
+def compared(tmp_path: Path) -> Path:
+    """A comparison: bmuf is within 2 % of the best, easgd is the fastest and learns too little."""
+    runs = [
+        ("gradient_averaging", 1, 900.0, 0.200),
+        ("gradient_averaging", 2, 1000.0, 0.200),
+        ("bmuf:period=16", 2, 1500.0, 0.203),
+        ("easgd", 2, 1800.0, 0.500),
+    ]
+    records = []
+    for strategy, ranks, speed, loss in runs:
+        record = RunRecord(strategy, ranks, 1, "frames", None)
+        folder = script_run(tmp_path, record.planned.folder, speed, (0.9, loss), ranks)
+        records.append(RunRecord(strategy, ranks, 1, "frames", None, folder, "complete"))
+    write_record(tmp_path, CompareRecord({"script": "train.py"}, tuple(records), completed=True))
+    return tmp_path
+
+
+def words_of(page: Path) -> str:
+    """Return what a reader sees: no markup, style sheets or scripts."""
+    text = re.sub(r"<(style|script).*?</\1>", " ", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return re.sub(r"<[^>]+>", " ", text)
+
+
+def test_a_comparison_shows_the_scripts_own_metric(
+    compared: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert speechdp(["report", str(compared)]) == 0
+    printed = capsys.readouterr().out
+    assert "valid_loss" in printed and "0.203" in printed and "items/s" in printed and "All runs" in printed
+    assert "Choose bmuf (period=16)" in printed
+    assert "the smallest valid_loss is that of gradient averaging: valid_loss 0.2 at 1,000 items/s" in printed
+    page = words_of(compared / "compare" / "compare.html")
+    for text in (printed, page):
+        assert [word for word in OURS if word in text] == []
+    assert "valid_loss is within 2 % of the smallest" in page and "less is better" in page
+    assert "Every run is the whole script." in page
+    rows = list(csv.DictReader((compared / "compare" / "compare.csv").open()))
+    assert [float(row["valid_loss_mean"]) for row in rows] == [0.2, 0.2, 0.203, 0.5]
+    assert {float(row["target_valid_loss"]) for row in rows} == {0.203}
+    assert [float(row["items_per_s_mean"]) for row in rows] == [900, 1000, 1500, 1800]
+
+
+def test_which_metric_and_which_way_is_better_can_be_said(compared: Path) -> None:
+    best = write_comparison(compared, metric="accuracy").answer
+    assert "Choose bmuf" in best[0] and "accuracy 0.797" in best[1]
+    worst = write_comparison(compared, metric="valid_loss:max").answer
+    assert "Choose easgd" in worst[0]
+    with pytest.raises(ConfigError, match="--metric wer: no run logged it; they logged accuracy, valid_loss"):
+        write_comparison(compared, metric="wer")
+    # What the comparison was started with counts when nothing else is said.
+    content = json.loads((compared / "compare.json").read_text())
+    (compared / "compare.json").write_text(json.dumps({**content, "metric": "valid_loss:max"}))
+    assert "Choose easgd" in write_comparison(compared).answer[0]
+
+
+def test_runs_of_ours_have_no_metric_to_choose(tmp_path: Path) -> None:
+    write_run(MadeUpRun("ours"), tmp_path)
+    with pytest.raises(ConfigError, match="--metric: no script of yours made these runs"):
+        write_report(tmp_path, metric="valid_loss")
+
+
+def test_without_a_metric_only_speeds_are_compared(compared: Path) -> None:
+    for path in compared.glob("*/metrics.jsonl"):
+        path.unlink()
+    answer = write_comparison(compared).answer
+    assert "logged no metric" in answer[0]
+    sweep = write_report(compared).answer
+    assert "no finished run has logged a metric by run.log()" in sweep[0]
+    assert not any(word in sentence for sentence in (*answer, *sweep) for word in ("WER", "log-prob"))
+
+
+def test_a_target_is_given_as_the_script_logs_it(compared: Path) -> None:
+    write_comparison(compared, target=0.3)
+    rows = list(csv.DictReader((compared / "compare" / "compare.csv").open()))
+    assert [row["time_to_target_s_mean"] for row in rows] == ["2.0", "2.0", "2.0", ""]
+    assert {row["target_valid_loss"] for row in rows} == {"0.3"}
+
+
+def test_a_folder_of_runs_is_put_into_one_table(tmp_path: Path) -> None:
+    script_run(tmp_path, "slow", 1000.0, (0.9, 0.2))
+    script_run(tmp_path, "fast", 1500.0, (0.8, 0.201))
+    report = write_report(tmp_path)
+    assert report.answer[0].startswith("fast is the fastest setting that keeps the accuracy: 1,500 items/s")
+    rows = {row["run"]: row for row in csv.DictReader(report.csv.open())}
+    assert (float(rows["fast"]["valid_loss"]), float(rows["fast"]["valid_loss_best"])) == (0.201, 0.201)
+    assert rows["fast"]["steps"] == "604" and "heldout_log_prob" not in rows["fast"]
+    page = words_of(report.html)
+    assert [word for word in OURS if word in page] == [] and "Learning over items" in report.html.read_text()
+
+
+def test_report_takes_the_folder_of_a_script_as_it_is(tmp_path: Path) -> None:
+    def main(comm: Communicator) -> None:
+        torch.manual_seed(comm.rank)
+        model = torch.nn.Linear(3, 1)
+        run = DataParallel(
+            model, torch.optim.SGD(model.parameters(), 0.1), comm, "bmuf:period=2", tmp_path / "run"
+        )
+        with run:
+            while run.steps < 8:
+                x = torch.randn(4, 3)
+                with run.step(weight=len(x)) as step:
+                    step.backward(model(x).square().sum())
+                if run.steps % 4 == 0:
+                    with run.evaluating():
+                        run.log(valid_loss=1 / run.steps)
+        run.log(test_loss=0.1)
+
+    run_threads(2, main)
+    report = write_report(tmp_path / "run")
+    (row,) = csv.DictReader(report.csv.open())
+    assert (row["strategy"], row["ranks"], row["steps"], row["test_loss"]) == ("bmuf", "2", "8", "0.1")
+    (row,) = csv.DictReader(write_report(tmp_path / "run", metric="valid_loss").csv.open())
+    assert row["valid_loss"] == "0.125" and report.png is not None
+    # Also after the block what all ranks have trained on is known.
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["frames"] == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "is_error"),
+    [
+        ("valid_loss", True), ("wer", True), ("perplexity", True), ("accuracy", False), ("bleu", False),
+        ("valid/acc", False), ("accuracy:min", True), ("valid_loss:max", False),
+    ],
+)  # fmt: skip
+def test_less_is_better_unless_the_name_or_the_user_says_otherwise(text: str, is_error: bool) -> None:
+    metric = parse_metric(text)
+    assert (metric.recorded_as, metric.higher_is_better) == (text.partition(":")[0], not is_error)
+    assert metric.score(2.0) == (-2.0 if is_error else 2.0)
+
+
+@pytest.mark.parametrize("text", ["", ":max", "loss:up"])
+def test_a_metric_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="write NAME"):
+        parse_metric(text)
