@@ -214,7 +214,7 @@ def test_overwrite_deletes_nothing_but_runs(tmp_path: Path) -> None:
 def test_an_interrupt_is_exit_code_130(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(out: Path, target: float | None) -> None:
+    def interrupt(out: Path, target: float | None, metric: str) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("speechdp.cli.report.print_report", interrupt)
@@ -225,7 +225,7 @@ def test_an_interrupt_is_exit_code_130(
 def test_errors_of_the_users_making_are_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(out: Path, target: float | None) -> None:
+    def fail(out: Path, target: float | None, metric: str) -> None:
         raise RunError("run/model.safetensors: damaged; train again")
 
     monkeypatch.setattr("speechdp.cli.report.print_report", fail)

@@ -331,11 +331,13 @@ def _repeatable_in_threads(run_dir: Path) -> Iterator[dict[int, Tensor]]:
         with _torch_is_drawing:
             return make(*arguments)
 
-    def noted(session: Session, source: Any, folder: Path, model: torch.nn.Module, origin: Any) -> None:
+    def noted(
+        session: Session, task: Any, source: Any, folder: Path, model: torch.nn.Module, origin: Any
+    ) -> None:
         if folder == run_dir:  # not a round of realignment
             flat = torch.cat([weights.detach().flatten() for weights in model.parameters()])
             parameters[session.comm.rank] = flat
-        save(session, source, folder, model, origin)
+        save(session, task, source, folder, model, origin)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "manual_seed", seed_alone)
