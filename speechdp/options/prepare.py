@@ -178,6 +178,8 @@ class PrepareOptions:
             )
         if self.shards < 1:
             raise ConfigError(f"--shards {self.shards}: give at least 1")
+        if self.workers is not None and self.workers < 1:
+            raise ConfigError(f"--workers {self.workers}: give at least 1, or leave it out for one per core")
 
     def _refuse_beside_synthesis(self) -> None:
         given = {

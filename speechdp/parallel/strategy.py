@@ -85,8 +85,12 @@ class Strategy(ABC):
 
     @property
     def exchange_period(self) -> str | None:
-        """How often it exchanges, as its option is written: `16`, `600kf`, `2.5s`; None: it has none."""
-        return None
+        """How often it exchanges, as its option is written: `16`, `600kf`, `2.5s`; None: it has none.
+
+        That is the option `period` of those that have one.
+        """
+        period = getattr(self, "period", None)
+        return None if period is None else str(period)
 
     #: Name under which a class from outside was registered; ours have that of their file.
     registered_name: ClassVar[str] = ""

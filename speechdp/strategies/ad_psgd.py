@@ -96,10 +96,6 @@ class AdPsgd(Strategy):
         self._check_size(size)
         return [rank // self.groups for rank in range(size)]
 
-    @property
-    def exchange_period(self) -> str:
-        return str(self.period)
-
     def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
         super().attach(replica, comm, timeline)
         self._alive = comm.alive

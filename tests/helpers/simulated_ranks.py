@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from speechdp.tasks.acoustic import AcousticTask
-from speechdp.testing import make_batch, make_replica
+from speechdp.testing import make_batch, make_replica, summed_loss
 
 LEARNING_RATE = 0.3
 
@@ -49,5 +48,5 @@ class SimulatedRanks:
     def _gradient(self, x: Tensor, rank: int, step: int) -> Tensor:
         self._replica.parameters.values.copy_(x)
         self._replica.clear_gradients()
-        AcousticTask().loss(self._replica.model, make_batch(rank, step)).total.backward()
+        summed_loss(self._replica.model, make_batch(rank, step)).backward()
         return self._replica.gradients.values

@@ -65,7 +65,7 @@ def run_jobs(
 
     Raises:
         ConfigError, ShardError, OSError: from the first job that failed; the others are stopped.
-        RunError: a process was killed.
+        RunError: a process was killed, or failed otherwise.
     """
     total, done, lock = sum(job.num_utterances for job in jobs), 0, threading.Lock()
     num_workers = min(num_workers or len(os.sched_getaffinity(0)), len(jobs))
@@ -129,7 +129,7 @@ def _run_in_process(
             for number, job in jobs:
                 with suppress(ConnectionError):  # it has died, which receiving says
                     ours.send(job)
-                while (message := _receive(ours, f"{job.path}: its process, {stage},")) is None:
+                while (message := _receive(ours, process, f"{job.path}: its process, {stage},")) is None:
                     advance()
                 results[number], failure = message
                 if failure is not None:
@@ -138,11 +138,13 @@ def _run_in_process(
             process.terminate()
 
 
-def _receive(connection: Connection[Any, Any], who: str) -> Any:
+def _receive(connection: Connection[Any, Any], process: subprocess.Popen[bytes], who: str) -> Any:
     try:
         return connection.recv()
     except (EOFError, ConnectionError) as error:
-        raise RunError(f"{who} was killed (out of memory?); run again with fewer --workers") from error
+        if process.wait() < 0:
+            raise RunError(f"{who} was killed (out of memory?); run again with fewer --workers") from error
+        raise RunError(f"{who} has failed; what is printed above says why") from error
 
 
 def work(pipe: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from speechdp.data.shards.data_dir import new_data_dir
 from speechdp.data.shards.dataset import Dataset, ShardEntry, SplitEntry
 from speechdp.data.shards.layout import ShardHeader
 from speechdp.data.shards.writer import ShardWriter
-from speechdp.files import scratch_folder
+from speechdp.errors import ConfigError
+from speechdp.files import cannot_be_read, scratch_folder
 from speechdp.options.prepare import PrepareOptions
 
 
@@ -45,11 +47,21 @@ def prepare(options: PrepareOptions, progress: Progress) -> Prepared:
         new_data_dir(options.data, options.overwrite) as directory,
         scratch_folder(directory, ".scratch-") as scratch,
     ):
-        contents = _source(options)(options, scratch, progress)
+        contents = _read(options, scratch, progress)
         splits = _write_shards(directory, contents, options.workers, progress)
         contents.save(directory)
         dataclasses.replace(contents.manifest, splits=splits).write(directory)
     return Prepared(Dataset.open(options.data, just_written=True), contents.notices)
+
+
+def _read(options: PrepareOptions, scratch: Path, progress: Progress) -> Contents:
+    """Read the corpus, or speak it into the folder `scratch`."""
+    try:
+        return _source(options)(options, scratch, progress)
+    except OSError as error:
+        if error.filename is None or Path(os.fsdecode(error.filename)).is_relative_to(scratch):
+            raise  # the disk of DATA
+        raise ConfigError(cannot_be_read(os.fsdecode(error.filename), error)) from error
 
 
 def _source(options: PrepareOptions) -> Callable[[PrepareOptions, Path, Progress], Contents]:

@@ -55,10 +55,6 @@ class PeriodicStrategy(Strategy):
         """The period in use; the same on every rank."""
         return self.period
 
-    @property
-    def exchange_period(self) -> str:
-        return str(self.period)
-
     def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
         super().attach(replica, comm, timeline)
         self._window_frames = 0  # of this rank since the last exchange

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator
-from speechdp.tasks.acoustic import AcousticTask
 from speechdp.testing import (
     Sgd,
     StrategyRun,
@@ -17,6 +16,7 @@ from speechdp.testing import (
     assert_close,
     make_batch,
     make_replica,
+    summed_loss,
 )
 
 
@@ -25,7 +25,7 @@ def the_first_round_goes_to_the_best_rank(comm: Communicator) -> None:
     total, frames = 0.0, 0
     for step in range(3):
         batch = make_batch(comm.rank, step)
-        loss = AcousticTask().loss(alone.model, batch).total
+        loss = summed_loss(alone.model, batch)
         total, frames = total + loss.item(), frames + batch.num_frames
         loss.backward()  # type: ignore[no-untyped-call]
         alone.apply_gradients(batch.num_frames)
@@ -83,7 +83,7 @@ def _average_without_last(comm: Communicator) -> Tensor:
     replica, frames = make_replica(Sgd(momentum=0.9)), 0
     for step in range(2):
         batch = make_batch(comm.rank, step)
-        AcousticTask().loss(replica.model, batch).total.backward()  # type: ignore[no-untyped-call]
+        summed_loss(replica.model, batch).backward()  # type: ignore[no-untyped-call]
         replica.apply_gradients(batch.num_frames)
         frames += batch.num_frames
     share = 0 if comm.size > 1 and comm.rank == comm.size - 1 else frames

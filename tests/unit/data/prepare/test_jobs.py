@@ -27,6 +27,8 @@ class _Job:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fate == "refused":
             raise ConfigError("the job: is wrong")
+        if self.fate == "a mistake":
+            raise IndexError(self.fate)
         if self.fate == "disk":
             raise OSError(errno.ENOSPC, "No space left on device", "there")
         while self.fate == "never ends":
@@ -63,6 +65,7 @@ def test_little_is_done_in_this_process() -> None:
     ("fate", "error", "message"),
     [
         ("killed", RunError, r"b: its process, testing, was killed \(out of memory\?\); run again"),
+        ("a mistake", RunError, r"b: its process, testing, has failed; what is printed above says why"),
         ("refused", ConfigError, "the job: is wrong"),
         ("disk", OSError, "No space left on device: 'there'"),
     ],

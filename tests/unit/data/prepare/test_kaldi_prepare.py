@@ -13,6 +13,7 @@ import pytest
 from speechdp.cli.main import run as speechdp
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.data.kaldi.cmvn import SpeakerCmvn
+from speechdp.data.prepare import pipeline
 from speechdp.data.prepare.jobs import run_jobs
 from speechdp.data.prepare.pipeline import Prepared, prepare
 from speechdp.data.shards.dataset import Dataset
@@ -262,6 +263,19 @@ def test_audio_of_another_frame_shift_is_refused(tmp_path: Path) -> None:
     (folder / "segments").write_text("utt0 utt0 0 1\n")
     with pytest.raises(
         ConfigError, match="segments are not cut out of audio; take Kaldi's features with --feats"
+    ):
+        prepare(options, no_progress)
+
+
+def test_a_file_that_cannot_be_read_is_not_one_that_cannot_be_written(
+    options: PrepareOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: object) -> None:
+        raise PermissionError(13, "Permission denied", "kaldi/frame_shift")
+
+    monkeypatch.setattr(pipeline, "read_kaldi", refused)
+    with pytest.raises(
+        ConfigError, match=r"^kaldi/frame_shift: cannot be read \(Permission denied\); permit"
     ):
         prepare(options, no_progress)
 

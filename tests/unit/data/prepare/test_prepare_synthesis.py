@@ -253,6 +253,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ("arguments", "message"),
     [
         (["--join", "1-3"], "--join goes with --task synthesis"),
+        (["--workers", "0"], "--workers 0: give at least 1, or leave it out"),
         (["--input", "phones"], "--input goes with --task synthesis"),
         (["--task", "synthesis", "--store", "audio"], "--store audio does not go with --task synthesis"),
         (["--task", "synthesis", "--features", "mfcc"], "--features mfcc does not go"),
