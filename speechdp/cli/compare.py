@@ -59,7 +59,8 @@ class CompareCommand:
         None
     )
     """Report the time each run took to reach this held-out value.
-    Log-probability in nats per frame; L1 error with --task synthesis."""
+    Log-probability in nats per frame; L1 error with --task synthesis; else the first metric of your
+    task or script."""
     overwrite: bool = False
     """Delete the comparison in OUT and start over."""
 

@@ -46,7 +46,8 @@ class SweepCommand:
     """Split to decode for the word error rate; empty: none.  Not used with --task synthesis."""
     target: Annotated[float | None, shown("VALUE", "the best value that every run reached")] = None
     """Report the time each run took to reach this held-out value.
-    Log-probability in nats per frame; L1 error with --task synthesis."""
+    Log-probability in nats per frame; L1 error with --task synthesis; else the first metric of your
+    task or script."""
     overwrite: bool = False
     """Delete the sweep in OUT and start over."""
 

@@ -44,7 +44,7 @@ class Metric:
 
     @property
     def recorded_as(self) -> str:
-        """Its key in metrics.jsonl, and that of the CSV's column."""
+        """Its key in metrics.jsonl."""
         return f"heldout_{self.key}"
 
     @property
