@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rich.console import Console
 
 from speechdp.errors import ConfigError
 from speechdp.report.kit.canvas import make_canvas
+from speechdp.report.kit.metric_names import Terms
 from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.kit.theme import PRINT
 from speechdp.report.runs.derived import sweep_figures
@@ -26,7 +27,7 @@ from speechdp.report.sweep.answer import find_answer
 from speechdp.report.sweep.columns import main_columns
 from speechdp.report.sweep.plots import draw_learning
 from speechdp.report.sweep.report import write_report
-from speechdp.tasks.metrics import LOG_PROB, RECORDS, Metric, TaskRecord, task_record
+from speechdp.tasks.metrics import FRAME_ACCURACY, LOG_PROB, RECORDS, Metric, TaskRecord, task_record
 from tests.helpers.runs import MadeUpRun, realistic_sweep, write_run, write_sweep
 
 
@@ -127,7 +128,7 @@ def _own_sweep(out: Path) -> Path:
 
 
 def test_a_task_from_outside_is_reported_by_what_its_runs_recorded(tmp_path: Path) -> None:
-    report = write_report(_own_sweep(tmp_path / "sweep"), target=0.5)
+    report = write_report(_own_sweep(tmp_path / "sweep"), target=50)
     printed, answer = _printed(report), " ".join(report.answer)
     assert "hits" in printed and "60.2" in printed and "until hit rate 50.0 % on held-out data" in printed
     assert not re.search("log-prob|nats|WER|decoded", printed + answer)
@@ -154,6 +155,14 @@ def test_a_target_that_no_model_reaches_is_refused(
         write_sweep(out, realistic_sweep())
     with pytest.raises(ConfigError, match=re.escape(message)):
         write_report(out, target)
+
+
+def test_a_target_in_per_cent_is_held_against_its_limit_in_per_cent() -> None:
+    error = replace(FRAME_ACCURACY, name="held-out error rate", higher_is_better=False, limit=0.5)
+    terms = Terms(TaskRecord((error,)))
+    assert terms.score_of_target(85) == -0.85
+    with pytest.raises(ConfigError, match="--target 40: the error rate is above 50, e.g. --target=95"):
+        terms.score_of_target(40)
 
 
 @pytest.mark.parametrize(
