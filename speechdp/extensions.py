@@ -33,9 +33,8 @@ class ExtensionPoint(Generic[_T]):
     Args:
         kind: what messages call one, e.g. "strategy".
         group: of entry points, by which packages offer theirs.
-        base: what they derive from.
+        base: what they derive from; has `name`, a class variable.
         own_names: gives the names of ours.
-        name_attribute: of a class, which takes the name it is registered under.
         check: refuses a class that does not declare what it has to; told "KIND 'NAME'" and the class.
     """
 
@@ -45,12 +44,10 @@ class ExtensionPoint(Generic[_T]):
         group: str,
         base: type[Any],
         own_names: Callable[[], Iterable[str]],
-        name_attribute: str,
         check: Callable[[str, type[Any]], None] = lambda where, cls: None,
     ) -> None:
         self.kind, self.group = kind, group
-        self._base, self._own_names, self._name_attribute = base, own_names, name_attribute
-        self._check = check
+        self._base, self._own_names, self._check = base, own_names, check
         self.registered: dict[str, type[_T]] = {}
 
     def decorator(self, name: str) -> Callable[[_Class], _Class]:
@@ -88,7 +85,7 @@ class ExtensionPoint(Generic[_T]):
         other = self.registered.get(name)
         if name in self._own_names() or (other is not None and not _is_again(other, cls)):
             raise ConfigError(f"{where}: there is one of that name; choose another")
-        setattr(cls, self._name_attribute, name)
+        cls.name = name  # type: ignore[attr-defined]
         self.registered[name] = cls
 
     def names(self) -> list[str]:

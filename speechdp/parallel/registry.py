@@ -44,9 +44,7 @@ def _own_names() -> list[str]:
 
 
 #: All strategies; packages offer theirs by the entry points of this group.
-STRATEGIES = ExtensionPoint[Strategy](
-    "strategy", "speechdp.strategies", Strategy, _own_names, "registered_name"
-)
+STRATEGIES = ExtensionPoint[Strategy]("strategy", "speechdp.strategies", Strategy, _own_names)
 
 
 def strategy_names() -> list[str]:

@@ -50,7 +50,7 @@ def _check_declared(where: str, cls: type[Task]) -> None:
 
 
 #: All tasks; packages offer theirs by the entry points of this group.
-TASKS = ExtensionPoint[Task]("task", "speechdp.tasks", Task, _OURS.keys, "name", _check_declared)
+TASKS = ExtensionPoint[Task]("task", "speechdp.tasks", Task, _OURS.keys, _check_declared)
 
 
 def task(name: str) -> Callable[[_Class], _Class]:
