@@ -12,8 +12,8 @@ import pytest
 
 import speechdp
 from speechdp.parallel import registry
+from speechdp.parallel.registry import strategy_names
 from speechdp.parallel.strategy import Progress
-from speechdp.strategies import strategy_names
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
 from speechdp.strategies.model_averaging import ModelAveraging
 from speechdp.testing import strategy_contract
