@@ -13,7 +13,6 @@ from speechdp.comm.loss_tolerance import in_shares
 from speechdp.data.loading.source import SplitSource
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError
-from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.options.run import TrainOptions
 from speechdp.tasks.base import Task, TaskData
 from speechdp.tasks.model_file import ClassCounts
@@ -39,13 +38,6 @@ def make_model(dataset: Dataset, options: TrainOptions) -> nn.Module:
     """Build the model with weights that depend on the seed alone."""
     torch.manual_seed(options.seed)
     return options.make_task().make_model(TaskData(dataset, options.inputs))
-
-
-def make_acoustic_model(dataset: Dataset, options: TrainOptions) -> LstmAcousticModel:
-    """Build an acoustic model with weights that depend on the seed alone."""
-    model = make_model(dataset, options)
-    assert isinstance(model, LstmAcousticModel)
-    return model
 
 
 def describe_data(dataset: Dataset, options: TrainOptions) -> dict[str, Any]:
