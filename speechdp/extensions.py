@@ -1,19 +1,29 @@
 """Classes that others add by name, such as strategies: registered by a decorator, or offered by a package.
 
-Options of such a class are the fields of its dataclass, written `NAME:option=value,...`.
+Options of such a class are the fields of its dataclass, written `NAME:option=value,...`: numbers, texts,
+paths, true or false, one of several words (`Literal`), what a class with a class method `parse` reads and its
+`str` writes; each of them also `| None`, written `none`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
+import traceback
+import types
 import typing
 from collections.abc import Callable, Iterable
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, SpeechDPError
 
 _T = TypeVar("_T")
+_Class = TypeVar("_Class", bound=type[Any])
+#: Types that are made of a text as they stand.
+_PLAIN = (int, float, str, Path)
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -23,9 +33,8 @@ class ExtensionPoint(Generic[_T]):
     Args:
         kind: what messages call one, e.g. "strategy".
         group: of entry points, by which packages offer theirs.
-        base: what they derive from.
+        base: what they derive from; has `name`, a class variable.
         own_names: gives the names of ours.
-        name_attribute: of a class, which takes the name it is registered under.
         check: refuses a class that does not declare what it has to; told "KIND 'NAME'" and the class.
     """
 
@@ -35,29 +44,48 @@ class ExtensionPoint(Generic[_T]):
         group: str,
         base: type[Any],
         own_names: Callable[[], Iterable[str]],
-        name_attribute: str,
         check: Callable[[str, type[Any]], None] = lambda where, cls: None,
     ) -> None:
         self.kind, self.group = kind, group
-        self._base, self._own_names, self._name_attribute = base, own_names, name_attribute
-        self._check = check
+        self._base, self._own_names, self._check = base, own_names, check
         self.registered: dict[str, type[_T]] = {}
+
+    def decorator(self, name: str) -> Callable[[_Class], _Class]:
+        """Return a decorator that registers a class under a name of its own; it raises as `register`."""
+
+        def register(cls: _Class) -> _Class:
+            self.register(name, cls)
+            return cls
+
+        return register
+
+    def check(self, where: str, cls: Any) -> None:
+        """Refuse what is no class of this kind, or has fields that cannot be options.
+
+        Args:
+            where: stands before the message.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+        if not (isinstance(cls, type) and issubclass(cls, self._base) and dataclasses.is_dataclass(cls)):
+            base = f"{self._base.__module__}.{self._base.__name__}"
+            raise ConfigError(f"{where}: {cls!r} is no dataclass derived from {base}")
+        self._check(where, cls)
+        _check_options(where, cls)
 
     def register(self, name: str, cls: type[_T]) -> None:
         """Register a class from outside.  Raises ConfigError: the class or the name cannot be used."""
         where = f"{self.kind} {name!r}"
-        if not (isinstance(cls, type) and issubclass(cls, self._base) and dataclasses.is_dataclass(cls)):
-            raise ConfigError(f"{where}: {cls!r} is no dataclass derived from {self._base.__name__}")
-        self._check(where, cls)
+        self.check(where, cls)
         if cls.__module__.startswith("speechdp."):
             raise ConfigError(f"{where}: {cls.__name__} has a name already; derive a class from it")
         if not name.isidentifier():
             raise ConfigError(f"{where}: a name has letters, digits and underscores")
         other = self.registered.get(name)
-        is_again = other is not None and other.__qualname__ == cls.__qualname__  # a module loaded anew
-        if name in self._own_names() or (other is not None and not is_again):
+        if name in self._own_names() or (other is not None and not _is_again(other, cls)):
             raise ConfigError(f"{where}: there is one of that name; choose another")
-        setattr(cls, self._name_attribute, name)
+        cls.name = name  # type: ignore[attr-defined]
         self.registered[name] = cls
 
     def names(self) -> list[str]:
@@ -81,15 +109,101 @@ class ExtensionPoint(Generic[_T]):
 
     def _load(self, point: metadata.EntryPoint) -> None:
         """Import a package's class, and register it unless it does so itself."""
-        try:
-            cls = point.load()
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(
-                f"{self.kind} {point.name!r}: {point.value} cannot be imported ({error}); "
-                "install its package again, on every host"
-            ) from error
+        cls = imported(
+            f"{self.kind} {point.name!r}: {point.value}",
+            point.load,
+            "install its package again, on every host",
+        )
         if self.registered.get(point.name) is not cls:
             self.register(point.name, cls)
+
+
+def imported(where: str, load: Callable[[], Any], remedy: str) -> Any:
+    """Return what `load` imports.
+
+    Args:
+        where: stands before the message.
+        remedy: ends it, where a module is not found.
+
+    Raises:
+        ConfigError: it cannot be imported; the line names the place in a module whose own code fails.
+    """
+    try:
+        return load()
+    except SpeechDPError:
+        raise
+    except Exception as error:  # a user's module may raise anything
+        reason, place = " ".join(str(error).split()), _place_of(error)
+        if place:
+            reason, remedy = f"{place}: {type(error).__name__}: {reason}", "mend the module"
+        raise ConfigError(f"{where} cannot be imported ({reason}); {remedy}") from error
+
+
+def _place_of(error: Exception) -> str:
+    """Return file and line where a module's own code has failed; "" where the module was not found."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    machinery = (__file__, importlib.__file__, metadata.__file__)
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.name == "<module>" and frame.filename not in machinery:
+            return f"{frame.filename}, line {frame.lineno}"
+    return ""
+
+
+def _is_again(old: type[Any], new: type[Any]) -> bool:
+    """Tell whether a class is another one's, loaded anew: also by a module that is run as the program."""
+    modules = {old.__module__, new.__module__}
+    return old.__qualname__ == new.__qualname__ and (len(modules) == 1 or "__main__" in modules)
+
+
+def _check_options(where: str, cls: type[Any]) -> None:
+    """Refuse a class with fields that cannot be options; those that it has of ours may be anything."""
+    try:
+        kinds = typing.get_type_hints(cls)
+    except (NameError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{where}: the type of a field of {cls.__name__} is not there at run time ({error}); "
+            "import it at the head of its module, not under TYPE_CHECKING"
+        ) from error
+    for field in dataclasses.fields(cls):
+        name = field.name
+        owner = next(base for base in cls.__mro__ if name in inspect.get_annotations(base))
+        if not field.init or owner.__module__.startswith("speechdp."):
+            continue
+        if not _is_readable(kinds[name]):
+            written = (
+                field.type if isinstance(field.type, str) else getattr(field.type, "__name__", field.type)
+            )
+            raise ConfigError(
+                f"{where}: the field {name} of {cls.__name__} cannot be an option, since it is {written}; "
+                "take int, float, str, bool, Path, Literal of texts or a class with parse(), or "
+                "declare it field(init=False)"
+            )
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{where}: the field {name} of {cls.__name__} has no default; give it one")
+
+
+def _without_none(kind: Any) -> Any:
+    """Return T of `T | None`, any other type as it is."""
+    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+        return kind
+    others = [part for part in typing.get_args(kind) if part is not type(None)]
+    return others[0] if len(others) == 1 else kind
+
+
+def _is_readable(kind: Any) -> bool:
+    """Tell whether _convert makes such a value of a text."""
+    kind = _without_none(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return all(isinstance(choice, str) for choice in typing.get_args(kind))
+    return kind is bool or kind in _PLAIN or (isinstance(kind, type) and hasattr(kind, "parse"))
+
+
+def _option_kinds(cls: type[Any]) -> dict[str, Any]:
+    """Return the types of a class's options, by their names."""
+    kinds = typing.get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls) if field.init]
+    return {name: kinds[name] for name in names if _is_readable(kinds[name])}
 
 
 def read_options(name: str, cls: type, text: str, *, kind: str) -> dict[str, Any]:
@@ -102,13 +216,12 @@ def read_options(name: str, cls: type, text: str, *, kind: str) -> dict[str, Any
     Raises:
         ConfigError: an option it does not have, or a value that does not fit.
     """
-    kinds = typing.get_type_hints(cls)
-    known = [field.name for field in dataclasses.fields(cls) if field.init]
+    kinds = _option_kinds(cls)
     values: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         option, equals, value = part.partition("=")
-        if option not in known:
-            has = f"it has: {', '.join(known)}" if known else "it has none"
+        if option not in kinds:
+            has = f"it has: {', '.join(kinds)}" if kinds else "it has none"
             raise ConfigError(f"{kind} {name} has no option {option!r}; {has}")
         if not equals:
             raise ConfigError(f"{name}:{option}: has no value; write {option}=...")
@@ -116,9 +229,25 @@ def read_options(name: str, cls: type, text: str, *, kind: str) -> dict[str, Any
     return values
 
 
+def write_options(made: Any) -> str:
+    """Return all options of an instance as `read_options` reads them: `period=16,nesterov=false`."""
+    return ",".join(f"{option}={_text(getattr(made, option))}" for option in _option_kinds(type(made)))
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
 def _convert(where: str, text: str, kind: Any) -> Any:
+    inner = _without_none(kind)
+    if inner is not kind and text.lower() == "none":
+        return None
+    kind = inner
     if isinstance(kind, type) and hasattr(kind, "parse"):
-        return kind.parse(text)
+        try:
+            return kind.parse(text)
+        except ValueError as error:
+            raise ConfigError(f"{where}={text!r}: {' '.join(str(error).split())}") from error
     if typing.get_origin(kind) is typing.Literal:
         if text not in typing.get_args(kind):
             raise ConfigError(f"{where}={text!r}: choose one of {', '.join(typing.get_args(kind))}")

@@ -19,11 +19,10 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.loading.batch import Batch
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
-from speechdp.parallel.registry import describe
+from speechdp.parallel.registry import describe, parse_strategy
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.strategy import Progress, Strategy
 from speechdp.parallel.training_step import TrainingStep
-from speechdp.strategies import parse_strategy
 from speechdp.timing.timeline import Timeline
 
 TOLERANCE = 1e-9

@@ -28,6 +28,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from benchmarks.models.acoustic import make_acoustic_model
 from benchmarks.papers.kaldi_way_train import (
     Archive,
     make_batches,
@@ -42,7 +43,6 @@ from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.options.run import TrainOptions
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.metrics import LOG_PROB
-from speechdp.train.models import make_acoustic_model
 
 _PROGRAMS = Path(__file__).resolve().parent
 #: What an iteration's time is made up of; "start" is that of processes, their ends included.

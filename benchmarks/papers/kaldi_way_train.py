@@ -29,6 +29,7 @@ import numpy.typing as npt
 import safetensors.torch
 import torch
 
+from benchmarks.models.acoustic import make_acoustic_model
 from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.data.loading.source_options import make_preprocessor
 from speechdp.data.plan.segments import Segments
@@ -40,7 +41,6 @@ from speechdp.options.run import TrainOptions
 from speechdp.parallel.replica import Replica
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.train.build import make_replica
-from speechdp.train.models import make_acoustic_model
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.models.acoustic import make_acoustic_model
 from benchmarks.strategies.contenders import (
     LSTM_4X320,
     TINY,
@@ -40,7 +41,6 @@ from speechdp.data.loading.batch import Batch
 from speechdp.data.loading.reader import SplitReader
 from speechdp.data.shards.dataset import Dataset
 from speechdp.options.run import TrainOptions
-from speechdp.train.models import make_acoustic_model
 
 LOOP, AVERAGING = "bare loop", "model_averaging:period=1000000"
 DDP = "torch DDP (gloo)"

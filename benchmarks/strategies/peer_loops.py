@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from benchmarks.models.acoustic import make_acoustic_model
 from benchmarks.strategies.contenders import loss_of, open_loader, print_rate, timed
 from speechdp.comm import environment
 from speechdp.data.loading.batch import Batch
@@ -25,7 +26,6 @@ from speechdp.data.loading.reader import SplitReader
 from speechdp.data.shards.dataset import Dataset
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.flat_buffer import FlatBuffer
-from speechdp.train.models import make_acoustic_model
 
 
 class Ranks:

@@ -26,6 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.models.acoustic import make_acoustic_model
 from benchmarks.strategies.contenders import (
     LSTM_4X320,
     make_data,
@@ -49,7 +50,6 @@ from speechdp.data.loading.reader import SplitReader
 from speechdp.data.shards.dataset import Dataset
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.registry import parse_strategy
-from speechdp.train.models import make_acoustic_model
 
 #: What is compared with what: peers of the kind, and strategies of ours that do the same.
 GRADIENTS, PARAMETERS, OVERLAPPED = "gradients at every step", "parameters once a period", "overlapped"

@@ -41,7 +41,7 @@ class TrainCommand:
         """Train; return the exit code."""
         from speechdp.cli.support.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415 - fast --help
         from speechdp.comm.environment import expect_rare_exchanges  # noqa: PLC0415
-        from speechdp.strategies import parse_strategy  # noqa: PLC0415
+        from speechdp.parallel.registry import parse_strategy  # noqa: PLC0415
 
         if self.resume and self.overwrite:
             raise ConfigError("--resume and --overwrite exclude each other")

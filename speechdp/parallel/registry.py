@@ -6,13 +6,12 @@ or in a package that names it as an entry point of the group `speechdp.strategie
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from speechdp.extensions import ExtensionPoint, read_options
+from speechdp.extensions import ExtensionPoint, read_options, write_options
 from speechdp.parallel.strategy import Strategy
 
 _Class = TypeVar("_Class", bound=type[Strategy])
@@ -25,7 +24,7 @@ def strategy(name: str) -> Callable[[_Class], _Class]:
         name: letters, digits and underscores, as `--strategy` and `DataParallel` take it.
 
     Raises:
-        ConfigError: the name is none, or another strategy's.
+        ConfigError: the class is no strategy, a field cannot be an option, or the name is none or another's.
 
     Example::
 
@@ -36,11 +35,7 @@ def strategy(name: str) -> Callable[[_Class], _Class]:
             ...
     """
 
-    def register(cls: _Class) -> _Class:
-        STRATEGIES.register(name, cls)
-        return cls
-
-    return register
+    return STRATEGIES.decorator(name)
 
 
 def _own_names() -> list[str]:
@@ -49,9 +44,7 @@ def _own_names() -> list[str]:
 
 
 #: All strategies; packages offer theirs by the entry points of this group.
-STRATEGIES = ExtensionPoint[Strategy](
-    "strategy", "speechdp.strategies", Strategy, _own_names, "registered_name"
-)
+STRATEGIES = ExtensionPoint[Strategy]("strategy", "speechdp.strategies", Strategy, _own_names)
 
 
 def strategy_names() -> list[str]:
@@ -94,10 +87,5 @@ def parse_strategy(text: str) -> Strategy:
 
 def describe(strategy: Strategy) -> str:
     """Return `NAME:option=value,...` with every option, so that a run can be repeated from its record."""
-    fields = [f.name for f in dataclasses.fields(strategy) if f.init]  # type: ignore[arg-type]
-    options = ",".join(f"{field}={_text(getattr(strategy, field))}" for field in fields)
+    options = write_options(strategy)
     return f"{strategy.name}:{options}" if options else strategy.name
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -92,14 +92,13 @@ class Strategy(ABC):
         period = getattr(self, "period", None)
         return None if period is None else str(period)
 
-    #: Name under which a class from outside was registered; ours have that of their file.
-    registered_name: ClassVar[str] = ""
+    #: Its name on the command line: its file's, or that under which it is registered.
+    name: ClassVar[str] = ""
 
-    @property
-    def name(self) -> str:
-        """Name of the strategy on the command line."""
-        # Not inherited: a class derived from a registered one has a name of its own, or its file's.
-        return vars(type(self)).get("registered_name") or type(self).__module__.rpartition(".")[2]
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Give a class the name of its file, not that of the class it is derived from."""
+        super().__init_subclass__(**kwargs)
+        cls.name = cls.__module__.rpartition(".")[2]
 
     replica: Replica
     comm: Communicator

@@ -1,5 +1,1 @@
-"""The registry of strategies: this folder itself."""
-
-from speechdp.parallel.registry import parse_strategy, strategy_names
-
-__all__ = ["parse_strategy", "strategy_names"]
+"""One strategy a file, under the name it has on the command line; nothing else."""

@@ -19,8 +19,6 @@ from speechdp.tasks.base import LOSS, FrameScores, LossSum, Stage, Task, TaskDat
 from speechdp.tasks.metrics import FRAME_ACCURACY, LOG_PROB, RECORDS
 from speechdp.tasks.model_file import ClassCounts, save_model
 
-__all__ = ["AcousticTask", "FrameScores", "LossSum"]
-
 
 @dataclass(frozen=True)
 class AcousticTask(Task):

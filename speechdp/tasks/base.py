@@ -19,6 +19,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.layout import Stored
 from speechdp.data.transforms.inputs import InputOptions
 from speechdp.errors import ConfigError
+from speechdp.extensions import write_options
 from speechdp.models.presets import Preset
 from speechdp.tasks.metrics import Metric, TaskRecord
 from speechdp.tasks.model_file import ClassCounts, save_any_model
@@ -160,7 +161,7 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, model: Any, batch: Batch) -> FrameScores:
-        """Score a model in evaluation mode on a batch, without gradients."""
+        """Return the sums of all `metrics` on a batch; the model is in evaluation mode, gradients are off."""
 
     def stages(self, model: Any) -> tuple[Stage, ...]:
         """Return the stages of the forward pass, the loss last; only of a task with `modules`."""
@@ -172,6 +173,9 @@ class Task(ABC):
 
     def describe_data(self, data: TaskData) -> dict[str, Any]:
         """Return what the model file says of the data; before training, lest what is missing be found after.
+
+        Returns:
+            What JSON holds: texts, Python's numbers (not numpy's), true, false, None, lists and dicts.
 
         Raises:
             ConfigError: as `check_data`.
@@ -190,5 +194,4 @@ class Task(ABC):
         Raises:
             RunError: the disk is full.
         """
-        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-        save_any_model(run_dir, model, {"task": self.name, "options": options, **facts})
+        save_any_model(run_dir, model, {"task": self.name, "options": write_options(self), **facts})

@@ -6,10 +6,22 @@ Nothing here imports torch: reports read these.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 PERCENT = "%"
+#: Names of other columns of reports, and `frames`: metrics.jsonl says heldout_frames of every evaluation.
+_RESERVED = frozenset(
+    (
+        "communication_share", "efficiency", "epochs", "feeder_busy_share", "feeders", "frames",
+        "frames_per_s", "loader_threads", "padding_and_context_share", "period", "preprocess_on",
+        "rank_skew", "ranks", "replica_distance", "run", "sent_bytes_per_s", "speedup", "staleness",
+        "status", "storage", "straggler_rank", "strategy", "time_to_target_s", "wer", "wer_high", "wer_low",
+        "words",
+    )
+)  # fmt: skip
+#: What such names begin with.
+_RESERVED_PREFIXES = ("data_", "heldout_", "speech_", "target_")
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,11 @@ class Metric:
         return " ".join(filter(None, (self.symbol or (self.name if is_vague else ""), number, self.unit)))
 
 
+def is_reserved(key: str) -> bool:
+    """Tell whether a run's files and reports use a metric's key for something else."""
+    return key in _RESERVED or key.startswith(_RESERVED_PREFIXES)
+
+
 LOG_PROB = Metric(
     "log_prob",
     "log-prob",
@@ -144,27 +161,56 @@ RECORDS = {
 }
 
 
-def task_record(settings: dict[str, Any]) -> TaskRecord:
-    """Return what a run.json says of its task; a run that does not say is taken for one of recognition."""
-    ours = RECORDS.get(str(settings.get("task")), RECORDS["acoustic"])
+def task_record(settings: dict[str, Any], problems: list[str] | None = None) -> TaskRecord:
+    """Return what a run.json says of its task; a run that does not say is taken for one of recognition.
+
+    Args:
+        problems: takes a line where what it says cannot be used.
+    """
+    name = str(settings.get("task"))
+    name = name if name in RECORDS else "acoustic"
     found = settings.get("metrics")
-    if not isinstance(found, list) or not found:
-        return ours
+    if found is None:
+        return RECORDS[name]
     try:
-        metrics = tuple(_metric(record) for record in found)
-    except (TypeError, ValueError):
-        return ours
+        metrics = _metrics(found)
+    except (TypeError, ValueError, OverflowError) as error:
+        if problems is not None:
+            problems.append(f"run.json: metrics cannot be used ({error}); shown as a run of --task {name}")
+        return RECORDS[name]
     return TaskRecord(metrics, settings.get("decodes") is True)
 
 
+#: The types that the fields of a metric have in JSON, by their types in Python.
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "bool": (bool,),
+    "int": (int,),
+    "float": (int, float),
+    "float | None": (int, float, type(None)),
+}
+
+
+def _metrics(found: Any) -> tuple[Metric, ...]:
+    """Make metrics of their record.  Raises TypeError, ValueError or OverflowError for what is none."""
+    if not isinstance(found, list) or not found:
+        raise TypeError("not a list of metrics")
+    metrics = tuple(map(_metric, found))
+    if len({metric.key for metric in metrics}) < len(metrics):
+        raise ValueError("two of one key")
+    return metrics
+
+
 def _metric(record: Any) -> Metric:
-    """Make a metric of its record.  Raises TypeError or ValueError for what is none."""
     if not isinstance(record, dict):
         raise TypeError("a metric is an object")
-    metric = Metric(**record)
-    for name in ("key", "title", "name", "unit", "meaning", "symbol"):
-        if not isinstance(getattr(metric, name), str):
-            raise TypeError(f"{name} is a text")
+    known = {field.name: field for field in fields(Metric)}
+    # A later version may say more of a metric.
+    metric = Metric(**{name: value for name, value in record.items() if name in known})
+    for name, field in known.items():
+        # Not isinstance: true is an int to Python.
+        if type(getattr(metric, name)) not in _JSON_TYPES[str(field.type)]:
+            raise TypeError(f"{name} is no {field.type}")
     numbers = (metric.tolerance, 0.0 if metric.limit is None else metric.limit)
     if not (all(map(math.isfinite, numbers)) and metric.decimals in range(10) and metric.key.isidentifier()):
         raise ValueError("no tolerance, limit, decimals or key that can be used")

@@ -118,7 +118,11 @@ def save_any_model(run_dir: Path, model: nn.Module, facts: dict[str, Any]) -> Pa
 
 def _save(run_dir: Path, model: nn.Module, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
     path = run_dir / MODEL_NAME
-    weights = {f"model.{name}": value.detach().cpu().clone() for name, value in model.state_dict().items()}
+    # Copies of their own, and contiguous: safetensors takes neither views of one storage nor strides.
+    weights = {
+        f"model.{name}": value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, value in model.state_dict().items()
+    }
     head = {"format": _FORMAT, "version": _VERSION, **facts}
     tensors = {**weights, **tensors}
     content = safetensors.torch.save(tensors, {"speechdp": json.dumps(head)})

@@ -6,7 +6,6 @@ name it as MODULE:CLASS.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import sys
 from collections.abc import Callable
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from speechdp.errors import ConfigError
-from speechdp.extensions import ExtensionPoint, read_options
+from speechdp.extensions import ExtensionPoint, imported, read_options
 from speechdp.tasks.base import Task
+from speechdp.tasks.metrics import Metric, is_reserved
 
 _Class = TypeVar("_Class", bound=type[Task])
 #: Ours, by name: imported when they are used, which takes their models' time.
@@ -33,6 +33,8 @@ def _check_declared(where: str, cls: type[Task]) -> None:
         missing.append("metrics")
     if missing:
         raise ConfigError(f"{where}: {cls.__name__} has no {', no '.join(missing)}")
+    if not (isinstance(metrics, tuple) and all(isinstance(metric, Metric) for metric in metrics)):
+        raise ConfigError(f"{where}: metrics of {cls.__name__} is a tuple; write metrics = (Metric(...),)")
     if "spectrograms" in cls.trains_on and not cls.whole_utterances:
         raise ConfigError(f"{where}: texts belong to whole utterances; declare whole_utterances = True")
     keys = [metric.key for metric in metrics]
@@ -40,10 +42,15 @@ def _check_declared(where: str, cls: type[Task]) -> None:
         raise ConfigError(
             f"{where}: the keys of metrics are different words, not {', '.join(map(repr, keys))}"
         )
+    for key in keys:
+        if is_reserved(key):
+            raise ConfigError(
+                f"{where}: a metric's key {key!r} has a meaning in reports; choose another word"
+            )
 
 
 #: All tasks; packages offer theirs by the entry points of this group.
-TASKS = ExtensionPoint[Task]("task", "speechdp.tasks", Task, _OURS.keys, "name", _check_declared)
+TASKS = ExtensionPoint[Task]("task", "speechdp.tasks", Task, _OURS.keys, _check_declared)
 
 
 def task(name: str) -> Callable[[_Class], _Class]:
@@ -53,7 +60,7 @@ def task(name: str) -> Callable[[_Class], _Class]:
         name: letters, digits and underscores, as `--task` takes it.
 
     Raises:
-        ConfigError: the class is no task, or the name is none or another task's.
+        ConfigError: the class is no task, a field cannot be an option, or the name is none or another task's.
 
     Example::
 
@@ -64,11 +71,7 @@ def task(name: str) -> Callable[[_Class], _Class]:
             ...
     """
 
-    def register(cls: _Class) -> _Class:
-        TASKS.register(name, cls)
-        return cls
-
-    return register
+    return TASKS.decorator(name)
 
 
 def task_names() -> list[str]:
@@ -121,18 +124,19 @@ def _imported(module: str, class_name: str) -> type[Task]:
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
-    try:
-        found: Any = importlib.import_module(module)
-        for part in class_name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{where}: cannot be imported ({reason}); the module has to be found on every host"
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, Task) and dataclasses.is_dataclass(found)):
-        raise ConfigError(f"{where}: is no dataclass derived from speechdp.tasks.base.Task")
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise ConfigError(f"{where}: {module} is no module's name; write MODULE:CLASS, e.g. my_task:MyTask")
+    found = imported(
+        f"{where}:", lambda: _attribute(module, class_name), "the module has to be found on every host"
+    )
+    TASKS.check(where, found)
     if "name" not in vars(found):
         found.name = f"{module}:{class_name}"
-    _check_declared(where, found)
+    return found  # type: ignore[no-any-return]
+
+
+def _attribute(module: str, name: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
     return found

@@ -15,7 +15,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.loss_tolerance import in_shares
 from speechdp.data.loading.source import Pending, SplitSource
 from speechdp.data.plan.epoch_plan import PlanOptions, RankPlan, plan_epoch
-from speechdp.errors import RunError
+from speechdp.errors import ConfigError, RunError
 from speechdp.parallel.replica import Replica
 from speechdp.tasks.base import FrameScores, Task
 from speechdp.watchdog.progress_beats import Pulse
@@ -79,6 +79,7 @@ class Evaluator:
         """Score `model` on the whole split.  Collective; the same figures on every rank.
 
         Raises:
+            ConfigError: the task leaves out a metric that it declares.
             RunError: the task has scored no frame.
         """
         return in_shares(self._comm, lambda *share: self._evaluate(model, task, share))
@@ -90,11 +91,10 @@ class Evaluator:
         model.eval()
         keys = [metric.key for metric in task.metrics]
         sums = np.zeros(1 + len(keys))
-        for pending in self._batches():
-            batch = pending.result().to(self._device)
-            scores: FrameScores = task.score(model, batch)
-            sums += (scores.num_frames, *(scores.sums[key] for key in keys))
-            self._pulse.beat()
+        with torch.no_grad():
+            for pending in self._batches():
+                sums += _sums(task, task.score(model, pending.result().to(self._device)))
+                self._pulse.beat()
         model.train(was_training)
         # One float64 vector: exact for any number of frames, and one message.
         total = self._comm.allreduce(torch.from_numpy(sums), name="held_out")
@@ -115,6 +115,17 @@ class Evaluator:
             if len(begun) > 1:
                 yield begun.popleft()
         yield from begun
+
+
+def _sums(task: Task, scores: FrameScores) -> list[float]:
+    """Return the frames scored and the sums of a task's metrics.  Raises ConfigError: one is missing."""
+    for metric in task.metrics:
+        if metric.key not in scores.sums:
+            raise ConfigError(
+                f"--task {task.name}: score() gives no sum of {metric.key}, a metric that the task declares; "
+                "add it to FrameScores.sums, or leave the metric out"
+            )
+    return [scores.num_frames, *(scores.sums[metric.key] for metric in task.metrics)]
 
 
 def choose_final_model(candidates: list[Tensor], replica: Replica, score: Callable[[], HeldOutScores]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from speechdp.comm.loss_tolerance import in_shares
 from speechdp.data.loading.source import SplitSource
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError
-from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.options.run import TrainOptions
 from speechdp.tasks.base import Task, TaskData
 from speechdp.tasks.model_file import ClassCounts
@@ -21,12 +21,17 @@ from speechdp.train.session import Session
 
 def check_task(dataset: Dataset, options: TrainOptions) -> None:
     """Refuse data that are another task's.  Raises ConfigError."""
-    task = options.task_class
-    if dataset.stored not in task.trains_on:
-        raise ConfigError(
-            f"{dataset.path}: was prepared for --task {dataset.task}, not {task.name}; "
-            f"add --task {dataset.task}, or prepare other data"
-        )
+    task, stored = options.task_class, dataset.stored
+    if stored in task.trains_on:
+        return
+    if dataset.task == "acoustic" and not {"features", "audio"}.isdisjoint(task.trains_on):
+        remedy = f"prepare them {'without' if stored == 'audio' else 'with'} --store audio"
+    else:
+        remedy = f"add --task {dataset.task}, or prepare other data"
+    raise ConfigError(
+        f"{dataset.path}: holds {stored}, and --task {task.name} is trained on "
+        f"{' or '.join(task.trains_on)}; {remedy}"
+    )
 
 
 def make_model(dataset: Dataset, options: TrainOptions) -> nn.Module:
@@ -35,20 +40,22 @@ def make_model(dataset: Dataset, options: TrainOptions) -> nn.Module:
     return options.make_task().make_model(TaskData(dataset, options.inputs))
 
 
-def make_acoustic_model(dataset: Dataset, options: TrainOptions) -> LstmAcousticModel:
-    """Build an acoustic model with weights that depend on the seed alone."""
-    model = make_model(dataset, options)
-    assert isinstance(model, LstmAcousticModel)
-    return model
-
-
 def describe_data(dataset: Dataset, options: TrainOptions) -> dict[str, Any]:
     """Return what the model file says of the data; before training, lest a missing file be found after it.
 
     Raises:
-        ConfigError: classes or symbols that are missing, or other data's.
+        ConfigError: classes or symbols that are missing, or other data's; what the file cannot hold.
     """
-    return options.make_task().describe_data(TaskData(dataset, options.inputs))
+    task = options.make_task()
+    facts = task.describe_data(TaskData(dataset, options.inputs))
+    try:
+        json.dumps(facts)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"--task {task.name}: describe_data() returns what a model file cannot hold ({error}); "
+            "make it texts, Python's numbers, lists and dicts"
+        ) from error
+    return facts
 
 
 def save_trained(

@@ -9,7 +9,7 @@ import pytest
 from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError
-from speechdp.strategies import parse_strategy
+from speechdp.parallel.registry import parse_strategy
 from tests.helpers.strategy_checks.ad_psgd import Descent
 
 

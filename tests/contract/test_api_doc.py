@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from speechdp.parallel.registry import strategy_names
 from speechdp.report.runs.folders import read_run
-from speechdp.strategies import strategy_names
 
 DOC = Path(__file__).parents[2] / "docs" / "api.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", DOC.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

@@ -21,9 +21,9 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError, RunError
+from speechdp.parallel.registry import strategy_names
 from speechdp.parallel.replica import Replica
 from speechdp.report.runs.folders import read_run
-from speechdp.strategies import strategy_names
 from speechdp.testing import StrategyRun, assert_bitwise_equal_over_ranks, assert_close
 from speechdp.testing import make_batch as lstm_batch
 from speechdp.testing import make_model as make_lstm

@@ -11,8 +11,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError
-from speechdp.parallel.registry import describe
-from speechdp.strategies import parse_strategy, strategy_names
+from speechdp.parallel.registry import describe, parse_strategy, strategy_names
 from speechdp.testing import (
     Sgd,
     StrategyRun,

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 import speechdp
-from speechdp.parallel import registry
+from speechdp.parallel.registry import STRATEGIES, strategy_names
 from speechdp.parallel.strategy import Progress
-from speechdp.strategies import strategy_names
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
 from speechdp.strategies.model_averaging import ModelAveraging
 from speechdp.testing import strategy_contract
@@ -30,7 +29,7 @@ def test_every_strategy_keeps_the_contract(name: str) -> None:
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the test's strategies afterwards."""
-    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
+    monkeypatch.setattr(STRATEGIES, "registered", dict(STRATEGIES.registered))
 
 
 @dataclass(eq=False)

@@ -76,20 +76,25 @@ class Terms:
     def score_of_target(self, target: float | None) -> float | None:
         """Return a target that a user gives as a score; an error that is never below 0, with either sign.
 
+        Args:
+            target: as reports show the metric: 85 of a share in %, which is recorded as 0.85.
+
         Raises:
             ConfigError: no model reaches it.
         """
         if target is None:
             return None
         metric = self.metric
-        score = -abs(target) if self.falls and metric.limit == 0 else metric.score(target)
+        value = target / metric.scale
+        score = -abs(value) if self.falls and metric.limit == 0 else metric.score(value)
         if not math.isfinite(score):
             raise ConfigError(f"--target {target:g}: give a number, as the report shows the {metric.name}")
         if metric.limit is not None and not score < metric.score(metric.limit):
             side = "above" if self.falls else "below"
-            example = f"--target={metric.limit + (0.45 if self.falls else -0.45):g}"
+            limit = metric.scale * metric.limit
+            example = f"--target={limit + metric.scale * (0.45 if self.falls else -0.45):g}"
             name = metric.name.removeprefix("held-out ")
-            raise ConfigError(f"--target {target:g}: the {name} is {side} {metric.limit:g}, e.g. {example}")
+            raise ConfigError(f"--target {target:g}: the {name} is {side} {limit:g}, e.g. {example}")
         return score
 
     def others(self, evaluation: Evaluation) -> str:

@@ -125,7 +125,7 @@ def read_run(run_dir: Path, metric: str = "") -> RunResult:
     of_script, path = "script" in settings, run_dir / "metrics.jsonl"
     # A script need not log anything.
     records = [] if of_script and not path.is_file() else _read_metrics(path, problems)
-    task = script_task(metric or last_metric(records)) if of_script else task_record(settings)
+    task = script_task(metric or last_metric(records)) if of_script else task_record(settings, problems)
     evaluations = _evaluations(records, task, of_script=of_script)
     timing = read_timing(run_dir, problems)
     word_errors = _find_word_errors(run_dir, problems)

@@ -55,7 +55,7 @@ def write_report(out_dir: Path, target: float | None = None, metric: str = "") -
     Args:
         out_dir: a sweep's folder, a folder of runs, or one run.
         target: of the task's first metric, for the time to target: a held-out log-probability in nats/frame,
-            of synthesis the L1 error; None: the best that every run reached.
+            of synthesis the L1 error, a share in %; None: the best that every run reached.
         metric: what runs of a script are judged by; see read_sweep.
 
     Raises:

@@ -13,6 +13,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
+from benchmarks.models.acoustic import make_acoustic_model
 from benchmarks.papers import kaldi_way, kaldi_way_average, kaldi_way_train
 from benchmarks.papers.hpcs2017 import Task, frame_count, parse, write_run
 from benchmarks.papers.hpcs2017_plot import draw
@@ -27,7 +28,6 @@ from speechdp.strategies.model_averaging import ModelAveraging
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.model_file import ClassCounts, load_model, save_model
 from speechdp.train.build import make_replica
-from speechdp.train.models import make_acoustic_model
 from tests.helpers.options import options_with
 from tests.helpers.tiny_data import write_tiny_data
 

@@ -229,7 +229,10 @@ def test_a_stop_has_one_exit_code_whatever_the_job_had(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--task", "synthesis"], "was prepared for --task acoustic"),
+        (
+            ["--task", "synthesis"],
+            "holds features, and --task synthesis is trained on spectrograms; add --task acoustic",
+        ),
         (["--only", "decoder"], "a model of --task acoustic has no decoder"),
         (["--ranks", "1,x"], "--ranks"),
         (["--train-split", "none"], "has no split 'none'"),

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
 import speechdp
 from speechdp.errors import ConfigError
+from speechdp.parallel.period import Period
 from speechdp.parallel.registry import STRATEGIES, describe, parse_strategy, strategy_names
 from speechdp.strategies.model_averaging import ModelAveraging
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +51,8 @@ def test_a_registered_class_is_used_by_its_name() -> None:
     assert isinstance(made, Outside) and made.strength == 0.25 and made.name == "outside"
     assert parse_strategy(describe(made)).name == "outside"
     assert "outside" in strategy_names()
+    derived = dataclasses.make_dataclass("Derived", [], bases=(Outside,), eq=False)
+    assert derived.name == derived.__module__.rpartition(".")[2] != "outside"
 
 
 @pytest.mark.parametrize("name", ["model_averaging", "taken", "not a name", ""])
@@ -54,7 +63,7 @@ def test_a_name_that_is_taken_or_none_is_refused(name: str) -> None:
 
 
 def test_another_class_than_a_strategy_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no dataclass derived from Strategy"):
+    with pytest.raises(ConfigError, match=r"no dataclass derived from .*\.Strategy"):
         speechdp.strategy("other")(int)  # type: ignore[type-var]
 
 
@@ -76,3 +85,74 @@ def test_a_package_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch,
     offered(monkeypatch, "broken", value)
     with pytest.raises(ConfigError, match=f"'broken': {value} cannot be imported .*; install its package"):
         parse_strategy("broken")
+
+
+@dataclasses.dataclass(eq=False)
+class Optional(ModelAveraging):
+    """Has options that may be left open, and what is no option."""
+
+    width: int | None = 3
+    every: Period | None = None
+    way: Literal["up", "down"] | None = None
+    table: Path | None = None
+    seen: dict[str, int] = dataclasses.field(default_factory=dict, init=False)
+
+
+def test_options_may_be_left_open() -> None:
+    speechdp.strategy("open")(Optional)
+    made = parse_strategy("open:width=None,every=600kf,way=down,table=a/b")
+    assert isinstance(made, Optional)
+    assert (made.width, made.every, made.way) == (None, Period.parse("600kf"), "down")
+    assert made.table == Path("a/b") and "seen" not in describe(made)
+    again = parse_strategy(describe(made))
+    assert describe(again) == describe(made) and vars(again) == vars(made)
+    with pytest.raises(ConfigError, match="open:way='left': choose one of up, down"):
+        parse_strategy("open:way=left")
+
+
+def with_field(kind: Any, default: Any = None) -> type[ModelAveraging]:
+    """Return a strategy with a field of a type."""
+    fields = [("odd", kind, dataclasses.field(default=default))]
+    return dataclasses.make_dataclass("Odd", fields, bases=(ModelAveraging,), eq=False)
+
+
+@pytest.mark.parametrize("kind", [tuple[int, ...], Literal[1, 2], dict, int | str | None, object])
+def test_a_field_that_cannot_be_written_as_an_option_is_refused(kind: Any) -> None:
+    with pytest.raises(ConfigError, match="'odd': the field odd of Odd cannot be an option"):
+        speechdp.strategy("odd")(with_field(kind))
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Needy(ModelAveraging):
+    """Cannot be made without a width."""
+
+    width: int
+
+
+@dataclasses.dataclass(eq=False)
+class Untold(ModelAveraging):
+    """Has an option of a type that is there for mypy alone."""
+
+    share: Fraction | None = None
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (Needy, "the field width of Needy has no default; give it one"),
+        (Untold, "a field of Untold is not there at run time (name 'Fraction' is not defined); import it at"),
+    ],
+)
+def test_a_field_without_a_default_or_a_type_is_refused(cls: type[ModelAveraging], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        speechdp.strategy("odd")(cls)
+
+
+def test_a_class_loaded_anew_takes_its_name_again_but_not_that_of_another_module() -> None:
+    first, again, elsewhere = (with_field(int, 1) for _ in range(3))
+    speechdp.strategy("odd")(first)
+    again.__module__, elsewhere.__module__ = "__main__", "another"
+    assert speechdp.strategy("odd")(again) is again
+    speechdp.strategy("odd")(first)
+    with pytest.raises(ConfigError, match="strategy 'odd': there is one of that name"):
+        speechdp.strategy("odd")(elsewhere)

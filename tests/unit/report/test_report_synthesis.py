@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,27 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from speechdp.errors import ConfigError
+from speechdp.report.compare.table import measures
 from speechdp.report.kit.canvas import make_canvas
+from speechdp.report.kit.metric_names import Terms
 from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.kit.theme import PRINT
 from speechdp.report.runs.derived import sweep_figures
-from speechdp.report.runs.folders import read_sweep
+from speechdp.report.runs.folders import read_run, read_sweep
 from speechdp.report.sweep.answer import find_answer
 from speechdp.report.sweep.columns import main_columns
 from speechdp.report.sweep.plots import draw_learning
 from speechdp.report.sweep.report import write_report
-from speechdp.tasks.metrics import LOG_PROB, RECORDS, Metric, TaskRecord, task_record
+from speechdp.report.sweep.speech_columns import SPEECH_COLUMNS
+from speechdp.tasks.metrics import (
+    FRAME_ACCURACY,
+    LOG_PROB,
+    RECORDS,
+    Metric,
+    TaskRecord,
+    is_reserved,
+    task_record,
+)
 from tests.helpers.runs import MadeUpRun, realistic_sweep, write_run, write_sweep
 
 
@@ -127,7 +138,7 @@ def _own_sweep(out: Path) -> Path:
 
 
 def test_a_task_from_outside_is_reported_by_what_its_runs_recorded(tmp_path: Path) -> None:
-    report = write_report(_own_sweep(tmp_path / "sweep"), target=0.5)
+    report = write_report(_own_sweep(tmp_path / "sweep"), target=50)
     printed, answer = _printed(report), " ".join(report.answer)
     assert "hits" in printed and "60.2" in printed and "until hit rate 50.0 % on held-out data" in printed
     assert not re.search("log-prob|nats|WER|decoded", printed + answer)
@@ -156,11 +167,52 @@ def test_a_target_that_no_model_reaches_is_refused(
         write_report(out, target)
 
 
+def test_a_target_in_per_cent_is_held_against_its_limit_in_per_cent() -> None:
+    error = replace(FRAME_ACCURACY, name="held-out error rate", higher_is_better=False, limit=0.5)
+    terms = Terms(TaskRecord((error,)))
+    assert terms.score_of_target(85) == -0.85
+    with pytest.raises(ConfigError, match=r"--target 40: the error rate is above 50, e\.g\. --target=95"):
+        terms.score_of_target(40)
+
+
 @pytest.mark.parametrize(
-    "metrics", [[], 3, [3], [{}], [{"key": "a b"}], [{**asdict(LOG_PROB), "decimals": "3"}]]
-)
-def test_a_damaged_record_of_metrics_is_passed_over(metrics: object) -> None:
-    assert task_record({"task": "synthesis", "metrics": metrics}) == RECORDS["synthesis"]
+    "metrics",
+    [
+        [], 3, [3], [{}], [{"key": "a b"}], [{**asdict(LOG_PROB), "decimals": "3"}],
+        [{**asdict(LOG_PROB), "decimals": 3.0}], [{**asdict(LOG_PROB), "decimals": True}],
+        [{**asdict(LOG_PROB), "limit": 10**400}], [{**asdict(LOG_PROB), "higher_is_better": "no"}],
+        [asdict(LOG_PROB), asdict(LOG_PROB)],
+    ],
+)  # fmt: skip
+def test_a_damaged_record_of_metrics_is_passed_over_and_told(metrics: object) -> None:
+    problems: list[str] = []
+    assert task_record({"task": "synthesis", "metrics": metrics}, problems) == RECORDS["synthesis"]
+    (problem,) = problems
+    assert re.fullmatch(
+        r"run.json: metrics cannot be used \(.+\); shown as a run of --task synthesis", problem
+    )
+
+
+def test_what_a_later_version_says_of_a_metric_is_passed_over() -> None:
+    problems: list[str] = []
+    metrics = [{**asdict(LOG_PROB), "key": "mine", "colour": "red"}]
+    record = task_record({"task": "own", "metrics": metrics}, problems)
+    assert record == TaskRecord((replace(LOG_PROB, key="mine"),)) and problems == []
+
+
+def test_a_run_whose_metrics_cannot_be_used_says_so(tmp_path: Path) -> None:
+    run = write_run(MadeUpRun("a", settings={"task": "own", "metrics": [3]}), tmp_path)
+    assert any("shown as a run of --task acoustic" in problem for problem in read_run(run).problems)
+
+
+def test_no_metric_can_have_the_name_of_another_column(tmp_path: Path) -> None:
+    report = write_report(_own_sweep(tmp_path / "sweep"))
+    columns = set(report.csv.read_text().splitlines()[0].split(","))
+    compared = {measure.key for measure in measures(())}
+    own = {"heldout_hit_rate", "heldout_hit_rate_best", "target_hit_rate"}
+    task_less = {metric.key for metric in RECORDS["acoustic"].metrics}
+    others = (columns - own) | (compared - task_less) | {column.key for column in SPEECH_COLUMNS}
+    assert not {name for name in others if not is_reserved(name)}
 
 
 def _speech_record() -> dict[str, Any]:

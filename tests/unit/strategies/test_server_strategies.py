@@ -10,7 +10,7 @@ import torch
 from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import CommunicationError, ConfigError
-from speechdp.strategies import parse_strategy
+from speechdp.parallel.registry import parse_strategy
 from speechdp.testing import StrategyRun, make_batch
 
 

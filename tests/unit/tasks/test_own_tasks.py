@@ -10,24 +10,30 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
 import speechdp
 from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.loading.batch import Batch
 from speechdp.data.shards.dataset import Dataset
+from speechdp.data.transforms.inputs import InputOptions
 from speechdp.errors import ConfigError, RunError
 from speechdp.models.lstm_am import LstmConfig
 from speechdp.options.batch import BatchOptions
 from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.parallel.period import Period
 from speechdp.report.runs.folders import read_run
 from speechdp.report.sweep.report import write_report
 from speechdp.tasks.acoustic import AcousticTask
-from speechdp.tasks.base import Task
+from speechdp.tasks.base import FrameScores, LossSum, Task, TaskData
 from speechdp.tasks.metrics import FRAME_ACCURACY, LOG_PROB
 from speechdp.tasks.model_file import load_model
 from speechdp.tasks.registry import TASKS, task_class, task_names, task_options
+from speechdp.train.models import check_task
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from tests.helpers.mpi import REPOSITORY
@@ -69,6 +75,20 @@ class Ambiguous(AcousticTask):
 
 
 @dataclasses.dataclass(frozen=True)
+class Single(AcousticTask):
+    """Has forgotten a comma."""
+
+    metrics = LOG_PROB  # type: ignore[assignment]
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(AcousticTask):
+    """Has a metric under the name of what is recorded besides."""
+
+    metrics = (dataclasses.replace(LOG_PROB, key="frames"),)
+
+
+@dataclasses.dataclass(frozen=True)
 class Cutting(AcousticTask):
     """Would learn parts of utterances of which only the whole text is known."""
 
@@ -100,12 +120,14 @@ def test_a_name_that_is_taken_or_none_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (int, "is no dataclass derived from Task"),
+        (int, "is no dataclass derived from speechdp.tasks.base.Task"),
         (AcousticTask, "AcousticTask has a name already; derive a class from it"),
         (Unjudged, "Unjudged has no metrics"),
         (Halved, "Halved has no loss, no make_model, no score"),
         (Cutting, "texts belong to whole utterances; declare whole_utterances"),
         (Ambiguous, "keys of metrics are different words, not 'log_prob', 'log_prob'"),
+        (Single, r"metrics of Single is a tuple; write metrics = \(Metric\(...\),\)"),
+        (Counting, "a metric's key 'frames' has a meaning in reports; choose another word"),
     ],
 )
 def test_a_class_that_is_no_task_is_refused(cls: Any, message: str) -> None:
@@ -139,6 +161,25 @@ def test_a_module_of_the_folder_worked_in_is_found(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ("import speechdp\nwidth: int =\n", "line 2: SyntaxError: "),
+        ("\n\nwidth = size\n", "line 3: NameError: name 'size' is not defined"),
+        ("import no_such_module\n", "line 1: ModuleNotFoundError: No module named 'no_such_module'"),
+    ],
+)
+def test_a_module_that_fails_is_named_with_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, reason: str
+) -> None:
+    (tmp_path / "failing.py").write_text(lines)
+    monkeypatch.syspath_prepend(tmp_path)
+    message = f"--task failing:Mine: cannot be imported ({tmp_path / 'failing.py'}, {reason}"
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        TrainOptions(task="failing:Mine")
+    assert "\n" not in str(caught.value) and str(caught.value).endswith("; mend the module")
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("nothing", "unknown task 'nothing'; there are: acoustic, synthesis"),
@@ -148,6 +189,8 @@ def test_a_module_of_the_folder_worked_in_is_found(tmp_path: Path, monkeypatch: 
         (f"{OWN}:depth=3", f"task {OWN} has no option 'depth'; it has: ahead, width"),
         (f"{OWN}:ahead=x", f"{OWN}:ahead='x': write a whole number"),
         (f"{OWN}:ahead=0", "ahead and width are at least 1"),
+        ("./my_task.py:MyTask", "./my_task.py is no module's name; write MODULE:CLASS, e.g. my_task:MyTask"),
+        (".my_task:MyTask", ".my_task is no module's name; write MODULE:CLASS, e.g. my_task:MyTask"),
         ("synthesis:reduction=3", "write --task synthesis, and its options as --preset and so on"),
     ],
 )
@@ -200,7 +243,7 @@ def test_an_own_task_is_trained_judged_saved_and_reported(dataset: Dataset, tmp_
     assert weights["model.output.weight"].shape == (dataset.feature_dim, 8)
     with safetensors.safe_open(str(run_dir / "model.safetensors"), framework="pt") as file:
         head = json.loads(file.metadata()["speechdp"])
-    assert (head["task"], head["options"]) == (OWN, {"ahead": 3, "width": 8})
+    assert (head["task"], head["options"]) == (OWN, "ahead=3,width=8")
     assert head["data_checksum"] == dataset.checksum
     with pytest.raises(RunError, match=f"is a model of --task {OWN}"):
         load_model(run_dir, CPU)
@@ -209,8 +252,69 @@ def test_an_own_task_is_trained_judged_saved_and_reported(dataset: Dataset, tmp_
 def test_data_of_another_kind_are_refused(tmp_path: Path) -> None:
     speech = write_tiny_speech(tmp_path / "data", TinySizes(4, 2, 2))
     options = TrainOptions(task=OWN)
-    with pytest.raises(ConfigError, match="was prepared for --task synthesis, not predictive_coding"):
+    with pytest.raises(ConfigError, match=f"holds spectrograms, and --task {OWN} is trained on features"):
         run_threads(1, lambda comm: train_run(Session(speech, comm, CPU), options, tmp_path / "run"))
+
+
+@dataclasses.dataclass(frozen=True)
+class OfFeatures(Outside):
+    """Takes features as they are stored, and says of them what no file can hold."""
+
+    trains_on = ("features",)
+
+    def describe_data(self, data: TaskData) -> dict[str, Any]:
+        return {"mean": np.float32(1)}
+
+
+def test_data_and_task_that_do_not_fit_are_told_with_a_remedy(dataset: Dataset) -> None:
+    speechdp.task("of_features")(OfFeatures)
+    audio = Dataset.open(dataset.path)
+    audio.stored = "audio"
+    message = "holds audio, and --task of_features is trained on features; prepare them without --store audio"
+    with pytest.raises(ConfigError, match=message):
+        check_task(audio, TrainOptions(task="of_features"))
+
+
+def test_what_no_model_file_can_hold_is_refused_before_training(dataset: Dataset, tmp_path: Path) -> None:
+    speechdp.task("of_features")(OfFeatures)
+    run_dir = tmp_path / "run"
+    options = TrainOptions(task="of_features", epochs=1)
+    with pytest.raises(ConfigError, match=r"describe_data\(\) returns what a model file cannot hold"):
+        run_threads(1, lambda comm: train_run(Session(dataset, comm, CPU), options, run_dir))
+    assert not (run_dir / "run.json").exists()
+
+
+@dataclasses.dataclass(frozen=True)
+class Transposed(Task):
+    """Has options of types that JSON does not know, and weights that are not contiguous."""
+
+    metrics = (LOG_PROB,)
+    table: Path = Path("a")
+    every: Period | None = None
+
+    def make_model(self, data: TaskData) -> nn.Module:
+        layer = nn.Linear(2, 3)
+        layer.weight = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+        return layer
+
+    def loss(self, model: Any, batch: Batch) -> LossSum:
+        raise NotImplementedError
+
+    def score(self, model: Any, batch: Batch) -> FrameScores:
+        raise NotImplementedError
+
+
+def test_any_options_and_weights_are_saved(dataset: Dataset, tmp_path: Path) -> None:
+    speechdp.task("transposed")(Transposed)
+    task = TrainOptions(task="transposed:every=600kf").make_task()
+    model = task.make_model(TaskData(dataset, InputOptions()))
+    task.save(tmp_path, model, {}, None)
+    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert torch.equal(weights["model.weight"], model.weight)  # type: ignore[arg-type]
+    with safetensors.safe_open(str(tmp_path / "model.safetensors"), framework="pt") as file:
+        head = json.loads(file.metadata()["speechdp"])
+    assert head["options"] == "table=a,every=600kf"
+    assert TrainOptions(task=f"transposed:{head['options']}").make_task() == task
 
 
 def test_a_run_that_can_score_nothing_ends_in_a_line(dataset: Dataset, tmp_path: Path) -> None:

@@ -12,11 +12,14 @@ import torch
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.loading.batch import Batch
 from speechdp.data.loading.reader import Context, SplitReader
 from speechdp.data.plan.epoch_plan import PlanOptions
 from speechdp.data.shards.dataset import Dataset
+from speechdp.errors import ConfigError
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.tasks.acoustic import AcousticTask
+from speechdp.tasks.base import FrameScores
 from speechdp.train.evaluate import Evaluator, HeldOutScores
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 
@@ -93,3 +96,18 @@ def test_the_model_is_left_in_the_mode_it_was_in(dataset: Dataset, training: boo
         assert model.training is training
         assert first == second  # no dropout
         assert all(p.grad is None for p in model.parameters())
+
+
+class Careless(AcousticTask):
+    """Scores without a thought of gradients, and leaves out a metric."""
+
+    def score(self, model: LstmAcousticModel, batch: Batch) -> FrameScores:
+        frames, _ = self._learnt_frames(model, batch)
+        assert not frames.requires_grad
+        return FrameScores({"log_prob": -1.0}, batch.num_frames)
+
+
+def test_a_metric_that_is_not_scored_is_named_and_no_gradient_is_kept(dataset: Dataset) -> None:
+    message = r"--task acoustic: score\(\) gives no sum of frame_accuracy, .*; add it to FrameScores.sums"
+    with closing(SplitReader(dataset, "dev")) as reader, pytest.raises(ConfigError, match=message):
+        Evaluator(reader, PlanOptions(2), SerialCommunicator(), CPU).evaluate(make_model(dataset), Careless())

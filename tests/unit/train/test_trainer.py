@@ -28,7 +28,8 @@ from speechdp.options.batch import BatchOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.process.ending import Stopped
 from speechdp.report.runs.folders import read_run
-from speechdp.tasks.acoustic import AcousticTask, FrameScores, LossSum
+from speechdp.tasks.acoustic import AcousticTask
+from speechdp.tasks.base import FrameScores, LossSum
 from speechdp.train import stop
 from speechdp.train.build import build_trainer
 from speechdp.train.progress import SilentReporter
