@@ -384,7 +384,7 @@ def test_prepare_ends_by_a_signal_without_a_trace(
     ) as process:
         try:
             deadline = time.monotonic() + 90
-            while not any(path.stat().st_size for path in tmp_path.glob(".data.partial/.speaking-*/*.rows")):
+            while not any(path.stat().st_size for path in tmp_path.glob(".data.partial/.scratch-*/*.rows")):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.01)
             assert speechdp(["prepare", "--synthetic", "1", str(data)]) == 73  # its owner lives
