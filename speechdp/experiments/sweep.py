@@ -13,6 +13,7 @@ from typing import Any
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.decode.recognise import DecodingOptions, decode_split, wer_path
 from speechdp.errors import ConfigError, RunError
+from speechdp.experiments.compare.record import refuse_others
 from speechdp.files import cannot_be_written, write_text_atomically
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.options.run import TrainOptions
@@ -162,15 +163,23 @@ def _decode(session: Session, split: str, run_dir: Path) -> None:
     session.reporter.notice(f"{run_dir.name}: {result.wer.summary()} on {split}")
 
 
-def write_sweep(out_dir: Path, names: list[str], *, completed: bool, metric: str = "") -> None:
+def write_sweep(
+    out_dir: Path,
+    names: list[str],
+    *,
+    completed: bool,
+    settings: dict[str, Any] | None = None,
+    metric: str = "",
+) -> None:
     """Write OUT/sweep.json.
 
     Args:
         names: of the runs' folders.
+        settings: what runs of a script share; None: each run of ours checks its own.
         metric: what runs of a script are judged by; "": what they log last.
 
     Raises:
-        ConfigError: the folder holds a sweep over other runs.
+        ConfigError: the folder holds a sweep over other runs, or one with other settings.
         RunError: it cannot be read or written.
     """
     path = out_dir / "sweep.json"
@@ -180,12 +189,19 @@ def write_sweep(out_dir: Path, names: list[str], *, completed: bool, metric: str
         "runs": names,
         "completed": completed,
     }
+    if settings:
+        head["settings"] = settings
     if metric:
         head["metric"] = metric
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        if path.is_file() and json.loads(path.read_text(encoding="utf-8"))["runs"] != names:
-            raise ConfigError(f"{path}: holds a sweep over other runs; choose another folder, or --overwrite")
+        if path.is_file():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            if before["runs"] != names:
+                raise ConfigError(
+                    f"{path}: holds a sweep over other runs; choose another folder, or --overwrite"
+                )
+            refuse_others(path, dict(before.get("settings", {})), settings or {})
         write_text_atomically(path, json.dumps(head, indent=2) + "\n")
     except OSError as error:
         raise RunError(cannot_be_written(path, error)) from error

@@ -13,7 +13,7 @@ from speechdp.errors import ConfigError
 from speechdp.experiments.compare.jobs import JobStarter
 from speechdp.experiments.compare.record import read_record
 from speechdp.experiments.script_sweep import ScriptSweep
-from speechdp.experiments.sweep import SweepPlan
+from speechdp.experiments.sweep import SweepPlan, write_sweep
 
 Call = tuple[int, list[str], dict[str, str]]
 
@@ -159,10 +159,41 @@ def test_a_sweep_runs_a_script_with_every_period(
     record = json.loads((out / "sweep.json").read_text())
     assert (record["runs"], record["completed"], record["metric"]) == (names, False, "acc")
     ranks.failing.clear()
-    assert run(command) == 0 and len(ranks.calls) == 5
+    assert run([*command, "--", "{seed}"]) == 0 and len(ranks.calls) == 5
     assert json.loads((out / "sweep.json").read_text())["completed"] is True
     assert run([*command, "--no-one-rank"]) == 1
     assert "holds a sweep over other runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--ranks", "3"], "number of ranks"),
+        (["--seed", "2"], "seed"),
+        (["--backend", "mpi"], "backend"),
+        (["--script", "b.py"], "script"),
+        (["--swept", "bmuf:eta=0.5"], "--swept"),
+        (["--", "--epochs", "3"], "command line"),
+    ],
+)
+def test_runs_of_another_sweep_are_not_taken_for_its_own(
+    more: list[str], words: str, ranks: FakeRanks, script: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(script.parent)
+    Path("b.py").write_text("another script")
+    command = ["sweep", "out", "--script", str(script), "--swept", "bmuf", "--periods", "4"]
+    assert run(command) == 0
+    assert run([*command, *more]) == 1
+    assert f"out/sweep.json: was begun with another {words}; choose another folder" in capsys.readouterr().err
+    assert run(command) == 0 and len(ranks.calls) == 3
+
+
+def test_a_sweep_of_ours_and_one_of_a_script_are_told_apart(tmp_path: Path) -> None:
+    write_sweep(tmp_path, ["bmuf-4"], completed=True)
+    write_sweep(tmp_path, ["bmuf-4"], completed=True)  # of ours: each run checks its own options
+    with pytest.raises(ConfigError, match="was begun with another script"):
+        write_sweep(tmp_path, ["bmuf-4"], completed=False, settings={"script": "train.py"})
 
 
 def test_a_period_that_the_strategy_does_not_have_is_refused() -> None:
