@@ -25,6 +25,9 @@ class FakeRanks:
         self.calls: list[Call] = []
         self.failing: dict[str, str] = {}
         self.writes = ("run.json", "completed.json")
+        self.fails_at_its_end = False
+        #: Of each call, whether there was a completed.json.
+        self.found: list[bool] = []
 
     def run_script(
         self, num_ranks: int, words: Sequence[str], log: Path, environment: Mapping[str, str]
@@ -34,11 +37,12 @@ class FakeRanks:
         if told["STRATEGY"] in self.failing:
             return self.failing[told["STRATEGY"]]
         folder = Path(told["FOLDER"])
+        self.found.append((folder / "completed.json").exists())
         folder.mkdir(parents=True, exist_ok=True)
         settings = {"script": "train.py", "strategy": told["STRATEGY"], "size": num_ranks}
         for name in self.writes:
             (folder / name).write_text(json.dumps(settings))
-        return None
+        return "the final evaluation failed" if self.fails_at_its_end else None
 
 
 @pytest.fixture
@@ -118,6 +122,18 @@ def test_a_script_that_records_nothing_has_failed(
     ranks.writes = writes
     assert compare(script, "--ranks", "2", "--strategies", "bmuf") == 1
     assert f"failed: train.py ended well but {words}" in capsys.readouterr().out
+
+
+def test_a_script_that_fails_after_its_training_is_not_done(ranks: FakeRanks, script: Path) -> None:
+    ranks.fails_at_its_end = True
+    command = ("--ranks", "2", "--strategies", "bmuf")
+    assert compare(script, *command) == 1
+    (folder,) = (script.parent / "out").glob("2x-bmuf*")
+    assert (folder / "completed.json").is_file()
+    assert compare(script, *command) == 1 and len(ranks.calls) == 2
+    assert ranks.found == [False, False]  # DataParallel begins nothing anew where a run has ended
+    ranks.fails_at_its_end = False
+    assert compare(script, *command) == 0 and compare(script, *command) == 0 and len(ranks.calls) == 3
 
 
 def test_a_strategy_of_the_scripts_own_is_left_to_it(ranks: FakeRanks, script: Path) -> None:
