@@ -18,7 +18,13 @@ from speechdp.jsonl import read_lines
 from speechdp.report.runs.records import files_of, number, read_object, words
 from speechdp.report.runs.results import Evaluation, RunResult, Sweep, WordErrors
 from speechdp.report.runs.samples import read_samples
-from speechdp.report.runs.script_metric import last_metric, metric_names, parse_metric, script_task
+from speechdp.report.runs.script_metric import (
+    has_logged,
+    last_metric,
+    metric_names,
+    parse_metric,
+    script_task,
+)
 from speechdp.report.runs.synthesis_measures import read_spoken
 from speechdp.report.runs.timing_file import read_timing
 from speechdp.tasks.metrics import Metric, TaskRecord, task_record
@@ -127,6 +133,10 @@ def read_run(run_dir: Path, metric: str = "") -> RunResult:
     records = [] if of_script and not path.is_file() else _read_metrics(path, problems)
     task = script_task(metric or last_metric(records)) if of_script else task_record(settings)
     evaluations = _evaluations(records, task, of_script=of_script)
+    if of_script and evaluations and evaluations[-1].score is None:
+        problems.append(
+            f"metrics.jsonl: the last {task.metrics[0].key} is not finite, so the run has no score"
+        )
     timing = read_timing(run_dir, problems)
     word_errors = _find_word_errors(run_dir, problems)
     spoken = read_spoken(run_dir, problems)
@@ -183,7 +193,7 @@ def _evaluations(
 ) -> tuple[Evaluation, ...]:
     """Return the evaluations by step; of a script, the lines that have its metric."""
     if of_script:
-        records = [record for record in records if number(record, task.metrics[0].key) is not None]
+        records = [record for record in records if has_logged(record, task.metrics[0].key)]
     # A resumed run repeats the evaluations after its checkpoint: the last of a step counts.
     by_step = {record["step"]: _evaluation(record, task) for record in records}
     return tuple(by_step[step] for step in sorted(by_step))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError
 from speechdp.experiments.compare.record import CompareRecord, RunRecord, write_record
 from speechdp.report.compare.report import write_comparison
+from speechdp.report.runs.folders import read_run, read_sweep
 from speechdp.report.runs.script_metric import parse_metric
 from speechdp.report.sweep.report import write_report
 from tests.helpers.runs import MadeUpRun, write_run
@@ -116,6 +118,18 @@ def test_without_a_metric_only_speeds_are_compared(compared: Path) -> None:
     assert not any(word in sentence for sentence in (*answer, *sweep) for word in ("WER", "log-prob"))
 
 
+@pytest.mark.parametrize("last", [math.nan, math.inf])
+def test_a_run_that_has_diverged_has_no_score(compared: Path, last: float) -> None:
+    path = next(compared.glob("2x-bmuf*")) / "metrics.jsonl"
+    line = {"step": 300, "time_s": 3.0, "valid_loss": last}
+    path.write_text(path.read_text() + json.dumps(line) + "\n" + '{"step": 400, "valid_loss": null}\n')
+    run = read_run(path.parent, "valid_loss")
+    assert [evaluation.score for evaluation in run.evaluations] == [-0.9, -0.203, None]
+    assert run.problems == ("metrics.jsonl: the last valid_loss is not finite, so the run has no score",)
+    assert "Choose gradient averaging" in write_comparison(compared).answer[0]
+    assert read_sweep(path.parent).runs[0].evaluations[-1].score is None  # it is the metric, too
+
+
 def test_a_target_is_given_as_the_script_logs_it(compared: Path) -> None:
     write_comparison(compared, target=0.3)
     rows = list(csv.DictReader((compared / "compare" / "compare.csv").open()))
@@ -167,6 +181,9 @@ def test_report_takes_the_folder_of_a_script_as_it_is(tmp_path: Path) -> None:
     [
         ("valid_loss", True), ("wer", True), ("perplexity", True), ("accuracy", False), ("bleu", False),
         ("valid/acc", False), ("accuracy:min", True), ("valid_loss:max", False),
+        ("layer2_loss", True), ("accent_error", True), ("error_score", True), ("tracking", True),
+        ("train.r2", False), ("top1-acc5", False), ("validAccuracy", False), ("heldout_log_prob", False),
+        ("macro_F1", False), ("scoreLoss", True), ("per", True), ("accuracy_per_class", False),
     ],
 )  # fmt: skip
 def test_less_is_better_unless_the_name_or_the_user_says_otherwise(text: str, is_error: bool) -> None:
