@@ -18,7 +18,7 @@ from speechdp.files import cannot_be_written, write_text_atomically
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.period import Period, PeriodUnit
-from speechdp.parallel.registry import parse_strategy, strategy_class
+from speechdp.parallel.registry import parse_strategy, strategy_class, strategy_names
 from speechdp.process.ending import Stopped
 from speechdp.tasks.model_file import load_model
 from speechdp.train.ownership import owned
@@ -44,6 +44,8 @@ class SweepPlan:
         reference: strategies trained beside them.
         one_rank_steps: steps of the throughput baseline on one rank; 0: none.
         decode_split: split whose WER is reported; "" for none.
+        others: names may be unknown here: a script can register strategies of its own, whose period is
+            taken to be their option `period`.
     """
 
     strategy: str
@@ -51,6 +53,7 @@ class SweepPlan:
     reference: tuple[str, ...] = ("gradient_averaging",)
     one_rank_steps: int = 200
     decode_split: str = "test"
+    others: bool = False
 
     def runs(self) -> dict[str, str]:
         """Return the folder's name of each run and its strategy.
@@ -59,7 +62,7 @@ class SweepPlan:
             ConfigError: no period, one given twice, or a strategy without a period.
         """
         name, _, rest = self.strategy.partition(":")
-        option, kind = _period_option(name)
+        option, kind = (_PERIOD_OPTIONS[0], Period) if self._is_other(name) else _period_option(name)
         if not self.periods:
             raise ConfigError("--periods: give at least one, e.g. --periods 1,4,16,64")
         if len(set(self.periods)) < len(self.periods):
@@ -72,8 +75,12 @@ class SweepPlan:
             options = ",".join(filter(None, [f"{option}={period}", rest]))
             result[f"{name}-{period}"] = f"{name}:{options}"
         for strategy in result.values():
-            parse_strategy(strategy)
+            if not self._is_other(strategy):
+                parse_strategy(strategy)
         return result
+
+    def _is_other(self, strategy: str) -> bool:
+        return self.others and strategy.partition(":")[0] not in strategy_names()
 
 
 def _period_option(name: str) -> tuple[str, Any]:

@@ -141,6 +141,15 @@ def test_a_strategy_of_the_scripts_own_is_left_to_it(ranks: FakeRanks, script: P
     assert [call[2]["STRATEGY"] for call in ranks.calls] == ["mine:period=3", "bmuf"]
 
 
+def test_the_period_of_a_strategy_of_the_scripts_own_is_swept(ranks: FakeRanks, script: Path) -> None:
+    command = ["sweep", "--script", str(script), str(script.parent / "out"), "--no-one-rank"]
+    assert run([*command, "--swept", "mine:eta=2", "--periods", "4,5s", "--reference", "yours"]) == 0
+    told = [call[2]["STRATEGY"] for call in ranks.calls]
+    assert told == ["yours", "mine:period=4,eta=2", "mine:period=5s,eta=2"]
+    with pytest.raises(ConfigError, match="mine"):
+        SweepPlan("mine", ("4",)).runs()  # of ours it would have to be known
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
