@@ -71,13 +71,13 @@ def common_metric(folders: Sequence[Path], metric: str = "") -> str:
         ConfigError: `metric` is none, runs logged others only, or no script made them.
     """
     begun = [settings for folder in folders if (settings := _settings_in(folder))]
-    if metric and begun and not any("script" in settings for settings in begun):
+    if metric and begun and not any(map(_is_of_script, begun)):
         raise ConfigError(
             "--metric: no script of yours made these runs, whose figures are given; leave it out"
         )
     logged: dict[str, None] = {}
     for folder in folders:
-        if "script" not in _settings_in(folder) or not (folder / "metrics.jsonl").is_file():
+        if not _is_of_script(_settings_in(folder)) or not (folder / "metrics.jsonl").is_file():
             continue
         records = _read_metrics(folder / "metrics.jsonl", [])
         if not metric and (last := last_metric(records)):
@@ -86,6 +86,13 @@ def common_metric(folders: Sequence[Path], metric: str = "") -> str:
     if metric and logged and parse_metric(metric).key not in logged:
         raise ConfigError(f"--metric {metric}: no run logged it; they logged {', '.join(logged)}")
     return metric
+
+
+def _is_of_script(settings: dict[str, Any]) -> bool:
+    """Tell whether a script of the user's made a run; early ones do not say so, but ours always name data."""
+    return "script" in settings or (
+        "strategy" in settings and not {"task", "options", "data"} & set(settings)
+    )
 
 
 def _settings_in(folder: Path) -> dict[str, Any]:
@@ -128,7 +135,7 @@ def read_run(run_dir: Path, metric: str = "") -> RunResult:
         return RunResult(name, run_dir, {}, (), None, None, False, False, (f"{run_dir}: missing",))
     problems: list[str] = []
     settings = read_object(run_dir / "run.json", problems) or {}
-    of_script, path = "script" in settings, run_dir / "metrics.jsonl"
+    of_script, path = _is_of_script(settings), run_dir / "metrics.jsonl"
     # A script need not log anything.
     records = [] if of_script and not path.is_file() else _read_metrics(path, problems)
     task = script_task(metric or last_metric(records)) if of_script else task_record(settings)

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from speechdp.cli.main import run as speechdp
 from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError
-from speechdp.experiments.compare.record import CompareRecord, RunRecord, write_record
+from speechdp.experiments.compare.record import CompareRecord, RunRecord, read_record, write_record
 from speechdp.report.compare.report import write_comparison
 from speechdp.report.runs.folders import read_run, read_sweep
 from speechdp.report.runs.script_metric import parse_metric
@@ -113,6 +114,10 @@ def test_without_a_metric_only_speeds_are_compared(compared: Path) -> None:
         path.unlink()
     answer = write_comparison(compared).answer
     assert "logged no metric" in answer[0]
+    record = read_record(compared)
+    failed = [replace(run, state="failed" if run.ranks > 1 else run.state) for run in record.runs]
+    write_record(compared, replace(record, runs=tuple(failed)))
+    assert write_comparison(compared).answer[0].startswith("No strategy has finished on more than one rank")
     sweep = write_report(compared).answer
     assert "no finished run has logged a metric by run.log()" in sweep[0]
     assert not any(word in sentence for sentence in (*answer, *sweep) for word in ("WER", "log-prob"))
@@ -128,6 +133,18 @@ def test_a_run_that_has_diverged_has_no_score(compared: Path, last: float) -> No
     assert run.problems == ("metrics.jsonl: the last valid_loss is not finite, so the run has no score",)
     assert "Choose gradient averaging" in write_comparison(compared).answer[0]
     assert read_sweep(path.parent).runs[0].evaluations[-1].score is None  # it is the metric, too
+
+
+def test_a_run_that_does_not_name_its_script_is_a_scripts(compared: Path) -> None:
+    path = next(compared.glob("2x-bmuf*")) / "run.json"
+    settings = json.loads(path.read_text())
+    assert read_run(path.parent).is_of_script
+    path.write_text(json.dumps({k: v for k, v in settings.items() if k not in ("script", "data")}))
+    run = read_run(path.parent)
+    assert run.is_of_script and run.metric.key == "valid_loss" and run.evaluations[-1].score == -0.203
+    write_report(path.parent, metric="accuracy")
+    path.write_text(json.dumps({k: v for k, v in settings.items() if k != "script"}))
+    assert not read_run(path.parent).is_of_script
 
 
 def test_a_target_is_given_as_the_script_logs_it(compared: Path) -> None:
