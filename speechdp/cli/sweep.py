@@ -160,6 +160,7 @@ class SweepScriptCommand:
             strategy=self.swept,
             periods=tuple(filter(None, self.periods.split(","))),
             reference=tuple(filter(None, [self.reference])),
+            others=True,
         )
         sweep = ScriptSweep(self.out_dir, plan, self.ranks, self.seed, self.one_rank, self.script.metric)
         names = list(sweep.runs())

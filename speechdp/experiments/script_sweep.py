@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from speechdp.experiments.compare.plan import FRAMES, SEQUENTIAL
 from speechdp.experiments.compare.record import RunRecord
-from speechdp.experiments.compare.run import run_news
+from speechdp.experiments.compare.run import carry_out
 from speechdp.experiments.compare.script_training import ScriptTraining
 from speechdp.experiments.sweep import ONE_RANK, SweepPlan, write_sweep
 
@@ -41,6 +41,11 @@ class ScriptSweep:
             return runs
         return {ONE_RANK: RunRecord(SEQUENTIAL, 1, self.seed, FRAMES, None), **runs}
 
+    def settings(self, training: ScriptTraining) -> dict[str, Any]:
+        """Return what the names of the runs do not tell."""
+        own = {"number of ranks": self.ranks, "seed": self.seed, "--swept": self.plan.strategy}
+        return {**training.settings(), **own}
+
 
 def run_script_sweep(sweep: ScriptSweep, training: ScriptTraining, say: Callable[[str], None]) -> int:
     """Carry out every run that is not finished; return how many failed.
@@ -49,23 +54,16 @@ def run_script_sweep(sweep: ScriptSweep, training: ScriptTraining, say: Callable
         say: takes a line of progress.
 
     Raises:
-        ConfigError: the folder holds a sweep over other runs.
+        ConfigError: the folder holds a sweep over other runs, or one with other settings.
         JobStopped: a signal asked for the end; the same command goes on.
         RunError: the disk is full.
     """
-    runs = sweep.runs()
-    write_sweep(sweep.out, list(runs), completed=False, metric=sweep.metric)
+    runs, settings = sweep.runs(), sweep.settings(training)
+    write_sweep(sweep.out, list(runs), completed=False, settings=settings, metric=sweep.metric)
     failed = 0
     for position, (name, run) in enumerate(runs.items(), start=1):
-        run_dir = (sweep.out / name).absolute()
         place = f"[{position}/{len(runs)}] {name}"
-        message, wall_s = None, None
-        if not training.is_done(run_dir):
-            say(f"{place}: started")
-            start_s = time.monotonic()
-            message = training.run(run, run_dir)
-            wall_s = time.monotonic() - start_s
+        message, _ = carry_out(training, run, sweep.out / name, place, say, metric=sweep.metric)
         failed += message is not None
-        say(f"{place}: {run_news(run_dir, message, wall_s, sweep.metric)}")
-    write_sweep(sweep.out, list(runs), completed=not failed, metric=sweep.metric)
+    write_sweep(sweep.out, list(runs), completed=not failed, settings=settings, metric=sweep.metric)
     return failed

@@ -13,11 +13,12 @@ from typing import Any
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.decode.recognise import DecodingOptions, decode_split, wer_path
 from speechdp.errors import ConfigError, RunError
+from speechdp.experiments.compare.record import refuse_others
 from speechdp.files import cannot_be_written, write_text_atomically
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.period import Period, PeriodUnit
-from speechdp.parallel.registry import parse_strategy, strategy_class
+from speechdp.parallel.registry import parse_strategy, strategy_class, strategy_names
 from speechdp.process.ending import Stopped
 from speechdp.tasks.model_file import load_model
 from speechdp.train.ownership import owned
@@ -43,6 +44,8 @@ class SweepPlan:
         reference: strategies trained beside them.
         one_rank_steps: steps of the throughput baseline on one rank; 0: none.
         decode_split: split whose WER is reported; "" for none.
+        others: names may be unknown here: a script can register strategies of its own, whose period is
+            taken to be their option `period`.
     """
 
     strategy: str
@@ -50,6 +53,7 @@ class SweepPlan:
     reference: tuple[str, ...] = ("gradient_averaging",)
     one_rank_steps: int = 200
     decode_split: str = "test"
+    others: bool = False
 
     def runs(self) -> dict[str, str]:
         """Return the folder's name of each run and its strategy.
@@ -58,7 +62,7 @@ class SweepPlan:
             ConfigError: no period, one given twice, or a strategy without a period.
         """
         name, _, rest = self.strategy.partition(":")
-        option, kind = _period_option(name)
+        option, kind = (_PERIOD_OPTIONS[0], Period) if self._is_other(name) else _period_option(name)
         if not self.periods:
             raise ConfigError("--periods: give at least one, e.g. --periods 1,4,16,64")
         if len(set(self.periods)) < len(self.periods):
@@ -71,8 +75,12 @@ class SweepPlan:
             options = ",".join(filter(None, [f"{option}={period}", rest]))
             result[f"{name}-{period}"] = f"{name}:{options}"
         for strategy in result.values():
-            parse_strategy(strategy)
+            if not self._is_other(strategy):
+                parse_strategy(strategy)
         return result
+
+    def _is_other(self, strategy: str) -> bool:
+        return self.others and strategy.partition(":")[0] not in strategy_names()
 
 
 def _period_option(name: str) -> tuple[str, Any]:
@@ -162,15 +170,23 @@ def _decode(session: Session, split: str, run_dir: Path) -> None:
     session.reporter.notice(f"{run_dir.name}: {result.wer.summary()} on {split}")
 
 
-def write_sweep(out_dir: Path, names: list[str], *, completed: bool, metric: str = "") -> None:
+def write_sweep(
+    out_dir: Path,
+    names: list[str],
+    *,
+    completed: bool,
+    settings: dict[str, Any] | None = None,
+    metric: str = "",
+) -> None:
     """Write OUT/sweep.json.
 
     Args:
         names: of the runs' folders.
+        settings: what runs of a script share; None: each run of ours checks its own.
         metric: what runs of a script are judged by; "": what they log last.
 
     Raises:
-        ConfigError: the folder holds a sweep over other runs.
+        ConfigError: the folder holds a sweep over other runs, or one with other settings.
         RunError: it cannot be read or written.
     """
     path = out_dir / "sweep.json"
@@ -180,12 +196,19 @@ def write_sweep(out_dir: Path, names: list[str], *, completed: bool, metric: str
         "runs": names,
         "completed": completed,
     }
+    if settings:
+        head["settings"] = settings
     if metric:
         head["metric"] = metric
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        if path.is_file() and json.loads(path.read_text(encoding="utf-8"))["runs"] != names:
-            raise ConfigError(f"{path}: holds a sweep over other runs; choose another folder, or --overwrite")
+        if path.is_file():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            if before["runs"] != names:
+                raise ConfigError(
+                    f"{path}: holds a sweep over other runs; choose another folder, or --overwrite"
+                )
+            refuse_others(path, dict(before.get("settings", {})), settings or {})
         write_text_atomically(path, json.dumps(head, indent=2) + "\n")
     except OSError as error:
         raise RunError(cannot_be_written(path, error)) from error

@@ -20,8 +20,9 @@ from speechdp.launching.hostfile import Host, Hostfile, is_this_machine
 from speechdp.launching.outcome import Target, last_checkpoint
 from speechdp.launching.supervise import JobEnd
 
-#: `1` tells a user's script that it is started again: an unfinished run in its folder is gone on with, or
-#: begun anew where the script has loaded no state, instead of refused.
+#: `1` tells a user's script that it is started again: a run in its folder that is unfinished, or of an
+#: earlier start of the job, is gone on with, or begun anew where the script has loaded no state, instead of
+#: refused.
 RESUME_VARIABLE = "SPEECHDP_RESUME"
 #: Faults that another start, over other hosts, may escape.
 _FAULTS_OF_HOSTS = ("killed", "host lost", "not reached", "no program", "no folder")

@@ -25,6 +25,7 @@ from speechdp.comm.startup.world import versions
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import atomic_path, cannot_be_written
 from speechdp.launching.restarts import RESUME_VARIABLE
+from speechdp.ownership.claimant import START_VARIABLE
 from speechdp.parallel.batch_statistics import (
     average_statistics,
     averaged_statistics,
@@ -45,6 +46,9 @@ from speechdp.timing.timeline import Span, Timeline
 STRATEGY, FOLDER = "SPEECHDP_STRATEGY", "SPEECHDP_FOLDER"
 
 Batch = TypeVar("Batch")
+
+#: Folders of this process's runs that have not failed: a restarted script clears those of earlier ones only.
+_begun_here: set[Path] = set()
 
 
 class DataParallel:
@@ -164,6 +168,8 @@ class DataParallel:
             self._weight_of_all = self._sum_of_weights()
             self._conclude()
             self.strategy.close()
+        elif self.comm.rank == 0 and self.folder is not None:
+            _begun_here.discard(self.folder.resolve())
         self._phase = _Phase.ENDED
         self._replica.update_rule.release()
         self.timeline.close()
@@ -173,22 +179,39 @@ class DataParallel:
         assert self._directory is not None
         hosts = self.comm.allgather_object(environment.host_name())
         gpus = self.comm.allgather_object(gpu_facts(self._device))
-        refusal = None
-        if self.comm.rank == 0 and self._directory.is_begun and self._loaded is None:
-            if os.environ.get(RESUME_VARIABLE) == "1" and not self._directory.is_complete:
-                self._directory.clear()
-            else:
-                refusal = (
-                    f"{folder}: already holds a run; choose another folder, remove it, or go on from its "
-                    "state with load_state_dict"
-                )
+        refusal = self._why_not_begin(folder) if self.comm.rank == 0 and self._loaded is None else None
         refusal = self.comm.broadcast_object(refusal)
         if refusal:
             raise ConfigError(refusal)
-        if self.comm.rank == 0 and not self._directory.is_begun:
-            self._directory.begin(self._facts(hosts, gpus))
+        if self.comm.rank == 0:
+            if self._loaded is None and self._directory.is_begun:
+                self._directory.clear()
+            if not self._directory.is_begun:
+                self._directory.begin(self._facts(hosts, gpus))
+            _begun_here.add(folder.resolve())
         self.comm.barrier()
         return folder / "timeline" / f"rank-{self.comm.rank:04d}.jsonl"
+
+    def _why_not_begin(self, folder: Path) -> str | None:
+        """Return why a run cannot begin in a folder, or None."""
+        assert self._directory is not None
+        if not self._directory.is_begun:
+            return None
+        is_told, is_own = bool(os.environ.get(FOLDER)), folder.resolve() in _begun_here
+        if is_told and is_own:
+            return (
+                f"{folder}: {FOLDER} names the folder of one run, and this script trains with a second "
+                "DataParallel; make that a script of its own"
+            )
+        # An earlier start of the same job may have failed in what follows the training.
+        is_of_job = self._directory.launch() == _launch() != ""
+        may_clear = not is_own and (is_of_job or not self._directory.is_complete)
+        if os.environ.get(RESUME_VARIABLE) == "1" and may_clear:
+            return None
+        other = f"name another in {FOLDER}" if is_told else "choose another folder"
+        return (
+            f"{folder}: already holds a run; {other}, remove it, or go on from its state with load_state_dict"
+        )
 
     def _facts(self, hosts: list[str], gpus: list[Any]) -> dict[str, Any]:
         launch = environment.announced()
@@ -202,6 +225,7 @@ class DataParallel:
             "hosts": hosts,
             "gpus": gpus,
             "launcher": None if launch is None else launch.launcher,
+            "launch": _launch(),
             "machine": f"{platform.system()} {platform.machine()}",
             "num_parameters": sum(p.numel() for p in self.model.parameters()),
             "versions": versions(),
@@ -564,6 +588,11 @@ def _settings(comm: Communicator, strategy: str, folder: str | Path | None) -> d
     }
     found: dict[str, Any] = comm.broadcast_object(settings)
     return found
+
+
+def _launch() -> str:
+    """Return what names the `speechdp launch` of this process, the same in all its starts; "": none."""
+    return os.environ.get(START_VARIABLE, "").partition(":")[0]
 
 
 def _check_model(model: nn.Module) -> None:

@@ -60,11 +60,36 @@ class RunDirectory:
         self.path = path
         self._metrics = path / "metrics.jsonl"
         self._completed = path / "completed.json"
+        self._script_ended = path / "script-ended.json"
 
     @property
     def is_complete(self) -> bool:
         """Whether the run has ended well."""
         return self._completed.is_file()
+
+    @property
+    def script_has_ended_well(self) -> bool:
+        """Whether the script that made the run has done all of its work, also what follows the training."""
+        return self.is_complete and self._script_ended.is_file()
+
+    def mark_script_ended(self) -> None:
+        """Write script-ended.json: the script's job had exit code 0.  Raises RunError (disk)."""
+        with _disk_errors(self._script_ended):
+            write_text_atomically(self._script_ended, json.dumps({"exit_code": 0, "ended": _now()}) + "\n")
+
+    def forget_end(self) -> None:
+        """Take back that the run and its script have ended.  Raises RunError (disk)."""
+        with _disk_errors(self.path):
+            for path in (self._script_ended, self._completed):
+                path.unlink(missing_ok=True)
+
+    def launch(self) -> str:
+        """Return what names the `speechdp launch` that began the run; "": none, or not known."""
+        try:
+            head = parse_json((self.path / "run.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return ""
+        return str(head.get("launch") or "") if isinstance(head, dict) else ""
 
     @property
     def is_begun(self) -> bool:
@@ -83,7 +108,8 @@ class RunDirectory:
         with _disk_errors(self.path):
             if (self.path / "timeline").is_dir():
                 shutil.rmtree(self.path / "timeline")
-            for name in ("metrics.jsonl", "timing.json", "completed.json", "run.json"):
+            self.forget_end()
+            for name in ("metrics.jsonl", "timing.json", "run.json"):
                 (self.path / name).unlink(missing_ok=True)
 
     def check_same(self, fingerprint: str, data_checksum: str, options: dict[str, Any] | None = None) -> None:

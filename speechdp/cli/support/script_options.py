@@ -29,7 +29,7 @@ class ScriptOptions:
     It is run unchanged; what follows `--` are its own arguments, {seed} in them is replaced by the seed."""
     metric: Annotated[str, shown("NAME[:min|:max]", "the value that the script logged last")] = ""
     """Value of run.log() to judge runs by, e.g. valid_loss:min, of which less is better, or accuracy:max.
-    Without :min or :max the name decides: more is better of acc..., auc, bleu, f1, score, and the like."""
+    Without :min or :max the name decides: more is better of accuracy, auc, bleu, f1, score, and the like."""
     backend: Literal["auto", "horovod", "mpi", "torch", "threads"] = "auto"
     """Library for exchanges between ranks; threads: ranks are threads of one process, to try things out."""
     hostfile: Annotated[Path | None, shown("FILE", "this machine only")] = None

@@ -124,9 +124,19 @@ def check_same(out: Path, settings: dict[str, Any]) -> None:
     """
     if not (out / FILE_NAME).is_file():
         return
-    before, now = read_record(out).settings, json.loads(json.dumps(settings))
+    refuse_others(out / FILE_NAME, read_record(out).settings, settings)
+
+
+def refuse_others(path: Path, before: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Refuse to go on with what was begun with other settings.
+
+    Args:
+        path: the file that holds those before.
+
+    Raises:
+        ConfigError: they differ; the message names the first difference.
+    """
+    now = json.loads(json.dumps(settings))
     for key in sorted({*before, *now}):
         if before.get(key) != now.get(key):
-            raise ConfigError(
-                f"{out / FILE_NAME}: was begun with another {key}; choose another folder, or --overwrite"
-            )
+            raise ConfigError(f"{path}: was begun with another {key}; choose another folder, or --overwrite")

@@ -85,23 +85,58 @@ class Comparer:
         """Train and decode run `index`, unless that is done, and record what became of it."""
         run = self._record.runs[index]
         folder = run.planned.folder
-        run_dir = (self._out / folder).absolute()
         place = f"[{index + 1}/{len(self._record.runs)}] {run.planned.title}"
         self._update(self._record.with_run(index, folder=folder))
-        wall_s = None
-        message = None
-        if not self._training.is_done(run_dir):
-            self._say(f"{place}: started{self._time_left()}")
-            start_s = time.monotonic()
-            message = self._training.run(run, run_dir)
-            wall_s = time.monotonic() - start_s
+        message, wall_s = carry_out(
+            self._training,
+            run,
+            self._out / folder,
+            place,
+            self._say,
+            metric=self._record.metric,
+            expectation=self._time_left(),
+        )
         state = COMPLETE if message is None else FAILED
         self._update(self._record.with_run(index, state=state, message=message or "", wall_s=wall_s))
-        self._say(f"{place}: {run_news(run_dir, message, wall_s, self._record.metric)}")
 
     def _time_left(self) -> str:
         left_s = estimate_left_s(self._record.runs)
         return "" if left_s is None else f"; about {formatting.seconds(left_s)} left"
+
+
+def carry_out(
+    training: ComparedTraining,
+    run: RunRecord,
+    run_dir: Path,
+    place: str,
+    say: Callable[[str], None],
+    *,
+    metric: str = "",
+    expectation: str = "",
+) -> tuple[str | None, float | None]:
+    """Do what is left of a run, and say how it went.
+
+    Args:
+        place: which of all runs it is, to begin lines with.
+        say: takes a line of progress.
+        metric: what a script's run is judged by, as for `--metric`.
+        expectation: to be said when it starts.
+
+    Returns:
+        What went wrong, in one line, or None; how long it took, s, None where nothing was left to do.
+
+    Raises:
+        as ComparedTraining.run
+    """
+    run_dir = run_dir.absolute()
+    message, wall_s = None, None
+    if not training.is_done(run_dir):
+        say(f"{place}: started{expectation}")
+        start_s = time.monotonic()
+        message = training.run(run, run_dir)
+        wall_s = time.monotonic() - start_s
+    say(f"{place}: {run_news(run_dir, message, wall_s, metric)}")
+    return message, wall_s
 
 
 def plan_time_runs(record: CompareRecord, out: Path) -> CompareRecord:

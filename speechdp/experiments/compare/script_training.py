@@ -13,6 +13,7 @@ from speechdp.experiments.compare.training import ComparedTraining, log_of
 from speechdp.launching.restarts import RESUME_VARIABLE
 from speechdp.parallel.data_parallel import FOLDER, STRATEGY
 from speechdp.parallel.ranks import BACKEND
+from speechdp.parallel.run_files import RunDirectory
 
 #: Where a script finds the seed of its run.
 SEED = "SPEECHDP_SEED"
@@ -67,14 +68,23 @@ class ScriptTraining(ComparedTraining):
             "backend": script.backend,
         }
 
+    def is_done(self, run_dir: Path) -> bool:
+        """Tell whether the script has ended well; what it does after its training belongs to the run."""
+        return RunDirectory(run_dir).script_has_ended_well
+
     def run(self, run: RunRecord, run_dir: Path) -> str | None:
         """Run the script; see ComparedTraining."""
         script = self._script
         environment = script.environment(run.strategy, run.ranks, run.seed, run_dir)
         processes = 1 if script.backend == THREADS else run.ranks
+        directory = RunDirectory(run_dir)
+        directory.forget_end()  # so that the script may begin anew where it trained but then failed
         message = self._starter.run_script(processes, script.words(run.seed), log_of(run_dir), environment)
-        if message is not None or self.is_done(run_dir):
+        if message is not None:
             return message
-        if not (run_dir / "run.json").is_file():
+        if not directory.is_begun:
             return f"{script.path.name} ended well but trained nothing with speechdp.DataParallel"
-        return f"{script.path.name} ended well but left no completed.json (a host may have been lost)"
+        if not directory.is_complete:
+            return f"{script.path.name} ended well but left no completed.json (a host may have been lost)"
+        directory.mark_script_ended()
+        return None

@@ -22,9 +22,9 @@ class ComparedTraining(ABC):
         """Do what all runs need before the first.  Raises RunError where that fails."""
         return
 
+    @abstractmethod
     def is_done(self, run_dir: Path) -> bool:
         """Tell whether nothing of a run is left to do."""
-        return (run_dir / "completed.json").is_file()
 
     @abstractmethod
     def run(self, run: RunRecord, run_dir: Path) -> str | None:

@@ -65,7 +65,7 @@ def _tolerance(best: Group) -> float:
 
 
 def _headline(chosen: dict[int, Group], groups: Sequence[Group]) -> str:
-    if not chosen and is_of_script(groups) and any(group.frames_per_s for group in groups):
+    if not chosen and is_of_script(groups) and any(g.frames_per_s for g in groups if g.ranks > 1):
         return (
             "The script logged no metric in its runs on several ranks, so only their speeds can be compared; "
             "log one by run.log(valid_loss=...)."

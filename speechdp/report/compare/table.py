@@ -17,6 +17,7 @@ from speechdp.report.compare.groups import Group, Spread
 from speechdp.report.kit import formatting
 from speechdp.report.kit.metric_names import Terms, metric_text, terms_of
 from speechdp.report.kit.tables import Cell, Column, Value, make_cell
+from speechdp.report.runs.derived import steps_taken
 from speechdp.tasks.metrics import Metric
 
 TITLES = {FRAMES: "At equal frames", "time": "At equal time"}
@@ -124,9 +125,9 @@ _COUNTS: tuple[Column[Group], ...] = (
 
 
 def _steps(group: Group) -> float | None:
-    """Return the steps of the fastest rank, those left out of the timings included; mean over seeds."""
+    """Return the mean over seeds."""
     timings = [run.result.timing for run in group.finished if run.result is not None]
-    steps = [max(rank.steps for rank in t.ranks) + t.warmup_steps for t in timings if t is not None]
+    steps = [steps_taken(timing) for timing in timings if timing is not None]
     return sum(steps) / len(steps) if steps else None
 
 

@@ -81,6 +81,11 @@ def frames_per_s(timing: RunTiming) -> float | None:
     return sum(rank.frames for rank in timing.ranks) / wall_s if wall_s > 0 else None
 
 
+def steps_taken(timing: RunTiming) -> int:
+    """Return the steps of the rank that took most, those left out of the timings included."""
+    return max(rank.steps for rank in timing.ranks) + timing.warmup_steps
+
+
 def mean_share(timing: RunTiming, seconds: Sequence[float]) -> float | None:
     """Return the mean over ranks of seconds / step time; `seconds` in the order of `timing.ranks`."""
     shares = [s / rank.wall_s for s, rank in zip(seconds, timing.ranks, strict=True) if rank.wall_s > 0]

@@ -18,7 +18,13 @@ from speechdp.jsonl import read_lines
 from speechdp.report.runs.records import files_of, number, read_object, words
 from speechdp.report.runs.results import Evaluation, RunResult, Sweep, WordErrors
 from speechdp.report.runs.samples import read_samples
-from speechdp.report.runs.script_metric import last_metric, metric_names, parse_metric, script_task
+from speechdp.report.runs.script_metric import (
+    has_logged,
+    last_metric,
+    metric_names,
+    parse_metric,
+    script_task,
+)
 from speechdp.report.runs.synthesis_measures import read_spoken
 from speechdp.report.runs.timing_file import read_timing
 from speechdp.tasks.metrics import Metric, TaskRecord, task_record
@@ -65,13 +71,13 @@ def common_metric(folders: Sequence[Path], metric: str = "") -> str:
         ConfigError: `metric` is none, runs logged others only, or no script made them.
     """
     begun = [settings for folder in folders if (settings := _settings_in(folder))]
-    if metric and begun and not any("script" in settings for settings in begun):
+    if metric and begun and not any(map(_is_of_script, begun)):
         raise ConfigError(
             "--metric: no script of yours made these runs, whose figures are given; leave it out"
         )
     logged: dict[str, None] = {}
     for folder in folders:
-        if "script" not in _settings_in(folder) or not (folder / "metrics.jsonl").is_file():
+        if not _is_of_script(_settings_in(folder)) or not (folder / "metrics.jsonl").is_file():
             continue
         records = _read_metrics(folder / "metrics.jsonl", [])
         if not metric and (last := last_metric(records)):
@@ -80,6 +86,13 @@ def common_metric(folders: Sequence[Path], metric: str = "") -> str:
     if metric and logged and parse_metric(metric).key not in logged:
         raise ConfigError(f"--metric {metric}: no run logged it; they logged {', '.join(logged)}")
     return metric
+
+
+def _is_of_script(settings: dict[str, Any]) -> bool:
+    """Tell whether a script of the user's made a run; early ones do not say so, but ours always name data."""
+    return "script" in settings or (
+        "strategy" in settings and not {"task", "options", "data"} & set(settings)
+    )
 
 
 def _settings_in(folder: Path) -> dict[str, Any]:
@@ -122,11 +135,15 @@ def read_run(run_dir: Path, metric: str = "") -> RunResult:
         return RunResult(name, run_dir, {}, (), None, None, False, False, (f"{run_dir}: missing",))
     problems: list[str] = []
     settings = read_object(run_dir / "run.json", problems) or {}
-    of_script, path = "script" in settings, run_dir / "metrics.jsonl"
+    of_script, path = _is_of_script(settings), run_dir / "metrics.jsonl"
     # A script need not log anything.
     records = [] if of_script and not path.is_file() else _read_metrics(path, problems)
     task = script_task(metric or last_metric(records)) if of_script else task_record(settings, problems)
     evaluations = _evaluations(records, task, of_script=of_script)
+    if of_script and evaluations and evaluations[-1].score is None:
+        problems.append(
+            f"metrics.jsonl: the last {task.metrics[0].key} is not finite, so the run has no score"
+        )
     timing = read_timing(run_dir, problems)
     word_errors = _find_word_errors(run_dir, problems)
     spoken = read_spoken(run_dir, problems)
@@ -183,7 +200,7 @@ def _evaluations(
 ) -> tuple[Evaluation, ...]:
     """Return the evaluations by step; of a script, the lines that have its metric."""
     if of_script:
-        records = [record for record in records if number(record, task.metrics[0].key) is not None]
+        records = [record for record in records if has_logged(record, task.metrics[0].key)]
     # A resumed run repeats the evaluations after its checkpoint: the last of a step counts.
     by_step = {record["step"]: _evaluation(record, task) for record in records}
     return tuple(by_step[step] for step in sorted(by_step))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from speechdp.errors import ConfigError
-from speechdp.report.runs.records import number
 from speechdp.tasks.metrics import Metric, TaskRecord
 
 #: What DataParallel writes into each line itself, and values that only count.
 _NOT_METRICS = ("step", "time_s", "learning_rate", "frames", "epoch")
-#: Parts of the names of metrics of which more is better; of all others less is.
-_MORE_IS_BETTER = ("acc", "auc", "bleu", "f1", "log_prob", "precision", "r2", "recall", "score", "snr")
+#: Words in the names of metrics of which more is better; of all others less is.
+_MORE_IS_BETTER = {
+    "acc", "accuracy", "auc", "bleu", "f1", "logprob", "precision", "r2", "recall", "score", "scores", "snr",
+}  # fmt: skip
+#: Words that say the contrary, whatever stands beside them.
+_LESS_IS_BETTER = {"cer", "err", "error", "errors", "loss", "losses", "perplexity", "ppl", "wer"}
 _DIRECTIONS = {"min": False, "max": True}
 
 
@@ -43,18 +47,29 @@ def parse_metric(text: str) -> LoggedMetric:
     name, colon, direction = text.partition(":")
     if not name or (colon and direction not in _DIRECTIONS):
         raise ConfigError(f"--metric {text!r}: write NAME, NAME:min (less is better) or NAME:max")
-    more = _DIRECTIONS[direction] if colon else any(part in name.lower() for part in _MORE_IS_BETTER)
+    more = _DIRECTIONS[direction] if colon else _more_is_better(name)
     meaning = f"As the script logged it last; {'more' if more else 'less'} is better."
     return LoggedMetric(name, name, name, "", meaning, higher_is_better=more, tolerance_is_relative=True)
+
+
+def _more_is_better(name: str) -> bool:
+    spread = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("log_prob", "logprob")
+    words = set(re.findall(r"[a-z0-9]+", spread))
+    words |= {word.rstrip("0123456789") for word in words}  # acc5
+    words |= {word.lstrip("0123456789") for word in words}  # 5acc
+    return bool(words & _MORE_IS_BETTER) and not words & _LESS_IS_BETTER
+
+
+def has_logged(record: dict[str, Any], name: str) -> bool:
+    """Tell whether a line holds a number under a name, be it infinite or none at all (NaN)."""
+    return isinstance(record.get(name), (int, float)) and not isinstance(record[name], bool)
 
 
 def metric_names(record: dict[str, Any]) -> list[str]:
     """Return the names of the numbers that a script logged in a line."""
     # A colon would be taken for the beginning of a direction.
     return [
-        name
-        for name in record
-        if name not in _NOT_METRICS and ":" not in name and number(record, name) is not None
+        name for name in record if name not in _NOT_METRICS and ":" not in name and has_logged(record, name)
     ]
 
 

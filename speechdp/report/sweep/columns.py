@@ -8,7 +8,7 @@ from dataclasses import replace
 from speechdp.report.kit import formatting
 from speechdp.report.kit.metric_names import metric_text
 from speechdp.report.kit.tables import Column
-from speechdp.report.runs.derived import RunFigures, task_of
+from speechdp.report.runs.derived import RunFigures, steps_taken, task_of
 from speechdp.report.sweep.data_columns import DATA_WAIT
 from speechdp.tasks.metrics import Metric
 
@@ -144,9 +144,7 @@ def _script_columns(
 
 
 def _steps(row: RunFigures) -> int | None:
-    """Return the steps of the rank that took most, those left out of the timings included."""
-    timing = row.run.timing
-    return None if timing is None else max(rank.steps for rank in timing.ranks) + timing.warmup_steps
+    return None if row.run.timing is None else steps_taken(row.run.timing)
 
 
 def main_columns(rows: Sequence[RunFigures]) -> tuple[Column[RunFigures], ...]:

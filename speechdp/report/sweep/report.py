@@ -151,7 +151,17 @@ def _breakable(name: str) -> Markup:
 def _settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
     """Return a run's settings as (title, text), the known ones first."""
     known = [(title, settings[key]) for key, title in SETTINGS.items() if key in settings]
-    hidden = {"format", "version", "strategy_name", "period", "metrics", "decodes", "script", *SETTINGS}
+    hidden = {
+        "format",
+        "version",
+        "strategy_name",
+        "period",
+        "metrics",
+        "decodes",
+        "script",
+        "launch",
+        *SETTINGS,
+    }
     more = [(key.replace("_", " "), value) for key, value in settings.items() if key not in hidden]
     return [(title, _setting_text(title, value)) for title, value in known + more]
 

@@ -13,7 +13,7 @@ from speechdp.errors import ConfigError
 from speechdp.experiments.compare.jobs import JobStarter
 from speechdp.experiments.compare.record import read_record
 from speechdp.experiments.script_sweep import ScriptSweep
-from speechdp.experiments.sweep import SweepPlan
+from speechdp.experiments.sweep import SweepPlan, write_sweep
 
 Call = tuple[int, list[str], dict[str, str]]
 
@@ -25,6 +25,9 @@ class FakeRanks:
         self.calls: list[Call] = []
         self.failing: dict[str, str] = {}
         self.writes = ("run.json", "completed.json")
+        self.fails_at_its_end = False
+        #: Of each call, whether there was a completed.json.
+        self.found: list[bool] = []
 
     def run_script(
         self, num_ranks: int, words: Sequence[str], log: Path, environment: Mapping[str, str]
@@ -34,11 +37,12 @@ class FakeRanks:
         if told["STRATEGY"] in self.failing:
             return self.failing[told["STRATEGY"]]
         folder = Path(told["FOLDER"])
+        self.found.append((folder / "completed.json").exists())
         folder.mkdir(parents=True, exist_ok=True)
         settings = {"script": "train.py", "strategy": told["STRATEGY"], "size": num_ranks}
         for name in self.writes:
             (folder / name).write_text(json.dumps(settings))
-        return None
+        return "the final evaluation failed" if self.fails_at_its_end else None
 
 
 @pytest.fixture
@@ -120,9 +124,30 @@ def test_a_script_that_records_nothing_has_failed(
     assert f"failed: train.py ended well but {words}" in capsys.readouterr().out
 
 
+def test_a_script_that_fails_after_its_training_is_not_done(ranks: FakeRanks, script: Path) -> None:
+    ranks.fails_at_its_end = True
+    command = ("--ranks", "2", "--strategies", "bmuf")
+    assert compare(script, *command) == 1
+    (folder,) = (script.parent / "out").glob("2x-bmuf*")
+    assert (folder / "completed.json").is_file()
+    assert compare(script, *command) == 1 and len(ranks.calls) == 2
+    assert ranks.found == [False, False]  # DataParallel begins nothing anew where a run has ended
+    ranks.fails_at_its_end = False
+    assert compare(script, *command) == 0 and compare(script, *command) == 0 and len(ranks.calls) == 3
+
+
 def test_a_strategy_of_the_scripts_own_is_left_to_it(ranks: FakeRanks, script: Path) -> None:
     assert compare(script, "--ranks", "2", "--strategies", "mine:period=3,bmuf") == 0
     assert [call[2]["STRATEGY"] for call in ranks.calls] == ["mine:period=3", "bmuf"]
+
+
+def test_the_period_of_a_strategy_of_the_scripts_own_is_swept(ranks: FakeRanks, script: Path) -> None:
+    command = ["sweep", "--script", str(script), str(script.parent / "out"), "--no-one-rank"]
+    assert run([*command, "--swept", "mine:eta=2", "--periods", "4,5s", "--reference", "yours"]) == 0
+    told = [call[2]["STRATEGY"] for call in ranks.calls]
+    assert told == ["yours", "mine:period=4,eta=2", "mine:period=5s,eta=2"]
+    with pytest.raises(ConfigError, match="mine"):
+        SweepPlan("mine", ("4",)).runs()  # of ours it would have to be known
 
 
 @pytest.mark.parametrize(
@@ -159,10 +184,41 @@ def test_a_sweep_runs_a_script_with_every_period(
     record = json.loads((out / "sweep.json").read_text())
     assert (record["runs"], record["completed"], record["metric"]) == (names, False, "acc")
     ranks.failing.clear()
-    assert run(command) == 0 and len(ranks.calls) == 5
+    assert run([*command, "--", "{seed}"]) == 0 and len(ranks.calls) == 5
     assert json.loads((out / "sweep.json").read_text())["completed"] is True
     assert run([*command, "--no-one-rank"]) == 1
     assert "holds a sweep over other runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--ranks", "3"], "number of ranks"),
+        (["--seed", "2"], "seed"),
+        (["--backend", "mpi"], "backend"),
+        (["--script", "b.py"], "script"),
+        (["--swept", "bmuf:eta=0.5"], "--swept"),
+        (["--", "--epochs", "3"], "command line"),
+    ],
+)
+def test_runs_of_another_sweep_are_not_taken_for_its_own(
+    more: list[str], words: str, ranks: FakeRanks, script: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(script.parent)
+    Path("b.py").write_text("another script")
+    command = ["sweep", "out", "--script", str(script), "--swept", "bmuf", "--periods", "4"]
+    assert run(command) == 0
+    assert run([*command, *more]) == 1
+    assert f"out/sweep.json: was begun with another {words}; choose another folder" in capsys.readouterr().err
+    assert run(command) == 0 and len(ranks.calls) == 3
+
+
+def test_a_sweep_of_ours_and_one_of_a_script_are_told_apart(tmp_path: Path) -> None:
+    write_sweep(tmp_path, ["bmuf-4"], completed=True)
+    write_sweep(tmp_path, ["bmuf-4"], completed=True)  # of ours: each run checks its own options
+    with pytest.raises(ConfigError, match="was begun with another script"):
+        write_sweep(tmp_path, ["bmuf-4"], completed=False, settings={"script": "train.py"})
 
 
 def test_a_period_that_the_strategy_does_not_have_is_refused() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,9 @@ from speechdp.cli.main import run as speechdp
 from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError
-from speechdp.experiments.compare.record import CompareRecord, RunRecord, write_record
+from speechdp.experiments.compare.record import CompareRecord, RunRecord, read_record, write_record
 from speechdp.report.compare.report import write_comparison
+from speechdp.report.runs.folders import read_run, read_sweep
 from speechdp.report.runs.script_metric import parse_metric
 from speechdp.report.sweep.report import write_report
 from tests.helpers.runs import MadeUpRun, write_run
@@ -111,9 +114,37 @@ def test_without_a_metric_only_speeds_are_compared(compared: Path) -> None:
         path.unlink()
     answer = write_comparison(compared).answer
     assert "logged no metric" in answer[0]
+    record = read_record(compared)
+    failed = [replace(run, state="failed" if run.ranks > 1 else run.state) for run in record.runs]
+    write_record(compared, replace(record, runs=tuple(failed)))
+    assert write_comparison(compared).answer[0].startswith("No strategy has finished on more than one rank")
     sweep = write_report(compared).answer
     assert "no finished run has logged a metric by run.log()" in sweep[0]
     assert not any(word in sentence for sentence in (*answer, *sweep) for word in ("WER", "log-prob"))
+
+
+@pytest.mark.parametrize("last", [math.nan, math.inf])
+def test_a_run_that_has_diverged_has_no_score(compared: Path, last: float) -> None:
+    path = next(compared.glob("2x-bmuf*")) / "metrics.jsonl"
+    line = {"step": 300, "time_s": 3.0, "valid_loss": last}
+    path.write_text(path.read_text() + json.dumps(line) + "\n" + '{"step": 400, "valid_loss": null}\n')
+    run = read_run(path.parent, "valid_loss")
+    assert [evaluation.score for evaluation in run.evaluations] == [-0.9, -0.203, None]
+    assert run.problems == ("metrics.jsonl: the last valid_loss is not finite, so the run has no score",)
+    assert "Choose gradient averaging" in write_comparison(compared).answer[0]
+    assert read_sweep(path.parent).runs[0].evaluations[-1].score is None  # it is the metric, too
+
+
+def test_a_run_that_does_not_name_its_script_is_a_scripts(compared: Path) -> None:
+    path = next(compared.glob("2x-bmuf*")) / "run.json"
+    settings = json.loads(path.read_text())
+    assert read_run(path.parent).is_of_script
+    path.write_text(json.dumps({k: v for k, v in settings.items() if k not in ("script", "data")}))
+    run = read_run(path.parent)
+    assert run.is_of_script and run.metric.key == "valid_loss" and run.evaluations[-1].score == -0.203
+    write_report(path.parent, metric="accuracy")
+    path.write_text(json.dumps({k: v for k, v in settings.items() if k != "script"}))
+    assert not read_run(path.parent).is_of_script
 
 
 def test_a_target_is_given_as_the_script_logs_it(compared: Path) -> None:
@@ -167,6 +198,9 @@ def test_report_takes_the_folder_of_a_script_as_it_is(tmp_path: Path) -> None:
     [
         ("valid_loss", True), ("wer", True), ("perplexity", True), ("accuracy", False), ("bleu", False),
         ("valid/acc", False), ("accuracy:min", True), ("valid_loss:max", False),
+        ("layer2_loss", True), ("accent_error", True), ("error_score", True), ("tracking", True),
+        ("train.r2", False), ("top1-acc5", False), ("validAccuracy", False), ("heldout_log_prob", False),
+        ("macro_F1", False), ("scoreLoss", True), ("per", True), ("accuracy_per_class", False),
     ],
 )  # fmt: skip
 def test_less_is_better_unless_the_name_or_the_user_says_otherwise(text: str, is_error: bool) -> None:
