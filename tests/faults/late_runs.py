@@ -49,10 +49,13 @@ Interruption = Literal["undisturbed", "stopped", "killed", "failing", "lost"]
 
 CPU = torch.device("cpu")
 EPOCHS = 2
+#: The watchdogs of ranks that are threads would end the tests' own process; ranks that hang are found below.
+_FAULTS = FaultOptions(hang_timeout=1e6)
 _OPTIONS = TrainOptions(
     ModelOptions(layers=1, cells=4, dropout=0.0),
     BatchOptions(batch_size=2),
     OptimizerOptions("adam", learning_rate=0.01),
+    faults=_FAULTS,
     epochs=EPOCHS,
     checkpoint_steps=2,
 )
@@ -98,7 +101,7 @@ class Story:
         """Options of the run."""
         options = dataclasses.replace(_OPTIONS, strategy=self.strategy)
         if self.interruption == "lost":
-            options = dataclasses.replace(options, faults=FaultOptions(tolerate_loss=True))
+            options = dataclasses.replace(options, faults=dataclasses.replace(_FAULTS, tolerate_loss=True))
         return dataclasses.replace(options, realign=1, realign_epochs=1) if self.realigns else options
 
     @property
