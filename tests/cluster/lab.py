@@ -82,9 +82,13 @@ class Lab:
             write_files(self._files, addresses)
             self._addresses = addresses
             stack.callback(self._end_switch)
+            # It says when it has left the machine's own network: until then what is put on it would go there.
             self._switch = subprocess.Popen(
-                ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
-            )
+                ["unshare", "--net", "sh", "-c", "echo apart; exec cat >/dev/null"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
+            assert self._switch.stdout is not None
+            assert self._switch.stdout.readline() == b"apart\n", "unshare --net failed"
             stack.callback(self._end_nodes)
             for name in self.names:
                 self._groups[name] = Groups(name)

@@ -65,6 +65,23 @@ def test_links_are_cut_and_mended_and_nodes_killed_and_revived(lab: Lab) -> None
     assert reaches(lab, "n3")
 
 
+def test_nothing_is_put_on_the_machine_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    # On a busy machine unshare is started some time before it has a network of its own.
+    late = tmp_path / "bin" / "unshare"
+    late.parent.mkdir()
+    # The switch alone: a node is waited for, and its wait would cover the switch's.
+    script = f'#!/bin/sh\ncase "$*" in *--uts*) ;; *) sleep 2 ;; esac\nexec {shutil.which("unshare")} "$@"\n'
+    late.write_text(script)
+    late.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{late.parent}:{os.environ['PATH']}")
+    machines = sorted(Path("/sys/class/net").iterdir())
+    with Lab(1, tmp_path / "lab"):
+        assert sorted(Path("/sys/class/net").iterdir()) == machines
+
+
 def test_what_was_started_on_a_node_is_found_and_ended(lab: Lab) -> None:
     job = lab.start("n1", ["ssh", "n2", "sleep 600"], mark="none")
     assert wait_until(lambda: len(lab.pids("n2")) >= 2)  # sshd's session and what it runs
