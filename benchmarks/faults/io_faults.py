@@ -1,7 +1,7 @@
 """Every operation on a file fails in turn, on every rank, with every error: does a run always end well?
 
-    python benchmarks/faults/io_faults.py [--sample N --seed S] [--commands train,resume,...] [--jobs 3]
-                                   [--out FILE.jsonl] [--schedules N] [--keep FOLDER]
+    python benchmarks/faults/io_faults.py [--sample N --seed S] [--repeats N] [--commands train,resume,...]
+                                   [--jobs 3] [--out FILE.jsonl] [--schedules N] [--keep FOLDER]
     python benchmarks/faults/io_faults.py --only 'train 0 fsync RUN/.run.json.*.tmp 1 EIO once'
 
 A point is an operation (open, write, sync, rename, ...) of a process of a command (tests/faults/cases.py),
@@ -26,7 +26,8 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.faults.cases import Cases
 from tests.faults.driver import Driver, Verdict
 from tests.faults.fork_server import ForkServer, fork_server, why_no_shim
-from tests.faults.points import Point, points
+from tests.faults.points import Operation, Point, points
 
 #: Cases whose points take 0.5 s; those that start launchers take 5 to 20 s and are sampled.
 ALL = (
@@ -76,13 +77,29 @@ class Record:
         return {"points": len(self.seen), "wrong": len(wrong) - hung, "hung": hung}
 
 
+def thinned(done: Iterable[Operation], repeats: int, rng: random.Random) -> Iterator[Operation]:
+    """Return at most `repeats` operations of each kind on each file: the first, the last, others at random.
+
+    A corpus that is made by thousands of writes of one file, say, is one operation thousands of times.
+    """
+    alike: defaultdict[tuple[int, str, str], list[Operation]] = defaultdict(list)
+    for operation in done:
+        alike[operation.rank, operation.kind, operation.path].append(operation)
+    for each in alike.values():
+        if len(each) <= repeats:
+            yield from each
+        else:
+            yield from (each[0], *sorted(rng.sample(each[1:-1], repeats - 2)), each[-1])
+
+
 def try_case(
     server: ForkServer, cases: Cases, name: str, record: Record, options: argparse.Namespace
 ) -> Counter[str]:
     """Try a case's points, those that are not in the record; return what happened how often."""
     driver = Driver(server, cases.make(name), options.keep)
-    every = list(points(driver.learn()))
     rng = random.Random(f"{options.seed} {name}")
+    done = driver.learn()
+    every = list(points(thinned(done, options.repeats, rng) if options.repeats else done))
     limit = options.sample or (_LAUNCHED_SAMPLE if name in LAUNCHED else len(every))
     chosen = sorted(rng.sample(every, min(limit, len(every))))
     rng.shuffle(chosen)  # whatever is wrong with one operation is soon seen
@@ -118,6 +135,9 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sample", type=int, default=0, help="points of each command, at random; 0: all")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--repeats", type=int, default=0, help="of one operation on one file, 3 or more; 0: all"
+    )
     parser.add_argument("--commands", default=",".join((*ALL, *LAUNCHED)), help="cases, separated by commas")
     parser.add_argument("--jobs", type=int, default=(os.cpu_count() or 1) + 1, help="points at a time")
     parser.add_argument("--out", type=Path, help="file of verdicts, to go on with")
