@@ -128,6 +128,22 @@ def test_ranks_that_hang_are_named() -> None:
             release.set()
 
 
+def test_ranks_that_hang_are_named_beside_the_failure_of_another() -> None:
+    release = threading.Event()
+
+    def work(comm: Communicator) -> None:
+        if comm.rank == 1:
+            raise ValueError("rank 1 is ill")
+        release.wait(20)
+
+    try:
+        with pytest.raises(ValueError, match="rank 1 is ill") as caught:
+            run_threads(2, work, timeout_s=0.3)
+    finally:
+        release.set()
+    assert caught.value.__notes__ == ["raised on rank 1 of 2", "rank 0 did not end within 0.3 s"]
+
+
 def test_abort_ends_all_ranks_with_the_code() -> None:
     def work(comm: Communicator) -> None:
         if comm.rank == 1:

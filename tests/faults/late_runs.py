@@ -142,7 +142,12 @@ class Threads(Ranks):
             with rank_of_job(lambda error: job.fail(comm.rank, error)):
                 work(comm)
 
-        run_threads(size, begin, timeout_s=PATIENCE_S)
+        try:
+            run_threads(size, begin, timeout_s=PATIENCE_S)
+        except BaseException as error:  # also where a rank was to fail the others must end
+            hanging = [note for note in error.__notes__ if "did not end" in note]
+            assert not hanging, hanging
+            raise
 
     def late(self, pace: Pace, folder: Path) -> AbstractContextManager[Lateness]:
         return late(pace, folder)

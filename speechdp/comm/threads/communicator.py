@@ -221,14 +221,15 @@ def run_threads(size: int, function: Callable[[Communicator], T], timeout_s: flo
     for thread in threads:
         # One second more than the exchanges get, so that their message, which says more, comes first.
         thread.join(max(0.0, job.deadline + 1.0 - time.monotonic()))
+    hanging = ", ".join(thread.name for thread in threads if thread.is_alive())
     if job.failure is not None:
         rank, error = job.failure
         notes = [*getattr(error, "__notes__", []), f"raised on rank {rank} of {size}"]
+        notes += [f"{hanging} did not end within {timeout_s:g} s"] if hanging else []
         error.__notes__ = notes
         raise error
-    hanging = [thread.name for thread in threads if thread.is_alive()]
     if hanging:
-        raise CommunicationError(f"{', '.join(hanging)} of {size} did not end within {timeout_s:g} s")
+        raise CommunicationError(f"{hanging} of {size} did not end within {timeout_s:g} s")
     return [results[r] for r in range(size) if r not in job.lost]
 
 
