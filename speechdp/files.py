@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _NETWORK_DISK = "see that the network disk is mounted and answers"
 _PERMIT = "permit writing there"
@@ -149,7 +150,22 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # what went wrong first is what counts
         raise
-    shutil.rmtree(folder)
+    _remove_folder(folder)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder and all that is in it.
+
+    Raises:
+        OSError: something cannot be removed; has its whole path, where rmtree alone gives the last name.
+    """
+
+    def refuse(_function: object, path: str, error: tuple[Any, BaseException, Any]) -> None:
+        if isinstance(error[1], OSError):
+            error[1].filename = path
+        raise error[1]
+
+    shutil.rmtree(folder, onerror=refuse)
 
 
 def check_writable(folder: Path) -> None:

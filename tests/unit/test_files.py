@@ -193,6 +193,21 @@ def test_a_command_ends_in_one_line_where_a_disk_has_gone(
     assert "cannot be used (Stale file handle); see that the network disk" in printed
 
 
+def test_a_scratch_folder_that_cannot_be_removed_is_named_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(path: str, **_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", path)  # what the system is given: the last name
+
+    with (
+        pytest.raises(OSError, match="Input/output error") as caught,
+        files.scratch_folder(tmp_path, "x-") as folder,
+    ):
+        (folder / "part").touch()
+        monkeypatch.setattr(os, "unlink", broken)
+    assert caught.value.filename == str(folder / "part")
+
+
 def test_a_scratch_folder_that_cannot_be_opened_again_hides_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
