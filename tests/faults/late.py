@@ -261,7 +261,10 @@ def late(pace: Pace, folder: Path, rank: int | None = None) -> Iterator[Lateness
             start(thread)
 
         def begun_late(thread: threading.Thread) -> None:
-            force.operate("thread", writes=False)
+            # A killed process has no thread that has ended and another that waits for it: it dies at what
+            # it does next, where that hands its end on.
+            with contextlib.suppress(Killed):
+                force.operate("thread", writes=False)
             run(thread)
 
         def ended(args: threading.ExceptHookArgs) -> None:
