@@ -9,17 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from speechdp.data.corpora.reader import corpus
     from speechdp.parallel.data_parallel import DataParallel
     from speechdp.parallel.ranks import run_ranks
     from speechdp.parallel.registry import strategy
     from speechdp.tasks.registry import task
 
 __version__ = "0.1.0"
-__all__ = ["DataParallel", "run_ranks", "strategy", "task"]
+__all__ = ["DataParallel", "corpus", "run_ranks", "strategy", "task"]
 
 #: Where public names are.  They are imported when they are first used: `import speechdp` loads no torch.
 _MODULES = {
     "DataParallel": "speechdp.parallel.data_parallel",
+    "corpus": "speechdp.data.corpora.reader",
     "run_ranks": "speechdp.parallel.ranks",
     "strategy": "speechdp.parallel.registry",
     "task": "speechdp.tasks.registry",

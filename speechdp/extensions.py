@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import sys
 import traceback
 import types
 import typing
@@ -104,6 +105,38 @@ class ExtensionPoint(Generic[_T]):
             raise ConfigError(f"unknown {self.kind} {name!r}; there are: {', '.join(self.names())}")
         return self.registered[name]
 
+    def named(self, text: str) -> tuple[type[_T], str]:
+        """Return the class of `NAME` or `MODULE:CLASS`, none of ours, and the text of the options behind it.
+
+        Modules of the folder worked in are found, too.
+
+        Raises:
+            ConfigError: there is none, or its module cannot be used.
+        """
+        name, _, rest = text.partition(":")
+        class_name, _, behind = rest.partition(":")
+        if class_name and all(part.isidentifier() for part in class_name.split(".")):
+            return self._imported(name, class_name), behind
+        return self.find(name), rest
+
+    def _imported(self, module: str, class_name: str) -> type[_T]:
+        where = f"--{self.kind} {module}:{class_name}"
+        here = str(Path.cwd())
+        if here not in sys.path and "" not in sys.path:
+            sys.path.append(here)
+        if not all(part.isidentifier() for part in module.split(".")):
+            raise ConfigError(
+                f"{where}: {module} is no module's name; write MODULE:CLASS, e.g. "
+                f"my_{self.kind}:My{self.kind.capitalize()}"
+            )
+        found = imported(
+            f"{where}:", lambda: _attribute(module, class_name), "the module has to be found on every host"
+        )
+        self.check(where, found)
+        if "name" not in vars(found):
+            found.name = f"{module}:{class_name}"
+        return found  # type: ignore[no-any-return]
+
     def _entry_points(self) -> dict[str, metadata.EntryPoint]:
         return {point.name: point for point in metadata.entry_points(group=self.group)}
 
@@ -116,6 +149,13 @@ class ExtensionPoint(Generic[_T]):
         )
         if self.registered.get(point.name) is not cls:
             self.register(point.name, cls)
+
+
+def _attribute(module: str, name: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
 
 
 def imported(where: str, load: Callable[[], Any], remedy: str) -> Any:

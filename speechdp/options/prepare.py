@@ -115,8 +115,12 @@ class PrepareOptions:
     synthesis: text-to-speech (spectrograms and texts)."""
     for_synthesis: Annotated[SpeechOptions, heading("synthesis")] = field(default_factory=SpeechOptions)
     from_kaldi: Annotated[KaldiOptions, heading("Kaldi")] = field(default_factory=KaldiOptions)
+    corpus: Annotated[str | None, shown("NAME", "found out: kaldi or folder")] = None
+    """What reads SOURCE: kaldi, folder, a reader that an installed package adds, or MODULE:CLASS.
+    Options follow a colon, e.g. NAME:option=value."""
     split: Annotated[
-        str | None, shown("RULE", "by index if --pattern has {index}, else random:dev=0.05,test=0.05")
+        str | None,
+        shown("RULE", "the corpus' own, by index if --pattern has {index}, else random:dev=0.05,test=0.05"),
     ] = None
     """How to divide the corpus into train, dev and test.
     index:test=0-4,dev=5-9, random:dev=0.05,test=0.05 or speaker:test=NAME,dev=NAME."""
@@ -202,14 +206,16 @@ class PrepareOptions:
     def _check_synthetic(self, hours: float) -> None:
         if len(self.paths) != 1:
             raise ConfigError("prepare --synthetic HOURS takes one path, the DATA folder to make")
-        self._refuse(("split", "held_out_speaker", "lexicon", "pattern"), "--synthetic, which makes its own")
+        self._refuse(
+            ("corpus", "split", "held_out_speaker", "lexicon", "pattern"), "--synthetic, which makes its own"
+        )
         if not 0 < hours <= _MAX_HOURS:
             raise ConfigError(f"--synthetic {hours:g}: give hours of speech above 0, e.g. 1")
 
     def _check_kaldi(self) -> None:
         if len(self.paths) != 1:
             raise ConfigError("prepare --kaldi DATA_DIR takes one path beside it, the DATA folder to make")
-        self._refuse(("synthetic", "lexicon", "pattern", "resample"), "--kaldi")
+        self._refuse(("synthetic", "corpus", "lexicon", "pattern", "resample"), "--kaldi")
         kaldi = self.from_kaldi
         if kaldi.like is not None and not self._leaves_settings():
             raise ConfigError(

@@ -7,13 +7,11 @@ name it as MODULE:CLASS.
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from speechdp.errors import ConfigError
-from speechdp.extensions import ExtensionPoint, imported, read_options
+from speechdp.extensions import ExtensionPoint, read_options
 from speechdp.tasks.base import Task
 from speechdp.tasks.metrics import Metric, is_reserved
 
@@ -112,31 +110,4 @@ def _find(text: str) -> tuple[type[Task], str]:
         module, attribute = _OURS[name]
         found: type[Task] = getattr(importlib.import_module(module), attribute)
         return found, rest
-    class_name, _, behind = rest.partition(":")
-    if class_name and all(part.isidentifier() for part in class_name.split(".")):
-        return _imported(name, class_name), behind
-    return TASKS.find(name), rest
-
-
-def _imported(module: str, class_name: str) -> type[Task]:
-    """Import the class MODULE:CLASS; modules of the folder worked in are found, too."""
-    where = f"--task {module}:{class_name}"
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
-    if not all(part.isidentifier() for part in module.split(".")):
-        raise ConfigError(f"{where}: {module} is no module's name; write MODULE:CLASS, e.g. my_task:MyTask")
-    found = imported(
-        f"{where}:", lambda: _attribute(module, class_name), "the module has to be found on every host"
-    )
-    TASKS.check(where, found)
-    if "name" not in vars(found):
-        found.name = f"{module}:{class_name}"
-    return found  # type: ignore[no-any-return]
-
-
-def _attribute(module: str, name: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+    return TASKS.named(text)

@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.strategies.own_loop import changed_lines
 from speechdp.report.runs.folders import read_run
+from tests.helpers.corpora import write_tone
 from tests.helpers.jobs import SPEECHDP, by_launch
 from tests.helpers.mpi import REPOSITORY, job_environment, run_job
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
@@ -111,6 +112,21 @@ def test_a_strategy_of_an_installed_package_is_used_by_name(tmp_path: Path) -> N
     assert json.loads((run / "run.json").read_text())["strategy_name"] == "growing_averaging"
     refused = run_job(by_launch(2, "train", data, tmp_path / "other", *options, "--strategy", strategy))
     assert refused.exit_code != 0 and "unknown strategy 'growing_averaging'" in refused.output
+
+
+def test_a_corpus_of_an_installed_package_is_prepared_by_name(tmp_path: Path) -> None:
+    environment = installed("own_corpus", tmp_path)
+    rows = ["id,speaker,split,audio,text"]
+    for number, split in enumerate(("train", "dev", "test")):
+        write_tone(tmp_path / "corpus" / f"{number}.wav")
+        rows.append(f"u{number},ann,{split},{number}.wav,one two")
+    (tmp_path / "corpus" / "all.csv").write_text("\n".join(rows))
+    prepare = [*SPEECHDP, "prepare", tmp_path / "corpus", tmp_path / "data", "--corpus"]
+    ended = run_job([*prepare, "table_corpus:file=all.csv"], env=environment)
+    assert ended.exit_code == 0, ended.output
+    assert json.loads((tmp_path / "data" / "data.json").read_text())["split"] == "corpus"
+    refused = run_job([*prepare, "table_corpus:file=all.csv", "--overwrite"])
+    assert refused.exit_code != 0 and "unknown corpus 'table_corpus'" in refused.output
 
 
 def test_a_task_of_an_installed_package_is_trained_and_reported_by_name(tmp_path: Path) -> None:

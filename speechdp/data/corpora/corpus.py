@@ -11,6 +11,7 @@ from speechdp.errors import ConfigError
 
 #: Speaker of audio that names none.
 UNKNOWN_SPEAKER = "unknown"
+SPLIT_NAMES = ("train", "dev", "test")
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class CorpusUtterance:
 
     Attributes:
         index: the number of the take where the corpus counts them (FSDD), else None.
+        split: `train`, `dev` or `test` where the corpus says so, else None.
     """
 
     utterance_id: str
@@ -26,6 +28,7 @@ class CorpusUtterance:
     text: str
     audio: Path
     index: int | None = None
+    split: str | None = None
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -45,7 +48,7 @@ class Corpus:
         """Sort the utterances and refuse what no later step could use.
 
         Raises:
-            ConfigError: no utterance, two of one id, or an empty transcript; names it.
+            ConfigError: no utterance, two of one id, an empty transcript, or an unknown split; names it.
         """
         ordered = sorted(utterances, key=lambda utterance: utterance.utterance_id)
         if not ordered:
@@ -62,12 +65,27 @@ class Corpus:
                     f"{source}: utterance {utterance.utterance_id} ({utterance.audio}) has an empty "
                     "transcript; write one or leave the utterance out"
                 )
+            if utterance.split is None and any(other.split is not None for other in ordered):
+                raise ConfigError(
+                    f"{source}: utterance {utterance.utterance_id} is in no split, while others are; "
+                    "give all a split, or none"
+                )
+            if utterance.split not in (None, *SPLIT_NAMES):
+                raise ConfigError(
+                    f"{source}: utterance {utterance.utterance_id} is in split {utterance.split!r}; "
+                    "splits are train, dev and test"
+                )
         return cls(source, tuple(ordered))
 
     @property
     def has_index(self) -> bool:
         """Whether every utterance carries the number of its take."""
         return all(utterance.index is not None for utterance in self.utterances)
+
+    @property
+    def has_splits(self) -> bool:
+        """Whether every utterance says which split it is in."""
+        return all(utterance.split is not None for utterance in self.utterances)
 
     @property
     def speakers(self) -> tuple[str, ...]:

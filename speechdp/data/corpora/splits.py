@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
+from speechdp.data.corpora.corpus import SPLIT_NAMES, Corpus, CorpusUtterance
 from speechdp.errors import ConfigError
 
-SPLIT_NAMES = ("train", "dev", "test")
 INDEX_DEFAULT = "index:test=0-4,dev=5-9"
 RANDOM_DEFAULT = "random:dev=0.05,test=0.05"
+#: What data.json says of splits that are the corpus' own.
+BY_CORPUS = "corpus"
 _FORMS = "index:test=0-4,dev=5-9 or random:dev=0.05,test=0.05 or speaker:test=NAME,dev=NAME"
 
 _Item = TypeVar("_Item")
@@ -95,6 +96,19 @@ class SpeakerSplit(SplitRule):
 
 
 @dataclass(frozen=True)
+class CorpusSplit(SplitRule):
+    """As the corpus itself says."""
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        return ()
+
+    def split_of(self, utterance: CorpusUtterance) -> str:
+        assert utterance.split is not None
+        return utterance.split
+
+
+@dataclass(frozen=True)
 class HeldOutSpeaker(SplitRule):
     """One speaker is the test part; of the others, `base` takes the dev part and the rest trains."""
 
@@ -133,12 +147,17 @@ def parse_split(spec: str, seed: int) -> SplitRule:
 
 
 def choose_rule(corpus: Corpus, spec: str | None, held_out_speaker: str | None, seed: int) -> SplitRule:
-    """Return the rule the options ask for; by index where the corpus counts its takes, else at random.
+    """Return the rule the options ask for.
+
+    Without one: the corpus' own, by index where it counts its takes, else at random.
 
     Raises:
         ConfigError: a speaker the corpus does not have, or a --split that is not understood.
     """
-    rule = parse_split(spec or (INDEX_DEFAULT if corpus.has_index else RANDOM_DEFAULT), seed)
+    if spec is None and corpus.has_splits:
+        rule: SplitRule = CorpusSplit(BY_CORPUS)
+    else:
+        rule = parse_split(spec or (INDEX_DEFAULT if corpus.has_index else RANDOM_DEFAULT), seed)
     wanted = (
         [name for names in rule.parts.values() for name in names] if isinstance(rule, SpeakerSplit) else []
     )

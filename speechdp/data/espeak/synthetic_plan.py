@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from speechdp.data.corpora.splits import SPLIT_NAMES
+from speechdp.data.corpora.corpus import SPLIT_NAMES
 from speechdp.labels.lexicon import command_words, digit_words
 
 #: eSpeak NG's accents of English ("en" is the British one; bare "en-gb" is refused by the library).

@@ -1,29 +1,15 @@
-"""Read a corpus of audio and transcripts, divide it into splits, and look at the audio's headers."""
+"""Divide a corpus of audio and transcripts into splits, and look at the audio's headers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from speechdp.data.corpora.audio_folder import read_audio_folder
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
-from speechdp.data.corpora.kaldi_dir import is_kaldi_dir, read_kaldi_dir
 from speechdp.data.corpora.splits import choose_rule, split_corpus
 from speechdp.data.prepare.jobs import Progress
 from speechdp.data.signal.audio import AudioInfo, common_sampling_rate, probe
-from speechdp.errors import ConfigError
 from speechdp.options.prepare import PrepareOptions
-
-
-def open_corpus(source: Path, pattern: str | None) -> Corpus:
-    """Read a Kaldi data directory or a folder of audio, whichever it is.  Raises ConfigError."""
-    if is_kaldi_dir(source):
-        if pattern is not None:
-            raise ConfigError(
-                f"{source}: is a Kaldi data directory, which has transcripts; leave --pattern out"
-            )
-        return read_kaldi_dir(source)
-    return read_audio_folder(source, pattern)
 
 
 @dataclass(frozen=True)

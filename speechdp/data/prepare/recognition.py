@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
+from speechdp.data.corpora.reader import read_corpus
 from speechdp.data.prepare.contents import Contents, ShardContent, deal_splits
-from speechdp.data.prepare.divided_corpus import DividedCorpus, open_corpus
+from speechdp.data.prepare.divided_corpus import DividedCorpus
 from speechdp.data.prepare.jobs import Progress
 from speechdp.data.shards.dataset import Manifest
 from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Utterance
@@ -53,7 +54,7 @@ def read_corpus_for_recognition(options: PrepareOptions, _scratch: Path, progres
     Raises:
         ConfigError: the corpus, its audio, the lexicon or the split cannot be used.
     """
-    corpus = open_corpus(options.paths[0], options.pattern)
+    corpus = read_corpus(options.paths[0], options.corpus, options.pattern)
     corpus = corpus.respelled(_spelling(corpus, options.lexicon))
     lexicon = lexicon_for(corpus.words, options.lexicon)
     divided = DividedCorpus.of(corpus, options, progress)

@@ -21,8 +21,9 @@ from speechdp.data.corpora.joining import (
     plan_joins,
     unjoined,
 )
+from speechdp.data.corpora.reader import read_corpus
 from speechdp.data.prepare.contents import Contents, deal_splits
-from speechdp.data.prepare.divided_corpus import DividedCorpus, open_corpus
+from speechdp.data.prepare.divided_corpus import DividedCorpus
 from speechdp.data.prepare.jobs import Progress
 from speechdp.data.prepare.spectrograms import Texts
 from speechdp.data.signal.audio import read_audio
@@ -44,7 +45,7 @@ def read_corpus_for_synthesis(options: PrepareOptions, _scratch: Path, progress:
     """
     wanted, join = options.for_synthesis, options.for_synthesis.join_rule
     speakers = wanted.named_speakers
-    corpus = _normalised(_chosen(open_corpus(options.paths[0], options.pattern), speakers))
+    corpus = _normalised(_chosen(read_corpus(options.paths[0], options.corpus, options.pattern), speakers))
     lexicon = _lexicon(corpus, options.lexicon) if wanted.input == "phones" else None
     symbols = SymbolInventory.of_kind(wanted.input, lexicon)
     _check_texts(corpus, symbols)

@@ -8,14 +8,14 @@ import pytest
 
 from speechdp.data.corpora.audio_folder import read_audio_folder
 from speechdp.data.corpora.kaldi_dir import read_kaldi_dir
-from speechdp.data.prepare.divided_corpus import open_corpus
+from speechdp.data.corpora.reader import read_corpus
 from speechdp.errors import ConfigError
 from tests.helpers.corpora import digit_folder, kaldi_folder, shared_data, write_tone
 
 
 def test_kaldi_directory(tmp_path: Path) -> None:
     source = kaldi_folder(tmp_path / "kaldi")
-    corpus = open_corpus(source, None)
+    corpus = read_corpus(source, None)
     assert [u.utterance_id for u in corpus.utterances] == ["utt0", "utt1", "utt2"]
     assert corpus.utterances[1].text == "one two"
     assert corpus.utterances[1].speaker == "spk1"
@@ -95,11 +95,11 @@ def test_kaldi_files_that_are_missing_or_not_text(tmp_path: Path, file: str) -> 
 
 def test_a_pattern_does_not_go_with_a_kaldi_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave --pattern out"):
-        open_corpus(kaldi_folder(tmp_path), "{word}")
+        read_corpus(kaldi_folder(tmp_path), None, "{word}")
 
 
 def test_labels_in_the_names(tmp_path: Path) -> None:
-    corpus = open_corpus(digit_folder(tmp_path / "deep" / "er").parent, None)
+    corpus = read_corpus(digit_folder(tmp_path / "deep" / "er").parent, None)
     first = corpus.utterances[0]
     assert (first.utterance_id, first.text, first.speaker, first.index) == ("0_ann_0", "zero", "ann", 0)
     assert len(corpus.utterances) == 48 and corpus.has_index
@@ -186,12 +186,12 @@ def test_a_text_beside_each_audio_file(tmp_path: Path) -> None:
 
 def test_folders_without_audio_or_transcripts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
-        open_corpus(tmp_path / "gone", None)
+        read_corpus(tmp_path / "gone", None)
     with pytest.raises(ConfigError, match="holds no audio"):
-        open_corpus(tmp_path, None)
+        read_corpus(tmp_path, None)
     write_tone(tmp_path / "0_1_0_0_1_1_0_1.wav")  # yesno's form, which must not pass for FSDD's
     with pytest.raises(ConfigError, match=r"no transcripts found; give a file 'text'.*--pattern"):
-        open_corpus(tmp_path, None)
+        read_corpus(tmp_path, None)
 
 
 def test_lists_of_checksums_and_hidden_files_are_no_audio(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 from speechdp.cli import main
 from speechdp.data.corpora.corpus import CorpusUtterance
 from speechdp.data.corpora.joining import JoinRule, join_recordings, plan_joins
+from speechdp.data.corpora.reader import read_corpus
 from speechdp.data.espeak.voice_plan import VOICES, plan_voices, voices_of
-from speechdp.data.prepare.divided_corpus import open_corpus
 from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.prepare.recordings import recording_path
 from speechdp.data.prepare.reshard import reshard
@@ -290,7 +290,7 @@ def test_recordings_of_train_are_a_corpus_for_a_recogniser(tmp_path: Path) -> No
     kept = {f: len(list((tmp_path / "data" / f).glob("*.flac"))) for f in ("recordings", "recordings-train")}
     held_out = sum(split.utterances for name, split in dataset.splits.items() if name != "train")
     assert kept == {"recordings": held_out, "recordings-train": dataset.num_utterances("train")}
-    corpus = open_corpus(tmp_path / "data" / "recordings-train", None)
+    corpus = read_corpus(tmp_path / "data" / "recordings-train", None)
     texts = {u.utterance_id: (u.text, u.speaker) for u in corpus.utterances}
     for name, (shard, number) in _read(dataset, "train").items():
         assert texts[name] == (shard.text(number), shard.speaker(number))
