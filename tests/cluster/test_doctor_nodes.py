@@ -66,7 +66,7 @@ def test_good_nodes_are_well(lab: Lab, dataset: Dataset) -> None:
 
 
 def test_several_wrong_things_are_named_at_once(lab: Lab, dataset: Dataset) -> None:
-    lab.limit("n2", "50mbit")
+    lab.limit("n2", "10mbit")  # far below what the others keep up on a busy machine
     private = lab.on("n1", ["mkdir", "-p", "/run/private"])
     assert private.exit_code == 0
     with other_version(lab, "n3"):
