@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from speechdp.data.shards.dataset import Dataset
+from speechdp.report.runs.folders import read_run
 from tests.cluster.lab import Lab
 from tests.cluster.training import (
     HOROVODRUN_GLOO,
@@ -16,6 +17,7 @@ from tests.cluster.training import (
     assert_same_model,
     on_one_node,
 )
+from tests.helpers.jobs import SPEECHDP
 
 
 @pytest.mark.parametrize(
@@ -51,3 +53,49 @@ def test_a_slow_link_changes_nothing_but_the_time(lab: Lab, dataset: Dataset) ->
     lab.limit("n2", "10mbit")
     run = Training(lab, dataset, ("n1", "n2")).to_the_end(lab.folder / "run-slow")
     assert_same_model(run, on_one_node(lab, dataset, 2))
+
+
+#: The folder comes by the environment; says on which node it runs.
+SCRIPT = """
+import os, platform, torch, speechdp
+
+def main(comm):
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 1)
+    run = speechdp.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
+    generator = torch.Generator().manual_seed(comm.rank)
+    with run:
+        for _ in range(24):
+            x = torch.randn(8, 4, generator=generator)
+            with run.step(weight=8) as step:
+                step.backward((model(x) - x.sum(1, keepdim=True)).square().sum())
+        with run.evaluating():
+            run.log(loss=float((model(torch.eye(4)) - 1).square().sum()))
+    print(f"rank {comm.rank} of {comm.size} on {platform.node()} over {comm.backend}", flush=True)
+
+speechdp.run_ranks(main)
+"""
+
+
+def test_a_script_of_ones_own_is_compared_over_nodes(lab: Lab) -> None:
+    script, out = lab.folder / "own.py", lab.folder / "own-compared"
+    script.write_text(SCRIPT)
+    strategies = "gradient_averaging,model_averaging:period=8,ad_psgd"
+    command = [
+        "compare",
+        "--script",
+        script,
+        out,
+        "--hostfile",
+        lab.hostfile(1, ("n1", "n2")),
+        "--ranks",
+        "2",
+    ]
+    ended = lab.on("n1", [*SPEECHDP, *command, "--strategies", strategies, "--backend", "mpi"], timeout_s=300)
+    assert ended.exit_code == 0, ended.output
+    paths = sorted(out.rglob("run.json"))
+    assert len(paths) == 2 and all(read_run(path.parent).completed for path in paths), ended.output
+    logs = "".join(path.read_text() for path in out.rglob("*.log"))
+    for rank in range(2):
+        assert logs.count(f"rank {rank} of 2 on n{rank + 1} over mpi") == 2, logs
+    assert_nothing_left(lab)
