@@ -80,17 +80,8 @@ speechdp.run_ranks(main)
 def test_a_script_of_ones_own_is_compared_over_nodes(lab: Lab) -> None:
     script, out = lab.folder / "own.py", lab.folder / "own-compared"
     script.write_text(SCRIPT)
-    strategies = "gradient_averaging,model_averaging:period=8,ad_psgd"
-    command = [
-        "compare",
-        "--script",
-        script,
-        out,
-        "--hostfile",
-        lab.hostfile(1, ("n1", "n2")),
-        "--ranks",
-        "2",
-    ]
+    strategies, hosts = "gradient_averaging,ad_psgd", lab.hostfile(1, ("n1", "n2"))
+    command = ["compare", "--script", script, out, "--hostfile", hosts, "--ranks", "2"]
     ended = lab.on("n1", [*SPEECHDP, *command, "--strategies", strategies, "--backend", "mpi"], timeout_s=300)
     assert ended.exit_code == 0, ended.output
     paths = sorted(out.rglob("run.json"))
