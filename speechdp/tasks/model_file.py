@@ -239,6 +239,8 @@ def _reading(run_dir: Path) -> Iterator[_ModelFile]:
     if not path.is_file():
         raise RunError(f"{path}: no such model; {run_dir} is not a finished run, train it or use --resume")
     try:
+        with path.open("rb"):
+            pass  # for the reason: to safetensors every file is missing that it cannot open
         tensors = safetensors.torch.load_file(path)
         with safetensors.safe_open(str(path), framework="pt") as file:
             head = parse_json(file.metadata()["speechdp"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -59,6 +61,21 @@ def test_a_full_disk_leaves_the_old_model(tmp_path: Path) -> None:
 
 def test_a_run_without_a_model_is_not_finished(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"no such model; .* is not a finished run, train it or use --resume"):
+        load_model(tmp_path, CPU)
+
+
+def test_a_model_that_may_not_be_read_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = saved(tmp_path), Path.open
+
+    def forbidden(self: Path, *arguments: str) -> object:
+        if self == path:  # root may read everything
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(self, *arguments)
+
+    monkeypatch.setattr(Path, "open", forbidden)
+    with pytest.raises(RunError, match=r"cannot be read \(Permission denied\); permit reading"):
         load_model(tmp_path, CPU)
 
 
