@@ -239,11 +239,17 @@ def _is_readable(kind: Any) -> bool:
     return kind is bool or kind in _PLAIN or (isinstance(kind, type) and hasattr(kind, "parse"))
 
 
-def _option_kinds(cls: type[Any]) -> dict[str, Any]:
+def option_kinds(cls: type[Any]) -> dict[str, Any]:
     """Return the types of a class's options, by their names."""
     kinds = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls) if field.init]
     return {name: kinds[name] for name in names if _is_readable(kinds[name])}
+
+
+def split_options(text: str) -> dict[str, str | None]:
+    """Return the texts of `option=value,...` by option; None where there is no `=`."""
+    parts = [part.partition("=") for part in text.split(",") if part]
+    return {option: value if equals else None for option, equals, value in parts}
 
 
 def read_options(name: str, cls: type, text: str, *, kind: str) -> dict[str, Any]:
@@ -256,14 +262,13 @@ def read_options(name: str, cls: type, text: str, *, kind: str) -> dict[str, Any
     Raises:
         ConfigError: an option it does not have, or a value that does not fit.
     """
-    kinds = _option_kinds(cls)
+    kinds = option_kinds(cls)
     values: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
-        option, equals, value = part.partition("=")
+    for option, value in split_options(text).items():
         if option not in kinds:
             has = f"it has: {', '.join(kinds)}" if kinds else "it has none"
             raise ConfigError(f"{kind} {name} has no option {option!r}; {has}")
-        if not equals:
+        if value is None:
             raise ConfigError(f"{name}:{option}: has no value; write {option}=...")
         values[option] = _convert(f"{name}:{option}", value, kinds[option])
     return values
@@ -271,7 +276,7 @@ def read_options(name: str, cls: type, text: str, *, kind: str) -> dict[str, Any
 
 def write_options(made: Any) -> str:
     """Return all options of an instance as `read_options` reads them: `period=16,nesterov=false`."""
-    return ",".join(f"{option}={_text(getattr(made, option))}" for option in _option_kinds(type(made)))
+    return ",".join(f"{option}={_text(getattr(made, option))}" for option in option_kinds(type(made)))
 
 
 def _text(value: Any) -> str:

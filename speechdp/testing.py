@@ -21,7 +21,7 @@ from speechdp.data.loading.batch import Batch
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.parallel.registry import describe, parse_strategy
 from speechdp.parallel.replica import Replica
-from speechdp.parallel.strategy import Progress, Strategy
+from speechdp.parallel.strategy import Progress, final_models
 from speechdp.parallel.training_step import TrainingStep
 from speechdp.timing.timeline import Timeline
 
@@ -98,11 +98,11 @@ def _evaluation_leaves_no_trace(comm: Communicator, strategy: str) -> None:
         own = seen.parameters()
         with seen.strategy.evaluation_parameters():
             assert_bitwise_equal_over_ranks(comm, seen.parameters(), f"{strategy} under evaluation")
-        if seen.strategy.synchronous:  # others may go on from what all ranks have come to
+        if seen.strategy.traits.synchronous:  # others may go on from what all ranks have come to
             assert torch.equal(seen.parameters(), own), f"{strategy}: evaluation changed the parameters"
         seen.strategy.resume()
     final = seen.finish()
-    if seen.strategy.synchronous:
+    if seen.strategy.traits.synchronous:
         unseen = StrategyRun(comm, strategy, make_replica(Sgd(momentum=0.9)))
         unseen.train(comm.rank)
         assert torch.equal(final, unseen.finish()), f"{strategy}: evaluation changed training"
@@ -117,7 +117,7 @@ def _empty_ranks_join(comm: Communicator, strategy: str) -> None:
 
 
 def _state_is_whole(comm: Communicator, strategy: str) -> None:
-    if parse_strategy(strategy).synchronous:
+    if parse_strategy(strategy).traits.synchronous:
         for saved_after in (1, 4):
             assert_resumes(comm, strategy, saved_after)
         return
@@ -198,9 +198,8 @@ class StrategyRun:
 
     def __init__(self, comm: Communicator, strategy: str, replica: Replica | None = None) -> None:
         self.replica = make_replica() if replica is None else replica
-        self.strategy: Strategy = parse_strategy(strategy)
         self.timeline = Timeline(None, rank=comm.rank, device=torch.device("cpu"))
-        self.strategy.attach(self.replica, comm, self.timeline)
+        self.strategy = parse_strategy(strategy).attach(self.replica, comm, self.timeline)
         self.strategy.resume()
         self.steps = 0
         self.frames = 0.0
@@ -261,7 +260,7 @@ def assert_resumes(comm: Communicator, strategy: str, saved_after: int) -> None:
     second.train(comm.rank, saved_after)
     what = f"{strategy} saved after {saved_after} steps"
     assert torch.equal(second.finish(), whole.finish()), f"{what}: resumed differs from uninterrupted"
-    for one, other in zip(second.strategy.final_models(), whole.strategy.final_models(), strict=True):
+    for one, other in zip(final_models(second.strategy), final_models(whole.strategy), strict=True):
         assert torch.equal(one, other), f"{what}: another final model"
 
 

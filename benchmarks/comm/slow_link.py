@@ -141,7 +141,7 @@ def on_rank(comm: Communicator, contender: Contender, size: Size, batch_size: in
 def run_rank(arguments: argparse.Namespace) -> int:
     """Be a rank; return its exit code."""
     contender = next(c for c in CONTENDERS if c.name == arguments.rank_of)
-    if not parse_strategy(contender.strategy).exchanges_every_step:
+    if not parse_strategy(contender.strategy).traits.exchanges_every_step:
         expect_rare_exchanges()  # as `speechdp train` does
     return guard(
         lambda: create_communicator(contender.backend),

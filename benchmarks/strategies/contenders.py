@@ -30,7 +30,7 @@ from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.period import Period
-from speechdp.parallel.registry import parse_strategy
+from speechdp.parallel.registry import StrategyChoice, parse_strategy
 from speechdp.parallel.strategy import Progress
 from speechdp.parallel.training_step import TrainingStep
 from speechdp.tasks.acoustic import AcousticTask
@@ -93,7 +93,10 @@ def options_with(
 ) -> TrainOptions:
     """Return the options of a run that does not end by itself."""
     return TrainOptions(
-        model=model, optimizer=optimizer or OptimizerOptions(), strategy=strategy, epochs=_EPOCHS
+        model=model,
+        optimizer=optimizer or OptimizerOptions(),
+        strategy=StrategyChoice(strategy),
+        epochs=_EPOCHS,
     )
 
 
@@ -151,8 +154,7 @@ def strategy_loop(
     """
     replica = make_replica(model, options)
     timeline = Timeline(None, rank=comm.rank, device=torch.device("cpu"))
-    task, strategy = AcousticTask(), parse_strategy(options.strategy)
-    strategy.attach(replica, comm, timeline)
+    task, strategy = AcousticTask(), options.strategy.parsed.attach(replica, comm, timeline)
     replica.set_learning_rate(options.schedule().learning_rate)
     number, frames = 0, 0
 

@@ -29,6 +29,7 @@ from speechdp.experiments.compare.plan import split_strategies
 from speechdp.options.batch import BatchOptions
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.recipe import RECIPES
+from speechdp.parallel.registry import StrategyChoice
 
 #: Plain SGD, on one rank.
 SEQUENTIAL = "gradient_averaging"
@@ -56,7 +57,7 @@ def make_trials(arguments: argparse.Namespace, alignments: Path) -> list[Trial]:
         return trials.scan_trials(SEQUENTIAL, options, arguments.scan)
     names = [SEQUENTIAL] if arguments.on_ranks == 1 else split_strategies(arguments.strategies)
     return [
-        Trial(name, dataclasses.replace(options, strategy=name, seed=seed))
+        Trial(name, dataclasses.replace(options, strategy=StrategyChoice(name), seed=seed))
         for seed in trials.seeds(arguments)
         for name in names
     ]

@@ -121,7 +121,7 @@ def on_rank(comm: Communicator, ours: Ours, options: TrainOptions, arguments: ar
     torch.set_num_threads(1)
     dataset = Dataset.open(arguments.data)
     with ExitStack() as stack:
-        if parse_strategy(ours.strategy).synchronous:
+        if options.strategy.parsed.traits.synchronous:
             advance = stack.enter_context(trainer_loop(comm, dataset, options))
         else:  # each rank at its own pace over its own batches, as the peers have theirs
             reader = SplitReader(dataset, "train")
@@ -145,7 +145,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
         options = options_with("gradient_averaging", model)
         run_peer(Run(name, arguments.data, arguments.seconds, arguments.period), options)
     ours = next(o for o in our_contenders(arguments.period) if o.name == name)
-    if not parse_strategy(ours.strategy).exchanges_every_step:
+    if not parse_strategy(ours.strategy).traits.exchanges_every_step:
         expect_rare_exchanges()  # as `speechdp train` does
     return guard(
         lambda: create_communicator(ours.backend),

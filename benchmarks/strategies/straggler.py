@@ -35,12 +35,11 @@ from speechdp.experiments.compare.jobs import JobStarter
 from speechdp.experiments.compare.plan import split_strategies, whole_numbers
 from speechdp.launching.command import own_program
 from speechdp.launching.cores import available_cores
-from speechdp.options.run import TrainOptions
+from speechdp.parallel.registry import parse_strategy
 from speechdp.report.kit import formatting
 from speechdp.report.runs.derived import best_score, frames_per_s, time_to_target
 from speechdp.report.runs.folders import read_run
 from speechdp.report.runs.results import RunResult
-from speechdp.train.build import training_ranks
 
 STRATEGIES = "gradient_averaging,model_averaging:period=16,bmuf:period=16,delayed_averaging,dpsgd,ad_psgd"
 SYNTHETIC_HOURS = 0.25
@@ -96,7 +95,7 @@ def outcomes(runs: dict[Case, RunResult], ranks: int) -> Iterator[Outcome]:
     """Compare every slowed run with the unslowed one of its strategy and seed."""
     pairs = dict.fromkeys((case.strategy, case.factor) for case in runs if case.factor > 1)
     for strategy, factor in pairs:
-        workers = training_ranks(TrainOptions(strategy=strategy), ranks)
+        workers = parse_strategy(strategy).roster(ranks).num_parts
         rates, kept, targets = [], [], []
         for seed in sorted({case.seed for case in runs}):
             slowed, plain = runs.get(Case(strategy, factor, seed)), runs.get(Case(strategy, 1, seed))

@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError
 from speechdp.parallel.period import Period, PeriodUnit
-from speechdp.parallel.replica import Replica
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
-from speechdp.timing.timeline import Span, Timeline
+from speechdp.timing.timeline import Span
 
 
 @dataclass(eq=False)
@@ -33,8 +31,8 @@ class GrowingAveraging(PeriodicStrategy):
         if self.stay < 1 or self.longest < self.period.value:
             raise ConfigError(f"{self.name}: stay must be at least 1, longest at least the period")
 
-    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
-        super().attach(replica, comm, timeline)
+    def set_up(self) -> None:
+        super().set_up()
         self._rounds = 0
 
     @property

@@ -41,11 +41,10 @@ class TrainCommand:
         """Train; return the exit code."""
         from speechdp.cli.support.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415 - fast --help
         from speechdp.comm.environment import expect_rare_exchanges  # noqa: PLC0415
-        from speechdp.parallel.registry import parse_strategy  # noqa: PLC0415
 
         if self.resume and self.overwrite:
             raise ConfigError("--resume and --overwrite exclude each other")
-        if not parse_strategy(self.options.strategy).exchanges_every_step:
+        if not self.options.strategy.parsed.traits.exchanges_every_step:
             expect_rare_exchanges()
         others = {"RUN folder": self.run_dir, "--resume": self.resume, "--overwrite": self.overwrite}
         request = SessionRequest(self.data, self.options, self.run_dir.name, others)

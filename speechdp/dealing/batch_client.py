@@ -16,8 +16,9 @@ from speechdp.comm.base import PeerCommunicator
 from speechdp.comm.loss_tolerance import PeerLost, leader_lost
 from speechdp.data.plan.assignment import Assignment, Meeting, MeetingKind, PlanPosition, meeting_of
 from speechdp.data.plan.epoch_plan import EpochPlan
-from speechdp.dealing.batch_server import BatchReply, Desk, Item, Roster
+from speechdp.dealing.batch_server import BatchReply, Desk, Item
 from speechdp.dealing.epoch_batches import Deal
+from speechdp.parallel.roster import Roster
 
 _REQUEST, _ANSWER = 1, 2
 #: Seconds after which a rank asks again that was told to wait.

@@ -16,36 +16,7 @@ from typing import Any
 from speechdp.data.plan.assignment import Meeting, MeetingKind
 from speechdp.data.plan.epoch_plan import EpochPlan
 from speechdp.dealing.epoch_batches import Deal, Dealer, with_returned
-
-
-@dataclass(frozen=True)
-class Roster:
-    """Who trains on what.
-
-    Attributes:
-        part_of_rank: part of the plan of each rank; None for a rank that trains on nothing.
-        team_of_rank: team of each rank.
-    """
-
-    part_of_rank: list[int | None]
-    team_of_rank: list[int]
-
-    @property
-    def parts_of_team(self) -> list[list[int]]:
-        """Parts of each team, in the order of its ranks; teams without any are left out."""
-        teams: dict[int, list[int]] = {}
-        for part, team in zip(self.part_of_rank, self.team_of_rank, strict=True):
-            if part is not None:
-                teams.setdefault(team, []).append(part)
-        return [teams[team] for team in sorted(teams)]
-
-    def seat(self, rank: int) -> tuple[int, int] | None:
-        """Return the place of a rank's team in `parts_of_team` and its own in the team; None for a server."""
-        part = self.part_of_rank[rank]
-        for team, parts in enumerate(self.parts_of_team):
-            if part in parts:
-                return team, parts.index(part)
-        return None
+from speechdp.parallel.roster import Roster
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from speechdp.files import cannot_be_written, write_text_atomically
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.period import Period, PeriodUnit
-from speechdp.parallel.registry import parse_strategy, strategy_class, strategy_names
+from speechdp.parallel.registry import StrategyChoice, strategy_class, strategy_names
 from speechdp.process.ending import Stopped
 from speechdp.tasks.model_file import load_model
 from speechdp.train.ownership import owned
@@ -55,7 +55,7 @@ class SweepPlan:
     decode_split: str = "test"
     others: bool = False
 
-    def runs(self) -> dict[str, str]:
+    def runs(self) -> dict[str, StrategyChoice]:
         """Return the folder's name of each run and its strategy.
 
         Raises:
@@ -67,16 +67,16 @@ class SweepPlan:
             raise ConfigError("--periods: give at least one, e.g. --periods 1,4,16,64")
         if len(set(self.periods)) < len(self.periods):
             raise ConfigError(f"--periods {','.join(self.periods)}: a period is given twice")
-        result = {reference.replace(":", "-"): reference for reference in self.reference}
+        result = {text.replace(":", "-"): StrategyChoice(text) for text in self.reference}
         for text in self.periods:
             period = Period.parse(text)
             if kind is int and period.unit is not PeriodUnit.STEPS:
                 raise ConfigError(f"--periods {text}: {name} counts its period in steps")
             options = ",".join(filter(None, [f"{option}={period}", rest]))
-            result[f"{name}-{period}"] = f"{name}:{options}"
-        for strategy in result.values():
-            if not self._is_other(strategy):
-                parse_strategy(strategy)
+            result[f"{name}-{period}"] = StrategyChoice(f"{name}:{options}")
+        for choice in result.values():
+            if not self._is_other(choice.text):
+                _ = choice.parsed  # raises what is wrong with it
         return result
 
     def _is_other(self, strategy: str) -> bool:
@@ -149,7 +149,9 @@ def _train_one_rank(session: Session, options: TrainOptions, plan: SweepPlan, ru
         alone = dataclasses.replace(session, comm=SerialCommunicator(), facts=facts)
         # Resolved for all ranks, so that this one has the batch of one of them, not that of all together.
         own = dataclasses.replace(
-            options.resolve(session.comm.size), strategy="gradient_averaging", max_steps=plan.one_rank_steps
+            options.resolve(session.comm.size),
+            strategy=StrategyChoice("gradient_averaging"),
+            max_steps=plan.one_rank_steps,
         )
         try:
             train_or_go_on(alone, own, run_dir)

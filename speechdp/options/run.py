@@ -25,7 +25,8 @@ from speechdp.options.model import ModelOptions
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.recipe import RecipeName, find_recipe
 from speechdp.options.schedule import Schedule
-from speechdp.options.shown import heading, shown
+from speechdp.options.shown import STRATEGY_TEXT, heading, shown
+from speechdp.parallel.registry import StrategyChoice
 from speechdp.tasks.base import Task
 from speechdp.tasks.registry import task_class, task_options
 
@@ -50,7 +51,9 @@ class TrainOptions:
     recipe: RecipeName = "none"
     """Set of defaults for the options below; options that are given take precedence.
     adpsgd-asr: 16 epochs of SGD with batch 2560 and a scaled, warmed-up learning rate (docs/training.md)."""
-    strategy: Annotated[str, shown("NAME[:OPTION=VALUE,...]")] = "gradient_averaging"
+    strategy: Annotated[StrategyChoice, STRATEGY_TEXT, shown("NAME[:OPTION=VALUE,...]")] = field(
+        default_factory=lambda: StrategyChoice("gradient_averaging")
+    )
     """What ranks exchange and when, e.g. model_averaging:period=16; docs/strategies.md lists all."""
     backend: Literal["auto", "serial", "horovod", "mpi", "torch"] = "auto"
     """Library that ranks communicate over; auto: horovod if installed, else mpi; serial: a single rank."""

@@ -100,6 +100,9 @@ class DataParallel:
         self.model, self.optimizer, self.comm = model, optimizer, comm
         self.strategy: Strategy = parse_strategy(settings["strategy"])
         self._check_strategy(num_steps, scaler)
+        traits = self.strategy.traits
+        #: Periods in frames must end on all ranks at the same step.
+        self._counts_frames = traits.synchronous and traits.counts_frames
         _check_model(model)
         _check_same(model, optimizer, comm)
         self._replica = Replica(model, optimizer, max_gradient_norm=max_gradient_norm, scaler=scaler)
@@ -120,18 +123,18 @@ class DataParallel:
     def _check_strategy(self, num_steps: int, scaler: torch.amp.GradScaler | None) -> None:
         strategy, comm = self.strategy, self.comm
         strategy.check_ranks(comm)
-        if any(strategy.shard(rank, comm.size)[0] is None for rank in range(comm.size)):
+        if None in strategy.roster(comm.size).part_of_rank:
             raise ConfigError(f"{strategy.name}: rank 0 would train on nothing; leave out dedicated=true")
-        if getattr(strategy, "combine", 0):
+        if strategy.traits.offers_models:
             raise ConfigError(
                 f"{strategy.name}:combine: a loop of your own evaluates its models itself; leave out combine="
             )
-        if strategy.follows_whole_run and num_steps <= 0:
+        if strategy.traits.follows_whole_run and num_steps <= 0:
             raise ConfigError(
                 f"{describe(strategy)}: depends on how much of the training is done; give DataParallel "
                 "num_steps=, the steps of the whole training"
             )
-        if scaler is not None and strategy.updates_elsewhere:
+        if scaler is not None and strategy.traits.updates_elsewhere:
             raise ConfigError(
                 f"{strategy.name}: rank 0 cannot apply gradients that others have scaled; train in bfloat16 "
                 "without a GradScaler, or choose another strategy"
@@ -146,7 +149,7 @@ class DataParallel:
         path = None if self.folder is None else self._begin_folder(self.folder)
         #: Where this rank's time goes; `with run.timeline.span(...)` times parts of the script.
         self.timeline = Timeline(path, rank=self.comm.rank, device=self._device)
-        self.strategy.attach(self._replica, self.comm, self.timeline)
+        self.strategy = self.strategy.attach(self._replica, self.comm, self.timeline)
         self._phase = _Phase.TRAINING
         if self._loaded is not None:
             self._take_up(self._loaded)
@@ -218,7 +221,7 @@ class DataParallel:
         return {
             "strategy": describe(self.strategy),
             "strategy_name": self.strategy.name,
-            "period": self.strategy.exchange_period,
+            "period": self.strategy.traits.period,
             "backend": self.comm.backend,
             "device": self._device.type,
             "size": self.comm.size,
@@ -288,7 +291,7 @@ class DataParallel:
         length = len(loader) if isinstance(loader, Sized) else None
         lengths = self.comm.allgather_object(length)
         known = [n for n in lengths if n is not None]
-        if len(known) < len(lengths) and not self.strategy.synchronous:
+        if len(known) < len(lengths) and not self.strategy.traits.synchronous:
             raise ConfigError(
                 f"{self.strategy.name}: ranks take steps at their own pace, so batches() must know how many "
                 "there are; give it something with a length, as a list or a torch DataLoader"
@@ -348,8 +351,7 @@ class DataParallel:
     def _end_step(self, step: TrainingStep) -> None:
         self.steps += 1
         self._weight_here += step.weight
-        if self.strategy.synchronous and self.strategy.counts_frames:
-            # Periods in frames must end on all ranks at the same step.
+        if self._counts_frames:
             total = torch.tensor([float(step.weight)], dtype=torch.float64)
             self._weight_per_rank += self.comm.allreduce(total, name="weights").item() / self.comm.size
         else:
@@ -519,10 +521,7 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
 
     def __enter__(self) -> ScriptStep:
         run = self._run
-        replica = run._replica
-        replica.bind_gradients()
-        factor = run.strategy.learning_rate_factor
-        replica.set_learning_rate_factor(factor)
+        run._replica.bind_gradients()
         self._step.begin()
         self._begin_forward()
         return self

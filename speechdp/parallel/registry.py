@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
+from functools import cached_property
 from typing import TypeVar
 
-from speechdp.extensions import ExtensionPoint, read_options, write_options
+from speechdp.extensions import ExtensionPoint, option_kinds, read_options, split_options, write_options
 from speechdp.parallel.strategy import Strategy
 
 _Class = TypeVar("_Class", bound=type[Strategy])
@@ -83,6 +84,44 @@ def parse_strategy(text: str) -> Strategy:
     made = cls(**read_options(name, cls, rest, kind="strategy"))
     made.check_options()
     return made
+
+
+class StrategyChoice:
+    """A strategy as it was chosen: a text, which records keep as it was given, and what it means.
+
+    The text is read once, when its meaning is first asked for; whoever trains attaches `parsed` to a replica
+    of their own.  Choices of the same text are equal.
+
+    Args:
+        text: `NAME` or `NAME:option=value,...`.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    @cached_property
+    def parsed(self) -> Strategy:
+        """The strategy, not attached; raises as `parse_strategy`."""
+        return parse_strategy(self.text)
+
+    def with_default(self, option: str, value: str) -> StrategyChoice:
+        """Return the choice with an option added, unless it is given or the strategy has no such option."""
+        _, colon, rest = self.text.partition(":")
+        if option not in option_kinds(type(self.parsed)) or option in split_options(rest):
+            return self
+        return StrategyChoice(f"{self.text}{',' if colon else ':'}{option}={value}")
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"StrategyChoice({self.text!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StrategyChoice) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
 
 
 def describe(strategy: Strategy) -> str:

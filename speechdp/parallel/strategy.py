@@ -7,16 +7,20 @@ whose fields are its options: `--strategy model_averaging:period=16,momentum=ave
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeVar, final, runtime_checkable
 
 from torch import Tensor
 
 from speechdp.comm.base import Communicator, PeerCommunicator
 from speechdp.parallel.replica import Replica
+from speechdp.parallel.roster import Roster
 from speechdp.timing.timeline import Timeline
+
+_Strategy = TypeVar("_Strategy", bound="Strategy")
 
 
 @dataclass(frozen=True)
@@ -41,39 +45,40 @@ class Progress:
     num_epochs: int = 1
 
 
-class Strategy(ABC):
-    """Turns the gradients of this rank into the next parameters of this rank.
+@dataclass(frozen=True)
+class Traits:
+    """What others have to know of a strategy before and while it trains; follows from its options alone.
 
-    Life: `attach` once; `resume`, any number of steps, `pause`, again and again; `finish` and `close` at the
-    end.  A step is `before_backward`, the forward pass, `observe_loss`, the backward pass, `step`.
-
-    Synchronous strategies have a step on every rank at the same time (also one without frames: a rank whose
-    part of the epoch is shorter keeps joining) and need nothing for pause and resume.  Asynchronous ones
-    exchange between `resume` and `pause` in a thread of their own while every rank steps at its own pace;
-    evaluation, checkpoints and `finish` happen while paused.
+    Attributes:
+        synchronous: every rank makes the same exchanges at the same steps; such runs resume bitwise.
+        replicas_equal: all replicas hold the same parameters and optimizer state after every step.
+        period: how often it exchanges, as its option is written: `16`, `600kf`, `2.5s`; None: it has none.
+        exchanges_every_step: there is an exchange at every step or nearly so; back-ends may trade latency
+            for idle cost.
+        needs_peers: messages between two ranks are needed: `attach` opens a channel, `peers`, or refuses
+            the back-end.
+        partners_follow_size: who exchanges with whom follows from the number of ranks alone.
+        updates_elsewhere: gradients are applied on another rank than the one that computed them.
+        counts_frames: `Progress.frames_per_rank` must be the same on every rank.
+        follows_whole_run: what it does depends on the share of the whole training that is done.
+        survives_divergence: a rank's loss or parameters may stop being numbers, if there are others: the
+            strategy mends that at its next exchange.
+        survives_loss: training goes on where ranks other than 0 are gone, if the communicator tolerates that.
+        offers_models: the final model is chosen on held-out data among those it has kept (`OffersModels`).
     """
 
-    #: Every rank makes the same exchanges at the same steps; such runs resume bitwise.
     synchronous: bool = True
-    #: All replicas hold the same parameters and optimizer state after every step.
-    replicas_equal: ClassVar[bool]
-    #: Messages between two ranks are needed: `attach` opens a channel, `self.peers`, or refuses the back-end.
-    needs_peers: ClassVar[bool] = False
-
-    #: Whether there is an exchange at every step or nearly so; back-ends may trade latency for idle cost.
+    replicas_equal: bool = False
+    period: str | None = None
     exchanges_every_step: bool = True
-    #: A rank's loss or parameters may stop being numbers: the strategy mends that at its next exchange.
-    survives_divergence: bool = False
-    #: Training goes on where ranks other than 0 are gone, if the communicator tolerates that.
-    survives_loss: bool = False
-    #: Gradients are applied on another rank than the one that computed them.
-    updates_elsewhere: ClassVar[bool] = False
-    #: Periods count frames: `Progress.frames_per_rank` must be the same on every rank.
+    needs_peers: bool = False
+    partners_follow_size: bool = False
+    updates_elsewhere: bool = False
     counts_frames: bool = False
-    #: What it does depends on the share of the whole training that is done.
     follows_whole_run: bool = False
-    #: The schedule's learning rate is multiplied by this at every step.
-    learning_rate_factor: float = 1.0
+    survives_divergence: bool = False
+    survives_loss: bool = False
+    offers_models: bool = False
 
     @property
     def resumes_with_other_size(self) -> bool:
@@ -81,76 +86,105 @@ class Strategy(ABC):
 
         Not where ranks have parts of their own to play: servers, or partners who know of one another.
         """
-        return self.synchronous and not self.needs_peers
+        return self.synchronous and (self.partners_follow_size or not self.needs_peers)
 
-    @property
-    def exchange_period(self) -> str | None:
-        """How often it exchanges, as its option is written: `16`, `600kf`, `2.5s`; None: it has none.
 
-        That is the option `period` of those that have one.
-        """
-        period = getattr(self, "period", None)
-        return None if period is None else str(period)
+class Strategy(ABC):
+    """Turns the gradients of this rank into the next parameters of this rank.
 
-    #: Its name on the command line: its file's, or that under which it is registered.
+    A strategy as it is made holds its options only, and may serve many runs; `attach` returns one at work on
+    a replica, with its state.  Life of that one: `resume`, any number of steps, `pause`, again and again;
+    `finish` and `close` at the end.  A step is `before_backward`, the forward pass, the backward pass,
+    `step`.
+
+    Synchronous strategies have a step on every rank at the same time (also one without frames: a rank whose
+    part of the epoch is shorter keeps joining) and need nothing for pause and resume.  Asynchronous ones
+    exchange between `resume` and `pause` in a thread of their own while every rank steps at its own pace;
+    evaluation, checkpoints and `finish` happen while paused.
+
+    What subclasses write, all but the abstract ones where they differ from the rest:
+
+    - what it is, from its options alone: `traits`, `roster`, `check_options`, `check_ranks`;
+    - its beginning: `set_up`, which makes its state;
+    - training: `before_backward`, `step` (abstract); asynchronous ones `resume` and `pause`;
+    - what is shown: `evaluation_parameters`, `finish` (abstract), `statistics`;
+    - its state: `state_dict`, `load_state_dict` (both abstract), `begin_as_copy`.
+
+    Some also have a method that few need: `ObservesLoss`, `OffersModels`.
+
+    Attributes:
+        name: on the command line: its file's, or that under which it is registered.
+        replica: what it moves.
+        comm: the ranks.
+        timeline: where exchanges and updates are recorded.
+        peers: the channel between two ranks, with `traits.needs_peers`.
+        channels: that one, and what `set_up` opens besides: `close` closes them, `peer_bytes` counts.
+    """
+
     name: ClassVar[str] = ""
+
+    replica: Replica
+    comm: Communicator
+    timeline: Timeline
+    peers: PeerCommunicator
+    channels: list[PeerCommunicator | Communicator]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Give a class the name of its file, not that of the class it is derived from."""
         super().__init_subclass__(**kwargs)
         cls.name = cls.__module__.rpartition(".")[2]
 
-    replica: Replica
-    comm: Communicator
-    timeline: Timeline
-    peers: PeerCommunicator
+    # -- what it is -------------------------------------------------------------------------------------
 
-    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
-        """Attach to `replica` and broadcast rank 0's parameters.  Collective.
+    @property
+    def traits(self) -> Traits:
+        """What others have to know of it."""
+        return Traits()
 
-        Raises:
-            ConfigError: options that cannot go together, or that this back-end cannot carry.
-        """
-        self.replica, self.comm, self.timeline = replica, comm, timeline
-        self.check_backend()
-        if self.needs_peers:
-            self.peers = comm.peers()
-        comm.broadcast(replica.parameters.whole, name="parameters")
-        for name, tensor in replica.optimizer_tensors().items():
-            comm.broadcast(tensor, name=f"optimizer.{name}")
+    def roster(self, size: int) -> Roster:
+        """Return who of `size` ranks trains on which part of the data, and who takes steps with whom."""
+        return Roster(list(range(size)), list(range(size)))
 
     def check_options(self) -> None:
         """Raise ConfigError for option values that cannot be used; called when options are parsed."""
         return None
 
-    def check_backend(self) -> None:
-        """Raise ConfigError for options this back-end cannot carry; called by `attach`, before step 1."""
-        return None
-
     def check_ranks(self, comm: Communicator) -> None:
-        """Refuse ranks that this strategy cannot train on; `attach` would too, but later.  Collective.
+        """Refuse ranks, or a back-end, that this strategy cannot train on.  Collective.
+
+        Called before a run is begun, and by `attach`.
 
         Raises:
             ConfigError: options that these ranks, or their back-end, cannot carry.
         """
-        self.comm = comm
-        self.check_backend()
-        if self.needs_peers and not comm.has_peers:
+        if self.traits.needs_peers and not comm.has_peers:
             comm.peers()  # says what to do instead
 
-    def shard(self, rank: int, size: int) -> tuple[int | None, int]:
-        """Return which part of the data this rank trains on and how many parts there are.
+    # -- its beginning and end --------------------------------------------------------------------------
 
-        None instead of an index: this rank trains on nothing (a server); its steps have no frames.
+    @final
+    def attach(self: _Strategy, replica: Replica, comm: Communicator, timeline: Timeline) -> _Strategy:
+        """Return this strategy at work on `replica`, whose parameters become rank 0's.  Collective.
+
+        Raises:
+            ConfigError: options that these ranks, or their back-end, cannot carry.
         """
-        return rank, size
+        made: _Strategy = dataclasses.replace(self)  # type: ignore[type-var]
+        made.replica, made.comm, made.timeline = replica, comm, timeline
+        made.check_ranks(comm)
+        made.channels = []
+        if made.traits.needs_peers:
+            made.peers = comm.peers()
+            made.channels.append(made.peers)
+        comm.broadcast(replica.parameters.whole, name="parameters")
+        for name, tensor in replica.optimizer_tensors().items():
+            comm.broadcast(tensor, name=f"optimizer.{name}")
+        made.set_up()
+        return made
 
-    def teams(self, size: int) -> list[int]:
-        """Return the team of each rank.  Ranks of a team take their steps together; teams at their own pace.
-
-        Only asynchronous strategies are asked.  Teams are numbered from 0, all of the same size.
-        """
-        return list(range(size))
+    def set_up(self) -> None:
+        """Make the state of a run that begins; replica, ranks and channels are there.  Collective."""
+        return None
 
     def resume(self) -> None:
         """Start exchanging; no message from before is in flight."""
@@ -164,17 +198,23 @@ class Strategy(ABC):
         """
         return None
 
+    @final
+    def close(self) -> None:
+        """Release what `attach` acquired.  Collective, while paused."""
+        for channel in self.channels:
+            channel.close()
+
+    # -- training ---------------------------------------------------------------------------------------
+
     def before_backward(self, frames: int) -> None:
         """Note that a backward pass over `frames` frames of this rank begins (0: there is none)."""
         self.replica.frames += frames
 
-    def observe_loss(self, total: Tensor, frames: int) -> None:
-        """Record this rank's loss, a sum over `frames` frames; it may be on a GPU: do not wait for it."""
-        return None
-
     @abstractmethod
     def step(self, progress: Progress) -> None:
         """Exchange and update after a backward pass.  Collective."""
+
+    # -- what is shown ----------------------------------------------------------------------------------
 
     @abstractmethod
     def finish(self) -> None:
@@ -189,26 +229,17 @@ class Strategy(ABC):
         """
         yield
 
-    def final_models(self) -> list[Tensor]:
-        """Return flat parameter vectors from which the best on held-out data becomes the final model.
-
-        Called on every rank after `finish`; the same vectors everywhere, the replica's own not among them.
-        """
-        return []
-
     def statistics(self) -> dict[str, Any]:
         """Return figures of this rank for the report, e.g. `staleness`: counts by age."""
         return {}
 
+    @final
     @property
     def peer_bytes(self) -> int:
-        """Bytes this rank has sent in messages between two ranks."""
-        return self.peers.sent_bytes if self.needs_peers else 0
+        """Bytes this rank has sent over the strategy's own channels."""
+        return round(sum(channel.sent_bytes for channel in self.channels))
 
-    def close(self) -> None:
-        """Release what `attach` acquired.  Collective, while paused."""
-        if self.needs_peers:
-            self.peers.close()
+    # -- its state --------------------------------------------------------------------------------------
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -221,3 +252,33 @@ class Strategy(ABC):
     def begin_as_copy(self) -> None:
         """Reset what has accumulated since the last exchange: another rank keeps the same state."""
         self.replica.clear_gradients()
+
+
+@runtime_checkable
+class ObservesLoss(Protocol):
+    """A strategy that goes by the training loss."""
+
+    def observe_loss(self, total: Tensor, frames: int) -> None:
+        """Record this rank's loss, a sum over `frames` frames; it may be on a GPU: do not wait for it."""
+
+
+@runtime_checkable
+class OffersModels(Protocol):
+    """A strategy with more than one final model to choose from."""
+
+    def final_models(self) -> list[Tensor]:
+        """Return flat parameter vectors from which the best on held-out data becomes the final model.
+
+        Called on every rank after `finish`; the same vectors everywhere, the replica's own not among them.
+        """
+
+
+def observe_loss(strategy: Strategy, total: Tensor, frames: int) -> None:
+    """Tell a strategy that goes by it the training loss."""
+    if isinstance(strategy, ObservesLoss):
+        strategy.observe_loss(total, frames)
+
+
+def final_models(strategy: Strategy) -> list[Tensor]:
+    """Return the models a strategy offers beside the replica's own; mostly none."""
+    return strategy.final_models() if isinstance(strategy, OffersModels) else []

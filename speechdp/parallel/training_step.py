@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from speechdp.parallel.strategy import Progress, Strategy
+from speechdp.parallel.strategy import Progress, Strategy, observe_loss
 from speechdp.timing.timeline import Span, Timeline
 
 
@@ -41,7 +41,7 @@ class TrainingStep:
         """
         strategy = self._strategy
         if last:
-            strategy.observe_loss(loss.detach(), self.weight)
+            observe_loss(strategy, loss.detach(), self.weight)
         strategy.replica.more_to_come = not last
         with self._timeline.span(Span.BACKWARD):
             (compute or loss.backward)()

@@ -26,6 +26,7 @@ class Update(ABC):
     """
 
     optimizer: torch.optim.Optimizer
+    _factor: float = 1.0
 
     @property
     @abstractmethod
@@ -38,7 +39,7 @@ class Update(ABC):
 
     def set_learning_rate_factor(self, factor: float) -> None:
         """Multiply the rates that the optimizer's owner gives by `factor`."""
-        raise AssertionError("who sets the learning rate sets all of it")
+        self._factor = factor
 
     @abstractmethod
     def move(self, parameters: Tensor, gradients: Tensor, learning_rate: float) -> None:
@@ -94,7 +95,7 @@ class FlatUpdate(Update):
 
     @property
     def learning_rate(self) -> float:
-        return self._learning_rate
+        return self._learning_rate * self._factor
 
     def set_learning_rate(self, learning_rate: float) -> None:
         # The optimizer learns of it only in `move`: a server may be using another worker's meanwhile.
@@ -161,8 +162,6 @@ class ParameterwiseUpdate(Update):
             i: copy.deepcopy(optimizer.state[p]) for p, i in self._moved() if _is_fresh(optimizer.state[p])
         }
         self._ratios = self._proportions([1.0] * len(optimizer.param_groups))
-        #: The rates that the user's schedule gives are multiplied by this.
-        self._factor = 1.0
         self._is_moving = False
         self._hook = optimizer.register_step_pre_hook(self._refuse_a_step_of_the_script)
         # Schedulers warn where nobody has called `step` before them; a server's workers never do.
@@ -200,9 +199,6 @@ class ParameterwiseUpdate(Update):
 
     def set_learning_rate(self, learning_rate: float) -> None:
         raise AssertionError("the learning rate is the user's")
-
-    def set_learning_rate_factor(self, factor: float) -> None:
-        self._factor = factor
 
     def move(self, parameters: Tensor, gradients: Tensor, learning_rate: float) -> None:
         self._is_moving = True

@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.errors import ConfigError
-from speechdp.parallel.replica import Replica
-from speechdp.parallel.strategy import Progress, Strategy
+from speechdp.parallel.roster import Roster
+from speechdp.parallel.strategy import Progress, Strategy, Traits
 from speechdp.strategies.mechanisms.gossip import Gossip, Role
 from speechdp.strategies.mechanisms.pending_correction import EffectiveParameters
 from speechdp.strategies.mechanisms.super_learner import SuperLearner
 from speechdp.strategies.mechanisms.topology import BipartiteKind
-from speechdp.timing.timeline import Span, Timeline
+from speechdp.timing.timeline import Span
 
 
 @dataclass(eq=False)
@@ -57,10 +57,6 @@ class AdPsgd(Strategy):
     the two is drawn at random.
     """
 
-    synchronous = False
-    replicas_equal: ClassVar[bool] = False
-    needs_peers: ClassVar[bool] = True
-
     #: Who exchanges with whom: any active with any passive learner, or neighbours, or 1, 3, 5, 9, ... apart.
     topology: BipartiteKind = "all"
     #: Steps between the exchanges that an active learner starts.
@@ -69,12 +65,17 @@ class AdPsgd(Strategy):
     groups: int = 1
 
     @property
-    def exchanges_every_step(self) -> bool:  # type: ignore[override]
-        return self.groups > 1
+    def traits(self) -> Traits:
+        return Traits(
+            synchronous=False,
+            period=str(self.period),
+            exchanges_every_step=self.groups > 1,
+            needs_peers=True,
+            survives_loss=self.groups == 1,
+        )
 
-    @property
-    def survives_loss(self) -> bool:  # type: ignore[override]
-        return self.groups == 1
+    def roster(self, size: int) -> Roster:
+        return Roster(list(range(size)), [rank // self.groups for rank in range(size)])
 
     def check_options(self) -> None:
         if self.period < 1:
@@ -82,29 +83,23 @@ class AdPsgd(Strategy):
         if self.groups < 1:
             raise ConfigError(f"ad_psgd:groups={self.groups}: at least 1 rank in a group")
 
-    def check_backend(self) -> None:
-        self._check_size(self.comm.size)
-
-    def _check_size(self, size: int) -> None:
-        if size % self.groups != 0:
+    def check_ranks(self, comm: Communicator) -> None:
+        if comm.size % self.groups != 0:
             raise ConfigError(
-                f"ad_psgd:groups={self.groups}: {size} ranks cannot be parted into groups of that size; "
+                f"ad_psgd:groups={self.groups}: {comm.size} ranks cannot be parted into groups of that size; "
                 "choose a divisor of the number of ranks"
             )
+        super().check_ranks(comm)
 
-    def teams(self, size: int) -> list[int]:
-        self._check_size(size)
-        return [rank // self.groups for rank in range(size)]
-
-    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
-        super().attach(replica, comm, timeline)
-        self._alive = comm.alive
+    def set_up(self) -> None:
+        self._alive = self.comm.alive
         role, ranks = self._role()
-        self._effective = EffectiveParameters(replica.parameters.values, exchanging=bool(role.partners))
-        self._gossip = Gossip(self.peers, role, ranks, self._effective, timeline)
-        group = comm.split(role.learner) if self.groups > 1 else SerialCommunicator()
-        self._learner = SuperLearner(effective=self._effective)
-        self._learner.attach(replica, group, timeline)
+        values = self.replica.parameters.values
+        self._effective = EffectiveParameters(values, exchanging=bool(role.partners))
+        self._gossip = Gossip(self.peers, role, ranks, self._effective, self.timeline)
+        group = self.comm.split(role.learner) if self.groups > 1 else SerialCommunicator()
+        self.channels.append(group)
+        self._learner = SuperLearner(effective=self._effective).attach(self.replica, group, self.timeline)
         self._steps = 0  # since the last exchange was asked for
         self._staleness: list[int] = []  # gradients by their staleness
 
@@ -173,15 +168,6 @@ class AdPsgd(Strategy):
             "exchanges": self._effective.num_mixings,
             "skipped": self._gossip.num_skipped,
         }
-
-    @property
-    def peer_bytes(self) -> int:
-        """Bytes sent to partners, and inside the group."""
-        return super().peer_bytes + round(self._learner.comm.sent_bytes)
-
-    def close(self) -> None:
-        super().close()
-        self._learner.comm.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.statistics(), "begun": self._gossip.num_begun, "steps": self._steps}

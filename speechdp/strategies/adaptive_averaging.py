@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError
 from speechdp.parallel.period import Period, PeriodUnit
-from speechdp.parallel.replica import Replica
-from speechdp.parallel.strategy import Progress
+from speechdp.parallel.strategy import Progress, Traits
 from speechdp.strategies.mechanisms.window_loss import WindowLoss
 from speechdp.strategies.model_averaging import ModelAveraging
-from speechdp.timing.timeline import Span, Timeline
+from speechdp.timing.timeline import Span
 
 #: Share of training over which learning_rate=scale raises the learning rate.
 _WARMUP_SHARE = 0.25
@@ -62,6 +60,15 @@ class AdaptiveAveraging(ModelAveraging):
     #: The schedule's learning rate, or raised with the number of learners while the period is shortened.
     learning_rate: Literal["keep", "scale"] = "keep"
 
+    @property
+    def traits(self) -> Traits:
+        traits = super().traits
+        return replace(
+            traits,
+            counts_frames=traits.counts_frames or self.interval.unit is PeriodUnit.FRAMES,
+            follows_whole_run=traits.follows_whole_run or self.learning_rate == "scale",
+        )
+
     def check_options(self) -> None:
         super().check_options()
         if not 1 <= self.growth < math.inf:
@@ -75,21 +82,14 @@ class AdaptiveAveraging(ModelAveraging):
     def current_period(self) -> Period:
         return Period(self._value, self.period.unit)
 
-    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
-        super().attach(replica, comm, timeline)
+    def set_up(self) -> None:
+        super().set_up()
         self._value = self.period.value  # of the period in force
         self._loss = WindowLoss()  # since the rule was last used
         self._last_use = 0.0  # step, frames per rank or seconds on rank 0, as `interval` has it
         self._first_loss = 0.0  # 0: not known yet
         self._first_rate = self._last_rate = 0.0
-
-    @property
-    def counts_frames(self) -> bool:  # type: ignore[override]
-        return super().counts_frames or self.interval.unit is PeriodUnit.FRAMES
-
-    @property
-    def follows_whole_run(self) -> bool:  # type: ignore[override]
-        return super().follows_whole_run or self.learning_rate == "scale"
+        self._rate_factor = 1.0  # by which the schedule's learning rate is multiplied
 
     def observe_loss(self, total: Tensor, frames: int) -> None:
         super().observe_loss(total, frames)
@@ -100,7 +100,11 @@ class AdaptiveAveraging(ModelAveraging):
         if self.learning_rate == "scale":
             full = min(max(self.comm.size**2 / self.period.value, 1.0), float(self.comm.size))
             done = progress.epoch / progress.num_epochs / _WARMUP_SHARE
-            self.learning_rate_factor = 1.0 + (full - 1.0) * min(done, 1.0)
+            self._set_rate_factor(1.0 + (full - 1.0) * min(done, 1.0))
+
+    def _set_rate_factor(self, factor: float) -> None:
+        self._rate_factor = factor
+        self.replica.set_learning_rate_factor(factor)
 
     def start_apart(self) -> None:
         super().start_apart()
@@ -132,7 +136,7 @@ class AdaptiveAveraging(ModelAveraging):
         return self._first_loss > 0 and now - self._last_use < self.interval.value
 
     def _use_rule(self, loss: float) -> None:
-        rate = self.replica.learning_rate / self.learning_rate_factor
+        rate = self.replica.learning_rate / self._rate_factor
         if self._first_loss > 0:
             self._value = self._next_value(loss, rate)
         elif 0 < loss < math.inf:
@@ -144,7 +148,7 @@ class AdaptiveAveraging(ModelAveraging):
             return self._value
         # A schedule that warms up from 0 has no ratio to go by.
         rates = self._first_rate / rate if rate > 0 and self._first_rate > 0 else 1.0
-        shortened = self.period.value / self.learning_rate_factor
+        shortened = self.period.value / self._rate_factor
         wanted = self._whole(shortened * math.sqrt(rates * loss / self._first_loss))
         if self.halve and wanted >= self._value and rate >= self._last_rate:
             wanted = self._whole(self._value / 2)
@@ -165,7 +169,7 @@ class AdaptiveAveraging(ModelAveraging):
             "first_loss": self._first_loss,
             "first_rate": self._first_rate,
             "last_rate": self._last_rate,
-            "learning_rate_factor": self.learning_rate_factor,
+            "learning_rate_factor": self._rate_factor,
             "interval_loss": self._loss.state_dict(),
         }
 
@@ -173,5 +177,5 @@ class AdaptiveAveraging(ModelAveraging):
         super().load_state_dict(state)
         for name in ("value", "last_use", "first_loss", "first_rate", "last_rate"):
             setattr(self, f"_{name}", state[name])
-        self.learning_rate_factor = state["learning_rate_factor"]
+        self._set_rate_factor(state["learning_rate_factor"])
         self._loss.load_state_dict(state["interval_loss"])

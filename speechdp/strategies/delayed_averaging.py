@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from speechdp.comm.base import Communicator, Work
+from speechdp.comm.base import Work
 from speechdp.errors import ConfigError
 from speechdp.parallel.period import Period, PeriodUnit
-from speechdp.parallel.replica import Replica
 from speechdp.parallel.strategy import Progress
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
-from speechdp.timing.timeline import Span, Timeline
+from speechdp.timing.timeline import Span
 
 #: Fragments begin at multiples of this, as the tensors in the flat vector do.
 _ALIGNMENT_BYTES = 64
@@ -92,16 +91,16 @@ class DelayedAveraging(PeriodicStrategy):
         """The time between exchanges: each fragment's period, divided among the fragments."""
         return self.period if self.fragments == 1 else Period(self.period.value / self.fragments)
 
-    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
-        super().attach(replica, comm, timeline)
-        values = replica.parameters.values
+    def set_up(self) -> None:
+        super().set_up()
+        values = self.replica.parameters.values
         align = _ALIGNMENT_BYTES // values.element_size()
         cuts = [values.numel() * f // self.fragments // align * align for f in range(self.fragments)]
         self._borders = [*cuts, values.numel()]
         longest = max(b - a for a, b in zip(self._borders, self._borders[1:], strict=False))
         # One exchange is under way at a time, so these two serve all fragments.
-        self._snapshot = values.new_empty(longest if comm.size > 1 else 0)
-        self._travelling = values.new_empty(longest + 1 if comm.size > 1 else 0)
+        self._snapshot = values.new_empty(longest if self.comm.size > 1 else 0)
+        self._travelling = values.new_empty(longest + 1 if self.comm.size > 1 else 0)
         self._next_fragment = 0
         #: Frames of this rank from each fragment's last average to the beginning of the window.
         self._earlier_frames = [0] * self.fragments

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -12,8 +12,7 @@ from torch import Tensor
 from speechdp.comm.background import JobThread
 from speechdp.comm.base import Communicator, PeerCommunicator, Work
 from speechdp.parallel.period import Period
-from speechdp.parallel.replica import Replica
-from speechdp.parallel.strategy import Progress
+from speechdp.parallel.strategy import Progress, Traits
 from speechdp.strategies.mechanisms import topology
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
 from speechdp.strategies.mechanisms.topology import Mixing
@@ -56,22 +55,18 @@ class Dpsgd(PeriodicStrategy):
     seed: int = 0
 
     @property
-    def needs_peers(self) -> bool:  # type: ignore[override]
-        return self.topology != "complete"
+    def traits(self) -> Traits:
+        return replace(super().traits, needs_peers=self.topology != "complete", partners_follow_size=True)
 
-    @property
-    def resumes_with_other_size(self) -> bool:
-        return True  # who averages with whom follows from the number of ranks and the exchange alone
-
-    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
-        super().attach(replica, comm, timeline)
+    def set_up(self) -> None:
+        super().set_up()
         self._mixing_due = False
         self._num_mixings = 0
         self._route: _Route
         if self.topology == "complete":
-            self._route = _AllToAll(comm, replica.parameters.values)
+            self._route = _AllToAll(self.comm, self.replica.parameters.values)
         else:
-            self._route = _Neighbours(self.peers, timeline, replica.parameters.values)
+            self._route = _Neighbours(self.peers, self.timeline, self.replica.parameters.values)
 
     def resume(self) -> None:
         self._route.open()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError
 from speechdp.parallel.period import PeriodUnit
-from speechdp.parallel.replica import Replica
-from speechdp.parallel.strategy import Progress
+from speechdp.parallel.roster import Roster
+from speechdp.parallel.strategy import Progress, Traits
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
 from speechdp.strategies.mechanisms.server import (
     SERVER,
@@ -22,9 +22,9 @@ from speechdp.strategies.mechanisms.server import (
     Server,
     ServerRequest,
     refuse_too_few,
-    worker_shard,
+    worker_roster,
 )
-from speechdp.timing.timeline import Span, Timeline
+from speechdp.timing.timeline import Span
 
 #: alpha times the number of workers, unless alpha is given.
 _DEFAULT_BETA = 0.9
@@ -72,12 +72,12 @@ class Easgd(PeriodicStrategy):
     dedicated: bool = False
 
     @property
-    def synchronous(self) -> bool:  # type: ignore[override]
-        return self.mode == "sync"
+    def traits(self) -> Traits:
+        together = self.mode == "sync"
+        return replace(super().traits, synchronous=together, needs_peers=not together)
 
-    @property
-    def needs_peers(self) -> bool:  # type: ignore[override]
-        return self.mode == "async"
+    def roster(self, size: int) -> Roster:
+        return worker_roster(size, dedicated=self.dedicated)
 
     def check_options(self) -> None:
         if not 0 <= self.alpha < 1:
@@ -85,21 +85,19 @@ class Easgd(PeriodicStrategy):
         if self.dedicated and self.mode == "sync":
             raise ConfigError("easgd:dedicated=true,mode=sync: there is no server; leave one of them out")
 
-    def check_backend(self) -> None:
+    def check_ranks(self, comm: Communicator) -> None:
         if self.dedicated:
-            refuse_too_few("easgd", self.comm.size, 3)
-        if self.mode == "sync" and self.alpha * self.comm.size > 1:
+            refuse_too_few("easgd", comm.size, 3)
+        if self.mode == "sync" and self.alpha * comm.size > 1:
             raise ConfigError(
-                f"easgd:alpha={self.alpha},mode=sync: with {self.comm.size} ranks the centre would overshoot "
-                f"their mean; use alpha <= {1 / self.comm.size:.4g}"
+                f"easgd:alpha={self.alpha},mode=sync: with {comm.size} ranks the centre would overshoot "
+                f"their mean; use alpha <= {1 / comm.size:.4g}"
             )
+        super().check_ranks(comm)
 
-    def shard(self, rank: int, size: int) -> tuple[int | None, int]:
-        return worker_shard(rank, size, dedicated=self.dedicated)
-
-    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
-        super().attach(replica, comm, timeline)
-        self._num_workers = comm.size - self.dedicated
+    def set_up(self) -> None:
+        super().set_up()
+        self._num_workers = self.comm.size - self.dedicated
         self._alpha = self.alpha or _DEFAULT_BETA / self._num_workers
         #: On rank 0, with mode=sync on every rank; None elsewhere and with a single worker.
         self._centre: Tensor | None = None
@@ -107,8 +105,8 @@ class Easgd(PeriodicStrategy):
         self._link: Link | None = None
         if self._num_workers == 1:
             return
-        if comm.rank == SERVER or self.mode == "sync":
-            self._centre = replica.parameters.values.clone()
+        if self.comm.rank == SERVER or self.mode == "sync":
+            self._centre = self.replica.parameters.values.clone()
         if self.mode == "async":
             if self._centre is not None:
                 self._server = _Centre(self._centre, self._alpha)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError
-from speechdp.parallel.replica import Replica
-from speechdp.parallel.strategy import Progress
+from speechdp.parallel.strategy import Progress, Traits
 from speechdp.strategies.mechanisms.last_models import LastModels
 from speechdp.strategies.mechanisms.periodic import MomentumRule, PeriodicStrategy
 from speechdp.strategies.mechanisms.window_loss import WindowLoss
-from speechdp.timing.timeline import Span, Timeline
+from speechdp.timing.timeline import Span
 
 
 @dataclass(eq=False)
@@ -52,6 +50,16 @@ class ModelAveraging(PeriodicStrategy):
     #: Models of the end of training that the final model may be a mean of; 0: it is the last average.
     combine: int = 0
 
+    @property
+    def traits(self) -> Traits:
+        combines = self.combine > 0
+        return replace(
+            super().traits,
+            follows_whole_run=combines,
+            offers_models=combines,
+            survives_divergence=self.leave_out > 0,
+        )
+
     def check_options(self) -> None:
         for name in ("leave_out", "max_change"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -59,22 +67,14 @@ class ModelAveraging(PeriodicStrategy):
         if self.combine < 0 or self.combine == 1:
             raise ConfigError(f"{self.name}:combine={self.combine}: must be 0 (off) or at least 2 models")
 
-    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
-        super().attach(replica, comm, timeline)
+    def set_up(self) -> None:
+        super().set_up()
         self._window_loss = WindowLoss()
         self._rounds = 0  # averages so far
         self._times_left_out = 0  # of this rank
         self._share: float | None = None  # weight that a rule has given this rank in the average under way
-        self._last_models = LastModels(self.combine, comm)
-        self._before = replica.parameters.values.clone() if self.max_change > 0 else None
-
-    @property
-    def survives_divergence(self) -> bool:  # type: ignore[override]
-        return self.comm.size > 1 and self.leave_out > 0
-
-    @property
-    def follows_whole_run(self) -> bool:  # type: ignore[override]
-        return self.combine > 0
+        self._last_models = LastModels(self.combine, self.comm)
+        self._before = self.replica.parameters.values.clone() if self.max_change > 0 else None
 
     @property
     def _judges(self) -> bool:
@@ -82,6 +82,7 @@ class ModelAveraging(PeriodicStrategy):
         return self.comm.size > 1 and (self.leave_out > 0 or (self.first == "best" and self._rounds == 0))
 
     def observe_loss(self, total: Tensor, frames: int) -> None:
+        """Keep the loss where an average depends on it."""
         if self._judges:
             self._window_loss.add(total, frames)
 

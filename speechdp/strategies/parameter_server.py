@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from torch import Tensor
 from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError
 from speechdp.parallel.replica import Replica
-from speechdp.parallel.strategy import Progress, Strategy
+from speechdp.parallel.roster import Roster
+from speechdp.parallel.strategy import Progress, Strategy, Traits
 from speechdp.strategies.mechanisms.server import (
     SERVER,
     Kind,
@@ -21,9 +22,9 @@ from speechdp.strategies.mechanisms.server import (
     Server,
     ServerRequest,
     refuse_too_few,
-    worker_shard,
+    worker_roster,
 )
-from speechdp.timing.timeline import Span, Timeline
+from speechdp.timing.timeline import Span
 
 _GRADIENTS, _PARAMETERS = 0, 1  # tags of mode=sync
 
@@ -72,9 +73,6 @@ class ParameterServer(Strategy):
     SGD or Adagrad), one server for all parameters (there: shards), gradients in the order of arrival.
     """
 
-    needs_peers: ClassVar[bool] = True
-    updates_elsewhere: ClassVar[bool] = True
-
     #: Apply each gradient on arrival, or wait for all of a step.
     mode: Literal["async", "sync"] = "async"
     #: Divide the learning rate by the gradient's age.
@@ -83,12 +81,12 @@ class ParameterServer(Strategy):
     dedicated: bool = False
 
     @property
-    def synchronous(self) -> bool:  # type: ignore[override]
-        return self.mode == "sync"
+    def traits(self) -> Traits:
+        together = self.mode == "sync"
+        return Traits(synchronous=together, replicas_equal=together, needs_peers=True, updates_elsewhere=True)
 
-    @property
-    def replicas_equal(self) -> bool:  # type: ignore[override]
-        return self.mode == "sync"
+    def roster(self, size: int) -> Roster:
+        return worker_roster(size, dedicated=self.dedicated)
 
     def check_options(self) -> None:
         if self.staleness_aware and self.mode == "sync":
@@ -96,23 +94,20 @@ class ParameterServer(Strategy):
                 "parameter_server:staleness_aware=true,mode=sync: no gradient is stale; leave one of them out"
             )
 
-    def check_backend(self) -> None:
+    def check_ranks(self, comm: Communicator) -> None:
         if self.dedicated:
-            refuse_too_few("parameter_server", self.comm.size, 2)
+            refuse_too_few("parameter_server", comm.size, 2)
+        super().check_ranks(comm)
 
-    def shard(self, rank: int, size: int) -> tuple[int | None, int]:
-        return worker_shard(rank, size, dedicated=self.dedicated)
-
-    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
-        super().attach(replica, comm, timeline)
+    def set_up(self) -> None:
         self._master: _Master | None = None
         if self.mode == "async":
-            if comm.rank == SERVER:
+            if self.comm.rank == SERVER:
                 aware, alone = self.staleness_aware, self.dedicated
-                self._master = _Master(replica, staleness_aware=aware, alone=alone)
+                self._master = _Master(self.replica, staleness_aware=aware, alone=alone)
             self._link = Link(self.peers, self._master)
-        elif comm.rank == SERVER and comm.size > 1:
-            self._received = torch.empty_like(replica.gradients.whole)
+        elif self.comm.rank == SERVER and self.comm.size > 1:
+            self._received = torch.empty_like(self.replica.gradients.whole)
 
     def resume(self) -> None:
         if self.mode == "sync":

@@ -23,11 +23,10 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.perturb import speed_of_utterances
 from speechdp.data.transforms.preprocess import CACHE_BYTES
 from speechdp.dealing.batch_client import Dealing
-from speechdp.dealing.batch_server import DealingLimits, Desk, Roster
+from speechdp.dealing.batch_server import DealingLimits, Desk
 from speechdp.errors import ConfigError, ShardError
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import TrainOptions
-from speechdp.parallel.registry import parse_strategy
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.run_files import Metrics, RunDirectory
 from speechdp.parallel.strategy import Strategy
@@ -49,7 +48,7 @@ _READ_AHEAD, _READ_AHEAD_APART = 4, 1
 
 def training_ranks(options: TrainOptions, size: int) -> int:
     """Return how many of `size` ranks train; with some strategies others only serve."""
-    return parse_strategy(options.strategy).shard(0, size)[1]
+    return options.strategy.parsed.roster(size).num_parts
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def check_sources(session: Session, options: TrainOptions, strategy: Strategy) -
     check_alignments(options.alignments)
     if options.loading.preprocess_on == "gpu" and session.device.type != "cuda":
         raise ConfigError("--preprocess-on gpu: this rank computes on the CPU; leave it out, or see to a GPU")
-    if options.batch.order == "blocking-sort" and not strategy.synchronous:
+    if options.batch.order == "blocking-sort" and not strategy.traits.synchronous:
         raise ConfigError(
             f"--order blocking-sort: {strategy.name} reads batch by batch; choose another order or strategy"
         )
@@ -140,13 +139,14 @@ def open_loader(
     plan = Planner(epoch_planner(session, source, options), options.num_epochs)
     stack.callback(plan.close)
     dealing = None
-    if strategy.synchronous:
-        part = strategy.shard(comm.rank, comm.size)[0]
+    together = strategy.traits.synchronous
+    if together:
+        part = strategy.roster(comm.size).part_of_rank[comm.rank]
         assignments = planned(plan, part, options.num_epochs, trainer.position)
     else:
         dealing = _open_dealing(session, options, trainer, plan)
         assignments = dealing.assignments()
-    loader = _make_loader(session, options, source, assignments, together=strategy.synchronous)
+    loader = _make_loader(session, options, source, assignments, together=together)
     stack.enter_context(loader)
     if dealing is not None:
         stack.callback(dealing.stop_asking)  # before the loader's thread, which asks, is joined
@@ -174,9 +174,8 @@ def _open_dealing(
     session: Session, options: TrainOptions, trainer: Trainer, plan: Callable[[int], EpochPlan]
 ) -> Dealing:
     """Open the dealing of an asynchronous run.  Collective."""
-    comm, strategy = session.comm, trainer.parts.strategy
-    parts = [strategy.shard(rank, comm.size)[0] for rank in range(comm.size)]
-    roster = Roster(parts, strategy.teams(comm.size))
+    comm = session.comm
+    roster = trainer.parts.strategy.roster(comm.size)
     desk = None
     if comm.rank == 0:
         limits = DealingLimits(options.num_epochs, options.checkpoint_steps, options.max_steps)
@@ -237,8 +236,7 @@ def build_trainer(
             run_dir / "timeline" / f"rank-{comm.rank:04d}.jsonl", rank=comm.rank, device=session.device
         )
     stack.callback(timeline.close)
-    strategy = parse_strategy(options.strategy)
-    strategy.attach(replica, comm, timeline)
+    strategy = options.strategy.parsed.attach(replica, comm, timeline)
     # From here on ranks draw different random numbers (dropout).
     torch.manual_seed(options.seed * 65_537 + comm.rank)
     pulse, task = Pulse(), options.make_task()

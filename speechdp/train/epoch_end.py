@@ -7,6 +7,7 @@ import torch
 from speechdp.comm.base import ReduceOp
 from speechdp.parallel.batch_statistics import average_statistics, averaged_statistics
 from speechdp.parallel.run_files import Metrics
+from speechdp.parallel.strategy import final_models
 from speechdp.timing.timeline import Span
 from speechdp.train.evaluate import HeldOutScores, choose_final_model, relative_distance
 from speechdp.train.trainer_state import Standing, TrainingParts
@@ -42,7 +43,7 @@ def settle_final_model(parts: TrainingParts) -> None:
     The held-out split chooses among the models a strategy has kept (Kaldi's final combination).
     """
     average_statistics(parts.model, parts.comm, has_trained=_has_trained(parts))
-    candidates = parts.strategy.final_models()
+    candidates = final_models(parts.strategy)
     if candidates:
         with parts.timeline.event(Span.EVAL):
             best = choose_final_model(
@@ -54,7 +55,7 @@ def settle_final_model(parts: TrainingParts) -> None:
 def _evaluate(parts: TrainingParts) -> tuple[HeldOutScores, float]:
     """Score the model the strategy shows; return the farthest replica's distance too.  Collective."""
     values = parts.replica.parameters.values
-    own = None if parts.strategy.replicas_equal else values.clone()
+    own = None if parts.strategy.traits.replicas_equal else values.clone()
     statistics = averaged_statistics(parts.model, parts.comm, has_trained=_has_trained(parts))
     with parts.strategy.evaluation_parameters(), statistics:
         distance = torch.zeros(1, dtype=torch.float64) if own is None else relative_distance(own, values)
@@ -66,4 +67,4 @@ def _evaluate(parts: TrainingParts) -> tuple[HeldOutScores, float]:
 
 def _has_trained(parts: TrainingParts) -> bool:
     """Return whether this rank trains; with some strategies others only serve."""
-    return parts.strategy.shard(parts.comm.rank, parts.comm.size)[0] is not None
+    return parts.strategy.roster(parts.comm.size).part_of_rank[parts.comm.rank] is not None

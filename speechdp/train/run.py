@@ -18,7 +18,7 @@ from speechdp.dealing.batch_client import Dealing
 from speechdp.errors import ConfigError, RunError
 from speechdp.feeding.fed_source import gather_feeder_times
 from speechdp.options.run import TrainOptions
-from speechdp.parallel.registry import describe, parse_strategy
+from speechdp.parallel.registry import describe
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.parallel.strategy import Strategy
 from speechdp.process.ending import Stopped
@@ -64,7 +64,7 @@ def _train_run(
 ) -> None:
     # Refuses a batch that cannot be shared out before a run is begun.
     resolved = options.resolve(training_ranks(options, session.comm.size))
-    strategy = parse_strategy(options.strategy)
+    strategy = options.strategy.parsed
     begin_tolerating(session, options, strategy)
     strategy.check_ranks(session.comm)
     if session.dataset.alignment == UNALIGNED:
@@ -167,7 +167,7 @@ def _prepare_folder(
             )
     comm.barrier()
     notices: list[str] = []
-    any_size = parse_strategy(options.strategy).resumes_with_other_size
+    any_size = options.strategy.parsed.traits.resumes_with_other_size
     state = load_checkpoint(run.path, comm, notices, any_size=any_size) if resume else None
     for notice in notices:
         session.reporter.notice(notice)
@@ -227,13 +227,13 @@ def _facts_of_size(session: Session, options: TrainOptions) -> dict[str, Any]:
 
 
 def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
-    strategy = parse_strategy(options.strategy)
+    strategy = options.strategy.parsed
     workers = training_ranks(options, session.comm.size)
     resolved = options.resolve(workers)
     return {
         "strategy": describe(strategy),
         "strategy_name": strategy.name,
-        "period": strategy.exchange_period,
+        "period": strategy.traits.period,
         "backend": session.comm.backend,
         "device": str(session.device.type),
         "seed": options.seed,

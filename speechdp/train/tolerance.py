@@ -18,7 +18,7 @@ def begin_tolerating(session: Session, options: TrainOptions, strategy: Strategy
     """
     if not options.faults.tolerate_loss:
         return
-    if not strategy.survives_loss:
+    if not strategy.traits.survives_loss:
         raise ConfigError(
             f"--tolerate-loss: {options.strategy} waits for every rank in its exchanges; choose --strategy "
             "ad_psgd (without groups), or leave it out and see speechdp launch --max-restarts"

@@ -76,7 +76,7 @@ class Trainer:
         parts.pulse.beat("training")
         parts.strategy.resume()
         try:
-            if parts.strategy.synchronous:
+            if parts.strategy.traits.synchronous:
                 self._run_together(loader, stop)
             else:
                 self._run_apart(loader)
@@ -172,8 +172,7 @@ class Trainer:
     def _train(self, step: Step) -> None:
         parts, counters = self.parts, self.counters
         before, after = (step.epoch + (step.at.index + i) / step.at.num_steps for i in (0, 1))
-        learning_rate = parts.schedule.at(before) * parts.strategy.learning_rate_factor
-        parts.replica.set_learning_rate(learning_rate)
+        parts.replica.set_learning_rate(parts.schedule.at(before))
         work = TrainingStep(parts.strategy, parts.timeline, step.batch.num_frames)
         work.begin()
         if step.batch.num_frames > 0:
@@ -209,7 +208,7 @@ class Trainer:
                 time.sleep((parts.slowness - 1) * (time.perf_counter() - begun_s))
 
     def _note_loss(self, total: Tensor, num_frames: int, step: Step) -> None:
-        if self.parts.strategy.survives_divergence:
+        if self.parts.survives_divergence:
             total = total.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         self._at.epoch_loss[0] += total
         self._at.epoch_loss[1] += num_frames
@@ -255,7 +254,7 @@ class Trainer:
             RunError: the one before cannot be written, or this would hold parameters nobody can go on from.
         """
         is_finite = bool(self.parts.replica.parameters.values.isfinite().all())
-        if not (is_finite or self.parts.strategy.survives_divergence):
+        if not (is_finite or self.parts.survives_divergence):
             self._refuse(f"a parameter is not finite after step {self.counters.step}")
         if self._saved_at == self._place:
             return

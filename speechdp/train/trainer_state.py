@@ -74,6 +74,11 @@ class TrainingParts:
     pulse: Pulse = field(default_factory=Pulse)
     """Told of progress; the watchdog listens."""
 
+    @property
+    def survives_divergence(self) -> bool:
+        """Whether other ranks mend a loss or parameters of this one that are no longer numbers."""
+        return self.comm.size > 1 and self.strategy.traits.survives_divergence
+
 
 @dataclass
 class Standing:
@@ -98,7 +103,7 @@ def collect_state(parts: TrainingParts, at: Standing) -> RankState:
     if parts.device.type == "cuda":
         tensors["random.cuda"] = torch.cuda.get_rng_state(parts.device)
     # Equal replicas are saved once, not once a rank.
-    if parts.comm.rank == 0 or not parts.strategy.replicas_equal:
+    if parts.comm.rank == 0 or not parts.strategy.traits.replicas_equal:
         tensors["parameters"] = parts.replica.parameters.values
         for name, tensor in parts.replica.optimizer_tensors().items():
             tensors[f"optimizer.{name}"] = tensor
@@ -134,7 +139,7 @@ def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: i
         parts.replica.parameters.values.copy_(tensors["parameters"])
         optimizer = {k: v for k, v in tensors.items() if k.startswith("optimizer.")}
         parts.replica.load_optimizer_tensors({k.removeprefix("optimizer."): v for k, v in optimizer.items()})
-    if parts.strategy.replicas_equal:
+    if parts.strategy.traits.replicas_equal:
         _share_replica(parts.replica, parts.comm)
     statistics = {k.removeprefix("statistics."): v for k, v in tensors.items() if k.startswith("statistics.")}
     load_statistics(parts.model, statistics)

@@ -35,7 +35,7 @@ def watched(
         StatusFolder(run_dir),
         observer.look,
         observer.others,
-        synchronous=trainer.parts.strategy.synchronous,
+        synchronous=trainer.parts.strategy.traits.synchronous,
         prefix="speechdp" if session.comm.size == 1 else f"speechdp: {observer.name}",
         before_end=session.reporter.end,
         fed_by=_feeders(session),
@@ -100,7 +100,7 @@ class _Observer:
             return True
         if doing == Span.DATA_WAIT.value:
             # An asynchronous rank may have to wait until it is dealt a batch, or the next meeting.
-            is_dealt = not self._trainer.parts.strategy.synchronous
+            is_dealt = not self._trainer.parts.strategy.traits.synchronous
             return is_dealt and is_anywhere_in("dealing/batch_client.py", "assignments")
         if doing == Span.CHECKPOINT.value and is_anywhere_in("checkpoint/writer.py", "_collect"):
             return True  # rank 0's thread waits for the files of the others

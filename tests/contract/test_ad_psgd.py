@@ -61,13 +61,11 @@ def test_groups_that_do_not_divide_the_ranks_are_refused_before_step_1() -> None
             Descent(comm, ":groups=2")
 
     run_threads(3, check)
-    with pytest.raises(ConfigError, match="5 ranks"):
-        parse_strategy("ad_psgd:groups=4").teams(5)
 
 
 def test_teams_are_the_groups() -> None:
-    assert parse_strategy("ad_psgd:groups=2").teams(6) == [0, 0, 1, 1, 2, 2]
-    assert parse_strategy("ad_psgd").teams(3) == [0, 1, 2]
+    assert parse_strategy("ad_psgd:groups=2").roster(6).team_of_rank == [0, 0, 1, 1, 2, 2]
+    assert parse_strategy("ad_psgd").roster(3).team_of_rank == [0, 1, 2]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

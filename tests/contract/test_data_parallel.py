@@ -310,10 +310,10 @@ def test_evaluation_shows_the_same_model_everywhere_and_leaves_no_trace(strategy
                 assert_bitwise_equal_over_ranks(comm, values(script.model), strategy)
                 assert not script.model.norm.training
             assert script.model.norm.training
-            if script.run.strategy.synchronous:
+            if script.run.strategy.traits.synchronous:
                 assert torch.equal(values(script.model), own), f"{strategy}: evaluation left a trace"
             script.train(5)
-        if script.run.strategy.synchronous and script.run.strategy.name != "parameter_server":
+        if script.run.strategy.traits.synchronous and script.run.strategy.name != "parameter_server":
             assert torch.equal(values(script.model), other.trained()), f"{strategy}: evaluation left a trace"
 
     run_threads(2, check)

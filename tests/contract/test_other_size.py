@@ -18,7 +18,7 @@ from speechdp.errors import CommunicationError, RunError
 from speechdp.options.batch import BatchOptions
 from speechdp.options.model import ModelOptions
 from speechdp.options.run import TrainOptions
-from speechdp.parallel.registry import parse_strategy
+from speechdp.parallel.registry import StrategyChoice, parse_strategy
 from speechdp.report.runs.folders import read_run
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
@@ -101,7 +101,7 @@ def go_on(dataset: Dataset, options: TrainOptions, run: Path, size: int) -> list
 def test_every_frame_is_trained_on_once_in_the_epochs_to_come(
     dataset: Dataset, tmp_path: Path, strategy: str, before: int, after: int
 ) -> None:
-    options = dataclasses.replace(OPTIONS, strategy=strategy)
+    options = dataclasses.replace(OPTIONS, strategy=StrategyChoice(strategy))
     step = kill(dataset, options, tmp_path, before, at_step=5)
     assert step == 4
     notices = go_on(dataset, options, tmp_path, after)
@@ -157,8 +157,8 @@ def test_what_is_recorded_of_ranks_that_are_no_more(dataset: Dataset, tmp_path: 
 
 @pytest.mark.parametrize("strategy", WITH_ROLES)
 def test_strategies_with_roles_are_refused(dataset: Dataset, tmp_path: Path, strategy: str) -> None:
-    assert not parse_strategy(strategy).resumes_with_other_size
-    options = dataclasses.replace(OPTIONS, strategy=strategy, checkpoint_steps=0, epochs=1)
+    assert not parse_strategy(strategy).traits.resumes_with_other_size
+    options = dataclasses.replace(OPTIONS, strategy=StrategyChoice(strategy), checkpoint_steps=0, epochs=1)
     run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path))
     (tmp_path / "completed.json").unlink()
     with pytest.raises((RunError, CommunicationError), match="written by 2 ranks, cannot be resumed by 3"):

@@ -32,6 +32,7 @@ from speechdp.options.batch import BatchOptions
 from speechdp.options.faults import FaultOptions
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.parallel.registry import StrategyChoice
 from speechdp.train import build, run, stop
 from speechdp.train.progress import SilentReporter
 from speechdp.train.realign import train_with_realignment
@@ -99,7 +100,7 @@ class Story:
     @property
     def options(self) -> TrainOptions:
         """Options of the run."""
-        options = dataclasses.replace(_OPTIONS, strategy=self.strategy)
+        options = dataclasses.replace(_OPTIONS, strategy=StrategyChoice(self.strategy))
         if self.interruption == "lost":
             options = dataclasses.replace(options, faults=dataclasses.replace(_FAULTS, tolerate_loss=True))
         return dataclasses.replace(options, realign=1, realign_epochs=1) if self.realigns else options

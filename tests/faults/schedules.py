@@ -79,7 +79,7 @@ class Schedule:
         size = 2 if "groups=2" in strategy else rng.choice((2, 3))
         made = parse_strategy(strategy)
         interruption = rng.choice(_INTERRUPTIONS)
-        may_lose = made.survives_loss and "groups=2" not in strategy
+        may_lose = made.traits.survives_loss and "groups=2" not in strategy
         if interruption == "lost" and not may_lose:
             interruption = "stopped"
         story = Story(
@@ -88,7 +88,7 @@ class Schedule:
             interruption,
             num_feeders=0 if interruption == "lost" else rng.choice((0, 0, 0, 1, 2)),
             realigns=rng.random() < 0.15,
-            repeats=made.synchronous and strategy not in _BY_THE_CLOCK,
+            repeats=made.traits.synchronous and strategy not in _BY_THE_CLOCK,
         )
         return cls(seed, story, Pace.draw(seed, size))
 

@@ -6,6 +6,7 @@ from speechdp.data.transforms.preprocess import AugmentOptions
 from speechdp.options.batch import BatchOptions
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.parallel.registry import StrategyChoice
 from tests.helpers.tiny_data import TinySizes
 
 CHECKPOINT_STEPS = 4
@@ -30,7 +31,7 @@ def _options(
         batch,
         optimizer,
         augment=AugmentOptions(spec_augment=batch is _CHUNKS),
-        strategy=strategy,
+        strategy=StrategyChoice(strategy),
         epochs=2,
         checkpoint_steps=CHECKPOINT_STEPS,
     )
@@ -61,7 +62,7 @@ SYNTHESIS_CASES = {
         ModelOptions(reduction=2),
         _BATCHES,
         OptimizerOptions("adam", learning_rate=0.01),
-        strategy=strategy,
+        strategy=StrategyChoice(strategy),
         task="synthesis",
         epochs=2,
         checkpoint_steps=CHECKPOINT_STEPS,

@@ -15,6 +15,7 @@ from speechdp.experiments.compare.plan import SEQUENTIAL, ComparePlan, stretched
 from speechdp.experiments.compare.record import RunRecord
 from speechdp.experiments.compare.training import ComparedTraining, log_of
 from speechdp.options.run import TrainOptions
+from speechdp.parallel.registry import StrategyChoice
 
 ALIGNMENT = "alignment"
 
@@ -50,7 +51,7 @@ class CompareRequest:
 
     def options_of(self, strategy: str, seed: int) -> TrainOptions:
         """Return the options of a run at equal frames."""
-        return dataclasses.replace(self.options, strategy=strategy, seed=seed)
+        return dataclasses.replace(self.options, strategy=StrategyChoice(strategy), seed=seed)
 
 
 class OwnTraining(ComparedTraining):

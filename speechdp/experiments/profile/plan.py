@@ -12,7 +12,6 @@ from speechdp.experiments.profile.record import BLOCKING, FED, KINDS, MODULES, P
 from speechdp.options.batch import BatchOptions, LoadingOptions
 from speechdp.options.recipe import find_recipe
 from speechdp.options.run import TrainOptions
-from speechdp.parallel.registry import parse_strategy
 
 #: Kinds that are measured on the most ranks alone: what they are compared with is one another.
 _ON_MOST_RANKS = (BLOCKING, POOLED, FED)
@@ -143,8 +142,8 @@ def check_options(options: TrainOptions) -> None:
         raise ConfigError("--realign does not apply to profile: it measures steps of one training")
     if options.batch.order == "blocking-sort":
         raise ConfigError("--order blocking-sort: profile measures it by itself, in the job blocking-N")
-    strategy = parse_strategy(options.strategy)
-    if not strategy.synchronous:
+    strategy = options.strategy.parsed
+    if not strategy.traits.synchronous:
         raise ConfigError(f"--strategy {strategy.name}: its ranks have no step in common to be measured")
 
 
@@ -164,7 +163,8 @@ def _options_of(kind: str, ranks: int, options: TrainOptions) -> TrainOptions:
         batch = dataclasses.replace(batch, order="blocking-sort")
     if kind == POOLED:
         batch = dataclasses.replace(batch, order="pooled")
-    strategy = _without_overlap(options.strategy)
+    # Exchange after backward, not during it: functions are to be told apart.
+    strategy = options.strategy.with_default("overlap", "false")
     # One rank needs no back-end: some ask for a launcher, which it may have to do without.
     backend = "auto" if ranks == 1 and not loading.feeders else options.backend
     return dataclasses.replace(options, batch=batch, loading=loading, strategy=strategy, backend=backend)
@@ -181,10 +181,3 @@ def _shared_out(batch: BatchOptions, ranks: int) -> BatchOptions:
             f"that is a multiple of {ranks}"
         )
     return dataclasses.replace(batch, batch_size=batch.batch_size // ranks)
-
-
-def _without_overlap(text: str) -> str:
-    """Have a strategy exchange after backward, not during it: functions are to be told apart."""
-    if not hasattr(parse_strategy(text), "overlap") or "overlap=" in text:
-        return text
-    return f"{text}{',' if ':' in text else ':'}overlap=false"

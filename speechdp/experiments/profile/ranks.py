@@ -27,7 +27,6 @@ from speechdp.experiments.profile.measured import WHOLE, StepRecord
 from speechdp.experiments.profile.recording import write_facts, write_steps
 from speechdp.experiments.profile.steps import SingleModule, StageClock, StagedStep
 from speechdp.options.run import TrainOptions
-from speechdp.parallel.registry import parse_strategy
 from speechdp.parallel.strategy import Progress
 from speechdp.parallel.training_step import TrainingStep
 from speechdp.timing.timeline import Span, Timeline
@@ -83,8 +82,8 @@ def profile_rank(session: Session, options: TrainOptions, request: JobRequest) -
 def _profile(session: Session, options: TrainOptions, request: JobRequest, start_guard: StartGuard) -> None:
     options = dataclasses.replace(options, epochs=_MANY_EPOCHS)
     resolved = options.resolve(training_ranks(options, session.comm.size))
-    strategy = parse_strategy(options.strategy)
-    if not strategy.synchronous:
+    strategy = options.strategy.parsed
+    if not strategy.traits.synchronous:
         raise ConfigError(f"profile: with {strategy.name} ranks have no step in common; choose another")
     strategy.check_ranks(session.comm)
     check_sources(session, resolved, strategy)
@@ -152,7 +151,7 @@ class _WholeSteps:
         parts = self._parts
         step = self._next()
         frames = step.batch.num_frames
-        parts.replica.set_learning_rate(parts.schedule.at(_place(step)) * parts.strategy.learning_rate_factor)
+        parts.replica.set_learning_rate(parts.schedule.at(_place(step)))
         work = TrainingStep(parts.strategy, parts.timeline, frames)
         work.begin()
         if frames:

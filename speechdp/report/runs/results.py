@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from speechdp.extensions import split_options
 from speechdp.report.runs.records import words
 from speechdp.report.runs.samples import Samples
 from speechdp.tasks.metrics import Metric, TaskRecord, task_record
@@ -246,7 +247,8 @@ class RunResult:
     @property
     def model_period(self) -> str | None:
         """The period of a strategy that has one as its option; None for one that exchanges gradients."""
-        return self.period if "period=" in str(self.settings.get("strategy")) else None
+        _, _, options = str(self.settings.get("strategy")).partition(":")
+        return self.period if "period" in split_options(options) else None
 
     @property
     def task(self) -> TaskRecord:

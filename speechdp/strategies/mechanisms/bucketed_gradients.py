@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,9 +12,8 @@ from torch import Tensor
 from speechdp.comm.base import Communicator, ReduceOp, Work
 from speechdp.errors import ConfigError
 from speechdp.parallel.flat_buffer import Bucket
-from speechdp.parallel.replica import Replica
-from speechdp.parallel.strategy import Progress, Strategy
-from speechdp.timing.timeline import Span, Timeline
+from speechdp.parallel.strategy import Progress, Strategy, Traits
+from speechdp.timing.timeline import Span
 
 _COMPRESSED = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -27,8 +26,6 @@ class BucketedGradients(Strategy):
     parameters); the frame count is appended to the gradients in the same vector.
     """
 
-    replicas_equal: ClassVar[bool] = True
-
     #: Backward passes whose gradients are accumulated before one exchange and update.
     every: int = 1
     #: Number format of the exchange: full precision, or half the bytes.
@@ -38,27 +35,27 @@ class BucketedGradients(Strategy):
     #: Exchange during backward; false: after it (for comparison).
     overlap: bool = True
 
+    @property
+    def traits(self) -> Traits:
+        return Traits(replicas_equal=True, period=str(self.every))
+
     def check_options(self) -> None:
         if self.every < 1:
             raise ConfigError(f"gradient_averaging:every={self.every}: at least 1 backward pass an update")
         if self.bucket_mib <= 0:
             raise ConfigError(f"gradient_averaging:bucket_mib={self.bucket_mib}: must be positive")
 
-    def check_backend(self) -> None:
+    def check_ranks(self, comm: Communicator) -> None:
         dtype = _COMPRESSED.get(self.compression)
-        if dtype is not None and dtype not in self.comm.reducible:
+        if dtype is not None and dtype not in comm.reducible:
             raise ConfigError(
-                f"gradient_averaging:compression={self.compression}: the {self.comm.backend} back-end cannot "
+                f"gradient_averaging:compression={self.compression}: the {comm.backend} back-end cannot "
                 "sum that type; use compression=none or another --backend"
             )
+        super().check_ranks(comm)
 
-    @property
-    def exchange_period(self) -> str:
-        return str(self.every)
-
-    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
-        super().attach(replica, comm, timeline)
-        self._buckets = replica.gradients.buckets(int(self.bucket_mib * 2**20))
+    def set_up(self) -> None:
+        self._buckets = self.replica.gradients.buckets(int(self.bucket_mib * 2**20))
         self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket.tensor_indices}
         self._passes = 0  # backward passes since the last update
         self._log2_scale: int | None = None
@@ -66,7 +63,7 @@ class BucketedGradients(Strategy):
         self._packed: list[tuple[Tensor, Tensor]] = []
         self._start_round()
         if self.overlap:
-            for index, parameter in enumerate(replica.model_parameters):
+            for index, parameter in enumerate(self.replica.model_parameters):
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     lambda _, i=index: self._on_gradient(i)
                 )

@@ -10,10 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from speechdp.comm.base import Communicator
-from speechdp.parallel.replica import Replica
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
-from speechdp.timing.timeline import Span, Timeline
+from speechdp.timing.timeline import Span
 
 
 @dataclass(eq=False)
@@ -28,10 +26,10 @@ class OuterStrategy(PeriodicStrategy):
     velocity of whole windows to it.
     """
 
-    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
-        super().attach(replica, comm, timeline)
+    def set_up(self) -> None:
+        super().set_up()
         #: Where all ranks went on from after the last exchange.
-        self._start = replica.parameters.values.clone()
+        self._start = self.replica.parameters.values.clone()
         self._velocity = self._start.new_zeros(self._start.shape)
 
     def start_apart(self) -> None:

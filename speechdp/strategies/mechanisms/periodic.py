@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from speechdp.comm.base import Communicator
 from speechdp.parallel.period import Beginning, Period, PeriodUnit
-from speechdp.parallel.replica import Replica
-from speechdp.parallel.strategy import Progress, Strategy
+from speechdp.parallel.strategy import Progress, Strategy, Traits
 from speechdp.strategies.mechanisms.bucketed_gradients import BucketedGradients
-from speechdp.timing.timeline import Span, Timeline
+from speechdp.timing.timeline import Span
 
 #: Weight of a rank that had no frame since the last average: nothing beside a frame (weight 1), yet an
 #: average in which no rank had one is still their mean.  A power of two scales without rounding.
@@ -35,28 +33,27 @@ class PeriodicStrategy(Strategy):
     Subclasses write `exchange` and extend `state_dict` by what else they keep.
     """
 
-    replicas_equal: ClassVar[bool] = False
-
     #: Time between exchanges: steps (16), frames per rank (600kf) or seconds (5s).
     period: Period = field(default_factory=lambda: Period(16))
     #: Average gradients at every step until then; 0: train locally from the start.
     begin: Beginning = field(default_factory=Beginning)
 
     @property
-    def exchanges_every_step(self) -> bool:  # type: ignore[override]
-        return self.period == Period(1)
-
-    @property
-    def counts_frames(self) -> bool:  # type: ignore[override]
-        return PeriodUnit.FRAMES in (self.period.unit, self.begin.unit)
+    def traits(self) -> Traits:
+        return replace(
+            super().traits,
+            period=str(self.period),
+            exchanges_every_step=self.period == Period(1),
+            counts_frames=PeriodUnit.FRAMES in (self.period.unit, self.begin.unit),
+        )
 
     @property
     def current_period(self) -> Period:
         """The period in use; the same on every rank."""
         return self.period
 
-    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
-        super().attach(replica, comm, timeline)
+    def set_up(self) -> None:
+        super().set_up()
         self._window_frames = 0  # of this rank since the last exchange
         self._window_steps = 0
         self._last_frames = 0.0
@@ -68,8 +65,7 @@ class PeriodicStrategy(Strategy):
         #: Averages gradients until local training starts, then None.
         self._together: BucketedGradients | None = None
         if self.begin.value > 0:
-            self._together = BucketedGradients()
-            self._together.attach(replica, comm, timeline)
+            self._together = BucketedGradients().attach(self.replica, self.comm, self.timeline)
 
     def before_backward(self, frames: int) -> None:
         if self._together is None:

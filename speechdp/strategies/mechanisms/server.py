@@ -19,6 +19,7 @@ from torch import Tensor
 from speechdp.comm.background import ExchangeThread
 from speechdp.comm.base import PeerCommunicator
 from speechdp.errors import ConfigError
+from speechdp.parallel.roster import Roster
 
 SERVER = 0
 #: Tags: what is asked, the vector with it, the version in answer, the vector in answer.
@@ -219,11 +220,10 @@ class Link:
         return int(version)
 
 
-def worker_shard(rank: int, size: int, *, dedicated: bool) -> tuple[int | None, int]:
-    """Return a rank's part of the data: a server on a rank of its own trains on nothing."""
-    if not dedicated:
-        return rank, size
-    return (None, size - 1) if rank == SERVER else (rank - 1, size - 1)
+def worker_roster(size: int, *, dedicated: bool) -> Roster:
+    """Return who trains on what, each at its own pace: a server on a rank of its own trains on nothing."""
+    workers = list(range(size - dedicated))
+    return Roster([*([None] if dedicated else []), *workers], list(range(size)))
 
 
 def refuse_too_few(strategy: str, size: int, needed: int) -> None:

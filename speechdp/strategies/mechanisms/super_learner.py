@@ -7,12 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from speechdp.comm.base import Communicator
 from speechdp.parallel.flat_buffer import Bucket
-from speechdp.parallel.replica import Replica
 from speechdp.strategies.mechanisms.bucketed_gradients import BucketedGradients
 from speechdp.strategies.mechanisms.pending_correction import EffectiveParameters
-from speechdp.timing.timeline import Timeline
 
 #: Larger than any model: one rank alone has nothing to exchange in pieces.
 _ONE_BUCKET_MIB = 2.0**40
@@ -37,11 +34,10 @@ class SuperLearner(BucketedGradients):
     #: Mixings that the leader had waiting when the gradients of the last update were complete.
     num_announced: int = field(default=0, init=False)
 
-    def attach(self, replica: Replica, comm: Communicator, timeline: Timeline) -> None:
-        """Attach to `replica`, one of the group's.  Collective in the group."""
-        if comm.size == 1:
+    def set_up(self) -> None:
+        if self.comm.size == 1:
             self.overlap, self.bucket_mib = False, _ONE_BUCKET_MIB
-        super().attach(replica, comm, timeline)
+        super().set_up()
         self._counts = torch.zeros(2, dtype=torch.int64)
 
     @property

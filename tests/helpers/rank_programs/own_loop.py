@@ -22,7 +22,7 @@ def main(comm: Communicator) -> None:
     run = speechdp.DataParallel(model, optimizer, comm, folder=folder)
     with run:
         # One after another without a length: the ranks tell each other who has a batch.
-        for x in run.batches(batches if not run.strategy.synchronous else iter(batches)):
+        for x in run.batches(batches if not run.strategy.traits.synchronous else iter(batches)):
             with run.step(weight=len(x)) as step:
                 step.backward(model(x.to(comm.device)).square().sum())
             if run.steps == 3:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 
 from speechdp.comm.base import Communicator
-from speechdp.parallel.strategy import Progress
+from speechdp.parallel.strategy import Progress, observe_loss
+from speechdp.strategies.model_averaging import ModelAveraging
 from speechdp.testing import Sgd, StrategyRun, assert_close, make_batch, make_replica, plain_sgd
 
 
@@ -23,12 +24,14 @@ def a_constant_schedule_is_model_averaging(comm: Communicator) -> None:
 
 def _report(run: StrategyRun, loss_of_step: Callable[[int], float]) -> None:
     """Let a rank's mean loss look so, whatever it is."""
-    observe = run.strategy.observe_loss
+    strategy = run.strategy
+    assert isinstance(strategy, ModelAveraging)
+    observe = strategy.observe_loss
 
     def report(total: torch.Tensor, frames: int) -> None:
         observe(torch.full_like(total, loss_of_step(run.steps) * frames), frames)
 
-    run.strategy.observe_loss = report  # type: ignore[method-assign]
+    strategy.observe_loss = report  # type: ignore[method-assign]
 
 
 def _ends_of_windows(run: StrategyRun, rank: int, steps: int) -> list[int]:
@@ -99,21 +102,24 @@ def the_rate_rises_with_the_ranks_and_the_period_falls(comm: Communicator) -> No
     _report(run, lambda step: 2.0)
     full = min(max(comm.size**2 / 4, 1), comm.size)
     for _ in range(16):
-        run.replica.set_learning_rate(0.3 * run.strategy.learning_rate_factor)
+        run.replica.set_learning_rate(0.3)
         run.strategy.before_backward(0)
-        run.strategy.observe_loss(torch.tensor(1.0), 1)
+        observe_loss(run.strategy, torch.tensor(1.0), 1)
         run.steps += 1
         run.strategy.step(Progress(run.steps, 0.0, 0.0, run.steps / 8, 4))
         expected = 1 + (full - 1) * min(1, run.steps / 8)
-        assert abs(run.strategy.learning_rate_factor - expected) < 1e-12, f"factor after step {run.steps}"
+        assert abs(run.replica.learning_rate - 0.3 * expected) < 1e-12, f"rate after step {run.steps}"
     period = run.strategy.statistics()["period"]
     assert period == str(math.ceil(4 / full)), f"period {period}, factor {full}"
 
 
 def with_one_exchange_a_step_the_rate_counts_once(comm: Communicator) -> None:
-    """The trainer multiplies; the strategy itself leaves updates alone."""
+    """A schedule that takes back what the strategy multiplies it by is a constant one."""
     run = StrategyRun(comm, "adaptive_averaging:period=1,learning_rate=scale")
-    run.train(comm.rank)
+    for step in range(7):
+        run.replica.set_learning_rate(0.3)
+        run.replica.set_learning_rate(0.3 * 0.3 / run.replica.learning_rate)
+        run.train(comm.rank, step, step + 1)
     batches = [[make_batch(rank, step) for rank in range(comm.size)] for step in range(7)]
     assert_close(run.finish(), plain_sgd(batches), "adaptive_averaging:period=1")
 
@@ -125,8 +131,8 @@ def what_was_adapted_is_saved(comm: Communicator) -> None:
     other = StrategyRun(comm, strategy, make_replica(Sgd()))
     other.strategy.load_state_dict(run.strategy.state_dict())
     assert other.strategy.statistics()["period"] == run.strategy.statistics()["period"] != "3"
-    assert other.strategy.learning_rate_factor == run.strategy.learning_rate_factor
-    assert comm.size == 1 or other.strategy.learning_rate_factor > 1
+    assert other.replica.learning_rate == run.replica.learning_rate
+    assert comm.size == 1 or other.replica.learning_rate > 0.3
 
 
 def the_loss_of_an_interval_survives_a_checkpoint(comm: Communicator) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator
+from speechdp.parallel.strategy import final_models
+from speechdp.strategies.model_averaging import ModelAveraging
 from speechdp.testing import (
     Sgd,
     StrategyRun,
@@ -70,12 +72,14 @@ def a_rank_gone_astray_is_left_out(comm: Communicator) -> None:
 
 def _report_worse(run: StrategyRun, worse: float) -> None:
     """Let a rank's objective look worse by so many nats a frame in the first two steps."""
-    observe = run.strategy.observe_loss
+    strategy = run.strategy
+    assert isinstance(strategy, ModelAveraging)
+    observe = strategy.observe_loss
 
     def report(total: Tensor, frames: int) -> None:
         observe(total + worse * frames if run.steps < 2 else total, frames)
 
-    run.strategy.observe_loss = report  # type: ignore[method-assign]
+    strategy.observe_loss = report  # type: ignore[method-assign]
 
 
 def _average_without_last(comm: Communicator) -> Tensor:
@@ -136,11 +140,11 @@ def combining_gives_the_means_of_the_last_models(comm: Communicator) -> None:
     sixth = run.parameters()
     run.train(comm.rank, 6, 7)
     final = run.finish()
-    models = run.strategy.final_models()
+    models = final_models(run.strategy)
     assert len(models) == 1, f"{len(models)} models"
     assert_close(models[0], (sixth + final) / 2, "mean of the last two models")
     assert_bitwise_equal_over_ranks(comm, models[0], "mean of the last two models")
-    assert StrategyRun(comm, "model_averaging").strategy.final_models() == []
+    assert final_models(StrategyRun(comm, "model_averaging").strategy) == []
 
 
 CHECKS: tuple[Callable[[Communicator], None], ...] = (

@@ -32,9 +32,15 @@ from tests.helpers.server_simulations import (
 NEEDS_PEERS = True
 
 
+def _part(comm: Communicator, run: StrategyRun) -> tuple[int | None, int]:
+    """Return this rank's part of the data, None for a server's, and the number of parts."""
+    roster = run.strategy.roster(comm.size)
+    return roster.part_of_rank[comm.rank], roster.num_parts
+
+
 def in_turns(comm: Communicator, run: StrategyRun, workers: Iterable[int], first: int = 0) -> None:
     """Let the workers step one after another; turn t has batch (worker, t)."""
-    mine, _ = run.strategy.shard(comm.rank, comm.size)
+    mine, _ = _part(comm, run)
     for turn, worker in enumerate(workers, first):
         if worker == mine:
             run.step([make_batch(worker, turn)])
@@ -71,7 +77,7 @@ def dedicated_synchronous_server_equals_one_rank(comm: Communicator) -> None:
     if comm.size == 1:
         return
     run = StrategyRun(comm, "parameter_server:mode=sync,dedicated=true", momentum_replica())
-    index, num_parts = run.strategy.shard(comm.rank, comm.size)
+    index, num_parts = _part(comm, run)
     assert num_parts == comm.size - 1
     for step in range(NUM_STEPS):
         run.step([] if index is None else [make_batch(index, step)])
@@ -104,7 +110,7 @@ def asynchronous_server_follows_the_equation(comm: Communicator) -> None:
         if "dedicated" in options and comm.size == 1:
             continue
         run = StrategyRun(comm, f"parameter_server:{options}", momentum_replica())
-        worker, num_workers = run.strategy.shard(comm.rank, comm.size)
+        worker, num_workers = _part(comm, run)
         expected = SimulatedMaster(num_workers, "staleness_aware" in options)
         order = turns(num_workers)
         comm.barrier()  # every rank has fetched before the first moves the master
@@ -147,7 +153,7 @@ def elastic_averaging_follows_the_equation(comm: Communicator) -> None:
             continue
         options = f"easgd:period={period},alpha={alpha},dedicated={dedicated}"
         run = StrategyRun(comm, options, momentum_replica())
-        worker, num_workers = run.strategy.shard(comm.rank, comm.size)
+        worker, num_workers = _part(comm, run)
         expected = SimulatedCentre(num_workers, period, alpha or 0.9 / num_workers)
         order = turns(num_workers)
         in_turns(comm, run, order)
@@ -194,7 +200,7 @@ def saved_and_loaded_goes_on_the_same(comm: Communicator) -> None:
     order = turns(comm.size, 16)
     for strategy in (*ASYNCHRONOUS, "parameter_server:mode=sync", "easgd:mode=sync,period=2"):
         first = StrategyRun(comm, strategy, momentum_replica())
-        train = step_together if first.strategy.synchronous else in_turns
+        train = step_together if first.strategy.traits.synchronous else in_turns
         comm.barrier()
         train(comm, first, order[:9], 0)
         first.strategy.pause()
@@ -230,7 +236,7 @@ def restore(
     run.strategy.load_state_dict(state)
     run.replica.parameters.values.copy_(parameters)
     run.replica.load_optimizer_tensors(optimizer)
-    if run.strategy.replicas_equal:
+    if run.strategy.traits.replicas_equal:
         for name, tensor in run.replica.optimizer_tensors().items():
             comm.broadcast(tensor, name=name)
 
@@ -247,7 +253,7 @@ def evaluation_shows_the_common_model_and_leaves_no_trace(comm: Communicator) ->
         results = []
         for look in (False, True):
             run = StrategyRun(comm, strategy, momentum_replica())
-            train = step_together if run.strategy.synchronous else in_turns
+            train = step_together if run.strategy.traits.synchronous else in_turns
             comm.barrier()
             for start in (0, 6):
                 train(comm, run, order[start : start + 6], start)

@@ -26,13 +26,15 @@ from speechdp.comm.threads.job import Vanished
 from speechdp.data.plan.assignment import Meeting, MeetingKind
 from speechdp.data.plan.epoch_plan import CorpusIndex, PlanOptions, plan_epoch
 from speechdp.data.shards.dataset import Dataset
-from speechdp.dealing.batch_server import DealingLimits, Desk, Roster
+from speechdp.dealing.batch_server import DealingLimits, Desk
 from speechdp.dealing.epoch_batches import Deal
 from speechdp.errors import CommunicationError, ConfigError, RunError
 from speechdp.options.batch import BatchOptions
 from speechdp.options.faults import FaultOptions
 from speechdp.options.model import ModelOptions
 from speechdp.options.run import TrainOptions
+from speechdp.parallel.registry import StrategyChoice
+from speechdp.parallel.roster import Roster
 from speechdp.report.runs.folders import read_run
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
@@ -46,7 +48,7 @@ OPTIONS = TrainOptions(
     ModelOptions(layers=1, cells=4),
     BatchOptions(batch_size=1),
     epochs=3,
-    strategy="ad_psgd",
+    strategy=StrategyChoice("ad_psgd"),
     checkpoint_steps=4,
     faults=TOLERANT,
 )

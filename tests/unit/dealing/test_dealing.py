@@ -19,8 +19,9 @@ from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.plan.assignment import Assignment, Meeting, MeetingKind
 from speechdp.data.plan.epoch_plan import CorpusIndex, EpochPlan, PlanOptions, plan_epoch
 from speechdp.dealing.batch_client import Dealing
-from speechdp.dealing.batch_server import DealingLimits, Desk, Roster
+from speechdp.dealing.batch_server import DealingLimits, Desk
 from speechdp.dealing.epoch_batches import BACKLOG, Deal, Dealer
+from speechdp.parallel.roster import Roster
 
 EPOCHS = 2
 

@@ -25,6 +25,7 @@ from speechdp.experiments.profile.ranks import JobRequest, profile_rank
 from speechdp.experiments.profile.record import JobEntry, ProfileJob, read_job
 from speechdp.experiments.profile.steps import StageClock, StagedStep
 from speechdp.options.run import TrainOptions
+from speechdp.parallel.registry import StrategyChoice
 from speechdp.train.build import build_trainer, epoch_planner, open_loader
 from speechdp.train.session import Session
 from speechdp.train.trainer_state import TrainingParts
@@ -72,7 +73,7 @@ def trained(dataset: Dataset, options: TrainOptions, folder: Path) -> Tensor:
 def test_its_steps_are_those_of_training(
     task: str, datasets: dict[str, Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = dataclasses.replace(OPTIONS[task], strategy="gradient_averaging:overlap=false")
+    options = dataclasses.replace(OPTIONS[task], strategy=StrategyChoice("gradient_averaging:overlap=false"))
     found: list[Tensor] = []
 
     def keep(session: Session, folder: Path, parts: TrainingParts) -> None:
@@ -90,7 +91,7 @@ def test_its_steps_are_those_of_training(
 def test_what_two_ranks_record(
     task: str, modules: list[str], datasets: dict[str, Dataset], tmp_path: Path
 ) -> None:
-    options = dataclasses.replace(OPTIONS[task], strategy="gradient_averaging:overlap=false")
+    options = dataclasses.replace(OPTIONS[task], strategy=StrategyChoice("gradient_averaging:overlap=false"))
     job = profiled(datasets[task], options, tmp_path / "job", size=2)
     order = [
         ("trainloader", ""), ("h2d", ""), *((m, "forward") for m in modules), ("loss", "forward"),

@@ -17,6 +17,7 @@ from speechdp.models.tacotron import config as tacotron
 from speechdp.options.batch import BatchOptions
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.parallel.registry import StrategyChoice
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.synthesis import SynthesisTask
 from tests.helpers.options import options_with
@@ -86,7 +87,7 @@ def test_the_fingerprint_tells_any_two_runs_apart_and_survives_json() -> None:
     options = TrainOptions()
     others = [
         TrainOptions(seed=2),
-        TrainOptions(strategy="model_averaging:period=4"),
+        TrainOptions(strategy=StrategyChoice("model_averaging:period=4")),
         TrainOptions(ModelOptions(cells=8)),
         TrainOptions(optimizer=OptimizerOptions(weight_decay=0.1)),
         TrainOptions(batch=BatchOptions(right_context=2)),

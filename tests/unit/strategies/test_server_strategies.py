@@ -39,15 +39,15 @@ def test_a_centre_that_would_overshoot_is_refused_before_step_1() -> None:
 @pytest.mark.parametrize("name", ["parameter_server", "easgd"])
 def test_a_server_of_its_own_trains_on_nothing(name: str) -> None:
     together, apart = parse_strategy(name), parse_strategy(f"{name}:dedicated=true")
-    assert [together.shard(rank, 3) for rank in range(3)] == [(0, 3), (1, 3), (2, 3)]
-    assert [apart.shard(rank, 3) for rank in range(3)] == [(None, 2), (0, 2), (1, 2)]
+    assert together.roster(3).part_of_rank == [0, 1, 2] and together.roster(3).num_parts == 3
+    assert apart.roster(3).part_of_rank == [None, 0, 1] and apart.roster(3).num_parts == 2
 
 
 def test_only_what_is_in_step_is_synchronous() -> None:
     for name in ("parameter_server", "easgd"):
-        assert not parse_strategy(name).synchronous and parse_strategy(name).needs_peers
-        assert parse_strategy(f"{name}:mode=sync").synchronous
-    assert not parse_strategy("easgd:mode=sync").needs_peers
+        assert not parse_strategy(name).traits.synchronous and parse_strategy(name).traits.needs_peers
+        assert parse_strategy(f"{name}:mode=sync").traits.synchronous
+    assert not parse_strategy("easgd:mode=sync").traits.needs_peers
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -26,6 +26,7 @@ from speechdp.models.lstm_am import LstmConfig
 from speechdp.options.batch import BatchOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.period import Period
+from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.folders import read_run
 from speechdp.report.sweep.report import write_report
 from speechdp.tasks.acoustic import AcousticTask
@@ -219,7 +220,10 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 def test_an_own_task_is_trained_judged_saved_and_reported(dataset: Dataset, tmp_path: Path) -> None:
     options = TrainOptions(
-        batch=BatchOptions(batch_size=4), task=f"{OWN}:width=8", strategy="model_averaging:period=2", epochs=3
+        batch=BatchOptions(batch_size=4),
+        task=f"{OWN}:width=8",
+        strategy=StrategyChoice("model_averaging:period=2"),
+        epochs=3,
     )
     run_dir = tmp_path / "run"
     run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, run_dir))

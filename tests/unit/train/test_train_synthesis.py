@@ -18,7 +18,7 @@ from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
 from speechdp.errors import ConfigError, RunError
 from speechdp.options.run import BatchOptions, ModelOptions, TrainOptions
 from speechdp.parallel.batch_statistics import average_statistics, averaged_statistics, running_statistics
-from speechdp.parallel.registry import parse_strategy
+from speechdp.parallel.registry import StrategyChoice, parse_strategy
 from speechdp.report.runs.folders import read_run
 from speechdp.tasks.model_file import load_model, load_synthesis_model
 from speechdp.train.run import train_run
@@ -44,7 +44,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies_train_synthesis_as_well(dataset: Dataset, tmp_path: Path, strategy: str) -> None:
-    options = dataclasses.replace(TINY_SYNTHESIS, strategy=strategy)
+    options = dataclasses.replace(TINY_SYNTHESIS, strategy=StrategyChoice(strategy))
     run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path))
     loaded = load_synthesis_model(tmp_path, CPU)
     assert (loaded.sampling_rate, loaded.features) == (8000, SPECTROGRAM)
@@ -54,7 +54,7 @@ def test_strategies_train_synthesis_as_well(dataset: Dataset, tmp_path: Path, st
     first, last = (evaluation.values["l1_error"] for evaluation in (evaluations[0], evaluations[-1]))
     assert first is not None and last is not None
     # Ranks that go at their own pace take these few steps in any order: at times the second epoch is worse.
-    assert 0 < last < (first if parse_strategy(strategy).synchronous else 1.5)
+    assert 0 < last < (first if parse_strategy(strategy).traits.synchronous else 1.5)
     assert evaluations[-1].score == -last
     statistics = running_statistics(loaded.model)
     assert statistics and all(bool(x.isfinite().all()) for x in statistics.values())

@@ -26,6 +26,7 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.sweep import SweepPlan, run_sweep
 from speechdp.options.batch import BatchOptions
 from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.parallel.registry import StrategyChoice
 from speechdp.process.ending import Stopped
 from speechdp.report.runs.folders import read_run
 from speechdp.tasks.acoustic import AcousticTask
@@ -86,7 +87,7 @@ def test_all_frames_are_trained_on_once_an_epoch(
     dataset: Dataset, tmp_path: Path, size: int, strategy: str
 ) -> None:
     """Also with more ranks than utterances: those without any join with 0 frames."""
-    options = dataclasses.replace(OPTIONS, strategy=strategy)
+    options = dataclasses.replace(OPTIONS, strategy=StrategyChoice(strategy))
     run_threads(size, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path))
     num_frames = dataset.num_frames("train")
     assert [line["frames"] for line in evaluations(tmp_path)] == [num_frames, 2 * num_frames]
@@ -301,7 +302,7 @@ def advance(
 
 @pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=1"])
 def test_a_nan_is_refused_before_it_is_exchanged(dataset: Dataset, tmp_path: Path, strategy: str) -> None:
-    options = dataclasses.replace(OPTIONS, strategy=strategy)
+    options = dataclasses.replace(OPTIONS, strategy=StrategyChoice(strategy))
     exchanges: dict[int, list[str]] = {}
 
     def train(comm: Communicator) -> None:
@@ -317,7 +318,7 @@ def test_a_nan_is_refused_before_it_is_exchanged(dataset: Dataset, tmp_path: Pat
 
 
 def test_a_rank_that_diverges_is_left_out_where_that_is_asked_for(dataset: Dataset, tmp_path: Path) -> None:
-    options = dataclasses.replace(OPTIONS, strategy="model_averaging:period=2,leave_out=1.0")
+    options = dataclasses.replace(OPTIONS, strategy=StrategyChoice("model_averaging:period=2,leave_out=1.0"))
     run_threads(
         2, lambda comm: advance(dataset, comm, options, tmp_path, NanLoss(3 if comm.rank == 1 else 0))
     )

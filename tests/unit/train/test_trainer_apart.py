@@ -15,6 +15,7 @@ from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.shards.dataset import Dataset
 from speechdp.options.batch import BatchOptions
 from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.parallel.registry import StrategyChoice
 from speechdp.process.ending import Stopped
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
@@ -48,7 +49,7 @@ def test_all_frames_are_trained_on_once_an_epoch(
 ) -> None:
     if "dedicated" in strategy and size == 1:
         pytest.skip("a server alone has nobody to serve")
-    options = dataclasses.replace(OPTIONS, strategy=strategy, checkpoint_steps=3)
+    options = dataclasses.replace(OPTIONS, strategy=StrategyChoice(strategy), checkpoint_steps=3)
     run_threads(size, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path))
     num_frames = dataset.num_frames("train")
     assert [line["frames"] for line in evaluations(tmp_path)] == [num_frames, 2 * num_frames]
@@ -63,7 +64,7 @@ def test_all_frames_are_trained_on_once_an_epoch(
 def test_a_stopped_run_goes_on_and_trains_on_the_rest(
     dataset: Dataset, tmp_path: Path, strategy: str
 ) -> None:
-    options = dataclasses.replace(OPTIONS, strategy=strategy)
+    options = dataclasses.replace(OPTIONS, strategy=StrategyChoice(strategy))
 
     class AskLater(SilentReporter):
         """Asks to stop in the middle of the first epoch."""
@@ -91,7 +92,7 @@ def test_a_stopped_run_goes_on_and_trains_on_the_rest(
 
 
 def test_a_slow_rank_trains_on_less(dataset: Dataset, tmp_path: Path) -> None:
-    options = dataclasses.replace(OPTIONS, strategy="ad_psgd", slow_ranks="1:8", epochs=1)
+    options = dataclasses.replace(OPTIONS, strategy=StrategyChoice("ad_psgd"), slow_ranks="1:8", epochs=1)
     run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path))
     fast, slow = frames_trained(tmp_path)
     assert fast + slow == dataset.num_frames("train") and slow < fast / 2
