@@ -10,6 +10,7 @@ from speechdp.options.batch import BatchOptions, LoadingOptions
 from speechdp.options.model import ModelOptions
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import TrainOptions
+from speechdp.parallel.registry import StrategyChoice
 
 
 def options_with(**given: Any) -> TrainOptions:
@@ -26,4 +27,6 @@ def options_with(**given: Any) -> TrainOptions:
     for part, kind in kinds.items():
         names = {f.name for f in dataclasses.fields(kind)}
         parts[part] = kind(**{n: given.pop(n) for n in list(given) if n in names})
+    if "strategy" in given:
+        parts["strategy"] = StrategyChoice(given.pop("strategy"))
     return TrainOptions(**parts, **given)

@@ -333,8 +333,11 @@ def test_a_run_ends_well_without_a_lost_rank_and_goes_on_with_it(dataset: Datase
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"strategy": "gradient_averaging"}, "gradient_averaging waits for every rank in its exchanges"),
-        ({"strategy": "ad_psgd:groups=2"}, "choose --strategy ad_psgd (without groups)"),
+        (
+            {"strategy": StrategyChoice("gradient_averaging")},
+            "gradient_averaging waits for every rank in its exchanges",
+        ),
+        ({"strategy": StrategyChoice("ad_psgd:groups=2")}, "choose --strategy ad_psgd (without groups)"),
         ({}, "the serial back-end cannot go on without a rank"),
     ],
 )

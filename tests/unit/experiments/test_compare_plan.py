@@ -35,6 +35,7 @@ from speechdp.launching.supervise import JobEnd
 from speechdp.options.batch import BatchOptions, LoadingOptions
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.parallel.registry import StrategyChoice
 from tests.helpers.comparisons import MadeUpStrategy, write_comparison
 from tests.helpers.comparisons import write_record as write_made_up
 
@@ -191,7 +192,7 @@ def test_the_time_left_is_that_of_runs_with_as_many_ranks() -> None:
             optimizer=OptimizerOptions(
                 optimizer="sgd", anneal_from=-1, warmup_epochs=1.5, learning_rate=1e-5
             ),
-            strategy="model_averaging:period=16,momentum=reset",
+            strategy=StrategyChoice("model_averaging:period=16,momentum=reset"),
             alignments=Path("/a b/c"),
             epochs=7,
             seed=3,

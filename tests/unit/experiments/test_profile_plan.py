@@ -11,7 +11,6 @@ from speechdp.experiments.profile.notes import about_cores, notes_on
 from speechdp.experiments.profile.plan import PlannedJob, ProfilePlan
 from speechdp.options.model import ModelOptions
 from speechdp.options.run import TrainOptions
-from speechdp.parallel.registry import StrategyChoice
 from tests.helpers.options import options_with
 
 SPEECH = TrainOptions(ModelOptions(), task="synthesis")
@@ -55,11 +54,7 @@ def test_frames_instead_of_segments() -> None:
 
 def test_the_exchange_comes_after_backward_to_be_told_apart() -> None:
     def strategy(text: str) -> str:
-        return (
-            ProfilePlan((1,), only=("weak",))
-            .jobs(options_with(strategy=StrategyChoice(text)))[0]
-            .options.strategy.text
-        )
+        return ProfilePlan((1,), only=("weak",)).jobs(options_with(strategy=text))[0].options.strategy.text
 
     assert strategy("gradient_averaging") == "gradient_averaging:overlap=false"
     assert strategy("gradient_averaging:every=2") == "gradient_averaging:every=2,overlap=false"
