@@ -34,6 +34,7 @@ class Replica:
         parameters: flat parameters; `parameters.extra[0]` is scratch space for a weight.
         gradients: flat gradients; `gradients.extra[0]` is scratch space for a frame count.
         update_rule: the optimizer and its state.
+        learning_rate_factor: the rates that the optimizer's owner sets are multiplied by it.
         frames: frames whose gradients have been accumulated since the last update.
         more_to_come: the backward pass under way is not the last of its step, so no gradient is complete.
     """
@@ -59,6 +60,7 @@ class Replica:
             parameter.data = value
         self.bind_gradients()
         self.max_gradient_norm, self.scaler = max_gradient_norm, scaler
+        self.learning_rate_factor = 1.0
         self.frames = 0
         self.more_to_come = False
 
@@ -76,15 +78,11 @@ class Replica:
     @property
     def learning_rate(self) -> float:
         """What the next `apply_gradients` uses; of the first parameter group."""
-        return self.update_rule.learning_rate
+        return self.update_rule.learning_rate * self.learning_rate_factor
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Use `learning_rate` from the next update on."""
+        """Use `learning_rate`, times the factor, from the next update on."""
         self.update_rule.set_learning_rate(learning_rate)
-
-    def set_learning_rate_factor(self, factor: float) -> None:
-        """Multiply the learning rates that the optimizer's owner gives by `factor`."""
-        self.update_rule.set_learning_rate_factor(factor)
 
     def reset_optimizer(self) -> None:
         """Forget the optimizer's state (momentum, moments, step counts)."""

@@ -118,6 +118,7 @@ class Strategy(ABC):
         comm: the ranks.
         timeline: where exchanges and updates are recorded.
         peers: the channel between two ranks, with `traits.needs_peers`.
+        observer: itself where it goes by the training loss (`ObservesLoss`), else None.
         channels: that one, and what `set_up` opens besides: `close` closes them, `peer_bytes` counts.
     """
 
@@ -127,6 +128,7 @@ class Strategy(ABC):
     comm: Communicator
     timeline: Timeline
     peers: PeerCommunicator
+    observer: ObservesLoss | None
     channels: list[PeerCommunicator | Communicator]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -172,6 +174,7 @@ class Strategy(ABC):
         made: _Strategy = dataclasses.replace(self)  # type: ignore[type-var]
         made.replica, made.comm, made.timeline = replica, comm, timeline
         made.check_ranks(comm)
+        made.observer = made if isinstance(made, ObservesLoss) else None
         made.channels = []
         if made.traits.needs_peers:
             made.peers = comm.peers()
@@ -271,12 +274,6 @@ class OffersModels(Protocol):
 
         Called on every rank after `finish`; the same vectors everywhere, the replica's own not among them.
         """
-
-
-def observe_loss(strategy: Strategy, total: Tensor, frames: int) -> None:
-    """Tell a strategy that goes by it the training loss."""
-    if isinstance(strategy, ObservesLoss):
-        strategy.observe_loss(total, frames)
 
 
 def final_models(strategy: Strategy) -> list[Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from speechdp.parallel.strategy import Progress, Strategy, observe_loss
+from speechdp.parallel.strategy import Progress, Strategy
 from speechdp.timing.timeline import Span, Timeline
 
 
@@ -40,8 +40,8 @@ class TrainingStep:
             last: no other backward pass follows in this step, so gradients may be exchanged as they come.
         """
         strategy = self._strategy
-        if last:
-            observe_loss(strategy, loss.detach(), self.weight)
+        if last and strategy.observer is not None:
+            strategy.observer.observe_loss(loss.detach(), self.weight)
         strategy.replica.more_to_come = not last
         with self._timeline.span(Span.BACKWARD):
             (compute or loss.backward)()

@@ -26,7 +26,6 @@ class Update(ABC):
     """
 
     optimizer: torch.optim.Optimizer
-    _factor: float = 1.0
 
     @property
     @abstractmethod
@@ -36,10 +35,6 @@ class Update(ABC):
     @abstractmethod
     def set_learning_rate(self, learning_rate: float) -> None:
         """Use `learning_rate` from the next update on."""
-
-    def set_learning_rate_factor(self, factor: float) -> None:
-        """Multiply the rates that the optimizer's owner gives by `factor`."""
-        self._factor = factor
 
     @abstractmethod
     def move(self, parameters: Tensor, gradients: Tensor, learning_rate: float) -> None:
@@ -95,7 +90,7 @@ class FlatUpdate(Update):
 
     @property
     def learning_rate(self) -> float:
-        return self._learning_rate * self._factor
+        return self._learning_rate
 
     def set_learning_rate(self, learning_rate: float) -> None:
         # The optimizer learns of it only in `move`: a server may be using another worker's meanwhile.
@@ -195,7 +190,7 @@ class ParameterwiseUpdate(Update):
 
     @property
     def learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"]) * self._factor
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def set_learning_rate(self, learning_rate: float) -> None:
         raise AssertionError("the learning rate is the user's")

@@ -89,7 +89,6 @@ class AdaptiveAveraging(ModelAveraging):
         self._last_use = 0.0  # step, frames per rank or seconds on rank 0, as `interval` has it
         self._first_loss = 0.0  # 0: not known yet
         self._first_rate = self._last_rate = 0.0
-        self._rate_factor = 1.0  # by which the schedule's learning rate is multiplied
 
     def observe_loss(self, total: Tensor, frames: int) -> None:
         super().observe_loss(total, frames)
@@ -100,11 +99,7 @@ class AdaptiveAveraging(ModelAveraging):
         if self.learning_rate == "scale":
             full = min(max(self.comm.size**2 / self.period.value, 1.0), float(self.comm.size))
             done = progress.epoch / progress.num_epochs / _WARMUP_SHARE
-            self._set_rate_factor(1.0 + (full - 1.0) * min(done, 1.0))
-
-    def _set_rate_factor(self, factor: float) -> None:
-        self._rate_factor = factor
-        self.replica.set_learning_rate_factor(factor)
+            self.replica.learning_rate_factor = 1.0 + (full - 1.0) * min(done, 1.0)
 
     def start_apart(self) -> None:
         super().start_apart()
@@ -136,7 +131,7 @@ class AdaptiveAveraging(ModelAveraging):
         return self._first_loss > 0 and now - self._last_use < self.interval.value
 
     def _use_rule(self, loss: float) -> None:
-        rate = self.replica.learning_rate / self._rate_factor
+        rate = self.replica.learning_rate / self.replica.learning_rate_factor
         if self._first_loss > 0:
             self._value = self._next_value(loss, rate)
         elif 0 < loss < math.inf:
@@ -148,7 +143,7 @@ class AdaptiveAveraging(ModelAveraging):
             return self._value
         # A schedule that warms up from 0 has no ratio to go by.
         rates = self._first_rate / rate if rate > 0 and self._first_rate > 0 else 1.0
-        shortened = self.period.value / self._rate_factor
+        shortened = self.period.value / self.replica.learning_rate_factor
         wanted = self._whole(shortened * math.sqrt(rates * loss / self._first_loss))
         if self.halve and wanted >= self._value and rate >= self._last_rate:
             wanted = self._whole(self._value / 2)
@@ -169,7 +164,7 @@ class AdaptiveAveraging(ModelAveraging):
             "first_loss": self._first_loss,
             "first_rate": self._first_rate,
             "last_rate": self._last_rate,
-            "learning_rate_factor": self._rate_factor,
+            "learning_rate_factor": self.replica.learning_rate_factor,
             "interval_loss": self._loss.state_dict(),
         }
 
@@ -177,5 +172,5 @@ class AdaptiveAveraging(ModelAveraging):
         super().load_state_dict(state)
         for name in ("value", "last_use", "first_loss", "first_rate", "last_rate"):
             setattr(self, f"_{name}", state[name])
-        self._set_rate_factor(state["learning_rate_factor"])
+        self.replica.learning_rate_factor = state["learning_rate_factor"]
         self._loss.load_state_dict(state["interval_loss"])

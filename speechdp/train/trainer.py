@@ -37,6 +37,8 @@ class Trainer:
         self.parts = parts
         self._run_dir = run_dir
         self._options = options
+        #: Other ranks mend a loss or parameters of this one that are no longer numbers.
+        self._others_mend = parts.comm.size > 1 and parts.strategy.traits.survives_divergence
         hang_s = options.faults.hang_timeout
         patience_s = max(PATIENCE_S, hang_s) if hang_s else math.inf
         self._writer = CheckpointWriter(run_dir, parts.comm, parts.pulse.beat, patience_s=patience_s)
@@ -208,7 +210,7 @@ class Trainer:
                 time.sleep((parts.slowness - 1) * (time.perf_counter() - begun_s))
 
     def _note_loss(self, total: Tensor, num_frames: int, step: Step) -> None:
-        if self.parts.survives_divergence:
+        if self._others_mend:
             total = total.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         self._at.epoch_loss[0] += total
         self._at.epoch_loss[1] += num_frames
@@ -254,7 +256,7 @@ class Trainer:
             RunError: the one before cannot be written, or this would hold parameters nobody can go on from.
         """
         is_finite = bool(self.parts.replica.parameters.values.isfinite().all())
-        if not (is_finite or self.parts.survives_divergence):
+        if not (is_finite or self._others_mend):
             self._refuse(f"a parameter is not finite after step {self.counters.step}")
         if self._saved_at == self._place:
             return

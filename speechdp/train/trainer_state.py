@@ -74,11 +74,6 @@ class TrainingParts:
     pulse: Pulse = field(default_factory=Pulse)
     """Told of progress; the watchdog listens."""
 
-    @property
-    def survives_divergence(self) -> bool:
-        """Whether other ranks mend a loss or parameters of this one that are no longer numbers."""
-        return self.comm.size > 1 and self.strategy.traits.survives_divergence
-
 
 @dataclass
 class Standing:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import torch
 
 from speechdp.comm.base import Communicator
-from speechdp.parallel.strategy import Progress, observe_loss
-from speechdp.strategies.model_averaging import ModelAveraging
+from speechdp.parallel.strategy import Progress
 from speechdp.testing import Sgd, StrategyRun, assert_close, make_batch, make_replica, plain_sgd
 
 
@@ -24,14 +23,14 @@ def a_constant_schedule_is_model_averaging(comm: Communicator) -> None:
 
 def _report(run: StrategyRun, loss_of_step: Callable[[int], float]) -> None:
     """Let a rank's mean loss look so, whatever it is."""
-    strategy = run.strategy
-    assert isinstance(strategy, ModelAveraging)
-    observe = strategy.observe_loss
+    observer = run.strategy.observer
+    assert observer is not None
+    observe = observer.observe_loss
 
     def report(total: torch.Tensor, frames: int) -> None:
         observe(torch.full_like(total, loss_of_step(run.steps) * frames), frames)
 
-    strategy.observe_loss = report  # type: ignore[method-assign]
+    observer.observe_loss = report  # type: ignore[method-assign]
 
 
 def _ends_of_windows(run: StrategyRun, rank: int, steps: int) -> list[int]:
@@ -104,7 +103,8 @@ def the_rate_rises_with_the_ranks_and_the_period_falls(comm: Communicator) -> No
     for _ in range(16):
         run.replica.set_learning_rate(0.3)
         run.strategy.before_backward(0)
-        observe_loss(run.strategy, torch.tensor(1.0), 1)
+        assert run.strategy.observer is not None
+        run.strategy.observer.observe_loss(torch.tensor(1.0), 1)
         run.steps += 1
         run.strategy.step(Progress(run.steps, 0.0, 0.0, run.steps / 8, 4))
         expected = 1 + (full - 1) * min(1, run.steps / 8)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.parallel.strategy import final_models
-from speechdp.strategies.model_averaging import ModelAveraging
 from speechdp.testing import (
     Sgd,
     StrategyRun,
@@ -72,14 +71,14 @@ def a_rank_gone_astray_is_left_out(comm: Communicator) -> None:
 
 def _report_worse(run: StrategyRun, worse: float) -> None:
     """Let a rank's objective look worse by so many nats a frame in the first two steps."""
-    strategy = run.strategy
-    assert isinstance(strategy, ModelAveraging)
-    observe = strategy.observe_loss
+    observer = run.strategy.observer
+    assert observer is not None
+    observe = observer.observe_loss
 
     def report(total: Tensor, frames: int) -> None:
         observe(total + worse * frames if run.steps < 2 else total, frames)
 
-    strategy.observe_loss = report  # type: ignore[method-assign]
+    observer.observe_loss = report  # type: ignore[method-assign]
 
 
 def _average_without_last(comm: Communicator) -> Tensor:

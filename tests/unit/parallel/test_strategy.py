@@ -1,0 +1,106 @@
+"""The base class of strategies: what subclasses may write, and options that become a strategy at work."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from speechdp.comm.base import Communicator
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.errors import ConfigError
+from speechdp.parallel.registry import StrategyChoice, parse_strategy, strategy_names
+from speechdp.parallel.strategy import Strategy, Traits
+from speechdp.testing import make_batch, make_replica, summed_loss
+from speechdp.timing.timeline import Timeline
+
+#: What a strategy is given or what is done for it: not for subclasses.
+FINAL = {"attach", "close", "name", "peer_bytes"}
+MOST_TO_WRITE = 15
+
+
+def timeline() -> Timeline:
+    return Timeline(None, rank=0, device=torch.device("cpu"))
+
+
+def test_what_subclasses_write_is_little_and_stands_in_the_docstring() -> None:
+    to_write = {name for name in vars(Strategy) if not name.startswith("_")} - FINAL
+    assert len(to_write) <= MOST_TO_WRITE
+    assert Strategy.__doc__ is not None
+    listed = Strategy.__doc__.partition("What subclasses write")[2].partition("Some also")[0]
+    assert set(re.findall(r"`(\w+)`", listed)) == to_write
+
+
+@pytest.mark.parametrize("name", strategy_names())
+def test_options_stay_what_they_are_and_serve_many_runs(name: str) -> None:
+    options = parse_strategy(name)
+    before = dict(vars(options))
+    # An asynchronous one alone: who else would answer?
+    size = 2 if options.traits.synchronous and not options.traits.needs_peers else 1
+
+    def train(comm: Communicator) -> None:
+        first, second = (options.attach(make_replica(), comm, timeline()) for _ in range(2))
+        assert first.replica is not second.replica and type(first) is type(second) is type(options)
+        for strategy in (first, second):
+            strategy.close()
+
+    run_threads(size, train)
+    assert vars(options) == before
+
+
+def test_channels_that_a_strategy_opens_besides_are_counted_and_closed() -> None:
+    def work(comm: Communicator) -> dict[str, Any]:
+        strategy = parse_strategy("ad_psgd:groups=2").attach(make_replica(), comm, timeline())
+        strategy.before_backward(1)
+        summed_loss(strategy.replica.model, make_batch(comm.rank, 0)).backward()  # type: ignore[no-untyped-call]
+        peers, group = strategy.channels
+        sent = strategy.peer_bytes
+        strategy.close()
+        return {"all": sent, "group": round(group.sent_bytes), "peers": peers.sent_bytes}
+
+    for found in run_threads(2, work):
+        assert found["all"] == found["group"] + found["peers"] > 0
+
+
+def test_a_back_end_without_messages_is_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = SerialCommunicator()
+    monkeypatch.setattr(type(comm), "has_peers", False)
+
+    def refuse() -> None:
+        raise ConfigError("choose another")
+
+    monkeypatch.setattr(comm, "peers", refuse)
+    parse_strategy("gradient_averaging").check_ranks(comm)
+    with pytest.raises(ConfigError, match="choose another"):
+        parse_strategy("ad_psgd").check_ranks(comm)
+
+
+def test_only_strategies_without_parts_of_their_own_resume_with_another_size() -> None:
+    assert Traits().resumes_with_other_size
+    assert not Traits(synchronous=False).resumes_with_other_size
+    assert not Traits(needs_peers=True).resumes_with_other_size
+    assert Traits(needs_peers=True, partners_follow_size=True).resumes_with_other_size
+    assert not Traits(synchronous=False, partners_follow_size=True).resumes_with_other_size
+
+
+def test_a_choice_is_read_once_and_only_where_it_is_asked_for() -> None:
+    choice = StrategyChoice("model_averaging:period=4")
+    assert choice.parsed is choice.parsed and choice.parsed.traits.period == "4"
+    assert choice == StrategyChoice("model_averaging:period=4") != StrategyChoice("model_averaging:period=8")
+    unknown = StrategyChoice("of_a_script:period=4")
+    assert str(unknown) == "of_a_script:period=4"
+    with pytest.raises(ConfigError, match="unknown strategy 'of_a_script'"):
+        _ = unknown.parsed
+
+
+def test_an_option_is_added_where_there_is_one_that_is_not_given() -> None:
+    def added(text: str) -> str:
+        return StrategyChoice(text).with_default("overlap", "false").text
+
+    assert added("gradient_averaging") == "gradient_averaging:overlap=false"
+    assert added("dpsgd:seed=3") == "dpsgd:seed=3,overlap=false"
+    assert added("gradient_averaging:overlap=true") == "gradient_averaging:overlap=true"
+    assert added("model_averaging") == "model_averaging"
