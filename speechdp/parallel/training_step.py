@@ -24,6 +24,7 @@ class TrainingStep:
     def __init__(self, strategy: Strategy, timeline: Timeline, weight: int) -> None:
         self._strategy, self._timeline = strategy, timeline
         self.weight = weight
+        self._loss: Tensor | None = None  # of the passes so far
 
     def begin(self) -> None:
         """Note that the step begins; some strategies start an exchange here."""
@@ -40,8 +41,11 @@ class TrainingStep:
             last: no other backward pass follows in this step, so gradients may be exchanged as they come.
         """
         strategy = self._strategy
-        if last and strategy.observer is not None:
-            strategy.observer.observe_loss(loss.detach(), self.weight)
+        if strategy.observer is not None:
+            total = loss.detach()
+            self._loss = total if self._loss is None else self._loss + total
+            if last:
+                strategy.observer.observe_loss(self._loss, self.weight)
         strategy.replica.more_to_come = not last
         with self._timeline.span(Span.BACKWARD):
             (compute or loss.backward)()

@@ -14,6 +14,7 @@ from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError
 from speechdp.parallel.registry import StrategyChoice, parse_strategy, strategy_names
 from speechdp.parallel.strategy import Strategy, Traits
+from speechdp.parallel.training_step import TrainingStep
 from speechdp.testing import make_batch, make_replica, summed_loss
 from speechdp.timing.timeline import Timeline
 
@@ -63,6 +64,24 @@ def test_channels_that_a_strategy_opens_besides_are_counted_and_closed() -> None
 
     for found in run_threads(2, work):
         assert found["all"] == found["group"] + found["peers"] > 0
+
+
+def test_the_loss_of_all_passes_of_a_step_is_observed_once() -> None:
+    strategy = parse_strategy("adaptive_averaging").attach(make_replica(), SerialCommunicator(), timeline())
+    seen = []
+
+    class Noting:
+        def observe_loss(self, total: torch.Tensor, frames: int) -> None:
+            seen.append((total.item(), frames))
+
+    strategy.observer = Noting()
+    batches = [make_batch(0, number) for number in range(2)]
+    losses = [summed_loss(strategy.replica.model, batch) for batch in batches]
+    step = TrainingStep(strategy, strategy.timeline, sum(batch.num_frames for batch in batches))
+    step.begin()
+    for number, loss in enumerate(losses):
+        step.backward(loss, last=number == 1)
+    assert seen == [((losses[0] + losses[1]).item(), step.weight)]
 
 
 def test_a_back_end_without_messages_is_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
