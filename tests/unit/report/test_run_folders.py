@@ -308,3 +308,16 @@ def test_a_timeline_that_may_not_be_looked_into_is_a_problem_of_the_run(
     monkeypatch.setattr(os, "scandir", refuse)
     (run,) = read_sweep(path).runs
     assert "timeline/: cannot be read (Permission denied)" in run.problems
+
+
+@pytest.mark.parametrize(
+    ("strategy", "period"),
+    [
+        ("bmuf:period=16,begin=0", "16"),
+        ("gradient_averaging:every=16", None),
+        ("of_a_script:long_period=2", None),
+        ("alone", None),
+    ],
+)
+def test_a_model_period_is_that_of_a_strategy_with_such_an_option(strategy: str, period: str | None) -> None:
+    assert _run("a", [], strategy=strategy, period="16").model_period == period
