@@ -158,9 +158,13 @@ def work(pipe: int) -> None:
     while True:
         job = jobs.get()
         try:
-            connection.send((job.run(lambda: connection.send(None)), None))
+            message: tuple[Any, Exception | None] = (job.run(lambda: connection.send(None)), None)
         except (SpeechDPError, OSError) as error:
-            connection.send((None, error))
+            message = (None, error)
+        try:
+            connection.send(message)
+        except ConnectionError:
+            os._exit(1)  # nobody is there any more, which the other thread is about to find out
 
 
 def _take_jobs(connection: Connection[Any, Job[Any]], jobs: SimpleQueue[Job[Any]]) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -76,3 +79,31 @@ def test_what_a_job_raises_is_raised_here_and_ends_the_others(
     jobs = [_Job(Path("a"), "never ends"), _Job(Path("b"), fate), _Job(Path("c"))]
     with pytest.raises(error, match=message):
         run_jobs(jobs, "testing", 2, lambda *_: None, always_apart=True)
+
+
+def test_a_process_whose_starter_is_gone_ends_without_a_word() -> None:
+    ours, theirs = Pipe()
+    # The thread that waits for jobs finds out too late: the job itself is the first to miss its starter.
+    program = (
+        f"import sys, time; sys.path[:] = {sys.path}\n"
+        "from speechdp.data.prepare import jobs; take = jobs._take_jobs\n"
+        "class Late:\n"
+        "    def __init__(self, given): self.given = given\n"
+        "    def recv(self):\n"
+        "        try: return self.given.recv()\n"
+        "        except EOFError: time.sleep(60)\n"
+        "jobs._take_jobs = lambda connection, queue: take(Late(connection), queue)\n"
+        f"jobs.work({theirs.fileno()})"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        pass_fds=[theirs.fileno()],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        theirs.close()
+        ours.send(_Job(Path("a"), "never ends"))
+        ours.recv()
+        ours.close()
+        assert process.communicate(timeout=50)[1] == ""
+    assert process.returncode == 1
