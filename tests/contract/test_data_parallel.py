@@ -21,7 +21,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError, RunError
-from speechdp.parallel import data_parallel
+from speechdp.parallel import script_folder
 from speechdp.parallel.registry import strategy_names
 from speechdp.parallel.replica import Replica
 from speechdp.report.runs.folders import read_run
@@ -530,13 +530,13 @@ def test_a_job_begins_anew_what_its_earlier_start_has_completed(
     monkeypatch.setenv("SPEECHDP_START", "job:1")
     run_threads(2, trains)
     (tmp_path / "metrics.jsonl").write_text("of the start that failed after its training")
-    monkeypatch.setattr(data_parallel, "_begun_here", set())  # as in another process
+    monkeypatch.setattr(script_folder, "_begun_here", set())  # as in another process
     monkeypatch.setenv("SPEECHDP_START", "job:2")
     monkeypatch.setenv("SPEECHDP_RESUME", "1")
     run_threads(2, trains)
     assert (tmp_path / "completed.json").is_file() and not (tmp_path / "metrics.jsonl").exists()
     # Another job finds a finished run.
-    monkeypatch.setattr(data_parallel, "_begun_here", set())
+    monkeypatch.setattr(script_folder, "_begun_here", set())
     monkeypatch.setenv("SPEECHDP_START", "other:2")
     with pytest.raises(ConfigError, match="already holds a run; choose another folder"):
         run_threads(2, trains)
@@ -556,7 +556,7 @@ def test_two_runs_of_a_script_do_not_share_the_folder_that_it_is_told(
         raise AssertionError("its folder is that of the first")
     assert read_run(tmp_path).completed
     # Of another process it is a run like any other.
-    monkeypatch.setattr(data_parallel, "_begun_here", set())
+    monkeypatch.setattr(script_folder, "_begun_here", set())
     with _refused("already holds a run; name another in SPEECHDP_FOLDER"), Script(comm, "bmuf").run:
         raise AssertionError("it holds a finished run")
 
