@@ -386,8 +386,8 @@ class DataParallel:
         here = f"rank {self.comm.rank} of {self.comm.size} with {self.strategy.name}"
         if saved != here:
             raise ConfigError(
-                f"load_state_dict: this is the state of {saved}, loaded by {here}; save one for each rank, "
-                "and load each where it was saved"
+                f"load_state_dict: {here} cannot go on from the state of {saved}; load it with the strategy, "
+                "the number of ranks and on the rank that it was saved with"
             )
         self._loaded = state
 

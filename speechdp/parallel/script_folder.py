@@ -156,27 +156,28 @@ class ScriptFolder:
         """Return this rank's state of the last whole checkpoint; None: there is none.  Collective.
 
         Raises:
-            ConfigError: the run has no folder.
+            ConfigError: the run has no folder, or the checkpoint is of another number of ranks.
             RunError: it cannot be read.
         """
-        folder = self._checkpoints()
-        names = [path.name for path in self._whole_checkpoints()[-1:]]
-        found = self._comm.broadcast_object(names)
+        last = [(path.name, len(list(path.glob("rank-*.pt")))) for path in self._whole_checkpoints()[-1:]]
+        found = self._comm.broadcast_object(last)
         if not found:
             return None
-        path = folder / found[0] / f"rank-{self._comm.rank:04d}.pt"
+        name, size = found[0]
+        folder = self._checkpoints() / name
+        if size != self._comm.size:
+            raise ConfigError(
+                f"{folder}: was saved by {size} ranks and cannot be loaded by {self._comm.size}; "
+                "start as many as before"
+            )
+        path = folder / f"rank-{self._comm.rank:04d}.pt"
         try:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"{path.parent}: is of fewer ranks than {self._comm.size}, or of another disk than this "
-                "rank's; start as many ranks as before, in a folder that all of them share"
-            ) from error
         except OSError as error:
             raise RunError(cannot_be_read(path, error)) from error
         except Exception as error:  # whatever torch.load finds wrong in a file
             said = " ".join(str(error).split())[:80]
-            raise RunError(f"{path}: is damaged ({said}); remove {path.parent}, then run again") from error
+            raise RunError(f"{path}: is damaged ({said}); remove {folder}, then run again") from error
         return state
 
     def _checkpoints(self) -> Path:
