@@ -167,7 +167,7 @@ class ScriptFolder:
         folder = self._checkpoints() / name
         if size != self._comm.size:
             raise ConfigError(
-                f"{folder}: was saved by {size} ranks and cannot be loaded by {self._comm.size}; "
+                f"{folder}: is of another number of ranks ({size}) than this job has ({self._comm.size}); "
                 "start as many as before"
             )
         path = folder / f"rank-{self._comm.rank:04d}.pt"

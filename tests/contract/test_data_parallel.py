@@ -1,4 +1,4 @@
-"""`DataParallel` over a user's own model, optimizer, scheduler, loop; test_identities.py has the equations."""
+"""`DataParallel` over a user's own model, optimizer and loop; test_identities.py has the equations."""
 
 from __future__ import annotations
 

@@ -211,21 +211,16 @@ def refused(
 def test_what_cannot_be_gone_on_from_is_refused_in_a_line(tmp_path: Path) -> None:
     run_threads(2, lambda comm: Script(comm, "bmuf:period=2", tmp_path).train())
     last = tmp_path / "checkpoints/step-00000012"
-    refused(
-        "was saved by 2 ranks and cannot be loaded by 3",
-        ConfigError,
-        lambda c: Script(c, "bmuf:period=2", tmp_path),
-        3,
-    )
-    refused(
-        "with slowmo cannot go on from the state of rank",
-        ConfigError,
-        lambda c: Script(c, "slowmo:period=2", tmp_path),
-    )
+
+    def begin(strategy: str) -> Callable[[Communicator], Script]:
+        return lambda comm: Script(comm, strategy, tmp_path)
+
+    refused("of another number of ranks (2) than this job has (3)", ConfigError, begin("bmuf:period=2"), 3)
+    refused("with slowmo cannot go on from the state of rank", ConfigError, begin("slowmo:period=2"))
     refused("give DataParallel folder=", ConfigError, lambda c: Script(c, "bmuf", None).run.load_checkpoint())
     for rank in range(2):
         (last / f"rank-{rank:04d}.pt").write_bytes(b"no zip")
-    refused("is damaged (", RunError, lambda c: Script(c, "bmuf:period=2", tmp_path))
+    refused("is damaged (", RunError, begin("bmuf:period=2"))
 
 
 def test_states_of_different_steps_are_refused() -> None:
