@@ -100,6 +100,7 @@ class DataParallel:
         self._weight_per_rank = 0.0
         self._weight_of_all: int | None = None  # known while all ranks evaluate, and at the end
         self._phase = _Phase.NEW
+        self._is_in_step = False
         self._loaded: dict[str, Any] | None = None
         self._stop: StopWatch | None = None
 
@@ -407,6 +408,7 @@ class DataParallel:
             ConfigError: the run has no folder.
             RunError: it cannot be written.
         """
+        self._check_training("save_checkpoint()")
         state = {"run": self.state_dict(), "more": more}
         with self.timeline.event(Span.CHECKPOINT):
             self._folder.write_checkpoint(state, self.steps)
@@ -462,6 +464,8 @@ class DataParallel:
             raise RunError(f"run.{what} is called {when} `with run`; call it inside that block")
         if self._weight_of_all is not None:
             raise RunError(f"run.{what} is called inside `with run.evaluating()`; call it after that block")
+        if self._is_in_step:
+            raise RunError(f"run.{what} is called inside `with run.step()`; call it after that block")
 
 
 class ScriptStep(AbstractContextManager["ScriptStep"]):
@@ -480,6 +484,7 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
 
     def __enter__(self) -> ScriptStep:
         run = self._run
+        run._is_in_step = True
         replica = run._replica
         replica.bind_gradients()
         factor = run.strategy.learning_rate_factor
@@ -517,8 +522,15 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end_forward()
-        if error is None:
-            self._run._end_step(self._step)
+        self._run._is_in_step = False
+        if error is not None:
+            return
+        if not self._is_complete and self.weight > 0:
+            raise RunError(
+                "the step ends without its last backward pass; call step.backward(loss), not loss.backward(), "
+                "in the last of several without last=False, or say run.step(weight=0)"
+            )
+        self._run._end_step(self._step)
 
     def _begin_forward(self) -> None:
         self._forward = self._run.timeline.span(Span.FORWARD)

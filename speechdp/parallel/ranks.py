@@ -84,7 +84,7 @@ def run_ranks(main: Callable[[Communicator], T], *, backend: str = "auto", devic
             lambda: start.waiting_for_all_ranks(lambda: create_communicator(name, exchange_device(device))),
             begin,
         )
-    if exit_code != 0:
+    if exit_code != 0 or not results:  # nothing is returned where `main` was left by sys.exit
         sys.exit(exit_code)
     return results[min(results)]
 

@@ -392,6 +392,16 @@ def test_what_cannot_be_is_refused_in_a_line() -> None:
     with script.run:
         with _refused("0 or more"):
             script.run.step(weight=-1)
+        with _refused("call step.backward(loss), not loss.backward()", RunError), script.run.step(weight=2):
+            loss_sum(script.model, make_batch(0, 0)).backward()
+        with _refused("without its last backward pass", RunError), script.run.step() as step:
+            step.backward(loss_sum(script.model, make_batch(0, 0)), last=False)
+        for call in (script.run.step, script.run.state_dict, script.run.save_checkpoint):
+            what = f"run.{call.__name__}() is called inside `with run.step()`; call it after that block"
+            with _refused(what, RunError), script.run.step():
+                call()
+        with script.run.step(weight=0):
+            pass
         with _refused("optimizer.step() was called by the script", RunError):
             script.optimizer.step()
         with _refused("after the last pass", RunError), script.run.step() as step:
