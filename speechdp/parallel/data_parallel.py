@@ -17,10 +17,7 @@ from torch import Tensor, nn
 
 from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError, RunError
-from speechdp.parallel.batch_statistics import (
-    average_statistics,
-    averaged_statistics,
-)
+from speechdp.parallel.batch_statistics import average_statistics, averaged_statistics
 from speechdp.parallel.joined_batches import BatchJoiner
 from speechdp.parallel.registry import describe, parse_strategy
 from speechdp.parallel.replica import Replica
@@ -62,8 +59,8 @@ class DataParallel:
             `zero_grad`; learning rates are the script's, by a scheduler or by hand.
         comm: the ranks, as `run_ranks` gives it.
         strategy: `NAME` or `NAME:option=value,...` as in docs/strategies.md; SPEECHDP_STRATEGY wins over it.
-        folder: where run.json, metrics.jsonl, timeline/ and timing.json are written; None: nowhere.
-            SPEECHDP_FOLDER wins over it.
+        folder: where run.json, metrics.jsonl, timeline/, timing.json and checkpoints/ are written; None:
+            nowhere.  SPEECHDP_FOLDER wins over it.
         max_gradient_norm: norm to which the mean gradient of an update is clipped; 0: any.
         num_steps: steps that the whole training takes, for strategies that follow its course; 0: not known.
         scaler: of losses, for training in float16.
@@ -153,12 +150,13 @@ class DataParallel:
     ) -> None:
         """End training: all ranks have the same parameters, the folder is whole.  Collective.
 
+        Where `should_stop` has told the script to stop, the run is not complete: replicas stay as they are.
         After an error the others are left to whoever ends the job; only this rank's timeline is closed.
 
         Raises:
-            Stopped: `should_stop` was true; `run_ranks` ends the job with exit code 75.
+            Stopped: it has been told; `run_ranks` ends the job with exit code 75.
         """
-        is_stopped = error is None and self._stop is not None and self._stop.is_agreed
+        is_stopped = error is None and self._stop is not None and self._stop.is_told
         if error is None:
             self.strategy.pause()
             if is_stopped:

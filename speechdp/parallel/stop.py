@@ -106,8 +106,8 @@ class StopWatch:
             self._request.__enter__()
         self._agreement = StopAgreement(self._request, comm) if together else None
         self._step = -1
-        #: Whether all ranks know that they are to stop.
-        self.is_agreed = False
+        #: Whether all ranks know that they are to stop, and whether the loop has been told.
+        self.is_agreed = self.is_told = False
 
     @property
     def is_asked(self) -> bool:
@@ -119,7 +119,8 @@ class StopWatch:
         if self._agreement is not None and not self.is_agreed and step != self._step:
             self._step = step
             self.is_agreed = self._agreement.reached()
-        return self.is_agreed
+        self.is_told |= self.is_agreed
+        return self.is_told
 
     def drain(self) -> None:
         """Wait for the exchange under way.  Collective; call when training ends."""

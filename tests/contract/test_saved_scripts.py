@@ -119,6 +119,19 @@ def test_asynchronous_ranks_learn_of_it_where_they_meet(strategy: str, tmp_path:
     run_threads(2, check)
 
 
+def test_a_script_that_was_not_told_any_more_completes_its_run(tmp_path: Path) -> None:
+    def check(comm: Communicator) -> None:
+        script = Script(comm, "ad_psgd", tmp_path)
+        with script.run:
+            script.step()
+            ask(script.run)
+            with script.run.evaluating():
+                pass
+
+    run_threads(2, check)
+    assert (tmp_path / "completed.json").is_file()
+
+
 def test_only_a_script_that_looks_is_spared_by_signals(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
