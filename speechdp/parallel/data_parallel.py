@@ -525,8 +525,8 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
             return
         if not self._is_complete and self.weight > 0:
             raise RunError(
-                "the step ends without its last backward pass; call step.backward(loss), not loss.backward(), "
-                "in the last of several without last=False, or say run.step(weight=0)"
+                "the step ends without its last backward pass; call step.backward(loss), not "
+                "loss.backward(), the last time in a step without last=False; or say run.step(weight=0)"
             )
         self._run._end_step(self._step)
 
