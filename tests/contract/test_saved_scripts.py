@@ -20,6 +20,8 @@ from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError, RunError
 from speechdp.parallel import stop
 from speechdp.process.ending import Stopped
+from speechdp.report.runs.derived import steps_taken
+from speechdp.report.runs.folders import read_run
 from tests.unit.parallel.test_stop import Clock
 
 NUM_STEPS = 12
@@ -98,7 +100,8 @@ def test_a_stopped_script_goes_on_as_if_it_had_not_been(strategy: str, size: int
         assert torch.equal(script.train(), whole), f"{strategy}: stopped and resumed is another run"
 
     run_threads(size, goes_on)
-    assert (folder / "completed.json").is_file()
+    run = read_run(folder)
+    assert run.completed and run.timing is not None and steps_taken(run.timing) == NUM_STEPS
 
 
 @pytest.mark.parametrize("strategy", ["ad_psgd", "parameter_server", "easgd:period=2"])
