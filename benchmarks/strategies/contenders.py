@@ -31,13 +31,13 @@ from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.period import Period
 from speechdp.parallel.registry import StrategyChoice, parse_strategy
+from speechdp.parallel.stop import StopAgreement, StopRequest
 from speechdp.parallel.strategy import Progress
 from speechdp.parallel.training_step import TrainingStep
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.timing.timeline import Timeline
 from speechdp.train.build import build_trainer, make_replica
 from speechdp.train.session import Session
-from speechdp.train.stop import StopAgreement, StopRequest
 
 NUM_CLASSES = 60
 #: Steps before the clock starts; connections are made and memory is allocated in them.

@@ -132,7 +132,9 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
     """Check hosts and command, start `program` on the ranks, and return the job's exit code."""
     if options.grace_s < 0:
         raise ConfigError(f"--grace-s {options.grace_s:g}: must be at least 0 seconds")
-    command = check_command(options.command, requeue=True) if options.requeue else options.command
+    command = options.command
+    if options.requeue and not is_script:
+        command = check_command(command, requeue=True)
     # Where a script writes what is not known.
     target = None if is_script else find_target(command)
     place = _find_place(options)
@@ -250,6 +252,7 @@ class _Starter:
             environment[START_VARIABLE] = f"{self._name}:{self._starts}"
         if reason:
             environment["SPEECHDP_RESTART_REASON"] = reason
+        if reason or options.requeue:  # the batch system may have started the job before
             environment[RESUME_VARIABLE] = "1"
         environment["SPEECHDP_HOSTFILE"] = self._place.hostfile.source
         environment["SPEECHDP_HOSTS"] = job.host_list

@@ -14,6 +14,7 @@ from speechdp.cli.main import check_forwarded
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Scheduler
 from speechdp.launching.batch_script import BatchJob, Placement, Resources, job_name, render
+from speechdp.launching.command import is_script
 from speechdp.launching.forwarded_options import split_words
 from speechdp.launching.submit import (
     Submission,
@@ -31,7 +32,7 @@ from speechdp.options.shown import shown
 
 @dataclass(frozen=True)
 class SubmitCommand:
-    """Submit a speechdp command as a batch job to Slurm, LSF, PBS or Grid Engine.
+    """Submit a speechdp command or a script of yours as a batch job to Slurm, LSF, PBS or Grid Engine.
 
     For example: speechdp submit --nodes 2 --ranks-per-node 4 --time 8:00:00 -- train DATA RUN"""
 
@@ -45,7 +46,8 @@ class SubmitCommand:
     command: Annotated[
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- COMMAND ...", help_behavior_hint="")
     ] = ()
-    """What every rank runs, after `--`: a speechdp command with its options; --resume is added to train."""
+    """What every rank runs, after `--`: a speechdp command with its options, or `python SCRIPT ...`.
+    --resume is added to train; a script has to load what it saved."""
     scheduler: Literal["auto", "slurm", "lsf", "pbs", "sge"] = "auto"
     """Batch system; auto: the one whose submit program is on PATH; sge is Grid Engine."""
     gpus_per_rank: int = 0
@@ -120,7 +122,8 @@ def _say(message: str) -> None:
 def _batch_job(options: SubmitCommand) -> BatchJob:
     """Check the options together and return the job they describe."""
     command = check_command(options.command, requeue=options.requeue)
-    check_forwarded(command)  # now, not after hours in a queue
+    if not is_script(command):
+        check_forwarded(command)  # now, not after hours in a queue
     launch_options = split_words("--launch-args", options.launch_args)
     check_forwarded(["launch", *launch_options, "--", *command])
     if options.max_restarts is not None:
@@ -159,7 +162,10 @@ def _look_for_data(command: tuple[str, ...]) -> None:
 
 
 def _default_name(command: tuple[str, ...]) -> str:
-    """Return the name of RUN, or of the subcommand where it has no such folder."""
+    """Return the name of RUN, of the script, or of the subcommand where it has no such folder."""
+    if is_script(command):
+        script = next((word for word in command[1:] if word[:1] != "-"), "script")
+        return job_name(Path(script).name.removesuffix(".py"))
     has_run = command[0] in ("train", "sweep") and len(command) > 2
     return job_name(Path(command[2]).absolute().name if has_run else command[0])
 

@@ -240,6 +240,11 @@ def own_program(python: Path) -> tuple[str, ...]:
     return (str(python.absolute()), "-m", "speechdp")
 
 
+def is_script(command: Sequence[str]) -> bool:
+    """Return whether what follows `--` is a script of the user's, `python train.py ...`."""
+    return bool(command) and re.fullmatch(r"python[0-9.]*", Path(command[0]).name) is not None
+
+
 def python_program(command: Sequence[str], python: Path) -> tuple[str, ...]:
     """Return how a rank begins that runs a user's own script, `python train.py ...`; () if it is no Python.
 
@@ -247,7 +252,7 @@ def python_program(command: Sequence[str], python: Path) -> tuple[str, ...]:
         command: what follows `--`.
         python: of this environment, which is taken where the command says just `python`.
     """
-    if not command or not re.fullmatch(r"python[0-9.]*", Path(command[0]).name):
+    if not is_script(command):
         return ()
     return (str(python.absolute()) if command[0] in ("python", "python3") else command[0],)
 

@@ -119,5 +119,5 @@ def _signal_name(number: int | None) -> str:
         name = signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-    hint = ", by somebody or by the kernel for want of memory" if number == signal.SIGKILL else ""
+    hint = ", by a user or by the kernel because memory ran out" if number == signal.SIGKILL else ""
     return f"{name}{hint}"

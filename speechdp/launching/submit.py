@@ -14,6 +14,7 @@ from speechdp.errors import ConfigError
 from speechdp.files import atomic_path
 from speechdp.launching.allocation import Scheduler
 from speechdp.launching.batch_script import JOB_ID_IN_OUTPUT, BatchJob, output_file, quote
+from speechdp.launching.command import is_script
 from speechdp.launching.outcome import find_target
 
 _SUFFIX: dict[Scheduler, str] = {"slurm": "sbatch", "lsf": "bsub", "pbs": "qsub", "sge": "qsub"}
@@ -111,7 +112,7 @@ def detect_scheduler(search_path: str, environ: Mapping[str, str]) -> tuple[Sche
 
 
 def check_command(command: Sequence[str], *, requeue: bool) -> tuple[str, ...]:
-    """Return the command a job runs: as given, for train with --resume.
+    """Return the command a job runs: as given, for train with --resume.  Scripts are not looked into.
 
     --resume starts anew where there is no checkpoint, so it is safe, and a job started again goes on.
 
@@ -129,6 +130,8 @@ def check_command(command: Sequence[str], *, requeue: bool) -> tuple[str, ...]:
             f"write the subcommand itself after --, not {command[0]}: the script calls speechdp launch "
             "(its options go into --launch-args)"
         )
+    if is_script(command):
+        return tuple(command)
     find_target(command)
     if "--overwrite" in command and (requeue or command[0] == "train"):
         raise ConfigError(

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import math
 import os
-import platform
-import socket
-import sys
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from pathlib import Path
@@ -19,36 +15,25 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from speechdp.comm import environment
-from speechdp.comm.base import Communicator, ReduceOp
-from speechdp.comm.startup.world import versions
+from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError, RunError
-from speechdp.files import atomic_path, cannot_be_written
-from speechdp.launching.restarts import RESUME_VARIABLE
-from speechdp.ownership.claimant import START_VARIABLE
-from speechdp.parallel.batch_statistics import (
-    average_statistics,
-    averaged_statistics,
-    load_statistics,
-    running_statistics,
-)
+from speechdp.parallel.batch_statistics import average_statistics, averaged_statistics
+from speechdp.parallel.joined_batches import BatchJoiner
 from speechdp.parallel.registry import describe, parse_strategy
 from speechdp.parallel.replica import Replica
-from speechdp.parallel.run_files import RunDirectory
+from speechdp.parallel.script_folder import FOLDER, ScriptFolder, write_tensors
+from speechdp.parallel.stop import StopWatch
 from speechdp.parallel.strategy import Progress, Strategy
 from speechdp.parallel.training_step import TrainingStep
-from speechdp.timing.gather import gather_timing, write_timing
-from speechdp.timing.gpu import gpu_facts
+from speechdp.process.ending import Stopped
+from speechdp.timing.gather import gather_timing
 from speechdp.timing.memory import peak_memory
 from speechdp.timing.timeline import Span, Timeline
 
-#: Settings of the environment that win over the script's, so that one script is compared unedited.
-STRATEGY, FOLDER = "SPEECHDP_STRATEGY", "SPEECHDP_FOLDER"
+#: Wins over the script's strategy, as FOLDER over its folder: one script is compared unedited.
+STRATEGY = "SPEECHDP_STRATEGY"
 
 Batch = TypeVar("Batch")
-
-#: Folders of this process's runs that have not failed: a restarted script clears those of earlier ones only.
-_begun_here: set[Path] = set()
 
 
 class DataParallel:
@@ -74,8 +59,8 @@ class DataParallel:
             `zero_grad`; learning rates are the script's, by a scheduler or by hand.
         comm: the ranks, as `run_ranks` gives it.
         strategy: `NAME` or `NAME:option=value,...` as in docs/strategies.md; SPEECHDP_STRATEGY wins over it.
-        folder: where run.json, metrics.jsonl, timeline/ and timing.json are written; None: nowhere.
-            SPEECHDP_FOLDER wins over it.
+        folder: where run.json, metrics.jsonl, timeline/, timing.json and checkpoints/ are written; None:
+            nowhere.  SPEECHDP_FOLDER wins over it.
         max_gradient_norm: norm to which the mean gradient of an update is clipped; 0: any.
         num_steps: steps that the whole training takes, for strategies that follow its course; 0: not known.
         scaler: of losses, for training in float16.
@@ -108,17 +93,21 @@ class DataParallel:
         self._replica = Replica(model, optimizer, max_gradient_norm=max_gradient_norm, scaler=scaler)
         self._num_steps, self._scaler = num_steps, scaler
         self._device = next(iter(self._replica.model_parameters)).device
-        #: Where the run is recorded, and its checkpoints belong; None: nowhere.
-        self.folder = None if settings["folder"] is None else Path(settings["folder"])
-        self._directory = None if self.folder is None else RunDirectory(self.folder)
+        self._folder = ScriptFolder(None if settings["folder"] is None else Path(settings["folder"]), comm)
         #: Steps of this rank so far, also those that it only joined.
         self.steps = 0
         self._weight_here = 0  # of this rank so far
         self._weight_per_rank = 0.0
         self._weight_of_all: int | None = None  # known while all ranks evaluate, and at the end
-        self._joins_only = False
         self._phase = _Phase.NEW
+        self._is_in_step = False
         self._loaded: dict[str, Any] | None = None
+        self._stop: StopWatch | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the run is recorded; None: nowhere."""
+        return self._folder.path
 
     def _check_strategy(self, num_steps: int, scaler: torch.amp.GradScaler | None) -> None:
         strategy, comm = self.strategy, self.comm
@@ -146,9 +135,11 @@ class DataParallel:
         """Begin training.  Collective."""
         if self._phase is not _Phase.NEW:
             raise RunError("`with run` is entered a second time; make a new DataParallel to train again")
-        path = None if self.folder is None else self._begin_folder(self.folder)
+        self._check_loaded()
+        path = self._folder.begin(self._facts(), self._device, goes_on=self._loaded is not None)
         #: Where this rank's time goes; `with run.timeline.span(...)` times parts of the script.
         self.timeline = Timeline(path, rank=self.comm.rank, device=self._device)
+        self._joiner = BatchJoiner(self.model, self.comm, self.timeline)
         self.strategy = self.strategy.attach(self._replica, self.comm, self.timeline)
         self._phase = _Phase.TRAINING
         if self._loaded is not None:
@@ -162,95 +153,52 @@ class DataParallel:
     ) -> None:
         """End training: all ranks have the same parameters, the folder is whole.  Collective.
 
+        Where `should_stop` has told the script to stop, the run is not complete: replicas stay as they are.
         After an error the others are left to whoever ends the job; only this rank's timeline is closed.
+
+        Raises:
+            Stopped: it has been told; `run_ranks` ends the job with exit code 75.
         """
+        is_stopped = error is None and self._stop is not None and self._stop.is_told
         if error is None:
             self.strategy.pause()
-            self.strategy.finish()
-            average_statistics(self.model, self.comm, has_trained=self._weight_here > 0)
-            self._weight_of_all = self._sum_of_weights()
-            self._conclude()
-            self.strategy.close()
-        elif self.comm.rank == 0 and self.folder is not None:
-            _begun_here.discard(self.folder.resolve())
+            if is_stopped:
+                self.strategy.close()
+            else:
+                self._finish()
+        else:
+            self._folder.fail()
         self._phase = _Phase.ENDED
         self._replica.update_rule.release()
         self.timeline.close()
+        if self._stop is not None:
+            self._stop.close()
+        if is_stopped:
+            raise Stopped
 
-    def _begin_folder(self, folder: Path) -> Path:
-        """Write run.json on rank 0; return the path of this rank's timeline.  Collective."""
-        assert self._directory is not None
-        hosts = self.comm.allgather_object(environment.host_name())
-        gpus = self.comm.allgather_object(gpu_facts(self._device))
-        refusal = self._why_not_begin(folder) if self.comm.rank == 0 and self._loaded is None else None
-        refusal = self.comm.broadcast_object(refusal)
-        if refusal:
-            raise ConfigError(refusal)
-        if self.comm.rank == 0:
-            if self._loaded is None and self._directory.is_begun:
-                self._directory.clear()
-            if not self._directory.is_begun:
-                self._directory.begin(self._facts(hosts, gpus))
-            _begun_here.add(folder.resolve())
-        self.comm.barrier()
-        return folder / "timeline" / f"rank-{self.comm.rank:04d}.jsonl"
-
-    def _why_not_begin(self, folder: Path) -> str | None:
-        """Return why a run cannot begin in a folder, or None."""
-        assert self._directory is not None
-        if not self._directory.is_begun:
-            return None
-        is_told, is_own = bool(os.environ.get(FOLDER)), folder.resolve() in _begun_here
-        if is_told and is_own:
-            return (
-                f"{folder}: {FOLDER} names the folder of one run, and this script trains with a second "
-                "DataParallel; make that a script of its own"
-            )
-        # An earlier start of the same job may have failed in what follows the training.
-        is_of_job = self._directory.launch() == _launch() != ""
-        may_clear = not is_own and (is_of_job or not self._directory.is_complete)
-        if os.environ.get(RESUME_VARIABLE) == "1" and may_clear:
-            return None
-        other = f"name another in {FOLDER}" if is_told else "choose another folder"
-        return (
-            f"{folder}: already holds a run; {other}, remove it, or go on from its state with load_state_dict"
-        )
-
-    def _facts(self, hosts: list[str], gpus: list[Any]) -> dict[str, Any]:
-        launch = environment.announced()
-        return {
-            "strategy": describe(self.strategy),
-            "strategy_name": self.strategy.name,
-            "period": self.strategy.traits.period,
-            "backend": self.comm.backend,
-            "device": self._device.type,
-            "size": self.comm.size,
-            "hosts": hosts,
-            "gpus": gpus,
-            "launcher": None if launch is None else launch.launcher,
-            "launch": _launch(),
-            "machine": f"{platform.system()} {platform.machine()}",
-            "num_parameters": sum(p.numel() for p in self.model.parameters()),
-            "versions": versions(),
-            "script": sys.argv[0],
-            "command": [Path(sys.executable).name, *sys.argv],
-            "directory": str(Path.cwd()),
-        }
-
-    def _conclude(self) -> None:
-        """Gather the ranks' timing; say that the run has ended well.  Collective."""
+    def _finish(self) -> None:
+        """Give all ranks the same parameters; record that the run has ended well.  Collective."""
+        if self._stop is not None:
+            self._stop.drain()
+        self.strategy.finish()
+        average_statistics(self.model, self.comm, has_trained=self._weight_here > 0)
+        self._weight_of_all = self._sum_of_weights()
         others = {
             "sent_bytes": round(self.comm.sent_bytes + self.strategy.peer_bytes),
             "trained_s": self.timeline.training_time_s,
             "statistics": self.strategy.statistics(),
             "memory": peak_memory(self._device),
         }
-        timing = gather_timing(self.timeline, self.comm, others)
-        if self._directory is None or self.folder is None or timing is None:
-            return
-        if all(entry["steps"] > 0 for entry in timing["ranks"]):
-            write_timing(self.folder, timing)
-        self._directory.complete({"step": self.steps, "host": socket.gethostname()})
+        self._folder.complete(gather_timing(self.timeline, self.comm, others), self.steps)
+        self.strategy.close()
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "strategy": describe(self.strategy),
+            "strategy_name": self.strategy.name,
+            "period": self.strategy.traits.period,
+            "num_parameters": sum(p.numel() for p in self.model.parameters()),
+        }
 
     # -- steps ------------------------------------------------------------------------------------------
 
@@ -268,11 +216,12 @@ class DataParallel:
             ConfigError: a weight that is negative or no whole number.
             RunError: training has not begun, or has ended.
         """
-        self._check_training("step")
+        self._check_training("step()")
         number = int(weight)
         if number != weight or number < 0:
             raise ConfigError(f"step(weight={weight}): give a number of frames or examples, 0 or more")
-        return ScriptStep(self, 0 if self._joins_only else number, joins_only=self._joins_only)
+        joins_only = self._joiner.joins_only
+        return ScriptStep(self, 0 if joins_only else number, joins_only=joins_only)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield a loader's batches, as often as the rank with most of them has one.  Collective.
@@ -287,66 +236,30 @@ class DataParallel:
         Raises:
             ConfigError: a rank has no batch at all, or no length where it needs one.
         """
-        self._check_training("batches")
-        length = len(loader) if isinstance(loader, Sized) else None
-        lengths = self.comm.allgather_object(length)
-        known = [n for n in lengths if n is not None]
-        if len(known) < len(lengths) and not self.strategy.traits.synchronous:
-            raise ConfigError(
-                f"{self.strategy.name}: ranks take steps at their own pace, so batches() must know how many "
-                "there are; give it something with a length, as a list or a torch DataLoader"
-            )
-        if known and max(known) > 0 and min(known) == 0:
-            raise ConfigError(
-                f"rank {lengths.index(0)} has no batch, rank {lengths.index(max(known))} has {max(known)}; "
-                "share out the data so that every rank has one"
-            )
-        source = iter(loader)
-        yield from self._counted(source, max(known)) if len(known) == len(lengths) else self._agreed(source)
+        self._check_training("batches()")
+        return self._joiner.join(loader, self.strategy)
 
-    def _counted(self, source: Iterator[Batch], count: int) -> Iterator[Batch]:
-        """Yield `count` batches."""
-        last: list[Batch] = []
-        for _ in range(count):
-            last = self._next(source) or last
-            yield from self._shown(last, joins_only=self._has_run_out)
+    @property
+    def should_stop(self) -> bool:
+        """Whether a signal asks for the end: SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2, to any rank.  Collective.
 
-    def _agreed(self, source: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield batches as long as a rank has one."""
-        last: list[Batch] = []
-        joins = False
-        found = self._next(source)
-        while True:
-            here = torch.tensor([float(bool(found))])
-            work = self.comm.allreduce_async(here, name="batches", op=ReduceOp.MAX)
-            if last:
-                yield from self._shown(last, joins_only=joins)
-            work.wait()
-            if not here.item():
-                return
-            joins, last = not found, found or last
-            if not last:
-                raise ConfigError(f"rank {self.comm.rank} has no batch, others have; every rank needs one")
-            found = self._next(source)
+        Look after each step.  All ranks are told at the same step, about a second later: save, and leave
+        `with run`, which then ends the job with exit code 75 ("stopped, and saved") instead of completing
+        the run.  From the first look on these signals do not end the process by themselves.
 
-    def _next(self, source: Iterator[Batch]) -> list[Batch]:
-        """Return the next batch in a list; an empty one where there is none."""
-        with self.timeline.span(Span.DATA_WAIT):
-            found = [batch for batch in [next(source, _END)] if batch is not _END]
-        self._has_run_out = not found
-        return found
+        Asynchronous strategies, whose ranks are not at the same step, tell where all meet: at the next
+        `evaluating`, `state_dict` or `save_checkpoint`.
 
-    def _shown(self, batch: list[Batch], *, joins_only: bool) -> Iterator[Batch]:
-        """Yield a batch; afterwards take back what a batch that does not count has left in the model."""
-        if not batch:
-            raise ConfigError(f"rank {self.comm.rank} has fewer batches than its loader's length says: none")
-        kept = {k: v.clone() for k, v in running_statistics(self.model).items()} if joins_only else {}
-        self._joins_only = joins_only
-        try:
-            yield batch[0]
-        finally:
-            self._joins_only = False
-            load_statistics(self.model, kept)
+        Example::
+
+            if run.should_stop:
+                run.save_checkpoint()
+                break
+        """
+        self._check_training("should_stop")
+        if self._stop is None:
+            self._stop = StopWatch(self.comm, together=self.strategy.traits.synchronous)
+        return self._stop.look(self.steps)
 
     def _end_step(self, step: TrainingStep) -> None:
         self.steps += 1
@@ -370,7 +283,7 @@ class DataParallel:
         evaluation mode.  After the block every rank goes on with its own, as if nothing had been evaluated.
         The time counts as evaluation, not as training.
         """
-        self._check_training("evaluating")
+        self._check_training("evaluating()")
         modes = {module: module.training for module in self.model.modules()}
         self.strategy.pause()
         with self.timeline.event(Span.EVAL):
@@ -390,9 +303,13 @@ class DataParallel:
         self.strategy.resume()
 
     def _sum_of_weights(self) -> int:
-        """Return what all ranks have trained on so far.  Collective."""
-        total = torch.tensor([float(self._weight_here)], dtype=torch.float64)
-        return int(self.comm.allreduce(total, name="weights").item())
+        """Return what all ranks have trained on so far; agree on whether to stop.  Collective."""
+        asks = self._stop is not None and self._stop.is_asked
+        total = torch.tensor([self._weight_here, asks], dtype=torch.float64)
+        weight, num_asking = self.comm.allreduce(total, name="weights").tolist()
+        if self._stop is not None and not self.strategy.traits.synchronous:
+            self._stop.is_agreed |= num_asking > 0
+        return int(weight)
 
     def log(self, **values: float | int | str | Tensor | None) -> None:
         """Append a line to the folder's metrics.jsonl on rank 0; the other ranks' values are not used.
@@ -406,14 +323,12 @@ class DataParallel:
         """
         if self._phase is _Phase.NEW:
             raise RunError("run.log() is called before `with run`; call it inside that block, or after it")
-        if self.comm.rank != 0 or self._directory is None:
-            return
         facts: dict[str, Any] = {"step": self.steps, "time_s": self.timeline.training_time_s}
         facts["learning_rate"] = self._replica.learning_rate
         if self._weight_of_all is not None:
             facts["frames"] = self._weight_of_all
         plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
-        self._directory.add_values({**facts, **plain})
+        self._folder.add_values({**facts, **plain})
 
     def save(self, path: str | Path) -> None:
         """Write the model's state dict on rank 0, whole or not at all.
@@ -428,15 +343,7 @@ class DataParallel:
             return
         # Copies: a view would take the whole vector with it.
         state = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            with atomic_path(Path(path)) as temporary:
-                if Path(path).suffix == ".safetensors":
-                    importlib.import_module("safetensors.torch").save_file(state, temporary)
-                else:
-                    torch.save(state, temporary)
-        except OSError as error:
-            raise RunError(cannot_be_written(path, error)) from error
+        write_tensors(Path(path), state)
 
     # -- state ------------------------------------------------------------------------------------------
 
@@ -446,7 +353,7 @@ class DataParallel:
         Model, optimizer, strategy, scaler and counters of this rank; not the script's scheduler, its place in
         the data, nor random states.  Numbers and tensors only: `torch.load(..., weights_only=True)` reads it.
         """
-        self._check_training("state_dict")
+        self._check_training("state_dict()")
         self.strategy.pause()
         state = {
             "rank": self.comm.rank,
@@ -463,6 +370,8 @@ class DataParallel:
         }
         with self.timeline.event(Span.CHECKPOINT):
             copied: dict[str, Any] = _copied(state)
+        if not self.strategy.traits.synchronous:
+            self._sum_of_weights()  # whether to stop is agreed on where ranks meet
         self.strategy.resume()
         return copied
 
@@ -473,16 +382,67 @@ class DataParallel:
             ConfigError: the state of another rank, number of ranks, or strategy.
             RunError: training has begun.
         """
-        if self._phase is not _Phase.NEW:
-            raise RunError("load_state_dict is called after training has begun; call it before `with run`")
+        self._check_new("load_state_dict")
         saved = f"rank {state['rank']} of {state['size']} with {state['strategy_name']}"
         here = f"rank {self.comm.rank} of {self.comm.size} with {self.strategy.name}"
         if saved != here:
             raise ConfigError(
-                f"load_state_dict: this is the state of {saved}, loaded by {here}; save one for each rank, "
-                "and load each where it was saved"
+                f"load_state_dict: {here} cannot go on from the state of {saved}; load it with the strategy, "
+                "the number of ranks and on the rank that it was saved with"
             )
         self._loaded = state
+
+    def save_checkpoint(self, **more: Any) -> None:
+        """Save the state of all ranks in the run's folder, for `load_checkpoint`.  Collective.
+
+        The last two are kept, each only when every rank has written its part.
+
+        Example::
+
+            run.save_checkpoint(epoch=epoch, scheduler=scheduler.state_dict())
+
+        Args:
+            more: of this rank: numbers, texts, tensors, and lists and dicts of them.
+
+        Raises:
+            ConfigError: the run has no folder.
+            RunError: it cannot be written.
+        """
+        self._check_training("save_checkpoint()")
+        state = {"run": self.state_dict(), "more": more}
+        with self.timeline.event(Span.CHECKPOINT):
+            self._folder.write_checkpoint(state, self.steps)
+
+    def load_checkpoint(self) -> dict[str, Any] | None:
+        """Go on from the folder's last checkpoint, if there is one.  Collective, before `with run`.
+
+        Returns:
+            What `save_checkpoint` was given on this rank; None: there is no checkpoint.
+
+        Raises:
+            ConfigError: the run has no folder, or the checkpoint is of other ranks or another strategy.
+            RunError: it cannot be read, or training has begun.
+        """
+        self._check_new("load_checkpoint")
+        state = self._folder.read_checkpoint()
+        if state is None:
+            return None
+        self.load_state_dict(state["run"])
+        more: dict[str, Any] = state["more"]
+        return more
+
+    def _check_loaded(self) -> None:
+        """Refuse states of different steps: ranks that were killed while they saved.  Collective."""
+        steps = self.comm.allgather_object(None if self._loaded is None else self._loaded["steps"])
+        for rank, step in enumerate(steps):
+            if (step is None) != (steps[0] is None) or (
+                step != steps[0] and self.strategy.traits.synchronous
+            ):
+                first, other = ("nothing" if n is None else f"step {n}" for n in (steps[0], step))
+                raise ConfigError(
+                    f"load_state_dict: rank 0 loads {first}, rank {rank} {other}; load states that were "
+                    "saved together (save_checkpoint and load_checkpoint see to it)"
+                )
 
     def _take_up(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
@@ -494,15 +454,20 @@ class DataParallel:
         self.steps, self._weight_here = state["steps"], state["weight_here"]
         self._weight_per_rank = state["weight_per_rank"]
         self.timeline.resume_at(state["time_s"])
-        if self._directory is not None and self.comm.rank == 0:
-            self._directory.truncate_metrics(self.steps)
+        self._folder.go_on_after(self.steps)
+
+    def _check_new(self, what: str) -> None:
+        if self._phase is not _Phase.NEW:
+            raise RunError(f"{what} is called after training has begun; call it before `with run`")
 
     def _check_training(self, what: str) -> None:
         if self._phase is not _Phase.TRAINING:
             when = "before" if self._phase is _Phase.NEW else "after"
-            raise RunError(f"run.{what}() is called {when} `with run`; call it inside that block")
+            raise RunError(f"run.{what} is called {when} `with run`; call it inside that block")
         if self._weight_of_all is not None:
-            raise RunError(f"run.{what}() is called inside `with run.evaluating()`; call it after that block")
+            raise RunError(f"run.{what} is called inside `with run.evaluating()`; call it after that block")
+        if self._is_in_step:
+            raise RunError(f"run.{what} is called inside `with run.step()`; call it after that block")
 
 
 class ScriptStep(AbstractContextManager["ScriptStep"]):
@@ -521,6 +486,7 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
 
     def __enter__(self) -> ScriptStep:
         run = self._run
+        run._is_in_step = True
         run._replica.bind_gradients()
         self._step.begin()
         self._begin_forward()
@@ -555,8 +521,15 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end_forward()
-        if error is None:
-            self._run._end_step(self._step)
+        self._run._is_in_step = False
+        if error is not None:
+            return
+        if not self._is_complete and self.weight > 0:
+            raise RunError(
+                "the step ends without its last backward pass; call step.backward(loss), not "
+                "loss.backward(), the last time in a step without last=False; or say run.step(weight=0)"
+            )
+        self._run._end_step(self._step)
 
     def _begin_forward(self) -> None:
         self._forward = self._run.timeline.span(Span.FORWARD)
@@ -576,9 +549,6 @@ class _Phase(Enum):
     ENDED = "after training"
 
 
-_END: Any = object()
-
-
 def _settings(comm: Communicator, strategy: str, folder: str | Path | None) -> dict[str, Any]:
     """Return strategy and folder, as rank 0 has them: a launcher may not hand its environment to all."""
     settings = {
@@ -587,11 +557,6 @@ def _settings(comm: Communicator, strategy: str, folder: str | Path | None) -> d
     }
     found: dict[str, Any] = comm.broadcast_object(settings)
     return found
-
-
-def _launch() -> str:
-    """Return what names the `speechdp launch` of this process, the same in all its starts; "": none."""
-    return os.environ.get(START_VARIABLE, "").partition(":")[0]
 
 
 def _check_model(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
+from speechdp import exit_codes
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
 from speechdp.comm.startup.create import create_communicator
@@ -17,6 +18,7 @@ from speechdp.comm.startup.world import check_world
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError
 from speechdp.launching.cores import share_cores
+from speechdp.process.ending import Stopped
 
 #: Wins over the script's back-end.
 BACKEND = "SPEECHDP_BACKEND"
@@ -53,31 +55,38 @@ def run_ranks(main: Callable[[Communicator], T], *, backend: str = "auto", devic
 
     Raises:
         ConfigError: no such back-end.
-        SystemExit: this rank alone has failed; with several ranks a failure does not return.
+        SystemExit: this rank alone has failed; with several ranks a failure does not return.  With exit code
+            75: the ranks were asked to stop, and have saved (`DataParallel.should_stop`).
     """
     name = os.environ.get(BACKEND) or backend
+    results: dict[int, T] = {}
+
+    def run(comm: Communicator) -> int:
+        comm.device = choose_device(device, comm.local_rank)
+        try:
+            results[comm.rank] = main(comm)
+        except Stopped:
+            return exit_codes.STOPPED
+        return 0
+
     if name.startswith("threads"):
-        return run_threads(_num_threads(name), lambda comm: _on_device(comm, main, device), _THREADS_S)[0]
-    start = StartGuard(_START_S)
-    results: list[T] = []
+        exit_code = run_threads(_num_threads(name), run, _THREADS_S)[0]
+    else:
+        start = StartGuard(_START_S)
 
-    def run(comm: Communicator) -> None:
-        check_world(comm, {})
-        share_cores(comm.allgather_object(environment.host_name()), environment.host_name())
-        start.over()
-        results.append(_on_device(comm, main, device))
+        def begin(comm: Communicator) -> int:
+            check_world(comm, {})
+            share_cores(comm.allgather_object(environment.host_name()), environment.host_name())
+            start.over()
+            return run(comm)
 
-    exit_code = guard(
-        lambda: start.waiting_for_all_ranks(lambda: create_communicator(name, exchange_device(device))), run
-    )
-    if exit_code != 0:
+        exit_code = guard(
+            lambda: start.waiting_for_all_ranks(lambda: create_communicator(name, exchange_device(device))),
+            begin,
+        )
+    if exit_code != 0 or not results:  # nothing is returned where `main` was left by sys.exit
         sys.exit(exit_code)
-    return results[0]
-
-
-def _on_device(comm: Communicator, main: Callable[[Communicator], T], device: str) -> T:
-    comm.device = choose_device(device, comm.local_rank)
-    return main(comm)
+    return results[min(results)]
 
 
 def _num_threads(name: str) -> int:

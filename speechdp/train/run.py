@@ -20,6 +20,7 @@ from speechdp.feeding.fed_source import gather_feeder_times
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import describe
 from speechdp.parallel.run_files import RunDirectory
+from speechdp.parallel.stop import StopAgreement
 from speechdp.parallel.strategy import Strategy
 from speechdp.process.ending import Stopped
 from speechdp.process.output import losses_noted_in
@@ -37,7 +38,6 @@ from speechdp.train.models import check_task, describe_data, make_model, save_tr
 from speechdp.train.origin import origin_facts, start_facts
 from speechdp.train.sampling import sampled
 from speechdp.train.session import Session
-from speechdp.train.stop import StopAgreement
 from speechdp.train.tolerance import begin_tolerating, lost_ranks
 from speechdp.train.trainer import Trainer
 from speechdp.train.watching import watched

@@ -10,8 +10,8 @@ import torch
 from speechdp.comm.base import Communicator
 from speechdp.data.loading.source_options import SourceOpener
 from speechdp.data.shards.dataset import Dataset
+from speechdp.parallel.stop import StopRequest
 from speechdp.train.progress import Reporter, SilentReporter
-from speechdp.train.stop import StopRequest
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from speechdp.data.loading.loader import Step, StepLoader
 from speechdp.data.plan.assignment import Meeting, MeetingKind, Position
 from speechdp.errors import RunError
 from speechdp.options.run import TrainOptions
+from speechdp.parallel.stop import StopAgreement
 from speechdp.parallel.strategy import Progress
 from speechdp.parallel.training_step import TrainingStep
 from speechdp.process.ending import Stopped
 from speechdp.timing.timeline import Span
 from speechdp.train.epoch_end import measure_epoch, settle_final_model
-from speechdp.train.stop import StopAgreement
 from speechdp.train.tolerance import lost_ranks
 from speechdp.train.trainer_state import Counters, Standing, TrainingParts, collect_state, restore_state
 

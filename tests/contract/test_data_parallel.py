@@ -1,16 +1,13 @@
-"""The identities of strategies through the public API: a user's own model, optimizer, scheduler and loop."""
+"""`DataParallel` over a user's own model, optimizer and loop; test_identities.py has the equations."""
 
 from __future__ import annotations
 
 import copy
 import json
 import re
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,165 +18,27 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError, RunError
-from speechdp.parallel import data_parallel
-from speechdp.parallel.registry import strategy_names
+from speechdp.parallel import script_folder
 from speechdp.parallel.replica import Replica
 from speechdp.report.runs.folders import read_run
 from speechdp.testing import StrategyRun, assert_bitwise_equal_over_ranks, assert_close
 from speechdp.testing import make_batch as lstm_batch
 from speechdp.testing import make_model as make_lstm
-
-NUM_STEPS = 8
-_SEED = threading.Lock()
-
-#: Options with which a strategy is plain training on one rank, where it is not by default.
-PLAIN_ON_ONE_RANK = {
-    "bmuf": "bmuf:period=3,momentum=keep",
-    "diloco": "diloco:period=3,outer_learning_rate=1,outer_momentum=0",
-}
-#: The same strategies with exchanges within the few steps of a test.
-SHORT = {
-    "adaptive_averaging": "adaptive_averaging:period=2,interval=4",
-    "bmuf": "bmuf:period=3,eta=0.3",
-    "delayed_averaging": "delayed_averaging:period=3,delay=1",
-    "diloco": "diloco:period=3",
-    "easgd": "easgd:period=2",
-    "model_averaging": "model_averaging:period=3,momentum=average",
-    "slowmo": "slowmo:period=3,beta=0.4",
-}
-SYNCHRONOUS = [
-    *(SHORT.get(n, n) for n in strategy_names() if n not in {"ad_psgd", "parameter_server", "easgd"}),
-    "gradient_averaging:every=3",
-    "model_averaging:period=2,begin=3,momentum=reset",
-    "model_averaging:period=10f",
-    "parameter_server:mode=sync",
-    "easgd:mode=sync,period=2",
-]
-
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-class Net(nn.Module):
-    """Two layers, the second with another learning rate, and a layer that is frozen."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 6), norm, nn.Linear(6, 3)
-        self.frozen = nn.Linear(3, 3)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.frozen(self.last(torch.tanh(self.norm(self.first(x)))))
-        return out
-
-
-def make_model(*, batch_norm: bool = True) -> Net:
-    # torch's generator is one for all threads, and here each thread is a rank.
-    with _SEED, torch.random.fork_rng():
-        torch.manual_seed(3)
-        return Net(nn.BatchNorm1d(6) if batch_norm else nn.LayerNorm(6)).double()
-
-
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    slow = [p for name, p in model.named_parameters() if name.startswith("last")]
-    fast = [p for name, p in model.named_parameters() if not name.startswith("last")]
-    return [{"params": fast, "lr": 0.02}, {"params": slow, "lr": 0.005, "weight_decay": 0.0}]
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups(model), weight_decay=0.1)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups(model))
-
-
-def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-
-
-def make_batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return a batch that depends on rank and step only; ranks have unequal numbers of examples."""
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    size = 3 + (2 * rank + step) % 4
-    return (
-        torch.randn(size, 4, generator=generator, dtype=torch.float64),
-        torch.randint(3, (size,), generator=generator),
-    )
-
-
-def loss_sum(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
-
-
-def values(model: nn.Module) -> Tensor:
-    """Return parameters and running statistics in one vector."""
-    tensors = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
-    return torch.cat([t.detach().flatten() for t in tensors])
-
-
-@dataclass
-class Script:
-    """A script with a loop of its own, as docs/api.md shows it."""
-
-    comm: Communicator
-    strategy: str
-    make_optimizer: MakeOptimizer = adamw
-    batch_norm: bool = True
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.model = make_model(batch_norm=self.batch_norm)
-        self.optimizer = self.make_optimizer(self.model)
-        self.scheduler = make_scheduler(self.optimizer)
-        self.run = DataParallel(self.model, self.optimizer, self.comm, self.strategy, **self.options)
-
-    def step(self, batch: tuple[Tensor, Tensor]) -> None:
-        with self.run.step(weight=len(batch[0])) as step:
-            step.backward(loss_sum(self.model, batch))
-        self.scheduler.step()
-
-    def train(self, first: int = 0, last: int = NUM_STEPS) -> None:
-        for number in range(first, last):
-            self.step(make_batch(self.comm.rank, number))
-
-    def trained(self) -> Tensor:
-        with self.run:
-            self.train()
-        return values(self.model)
-
-
-def plain(
-    batches_of_step: list[list[tuple[Tensor, Tensor]]],
-    *,
-    make_optimizer: MakeOptimizer = adamw,
-    batch_norm: bool = True,
-    max_norm: float = 0.0,
-) -> Tensor:
-    """Train with torch alone: the mean loss over all examples of a step, one update a step."""
-    model = make_model(batch_norm=batch_norm)
-    optimizer = make_optimizer(model)
-    scheduler = make_scheduler(optimizer)
-    for batches in batches_of_step:
-        optimizer.zero_grad()
-        for batch in batches:
-            (loss_sum(model, batch) / sum(len(x) for x, _ in batches)).backward()  # type: ignore[no-untyped-call]
-        if max_norm:
-            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], max_norm)
-        optimizer.step()
-        scheduler.step()
-    return values(model)
-
-
-def batches_of(size: int) -> list[list[tuple[Tensor, Tensor]]]:
-    return [[make_batch(rank, step) for rank in range(size)] for step in range(NUM_STEPS)]
-
-
-@pytest.mark.parametrize("strategy", strategy_names())
-def test_one_rank_is_the_plain_loop(strategy: str) -> None:
-    text = PLAIN_ON_ONE_RANK.get(strategy, strategy)
-    trained = Script(SerialCommunicator(), text, options={"max_gradient_norm": 0.1}).trained()
-    assert_close(trained, plain(batches_of(1), max_norm=0.1), strategy)
+from tests.helpers.own_script import (
+    NUM_STEPS,
+    SYNCHRONOUS,
+    MakeOptimizer,
+    Script,
+    adamw,
+    batches_of,
+    groups,
+    loss_sum,
+    make_batch,
+    make_model,
+    plain,
+    sgd,
+    values,
+)
 
 
 @pytest.mark.parametrize(
@@ -204,39 +63,6 @@ def test_any_optimizer_of_torch_starts_and_goes_on_as_by_itself(
     assert_close(trained, expected, strategy)
 
 
-@pytest.mark.parametrize("strategy", ["gradient_averaging", "parameter_server:mode=sync", "slowmo:begin=99"])
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_with_unequal_batches_are_one_with_all_of_them(strategy: str, size: int) -> None:
-    expected = plain(batches_of(size), batch_norm=False, max_norm=0.1)
-
-    def check(comm: Communicator) -> None:
-        script = Script(comm, strategy, batch_norm=False, options={"max_gradient_norm": 0.1})
-        assert_close(script.trained(), expected, strategy)
-
-    run_threads(size, check)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_averaging_models_at_every_step_of_sgd_is_averaging_gradients(size: int) -> None:
-    def check(comm: Communicator) -> None:
-        one = Script(comm, "model_averaging:period=1", sgd, batch_norm=False).trained()
-        assert_close(one, plain(batches_of(size), make_optimizer=sgd, batch_norm=False), "period=1")
-
-    run_threads(size, check)
-
-
-@pytest.mark.parametrize("strategy", [*SYNCHRONOUS, "ad_psgd", "parameter_server", "easgd:period=2"])
-@pytest.mark.parametrize("size", [2, 3])
-def test_replicas_are_bitwise_equal_in_the_end(strategy: str, size: int) -> None:
-    def check(comm: Communicator) -> None:
-        before = values(make_model())
-        trained = Script(comm, strategy).trained()
-        assert_bitwise_equal_over_ranks(comm, trained, strategy)
-        assert trained.isfinite().all() and not torch.equal(trained, before)
-
-    run_threads(size, check)
-
-
 @pytest.mark.parametrize(
     "strategy", [*SYNCHRONOUS, "bmuf:period=2,momentum=average", "slowmo:period=2,momentum=reset"]
 )
@@ -257,27 +83,6 @@ def test_an_optimizer_over_parameters_is_treated_as_one_over_the_flat_vector(str
                 is_there = comm.rank == 0 or number > 2
                 run.step([lstm_batch(comm.rank, number)] if is_there else [])
         assert_close(mine.finish(), flat.finish(), strategy)
-
-    run_threads(2, check)
-
-
-@pytest.mark.parametrize("strategy", SYNCHRONOUS)
-def test_a_run_saved_and_loaded_goes_on_as_one_left_alone(strategy: str) -> None:
-    def check(comm: Communicator) -> None:
-        whole = Script(comm, strategy).trained()
-        for saved_after in (0, 4, 5):
-            first, second = Script(comm, strategy), Script(comm, strategy)
-            with first.run:
-                first.train(0, saved_after)
-                state = {"run": first.run.state_dict(), "scheduler": first.scheduler.state_dict()}
-                first.train(saved_after)  # what was saved is a copy
-            second.run.load_state_dict(state["run"])
-            second.scheduler.load_state_dict(state["scheduler"])
-            with second.run:
-                assert second.run.steps == saved_after
-                second.train(saved_after)
-            what = f"{strategy} saved after {saved_after} steps"
-            assert torch.equal(values(second.model), whole), f"{what}: resumed differs from uninterrupted"
 
     run_threads(2, check)
 
@@ -530,13 +335,13 @@ def test_a_job_begins_anew_what_its_earlier_start_has_completed(
     monkeypatch.setenv("SPEECHDP_START", "job:1")
     run_threads(2, trains)
     (tmp_path / "metrics.jsonl").write_text("of the start that failed after its training")
-    monkeypatch.setattr(data_parallel, "_begun_here", set())  # as in another process
+    monkeypatch.setattr(script_folder, "_begun_here", set())  # as in another process
     monkeypatch.setenv("SPEECHDP_START", "job:2")
     monkeypatch.setenv("SPEECHDP_RESUME", "1")
     run_threads(2, trains)
     assert (tmp_path / "completed.json").is_file() and not (tmp_path / "metrics.jsonl").exists()
     # Another job finds a finished run.
-    monkeypatch.setattr(data_parallel, "_begun_here", set())
+    monkeypatch.setattr(script_folder, "_begun_here", set())
     monkeypatch.setenv("SPEECHDP_START", "other:2")
     with pytest.raises(ConfigError, match="already holds a run; choose another folder"):
         run_threads(2, trains)
@@ -556,7 +361,7 @@ def test_two_runs_of_a_script_do_not_share_the_folder_that_it_is_told(
         raise AssertionError("its folder is that of the first")
     assert read_run(tmp_path).completed
     # Of another process it is a run like any other.
-    monkeypatch.setattr(data_parallel, "_begun_here", set())
+    monkeypatch.setattr(script_folder, "_begun_here", set())
     with _refused("already holds a run; name another in SPEECHDP_FOLDER"), Script(comm, "bmuf").run:
         raise AssertionError("it holds a finished run")
 
@@ -587,6 +392,16 @@ def test_what_cannot_be_is_refused_in_a_line() -> None:
     with script.run:
         with _refused("0 or more"):
             script.run.step(weight=-1)
+        with _refused("call step.backward(loss), not loss.backward()", RunError), script.run.step(weight=2):
+            loss_sum(script.model, make_batch(0, 0)).backward()
+        with _refused("without its last backward pass", RunError), script.run.step() as step:
+            step.backward(loss_sum(script.model, make_batch(0, 0)), last=False)
+        for call in (script.run.step, script.run.state_dict, script.run.save_checkpoint):
+            what = f"run.{call.__name__}() is called inside `with run.step()`; call it after that block"
+            with _refused(what, RunError), script.run.step():
+                call()
+        with script.run.step(weight=0):
+            pass
         with _refused("optimizer.step() was called by the script", RunError):
             script.optimizer.step()
         with _refused("after the last pass", RunError), script.run.step() as step:

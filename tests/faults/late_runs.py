@@ -32,12 +32,13 @@ from speechdp.options.batch import BatchOptions
 from speechdp.options.faults import FaultOptions
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.parallel import stop
 from speechdp.parallel.registry import StrategyChoice
-from speechdp.train import build, run, stop
+from speechdp.parallel.stop import StopRequest
+from speechdp.train import build, run
 from speechdp.train.progress import SilentReporter
 from speechdp.train.realign import train_with_realignment
 from speechdp.train.session import Session
-from speechdp.train.stop import StopRequest
 from speechdp.train.trainer import Stopped
 from tests.faults.late import Fault, Killed, Lateness, Pace, late, rank_of_job
 from tests.faults.late_communicator import LateCommunicator

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from speechdp import exit_codes
 from speechdp.report.runs.folders import read_run
 from tests.helpers.jobs import SPEECHDP, started
 from tests.helpers.mpi import run_job, run_mpi
@@ -74,3 +75,24 @@ def test_a_stop_signal_ends_a_script_in_one_line(tmp_path: Path) -> None:
         ended = running.finish()
     assert ended.exit_code == 128 + signal.SIGTERM, ended.output
     assert ended.stderr.splitlines() == ["speechdp launch: the job was stopped by SIGTERM"]
+
+
+def test_a_script_saves_at_a_stop_signal_and_goes_on_from_there(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    environment = {"SPEECHDP_BACKEND": "mpi", "SPEECHDP_FOLDER": str(folder)}
+    words = ("env", *(f"{name}={value}" for name, value in environment.items()))
+    job = [*SPEECHDP, "launch", "-np", "2", "--max-restarts", "3", "--", "python", str(CHECKPOINTS)]
+    with started([*words, *job, "100000", "heeds", str(tmp_path)], tmp_path) as running:
+        running.wait_until((folder / "metrics.jsonl").is_file, "the first evaluation")
+        running.signal(signal.SIGTERM)
+        ended = running.finish()
+    assert ended.exit_code == exit_codes.STOPPED, ended.output
+    assert ended.stderr.splitlines() == ["speechdp launch: the job was stopped by SIGTERM"]
+    stopped = re.findall(r"rank (\d) stops after step (\d+)", ended.stdout)
+    assert sorted(rank for rank, _ in stopped) == ["0", "1"] and len({step for _, step in stopped}) == 1
+    assert not read_run(folder).completed
+    last = int(stopped[0][1])
+    ended = run_job([*job, str(last + 4), "heeds"], env=environment)
+    assert ended.exit_code == 0 and read_run(folder).completed, ended.output
+    assert sorted(re.findall(r"begins at step (\d+)", ended.stdout)) == [str(last)] * 2
+    assert sorted(re.findall(r"has done (\d+) steps", ended.stdout)) == [str(last + 4)] * 2

@@ -29,11 +29,11 @@ from speechdp.feeding.feeders import open_link, serve_trainers
 from speechdp.launching.cores import share_cores
 from speechdp.options.faults import FaultOptions
 from speechdp.options.run import TrainOptions
+from speechdp.parallel.stop import StopRequest
 from speechdp.timing.gpu import gpu_facts
 from speechdp.train.origin import git_state
 from speechdp.train.progress import ConsoleReporter, Reporter, SilentReporter
 from speechdp.train.session import Session
-from speechdp.train.stop import StopRequest
 
 if TYPE_CHECKING:
     from speechdp.comm.startup.fed_job import FedJob

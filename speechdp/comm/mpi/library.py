@@ -54,4 +54,5 @@ def checked(what: str, call: Callable[[], T]) -> T:
     try:
         return call()
     except MPI.Exception as error:
-        raise CommunicationError(f"{what} failed in MPI: {error.Get_error_string()}") from error
+        hint = "; do all ranks take as many steps?" if error.Get_error_class() == MPI.ERR_TRUNCATE else ""
+        raise CommunicationError(f"{what} failed in MPI: {error.Get_error_string()}{hint}") from error

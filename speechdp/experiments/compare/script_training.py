@@ -11,9 +11,10 @@ from speechdp.experiments.compare.jobs import JobStarter
 from speechdp.experiments.compare.record import RunRecord
 from speechdp.experiments.compare.training import ComparedTraining, log_of
 from speechdp.launching.restarts import RESUME_VARIABLE
-from speechdp.parallel.data_parallel import FOLDER, STRATEGY
+from speechdp.parallel.data_parallel import STRATEGY
 from speechdp.parallel.ranks import BACKEND
 from speechdp.parallel.run_files import RunDirectory
+from speechdp.parallel.script_folder import FOLDER
 
 #: Where a script finds the seed of its run.
 SEED = "SPEECHDP_SEED"

@@ -82,8 +82,8 @@ def frames_per_s(timing: RunTiming) -> float | None:
 
 
 def steps_taken(timing: RunTiming) -> int:
-    """Return the steps of the rank that took most, those left out of the timings included."""
-    return max(rank.steps for rank in timing.ranks) + timing.warmup_steps
+    """Return the steps of the rank that took most, with those of earlier starts and those not timed."""
+    return max(rank.last_step or rank.steps + timing.warmup_steps for rank in timing.ranks)
 
 
 def mean_share(timing: RunTiming, seconds: Sequence[float]) -> float | None:

@@ -79,6 +79,7 @@ def _rank_timing(entry: Any) -> RankTiming | None:
         spans_s={name: seconds or 0.0 for name, seconds in spans.items()},
         eval_s=number(entry, "eval_s") or 0.0,
         checkpoint_s=number(entry, "checkpoint_s") or 0.0,
+        last_step=None if (last := amount(entry, "last_step")) is None else int(last),
         sent_bytes=number(entry, "sent_bytes"),
         trained_s=number(entry, "trained_s"),
         statistics=entry["statistics"] if isinstance(entry.get("statistics"), dict) else {},

@@ -18,12 +18,12 @@ from speechdp.data.loading.reader import SplitReader
 from speechdp.data.plan.epoch_plan import plan_epoch
 from speechdp.data.shards.dataset import Dataset
 from speechdp.options.run import TrainOptions
+from speechdp.parallel import stop
+from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Stopped
-from speechdp.train import stop
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
-from speechdp.train.stop import StopRequest
 from tests.helpers.finished_run import assert_equal_runs
 from tests.helpers.training_cases import CASES, CHECKPOINT_STEPS, SYNTHESIS_CASES
 

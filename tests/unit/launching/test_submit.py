@@ -221,6 +221,29 @@ def test_data_that_is_not_there_is_told(work: Path, capsys: pytest.CaptureFixtur
     assert "warning" not in capsys.readouterr().err
 
 
+def test_a_script_is_submitted_as_it_is(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, name in (
+        (["runs/own.py", "--overwrite"], "own"),
+        (["-m", "my.training", "--seed=1"], "my.training"),
+    ):
+        command = ["submit", *RESOURCES, "--scheduler", "slurm", "--dry-run", "--", "python3", *words]
+        assert run(command) == 0
+        said = capsys.readouterr().out
+        assert f"#SBATCH --job-name={name}\n" in said
+        assert f" launch --requeue --grace-s 45 -- python3 {' '.join(words)}\n" in said
+
+
+def test_a_script_that_the_batch_system_starts_again_may_begin_anew(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "SLURM_TASKS_PER_NODE": "2"}
+    for name, value in facts.items():
+        monkeypatch.setenv(name, value)
+    for options, is_told in (["--requeue"], True), ([], False):
+        assert run(["launch", *options, "--dry-run", "--", "python", "-m", "own"]) == 0
+        assert ("SPEECHDP_RESUME=1" in capsys.readouterr().out) == is_told
+
+
 def test_train_goes_on_when_it_is_started_again() -> None:
     assert check_command(["train", "D", "R"], requeue=True) == ("train", "D", "R", "--resume")
     for option in ("--resume", "--no-resume"):

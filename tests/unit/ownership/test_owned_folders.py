@@ -32,12 +32,12 @@ from speechdp.ownership.claimant import Claimant
 from speechdp.ownership.overwrite import check_overwrite, empty
 from speechdp.ownership.owner import OWNER_FILE, FolderOwner, Surroundings
 from speechdp.parallel.run_files import Metrics
+from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Ended
 from speechdp.tasks.metrics import Metric
 from speechdp.train.ownership import owned
 from speechdp.train.progress import SilentReporter
 from speechdp.train.session import Session
-from speechdp.train.stop import StopRequest
 from tests.helpers.corpora import needs_espeak
 from tests.helpers.jobs import SPEECHDP
 from tests.helpers.mpi import REPOSITORY, job_environment

@@ -17,9 +17,9 @@ import pytest
 
 from speechdp.cli import main
 from speechdp.data.shards.dataset import Dataset
+from speechdp.parallel.stop import StopRequest
 from speechdp.process import output
 from speechdp.process.ending import end_by_exception
-from speechdp.train.stop import StopRequest
 from tests.helpers.tiny_data import TINY_MODEL, write_tiny_data
 
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

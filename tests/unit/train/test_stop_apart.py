@@ -17,12 +17,12 @@ from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.options.batch import BatchOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.run_files import RunDirectory
+from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Stopped
 from speechdp.tasks.model_file import load_model
 from speechdp.train.realign import align
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
-from speechdp.train.stop import StopRequest
 from tests.helpers.tiny_data import write_tiny_data
 
 CPU = torch.device("cpu")

@@ -26,17 +26,17 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.sweep import SweepPlan, run_sweep
 from speechdp.options.batch import BatchOptions
 from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.parallel import stop
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Stopped
 from speechdp.report.runs.folders import read_run
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.base import FrameScores, LossSum
-from speechdp.train import stop
 from speechdp.train.build import build_trainer
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
-from speechdp.train.stop import StopRequest
 from tests.helpers.finished_run import evaluations, model_tensors
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 

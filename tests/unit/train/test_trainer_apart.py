@@ -16,11 +16,11 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.options.batch import BatchOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Stopped
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
-from speechdp.train.stop import StopRequest
 from tests.helpers.finished_run import evaluations, model_tensors
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 

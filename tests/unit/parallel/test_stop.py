@@ -13,8 +13,8 @@ import torch
 from speechdp.comm.base import Communicator, ReduceOp, Work
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
-from speechdp.train import stop
-from speechdp.train.stop import StopAgreement, StopRequest
+from speechdp.parallel import stop
+from speechdp.parallel.stop import StopAgreement, StopRequest
 
 
 class Asked(StopRequest):

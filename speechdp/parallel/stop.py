@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from types import FrameType, TracebackType
 
@@ -86,3 +87,46 @@ class StopAgreement:
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+
+class StopWatch:
+    """Tells a loop of one's own whether to stop: the same on all ranks where they have taken as many steps.
+
+    Signals are noted from now until `close`, but not where ranks are threads: signals reach the main thread.
+
+    Args:
+        comm: the ranks.
+        together: they take their steps together.  Otherwise they agree where they meet: whoever lets them
+            meet adds up `is_asked` over them, and sets `is_agreed`.
+    """
+
+    def __init__(self, comm: Communicator, *, together: bool) -> None:
+        self._request = StopRequest()
+        if threading.current_thread() is threading.main_thread():
+            self._request.__enter__()
+        self._agreement = StopAgreement(self._request, comm) if together else None
+        self._step = -1
+        #: Whether all ranks know that they are to stop, and whether the loop has been told.
+        self.is_agreed = self.is_told = False
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this rank has been sent a signal."""
+        return self._request.received is not None
+
+    def look(self, step: int) -> bool:
+        """Return whether to stop after a step.  Collective, the first time it is asked of a step."""
+        if self._agreement is not None and not self.is_agreed and step != self._step:
+            self._step = step
+            self.is_agreed = self._agreement.reached()
+        self.is_told |= self.is_agreed
+        return self.is_told
+
+    def drain(self) -> None:
+        """Wait for the exchange under way.  Collective; call when training ends."""
+        if self._agreement is not None:
+            self._agreement.drain()
+
+    def close(self) -> None:
+        """Leave signals to whoever had them before."""
+        self._request.__exit__(None, None, None)

@@ -1,0 +1,105 @@
+"""Batches of ranks that have unequal numbers of them: all pass through their loops equally often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from speechdp.comm.base import Communicator, ReduceOp, Work
+from speechdp.errors import ConfigError
+from speechdp.parallel.batch_statistics import load_statistics, running_statistics
+from speechdp.parallel.strategy import Strategy
+from speechdp.timing.timeline import Span, Timeline
+
+Batch = TypeVar("Batch")
+_END: Any = object()
+
+
+class BatchJoiner:
+    """Shows a rank that has run out its last batch again, as one that does not count.
+
+    Args:
+        model: what such a batch leaves in its running statistics is taken back.
+        comm: the ranks.
+        timeline: of this rank, which notes the waiting for batches.
+
+    Attributes:
+        joins_only: the batch shown now does not count.
+    """
+
+    def __init__(self, model: nn.Module, comm: Communicator, timeline: Timeline) -> None:
+        self._model, self._comm, self._timeline = model, comm, timeline
+        self.joins_only = False
+        self._has_run_out = False
+        self._under_way: Work | None = None
+
+    def join(self, loader: Iterable[Batch], strategy: Strategy) -> Iterator[Batch]:
+        """Yield the batches of a loader, see `DataParallel.batches`.  Collective."""
+        length = len(loader) if isinstance(loader, Sized) else None
+        lengths = self._comm.allgather_object(length)
+        known = [n for n in lengths if n is not None]
+        if len(known) < len(lengths) and not strategy.traits.synchronous:
+            raise ConfigError(
+                f"{strategy.name}: ranks take steps at their own pace, so batches() must know how many "
+                "there are; give it something with a length, as a list or a torch DataLoader"
+            )
+        if known and max(known) > 0 and min(known) == 0:
+            raise ConfigError(
+                f"rank {lengths.index(0)} has no batch, rank {lengths.index(max(known))} has {max(known)}; "
+                "share out the data so that every rank has one"
+            )
+        self._complete()  # of a loop that all ranks have left before its end
+        source = iter(loader)
+        yield from self._counted(source, max(known)) if len(known) == len(lengths) else self._agreed(source)
+
+    def _counted(self, source: Iterator[Batch], count: int) -> Iterator[Batch]:
+        """Yield `count` batches."""
+        last: list[Batch] = []
+        for _ in range(count):
+            last = self._next(source) or last
+            yield from self._shown(last, joins_only=self._has_run_out)
+
+    def _agreed(self, source: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield batches as long as a rank has one."""
+        last: list[Batch] = []
+        joins = False
+        found = self._next(source)
+        while True:
+            here = torch.tensor([float(bool(found))])
+            self._under_way = self._comm.allreduce_async(here, name="batches", op=ReduceOp.MAX)
+            if last:
+                yield from self._shown(last, joins_only=joins)
+            self._complete()
+            if not here.item():
+                return
+            joins, last = not found, found or last
+            if not last:
+                raise ConfigError(f"rank {self._comm.rank} has no batch, others have; every rank needs one")
+            found = self._next(source)
+
+    def _complete(self) -> None:
+        if self._under_way is not None:
+            self._under_way.wait()
+        self._under_way = None
+
+    def _next(self, source: Iterator[Batch]) -> list[Batch]:
+        """Return the next batch in a list; an empty one where there is none."""
+        with self._timeline.span(Span.DATA_WAIT):
+            found = [batch for batch in [next(source, _END)] if batch is not _END]
+        self._has_run_out = not found
+        return found
+
+    def _shown(self, batch: list[Batch], *, joins_only: bool) -> Iterator[Batch]:
+        """Yield a batch; afterwards take back what a batch that does not count has left in the model."""
+        if not batch:
+            raise ConfigError(f"rank {self._comm.rank} has fewer batches than its loader's length says: none")
+        kept = {k: v.clone() for k, v in running_statistics(self._model).items()} if joins_only else {}
+        self.joins_only = joins_only
+        try:
+            yield batch[0]
+        finally:
+            self.joins_only = False
+            load_statistics(self._model, kept)
