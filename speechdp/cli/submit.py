@@ -45,7 +45,7 @@ class SubmitCommand:
     command: Annotated[
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- COMMAND ...", help_behavior_hint="")
     ] = ()
-    """What every rank runs, after `--`: a speechdp command with its options; --resume is added to train."""
+    """Command each rank runs, after `--`: a speechdp command with its options; --resume is added to train."""
     scheduler: Literal["auto", "slurm", "lsf", "pbs", "sge"] = "auto"
     """Batch system; auto: the one whose submit program is on PATH; sge is Grid Engine."""
     gpus_per_rank: int = 0
@@ -63,8 +63,8 @@ class SubmitCommand:
     """Account (Slurm, PBS) or project (LSF, Grid Engine) to charge."""
     name: Annotated[str | None, shown("NAME", "the name of the RUN folder")] = None
     """Name of the job."""
-    output: Annotated[str | None, shown("FILE", "named after the job, in the present folder")] = None
-    """File for the job's output; %j in it is replaced by the job's number (not on PBS)."""
+    output: Annotated[str | None, shown("FILE", "named after the job, in the current folder")] = None
+    """File for the job's output; %j in it is replaced by the job id (not on PBS)."""
     signal_s: Annotated[int, shown("SECONDS")] = 60
     """How long before the time limit all ranks save a checkpoint and exit."""
     requeue: bool = True

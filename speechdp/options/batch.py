@@ -37,10 +37,10 @@ class BatchOptions:
     Used instead of --batch-size."""
     order: Order = "pooled"
     """Order of segments and batches within an epoch.
-    pooled: sorted by length inside random pools (little padding), batches shuffled.
+    pooled: sorted by length within random pools (little padding), then batches are shuffled.
     shuffled: entirely at random (most padding).
-    laplace: random bins, sorted by length inside, alternately up and down.
-    blocking-sort: reads and sorts 32 batches at a time while training waits; a baseline for timing."""
+    laplace: random bins, each sorted by length, alternately ascending and descending.
+    blocking-sort: 32 batches at a time are read and sorted while training waits; a baseline for timing."""
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.global_batch is not None:
@@ -100,10 +100,10 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class LoadingOptions:
-    """Where batches are read and preprocessed.  None of these changes what is in a batch."""
+    """Where batches are read and preprocessed.  These options do not change the contents of a batch."""
 
     feeders: Annotated[int, shown("N", "0: every rank loads its own")] = 0
-    """Ranks on each host that do not train but read and preprocess batches for those that do."""
+    """Number of ranks on each host that do not train, but read and preprocess batches for those that do."""
     loader_threads: Annotated[int, shown("N")] = 1
     """Threads in each rank (or feeder) that preprocess batches, or read them if there is no preprocessing."""
     preprocess_on: Literal["cpu", "gpu"] = "cpu"

@@ -75,15 +75,16 @@ class KaldiOptions:
     """For features or alignments made by Kaldi."""
 
     kaldi: Annotated[Path | None, shown("DIR", "none")] = None
-    """Kaldi data directory to read instead of SOURCE; its targets are the pdfs of --ali or --ali-pdf."""
+    """Kaldi data directory to read instead of SOURCE; the targets are the pdfs of --ali or --ali-pdf."""
     ali: Annotated[Path | None, shown("DIR", "none")] = None
     """Kaldi alignment directory, with ali.*.gz and final.mdl."""
     ali_pdf: Annotated[Path | None, shown("FILE", "none")] = None
     """Output of ali-to-pdf to read instead of ali.*.gz.
     With --ali as well, the number of pdfs is read from its final.mdl."""
     like: Annotated[Path | None, shown("DATA", "none")] = None
-    """Prepare data without targets, for `speechdp posteriors` only, instead of giving an alignment.
-    Settings are those of this data directory, which the model was trained on; all utterances go to test."""
+    """Prepare data without targets, for `speechdp posteriors` only; replaces --ali and --ali-pdf.
+    Settings are copied from DATA, the data directory the model was trained on.
+    All utterances go to the test split."""
     feats: bool = False
     """Read Kaldi's features (feats.scp) instead of computing features from the audio (wav.scp)."""
     cmvn: Annotated[
@@ -107,7 +108,7 @@ class PrepareOptions:
     or from the names of the audio files (--pattern).
     DATA: the data directory to write."""
     synthetic: Annotated[float | None, shown("HOURS", "none")] = None
-    """Generate this many hours of digits and commands with eSpeak NG instead of reading a SOURCE.
+    """Generate this many hours of spoken digits and commands with eSpeak NG instead of reading a SOURCE.
     Phone times are exact."""
     task: Literal["acoustic", "synthesis"] = "acoustic"
     """What the data are for.
@@ -115,15 +116,18 @@ class PrepareOptions:
     synthesis: text-to-speech (spectrograms and texts)."""
     for_synthesis: Annotated[SpeechOptions, heading("synthesis")] = field(default_factory=SpeechOptions)
     from_kaldi: Annotated[KaldiOptions, heading("Kaldi")] = field(default_factory=KaldiOptions)
-    corpus: Annotated[str | None, shown("NAME", "found out: kaldi or folder")] = None
-    """What reads SOURCE: kaldi, folder, a reader that an installed package adds, or MODULE:CLASS.
-    Options follow a colon, e.g. NAME:option=value."""
+    corpus: Annotated[str | None, shown("NAME", "kaldi or folder, detected from its files")] = None
+    """Reader of SOURCE: kaldi, folder, a reader that an installed package adds, or MODULE:CLASS of your own
+    (docs/api.md).  Options follow a colon, e.g. NAME:option=value."""
     split: Annotated[
         str | None,
-        shown("RULE", "the corpus' own, by index if --pattern has {index}, else random:dev=0.05,test=0.05"),
+        shown(
+            "RULE",
+            "the corpus' own split; by index if --pattern has {index}; else random:dev=0.05,test=0.05",
+        ),
     ] = None
     """How to divide the corpus into train, dev and test.
-    index:test=0-4,dev=5-9, random:dev=0.05,test=0.05 or speaker:test=NAME,dev=NAME."""
+    One of index:test=0-4,dev=5-9 or random:dev=0.05,test=0.05 or speaker:test=NAME,dev=NAME."""
     held_out_speaker: Annotated[str | None, shown("NAME", "none")] = None
     """Use this speaker as the test split; train and dev come from the others."""
     shards: Annotated[int, shown("N")] = 8

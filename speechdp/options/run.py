@@ -46,16 +46,17 @@ class TrainOptions:
     task: Annotated[str, shown("{acoustic,synthesis}|NAME|MODULE:CLASS")] = "acoustic"
     """acoustic: a speech recognition model (LSTM over HMM states).
     synthesis: a text-to-speech model (Tacotron); needs data prepared with --task synthesis.
-    NAME, MODULE:CLASS: a task of your own (docs/api.md), with options behind it: NAME:OPTION=VALUE,..."""
+    NAME or MODULE:CLASS: a task of your own (docs/api.md); options follow it: NAME:OPTION=VALUE,..."""
     recipe: RecipeName = "none"
-    """Set of defaults for the options below; options that are given take precedence.
+    """Set of defaults for the options below; options given explicitly take precedence.
     adpsgd-asr: 16 epochs of SGD with batch 2560 and a scaled, warmed-up learning rate (docs/training.md)."""
     strategy: Annotated[str, shown("NAME[:OPTION=VALUE,...]")] = "gradient_averaging"
     """What ranks exchange and when, e.g. model_averaging:period=16; docs/strategies.md lists all."""
     backend: Literal["auto", "serial", "horovod", "mpi", "torch"] = "auto"
-    """Library that ranks communicate over; auto: horovod if installed, else mpi; serial: a single rank."""
+    """Library the ranks communicate with.
+    auto: horovod if installed, else mpi; torch: torch.distributed; serial: a single rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where each rank computes; auto: on the GPU of its local rank if there is one, else on the CPU."""
+    """Device each rank computes on; auto: the GPU of its local rank if there is one, else the CPU."""
     epochs: Annotated[int | None, shown("N", "12; 16 with --recipe adpsgd-asr")] = None
     """Passes over the training split."""
     seed: int = 1
@@ -66,7 +67,7 @@ class TrainOptions:
     """Split to evaluate on after each epoch.
     Acoustic models: log-probability per frame and frame accuracy; synthesis: L1 error."""
     alignments: Annotated[Path | None, shown("DIR", "the targets in DATA")] = None
-    """Train on these targets, from RUN/alignments/K of an earlier run."""
+    """Train on the targets in this folder, RUN/alignments/K of an earlier run."""
     realign: Annotated[int, shown("ROUNDS")] = 0
     """Rounds of training and forced alignment before the actual training; 0: none."""
     realign_epochs: Annotated[int | None, shown("N", "--epochs")] = None
@@ -74,7 +75,7 @@ class TrainOptions:
     max_steps: Annotated[int, shown("STEPS")] = 0
     """Stop after this many steps, for trials and timing; 0: train all epochs."""
     checkpoint_steps: Annotated[int, shown("STEPS")] = 0
-    """Save a checkpoint every so many steps too, not only after each epoch; 0: only after each epoch."""
+    """Also save a checkpoint every STEPS steps, not only after each epoch; 0: only after each epoch."""
     slow_ranks: Annotated[str, shown("RANK:FACTOR,...", "none")] = ""
     """Simulate stragglers: these ranks sleep until each step has taken FACTOR times as long, e.g. 1:5."""
 
