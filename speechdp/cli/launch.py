@@ -293,13 +293,13 @@ def _find_place(options: LaunchCommand) -> _JobPlace:
             raise
         allocation = None  # one that cannot be read is of no account where the hosts are given
     if options.requeue and allocation is None:
-        raise ConfigError("--requeue: this is no batch job; leave it out, or start it by speechdp submit")
+        raise ConfigError("--requeue: this is not a batch job; leave it out, or start it by speechdp submit")
     if options.hostfile is not None:
         hostfile = read_hostfile(options.hostfile)
     elif allocation is not None:
         hostfile = allocation.hostfile
     elif options.num_ranks is None:
-        raise ConfigError("say how many ranks: -np N, or --hostfile FILE (see hostfiles/)")
+        raise ConfigError("give the number of ranks: -np N, or --hostfile FILE (see hostfiles/)")
     else:
         hostfile = local_hosts(options.num_ranks)
     num_ranks = hostfile.num_slots if options.num_ranks is None else options.num_ranks

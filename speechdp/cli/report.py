@@ -65,9 +65,9 @@ def _write(out: Path, target: float | None, metric: str) -> WrittenReport:
         from speechdp.report.profile.page import write_profile_page  # noqa: PLC0415
 
         if target is not None:
-            raise ConfigError(f"--target: {out} is a profile, in which nothing is learnt; leave it out")
+            raise ConfigError(f"--target: {out} is a profile, which has no held-out values; leave it out")
         if metric:
-            raise ConfigError(f"--metric: {out} is a profile, in which nothing is learnt; leave it out")
+            raise ConfigError(f"--metric: {out} is a profile, which has no held-out values; leave it out")
         return write_profile_page(out)
     is_comparison = (out / comparison.FILE_NAME).is_file()
     return (write_comparison if is_comparison else write_report)(out, target, metric)

@@ -125,7 +125,7 @@ def _batch_job(options: SubmitCommand) -> BatchJob:
     check_forwarded(["launch", *launch_options, "--", *command])
     if options.max_restarts is not None:
         if options.max_restarts < 0:
-            raise ConfigError(f"--max-restarts {options.max_restarts}: a number from 0 is needed")
+            raise ConfigError(f"--max-restarts {options.max_restarts}: must be at least 0")
         launch_options = ("--max-restarts", str(options.max_restarts), *launch_options)
     return BatchJob(
         resources=Resources(

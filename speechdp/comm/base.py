@@ -151,8 +151,8 @@ class Communicator(ABC):
             ConfigError: this back-end cannot; says what can.
         """
         raise ConfigError(
-            f"--tolerate-loss: the {self.backend} back-end cannot go on without a rank; start several ranks "
-            "with --backend mpi and Open MPI 5, or leave it out"
+            f"--tolerate-loss: the {self.backend} back-end cannot continue without a lost rank; start "
+            "several ranks with --backend mpi and Open MPI 5, or leave it out"
         )
 
     def allreduce_async(self, x: Tensor, *, name: str, op: ReduceOp = ReduceOp.SUM) -> Work:

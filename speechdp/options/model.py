@@ -69,7 +69,9 @@ class ModelOptions:
         name = self.preset or task.presets[0]
         if name not in task.presets:
             known = ", ".join(task.presets)
-            raise ConfigError(f"--preset {name}: is no model for --task {task.name}; choose one of {known}")
+            raise ConfigError(
+                f"--preset {name}: is not a model for --task {task.name}; choose one of {known}"
+            )
         return PRESETS[name]
 
     def make_task(self, task: type[Task], options: dict[str, Any]) -> Task:

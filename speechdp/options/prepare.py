@@ -185,7 +185,7 @@ class PrepareOptions:
                 f"prepare takes SOURCE and DATA, not {len(self.paths)} paths; or --synthetic HOURS DATA"
             )
         if self.shards < 1:
-            raise ConfigError(f"--shards {self.shards}: give at least 1")
+            raise ConfigError(f"--shards {self.shards}: must be at least 1")
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"--workers {self.workers}: give at least 1, or leave it out for one per core")
 
@@ -214,11 +214,11 @@ class PrepareOptions:
             ("corpus", "split", "held_out_speaker", "lexicon", "pattern"), "--synthetic, which makes its own"
         )
         if not 0 < hours <= _MAX_HOURS:
-            raise ConfigError(f"--synthetic {hours:g}: give hours of speech above 0, e.g. 1")
+            raise ConfigError(f"--synthetic {hours:g}: must be more than 0 hours, e.g. 1")
 
     def _check_kaldi(self) -> None:
         if len(self.paths) != 1:
-            raise ConfigError("prepare --kaldi DATA_DIR takes one path beside it, the DATA folder to make")
+            raise ConfigError("prepare --kaldi DATA_DIR takes one other path, the DATA folder to make")
         self._refuse(("synthetic", "corpus", "lexicon", "pattern", "resample"), "--kaldi")
         kaldi = self.from_kaldi
         if kaldi.like is not None and not self._leaves_settings():
@@ -229,14 +229,14 @@ class PrepareOptions:
         if is_aligned == (kaldi.like is not None):
             raise ConfigError(
                 "--kaldi needs the alignment: --ali ALI_DIR (ali.*.gz, final.mdl), or --ali-pdf FILE; "
-                "or, to score data that have none, --like DATA alone"
+                "or, to score data without one, only --like DATA"
             )
         if self.store == "audio" and kaldi.feats:
             raise ConfigError(
-                "--feats takes Kaldi's features, --store audio makes others; leave one of them out"
+                "--feats uses Kaldi's features, --store audio computes them from audio; leave one of them out"
             )
         if kaldi.cmvn == "kaldi" and not kaldi.feats:
-            raise ConfigError("--cmvn kaldi is for features of Kaldi's: add --feats, or leave --cmvn out")
+            raise ConfigError("--cmvn kaldi is for Kaldi's features: add --feats, or leave --cmvn out")
 
     def _refuse(self, names: tuple[str, ...], beside: str) -> None:
         """Refuse options that are given beside another.  Raises ConfigError naming the first."""

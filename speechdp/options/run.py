@@ -93,7 +93,7 @@ class TrainOptions:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
         _slow_ranks(self.slow_ranks)
         if self.batch.batch_frames and self.optimizer.base_batch is not None:
-            raise ConfigError("--base-batch counts segments, --batch-frames frames: give --learning-rate")
+            raise ConfigError("--base-batch is in segments, --batch-frames in frames: give --learning-rate")
         self.make_task()  # refuses models of another task
         self._refuse_beside_task()
         batch, optimizer = self._resolve(1)  # with any number of ranks: only divisibility depends on it
@@ -130,7 +130,7 @@ class TrainOptions:
                 given.append(f"--{name}")
         if given:
             raise ConfigError(
-                f"{', '.join(given)}: not with --task {task}, which learns whole utterances with their "
+                f"{', '.join(given)}: not with --task {task}, which trains on whole utterances with their "
                 "texts; leave out"
             )
 
@@ -244,5 +244,5 @@ def _slow_ranks(text: str) -> dict[int, float]:
         except ValueError:
             raise ConfigError(f"--slow-ranks {part}: write RANK:FACTOR, e.g. 1:5") from None
         if not 1 <= result[int(rank)] < math.inf or int(rank) < 0:
-            raise ConfigError(f"--slow-ranks {part}: the factor is at least 1, the rank at least 0")
+            raise ConfigError(f"--slow-ranks {part}: the factor must be at least 1, the rank at least 0")
     return result

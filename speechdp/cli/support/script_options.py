@@ -77,7 +77,7 @@ def say_how_many_failed(failed: int, runs: int, out: Path) -> None:
     """Print where to look, if any run failed."""
     if failed:
         print(
-            f"speechdp: {failed} of {runs} runs failed; their messages stand above, "
+            f"speechdp: {failed} of {runs} runs failed; their messages are above, "
             f"their output in {out / 'logs'}; the same command tries them again",
             file=sys.stderr,
         )
