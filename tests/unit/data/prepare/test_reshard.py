@@ -138,7 +138,7 @@ def test_progress_reaches_the_number_of_utterances(dataset: Dataset, tmp_path: P
     ("change", "message"),
     [
         ({"num_shards": 8}, "dev has 7 utterances, too few for --shards 8; .*--split train"),
-        ({"num_shards": 0}, "--shards 0: give at least 1"),
+        ({"num_shards": 0}, "--shards 0: must be at least 1"),
         ({"out": "data"}, "contains the data to be read"),
         ({"out": "."}, "contains the data to be read"),
     ],
