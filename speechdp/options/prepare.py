@@ -117,8 +117,8 @@ class PrepareOptions:
     for_synthesis: Annotated[SpeechOptions, heading("synthesis")] = field(default_factory=SpeechOptions)
     from_kaldi: Annotated[KaldiOptions, heading("Kaldi")] = field(default_factory=KaldiOptions)
     corpus: Annotated[str | None, shown("NAME", "kaldi or folder, detected from its files")] = None
-    """Reader of SOURCE: kaldi, folder, a reader that an installed package adds, or MODULE:CLASS of your own
-    (docs/api.md).  Options follow a colon, e.g. NAME:option=value."""
+    """Reader of SOURCE: kaldi, folder, one that an installed package adds, or MODULE:CLASS (docs/api.md).
+    Options follow a colon, e.g. NAME:option=value."""
     split: Annotated[
         str | None,
         shown(
