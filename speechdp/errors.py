@@ -10,12 +10,12 @@ from speechdp import exit_codes
 
 
 def printable(text: str) -> str:
-    """Return text that breaks no line and steers no terminal, whatever names and lines of files are in it."""
+    """Return text without line breaks and control characters, whatever file contents are in it."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class SpeechDPError(Exception):
-    """Base of all errors that are the user's to mend; never raised itself.
+    """Base of all errors that the user can fix; never raised itself.
 
     Attributes:
         exit_code: of the command that ends by it.
@@ -46,4 +46,4 @@ class CommunicationError(SpeechDPError):
 
 
 class RunError(SpeechDPError):
-    """A run that cannot go on or be continued: NaN in the loss, a full disk, a broken checkpoint."""
+    """A run that cannot continue or be resumed: NaN in the loss, a full disk, a damaged checkpoint."""

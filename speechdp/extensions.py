@@ -71,7 +71,7 @@ class ExtensionPoint(Generic[_T]):
         """
         if not (isinstance(cls, type) and issubclass(cls, self._base) and dataclasses.is_dataclass(cls)):
             base = f"{self._base.__module__}.{self._base.__name__}"
-            raise ConfigError(f"{where}: {cls!r} is no dataclass derived from {base}")
+            raise ConfigError(f"{where}: {cls!r} is not a dataclass derived from {base}")
         self._check(where, cls)
         _check_options(where, cls)
 
@@ -85,7 +85,7 @@ class ExtensionPoint(Generic[_T]):
             raise ConfigError(f"{where}: a name has letters, digits and underscores")
         other = self.registered.get(name)
         if name in self._own_names() or (other is not None and not _is_again(other, cls)):
-            raise ConfigError(f"{where}: there is one of that name; choose another")
+            raise ConfigError(f"{where}: this name is already taken; choose another")
         cls.name = name  # type: ignore[attr-defined]
         self.registered[name] = cls
 
@@ -126,7 +126,7 @@ class ExtensionPoint(Generic[_T]):
             sys.path.append(here)
         if not all(part.isidentifier() for part in module.split(".")):
             raise ConfigError(
-                f"{where}: {module} is no module's name; write MODULE:CLASS, e.g. "
+                f"{where}: {module} is not the name of a module; write MODULE:CLASS, e.g. "
                 f"my_{self.kind}:My{self.kind.capitalize()}"
             )
         found = imported(
@@ -202,7 +202,7 @@ def _check_options(where: str, cls: type[Any]) -> None:
         kinds = typing.get_type_hints(cls)
     except (NameError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"{where}: the type of a field of {cls.__name__} is not there at run time ({error}); "
+            f"{where}: the type of a field of {cls.__name__} does not exist at run time ({error}); "
             "import it at the head of its module, not under TYPE_CHECKING"
         ) from error
     for field in dataclasses.fields(cls):

@@ -45,8 +45,8 @@ class CompareCommand:
     seeds: Annotated[str, shown("SEED,...")] = "1"
     """Seeds to train every strategy with, instead of --seed; use at least three to draw conclusions."""
     modes: Annotated[str, shown("MODE,...")] = "frames,time"
-    """What is equal for all runs.
-    frames: the number of epochs; time: about the time that the slowest took in mode frames."""
+    """What is kept equal across runs.
+    frames: the number of epochs; time: the training time, about that of the slowest run in mode frames."""
     decode_split: Annotated[str, shown("SPLIT")] = "test"
     """Split to decode for the word error rate; empty: none.  Not used with --task synthesis."""
     hostfile: Annotated[Path | None, shown("FILE", "this machine only")] = None
@@ -59,8 +59,7 @@ class CompareCommand:
         None
     )
     """Report the time each run took to reach this held-out value.
-    Log-probability in nats per frame; L1 error with --task synthesis; else the first metric of your
-    task or script."""
+    A log-probability in nats per frame; an L1 error with --task synthesis; else the task's first metric."""
     overwrite: bool = False
     """Delete the comparison in OUT and start over."""
 
@@ -137,11 +136,11 @@ class CompareScriptCommand:
     It starts the ranks itself:
     speechdp compare --script train.py OUT --strategies gradient_averaging,bmuf:period=16 -- ARGUMENTS
 
-    The script trains with speechdp.DataParallel and is not edited: the strategy, the folder and SPEECHDP_SEED
-    come from its environment."""
+    The script trains with speechdp.DataParallel and is not edited: the strategy, the folder and the seed
+    (SPEECHDP_SEED) are passed in environment variables."""
 
     out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Folder for the runs and the report.  Finished runs in it are kept, others begin again."""
+    """Folder for the runs and the report.  Finished runs in it are kept, others start over."""
     script: Annotated[ScriptOptions, heading("script")]
     strategies: Annotated[str, shown("STRATEGY,...")] = "gradient_averaging,model_averaging:period=16"
     """Strategies to compare; docs/strategies.md lists them with their options.
@@ -150,7 +149,7 @@ class CompareScriptCommand:
     """Numbers of ranks to compare on.
     On 1 rank only gradient_averaging is run, as the reference for all strategies."""
     seeds: Annotated[str, shown("SEED,...")] = "1"
-    """Seeds, one run for each: {seed} in the script's arguments, and SPEECHDP_SEED in its environment.
+    """Seeds, one run each: a seed replaces {seed} in the script's arguments and is in SPEECHDP_SEED.
     Use at least three to draw conclusions."""
     overwrite: bool = False
     """Delete the comparison in OUT and start over."""

@@ -38,14 +38,15 @@ class DecodeCommand:
     acoustic_scale: float = 1.0
     """Scale of the acoustic log-likelihoods."""
     prior_scale: float = 1.0
-    """Exponent of the class priors that the posteriors are divided by, 0 (posteriors as they are) to 1."""
+    """Exponent of the class priors by which the posteriors are divided, 0 (no division) to 1."""
     insertion_log_prob: float = 0.0
     """Word insertion score in nats, added for each word of the loop grammars.
     Negative values give fewer words."""
     silence_probability: float = 0.5
     """Probability of silence at each word boundary."""
     backend: Literal["auto", "serial", "horovod", "mpi", "torch"] = "auto"
-    """Library that ranks communicate over; auto: horovod if installed, else mpi; serial: a single rank."""
+    """Library the ranks communicate with.
+    auto: horovod if installed, else mpi; torch: torch.distributed; serial: a single rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto: on a GPU if there is one, else on the CPU."""
 

@@ -32,7 +32,7 @@ from speechdp.options.shown import shown
 class DoctorCommand:
     """Check hosts, network and folders by running a short job; print a line per check, with remedies.
 
-    Give it the --hostfile and --launcher that the real job will have."""
+    Use the same --hostfile and --launcher as for the real job."""
 
     hostfile: Annotated[
         Path | None, shown("FILE", "the hosts of the batch job this runs in, else this machine")

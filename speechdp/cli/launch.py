@@ -62,12 +62,12 @@ class LaunchCommand:
     command: Annotated[
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- COMMAND ...", help_behavior_hint="")
     ] = ()
-    """What every rank runs, after `--`: a speechdp command with its options, or `python SCRIPT ...`."""
+    """Command each rank runs, after `--`: a speechdp command with its options, or `python SCRIPT ...`."""
     hostfile: Annotated[
         Path | None, shown("FILE", "the hosts of the batch job this runs in, else this machine")
     ] = None
     """File with a line `host slots=N` for each host (examples in hostfiles/).
-    Batch jobs of Slurm, LSF, PBS and Grid Engine are detected without it."""
+    Not needed in a batch job of Slurm, LSF, PBS or Grid Engine, whose hosts are detected."""
     num_ranks: Annotated[
         int | None,
         tyro.conf.arg(
@@ -88,17 +88,17 @@ class LaunchCommand:
     mpi_args: Annotated[str, shown("'OPTIONS'", "none")] = ""
     """More options for mpirun, quoted as one argument: --mpi-args="--mca plm_rsh_agent 'ssh -F file'"."""
     tag_output: bool = False
-    """Prefix each line of output with job and rank; the progress bar becomes plain lines."""
+    """Prefix each line of output with the job and rank; progress is then printed as lines, not as a bar."""
     max_restarts: Annotated[int, shown("N")] = 0
     """How often train or sweep may be restarted from its last checkpoint after a rank or host fails or hangs.
-    A script of yours is started again as it is, and has to load what it saved.
-    Hosts that do not answer, or on which ranks died twice, are left out."""
+    A Python script is started again with the same arguments and has to load its own checkpoint.
+    Hosts that do not answer, or on which ranks died twice, are excluded."""
     min_ranks: Annotated[int | None, shown("N", "all ranks")] = None
-    """Smallest number of ranks to restart with when hosts are left out."""
+    """Smallest number of ranks to restart with when hosts are excluded."""
     requeue: bool = False
-    """When a batch job was stopped by a signal and has saved, return it to the queue to continue later."""
+    """Return a batch job to the queue after a signal has stopped it and it has saved, to continue later."""
     grace_s: Annotated[float, shown("SECONDS")] = 30.0
-    """Time the ranks have to save and exit after SIGTERM or SIGINT; a second signal ends it at once."""
+    """Time for the ranks to save and exit after SIGTERM or SIGINT; after a second signal they end at once."""
     dry_run: bool = False
     """Print the launcher's command line and environment variables instead of running it."""
 
@@ -296,13 +296,13 @@ def _find_place(options: LaunchCommand) -> _JobPlace:
             raise
         allocation = None  # one that cannot be read is of no account where the hosts are given
     if options.requeue and allocation is None:
-        raise ConfigError("--requeue: this is no batch job; leave it out, or start it by speechdp submit")
+        raise ConfigError("--requeue: this is not a batch job; leave it out, or start it by speechdp submit")
     if options.hostfile is not None:
         hostfile = read_hostfile(options.hostfile)
     elif allocation is not None:
         hostfile = allocation.hostfile
     elif options.num_ranks is None:
-        raise ConfigError("say how many ranks: -np N, or --hostfile FILE (see hostfiles/)")
+        raise ConfigError("give the number of ranks: -np N, or --hostfile FILE (see hostfiles/)")
     else:
         hostfile = local_hosts(options.num_ranks)
     num_ranks = hostfile.num_slots if options.num_ranks is None else options.num_ranks

@@ -29,7 +29,7 @@ class PosteriorsCommand:
     split: Annotated[str, shown("SPLIT")] = "test"
     """Split to score."""
     scp: Annotated[Path | None, shown("FILE", "none")] = None
-    """Index (scp file) of the archive to write too."""
+    """Also write an index (scp file) of the archive."""
     kind: Literal["log_likelihood", "log_posterior"] = "log_likelihood"
     """log_likelihood: log-posteriors minus log-priors, as latgen-faster-mapped expects.
     log_posterior: the model's output as it is."""

@@ -46,15 +46,15 @@ class ProfileCommand:
     encoder, decoder, postproc, output: one part of the model.
     blocking, pooled, fed: ways of loading data."""
     strong: bool = False
-    """Time strong scaling (constant batch over all ranks) too, not only weak scaling (per rank)."""
+    """Also time strong scaling (constant total batch), not only weak scaling (constant batch per rank)."""
     steps: Annotated[int, shown("STEPS")] = 20
     """Training steps to time on each rank."""
     warmup: Annotated[int, shown("STEPS")] = 3
-    """First steps, which are recorded but left out of the means."""
+    """Number of first steps that are recorded but not included in the means."""
     loader_steps: Annotated[int | None, shown("STEPS", "64 + --warmup, at least --steps")] = None
     """Steps in the jobs blocking, pooled and fed, which compare ways of loading data."""
     poster_iterations: bool = False
-    """Take N times as many steps on N ranks, as the IBM/NTU poster did."""
+    """Take N times as many steps on N ranks, as the poster in docs/profile.md did."""
     hostfile: Annotated[Path | None, shown("FILE", "this machine only")] = None
     """File with a line `host slots=N` for each host."""
     launch_args: Annotated[str, shown("'OPTIONS'", "none")] = ""

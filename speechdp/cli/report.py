@@ -21,16 +21,16 @@ class ReportCommand:
 
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     """Folder of a run, of several runs, or of a sweep, comparison or profile.
-    The report is written to its sub-folder `report` (of a comparison: `compare`)."""
+    The report is written to its sub-folder `report` (for a comparison: `compare`)."""
 
     target: Annotated[
         float | None,
         shown("VALUE", "the best value that all runs reached; in a comparison, that three quarters reached"),
     ] = None
     """Report the time each run took to reach this held-out value.
-    Log-probability in nats per frame; L1 error for synthesis models; the metric of a script's runs."""
+    A log-probability in nats per frame; for synthesis models an L1 error; for runs of a script its metric."""
     metric: Annotated[str, shown("NAME[:min|:max]", "the value that the script logged last")] = ""
-    """Only for runs of a script of your own: value of run.log() to judge them by, e.g. valid_loss:min."""
+    """Only for runs of a script: value passed to run.log() by which runs are ranked, e.g. valid_loss:min."""
 
     def run(self) -> int:
         """Write the report; print its table, its answer and its path."""
@@ -65,9 +65,9 @@ def _write(out: Path, target: float | None, metric: str) -> WrittenReport:
         from speechdp.report.profile.page import write_profile_page  # noqa: PLC0415
 
         if target is not None:
-            raise ConfigError(f"--target: {out} is a profile, in which nothing is learnt; leave it out")
+            raise ConfigError(f"--target: {out} is a profile, which has no held-out values; leave it out")
         if metric:
-            raise ConfigError(f"--metric: {out} is a profile, in which nothing is learnt; leave it out")
+            raise ConfigError(f"--metric: {out} is a profile, which has no held-out values; leave it out")
         return write_profile_page(out)
     is_comparison = (out / comparison.FILE_NAME).is_file()
     return (write_comparison if is_comparison else write_report)(out, target, metric)

@@ -46,8 +46,8 @@ class SubmitCommand:
     command: Annotated[
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- COMMAND ...", help_behavior_hint="")
     ] = ()
-    """What every rank runs, after `--`: a speechdp command with its options, or `python SCRIPT ...`.
-    --resume is added to train; a script has to load what it saved."""
+    """Command each rank runs, after `--`: a speechdp command with its options, or `python SCRIPT ...`.
+    --resume is added to train; a script has to load its own state."""
     scheduler: Literal["auto", "slurm", "lsf", "pbs", "sge"] = "auto"
     """Batch system; auto: the one whose submit program is on PATH; sge is Grid Engine."""
     gpus_per_rank: int = 0
@@ -65,8 +65,8 @@ class SubmitCommand:
     """Account (Slurm, PBS) or project (LSF, Grid Engine) to charge."""
     name: Annotated[str | None, shown("NAME", "the name of the RUN folder")] = None
     """Name of the job."""
-    output: Annotated[str | None, shown("FILE", "named after the job, in the present folder")] = None
-    """File for the job's output; %j in it is replaced by the job's number (not on PBS)."""
+    output: Annotated[str | None, shown("FILE", "named after the job, in the current folder")] = None
+    """File for the job's output; %j in it is replaced by the job id (not on PBS)."""
     signal_s: Annotated[int, shown("SECONDS")] = 60
     """How long before the time limit all ranks save a checkpoint and exit."""
     requeue: bool = True
@@ -128,7 +128,7 @@ def _batch_job(options: SubmitCommand) -> BatchJob:
     check_forwarded(["launch", *launch_options, "--", *command])
     if options.max_restarts is not None:
         if options.max_restarts < 0:
-            raise ConfigError(f"--max-restarts {options.max_restarts}: a number from 0 is needed")
+            raise ConfigError(f"--max-restarts {options.max_restarts}: must be at least 0")
         launch_options = ("--max-restarts", str(options.max_restarts), *launch_options)
     return BatchJob(
         resources=Resources(

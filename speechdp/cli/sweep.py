@@ -39,15 +39,14 @@ class SweepCommand:
     swept: Annotated[str, shown("NAME[:OPTION=VALUE,...]")] = "model_averaging"
     """Strategy whose period is varied, with its other options, e.g. model_averaging:momentum=average."""
     reference: Annotated[str, shown("NAME[:OPTION=VALUE,...]")] = "gradient_averaging"
-    """Strategy trained once as the reference (--strategy is not used here); empty: none."""
+    """Strategy trained once as the reference, given here instead of by --strategy; empty: none."""
     one_rank_steps: Annotated[int, shown("STEPS")] = 200
     """Length of the extra run on one rank from which speed-ups are computed; 0: no such run."""
     decode_split: Annotated[str, shown("SPLIT")] = "test"
     """Split to decode for the word error rate; empty: none.  Not used with --task synthesis."""
     target: Annotated[float | None, shown("VALUE", "the best value that every run reached")] = None
     """Report the time each run took to reach this held-out value.
-    Log-probability in nats per frame; L1 error with --task synthesis; else the first metric of your
-    task or script."""
+    A log-probability in nats per frame; an L1 error with --task synthesis; else the task's first metric."""
     overwrite: bool = False
     """Delete the sweep in OUT and start over."""
 
@@ -119,11 +118,11 @@ class SweepScriptCommand:
 
     It starts the ranks itself: speechdp sweep --script train.py OUT --ranks 2 --periods 1,4,16 -- ARGUMENTS
 
-    The script trains with speechdp.DataParallel and is not edited: the strategy, the folder and SPEECHDP_SEED
-    come from its environment."""
+    The script trains with speechdp.DataParallel and is not edited: the strategy, the folder and the seed
+    (SPEECHDP_SEED) are passed in environment variables."""
 
     out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Folder for the runs and the report.  Finished runs in it are kept, others begin again."""
+    """Folder for the runs and the report.  Finished runs in it are kept, others start over."""
     script: Annotated[ScriptOptions, heading("script")]
     ranks: Annotated[int, shown("N")] = 2
     """Number of ranks of every run."""
@@ -135,9 +134,9 @@ class SweepScriptCommand:
     reference: Annotated[str, shown("NAME[:OPTION=VALUE,...]")] = "gradient_averaging"
     """Strategy run once as the reference; empty: none."""
     one_rank: bool = True
-    """Run the script on one rank, too: speed-ups are computed from it."""
+    """Also run the script on one rank, to compute speed-ups."""
     seed: Annotated[int, shown("SEED")] = 1
-    """Replaces {seed} in the script's arguments; SPEECHDP_SEED in its environment."""
+    """Seed: replaces {seed} in the script's arguments, and is SPEECHDP_SEED in its environment."""
     overwrite: bool = False
     """Delete the sweep in OUT and start over."""
     script_arguments: tyro.conf.Suppress[tuple[str, ...]] = ()

@@ -84,10 +84,10 @@ class SynthesizeCommand:
 
     def _check(self) -> None:
         if self.recogniser is not None and self.data is None:
-            raise ConfigError("--recogniser hears the texts of a data directory; add --data")
+            raise ConfigError("--recogniser recognises the texts of a data directory; add --data")
         if bool(self.texts) == (self.data is not None):
             raise ConfigError(
-                'give either texts to say (speechdp synthesize RUN "three five seven" -o out.wav) or --data'
+                'give either texts to speak (speechdp synthesize RUN "three five seven" -o out.wav) or --data'
             )
         if (self.recogniser is None) != (self.recogniser_data is None):
             raise ConfigError("--recogniser and --recogniser-data belong together; give both")

@@ -1,4 +1,4 @@
-"""The contract every communicator back-end keeps (`serial`, `threads`, `horovod`, `mpi`, `torch`).
+"""The interface of all communicator back-ends (`serial`, `threads`, `horovod`, `mpi`, `torch`).
 
 All methods are collective unless they say otherwise: every rank calls them, in the same order, with
 tensors of the same shape and dtype.  `rank`, `size` and `local_rank` come from the back-end, never from
@@ -28,7 +28,7 @@ class ReduceOp(Enum):
 
 
 class Work(ABC):
-    """An exchange under way.  The tensor must not be touched before `wait` returns."""
+    """An exchange in progress.  The tensor must not be touched before `wait` returns."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -36,22 +36,22 @@ class Work(ABC):
 
 
 class CompletedWork(Work):
-    """An exchange that was finished before it was handed out."""
+    """An exchange that is already complete."""
 
     def wait(self) -> None:
         return None
 
 
 class PeerCommunicator(ABC):
-    """Messages between two ranks on a separate channel, so that they cannot be mixed up with other traffic.
+    """Point-to-point messages on a separate channel, so that they cannot be mixed up with other traffic.
 
-    Nothing here is collective but `close`.  Several threads of a rank may use one channel at a time, as long
-    as no two of them receive with the same tag.  Messages from one rank with one tag arrive in the order in
+    Only `close` is collective.  Several threads of a rank may use one channel at a time, as long as no two
+    of them receive with the same tag.  Messages from one rank with one tag arrive in the order in
     which they were sent.  A rank never sends to itself.
 
     Attributes:
         sent_bytes: payload this rank has sent over the channel so far.
-        lost: ranks that are known to be gone; none unless losses are tolerated.
+        lost: ranks that are known to be lost; none unless losses are tolerated.
     """
 
     rank: int
@@ -61,10 +61,10 @@ class PeerCommunicator(ABC):
 
     @abstractmethod
     def send(self, x: Tensor, dest: int, *, tag: int = 0) -> None:
-        """Send `x` and return once its memory may be written again.  Waiting sleeps; it keeps no core busy.
+        """Send `x` and return once its memory may be written again.  Waiting sleeps and keeps no core busy.
 
-        This may be as late as when the receiver has taken it: two ranks that send to one another before
-        they receive need a thread for it.
+        This may take until the receiver has received it: two ranks that send to each other before they
+        receive need a separate thread for sending.
 
         Args:
             x: contiguous tensor of any dtype, on the CPU or on this rank's GPU; sent as bytes.
@@ -72,7 +72,7 @@ class PeerCommunicator(ABC):
             tag: kind of message, 0 <= tag < 1000; a `recv` takes only messages with its own tag.
 
         Raises:
-            PeerLost: losses are tolerated, and the receiver is gone.
+            PeerLost: losses are tolerated, and the receiver is lost.
             CommunicationError: the message cannot be sent.
         """
 
@@ -86,14 +86,14 @@ class PeerCommunicator(ABC):
             tag: as in `send`.
 
         Raises:
-            PeerLost: losses are tolerated, and the sender is gone; without a sender, somebody is who was
-                there at the last such call: the next one waits for those that are left.
-            CommunicationError: the sender is gone, or the message has another size.
+            PeerLost: losses are tolerated, and the sender is lost; with source None, a rank was lost since
+                the last such call (the next call waits for the remaining ranks).
+            CommunicationError: the sender is lost, or the message has another size.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Release the channel.  Collective; no message may be under way; safe to call twice."""
+        """Release the channel.  Collective; no message may be in flight; safe to call twice."""
 
 
 class Communicator(ABC):
@@ -103,14 +103,14 @@ class Communicator(ABC):
         rank: this rank, 0 <= rank < size.
         size: number of ranks.
         local_rank: index of this rank among those on the same host; selects the GPU.
-        device: where this rank computes; the CPU unless somebody has chosen another.
-        role: what this rank does where not all do the same, for messages; "" where it trains.
-        sent_bytes: what this rank has sent so far in allreduces and broadcasts, assuming a ring-allreduce.
+        device: the device this rank computes on; the CPU by default.
+        role: role of this rank for messages, e.g. "feeder"; "" for a training rank.
+        sent_bytes: bytes this rank has sent so far in allreduces and broadcasts, assuming a ring-allreduce.
     """
 
     backend: ClassVar[str]
-    #: dtypes the back-end sums correctly; anything else is refused, because e.g. bfloat16 handed to
-    #: MPI as bytes is summed wrongly without an error.
+    #: dtypes the back-end sums correctly; others are refused, because e.g. bfloat16 passed to MPI as bytes
+    #: gives wrong sums without an error.
     reducible: ClassVar[frozenset[torch.dtype]] = frozenset(
         {torch.float32, torch.float64, torch.int32, torch.int64}
     )
@@ -121,38 +121,38 @@ class Communicator(ABC):
     device: torch.device = torch.device("cpu")
     role: str = ""
     sent_bytes: float = 0.0
-    #: Whether the back-end, as it was started, has messages between two ranks (`peers`) and groups (`split`).
+    #: Whether the back-end, as it was started, has point-to-point messages (`peers`) and groups (`split`).
     has_peers: bool = True
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """Ranks that take part in collectives: all, or those left where losses are tolerated.
+        """Ranks that take part in collectives: all, or the remaining ones if losses are tolerated.
 
-        The same on every rank after the same collective: whatever was shared out among the ranks before a
-        collective, and is put together in it, is whole if this was the same before and after.
+        It is the same on every rank after the same collective.  Work that was divided among the ranks
+        before a collective, and is combined in it, is complete if `alive` has not changed meanwhile.
         """
         return tuple(range(self.size))
 
     @property
     def gone(self) -> frozenset[int]:
-        """Ranks that this one knows to be lost, agreed on or not; empty unless losses are tolerated.
+        """Ranks that this one knows to be lost, agreed by all or not; empty unless losses are tolerated.
 
-        Not collective; any thread may ask.
+        Not collective; may be called from any thread.
         """
         return frozenset()
 
     def tolerate_loss(self) -> None:
         """Continue without lost ranks from now on, instead of raising.  Collective.
 
-        Rank 0 stays needed.  Every collective then ends, on all ranks alike, with those that are left: sums
-        are over them, lists have an entry for each.  Channels opened after this raise PeerLost.
+        Rank 0 must not be lost.  Every collective then completes in the same way on all remaining ranks: sums
+        are over these, and lists have an entry for each of them.  Channels opened after this raise PeerLost.
 
         Raises:
-            ConfigError: this back-end cannot; says what can.
+            ConfigError: this back-end cannot do it; the message names one that can.
         """
         raise ConfigError(
-            f"--tolerate-loss: the {self.backend} back-end cannot go on without a rank; start several ranks "
-            "with --backend mpi and Open MPI 5, or leave it out"
+            f"--tolerate-loss: the {self.backend} back-end cannot continue without a lost rank; start "
+            "several ranks with --backend mpi and Open MPI 5, or leave it out"
         )
 
     def allreduce_async(self, x: Tensor, *, name: str, op: ReduceOp = ReduceOp.SUM) -> Work:
@@ -160,7 +160,7 @@ class Communicator(ABC):
 
         Args:
             x: contiguous tensor of a dtype in `reducible`; any shape, the same on every rank.
-            name: identifies the exchange; unique among those under way at one time.
+            name: identifies the exchange; unique among those in progress at the same time.
             op: how values are combined.
 
         Returns:
@@ -188,7 +188,7 @@ class Communicator(ABC):
         return x
 
     def broadcast(self, x: Tensor, *, name: str, root: int = 0) -> Tensor:
-        """Overwrite `x` on every rank with `root`'s, in place, and return it.  Collective."""
+        """Overwrite `x` on every rank in place with that of `root`, and return it.  Collective."""
         if not x.is_contiguous():
             raise CommunicationError(f"tensor {name!r} is not contiguous; broadcast a flat buffer")
         if self.size > 1 and x.numel() > 0:
@@ -197,9 +197,9 @@ class Communicator(ABC):
         return x
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """Return every rank's `value` in rank order, those of `alive`.  Collective.
+        """Return the `value` of every rank in `alive`, in rank order.  Collective.
 
-        Values travel as JSON, not pickle: a message can never run code.  `value` must be made of
+        Values are sent as JSON, not pickle, so that a message can never run code.  `value` must be made of
         None, bool, int, float, str, list and dict (NaN and infinity included).
         """
         encoded = json.dumps(value).encode()
@@ -213,10 +213,10 @@ class Communicator(ABC):
         return values[self.alive.index(root)]
 
     def peers(self) -> PeerCommunicator:
-        """Open a channel for messages between two ranks.  Collective; each call opens another one.
+        """Open a channel for point-to-point messages.  Collective; each call opens another one.
 
         Raises:
-            ConfigError: this back-end has no messages between two ranks; says which has.
+            ConfigError: this back-end has no such messages; the message names one that has.
         """
         raise ConfigError(
             f"the {self.backend} back-end has no messages between two ranks as it was started; "
@@ -227,20 +227,20 @@ class Communicator(ABC):
         """Open a channel for packets, which are sent without waiting.  Collective; each call opens another.
 
         Args:
-            allocate: returns memory for tensors that arrive.
+            allocate: returns memory for received tensors.
 
         Raises:
-            ConfigError: this back-end has none.
+            ConfigError: this back-end has no packets.
         """
         raise ConfigError(
             f"the {self.backend} back-end has no packets between ranks; start with mpirun and --backend mpi"
         )
 
     def split(self, color: int) -> Communicator:
-        """Return the communicator of the ranks that give the same `color`, in the order of rank.  Collective.
+        """Return the communicator of the ranks that pass the same `color`, in rank order.  Collective.
 
-        Its `local_rank` is this communicator's: it still selects the GPU.  It counts its own `sent_bytes`,
-        and is to be closed before this one.
+        It has the same `local_rank` as this communicator, which still selects the GPU.  It counts its own
+        `sent_bytes`, and must be closed before this one.
 
         Raises:
             ConfigError: this back-end cannot be split.
@@ -259,12 +259,12 @@ class Communicator(ABC):
         """Release the back-end's resources; join its threads.  Collective; safe to call twice."""
 
     def leave(self, exit_code: int) -> None:
-        """End this process after `close`, where the back-end cannot survive an ordinary exit; else return."""
+        """End this process after `close` if the back-end does not allow an ordinary exit; else return."""
         return None
 
     @abstractmethod
     def abort(self, exit_code: int) -> NoReturn:
-        """End every rank of the job at once with `exit_code`.  Called by one rank, not collective."""
+        """End all ranks of the job immediately with `exit_code`.  Not collective; called by one rank."""
 
     @abstractmethod
     def _allreduce_async(self, x: Tensor, name: str, op: ReduceOp) -> Work: ...

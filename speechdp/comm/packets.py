@@ -1,7 +1,7 @@
 """Packets between ranks: a small JSON-like header followed by tensors, sent and received without waiting.
 
-Where `PeerCommunicator` has messages whose size the receiver knows and whose sender waits, a packet says
-itself what is in it, and its sender goes on at once: what feeders send batches with.
+A message of `PeerCommunicator` has a size that the receiver knows, and its sender waits.  A packet describes
+its own contents, and its sender continues at once; feeders send batches in this way.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Packet:
 
 
 class PacketChannel(ABC):
-    """Packets between any two ranks, on a channel of their own; nothing here is collective but `close`.
+    """Packets between any two ranks, on a separate channel; only `close` is collective.
 
-    Packets from one rank to another arrive in the order in which they were sent.  Everything moves only while
-    somebody calls `receive`, which one thread of a rank does at a time; any thread may send.
+    Packets from one rank to another arrive in the order in which they were sent.  Transfers make progress
+    only during calls of `receive`, by one thread of a rank at a time; any thread may send.
 
     Attributes:
         sent_bytes: payload this rank has sent.

@@ -139,7 +139,7 @@ def _scores(
         for position, one in enumerate(group):
             if not np.isfinite(scores[position]).all():
                 raise RunError(
-                    f"{options.archive}: utterance {one.name}: the model gives NaN; train it again"
+                    f"{options.archive}: utterance {one.name}: the model's output is NaN; train it again"
                 )
             yield one.name, scores.pop(position)
 

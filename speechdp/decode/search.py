@@ -76,7 +76,9 @@ class Searcher:
             RunError: a value is NaN or infinite.
         """
         if not np.isfinite(log_likelihoods).all():
-            raise RunError("the model gives NaN or infinity; decode an earlier checkpoint or train it again")
+            raise RunError(
+                "the model's output is NaN or infinite; decode an earlier checkpoint or train it again"
+            )
         self.num_searched += 1
         # DecodableCtc knows nothing of CTC: it returns matrix[t, label - 1], so labels are class + 1.
         matrix = np.multiply(log_likelihoods, self._options.acoustic_scale, dtype=np.float32, order="C")

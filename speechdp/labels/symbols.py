@@ -88,7 +88,7 @@ class SymbolInventory:
         """
         words = normalise(text).split()
         if not any(character.isalnum() for word in words for character in word):
-            raise ConfigError(f"the text {text!r} has no word to speak; give some")
+            raise ConfigError(f"the text {text!r} has no words; give some")
         symbols = self._characters(words) if self.kind == "characters" else self._phones(words)
         return np.array([self._index[symbol] for symbol in (*symbols, END)], dtype=np.int32)
 

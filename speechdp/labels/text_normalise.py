@@ -93,7 +93,9 @@ def _not_spoken(number: str) -> ConfigError:
     shown = number
     if len(number) > _SHOWN_DIGITS:
         shown = f"{number[:_SHOWN_DIGITS]}... ({len(number)} digits)"
-    return ConfigError(f"the number {shown} is not put into words (0 to {_MAX_NUMBER}); write it as words")
+    return ConfigError(
+        f"the number {shown} cannot be converted to words (0 to {_MAX_NUMBER}); write it as words"
+    )
 
 
 def _one_by_one(digits: str) -> str:

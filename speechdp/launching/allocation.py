@@ -118,7 +118,7 @@ def _slurm_counts(environ: Mapping[str, str], num_hosts: int) -> list[int]:
         raise _unreadable(f"{source}={_shown(environ[source])}", str(error)) from error
     if len(counts) != num_hosts:
         raise ConfigError(
-            f"{source}={_shown(environ[source])} speaks of {len(counts)} nodes, SLURM_JOB_NODELIST of "
+            f"{source}={_shown(environ[source])} is for {len(counts)} nodes, SLURM_JOB_NODELIST for "
             f"{num_hosts}; call speechdp launch in the batch script itself, not in an srun step, or give "
             "--hostfile FILE"
         )

@@ -62,7 +62,7 @@ class Resources:
         if self.cpus_per_rank is not None:
             _check_range("--cpus-per-rank", self.cpus_per_rank, 1, 4_096)
         if self.time_s == 0:
-            raise ConfigError(f"--time {self.time}: no time at all; write H:MM:SS, e.g. 8:00:00")
+            raise ConfigError(f"--time {self.time}: must be more than 0; write H:MM:SS, e.g. 8:00:00")
 
     @property
     def time_s(self) -> int:
@@ -132,7 +132,7 @@ class BatchJob:
         if self.signal_s >= self.resources.time_s:
             raise ConfigError(
                 f"--signal-s {self.signal_s} is not less than --time {self.resources.time}; "
-                "the job would be told to stop before it begins"
+                "the job would be told to stop before it starts"
             )
 
     @property
@@ -212,7 +212,7 @@ def output_file(scheduler: Scheduler, placement: Placement) -> str | None:
         return default_output(scheduler, placement.name)
     job_id = JOB_ID_IN_OUTPUT[scheduler]
     if job_id is None and "%j" in placement.output:
-        raise ConfigError(f"--output {placement.output}: PBS puts no job's number there; leave %j out")
+        raise ConfigError(f"--output {placement.output}: PBS does not replace %j by the job id; leave it out")
     return placement.output.replace("%j", job_id or "")
 
 

@@ -97,7 +97,7 @@ def read_hostfile(path: Path) -> Hostfile:
         previous = first_line.setdefault(host.name.lower(), number)
         if previous != number:
             raise ConfigError(
-                f"{path}:{number}: host {host.name!r} stands on line {previous} already; "
+                f"{path}:{number}: host {host.name!r} is already on line {previous}; "
                 f"keep one line and add up its slots"
             )
         hosts.append(host)

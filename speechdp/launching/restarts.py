@@ -52,9 +52,7 @@ class RestartPolicy:
         if self.max_restarts < 0:
             raise ConfigError(f"--max-restarts {self.max_restarts}: must be at least 0")
         if self.max_restarts and target is None and not is_script:
-            raise ConfigError(
-                "--max-restarts: only train, sweep and a script of yours can be started again and go on"
-            )
+            raise ConfigError("--max-restarts: only train, sweep and Python scripts can be restarted")
         if self.min_ranks is None:
             return
         if not 1 <= self.min_ranks <= num_ranks:
@@ -63,7 +61,7 @@ class RestartPolicy:
             )
         if not self.max_restarts:
             raise ConfigError(
-                "--min-ranks says with how few ranks to start again; give --max-restarts as well"
+                "--min-ranks is the smallest number of ranks for a restart; give --max-restarts as well"
             )
 
 

@@ -191,12 +191,12 @@ def submit(submission: Submission, search_path: str) -> str:
     if answer.returncode != 0:
         raise ConfigError(
             f"{program} refused {submission.path} with exit code {answer.returncode}; it says: {said}; "
-            "the script is kept, to be mended and submitted by hand"
+            "the script is kept, to be edited and submitted by hand"
         )
     match = _JOB_ID[submission.scheduler].search(answer.stdout)
     if match is None:
         raise ConfigError(
-            f"{program} took {submission.path} but gave no job's number; it says: {said}; "
+            f"{program} took {submission.path} but printed no job id; it says: {said}; "
             "ask the batch system which jobs are queued before you submit again"
         )
     return match.group(1)

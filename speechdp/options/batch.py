@@ -37,10 +37,10 @@ class BatchOptions:
     Used instead of --batch-size."""
     order: Order = "pooled"
     """Order of segments and batches within an epoch.
-    pooled: sorted by length inside random pools (little padding), batches shuffled.
+    pooled: sorted by length within random pools (little padding), then batches are shuffled.
     shuffled: entirely at random (most padding).
-    laplace: random bins, sorted by length inside, alternately up and down.
-    blocking-sort: reads and sorts 32 batches at a time while training waits; a baseline for timing."""
+    laplace: random bins, each sorted by length, alternately ascending and descending.
+    blocking-sort: 32 batches at a time are read and sorted while training waits; a baseline for timing."""
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.global_batch is not None:
@@ -48,13 +48,15 @@ class BatchOptions:
                 "--batch-size (of a rank) and --global-batch (of all ranks) exclude each other: give one"
             )
         if self.batch_frames < 0:
-            raise ConfigError(f"--batch-frames {self.batch_frames}: frames per rank and step, or 0")
+            raise ConfigError(f"--batch-frames {self.batch_frames}: must be at least 0 frames")
         if self.batch_frames and (self.batch_size or self.global_batch is not None):
             raise ConfigError("--batch-frames excludes --batch-size and --global-batch: give one")
         if self.batch_frames and self.order == "blocking-sort":
-            raise ConfigError("--order blocking-sort has batches of equal numbers: leave out --batch-frames")
+            raise ConfigError(
+                "--order blocking-sort needs batches of equal numbers of segments: leave out --batch-frames"
+            )
         if self.global_batch is not None and self.global_batch < 1:
-            raise ConfigError(f"--global-batch {self.global_batch}: a batch holds at least 1 segment")
+            raise ConfigError(f"--global-batch {self.global_batch}: must be at least 1 segment")
         for name in ("left_context", "right_context"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative")
@@ -67,7 +69,9 @@ class BatchOptions:
         batch_size = self.batch_size
         if batch_size is None:
             if self.batch_frames and recipe.global_batch is not None:
-                raise ConfigError("--batch-frames: the recipe counts segments; give --global-batch instead")
+                raise ConfigError(
+                    "--batch-frames: the recipe's batch is in segments; give --global-batch instead"
+                )
             share = self._share(recipe, size) or preset.batch_size
             batch_size = 0 if self.batch_frames else share
         return BatchOptions(
@@ -100,10 +104,10 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class LoadingOptions:
-    """Where batches are read and preprocessed.  None of these changes what is in a batch."""
+    """Where batches are read and preprocessed.  These options do not change the contents of a batch."""
 
     feeders: Annotated[int, shown("N", "0: every rank loads its own")] = 0
-    """Ranks on each host that do not train but read and preprocess batches for those that do."""
+    """Number of ranks on each host that do not train, but read and preprocess batches for those that do."""
     loader_threads: Annotated[int, shown("N")] = 1
     """Threads in each rank (or feeder) that preprocess batches, or read them if there is no preprocessing."""
     preprocess_on: Literal["cpu", "gpu"] = "cpu"
@@ -113,10 +117,10 @@ class LoadingOptions:
 
     def __post_init__(self) -> None:
         if self.feeders < 0:
-            raise ConfigError(f"--feeders {self.feeders}: ranks of each host, or 0")
+            raise ConfigError(f"--feeders {self.feeders}: must be at least 0")
         if self.loader_threads < 1:
-            raise ConfigError(f"--loader-threads {self.loader_threads}: at least 1")
+            raise ConfigError(f"--loader-threads {self.loader_threads}: must be at least 1")
         if not 0 <= self.sample_hz <= 100:
-            raise ConfigError(f"--sample-hz {self.sample_hz:g}: times a second, at most 100, or 0")
+            raise ConfigError(f"--sample-hz {self.sample_hz:g}: must be from 0 to 100")
         if self.feeders and self.preprocess_on == "gpu":
             raise ConfigError("--feeders preprocess on CPUs: leave out --preprocess-on gpu, or the feeders")

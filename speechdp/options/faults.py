@@ -12,10 +12,11 @@ from speechdp.options.shown import shown
 
 @dataclass(frozen=True)
 class FaultOptions:
-    """What happens on failures.  A run may be resumed with other values."""
+    """What happens on failures.  These options may be changed when a run is resumed."""
 
     hang_timeout: Annotated[float, shown("SECONDS")] = 600.0
-    """End the job, showing stacks, if a rank completes no step or evaluation batch for so long; 0: never."""
+    """End the job, printing stack traces, if a rank completes no step or evaluation batch for this long.
+    0: never."""
     tolerate_loss: bool = False
     """Continue with the remaining ranks when others are lost, instead of ending the job.
     Needs --strategy ad_psgd and the mpi back-end with ULFM (Open MPI 5)."""

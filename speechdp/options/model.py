@@ -19,7 +19,7 @@ PresetName = Literal["tiny", "kaldi-4x800", "swb2000", "tacotron-tiny", "tacotro
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Start from a preset and change single sizes of it."""
+    """The model: a preset, and settings that override those of the preset."""
 
     preset: Annotated[
         PresetName | None,
@@ -28,7 +28,7 @@ class ModelOptions:
             "tiny; tacotron-tiny with --task synthesis",
         ),
     ] = None
-    """Named model to start from, with the batches it is usually trained on.
+    """Predefined model and batch sizes to start from.
     tiny: 2 BLSTM layers of 128 cells, dropout 0.4; batches of 16 whole utterances.
     kaldi-4x800: 4 LSTM layers of 800 cells; batches of 100 chunks of 20 frames.
     swb2000: 6 BLSTM layers of 512 cells, bottleneck of 256; batches of 256 chunks of 21 frames.
@@ -69,7 +69,9 @@ class ModelOptions:
         name = self.preset or task.presets[0]
         if name not in task.presets:
             known = ", ".join(task.presets)
-            raise ConfigError(f"--preset {name}: is no model for --task {task.name}; choose one of {known}")
+            raise ConfigError(
+                f"--preset {name}: is not a model for --task {task.name}; choose one of {known}"
+            )
         return PRESETS[name]
 
     def make_task(self, task: type[Task], options: dict[str, Any]) -> Task:

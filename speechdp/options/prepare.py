@@ -75,15 +75,16 @@ class KaldiOptions:
     """For features or alignments made by Kaldi."""
 
     kaldi: Annotated[Path | None, shown("DIR", "none")] = None
-    """Kaldi data directory to read instead of SOURCE; its targets are the pdfs of --ali or --ali-pdf."""
+    """Kaldi data directory to read instead of SOURCE; the targets are the pdfs of --ali or --ali-pdf."""
     ali: Annotated[Path | None, shown("DIR", "none")] = None
     """Kaldi alignment directory, with ali.*.gz and final.mdl."""
     ali_pdf: Annotated[Path | None, shown("FILE", "none")] = None
     """Output of ali-to-pdf to read instead of ali.*.gz.
     With --ali as well, the number of pdfs is read from its final.mdl."""
     like: Annotated[Path | None, shown("DATA", "none")] = None
-    """Prepare data without targets, for `speechdp posteriors` only, instead of giving an alignment.
-    Settings are those of this data directory, which the model was trained on; all utterances go to test."""
+    """Prepare data without targets, for `speechdp posteriors` only; replaces --ali and --ali-pdf.
+    Settings are copied from DATA, the data directory the model was trained on.
+    All utterances go to the test split."""
     feats: bool = False
     """Read Kaldi's features (feats.scp) instead of computing features from the audio (wav.scp)."""
     cmvn: Annotated[
@@ -107,7 +108,7 @@ class PrepareOptions:
     or from the names of the audio files (--pattern).
     DATA: the data directory to write."""
     synthetic: Annotated[float | None, shown("HOURS", "none")] = None
-    """Generate this many hours of digits and commands with eSpeak NG instead of reading a SOURCE.
+    """Generate this many hours of spoken digits and commands with eSpeak NG instead of reading a SOURCE.
     Phone times are exact."""
     task: Literal["acoustic", "synthesis"] = "acoustic"
     """What the data are for.
@@ -115,15 +116,18 @@ class PrepareOptions:
     synthesis: text-to-speech (spectrograms and texts)."""
     for_synthesis: Annotated[SpeechOptions, heading("synthesis")] = field(default_factory=SpeechOptions)
     from_kaldi: Annotated[KaldiOptions, heading("Kaldi")] = field(default_factory=KaldiOptions)
-    corpus: Annotated[str | None, shown("NAME", "found out: kaldi or folder")] = None
-    """What reads SOURCE: kaldi, folder, a reader that an installed package adds, or MODULE:CLASS.
+    corpus: Annotated[str | None, shown("NAME", "kaldi or folder, detected from its files")] = None
+    """Reader of SOURCE: kaldi, folder, one that an installed package adds, or MODULE:CLASS (docs/api.md).
     Options follow a colon, e.g. NAME:option=value."""
     split: Annotated[
         str | None,
-        shown("RULE", "the corpus' own, by index if --pattern has {index}, else random:dev=0.05,test=0.05"),
+        shown(
+            "RULE",
+            "the corpus' own split; by index if --pattern has {index}; else random:dev=0.05,test=0.05",
+        ),
     ] = None
     """How to divide the corpus into train, dev and test.
-    index:test=0-4,dev=5-9, random:dev=0.05,test=0.05 or speaker:test=NAME,dev=NAME."""
+    One of index:test=0-4,dev=5-9 or random:dev=0.05,test=0.05 or speaker:test=NAME,dev=NAME."""
     held_out_speaker: Annotated[str | None, shown("NAME", "none")] = None
     """Use this speaker as the test split; train and dev come from the others."""
     shards: Annotated[int, shown("N")] = 8
@@ -181,7 +185,7 @@ class PrepareOptions:
                 f"prepare takes SOURCE and DATA, not {len(self.paths)} paths; or --synthetic HOURS DATA"
             )
         if self.shards < 1:
-            raise ConfigError(f"--shards {self.shards}: give at least 1")
+            raise ConfigError(f"--shards {self.shards}: must be at least 1")
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"--workers {self.workers}: give at least 1, or leave it out for one per core")
 
@@ -210,11 +214,11 @@ class PrepareOptions:
             ("corpus", "split", "held_out_speaker", "lexicon", "pattern"), "--synthetic, which makes its own"
         )
         if not 0 < hours <= _MAX_HOURS:
-            raise ConfigError(f"--synthetic {hours:g}: give hours of speech above 0, e.g. 1")
+            raise ConfigError(f"--synthetic {hours:g}: must be more than 0 hours, e.g. 1")
 
     def _check_kaldi(self) -> None:
         if len(self.paths) != 1:
-            raise ConfigError("prepare --kaldi DATA_DIR takes one path beside it, the DATA folder to make")
+            raise ConfigError("prepare --kaldi DATA_DIR takes one other path, the DATA folder to make")
         self._refuse(("synthetic", "corpus", "lexicon", "pattern", "resample"), "--kaldi")
         kaldi = self.from_kaldi
         if kaldi.like is not None and not self._leaves_settings():
@@ -225,14 +229,14 @@ class PrepareOptions:
         if is_aligned == (kaldi.like is not None):
             raise ConfigError(
                 "--kaldi needs the alignment: --ali ALI_DIR (ali.*.gz, final.mdl), or --ali-pdf FILE; "
-                "or, to score data that have none, --like DATA alone"
+                "or, to score data without one, only --like DATA"
             )
         if self.store == "audio" and kaldi.feats:
             raise ConfigError(
-                "--feats takes Kaldi's features, --store audio makes others; leave one of them out"
+                "--feats uses Kaldi's features, --store audio computes them from audio; leave one of them out"
             )
         if kaldi.cmvn == "kaldi" and not kaldi.feats:
-            raise ConfigError("--cmvn kaldi is for features of Kaldi's: add --feats, or leave --cmvn out")
+            raise ConfigError("--cmvn kaldi is for Kaldi's features: add --feats, or leave --cmvn out")
 
     def _refuse(self, names: tuple[str, ...], beside: str) -> None:
         """Refuse options that are given beside another.  Raises ConfigError naming the first."""

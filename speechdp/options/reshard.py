@@ -35,7 +35,7 @@ class ReshardOptions:
 
     def __post_init__(self) -> None:
         if self.shards < 1:
-            raise ConfigError(f"--shards {self.shards}: give at least 1")
+            raise ConfigError(f"--shards {self.shards}: must be at least 1")
         data = self.data.resolve()
         if self.out.resolve() in (data, *data.parents):
-            raise ConfigError(f"{self.out}: holds what is to be read; give another folder")
+            raise ConfigError(f"{self.out}: contains the data to be read; give another folder")

@@ -47,18 +47,19 @@ class TrainOptions:
     task: Annotated[str, shown("{acoustic,synthesis}|NAME|MODULE:CLASS")] = "acoustic"
     """acoustic: a speech recognition model (LSTM over HMM states).
     synthesis: a text-to-speech model (Tacotron); needs data prepared with --task synthesis.
-    NAME, MODULE:CLASS: a task of your own (docs/api.md), with options behind it: NAME:OPTION=VALUE,..."""
+    NAME or MODULE:CLASS: a task of your own (docs/api.md); options follow it: NAME:OPTION=VALUE,..."""
     recipe: RecipeName = "none"
-    """Set of defaults for the options below; options that are given take precedence.
+    """Set of defaults for the options below; options given explicitly take precedence.
     adpsgd-asr: 16 epochs of SGD with batch 2560 and a scaled, warmed-up learning rate (docs/training.md)."""
     strategy: Annotated[StrategyChoice, STRATEGY_TEXT, shown("NAME[:OPTION=VALUE,...]")] = field(
         default_factory=lambda: StrategyChoice("gradient_averaging")
     )
     """What ranks exchange and when, e.g. model_averaging:period=16; docs/strategies.md lists all."""
     backend: Literal["auto", "serial", "horovod", "mpi", "torch"] = "auto"
-    """Library that ranks communicate over; auto: horovod if installed, else mpi; serial: a single rank."""
+    """Library the ranks communicate with.
+    auto: horovod if installed, else mpi; torch: torch.distributed; serial: a single rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where each rank computes; auto: on the GPU of its local rank if there is one, else on the CPU."""
+    """Device each rank computes on; auto: the GPU of its local rank if there is one, else the CPU."""
     epochs: Annotated[int | None, shown("N", "12; 16 with --recipe adpsgd-asr")] = None
     """Passes over the training split."""
     seed: int = 1
@@ -69,7 +70,7 @@ class TrainOptions:
     """Split to evaluate on after each epoch.
     Acoustic models: log-probability per frame and frame accuracy; synthesis: L1 error."""
     alignments: Annotated[Path | None, shown("DIR", "the targets in DATA")] = None
-    """Train on these targets, from RUN/alignments/K of an earlier run."""
+    """Train on the targets in this folder, RUN/alignments/K of an earlier run."""
     realign: Annotated[int, shown("ROUNDS")] = 0
     """Rounds of training and forced alignment before the actual training; 0: none."""
     realign_epochs: Annotated[int | None, shown("N", "--epochs")] = None
@@ -77,7 +78,7 @@ class TrainOptions:
     max_steps: Annotated[int, shown("STEPS")] = 0
     """Stop after this many steps, for trials and timing; 0: train all epochs."""
     checkpoint_steps: Annotated[int, shown("STEPS")] = 0
-    """Save a checkpoint every so many steps too, not only after each epoch; 0: only after each epoch."""
+    """Also save a checkpoint every STEPS steps, not only after each epoch; 0: only after each epoch."""
     slow_ranks: Annotated[str, shown("RANK:FACTOR,...", "none")] = ""
     """Simulate stragglers: these ranks sleep until each step has taken FACTOR times as long, e.g. 1:5."""
 
@@ -95,7 +96,7 @@ class TrainOptions:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
         _slow_ranks(self.slow_ranks)
         if self.batch.batch_frames and self.optimizer.base_batch is not None:
-            raise ConfigError("--base-batch counts segments, --batch-frames frames: give --learning-rate")
+            raise ConfigError("--base-batch is in segments, --batch-frames in frames: give --learning-rate")
         self.make_task()  # refuses models of another task
         self._refuse_beside_task()
         batch, optimizer = self._resolve(1)  # with any number of ranks: only divisibility depends on it
@@ -132,7 +133,7 @@ class TrainOptions:
                 given.append(f"--{name}")
         if given:
             raise ConfigError(
-                f"{', '.join(given)}: not with --task {task}, which learns whole utterances with their "
+                f"{', '.join(given)}: not with --task {task}, which trains on whole utterances with their "
                 "texts; leave out"
             )
 
@@ -246,5 +247,5 @@ def _slow_ranks(text: str) -> dict[int, float]:
         except ValueError:
             raise ConfigError(f"--slow-ranks {part}: write RANK:FACTOR, e.g. 1:5") from None
         if not 1 <= result[int(rank)] < math.inf or int(rank) < 0:
-            raise ConfigError(f"--slow-ranks {part}: the factor is at least 1, the rank at least 0")
+            raise ConfigError(f"--slow-ranks {part}: the factor must be at least 1, the rank at least 0")
     return result

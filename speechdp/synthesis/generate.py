@@ -103,7 +103,7 @@ class Synthesiser:
             if len(symbols) > MAX_SYMBOLS:
                 raise ConfigError(
                     f"the text beginning {text[:30]!r} has {len(symbols)} symbols; at most {MAX_SYMBOLS} "
-                    "can be said at once, divide it into sentences"
+                    "can be spoken at once, divide it into sentences"
                 )
         return encoded
 
@@ -149,7 +149,9 @@ class Synthesiser:
         said = model.generate(symbols.to(device), max_frames=self.max_frames, dropout=dropout)
         mel, linear, attention = (x.float().cpu().numpy() for x in (said.mel, said.linear, said.attention))
         if not np.isfinite(linear).all():
-            raise RunError("the model says NaN or infinity; train it again, with a smaller learning rate")
+            raise RunError(
+                "the model's output is NaN or infinite; train it again with a smaller learning rate"
+            )
         for row, (text, num_frames) in enumerate(zip(texts, said.lengths.tolist(), strict=True)):
             num_steps = model.config.num_steps(num_frames)
             attended = attention[row, :num_steps, : len(text)]

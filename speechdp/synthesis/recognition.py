@@ -61,7 +61,7 @@ class SpeechListener:
         dataset = Dataset.open(data)
         if dataset.features.kind not in ("log_mel", "mfcc"):
             raise ConfigError(
-                f"{data}: its features ({dataset.features.kind}) are not those of a recogniser that can hear "
+                f"{data}: its features ({dataset.features.kind}) are not those of a recogniser that can use "
                 "samples; give one trained on log_mel or mfcc, and its data"
             )
         refuse_kaldi_pdfs(dataset.classes_path, "recognise speech")

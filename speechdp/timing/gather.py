@@ -20,9 +20,9 @@ def gather_timing(
 ) -> dict[str, Any] | None:
     """Gather every rank's sums, and further entries (`others`).  Collective.
 
-    In a step the rank that comes last to an exchange waits for nobody: the shortest communication of all
-    ranks is the exchange itself, what the others need beyond it is waiting.  Summed over steps, this also
-    shows ranks that are late in turn (batches of unequal length), which no rank's sum does.
+    In a step, the rank that arrives last at an exchange does not wait: the shortest communication of all
+    ranks is the exchange itself, and the excess of the others is waiting.  Summed over steps, this also
+    shows ranks that are late in turn (batches of unequal length), which the sum of a single rank does not.
 
     Returns:
         The content of timing.json on rank 0, None on the others.

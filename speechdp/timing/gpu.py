@@ -39,7 +39,7 @@ def gpu_facts(device: torch.device) -> dict[str, Any] | None:
 
 
 def gpu_uuid(device: torch.device) -> str | None:
-    """Return NVML's name of a CUDA device, whatever CUDA_VISIBLE_DEVICES says; None for a CPU."""
+    """Return NVML's UUID of a CUDA device, independent of CUDA_VISIBLE_DEVICES; None for a CPU."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
 
 
@@ -82,7 +82,7 @@ class GpuReader:
     def read(self, problems: list[str]) -> list[list[float | int | None]]:
         """Return [index, utilisation in %, memory in bytes, power in W, SM clock in MHz] of each GPU.
 
-        What cannot be read is None, and `problems` names it.
+        Values that cannot be read are None, and `problems` names them.
         """
         problems += self._problems
         self._problems.clear()

@@ -27,11 +27,11 @@ _JOIN_S = 10.0
 class Sampler:
     """Samples the processes and GPUs of one host while its block runs; one rank of each host has one.
 
-    It never ends what it samples: what cannot be read is left out of the lines and named once in the file;
-    a file that cannot be written ends the sampling, and `problem` says so.
+    It never ends the run: values that cannot be read are left out of the lines and named once in the file.
+    If the file cannot be written, sampling ends, and `problem` says so.
 
     Attributes:
-        problem: why nothing more was recorded, one line; None where all went well.
+        problem: why recording stopped, one line; None if there was no problem.
     """
 
     def __init__(

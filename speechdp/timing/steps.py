@@ -51,11 +51,11 @@ class ResolvedStep:
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that the host has finished and the device perhaps not.
+    """A step that the host has finished, but perhaps not the device.
 
     Attributes:
         marks: [span index or -1, host ns, ...], two entries for each begin or end of a span.
-        events: one device event for each mark; empty where the host clock is all there is.
+        events: one device event for each mark; empty if there is only the host clock.
         boundaries: device events at the step's start and end; (None, None) on the host.
     """
 

@@ -25,7 +25,7 @@ from speechdp.timing.steps import PendingStep, StepTotals
 
 
 class Span(str, Enum):
-    """What a rank spends its time on.  The first six make up a step, the last two are outside of steps."""
+    """What a rank spends time on.  The first six are parts of a step, the last two are outside of steps."""
 
     code: int
 
@@ -48,16 +48,16 @@ SPAN_NAMES = tuple(span.value for span in Span)
 
 
 class Timeline:
-    """The record of one rank's time.
+    """Record of how one rank spends its time.
 
-    Spans belong to the thread that made the timeline.  A span opened inside another takes its time out of
-    the outer one (so the spans of a step never add up to more than the step).  A span that another thread
-    opens (a gradient hook on CUDA's autograd thread, a background exchange) is recorded apart, as
-    *overlapped*, by the host clock, and is no part of the step's shares.
+    Spans belong to the thread that created the timeline.  The time of a nested span is subtracted from the
+    outer one, so the spans of a step never add up to more than the step.  A span opened by another thread
+    (a gradient hook on CUDA's autograd thread, a background exchange) is recorded separately, as
+    *overlapped*, by the host clock, and is not included in the shares of the step.
 
-    On a CUDA device spans are measured between events on the current stream: what the device spent, or
-    stood idle, there.  Events are read when the device has passed them; nothing waits for the device
-    inside a step.  DATA_WAIT and COMM are measured by the host clock as well (how long the host blocked).
+    On a CUDA device spans are measured between events on the current stream: the time the device worked or
+    was idle between them.  Events are read when the device has passed them; nothing waits for the device
+    within a step.  DATA_WAIT and COMM are measured by the host clock as well (how long the host was blocked).
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class Timeline:
         """Open the record.
 
         Args:
-            path: JSONL file to append to; None keeps the sums only.
+            path: JSONL file to append to; None: only sums are kept.
             rank: this rank.
             device: where the model runs; decides between the host clock and CUDA events.
             warmup_steps: steps of this process left out of `summary`.
             resumed_time_s: training time of the run before this process, s.
-            device_events: source of device time stamps; None: CUDA's own, where `device` is one.
+            device_events: source of device time stamps; None: CUDA events, if `device` is a CUDA device.
 
         Raises:
             RunError: the file cannot be opened.
@@ -107,13 +107,13 @@ class Timeline:
         self._file = None if path is None else LineFile(path)
 
     def span(self, span: Span) -> AbstractContextManager[None]:
-        """Return the context manager that times `span`; one object a span, made once."""
+        """Return the context manager that times `span`; there is one object per span, created once."""
         if threading.get_ident() != self._owner:
             return OverlappedSpan(span.code, self._overlapped)
         return self._timers[span.code]
 
     def event(self, span: Span) -> AbstractContextManager[None]:
-        """Return the context manager that times an evaluation or a checkpoint, which no step pays for."""
+        """Return the context manager that times an evaluation or a checkpoint, which is not step time."""
         assert span in (Span.EVAL, Span.CHECKPOINT), span
         return self._timers[span.code]
 
@@ -123,7 +123,7 @@ class Timeline:
         Args:
             step: number of the step in the run.
             epoch: epoch it belongs to.
-            frames: frames of this rank's batch; 0 where it only joined the exchange.
+            frames: frames of this rank's batch; 0 if it only took part in the exchange.
         """
         now = perf_counter_ns()
         marks = self._marks
@@ -158,18 +158,18 @@ class Timeline:
         self._resolve()
 
     def resume_at(self, time_s: float) -> None:
-        """Count on from a run's training time, s, before this process's first step."""
+        """Continue from the run's training time, s; to be called before this process's first step."""
         assert self._trained_ns == 0 and self._step_start_ns is None
         self._resumed_time_s = time_s
 
     @property
     def origin_s(self) -> float:
-        """When the times of the steps' records are 0, by `time.perf_counter`."""
+        """Value of `time.perf_counter` at which the times in the records of steps are 0."""
         return self._origin_ns / 1e9 - self._resumed_time_s
 
     @property
     def training_time_s(self) -> float:
-        """Training time of the run so far, s; evaluation and checkpoints left out."""
+        """Training time of the run so far, s, without evaluation and checkpoints."""
         running = 0
         if self._step_start_ns is not None:
             until = perf_counter_ns() if self._event_start_ns is None else self._event_start_ns
@@ -177,7 +177,7 @@ class Timeline:
         return self._resumed_time_s + (self._trained_ns + running) / 1e9
 
     def open_span(self) -> tuple[str, float] | None:
-        """Return the span that is open and for how long, s; None between spans.  For any thread."""
+        """Return the open span and its duration so far, s; None between spans.  For any thread."""
         begun = innermost(self._marks.copy())
         event_ns, event = self._event_start_ns, self._event_span
         if event is not None and event_ns is not None and (begun is None or begun[1] < event_ns):
@@ -234,7 +234,7 @@ class Timeline:
                 self._device_events.recycle(pending.events if own_first else [first, *pending.events])
 
     def _begin_event(self, span: Span) -> tuple[int, int]:
-        """Note where the record stands; wait for the device, lest a step's work count as the event's."""
+        """Note the position in the record, after waiting for the device to finish the work of steps."""
         assert self._event_start_ns is None, "an evaluation or checkpoint inside another"
         if self._device_events is not None:
             self._device_events.synchronize()

@@ -75,7 +75,7 @@ def check_sources(session: Session, options: TrainOptions, strategy: Strategy) -
         make_preprocessor(session.dataset, options.source(split, augmented=augmented))
     check_alignments(options.alignments)
     if options.loading.preprocess_on == "gpu" and session.device.type != "cuda":
-        raise ConfigError("--preprocess-on gpu: this rank computes on the CPU; leave it out, or see to a GPU")
+        raise ConfigError("--preprocess-on gpu: this rank computes on the CPU; leave it out, or use a GPU")
     if options.batch.order == "blocking-sort" and not strategy.traits.synchronous:
         raise ConfigError(
             f"--order blocking-sort: {strategy.name} reads batch by batch; choose another order or strategy"

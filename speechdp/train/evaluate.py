@@ -100,7 +100,7 @@ class Evaluator:
         total = self._comm.allreduce(torch.from_numpy(sums), name="held_out")
         frames, *values = total.tolist()
         if frames == 0:
-            raise RunError("no frame of the held-out split was scored; choose another one with --held-out")
+            raise RunError("no frame of the held-out split was scored; choose another split with --held-out")
         means = {key: value / frames for key, value in zip(keys, values, strict=True)}
         return HeldOutScores(means, int(frames), task.metrics[0].score(means[keys[0]]))
 

@@ -68,7 +68,7 @@ def _train_run(
     begin_tolerating(session, options, strategy)
     strategy.check_ranks(session.comm)
     if session.dataset.alignment == UNALIGNED:
-        raise ConfigError(f"{session.dataset.path}: has no alignment (prepare --like), it can only be scored")
+        raise ConfigError(f"{session.dataset.path}: has no alignment (prepare --like) and can only be scored")
     check_task(session.dataset, resolved)
     origin = describe_data(session.dataset, options)
     check_sources(session, resolved, strategy)  # before a run is begun, which would be in the way later
@@ -162,7 +162,7 @@ def _prepare_folder(
             run.check_same(options.fingerprint(), session.dataset.checksum, options.to_json())
         elif resume and next(checkpoint_steps(run.path), None) is not None:
             raise RunError(
-                f"{run.path}: has checkpoints, but no run.json to tell what run they are of; put it back, "
+                f"{run.path}: has checkpoints, but no run.json that says what run they are of; put it back, "
                 "or start over with --overwrite"
             )
     comm.barrier()

@@ -125,7 +125,7 @@ def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: i
     tensors = state.tensors
     if state.values["device"] != parts.device.type:
         raise RunError(
-            f"{run_dir}: was begun on {state.values['device']} and cannot go on on "
+            f"{run_dir}: was started on {state.values['device']} and cannot continue on "
             f"{parts.device.type}; resume it with --device {state.values['device']}"
         )
     counters = Counters(**state.values["counters"])

@@ -133,8 +133,8 @@ def test_part_of_a_split_and_data_without_recordings(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give either texts to say"),
-        (["one", "--data", "DATA"], "give either texts to say"),
+        ([], "give either texts to speak"),
+        (["one", "--data", "DATA"], "give either texts to speak"),
         (["--data", "DATA", "--recogniser", "AM"], "belong together"),
         (["one", "--recogniser", "AM", "--recogniser-data", "AM"], "add --data"),
         (["one", "-o", "a.mp3"], "a.mp3: only WAV"),

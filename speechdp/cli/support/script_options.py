@@ -26,12 +26,14 @@ class ScriptOptions:
 
     script: Annotated[Path, tyro.conf.arg(metavar="FILE")]
     """Python script that trains with speechdp.DataParallel (docs/api.md).
-    It is run unchanged; what follows `--` are its own arguments, {seed} in them is replaced by the seed."""
+    It is run unchanged; arguments after `--` are passed to it, with {seed} replaced by the seed."""
     metric: Annotated[str, shown("NAME[:min|:max]", "the value that the script logged last")] = ""
-    """Value of run.log() to judge runs by, e.g. valid_loss:min, of which less is better, or accuracy:max.
-    Without :min or :max the name decides: more is better of accuracy, auc, bleu, f1, score, and the like."""
+    """Value passed to run.log() by which runs are ranked, e.g. valid_loss:min or accuracy:max.
+    min: lower is better; max: higher is better.
+    Without :min or :max the name decides: higher is better for accuracy, auc, bleu, f1, score, ..."""
     backend: Literal["auto", "horovod", "mpi", "torch", "threads"] = "auto"
-    """Library for exchanges between ranks; threads: ranks are threads of one process, to try things out."""
+    """Library the ranks communicate with.
+    auto: horovod if installed, else mpi; torch: torch.distributed; threads: ranks are threads, for trials."""
     hostfile: Annotated[Path | None, shown("FILE", "this machine only")] = None
     """File with a line `host slots=N` for each host."""
     launch_args: Annotated[str, shown("'OPTIONS'", "none")] = ""
@@ -75,7 +77,7 @@ def say_how_many_failed(failed: int, runs: int, out: Path) -> None:
     """Print where to look, if any run failed."""
     if failed:
         print(
-            f"speechdp: {failed} of {runs} runs failed; their messages stand above, "
+            f"speechdp: {failed} of {runs} runs failed; their messages are above, "
             f"their output in {out / 'logs'}; the same command tries them again",
             file=sys.stderr,
         )

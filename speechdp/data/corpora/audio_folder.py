@@ -105,7 +105,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
     except re.error as error:
         raise ConfigError(f"--pattern '{pattern}': {error.msg}; name each field once") from error
     if not {"digit", "word"} & compiled.groupindex.keys():
-        raise ConfigError(f"--pattern '{pattern}': says no word; use {{digit}} or {{word}}")
+        raise ConfigError(f"--pattern '{pattern}': has no field for the word; use {{digit}} or {{word}}")
     return compiled
 
 

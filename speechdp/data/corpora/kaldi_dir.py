@@ -47,7 +47,7 @@ def read_table(path: Path, *, may_be_empty: bool = False) -> dict[str, str]:
         if not rest and not may_be_empty:
             raise ConfigError(f"{path}:{number}: {line!r} has one field; write an utterance id and its value")
         if key in table:
-            raise ConfigError(f"{path}:{number}: {key} stands here a second time; remove one of the lines")
+            raise ConfigError(f"{path}:{number}: {key} is here a second time; remove one of the lines")
         table[key] = rest[0] if rest else ""
     return table
 

@@ -55,7 +55,7 @@ def read_scp(path: Path) -> dict[str, MatrixPlace]:
         if match is None or value.endswith("]") != (match["first"] is not None):
             raise ConfigError(f"{where}: {line[:100]!r} is not KEY FILE:BYTE or KEY FILE:BYTE[FIRST:LAST]")
         if key in table:
-            raise ConfigError(f"{where}: {key} stands here a second time; remove one of the lines")
+            raise ConfigError(f"{where}: {key} is here a second time; remove one of the lines")
         rows = None if match["first"] is None else (int(match["first"]), int(match["last"]))
         table[key] = MatrixPlace(find_file(path.parent, match["file"]), int(match["byte"] or 0), rows)
     return table

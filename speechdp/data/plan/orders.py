@@ -59,7 +59,7 @@ class PlanOptions:
         if self.batch_frames < 0:
             raise ConfigError(f"--batch-frames {self.batch_frames}: 0 (batches of --batch-size) or more")
         if self.batch_size < 1 and (self.batch_frames == 0 or self.batch_size < 0):
-            raise ConfigError(f"--batch-size {self.batch_size}: a batch holds at least 1 segment")
+            raise ConfigError(f"--batch-size {self.batch_size}: must be at least 1 segment")
         if self.chunk_frames < 0:
             raise ConfigError(f"--chunk-frames {self.chunk_frames}: 0 (whole utterances) or more")
         if self.window_frames < 0:

@@ -62,7 +62,7 @@ def _frame_shift_ms(folder: Path, default_ms: float) -> float:
     try:
         return round(1000.0 * float(text), 6)
     except ValueError as error:
-        raise ConfigError(f"{path}: {text[:40]!r} is no number of seconds; write e.g. 0.01") from error
+        raise ConfigError(f"{path}: {text[:40]!r} is not a number of seconds; write e.g. 0.01") from error
 
 
 def _with_edges(

@@ -48,7 +48,7 @@ def check_place(path: Path) -> None:
         raise ConfigError(f"{path}: cannot be made ({error.strerror}); give another folder") from error
     if path.is_symlink() and not is_there and not comes_back:
         raise ConfigError(
-            f"{path}: is a symbolic link to {place}, where there is nothing; make a folder there, or remove "
+            f"{path}: is a symbolic link to {place}, which does not exist; make a folder there, or remove "
             "the link"
         )
     if not parent.is_dir():
@@ -85,12 +85,14 @@ def check_target(path: Path, overwrite: bool) -> None:
     if not may_write(place):
         raise ConfigError(f"{path}: this user may not write there; give another folder")
     if os.path.ismount(place):
-        raise ConfigError(f"{path}: is a disk's own folder, which cannot be replaced; give a folder in it")
+        raise ConfigError(
+            f"{path}: is the root folder of a disk, which cannot be replaced; give a folder in it"
+        )
     if not any(place.iterdir()):
         return
     if not (place / MANIFEST_NAME).is_file():
         raise ConfigError(
-            f"{path}: exists and is no data directory of speechdp; give the name of a new folder"
+            f"{path}: exists and is not a data directory of speechdp; give the name of a new folder"
         )
     if not overwrite:
         raise ConfigError(f"{path}: exists; give another folder or add --overwrite")

@@ -268,7 +268,7 @@ def _check_index(path: Path, header: ShardHeader, index: ShardIndex) -> None:
     if [array is not None for array in optional] != expected_ones or {a.shape for a in offsets} != sizes:
         raise ShardError(f"{path}: its index has the wrong shape; {_AGAIN}")
     if any(array[0] != 0 or (np.diff(array) < 0).any() for array in offsets):
-        raise ShardError(f"{path}: its offsets do not rise from 0; {_AGAIN}")
+        raise ShardError(f"{path}: its offsets do not increase from 0; {_AGAIN}")
     if audio:
         num_samples: Any = np.diff(offsets[1])
         expected: Any = num_frames_of(num_samples, header.sampling_rate, header.features)

@@ -46,7 +46,7 @@ def probe(path: Path) -> AudioInfo:
         raise _unreadable(path, error) from error
     if info.channels != 1:
         raise ConfigError(
-            f"{path}: has {info.channels} channels; write one file a channel, e.g. sox IN OUT remix 1"
+            f"{path}: has {info.channels} channels; write one file per channel, e.g. sox IN OUT remix 1"
         )
     if info.frames <= 0:
         raise ConfigError(f"{path}: unreadable audio (0 samples); {_REMEDY}")
@@ -83,7 +83,7 @@ def read_audio(path: Path, sampling_rate: int) -> npt.NDArray[np.float32]:
         with soundfile.SoundFile(str(path)) as file:
             announced, rate = file.frames, file.samplerate
             if file.channels != 1:
-                raise ConfigError(f"{path}: has {file.channels} channels; write one file a channel")
+                raise ConfigError(f"{path}: has {file.channels} channels; write one file per channel")
             # In pieces: room for all that the header announces may be more than there is.
             pieces = [np.empty(0, dtype=np.float32)]
             while len(piece := file.read(_PIECE_SAMPLES, dtype="float32")):
@@ -142,6 +142,8 @@ def edge_silence(
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
     if not path.exists():
-        return ConfigError(f"{path}: no such audio file (relative names count from here); check the path")
+        return ConfigError(
+            f"{path}: no such audio file (relative names start from the current folder); check the path"
+        )
     reason = " ".join(str(getattr(error, "error_string", error)).split()).rstrip(".")
     return ConfigError(f"{path}: unreadable audio ({reason}); {_REMEDY}")

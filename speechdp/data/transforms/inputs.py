@@ -21,13 +21,13 @@ _MAX_SPLICE = 100
 
 @dataclass(frozen=True)
 class InputOptions:
-    """What the model sees of each frame.  Decoding and alignment use the same input as training."""
+    """How the model's input is made from features.  Decoding and alignment use the same input as training."""
 
     deltas: int = 0
-    """Order of the deltas appended to the features, as Kaldi's add-deltas: 1 deltas, 2 also delta-deltas.
-    At most 4; 0: none."""
+    """Order of the deltas appended to the features, as in Kaldi's add-deltas.
+    0: none; 1: deltas; 2: deltas and delta-deltas; at most 4."""
     splice: int = 0
-    """Frames on each side that are spliced to every frame, at most 100; 0: none."""
+    """Number of frames on each side that are appended to each frame (Kaldi's splicing), at most 100."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.deltas <= _MAX_DELTAS:

@@ -111,8 +111,8 @@ class Preprocessor:
         _check(features, stored, augment)
         if stored == "spectrograms" and (inputs.copies > 1 or augment.spec_augment):
             raise ConfigError(
-                "--deltas, --splice and --spec-augment change what a model sees; spectrograms are what a "
-                "synthesis model is to put out: leave them out"
+                "--deltas, --splice and --spec-augment change a model's input, but spectrograms are the "
+                "output of a synthesis model: leave them out"
             )
         self.stored: Stored = stored
         self.base_dim = features.feature_dim

@@ -338,7 +338,7 @@ def test_a_run_ends_well_without_a_lost_rank_and_goes_on_with_it(dataset: Datase
             "gradient_averaging waits for every rank in its exchanges",
         ),
         ({"strategy": StrategyChoice("ad_psgd:groups=2")}, "choose --strategy ad_psgd (without groups)"),
-        ({}, "the serial back-end cannot go on without a rank"),
+        ({}, "the serial back-end cannot continue without a lost rank"),
     ],
 )
 def test_who_cannot_go_on_is_refused_before_the_run_begins(

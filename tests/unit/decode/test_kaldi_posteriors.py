@@ -121,7 +121,7 @@ def test_nan_and_what_does_not_fit_are_refused(dataset: Dataset, tmp_path: Path)
     trained = oracle(dataset.num_classes)
     with torch.no_grad():
         trained.model.table[:] = float("nan")
-    with pytest.raises(RunError, match=r"out\.ark: utterance B1: the model gives NaN"):
+    with pytest.raises(RunError, match=r"out\.ark: utterance B1: the model's output is NaN"):
         write(dataset, trained, tmp_path / "out.ark")
     other = dataclasses.replace(oracle(dataset.num_classes), config={"sampling_rate": 16000})
     with pytest.raises(ConfigError, match="sampling_rate 8000 is not what the model was trained on"):

@@ -233,7 +233,7 @@ def test_a_rank_is_no_allocation(variables: dict[str, str]) -> None:
         ({"SLURM_JOB_NODELIST": "$(id),a,b"}, "is not a host name"),
         ({"SLURM_JOB_NODELIST": "a,A,b"}, "'a' and 'A' are one host"),
         ({"SLURM_TASKS_PER_NODE": "2(x3"}, "SLURM_TASKS_PER_NODE="),
-        ({"SLURM_TASKS_PER_NODE": "2(x2)"}, "speaks of 2 nodes, SLURM_JOB_NODELIST of 3; .*batch script"),
+        ({"SLURM_TASKS_PER_NODE": "2(x2)"}, "is for 2 nodes, SLURM_JOB_NODELIST for 3; .*batch script"),
         ({"SLURM_JOB_ID": "--all"}, "SLURM_JOB_ID='--all'"),
     ],
 )

@@ -58,7 +58,7 @@ def test_the_shipped_files_are_read(name: str, slots: int) -> None:
         ("a,b slots=2\n", 1, "not a host name"),
         ("user@a slots=2\n", 1, "not a host name"),
         ("$(id) slots=2\n", 1, "not a host name"),
-        ("a slots=1\n\nA slots=1\n", 3, "stands on line 1 already"),
+        ("a slots=1\n\nA slots=1\n", 3, "is already on line 1"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, text: str, line: int, said: str) -> None:

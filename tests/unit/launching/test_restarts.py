@@ -89,7 +89,7 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
     train = Target("train", tmp_path, None)
     for policy, target, said in (
         (RestartPolicy(-1), train, "at least 0"),
-        (RestartPolicy(1), None, "only train, sweep and a script"),
+        (RestartPolicy(1), None, "only train, sweep and Python scripts"),
         (RestartPolicy(1, min_ranks=5), train, "from 1 to the number of ranks, 4"),
         (RestartPolicy(0, min_ranks=2), train, "give --max-restarts as well"),
     ):
@@ -170,7 +170,7 @@ def test_a_stop_ends_the_waiting_for_hosts() -> None:
 
 def test_a_script_is_started_again_as_it_is_whatever_it_failed_with() -> None:
     RestartPolicy(1).check(4, None, is_script=True)
-    with pytest.raises(ConfigError, match="a script of yours can be started again"):
+    with pytest.raises(ConfigError, match="only train, sweep and Python scripts can be restarted"):
         RestartPolicy(1).check(4, None)
     script = Restarts(RestartPolicy(1), Hostfile("F", HOSTS), 4, None, list, is_script=True)
     script.begin()

@@ -122,7 +122,7 @@ def test_what_the_batch_system_says_is_shown(
     assert f"sbatch refused {work}/speechdp-R.sbatch with exit code 1" in said
     assert "Invalid account Batch job submission failed" in said
     install(tmp_path, "sbatch", "thank you")
-    assert "gave no job's number; it says: thank you" in failure(words, capsys)
+    assert "printed no job id; it says: thank you" in failure(words, capsys)
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_pbs_directives() -> None:
         "r": "y",
     }
     assert "((SECONDS < 30570))" in script
-    with pytest.raises(ConfigError, match="PBS puts no job's number"):
+    with pytest.raises(ConfigError, match="PBS does not replace %j"):
         render("pbs", JOB)
 
 

@@ -97,7 +97,7 @@ def test_resolved_options_are_their_own_resolution_on_any_ranks(recipe: str) -> 
         (3, {"global_batch": 16}, "--global-batch 16: does not divide by 3 ranks; give a multiple of 3"),
         (3, {"recipe": RECIPE}, r"--global-batch 2560 \(of the recipe\): does not divide by 3 ranks"),
         (1, {"global_batch": 16, "batch_size": 4}, r"--batch-size .* and --global-batch .* exclude"),
-        (1, {"global_batch": 0}, "--global-batch 0: a batch holds at least 1 segment"),
+        (1, {"global_batch": 0}, "--global-batch 0: must be at least 1 segment"),
         (1, {"base_batch": 16}, "--base-learning-rate and --base-batch need each other"),
         (1, {"base_learning_rate": 0.1}, "--base-learning-rate and --base-batch need each other"),
         (1, {"base_learning_rate": 0.1, "learning_rate": 1.0}, "--base-learning-rate scales .*: give one"),

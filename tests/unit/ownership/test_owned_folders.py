@@ -246,7 +246,7 @@ def test_a_run_behind_a_link_is_overwritten_where_it_is(
 def test_data_behind_a_link_are_made_where_it_leads(dataset: Dataset, tmp_path: Path) -> None:
     link, disk = tmp_path / "data", tmp_path / "disk" / "mine"
     link.symlink_to(disk)
-    with pytest.raises(ConfigError, match=f"is a symbolic link to {disk}, where there is nothing"):
+    with pytest.raises(ConfigError, match=f"is a symbolic link to {disk}, which does not exist"):
         check_target(link, overwrite=True)
     disk.mkdir(parents=True)
     for number in (1, 2):

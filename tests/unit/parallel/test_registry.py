@@ -63,7 +63,7 @@ def test_a_name_that_is_taken_or_none_is_refused(name: str) -> None:
 
 
 def test_another_class_than_a_strategy_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no dataclass derived from .*\.Strategy"):
+    with pytest.raises(ConfigError, match=r"not a dataclass derived from .*\.Strategy"):
         speechdp.strategy("other")(int)  # type: ignore[type-var]
 
 
@@ -140,7 +140,10 @@ class Untold(ModelAveraging):
     ("cls", "message"),
     [
         (Needy, "the field width of Needy has no default; give it one"),
-        (Untold, "a field of Untold is not there at run time (name 'Fraction' is not defined); import it at"),
+        (
+            Untold,
+            "a field of Untold does not exist at run time (name 'Fraction' is not defined); import it",
+        ),
     ],
 )
 def test_a_field_without_a_default_or_a_type_is_refused(cls: type[ModelAveraging], message: str) -> None:
@@ -154,5 +157,5 @@ def test_a_class_loaded_anew_takes_its_name_again_but_not_that_of_another_module
     again.__module__, elsewhere.__module__ = "__main__", "another"
     assert speechdp.strategy("odd")(again) is again
     speechdp.strategy("odd")(first)
-    with pytest.raises(ConfigError, match="strategy 'odd': there is one of that name"):
+    with pytest.raises(ConfigError, match="strategy 'odd': this name is already taken"):
         speechdp.strategy("odd")(elsewhere)

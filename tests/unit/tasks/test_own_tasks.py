@@ -121,7 +121,7 @@ def test_a_name_that_is_taken_or_none_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (int, "is no dataclass derived from speechdp.tasks.base.Task"),
+        (int, "is not a dataclass derived from speechdp.tasks.base.Task"),
         (AcousticTask, "AcousticTask has a name already; derive a class from it"),
         (Unjudged, "Unjudged has no metrics"),
         (Halved, "Halved has no loss, no make_model, no score"),
@@ -186,12 +186,15 @@ def test_a_module_that_fails_is_named_with_the_line(
         ("nothing", "unknown task 'nothing'; there are: acoustic, synthesis"),
         ("no_such_module:Task", "--task no_such_module:Task: cannot be imported (No module named"),
         ("predictive_coding:Nothing", "--task predictive_coding:Nothing: cannot be imported (module"),
-        ("predictive_coding:Predictor", "is no dataclass derived from speechdp.tasks.base.Task"),
+        ("predictive_coding:Predictor", "is not a dataclass derived from speechdp.tasks.base.Task"),
         (f"{OWN}:depth=3", f"task {OWN} has no option 'depth'; it has: ahead, width"),
         (f"{OWN}:ahead=x", f"{OWN}:ahead='x': write a whole number"),
         (f"{OWN}:ahead=0", "ahead and width are at least 1"),
-        ("./my_task.py:MyTask", "./my_task.py is no module's name; write MODULE:CLASS, e.g. my_task:MyTask"),
-        (".my_task:MyTask", ".my_task is no module's name; write MODULE:CLASS, e.g. my_task:MyTask"),
+        (
+            "./my_task.py:MyTask",
+            "./my_task.py is not the name of a module; write MODULE:CLASS, e.g. my_task:MyTask",
+        ),
+        (".my_task:MyTask", ".my_task is not the name of a module; write MODULE:CLASS, e.g. my_task:MyTask"),
         ("synthesis:reduction=3", "write --task synthesis, and its options as --preset and so on"),
     ],
 )

@@ -147,7 +147,7 @@ def test_options_of_acoustic_models_are_refused_together(changes: dict[str, obje
     [
         (ModelOptions(layers=2), "synthesis", "--layers goes with --task acoustic"),
         (ModelOptions(reduction=2), "acoustic", "--reduction goes with --task synthesis"),
-        (ModelOptions("tacotron"), "acoustic", "--preset tacotron: is no model for --task acoustic"),
+        (ModelOptions("tacotron"), "acoustic", "--preset tacotron: is not a model for --task acoustic"),
         (ModelOptions("tiny"), "synthesis", "choose one of tacotron-tiny"),
         (ModelOptions(reduction=0), "synthesis", "--reduction 0"),
         (ModelOptions(guided_attention=-1.0), "synthesis", "--guided-attention -1"),

@@ -365,6 +365,6 @@ def test_a_checkpoint_of_another_kind_of_device_is_refused(dataset: Dataset, tmp
         assert state is not None and state.values["device"] == "cpu"
         state.values["device"] = "cuda"
         with pytest.raises(
-            RunError, match="begun on cuda and cannot go on on cpu; resume it with --device cuda"
+            RunError, match="started on cuda and cannot continue on cpu; resume it with --device cuda"
         ):
             mine.restore(state)

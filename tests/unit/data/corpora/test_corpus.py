@@ -51,7 +51,7 @@ _KALDI_ERRORS = {
     "twice": (
         "wav.scp",
         "utt0 a.wav\nutt1 b.wav\nutt0 c.wav\n",
-        r"wav\.scp:3: utt0 stands here a second time",
+        r"wav\.scp:3: utt0 is here a second time",
     ),
     "no text": ("text", "utt0 one\nutt1 one\n", r"text: lacks utterance utt2 of wav\.scp .*fix_data_dir"),
     "more text": (
@@ -60,7 +60,7 @@ _KALDI_ERRORS = {
         r"wav\.scp: lacks utterance utt3 of text",
     ),
     "empty text": ("text", "utt0 one\nutt1\nutt2 one\n", r"utterance utt1 .* has an empty transcript"),
-    "text twice": ("text", "utt0 one\nutt0 two\n", r"text:2: utt0 stands here a second time"),
+    "text twice": ("text", "utt0 one\nutt0 two\n", r"text:2: utt0 is here a second time"),
     "no speaker": ("utt2spk", "utt0 a\nutt1\nutt2 b\n", r"utt2spk:2: 'utt1' has one field"),
     "speaker missing": ("utt2spk", "utt0 a\nutt1 a\n", r"utt2spk: lacks utterance utt2"),
     "segments": (
@@ -119,7 +119,7 @@ def test_another_pattern_with_folders(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("{speaker}_{index}", "says no word"),
+        ("{speaker}_{index}", "has no field for the word"),
         ("{digit}_{colour}_{index}", r"\{colour\} is not known; the fields are \{digit\} \{word\}"),
         ("{digit}_{digit}", "redefinition .*name each field once"),
         ("{word}-{speaker}", r"0_ann_0\.wav: its name does not match"),

@@ -292,8 +292,8 @@ def test_speed_is_as_recorded_where_nothing_is_said() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "--batch-size 0: a batch holds at least 1"),
-        ({"batch_size": -1, "batch_frames": 100}, "--batch-size -1: a batch"),
+        ({"batch_size": 0}, "--batch-size 0: must be at least 1"),
+        ({"batch_size": -1, "batch_frames": 100}, "--batch-size -1: must be"),
         ({"batch_size": 1, "chunk_frames": -1}, "--chunk-frames -1: 0"),
         ({"batch_size": 1, "batch_frames": -1}, "--batch-frames -1: 0"),
         ({"batch_size": 1, "window_frames": -1}, "window of -1 frames: 0"),

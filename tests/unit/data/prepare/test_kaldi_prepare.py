@@ -361,7 +361,7 @@ def test_data_without_an_alignment_are_made_like_those_trained_on(options: Prepa
     for name, utterance in scored.items():
         np.testing.assert_array_equal(utterance.content, trained[name].content)
         assert not utterance.targets.any()
-    with pytest.raises(ConfigError, match="or, to score data that have none, --like DATA alone"):
+    with pytest.raises(ConfigError, match="or, to score data without one, only --like DATA"):
         changed(other, ali=kaldi_of(options)[1])
 
 

@@ -250,7 +250,7 @@ def test_a_damaged_shard_ends_inspect_with_one_line(
         (["one"], "takes SOURCE and DATA"),
         (["one", "two", "--synthetic", "1"], "takes one path"),
         (["one", "--synthetic", "1", "--split", "random:test=0.1"], "--split does not go with --synthetic"),
-        (["one", "--synthetic", "0"], "give hours of speech above 0"),
+        (["one", "--synthetic", "0"], "must be more than 0 hours"),
         (["in", "out", "--shards", "0"], "--shards 0"),
     ],
 )

@@ -138,9 +138,9 @@ def test_progress_reaches_the_number_of_utterances(dataset: Dataset, tmp_path: P
     ("change", "message"),
     [
         ({"num_shards": 8}, "dev has 7 utterances, too few for --shards 8; .*--split train"),
-        ({"num_shards": 0}, "--shards 0: give at least 1"),
-        ({"out": "data"}, "holds what is to be read"),
-        ({"out": "."}, "holds what is to be read"),
+        ({"num_shards": 0}, "--shards 0: must be at least 1"),
+        ({"out": "data"}, "contains the data to be read"),
+        ({"out": "."}, "contains the data to be read"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(
