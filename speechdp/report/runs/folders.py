@@ -15,6 +15,7 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.files import cannot_be_read
 from speechdp.json_input import parse_json
 from speechdp.jsonl import read_lines
+from speechdp.parallel.run_files import SCRIPT_ENDED, RunDirectory
 from speechdp.report.runs.records import files_of, number, read_object, words
 from speechdp.report.runs.results import Evaluation, RunResult, Sweep, WordErrors
 from speechdp.report.runs.samples import read_samples
@@ -44,10 +45,11 @@ def read_sweep(out: Path, metric: str = "") -> Sweep:
         ConfigError: there is no run in `out`, or `metric` is none.
     """
     if (out / "sweep.json").is_file():
-        names, metric_of_sweep = _sweep_names(out)
-        folders = [out / name for name in names]
-        metric = common_metric(folders, metric or metric_of_sweep)
-        return Sweep(out, tuple(_without_accuracy(_read_with_samples(folder, metric)) for folder in folders))
+        sweep = _read_sweep_file(out / "sweep.json")
+        folders = [out / name for name in sweep["runs"]]
+        metric = common_metric(folders, metric or words(sweep.get("metric")))
+        runs = [_without_accuracy(_read_with_samples(folder, metric)) for folder in folders]
+        return Sweep(out, tuple(runs if sweep.get("completed") is True else map(_with_script_end, runs)))
     if (out / "run.json").is_file():
         return Sweep(out, (_read_with_samples(out, common_metric([out], metric)),))
     if not out.is_dir():
@@ -157,9 +159,16 @@ def read_run(run_dir: Path, metric: str = "") -> RunResult:
     )  # fmt: skip
 
 
-def _sweep_names(out: Path) -> tuple[list[str], str]:
-    """Return the names of a sweep's runs, which are folders below `out`, never elsewhere; its metric."""
-    path = out / "sweep.json"
+def _with_script_end(run: RunResult) -> RunResult:
+    """Return a sweep's run, which has not finished where its script did not end well after the training."""
+    if not (run.is_of_script and run.completed) or RunDirectory(run.path).script_has_ended_well:
+        return run
+    problem = f"{SCRIPT_ENDED}: missing, so the script failed or was stopped after its training"
+    return replace(run, completed=False, problems=(*run.problems, problem))
+
+
+def _read_sweep_file(path: Path) -> dict[str, Any]:
+    """Return what sweep.json holds; its runs are names of folders beside it, never elsewhere."""
     try:
         sweep = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -174,10 +183,8 @@ def _sweep_names(out: Path) -> tuple[list[str], str]:
         )
     for name in names:
         if name in ("", ".", "..") or "/" in name or "\\" in name:
-            raise ConfigError(
-                f"{out}/sweep.json: {name!r} is not the name of a folder beside it; mend the file"
-            )
-    return names, words(sweep.get("metric"))
+            raise ConfigError(f"{path}: {name!r} is not the name of a folder beside it; mend the file")
+    return sweep
 
 
 def _read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
