@@ -16,11 +16,12 @@ from speechdp.experiments.profile.record import (
     StepRecord,
     read_profile,
 )
-from speechdp.report.profile.answer import ProfileAnswer, find_answer
+from speechdp.report.kit.answer import Answer
+from speechdp.report.profile.answer import find_answer
 from tests.helpers.profiles import MadeUpProfile, write_profile
 
 
-def answer_of(out: Path) -> ProfileAnswer:
+def answer_of(out: Path) -> Answer:
     """Return what a profile says."""
     profile = read_profile(out)
     return find_answer(profile, all_scalings(profile))

@@ -17,7 +17,7 @@ from speechdp.json_input import parse_json
 from speechdp.jsonl import read_lines
 from speechdp.parallel.run_files import SCRIPT_ENDED, RunDirectory
 from speechdp.report.runs.records import files_of, number, read_object, words
-from speechdp.report.runs.results import Evaluation, RunResult, Sweep, WordErrors
+from speechdp.report.runs.results import SCRIPT, TRAINER, Evaluation, RunResult, Sweep, WordErrors
 from speechdp.report.runs.samples import read_samples
 from speechdp.report.runs.script_metric import (
     has_logged,
@@ -120,7 +120,7 @@ def _read_with_samples(run_dir: Path, metric: str) -> RunResult:
 
 def _without_accuracy(run: RunResult) -> RunResult:
     # A sweep's one-rank run ends after some steps: its speed is of interest, its accuracy means nothing.
-    return replace(run, evaluations=()) if run.is_baseline and not run.is_of_script else run
+    return replace(run, evaluations=()) if run.is_baseline and run.kind is TRAINER else run
 
 
 def read_run(run_dir: Path, metric: str = "") -> RunResult:
@@ -161,7 +161,7 @@ def read_run(run_dir: Path, metric: str = "") -> RunResult:
 
 def _with_script_end(run: RunResult) -> RunResult:
     """Return a sweep's run, which has not finished where its script did not end well after the training."""
-    if not (run.is_of_script and run.completed) or RunDirectory(run.path).script_has_ended_well:
+    if not (run.kind is SCRIPT and run.completed) or RunDirectory(run.path).script_has_ended_well:
         return run
     problem = f"{SCRIPT_ENDED}: missing, so the script failed or was stopped after its training"
     return replace(run, completed=False, problems=(*run.problems, problem))
