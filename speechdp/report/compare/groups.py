@@ -11,6 +11,7 @@ from typing import Any
 
 from speechdp.experiments.compare.plan import FRAMES, MODES
 from speechdp.experiments.compare.record import COMPLETE, FAILED, RunRecord, read_record
+from speechdp.report.kit.tables import Value
 from speechdp.report.runs.derived import RunFigures, best_score, run_figures, sum_of_counts
 from speechdp.report.runs.folders import common_metric, read_run
 from speechdp.report.runs.results import RunResult, WordErrors
@@ -84,9 +85,10 @@ class Group:
     figures: tuple[RunFigures, ...]
     word_errors: WordErrors | None
 
-    def spread(self, figure: Callable[[RunFigures], float | None]) -> Spread | None:
+    def spread(self, figure: Callable[[RunFigures], Value]) -> Spread | None:
         """Return a figure of the finished runs; None where none has it."""
-        return Spread.of(map(figure, self.figures))
+        found = map(figure, self.figures)
+        return Spread.of(value for value in found if isinstance(value, (int, float)))
 
     @property
     def frames_per_s(self) -> Spread | None:

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from speechdp.experiments.compare.plan import FRAMES, TIME
 from speechdp.report.compare.groups import Group, Spread
 from speechdp.report.kit import formatting
-from speechdp.report.kit.measures import STEPS, Measure, metric_measure, throughput
+from speechdp.report.kit.columns import STEPS, FigureColumn, metric_column, throughput
 from speechdp.report.kit.metric_names import Terms, terms_of
 from speechdp.report.kit.tables import Column, RowHead, ShownTable, Value, csv_text
 
@@ -26,29 +26,27 @@ _MODES = {
 _WHOLE_RUNS = {FRAMES: ("All runs", "Every run is the whole script.")}
 SPREAD_NOTE = "Mean over seeds ± sample standard deviation; one seed has none."
 
-_TRAFFIC = Measure(
+_TRAFFIC = FigureColumn(
     "sent_bytes_per_s", "sent", "MB/s a rank", "What a rank sends in a second of training (mean).",
     lambda row: row.sent_per_s, lambda value: f"{value / 1e6:.3g}",
 )  # fmt: skip
-_TO_TARGET = Measure(
+_TO_TARGET = FigureColumn(
     "time_to_target_s", "to target", "s", "Training time to the first evaluation at the target.",
     lambda row: row.time_to_target_s, lambda value: f"{value:,.1f}",
 )  # fmt: skip
-_WER = Measure(
+_WER = FigureColumn(
     "wer", "WER", "%", "Word error rate of the final model.", lambda row: row.wer,
     lambda value: f"{100 * value:,.1f}",
 )  # fmt: skip
-_DISTANCE = Measure(
+_DISTANCE = FigureColumn(
     "replica_distance", "replicas apart", "%",
     "Largest distance of a replica from the model evaluated, over that model's norm.",
     lambda row: row.replica_distance, lambda value: "0" if value == 0 else f"{100 * value:.2g}",
 )  # fmt: skip
-_STALENESS = Measure(
+_STALENESS = FigureColumn(
     "staleness", "staleness", "updates", "Mean age of what was exchanged; asynchronous strategies only.",
     lambda row: row.staleness, lambda value: f"{value:.2g}",
 )  # fmt: skip
-
-_RANKS = Column[Group]("ranks", "ranks", "", "Number of ranks.", lambda g: str(g.ranks), lambda g: g.ranks)
 
 
 def _epochs(group: Group) -> str:
@@ -58,18 +56,17 @@ def _epochs(group: Group) -> str:
     return f"{low:.0f}" if low == high else f"{low:.0f}-{high:.0f}"
 
 
-_EPOCHS = Column[Group](
-    "epochs", "epochs", "", "Passes over the training split.",
-    _epochs, lambda group: group.epochs.mean if group.epochs else None,
-)  # fmt: skip
-
-
 def _seeds(group: Group) -> str:
     finished, runs = len(group.finished), len(group.runs)
     return str(finished) if finished == runs else f"{finished} of {runs}"
 
 
-_SEEDS = Column[Group]("seeds", "seeds", "", "Finished runs.", _seeds, lambda group: len(group.finished))
+_RANKS = Column[Group]("ranks", "ranks", "", "Number of ranks.", lambda group: group.ranks)
+_EPOCHS = Column[Group](
+    "epochs", "epochs", "", "Passes over the training split.",
+    lambda group: group.epochs.mean if group.epochs else None, cell=_epochs,
+)  # fmt: skip
+_SEEDS = Column[Group]("seeds", "seeds", "", "Finished runs.", lambda group: len(group.finished), cell=_seeds)
 
 
 def group_terms(groups: Sequence[Group]) -> Terms:
@@ -77,9 +74,9 @@ def group_terms(groups: Sequence[Group]) -> Terms:
     return terms_of(run.result for group in groups for run in group.runs if run.result is not None)
 
 
-def written(measure: Measure, group: Group) -> str:
+def written(measure: FigureColumn, group: Group) -> str:
     """Return mean and deviation of a group's figure, and how many runs have it where not all do."""
-    spread = group.spread(measure.figure)
+    spread = group.spread(measure.value)
     if spread is None:
         return formatting.MISSING
     text = measure.number(spread.mean)
@@ -89,26 +86,21 @@ def written(measure: Measure, group: Group) -> str:
     return text if len(spread.values) == finished else f"{text} ({len(spread.values)} of {finished})"
 
 
-def _column(measure: Measure) -> Column[Group]:
+def _over_seeds(measure: FigureColumn) -> Column[Group]:
+    """Return the column of a figure's mean over seeds."""
+
     def value(group: Group) -> Value:
-        spread = group.spread(measure.figure)
+        spread = group.spread(measure.value)
         return None if spread is None else spread.mean
 
-    return Column(
-        measure.key,
-        measure.title,
-        measure.unit,
-        measure.meaning,
-        lambda group: written(measure, group),
-        value,
-    )
+    return replace(measure, value=value, cell=lambda group: written(measure, group))  # type: ignore[arg-type,return-value]
 
 
-def measures(groups: Sequence[Group]) -> tuple[Measure, ...]:
+def measures(groups: Sequence[Group]) -> tuple[FigureColumn, ...]:
     """Return the figures of the groups, those that their task declares among them."""
     terms = group_terms(groups)
     speed = replace(throughput(terms), number=lambda value: f"{value:,.0f}")
-    metrics = [metric_measure(metric, is_first=n == 0) for n, metric in enumerate(terms.task.metrics)]
+    metrics = [metric_column(metric, is_first=n == 0) for n, metric in enumerate(terms.task.metrics)]
     return (speed, _TRAFFIC, _TO_TARGET, *metrics, _WER, _DISTANCE, _STALENESS)
 
 
@@ -116,10 +108,10 @@ def shown_columns(groups: Sequence[Group]) -> tuple[Column[Group], ...]:
     """Return the columns to show: without figures that such runs do not have."""
     terms = group_terms(groups)
     left_out = () if terms.task.decodes else (_WER,)
-    if not any(group.spread(_DISTANCE.figure) for group in groups):
+    if not any(group.spread(_DISTANCE.value) for group in groups):
         left_out = (*left_out, _DISTANCE)
-    length = _EPOCHS if terms.kind.has_epochs else _column(STEPS)
-    shown = [_column(measure) for measure in measures(groups) if measure not in left_out]
+    length = _EPOCHS if terms.kind.has_epochs else _over_seeds(STEPS)
+    shown = [_over_seeds(measure) for measure in measures(groups) if measure not in left_out]
     return (_RANKS, length, _SEEDS, *shown)
 
 
@@ -161,7 +153,7 @@ def csv_of_groups(groups: Sequence[Group], target: float | None) -> str:
 
     def line(group: Group) -> list[Value]:
         errors, epochs = group.word_errors, group.epochs
-        figures = [value for measure in all_measures for value in _parts(group.spread(measure.figure))]
+        figures = [value for measure in all_measures for value in _parts(group.spread(measure.value))]
         return [
             group.mode, group.ranks, group.strategy, len(group.runs), len(group.finished),
             len(group.failures), epochs.mean if epochs else None, *figures,

@@ -14,6 +14,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from speechdp.report.kit.formatting import MISSING
+
 #: Units that a figure needs not say where its title stands alone.
 _PLAIN_UNITS = ("", "times", "nats/frame", "per frame")
 
@@ -23,19 +25,33 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """One column: heading, what it means, how a row's cell is written and what it is sorted by.
+    """One column.
 
-    `is_notable` says of a row whether its cell is to catch the eye.
+    Attributes:
+        key: its name in CSV.
+        title, unit: its heading.
+        value: a row's figure, in plain units; None where the row has none.
+        number: writes a figure in the column's unit.
+        cell: writes a row's cell where it shows more than the figure; None: it does not.
+        is_notable: whether a row's cell is to catch the eye.
     """
 
     key: str
     title: str
     unit: str
     meaning: str
-    text: Callable[[Row], str]
     value: Callable[[Row], Value]
+    number: Callable[[Any], str] = str
+    cell: Callable[[Row], str] | None = None
     is_number: bool = True
     is_notable: Callable[[Row], bool] = lambda row: False
+
+    def text(self, row: Row) -> str:
+        """Write a row's cell."""
+        if self.cell is not None:
+            return self.cell(row)
+        value = self.value(row)
+        return MISSING if value is None else self.number(value)
 
 
 @dataclass(frozen=True)

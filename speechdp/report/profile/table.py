@@ -62,8 +62,10 @@ def make_tables(profile: Profile, scalings: Sequence[Scaling], job: ProfileJob |
 
 
 def _ms_column(ranks: int) -> Column[Figures]:
-    def text(row: Figures) -> str:
-        cost = row.get(f"ms_{ranks}")
+    key = f"ms_{ranks}"
+
+    def cell(row: Figures) -> str:
+        cost = row.get(key)
         if cost is None:
             return formatting.MISSING
         total = milliseconds(cost.total_s)
@@ -71,27 +73,22 @@ def _ms_column(ranks: int) -> Column[Figures]:
             return total
         return f"{milliseconds(cost.forward_s)} + {milliseconds(cost.backward_s)} = {total}"
 
-    def value(row: Figures) -> float | None:
-        cost = row.get(f"ms_{ranks}")
-        return None if cost is None else float(1e3 * cost.total_s)
-
     meaning = "Median step after the warm-up, mean over ranks: forward + backward = both."
-    return Column(f"ms_{ranks}", rank_count(ranks), "ms: forward + backward", meaning, text, value)
+    return Column(
+        key, rank_count(ranks), "ms: forward + backward", meaning,
+        lambda row: None if row.get(key) is None else 1e3 * row[key].total_s, cell=cell,
+    )  # fmt: skip
 
 
 def _percent_column(key: str, title: str, meaning: str, low: float = 0.0, digits: int = 0) -> Column[Figures]:
     return Column(
-        key, title, "%", meaning, lambda row: formatting.percent(row.get(key), digits),
-        lambda row: row.get(key), is_notable=lambda row: (row.get(key) or 1.0) < low,
+        key, title, "%", meaning, lambda row: row.get(key), lambda share: formatting.percent(share, digits),
+        is_notable=lambda row: (row.get(key) or 1.0) < low,
     )  # fmt: skip
 
 
 def _number_column(key: str, title: str, unit: str, meaning: str) -> Column[Figures]:
-    def text(row: Figures) -> str:
-        value = row.get(key)
-        return formatting.MISSING if value is None else number(value)
-
-    return Column(key, title, unit, meaning, text, lambda row: row.get(key))
+    return Column(key, title, unit, meaning, lambda row: row.get(key), number)
 
 
 def _efficiencies(scaling: Scaling, kind: str) -> list[Column[Figures]]:

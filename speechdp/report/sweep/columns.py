@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from speechdp.report.kit import formatting
-from speechdp.report.kit.measures import STEPS, Measure, metric_measure, throughput
+from speechdp.report.kit.columns import STEPS, FigureColumn, metric_column, throughput
 from speechdp.report.kit.metric_names import Terms, terms_of
 from speechdp.report.kit.tables import Column, Value, csv_text
 from speechdp.report.runs.derived import RunFigures, task_of
 from speechdp.report.sweep.data_columns import DATA_WAIT
 
-FigureColumn = Column[RunFigures]
-
-
-def _period(row: RunFigures) -> str:
-    return row.run.period or formatting.MISSING
+WER = FigureColumn(
+    "wer", "WER", "%", "Word error rate of the final model and its 95 % bootstrap interval.",
+    lambda row: row.wer, cell=lambda row: formatting.word_errors(row.word_errors),
+)  # fmt: skip
 
 
 def _skew(row: RunFigures) -> str:
@@ -25,52 +24,47 @@ def _skew(row: RunFigures) -> str:
     return text if row.skew.straggler is None else f"{text} (rank {row.skew.straggler})"
 
 
-def _settings_columns(terms: Terms) -> tuple[FigureColumn, ...]:
+def _before_metrics(terms: Terms) -> tuple[FigureColumn, ...]:
     """Return what was run, and how fast it was."""
-    speed = terms.amount.capitalize()
     return (
         Column(
-            "strategy", "strategy", "", "How the ranks keep one model.",
-            lambda row: row.run.strategy.replace("_", " ") or formatting.MISSING,
-            lambda row: row.run.strategy, is_number=False,
+            "strategy", "strategy", "", "How the ranks keep one model.", lambda row: row.run.strategy,
+            lambda name: name.replace("_", " ") or formatting.MISSING, is_number=False,
         ),
-        Column("period", "period", "", "Steps between averages, unless a unit is given.", _period, _period),
-        Measure("ranks", "ranks", "", "Number of ranks.", lambda row: row.run.size, str).column(),
-        throughput(terms).column(),
-        Measure(
-            "speedup", "speed-up", "times", f"{speed}/s over those of one rank.",
+        Column(
+            "period", "period", "", "Steps between averages, unless a unit is given.",
+            lambda row: row.run.period or formatting.MISSING,
+        ),
+        Column("ranks", "ranks", "", "Number of ranks.", lambda row: row.run.size),
+        throughput(terms),
+        Column(
+            "speedup", "speed-up", "times", f"{terms.amount.capitalize()}/s over those of one rank.",
             lambda row: row.speedup, formatting.times,
-        ).column(),
-        Measure(
+        ),
+        Column(
             "efficiency", "efficiency", "%", "Speed-up over the number of ranks.",
             lambda row: row.efficiency, formatting.percent,
-        ).column(),
-        Measure(
+        ),
+        Column(
             "communication_share", "communi\u00adcation", "%",
             "Share of the step time in exchanges, waiting for other ranks included; mean over ranks.",
             lambda row: row.comm_share, lambda share: formatting.percent(share, 1),
-        ).column(),
+        ),
         DATA_WAIT,
         Column(
             "rank_skew", "rank skew", "%",
             "Slowest minus fastest rank's own work a step, over the mean; "
             "the straggler is named from 5 % on.",
-            _skew, lambda row: row.skew.value if row.skew else None,
+            lambda row: row.skew.value if row.skew else None, cell=_skew,
         ),
     )  # fmt: skip
-
-
-WER = FigureColumn(
-    "wer", "WER", "%", "Word error rate of the final model and its 95 % bootstrap interval.",
-    lambda row: formatting.word_errors(row.word_errors), lambda row: row.wer,
-)  # fmt: skip
 
 
 def all_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
     """Return every column, as the CSV has them: those of the metrics are what the runs' tasks declare."""
     terms = terms_of(row.run for row in rows)
     side = "above" if terms.metric.higher_is_better else "below"
-    to_target = Measure(
+    to_target = FigureColumn(
         "time_to_target_s", "to target", "",
         f"Training time until the first evaluation at or {side} the target "
         f"{terms.metric.name.removeprefix('held-out ')}.",
@@ -79,9 +73,9 @@ def all_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
     metrics: dict[str, FigureColumn] = {}
     for task in [row.run.task for row in rows if row.run.settings] or [terms.task]:
         for place, metric in enumerate(task.metrics):
-            metrics.setdefault(metric.key, metric_measure(metric, is_first=place == 0).column())
-    steps = () if terms.kind.has_epochs else (STEPS.column(),)
-    return (*_settings_columns(terms), *steps, *metrics.values(), WER, to_target.column())
+            metrics.setdefault(metric.key, metric_column(metric, is_first=place == 0))
+    steps = () if terms.kind.has_epochs else (STEPS,)
+    return (*_before_metrics(terms), *steps, *metrics.values(), WER, to_target)
 
 
 def main_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:

@@ -10,6 +10,7 @@ from rich.console import Group
 
 from speechdp.report.kit import formatting, theme
 from speechdp.report.kit.canvas import make_canvas
+from speechdp.report.kit.columns import FigureColumn
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.pages import WrittenReport, render_page, setting_text, swatch, write_files
 from speechdp.report.kit.svg import Panel, panel_svgs, write_png
@@ -19,7 +20,7 @@ from speechdp.report.runs.folders import read_sweep
 from speechdp.report.runs.results import Sweep
 from speechdp.report.sweep.answer import SweepAnswer, find_answer, rule_for
 from speechdp.report.sweep.bars import SPAN_KEYS
-from speechdp.report.sweep.columns import FigureColumn, csv_of_runs, main_columns
+from speechdp.report.sweep.columns import csv_of_runs, main_columns
 from speechdp.report.sweep.data_answer import path_sentences
 from speechdp.report.sweep.data_columns import CSV_COLUMNS, shown_columns
 from speechdp.report.sweep.figures import make_panels
