@@ -16,10 +16,10 @@ from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
 
 if TYPE_CHECKING:
-    from speechdp.experiments.compare.jobs import JobStarter
     from speechdp.experiments.compare.own_training import CompareRequest
     from speechdp.experiments.compare.plan import ComparePlan
     from speechdp.experiments.compare.training import ComparedTraining
+    from speechdp.experiments.jobs import JobStarter
 
 _RECORDS = ("compare.json",)
 
@@ -202,9 +202,9 @@ def _compare(
     from speechdp.cli.report import print_report  # noqa: PLC0415
     from speechdp.cli.support.console import make_console  # noqa: PLC0415
     from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
-    from speechdp.experiments.compare.jobs import JobStopped  # noqa: PLC0415
-    from speechdp.experiments.compare.record import FAILED  # noqa: PLC0415
     from speechdp.experiments.compare.run import Comparer  # noqa: PLC0415
+    from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
+    from speechdp.experiments.record import FAILED  # noqa: PLC0415
 
     say = line_printer(make_console())
     with owned_folder(out, "compare", say, _RECORDS, overwrite=overwrite):

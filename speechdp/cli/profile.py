@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from speechdp import exit_codes
+from speechdp.cli.support.script_options import owned_folder, say_how_many_failed
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
-from speechdp.ownership.overwrite import check_overwrite, empty
 
 if TYPE_CHECKING:
-    from speechdp.experiments.compare.jobs import JobStarter
+    from speechdp.experiments.jobs import JobStarter
     from speechdp.experiments.profile.jobs import ProfileRequest
     from speechdp.experiments.profile.plan import ProfilePlan
     from speechdp.experiments.profile.record import Settings
     from speechdp.train.session import Session
-
-_RECORDS = ("profile.json",)
 
 
 @dataclass(frozen=True)
@@ -93,19 +91,15 @@ class ProfileCommand:
     def _run_all(self) -> int:
         from speechdp.cli.report import print_report  # noqa: PLC0415
         from speechdp.cli.support.console import make_console  # noqa: PLC0415
-        from speechdp.cli.support.folders import owner_of  # noqa: PLC0415
         from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
-        from speechdp.experiments.compare.jobs import JobStopped  # noqa: PLC0415
+        from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
         from speechdp.experiments.profile.jobs import Profiler  # noqa: PLC0415
-        from speechdp.experiments.profile.record import FAILED, STRONG  # noqa: PLC0415
+        from speechdp.experiments.profile.record import STRONG  # noqa: PLC0415
+        from speechdp.experiments.record import FAILED  # noqa: PLC0415
 
         request, starter = self._request(self._plan()), self._starter()
-        if self.overwrite:
-            check_overwrite(self.out_dir, _RECORDS, "with a profile.json")
         say = line_printer(make_console())
-        with owner_of(self.out_dir, "profile", say) as owner:
-            if self.overwrite:
-                empty(owner, _RECORDS)
+        with owned_folder(self.out_dir, "profile", say, ("profile.json",), overwrite=self.overwrite):
             say(f"profile in {self.out_dir.absolute()}")
             for note in request.settings.notes:
                 say(f"note: {note}")
@@ -119,12 +113,7 @@ class ProfileCommand:
         failed = [job for job in record.jobs if job.state == FAILED]
         if len(failed) < len(record.jobs):
             print_report(self.out_dir, None)
-        if failed:
-            print(
-                f"speechdp: {len(failed)} of {len(record.jobs)} jobs failed; their messages are above, "
-                f"their output in {self.out_dir / 'logs'}; the same command tries them again",
-                file=sys.stderr,
-            )
+        say_how_many_failed(len(failed), len(record.jobs), self.out_dir, "jobs")
         return 1 if failed else 0
 
     def _plan(self) -> ProfilePlan:

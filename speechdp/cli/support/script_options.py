@@ -16,8 +16,8 @@ from speechdp.errors import ConfigError
 from speechdp.options.shown import shown
 
 if TYPE_CHECKING:
-    from speechdp.experiments.compare.jobs import JobStarter
     from speechdp.experiments.compare.script_training import UserScript
+    from speechdp.experiments.jobs import JobStarter
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class ScriptOptions:
         return make_starter(command, self.launch_args, self.hostfile, {"OMP_NUM_THREADS": threads})
 
 
-def say_how_many_failed(failed: int, runs: int, out: Path) -> None:
+def say_how_many_failed(failed: int, runs: int, out: Path, what: str = "runs") -> None:
     """Print where to look, if any run failed."""
     if failed:
         print(
-            f"speechdp: {failed} of {runs} runs failed; their messages stand above, "
+            f"speechdp: {failed} of {runs} {what} failed; their messages stand above, "
             f"their output in {out / 'logs'}; the same command tries them again",
             file=sys.stderr,
         )

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from speechdp.comm.environment import announced
 from speechdp.errors import ConfigError
-from speechdp.experiments.compare.jobs import JobStarter
+from speechdp.experiments.jobs import JobStarter
 from speechdp.launching.command import own_program
 from speechdp.launching.cores import available_cores
 from speechdp.launching.hostfile import read_hostfile

@@ -41,7 +41,7 @@ def rule_for(groups: Sequence[Group]) -> str:
     """Return the rule of the choice, in the terms of the runs' task."""
     terms = group_terms(groups)
     words = ", and whose 95 % interval of the word error rate overlaps that of the lowest one"
-    speed = f"{terms.amount}/s{' at equal frames' if terms.kind.has_epochs else ''}"
+    speed = f"{terms.amount}/s{' at equal frames' if 'epochs' in terms.kind.measures else ''}"
     return (
         f"Rule, for each number of ranks: the fastest strategy ({speed}) whose mean final "
         f"{terms.metric.name} is within {terms.tolerance()} of the {terms.best}, or within the best one's "

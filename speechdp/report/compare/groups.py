@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.experiments.compare.plan import FRAMES, MODES
-from speechdp.experiments.compare.record import COMPLETE, FAILED, RunRecord, read_record
+from speechdp.experiments.compare.record import RunRecord, read_record
+from speechdp.experiments.record import COMPLETE, FAILED
 from speechdp.report.kit.tables import Value
 from speechdp.report.runs.derived import RunFigures, best_score, run_figures, sum_of_counts
 from speechdp.report.runs.folders import common_metric, read_run

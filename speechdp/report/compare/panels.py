@@ -85,7 +85,7 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
         return False
     terms = group_terms(groups)
     name = terms.metric.name.removeprefix("held-out ")
-    style_axes(ax, f"{ranks} ranks: {name} against speed", terms.metric.unit, canvas.theme)
+    style_axes(ax, f"{ranks} ranks: {name} by speed", terms.metric.unit, canvas.theme)
     for group in shown:
         assert group.frames_per_s is not None and group.scores is not None
         colour = canvas.colours[group.label]

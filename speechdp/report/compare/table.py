@@ -101,18 +101,16 @@ def measures(groups: Sequence[Group]) -> tuple[FigureColumn, ...]:
     terms = group_terms(groups)
     speed = replace(throughput(terms), number=lambda value: f"{value:,.0f}")
     metrics = [metric_column(metric, is_first=n == 0) for n, metric in enumerate(terms.task.metrics)]
-    return (speed, _TRAFFIC, _TO_TARGET, *metrics, _WER, _DISTANCE, _STALENESS)
+    recorded = [measure for measure in (_WER, _DISTANCE) if measure.key in terms.kind.measures]
+    return (speed, _TRAFFIC, _TO_TARGET, *metrics, *recorded, _STALENESS)
 
 
 def shown_columns(groups: Sequence[Group]) -> tuple[Column[Group], ...]:
-    """Return the columns to show: without figures that such runs do not have."""
+    """Return the columns to show: no word error rate where the runs' task has none."""
     terms = group_terms(groups)
-    left_out = () if terms.task.decodes else (_WER,)
-    if not any(group.spread(_DISTANCE.value) for group in groups):
-        left_out = (*left_out, _DISTANCE)
-    length = _EPOCHS if terms.kind.has_epochs else _over_seeds(STEPS)
-    shown = [_over_seeds(measure) for measure in measures(groups) if measure not in left_out]
-    return (_RANKS, length, _SEEDS, *shown)
+    shown = [measure for measure in measures(groups) if terms.task.decodes or measure is not _WER]
+    length = _EPOCHS if _EPOCHS.key in terms.kind.measures else _over_seeds(STEPS)
+    return (_RANKS, length, _SEEDS, *map(_over_seeds, shown))
 
 
 def make_tables(
@@ -125,7 +123,7 @@ def make_tables(
         marks: what stands before the name of each strategy.
     """
     columns, tables = shown_columns(groups), []
-    modes = _MODES if group_terms(groups).kind.has_epochs else _WHOLE_RUNS
+    modes = _MODES if _EPOCHS.key in group_terms(groups).kind.measures else _WHOLE_RUNS
     for mode, (title, note) in modes.items():
         rows: list[tuple[RowHead, Group]] = []
         for group in groups:

@@ -129,7 +129,7 @@ class ShownTable(Generic[Row]):
             title=Text(self.title) if self.title else None,
             title_justify="left",
             title_style="bold",
-            caption=Text(self.note) if self.note else None,
+            caption=Text(self.note, style="table.caption") if self.note else None,
             caption_justify="left",
             header_style="bold",
             box=box.SIMPLE_HEAD,

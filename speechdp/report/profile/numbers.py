@@ -13,7 +13,8 @@ from speechdp.experiments.profile.derived import (
     make_loading,
     waiting_s,
 )
-from speechdp.experiments.profile.record import BACKWARD, FORWARD, WHOLE, Profile, ProfileJob
+from speechdp.experiments.profile.measured import BACKWARD, FORWARD, WHOLE
+from speechdp.experiments.profile.record import Profile, ProfileJob
 from speechdp.report.kit.tables import Value, csv_text
 from speechdp.report.profile.usage import mean_utilisation, memory_of, on_gpus, utilisation_of
 

@@ -10,7 +10,8 @@ from markupsafe import Markup
 from rich.console import Group
 
 from speechdp.experiments.profile.derived import all_scalings, main_job
-from speechdp.experiments.profile.record import BACKWARD, FORWARD, Profile, ProfileJob, in_order, read_profile
+from speechdp.experiments.profile.measured import BACKWARD, FORWARD
+from speechdp.experiments.profile.record import Profile, ProfileJob, in_order, read_profile
 from speechdp.report.kit import theme
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.pages import (

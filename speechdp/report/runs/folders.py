@@ -16,7 +16,7 @@ from speechdp.files import cannot_be_read
 from speechdp.json_input import parse_json
 from speechdp.jsonl import read_lines
 from speechdp.parallel.run_files import SCRIPT_ENDED, RunDirectory
-from speechdp.report.runs.records import files_of, number, read_object, words
+from speechdp.report.runs.records import check_beside, files_of, number, read_object, words
 from speechdp.report.runs.results import SCRIPT, TRAINER, Evaluation, RunResult, Sweep, WordErrors
 from speechdp.report.runs.samples import read_samples
 from speechdp.report.runs.script_metric import (
@@ -182,8 +182,7 @@ def _read_sweep_file(path: Path) -> dict[str, Any]:
             f"{path}: holds no list of runs; run `speechdp sweep` again with this OUT to rewrite it"
         )
     for name in names:
-        if name in ("", ".", "..") or "/" in name or "\\" in name:
-            raise ConfigError(f"{path}: {name!r} is not the name of a folder beside it; mend the file")
+        check_beside(path, name)
     return sweep
 
 

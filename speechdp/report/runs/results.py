@@ -201,23 +201,29 @@ class RunKind:
         counted: what that is.
         material: what is trained on.
         evaluation: what a run of known accuracy has.
-        has_epochs: whether it trains for a number of epochs that is given.
+        measures: what they record that others do not: `epochs` that are given, `steps`, `wer`, ...
     """
 
     amount: str
     counted: str
     material: str
     evaluation: str
-    has_epochs: bool
+    measures: frozenset[str]
 
 
-TRAINER = RunKind("frames", "Frames", "speech", "a held-out evaluation", has_epochs=True)
+TRAINER = RunKind(
+    "frames",
+    "Frames",
+    "speech",
+    "a held-out evaluation",
+    frozenset({"epochs", "wer", "replica_distance"}),
+)
 SCRIPT = RunKind(
     "items",
     "What `step(weight=)` counts (frames, tokens, examples; else steps)",
     "data",
     "logged a metric by run.log()",
-    has_epochs=False,
+    frozenset({"steps"}),
 )
 
 

@@ -74,8 +74,8 @@ def all_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
     for task in [row.run.task for row in rows if row.run.settings] or [terms.task]:
         for place, metric in enumerate(task.metrics):
             metrics.setdefault(metric.key, metric_column(metric, is_first=place == 0))
-    steps = () if terms.kind.has_epochs else (STEPS,)
-    return (*_before_metrics(terms), *steps, *metrics.values(), WER, to_target)
+    steps, wer = ([column] if column.key in terms.kind.measures else [] for column in (STEPS, WER))
+    return (*_before_metrics(terms), *steps, *metrics.values(), *wer, to_target)
 
 
 def main_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:

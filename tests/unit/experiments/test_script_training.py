@@ -10,10 +10,10 @@ import pytest
 
 from speechdp.cli.main import parse, run
 from speechdp.errors import ConfigError
-from speechdp.experiments.compare.jobs import JobStarter
 from speechdp.experiments.compare.record import read_record
-from speechdp.experiments.script_sweep import ScriptSweep
-from speechdp.experiments.sweep import SweepPlan, write_sweep
+from speechdp.experiments.jobs import JobStarter
+from speechdp.experiments.sweep.plan import SweepPlan, write_sweep
+from speechdp.experiments.sweep.script import ScriptSweep
 from speechdp.report.runs.folders import read_run, read_sweep
 
 Call = tuple[int, list[str], dict[str, str]]

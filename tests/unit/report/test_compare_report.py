@@ -218,4 +218,4 @@ def test_synthesis_is_compared_in_its_own_terms(tmp_path: Path) -> None:
     for text in (console.export_text(), " ".join(report.answer), report.html.read_text()):
         assert "nats" not in text and "log-prob" not in text and "frame acc" not in text
         assert re.search(r"0\.4\d\d\d", text)
-    assert "L1 error against speed" in report.html.read_text()
+    assert "L1 error by speed" in report.html.read_text()

@@ -19,14 +19,8 @@ from speechdp.experiments.profile.derived import (
     main_job,
     make_scaling,
 )
-from speechdp.experiments.profile.record import (
-    FAILED,
-    PENDING,
-    WEAK,
-    read_profile,
-    read_record,
-    write_record,
-)
+from speechdp.experiments.profile.record import WEAK, read_profile, read_record, write_record
+from speechdp.experiments.record import FAILED, PENDING
 from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.profile import gantt as gantts
 from speechdp.report.profile.answer import find_answer

@@ -67,7 +67,8 @@ def compared(tmp_path: Path) -> Path:
 
 def words_of(page: Path) -> str:
     """Return what a reader sees: no markup, style sheets or scripts."""
-    text = re.sub(r"<(style|script).*?</\1>", " ", page.read_text(encoding="utf-8"), flags=re.DOTALL).replace("\u00a0", " ")
+    text = page.read_text(encoding="utf-8").replace("\u00a0", " ")
+    text = re.sub(r"<(style|script).*?</\1>", " ", text, flags=re.DOTALL)
     return re.sub(r"<[^>]+>", " ", text)
 
 
