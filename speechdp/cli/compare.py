@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,10 +123,8 @@ class CompareCommand:
         if feeders and self.hostfile is not None:
             raise ConfigError("--feeders: compare counts them on one machine only; leave out --hostfile")
         most_ranks = feeders + max(int(word) for word in self.ranks.split(",") if word.strip())
-        threads = os.environ.get("OMP_NUM_THREADS") if self.threads is None else str(self.threads)
-        if threads is None:
-            threads = str(threads_of_a_rank(most_ranks, self.hostfile))
-        return make_starter("compare", self.launch_args, self.hostfile, {"OMP_NUM_THREADS": threads})
+        threads = threads_of_a_rank(self.threads, most_ranks, self.hostfile)
+        return make_starter("compare", self.launch_args, self.hostfile, threads)
 
 
 @dataclass(frozen=True)

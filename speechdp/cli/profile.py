@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from dataclasses import dataclass, field
@@ -172,16 +171,10 @@ class ProfileCommand:
     def _starter(self) -> JobStarter:
         from speechdp.cli.support.starting import make_starter  # noqa: PLC0415
 
-        environment = {"OMP_NUM_THREADS": str(self._num_threads())}
-        return make_starter("profile", self.launch_args, self.hostfile, environment)
+        return make_starter("profile", self.launch_args, self.hostfile, self._num_threads())
 
     def _num_threads(self) -> int:
-        """Return the threads of a rank: in every job the same, or times could not be compared."""
         from speechdp.cli.support.starting import threads_of_a_rank  # noqa: PLC0415
 
-        if self.threads is not None:
-            return max(1, self.threads)
-        given = os.environ.get("OMP_NUM_THREADS", "")
-        if given.isdigit() and int(given) > 0:
-            return int(given)
-        return threads_of_a_rank(self.options.loading.feeders + max(self._plan().ranks), self.hostfile)
+        most_ranks = self.options.loading.feeders + max(self._plan().ranks)
+        return threads_of_a_rank(self.threads, most_ranks, self.hostfile)
