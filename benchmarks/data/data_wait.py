@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.data.trainloader import WAIT, share
 from speechdp.cli.support.console import make_console
-from speechdp.experiments.compare.jobs import JobStarter
+from speechdp.experiments.jobs import JobStarter
 from speechdp.launching.command import own_program
 from speechdp.report.runs.timing_file import DEFAULT_WARMUP_STEPS, read_timeline
 

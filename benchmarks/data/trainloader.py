@@ -38,7 +38,7 @@ from rich.table import Table
 
 from benchmarks.data.trainloader_plot import Panel, draw
 from speechdp.cli.support.console import make_console
-from speechdp.experiments.compare.jobs import JobStarter
+from speechdp.experiments.jobs import JobStarter
 from speechdp.launching.command import own_program
 from speechdp.report.runs.timing_file import DEFAULT_WARMUP_STEPS, read_timeline
 

@@ -58,7 +58,7 @@ from benchmarks.papers.hpcs2017_results import (
 )
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.preprocess import AugmentOptions
-from speechdp.experiments.compare.jobs import JobStarter
+from speechdp.experiments.jobs import JobStarter
 from speechdp.launching.command import own_program
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.options.run import TrainOptions

@@ -31,8 +31,8 @@ from rich.table import Table
 
 from benchmarks.strategies.straggler_plot import Bar, draw
 from speechdp.cli.support.console import make_console
-from speechdp.experiments.compare.jobs import JobStarter
 from speechdp.experiments.compare.plan import split_strategies, whole_numbers
+from speechdp.experiments.jobs import JobStarter
 from speechdp.launching.command import own_program
 from speechdp.launching.cores import available_cores
 from speechdp.parallel.registry import parse_strategy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +15,10 @@ from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
 
 if TYPE_CHECKING:
-    from speechdp.experiments.compare.jobs import JobStarter
     from speechdp.experiments.compare.own_training import CompareRequest
     from speechdp.experiments.compare.plan import ComparePlan
     from speechdp.experiments.compare.training import ComparedTraining
+    from speechdp.experiments.jobs import JobStarter
 
 _RECORDS = ("compare.json",)
 
@@ -123,10 +122,8 @@ class CompareCommand:
         if feeders and self.hostfile is not None:
             raise ConfigError("--feeders: compare counts them on one machine only; leave out --hostfile")
         most_ranks = feeders + max(int(word) for word in self.ranks.split(",") if word.strip())
-        threads = os.environ.get("OMP_NUM_THREADS") if self.threads is None else str(self.threads)
-        if threads is None:
-            threads = str(threads_of_a_rank(most_ranks, self.hostfile))
-        return make_starter("compare", self.launch_args, self.hostfile, {"OMP_NUM_THREADS": threads})
+        threads = threads_of_a_rank(self.threads, most_ranks, self.hostfile)
+        return make_starter("compare", self.launch_args, self.hostfile, threads)
 
 
 @dataclass(frozen=True)
@@ -201,9 +198,9 @@ def _compare(
     from speechdp.cli.report import print_report  # noqa: PLC0415
     from speechdp.cli.support.console import make_console  # noqa: PLC0415
     from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
-    from speechdp.experiments.compare.jobs import JobStopped  # noqa: PLC0415
-    from speechdp.experiments.compare.record import FAILED  # noqa: PLC0415
     from speechdp.experiments.compare.run import Comparer  # noqa: PLC0415
+    from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
+    from speechdp.experiments.record import FAILED  # noqa: PLC0415
 
     say = line_printer(make_console())
     with owned_folder(out, "compare", say, _RECORDS, overwrite=overwrite):

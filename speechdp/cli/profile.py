@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from dataclasses import dataclass, field
@@ -12,19 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from speechdp import exit_codes
+from speechdp.cli.support.script_options import owned_folder, say_how_many_failed
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
-from speechdp.ownership.overwrite import check_overwrite, empty
 
 if TYPE_CHECKING:
-    from speechdp.experiments.compare.jobs import JobStarter
+    from speechdp.experiments.jobs import JobStarter
     from speechdp.experiments.profile.jobs import ProfileRequest
     from speechdp.experiments.profile.plan import ProfilePlan
     from speechdp.experiments.profile.record import Settings
     from speechdp.train.session import Session
-
-_RECORDS = ("profile.json",)
 
 
 @dataclass(frozen=True)
@@ -93,19 +90,15 @@ class ProfileCommand:
     def _run_all(self) -> int:
         from speechdp.cli.report import print_report  # noqa: PLC0415
         from speechdp.cli.support.console import make_console  # noqa: PLC0415
-        from speechdp.cli.support.folders import owner_of  # noqa: PLC0415
         from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
-        from speechdp.experiments.compare.jobs import JobStopped  # noqa: PLC0415
+        from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
         from speechdp.experiments.profile.jobs import Profiler  # noqa: PLC0415
-        from speechdp.experiments.profile.record import FAILED, STRONG  # noqa: PLC0415
+        from speechdp.experiments.profile.record import STRONG  # noqa: PLC0415
+        from speechdp.experiments.record import FAILED  # noqa: PLC0415
 
         request, starter = self._request(self._plan()), self._starter()
-        if self.overwrite:
-            check_overwrite(self.out_dir, _RECORDS, "with a profile.json")
         say = line_printer(make_console())
-        with owner_of(self.out_dir, "profile", say) as owner:
-            if self.overwrite:
-                empty(owner, _RECORDS)
+        with owned_folder(self.out_dir, "profile", say, ("profile.json",), overwrite=self.overwrite):
             say(f"profile in {self.out_dir.absolute()}")
             for note in request.settings.notes:
                 say(f"note: {note}")
@@ -119,12 +112,7 @@ class ProfileCommand:
         failed = [job for job in record.jobs if job.state == FAILED]
         if len(failed) < len(record.jobs):
             print_report(self.out_dir, None)
-        if failed:
-            print(
-                f"speechdp: {len(failed)} of {len(record.jobs)} jobs failed; their messages are above, "
-                f"their output in {self.out_dir / 'logs'}; the same command tries them again",
-                file=sys.stderr,
-            )
+        say_how_many_failed(len(failed), len(record.jobs), self.out_dir, "jobs")
         return 1 if failed else 0
 
     def _plan(self) -> ProfilePlan:
@@ -183,16 +171,10 @@ class ProfileCommand:
     def _starter(self) -> JobStarter:
         from speechdp.cli.support.starting import make_starter  # noqa: PLC0415
 
-        environment = {"OMP_NUM_THREADS": str(self._num_threads())}
-        return make_starter("profile", self.launch_args, self.hostfile, environment)
+        return make_starter("profile", self.launch_args, self.hostfile, self._num_threads())
 
     def _num_threads(self) -> int:
-        """Return the threads of a rank: in every job the same, or times could not be compared."""
         from speechdp.cli.support.starting import threads_of_a_rank  # noqa: PLC0415
 
-        if self.threads is not None:
-            return max(1, self.threads)
-        given = os.environ.get("OMP_NUM_THREADS", "")
-        if given.isdigit() and int(given) > 0:
-            return int(given)
-        return threads_of_a_rank(self.options.loading.feeders + max(self._plan().ranks), self.hostfile)
+        most_ranks = self.options.loading.feeders + max(self._plan().ranks)
+        return threads_of_a_rank(self.threads, most_ranks, self.hostfile)

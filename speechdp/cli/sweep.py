@@ -17,7 +17,7 @@ from speechdp.options.shown import heading, shown
 
 if TYPE_CHECKING:
     from speechdp.comm.base import Communicator
-    from speechdp.experiments.sweep import SweepPlan
+    from speechdp.experiments.sweep.plan import SweepPlan
     from speechdp.train.progress import Reporter
     from speechdp.train.session import Session
 
@@ -62,7 +62,7 @@ class SweepCommand:
         return train_over_ranks(request, self._on_rank)
 
     def _plan(self) -> SweepPlan:
-        from speechdp.experiments.sweep import SweepPlan  # noqa: PLC0415
+        from speechdp.experiments.sweep.plan import SweepPlan  # noqa: PLC0415
 
         plan = SweepPlan(
             strategy=self.swept,
@@ -77,7 +77,7 @@ class SweepCommand:
     def _on_rank(self, session: Session) -> int:
         from speechdp.cli.report import print_report  # noqa: PLC0415
         from speechdp.cli.train import RUN_RECORDS, check_run_overwrite  # noqa: PLC0415
-        from speechdp.experiments.sweep import run_sweep  # noqa: PLC0415
+        from speechdp.experiments.sweep.training import run_sweep  # noqa: PLC0415
         from speechdp.ownership.overwrite import empty  # noqa: PLC0415
         from speechdp.process.ending import Stopped, StoppedBefore  # noqa: PLC0415
         from speechdp.train.ownership import owned  # noqa: PLC0415
@@ -147,10 +147,10 @@ class SweepScriptCommand:
         from speechdp.cli.report import print_report  # noqa: PLC0415 - keeps --help fast
         from speechdp.cli.support.console import make_console  # noqa: PLC0415
         from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
-        from speechdp.experiments.compare.jobs import JobStopped  # noqa: PLC0415
         from speechdp.experiments.compare.script_training import ScriptTraining  # noqa: PLC0415
-        from speechdp.experiments.script_sweep import ScriptSweep, run_script_sweep  # noqa: PLC0415
-        from speechdp.experiments.sweep import SweepPlan  # noqa: PLC0415
+        from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
+        from speechdp.experiments.sweep.plan import SweepPlan  # noqa: PLC0415
+        from speechdp.experiments.sweep.script import ScriptSweep, run_script_sweep  # noqa: PLC0415
 
         self.script.check()
         if self.ranks < 1:

@@ -18,6 +18,8 @@ from speechdp.json_input import parse_json
 
 RUN_FORMAT = "speechdp-run"
 RUN_VERSION = 1
+#: Written where a script's job has ended well, also after its training.
+SCRIPT_ENDED = "script-ended.json"
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class RunDirectory:
         self.path = path
         self._metrics = path / "metrics.jsonl"
         self._completed = path / "completed.json"
-        self._script_ended = path / "script-ended.json"
+        self._script_ended = path / SCRIPT_ENDED
 
     @property
     def is_complete(self) -> bool:

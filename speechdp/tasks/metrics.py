@@ -142,12 +142,10 @@ class TaskRecord:
     Attributes:
         metrics: the first is what models are chosen and compared by.
         decodes: whether `decode` reads its models, so that a run may have a word error rate.
-        amount: what throughput counts.
     """
 
     metrics: tuple[Metric, ...]
     decodes: bool = False
-    amount: str = "frames"
 
     def to_json(self) -> dict[str, Any]:
         """Return what stands in run.json."""

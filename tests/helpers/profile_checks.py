@@ -7,20 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from speechdp.experiments.profile.derived import all_scalings
-from speechdp.experiments.profile.record import (
-    WEAK,
-    FunctionTime,
-    JobEntry,
-    ProfileJob,
-    RankRecord,
-    StepRecord,
-    read_profile,
-)
-from speechdp.report.profile.answer import ProfileAnswer, find_answer
+from speechdp.experiments.profile.measured import FunctionTime, RankRecord, StepRecord
+from speechdp.experiments.profile.record import WEAK, JobEntry, ProfileJob, read_profile
+from speechdp.report.kit.answer import Answer
+from speechdp.report.profile.answer import find_answer
 from tests.helpers.profiles import MadeUpProfile, write_profile
 
 
-def answer_of(out: Path) -> ProfileAnswer:
+def answer_of(out: Path) -> Answer:
     """Return what a profile says."""
     profile = read_profile(out)
     return find_answer(profile, all_scalings(profile))

@@ -8,22 +8,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from speechdp.experiments.profile.measured import FACTS_NAME, MEMORY_NAME, MeasuredMemory, Memory, rank_path
 from speechdp.experiments.profile.record import (
     BLOCKING,
-    FACTS_NAME,
-    MEMORY_NAME,
     POOLED,
     STRONG,
     WEAK,
     JobEntry,
-    MeasuredMemory,
-    Memory,
     ProfileRecord,
     Settings,
-    rank_path,
-    write_json,
     write_record,
 )
+from speechdp.experiments.record import write_json
 
 #: Seconds of each function on one rank: forward, backward; one number where there is one of it.
 SYNTHESIS_S: dict[str, tuple[float, ...]] = {

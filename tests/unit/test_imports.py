@@ -44,11 +44,10 @@ train
 report/runs
 report/kit
 synthesis
-experiments/compare
 experiments
-experiments/profile
-report/sweep
-report/compare report/profile doctor
+experiments/compare
+experiments/sweep experiments/profile
+report/sweep report/compare report/profile doctor
 cli/support
 cli
 __main__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +15,8 @@ from speechdp.errors import ConfigError
 from speechdp.options.shown import shown
 
 if TYPE_CHECKING:
-    from speechdp.experiments.compare.jobs import JobStarter
     from speechdp.experiments.compare.script_training import UserScript
+    from speechdp.experiments.jobs import JobStarter
 
 
 @dataclass(frozen=True)
@@ -67,17 +66,15 @@ class ScriptOptions:
         """
         from speechdp.cli.support.starting import make_starter, threads_of_a_rank  # noqa: PLC0415
 
-        threads = os.environ.get("OMP_NUM_THREADS") if self.threads is None else str(self.threads)
-        if threads is None:
-            threads = str(threads_of_a_rank(most_ranks, self.hostfile))
-        return make_starter(command, self.launch_args, self.hostfile, {"OMP_NUM_THREADS": threads})
+        threads = threads_of_a_rank(self.threads, most_ranks, self.hostfile)
+        return make_starter(command, self.launch_args, self.hostfile, threads)
 
 
-def say_how_many_failed(failed: int, runs: int, out: Path) -> None:
+def say_how_many_failed(failed: int, runs: int, out: Path, what: str = "runs") -> None:
     """Print where to look, if any run failed."""
     if failed:
         print(
-            f"speechdp: {failed} of {runs} runs failed; their messages are above, "
+            f"speechdp: {failed} of {runs} {what} failed; their messages are above, "
             f"their output in {out / 'logs'}; the same command tries them again",
             file=sys.stderr,
         )

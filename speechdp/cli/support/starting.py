@@ -5,29 +5,27 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
 from speechdp.comm.environment import announced
 from speechdp.errors import ConfigError
-from speechdp.experiments.compare.jobs import JobStarter
+from speechdp.experiments.jobs import JobStarter
 from speechdp.launching.command import own_program
 from speechdp.launching.cores import available_cores
 from speechdp.launching.hostfile import read_hostfile
 
 
-def make_starter(
-    command: str, launch_args: str, hostfile: Path | None, environment: Mapping[str, str]
-) -> JobStarter:
+def make_starter(command: str, launch_args: str, hostfile: Path | None, threads: int) -> JobStarter:
     """Return what starts the jobs of a command.
 
     Args:
         command: of the user, for messages.
         launch_args: more options for `speechdp launch`, in one word.
         hostfile: of the jobs; None: this machine.
-        environment: what jobs get beside this process's own.
+        threads: of each rank.
 
     Raises:
         ConfigError: the command was itself started over ranks, or `launch_args` are no words.
@@ -42,11 +40,22 @@ def make_starter(
         raise ConfigError(f"--launch-args {launch_args!r} cannot be split into words ({error})") from error
     if hostfile is not None:
         launch_options += ["--hostfile", str(hostfile.absolute())]
-    return JobStarter(own_program(Path(sys.executable)), {**os.environ, **environment}, tuple(launch_options))
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    return JobStarter(own_program(Path(sys.executable)), environment, tuple(launch_options))
 
 
-def threads_of_a_rank(most_ranks: int, hostfile: Path | None) -> int:
-    """Return the threads of a rank in every job, so that speeds compare: cores by the most ranks."""
+def threads_of_a_rank(threads: int | None, most_ranks: int, hostfile: Path | None) -> int:
+    """Return the threads of a rank, in every job the same, or speeds could not be compared.
+
+    Args:
+        threads: what was asked for; None: what OMP_NUM_THREADS says, else cores by the most ranks.
+        most_ranks: of any job.
+    """
+    if threads is not None:
+        return max(1, threads)
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given) > 0:
+        return int(given)
     if hostfile is not None:
         most_ranks = max(host.slots for host in read_hostfile(hostfile).allocate(most_ranks))
     return max(1, available_cores() // most_ranks)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.errors import RunError
-from speechdp.experiments.compare.arguments import train_arguments
-from speechdp.experiments.compare.jobs import JobStarter
+from speechdp.experiments.arguments import train_arguments
 from speechdp.experiments.compare.plan import SEQUENTIAL, ComparePlan, stretched
 from speechdp.experiments.compare.record import RunRecord
 from speechdp.experiments.compare.training import ComparedTraining, log_of
+from speechdp.experiments.jobs import JobStarter
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice
 

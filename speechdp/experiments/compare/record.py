@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.compare.plan import PlannedRun
-from speechdp.files import cannot_be_written, write_text_atomically
+from speechdp.experiments.record import PENDING, reading, refuse_others, write_record_file
 from speechdp.json_input import parse_json
+from speechdp.report.runs.records import check_beside
 
 FILE_NAME = "compare.json"
-COMPARE_FORMAT = "speechdp-compare"
-COMPARE_VERSION = 1
-PENDING, COMPLETE, FAILED = "pending", "complete", "failed"
 
 
 @dataclass(frozen=True)
@@ -73,21 +69,14 @@ class CompareRecord:
 
 
 def write_record(out: Path, record: CompareRecord) -> None:
-    """Write OUT/compare.json; a reader sees the old one or the new one.  Raises RunError (disk)."""
+    """Write OUT/compare.json.  Raises RunError (disk)."""
     content = {
-        "format": COMPARE_FORMAT,
-        "version": COMPARE_VERSION,
         "settings": record.settings,
         "runs": [asdict(run) for run in record.runs],
         "completed": record.completed,
         **({"metric": record.metric} if record.metric else {}),
     }
-    path = out / FILE_NAME
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(path, json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise RunError(cannot_be_written(path, error)) from error
+    write_record_file(out / FILE_NAME, "compare", content)
 
 
 def read_record(out: Path) -> CompareRecord:
@@ -98,21 +87,16 @@ def read_record(out: Path) -> CompareRecord:
     """
     path = out / FILE_NAME
     known = set(RunRecord.__dataclass_fields__)
-    try:
+    with reading(path, "give the command of the comparison again"):
         content = parse_json(path.read_text(encoding="utf-8"))
         runs = tuple(
             RunRecord(**{key: value for key, value in run.items() if key in known}) for run in content["runs"]
         )
         settings, completed = dict(content["settings"]), bool(content["completed"])
         metric = str(content.get("metric", ""))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error}); give the command of the comparison again"
-        ) from error
     for run in runs:
-        name = run.folder
-        if name is not None and (not isinstance(name, str) or name in ("", "..") or Path(name).name != name):
-            raise ConfigError(f"{path}: {name!r} is not the name of a folder beside it; mend the file")
+        if run.folder is not None:
+            check_beside(path, run.folder)
     return CompareRecord(settings, runs, completed, metric)
 
 
@@ -122,21 +106,5 @@ def check_same(out: Path, settings: dict[str, Any]) -> None:
     Raises:
         ConfigError: they differ; the message names the first difference.
     """
-    if not (out / FILE_NAME).is_file():
-        return
-    refuse_others(out / FILE_NAME, read_record(out).settings, settings)
-
-
-def refuse_others(path: Path, before: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Refuse to go on with what was begun with other settings.
-
-    Args:
-        path: the file that holds those before.
-
-    Raises:
-        ConfigError: they differ; the message names the first difference.
-    """
-    now = json.loads(json.dumps(settings))
-    for key in sorted({*before, *now}):
-        if before.get(key) != now.get(key):
-            raise ConfigError(f"{path}: was begun with another {key}; choose another folder, or --overwrite")
+    if (out / FILE_NAME).is_file():
+        refuse_others(out / FILE_NAME, read_record(out).settings, settings)

@@ -9,16 +9,9 @@ from pathlib import Path
 from statistics import fmean
 
 from speechdp.experiments.compare.plan import FRAMES, TIME, ComparePlan, equal_time_epochs
-from speechdp.experiments.compare.record import (
-    COMPLETE,
-    FAILED,
-    PENDING,
-    CompareRecord,
-    RunRecord,
-    check_same,
-    write_record,
-)
+from speechdp.experiments.compare.record import CompareRecord, RunRecord, check_same, write_record
 from speechdp.experiments.compare.training import ComparedTraining
+from speechdp.experiments.record import COMPLETE, FAILED, PENDING
 from speechdp.report.kit import formatting
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.runs.derived import run_figures

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speechdp.experiments.compare.jobs import JobStarter
 from speechdp.experiments.compare.record import RunRecord
 from speechdp.experiments.compare.training import ComparedTraining, log_of
+from speechdp.experiments.jobs import JobStarter
 from speechdp.launching.restarts import RESUME_VARIABLE
 from speechdp.parallel.data_parallel import STRATEGY
 from speechdp.parallel.ranks import BACKEND

@@ -6,19 +6,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from speechdp.experiments.profile.measured import BACKWARD, FORWARD, WHOLE, StepRecord
 from speechdp.experiments.profile.record import (
-    BACKWARD,
     BLOCKING,
     FED,
-    FORWARD,
     MODULES,
     POOLED,
     STRONG,
     WEAK,
-    WHOLE,
     Profile,
     ProfileJob,
-    StepRecord,
     in_order,
 )
 

@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from speechdp.errors import ConfigError, RunError
-from speechdp.experiments.compare.arguments import train_arguments
-from speechdp.experiments.compare.jobs import JobStarter
+from speechdp.errors import RunError
+from speechdp.experiments.arguments import train_arguments
+from speechdp.experiments.jobs import JobStarter
 from speechdp.experiments.profile.derived import STEP, job_costs
+from speechdp.experiments.profile.measured import rank_path
 from speechdp.experiments.profile.plan import PlannedJob
 from speechdp.experiments.profile.record import (
-    COMPLETE,
-    FAILED,
     FILE_NAME,
     KINDS,
     MODULES,
-    PENDING,
     JobEntry,
     ProfileJob,
     ProfileRecord,
     Settings,
-    rank_path,
     read_job,
     read_record,
     write_record,
 )
+from speechdp.experiments.record import COMPLETE, FAILED, PENDING, refuse_others
 from speechdp.report.kit import formatting
 from speechdp.report.kit.formatting import milliseconds, rank_count
 
@@ -172,16 +169,13 @@ def _is_same(done: JobEntry | None, job: JobEntry) -> bool:
 
 
 def _check_same(out: Path, before: Settings, now: Settings) -> None:
-    old, new = (json.loads(json.dumps(dataclasses.asdict(settings))) for settings in (before, now))
-    for settings in (old, new):
-        for key in _DESCRIPTIONS:
-            settings.pop(key)
-        settings.update(settings.pop("options") or {})
-    for key in {**old, **new}:
-        if old.get(key) != new.get(key):
-            raise ConfigError(
-                f"{out / FILE_NAME}: was begun with {_other(key)}; choose another folder, or --overwrite"
-            )
+    left_out = (*_DESCRIPTIONS, "options")
+    old, new = (
+        {key: value for key, value in asdict(settings).items() if key not in left_out}
+        | dict(settings.options or {})  # which has a device, too: the one that was asked for
+        for settings in (before, now)
+    )
+    refuse_others(out / FILE_NAME, old, new, _other)
 
 
 def _other(key: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any, TypeVar
 
 from speechdp.errors import RunError
 from speechdp.experiments.profile.checked import checked_fields
-from speechdp.files import cannot_be_written, write_text_atomically
 from speechdp.json_input import parse_json
 from speechdp.jsonl import read_lines
 
@@ -200,15 +198,6 @@ def read_memory(path: Path) -> Memory:
         )
     except ValueError as error:
         raise _unreadable(path, error) from error
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file at once, with its folder.  Raises RunError (disk)."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(path, json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise RunError(cannot_be_written(path, error)) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -7,17 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speechdp.errors import ConfigError, RunError
+from speechdp.errors import RunError
 from speechdp.experiments.profile.checked import checked_fields
 from speechdp.experiments.profile.measured import (
-    BACKWARD,
     FACTS_NAME,
-    FORWARD,
     FUNCTIONS,
     MEMORY_NAME,
-    WHOLE,
-    FunctionTime,
-    MeasuredMemory,
     Memory,
     RankRecord,
     StepRecord,
@@ -25,42 +20,15 @@ from speechdp.experiments.profile.measured import (
     read_json,
     read_memory,
     read_rank,
-    write_json,
 )
+from speechdp.experiments.record import COMPLETE, STATES, check_format, reading, write_record_file
 from speechdp.json_input import parse_json
+from speechdp.report.runs.records import check_beside
 
 if TYPE_CHECKING:
     from speechdp.report.runs.samples import Samples
 
-__all__ = [
-    "BACKWARD",
-    "FACTS_NAME",
-    "FORWARD",
-    "FUNCTIONS",
-    "MEMORY_NAME",
-    "WHOLE",
-    "FunctionTime",
-    "JobEntry",
-    "MeasuredMemory",
-    "Memory",
-    "Profile",
-    "ProfileJob",
-    "ProfileRecord",
-    "RankRecord",
-    "Settings",
-    "StepRecord",
-    "rank_path",
-    "read_job",
-    "read_profile",
-    "read_record",
-    "write_json",
-    "write_record",
-]  # fmt: skip
-
 FILE_NAME = "profile.json"
-PROFILE_FORMAT = "speechdp-profile"
-PROFILE_VERSION = 1
-STATES = PENDING, COMPLETE, FAILED = "pending", "complete", "failed"
 
 #: Kinds of jobs: all functions with a rank's batch, or all ranks' batch, constant; one module alone; kinds of
 #: trainloader.
@@ -217,14 +185,9 @@ class Profile:
 
 
 def write_record(out: Path, record: ProfileRecord) -> None:
-    """Write OUT/profile.json; a reader sees the old one or the new one.  Raises RunError (disk)."""
-    content = {
-        "format": PROFILE_FORMAT,
-        "version": PROFILE_VERSION,
-        **asdict(record.settings),
-        "jobs": [asdict(job) for job in record.jobs],
-    }
-    write_json(out / FILE_NAME, content)
+    """Write OUT/profile.json.  Raises RunError (disk)."""
+    content = {**asdict(record.settings), "jobs": [asdict(job) for job in record.jobs]}
+    write_record_file(out / FILE_NAME, "profile", content)
 
 
 def read_record(out: Path) -> ProfileRecord:
@@ -234,19 +197,15 @@ def read_record(out: Path) -> ProfileRecord:
         ConfigError: there is none, it is damaged, of another version, or names a folder elsewhere.
     """
     path = out / FILE_NAME
-    try:
+    with reading(path, f"run speechdp profile into {out}"):
         content = parse_json(path.read_text(encoding="utf-8"))
-        if content["format"] != PROFILE_FORMAT or content["version"] != PROFILE_VERSION:
-            raise ValueError(f"format {content['format']!r}, version {content['version']!r}")
+        check_format(content, "profile")
         jobs = tuple(_checked_job(JobEntry(**checked_fields(JobEntry, job))) for job in content["jobs"])
         values = checked_fields(Settings, content)
         listed = {key: tuple(values.get(key, ())) for key in ("command", "notes")}
         settings = Settings(**{**values, **listed})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); run speechdp profile into {out}") from error
     for job in jobs:
-        if not isinstance(job.folder, str) or job.folder in ("", "..") or Path(job.folder).name != job.folder:
-            raise ConfigError(f"{path}: {job.folder!r} is not the name of a folder beside it; mend the file")
+        check_beside(path, job.folder)
     return ProfileRecord(settings, jobs)
 
 

@@ -21,8 +21,8 @@ from speechdp.experiments.profile.measured import (
     Memory,
     StepRecord,
     rank_path,
-    write_json,
 )
+from speechdp.experiments.record import write_json
 from speechdp.files import cannot_be_written
 from speechdp.launching.cores import available_cores
 from speechdp.timing.memory import peak_memory

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from speechdp.experiments.compare.plan import FRAMES, TIME
 from speechdp.report.compare.groups import Group
-from speechdp.report.compare.table import group_terms, is_of_script
+from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
-from speechdp.report.sweep.answer import accurate_enough
-from speechdp.report.sweep.cautions import metrics_note
+from speechdp.report.kit.answer import Answer
+from speechdp.report.kit.choice import accurate_enough, metrics_note
 
 #: Seeds that a claim needs.
 CLAIM_SEEDS = 3
 
 
 @dataclass(frozen=True)
-class StrategyChoice:
-    """The result in words.
+class StrategyChoice(Answer):
+    """Which strategy to choose; `chosen` is the group chosen for each number of ranks."""
 
-    Attributes:
-        headline: which strategy to choose.
-        details: one sentence or two for each number of ranks.
-        cautions: what the reader must know before trusting that.
-        chosen: the group chosen for each number of ranks.
-    """
-
-    headline: str
-    details: tuple[str, ...]
-    cautions: tuple[str, ...]
-    chosen: dict[int, Group]
+    chosen: dict[int, Group] = field(default_factory=dict)
 
 
 def choose(groups: Sequence[Group]) -> StrategyChoice:
@@ -44,14 +34,14 @@ def choose(groups: Sequence[Group]) -> StrategyChoice:
             best = max(rows, key=lambda group: group.score or 0.0)
             chosen[ranks] = max(accurate_enough(rows, best, _tolerance(best)), key=_speed)
             details += _sentences(ranks, chosen[ranks], best, groups)
-    return StrategyChoice(_headline(chosen, groups), tuple(details), _cautions(groups), chosen)
+    return StrategyChoice(_headline(chosen, groups), tuple(details), _cautions(groups), chosen=chosen)
 
 
 def rule_for(groups: Sequence[Group]) -> str:
     """Return the rule of the choice, in the terms of the runs' task."""
     terms = group_terms(groups)
     words = ", and whose 95 % interval of the word error rate overlaps that of the lowest one"
-    speed = "items/s" if is_of_script(groups) else "frames/s at equal frames"
+    speed = f"{terms.amount}/s{' at equal frames' if 'epochs' in terms.kind.measures else ''}"
     return (
         f"Rule, for each number of ranks: the fastest strategy ({speed}) whose mean final "
         f"{terms.metric.name} is within {terms.tolerance()} of the {terms.best}, or within the best one's "
@@ -65,10 +55,10 @@ def _tolerance(best: Group) -> float:
 
 
 def _headline(chosen: dict[int, Group], groups: Sequence[Group]) -> str:
-    if not chosen and is_of_script(groups) and any(g.frames_per_s for g in groups if g.ranks > 1):
+    if not chosen and any(group.frames_per_s for group in groups if group.ranks > 1):
         return (
-            "The script logged no metric in its runs on several ranks, so only their speeds can be compared; "
-            "log one by run.log(valid_loss=...)."
+            f"No finished run on several ranks has {group_terms(groups).kind.evaluation}, so only speeds can "
+            "be compared."
         )
     if not chosen:
         return "No strategy has finished on more than one rank, so there is nothing to choose from yet."

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.experiments.compare.plan import FRAMES, MODES
-from speechdp.experiments.compare.record import COMPLETE, FAILED, RunRecord, read_record
-from speechdp.report.runs.derived import best_score, frames_per_s, task_of, time_to_target
+from speechdp.experiments.compare.record import RunRecord, read_record
+from speechdp.experiments.record import COMPLETE, FAILED
+from speechdp.report.kit.tables import Value
+from speechdp.report.runs.derived import RunFigures, best_score, run_figures, sum_of_counts
 from speechdp.report.runs.folders import common_metric, read_run
-from speechdp.report.runs.results import RunResult, RunTiming, WordErrors
+from speechdp.report.runs.results import RunResult, WordErrors
 
 #: What a comparison calls its runs on one rank.
 SEQUENTIAL_LABEL = "sequential"
@@ -69,17 +71,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one strategy, number of ranks and mode: one row of the table; None: not recorded.
+    """The runs of one strategy, number of ranks and mode: one row of the table.
 
     Attributes:
-        runs: one a seed, unfinished and failed ones included; the figures are of the finished ones.
-        sent_per_s: bytes a rank sends in a second of training.
-        to_target_s: of the runs that reached the target.
-        scores: of held-out data at the end, higher is better.
-        values: the task's metrics at the end by their keys, as they are recorded.
-        distance: largest of a run's evaluations.
-        staleness: of a run: mean age of what was exchanged.
-        ages: exchanges by age, of all ranks and seeds together.
+        runs: one a seed, unfinished and failed ones included.
+        figures: of the finished ones.
         word_errors: means of rate and interval over seeds.
     """
 
@@ -87,16 +83,28 @@ class Group:
     ranks: int
     mode: str
     runs: tuple[ComparedRun, ...]
-    frames_per_s: Spread | None
-    sent_per_s: Spread | None
-    to_target_s: Spread | None
-    scores: Spread | None
-    values: dict[str, Spread | None]
-    distance: Spread | None
-    staleness: Spread | None
-    ages: tuple[int, ...]
+    figures: tuple[RunFigures, ...]
     word_errors: WordErrors | None
-    error_rates: Spread | None
+
+    def spread(self, figure: Callable[[RunFigures], Value]) -> Spread | None:
+        """Return a figure of the finished runs; None where none has it."""
+        found = map(figure, self.figures)
+        return Spread.of(value for value in found if isinstance(value, (int, float)))
+
+    @property
+    def frames_per_s(self) -> Spread | None:
+        """Throughput."""
+        return self.spread(lambda row: row.frames_per_s)
+
+    @property
+    def scores(self) -> Spread | None:
+        """Scores of held-out data at the end, higher is better."""
+        return self.spread(lambda row: row.score)
+
+    @property
+    def ages(self) -> tuple[int, ...]:
+        """Exchanges by age, of all ranks and seeds together."""
+        return sum_of_counts(row.ages for row in self.figures)
 
     @property
     def label(self) -> str:
@@ -119,7 +127,7 @@ class Group:
 
     @property
     def epochs(self) -> Spread | None:
-        """Epochs of the finished runs."""
+        """Epochs of the finished runs; None of a script, which trains as long as it does."""
         return Spread.of(run.record.epochs for run in self.finished)
 
     @property
@@ -170,74 +178,13 @@ def make_groups(comparison: Comparison, target: float | None) -> list[Group]:
     return [_group(key, keys[key], target) for key in order]
 
 
-def sent_per_s(timing: RunTiming | None) -> float | None:
-    """Return the bytes a rank sends in a second of training, mean over ranks; None where not counted."""
-    if timing is None:
-        return None
-    rates = [
-        rank.sent_bytes / rank.trained_s
-        for rank in timing.ranks
-        if rank.sent_bytes is not None and rank.trained_s
-    ]
-    return statistics.fmean(rates) if len(rates) == len(timing.ranks) else None
-
-
-def ages_of(timing: RunTiming | None) -> tuple[int, ...]:
-    """Return the exchanges by age, of all ranks together; empty where the strategy counts none."""
-    total: list[int] = []
-    for rank in timing.ranks if timing else ():
-        counts = rank.statistics.get("staleness")
-        if not isinstance(counts, list) or not all(isinstance(count, int) for count in counts):
-            continue
-        total += [0] * (len(counts) - len(total))
-        for age, count in enumerate(counts):
-            total[age] += count
-    return tuple(total)
-
-
-def mean_age(ages: Sequence[int]) -> float | None:
-    """Return the mean age of what was exchanged; None where nothing was."""
-    return sum(age * count for age, count in enumerate(ages)) / sum(ages) if sum(ages) else None
-
-
 def _group(key: tuple[str, int, str], runs: list[ComparedRun], target: float | None) -> Group:
     mode, ranks, strategy = key
     results = [run.result for run in runs if run.is_finished and run.result is not None]
-
-    evaluated = [result.evaluations[-1] for result in results if result.evaluations]
-
-    def metric(key: str) -> Spread | None:
-        return Spread.of(evaluation.values.get(key) for evaluation in evaluated)
-
-    def spread(figure: Callable[[RunResult], float | None]) -> Spread | None:
-        return Spread.of(figure(result) for result in results)
-
+    figures = tuple(run_figures(result, None, target) for result in results)
     return Group(
-        strategy=strategy,
-        ranks=ranks,
-        mode=mode,
-        runs=tuple(runs),
-        frames_per_s=spread(lambda r: frames_per_s(r.timing) if r.timing else None),
-        sent_per_s=spread(lambda r: sent_per_s(r.timing)),
-        to_target_s=None if target is None else spread(lambda r: time_to_target(r.evaluations, target)),
-        scores=Spread.of(evaluation.score for evaluation in evaluated),
-        values={each.key: metric(each.key) for each in task_of(results).metrics},
-        distance=spread(_largest_distance),
-        staleness=spread(lambda r: mean_age(ages_of(r.timing))),
-        ages=_sum_of([ages_of(r.timing) for r in results]),
-        word_errors=_mean_errors([r.word_errors for r in results]),
-        error_rates=spread(lambda r: r.word_errors.wer if r.word_errors else None),
+        strategy, ranks, mode, tuple(runs), figures, _mean_errors([result.word_errors for result in results])
     )
-
-
-def _largest_distance(run: RunResult) -> float | None:
-    known = [e.replica_distance for e in run.evaluations if e.replica_distance is not None]
-    return max(known, default=None)
-
-
-def _sum_of(histograms: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    longest = max(map(len, histograms), default=0)
-    return tuple(sum(h[age] for h in histograms if age < len(h)) for age in range(longest))
 
 
 def _mean_errors(errors: Sequence[WordErrors | None]) -> WordErrors | None:

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from speechdp.experiments.compare.plan import FRAMES, TIME
 from speechdp.report.compare.groups import SEQUENTIAL_LABEL, Group
-from speechdp.report.compare.table import group_terms, is_of_script
+from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
 from speechdp.report.kit.canvas import Canvas, style_axes
-from speechdp.report.kit.svg import Frame
+from speechdp.report.kit.learning import curve_points, learning_axes
+from speechdp.report.kit.svg import Panel
 from speechdp.report.kit.theme import Theme
-from speechdp.report.sweep.plots import curve_points, frames_unit, time_unit
 
 #: Exchanges older than this stand in one bar.
 OLDEST_BAR = 12
 SIZE = (4.4, 3.3)
 Points = list[tuple[float, float]]
-
-
-@dataclass(frozen=True)
-class ComparePanel(Frame):
-    """One plot, and how it is drawn; `draw` returns False where there is nothing to show."""
-
-    draw: Callable[[Axes, Canvas], bool]
 
 
 def make_canvas(groups: Sequence[Group], theme: Theme) -> Canvas:
@@ -47,7 +40,7 @@ def dashes(label: str, canvas: Canvas) -> tuple[float, ...]:
     return ((), (3, 1.5), (1, 1.2))[min(repeats, 2)]
 
 
-def make_panels(groups: Sequence[Group]) -> list[list[ComparePanel]]:
+def make_panels(groups: Sequence[Group]) -> list[list[Panel]]:
     """Return the plots line by line: a line a kind (none without data), a plot a number of ranks."""
     sizes = sorted({group.ranks for group in groups if group.ranks > 1}) or [1]
     timed = TIME if any(group.mode == TIME and group.finished for group in groups) else FRAMES
@@ -55,8 +48,14 @@ def make_panels(groups: Sequence[Group]) -> list[list[ComparePanel]]:
     at_time = [group for group in groups if group.mode == timed]
     lines = [
         [_panel("speed", "speed and accuracy", r, draw_speed, at_frames) for r in sizes if r > 1],
-        [_panel("frames", "learning over frames", r, draw_learning_over_frames, at_frames) for r in sizes],
-        [_panel("time", "learning over time", r, draw_learning_over_time, at_time) for r in sizes],
+        [
+            _panel("frames", "learning over frames", r, partial(draw_learning, over_time=False), at_frames)
+            for r in sizes
+        ],
+        [
+            _panel("time", "learning over time", r, partial(draw_learning, over_time=True), at_time)
+            for r in sizes
+        ],
         [
             _panel("staleness", "staleness", r, draw_staleness, at_frames)
             for r in sizes
@@ -72,9 +71,9 @@ def _panel(
     ranks: int,
     draw: Callable[[Axes, Sequence[Group], int, Canvas], bool],
     groups: Sequence[Group],
-) -> ComparePanel:
-    name = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    return ComparePanel(
+) -> Panel:
+    name = formatting.rank_count(ranks)
+    return Panel(
         f"{kind}-{ranks}", f"{name}: {title}", SIZE, lambda ax, canvas: draw(ax, groups, ranks, canvas)
     )
 
@@ -85,8 +84,8 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
     if not shown:
         return False
     terms = group_terms(groups)
-    what = terms.metric.name.removeprefix("held-out ") if terms.falls or is_of_script(groups) else "accuracy"
-    style_axes(ax, f"{ranks} ranks: {what} against speed", terms.metric.unit, canvas.theme)
+    name = terms.metric.name.removeprefix("held-out ")
+    style_axes(ax, f"{ranks} ranks: {name} by speed", terms.metric.unit, canvas.theme)
     for group in shown:
         assert group.frames_per_s is not None and group.scores is not None
         colour = canvas.colours[group.label]
@@ -114,16 +113,6 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
     ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     terms.finish_axis(ax)
     return True
-
-
-def draw_learning_over_frames(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) -> bool:
-    """Plot held-out scores over the frames trained on."""
-    return _draw_learning(ax, groups, ranks, canvas, over_time=False)
-
-
-def draw_learning_over_time(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) -> bool:
-    """Plot held-out scores over training time."""
-    return _draw_learning(ax, groups, ranks, canvas, over_time=True)
 
 
 def draw_staleness(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) -> bool:
@@ -164,22 +153,18 @@ def mean_curve(curves: Sequence[Points]) -> Points:
     ]
 
 
-def _draw_learning(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas, *, over_time: bool) -> bool:
+def draw_learning(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas, *, over_time: bool) -> bool:
+    """Plot held-out scores over the frames trained on, or over training time."""
     curves = {id(group): _curves(group, over_time) for group in groups}
     shown = [group for group in groups if group.ranks in (1, ranks) and curves[id(group)]]
     if not any(group.ranks == ranks for group in shown):
         return False
     own = [curve for group in shown if group.ranks == ranks for curve in curves[id(group)]]
     longest = max(curve[-1][0] for curve in own)
-    scale, unit = time_unit(longest) if over_time else frames_unit(longest)
-    name, terms = "1 rank" if ranks == 1 else f"{ranks} ranks", group_terms(groups)
-    style_axes(ax, f"{name}: over {'time' if over_time else terms.amount}", terms.axis, canvas.theme)
+    terms, title = group_terms(groups), f"{formatting.rank_count(ranks)}: over"
+    scale = learning_axes(ax, title, longest, terms, canvas, over_time=over_time)
     for group in shown:
         _draw_group(ax, group, curves[id(group)], scale, canvas)
-    what = "training time" if over_time else f"{terms.amount} trained on, all ranks"
-    ax.set_xlabel(f"{what} ({unit})")
-    ax.xaxis.label.set_color(canvas.theme.muted)
-    ax.set_xlim(0, longest / scale * 1.03)
     # The same heights on the plots of all numbers of ranks.
     _limit(ax, [curve for group in groups for curve in curves[id(group)]])
     terms.finish_axis(ax)
@@ -199,13 +184,8 @@ def _draw_group(ax: Axes, group: Group, curves: Sequence[Points], scale: float, 
 
 
 def _curves(group: Group, over_time: bool) -> list[Points]:
-    found = []
-    for run in group.finished:
-        assert run.result is not None
-        points = [(x, y) for x, y, _ in curve_points(run.result.evaluations, over_time)]
-        if points:
-            found.append(points)
-    return found
+    curves = [curve_points(row.run.evaluations, over_time) for row in group.figures]
+    return [[(x, y) for x, y, _ in curve] for curve in curves if curve]
 
 
 def _scaled(points: Points, scale: float) -> tuple[list[float], list[float]]:

@@ -14,15 +14,16 @@ from matplotlib.axes import Axes
 from speechdp.errors import ConfigError
 from speechdp.report.kit import formatting
 from speechdp.report.runs.derived import task_of
-from speechdp.report.runs.results import Evaluation, RunResult
+from speechdp.report.runs.results import TRAINER, Evaluation, RunKind, RunResult
 from speechdp.tasks.metrics import Metric, TaskRecord
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The words for the held-out figures of a task."""
+    """The words for the held-out figures of a task, and for what made its runs."""
 
     task: TaskRecord
+    kind: RunKind = TRAINER
 
     @property
     def metric(self) -> Metric:
@@ -32,7 +33,7 @@ class Terms:
     @property
     def amount(self) -> str:
         """What throughput counts."""
-        return self.task.amount
+        return self.kind.amount
 
     @property
     def falls(self) -> bool:
@@ -120,4 +121,5 @@ def metric_text(metric: Metric, value: float | None) -> str:
 
 def terms_of(runs: Iterable[RunResult]) -> Terms:
     """Return the terms of the runs' task; where they have several, of the first that tells its own."""
-    return Terms(task_of(runs))
+    runs = list(runs)
+    return Terms(task_of(runs), next((run.kind for run in runs if run.settings), TRAINER))

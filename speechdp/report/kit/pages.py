@@ -1,17 +1,28 @@
-"""What all reports have in common: where they are written, their templates, what is refused."""
+"""What all reports have in common: the files, the page around what each shows, how settings are written."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 from rich.console import RenderableType
 
 from speechdp.errors import RunError
 from speechdp.files import cannot_be_written
+from speechdp.report.kit import theme
+from speechdp.report.kit.answer import Answer
+
+#: Writes a picture to a path; False, with nothing written, where there is nothing to draw.
+DrawPicture = Callable[[Path], bool]
 
 
 @dataclass(frozen=True)
@@ -19,7 +30,7 @@ class WrittenReport:
     """What was written, and its result for the terminal.
 
     Attributes:
-        png: None where the runs recorded nothing to draw.
+        png: the picture to show first; None where the runs recorded nothing to draw.
         table: the report's table.
         answer: the result in words, one sentence an item.
     """
@@ -41,12 +52,98 @@ def writing_into(folder: Path) -> Iterator[None]:
         raise RunError(cannot_be_written(folder, error)) from error
 
 
-def page_templates() -> Environment:
-    """Return the templates of the pages; whatever is put into one is escaped."""
-    return Environment(
+def write_files(
+    folder: Path, name: str, page: str, csv: str, pictures: Mapping[str, DrawPicture]
+) -> tuple[Path, Path, Path | None]:
+    """Write FOLDER/NAME.html, NAME.csv and a PNG for each picture.
+
+    Returns:
+        The paths of page, CSV and the first picture that showed something.
+
+    Raises:
+        RunError: the folder cannot be written.
+    """
+    html_path, csv_path = folder / f"{name}.html", folder / f"{name}.csv"
+    with writing_into(folder):
+        csv_path.write_text(csv, encoding="utf-8")
+        paths = {folder / f"{picture}.png": draw for picture, draw in pictures.items()}
+        drawn = [path for path, draw in paths.items() if draw(path)]
+        html_path.write_text(page, encoding="utf-8")
+    return html_path, csv_path, drawn[0] if drawn else None
+
+
+def render_page(template: str, title: str, answer: Answer, rule: str = "", **values: Any) -> str:
+    """Return a page: one HTML document without a reference to anything outside of it.
+
+    Args:
+        template: name of a file in templates/, which fills base.html.j2; also what the report is of.
+        rule: how the answer was found; "": not to be shown.
+        values: what else the template shows; whatever is no Markup is escaped.
+    """
+    environment = Environment(
         loader=PackageLoader("speechdp.report", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters.update(breakable=_breakable, unbroken=_unbroken)
+    return environment.get_template(f"{template}.html.j2").render(
+        title=title,
+        kind=template,
+        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        answer=answer,
+        rule=rule,
+        light_colours=theme.css_variables(dark=False),
+        dark_colours=theme.css_variables(dark=True),
+        **values,
+    )
+
+
+def swatch(colour: str) -> Markup:
+    """Return a spot of a colour, to stand before a name."""
+    return Markup('<span class="swatch" style="background: {}"></span>').format(theme.with_variables(colour))
+
+
+def stroke(colour: str, dashes: tuple[float, ...]) -> Markup:
+    """Return a piece of a line, to stand before a name."""
+    dashed = Markup(' stroke-dasharray="{}"').format(" ".join(map(str, dashes))) if dashes else ""
+    return Markup(
+        '<svg viewBox="0 0 26 10" aria-hidden="true"><line x1="1" y1="5" x2="25" y2="5" stroke="{}" '
+        'stroke-width="3"{}/></svg>'
+    ).format(theme.with_variables(colour), dashed)
+
+
+def setting_text(title: str, value: Any) -> str:
+    """Write a setting for people; of groups what was not set is left out."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (list, tuple)):
+        words = [item if isinstance(item, str) else json.dumps(item) for item in value]
+        if title == "command":
+            return shlex.join(words)
+        return ", ".join(f"{word} ({words.count(word)})" for word in dict.fromkeys(words))
+    if isinstance(value, dict):
+        given = {key: item for key, item in value.items() if item is not None}
+        return ", ".join(f"{key} {_nested(item)}" for key, item in given.items())
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
+        return f"{value:,}"
+    return json.dumps(value)
+
+
+def _nested(value: Any) -> str:
+    """Write a group of settings in brackets, so that it can stand among others."""
+    if not isinstance(value, dict):
+        return setting_text("", value)
+    given = (f"{key}={_nested(item)}" for key, item in value.items() if item is not None)
+    return f"({', '.join(given)})"
+
+
+def _breakable(name: str) -> Markup:
+    """Return a name, escaped, that a narrow cell may break behind its underscores and dashes."""
+    return Markup(re.sub(r"([_-])", r"\1<wbr>", str(escape(name))))
+
+
+def _unbroken(sentence: str) -> str:
+    """Keep numbers and their units on one line."""
+    return re.sub(r"(?<=\d) (?=(%|ms|MB|ranks?|times)\b|%)", "\u00a0", sentence)

@@ -1,17 +1,22 @@
-"""Plots as SVG elements of a page: ids of their own, the page's font and colours, texts to point at."""
+"""Plots as SVG elements of a page, with texts to point at, and as PNG to pass on."""
 
 from __future__ import annotations
 
 import html
 import io
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from markupsafe import Markup
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.patches import Patch
 
 from speechdp.report.kit.canvas import Canvas
 from speechdp.report.kit.theme import with_variables
@@ -31,28 +36,102 @@ STYLE: dict[Any, Any] = {
 
 
 @dataclass(frozen=True)
-class Frame:
-    """What a plot is called (file-safe), what it shows, and its size in inches."""
+class Panel:
+    """One plot.
+
+    Attributes:
+        name: file-safe.
+        description: what it shows.
+        size: width and height, inches.
+        draw: draws it; returns False, with nothing drawn, where there is nothing to show.
+        keys: titles of its colours, for pictures without the page's legend.
+    """
 
     name: str
     description: str
     size: tuple[float, float]
+    draw: Callable[[Axes, Canvas], bool]
+    keys: tuple[tuple[str, str], ...] = ()
 
 
-def svg_of(frame: Frame, canvas: Canvas, draw: Callable[[Axes], bool]) -> str | None:
-    """Return what `draw` draws as an SVG element for a page, or None where it draws nothing."""
+def panel_svgs(panels: Iterable[Panel], make_canvas: Callable[[], Canvas]) -> list[tuple[str, Markup]]:
+    """Return (name, SVG element for a page) of each plot that has something to show.
+
+    Args:
+        make_canvas: returns a new canvas: the ids of each plot's texts begin anew.
+    """
+    found = ((panel.name, _panel_svg(panel, make_canvas())) for panel in panels)
+    return [(name, svg) for name, svg in found if svg is not None]
+
+
+def _panel_svg(panel: Panel, canvas: Canvas) -> Markup | None:
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=frame.size, layout="constrained")
-        if not draw(figure.add_subplot()):
+        figure = Figure(figsize=panel.size, layout="constrained")
+        if not panel.draw(figure.add_subplot(), canvas):
             return None
         buffer = io.StringIO()
         # No metadata: it would be a block of links to the vocabularies that describe it.
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(buffer, format="svg", metadata=nothing)
-    return _for_page(buffer.getvalue(), frame, canvas)
+    # Our own drawing, whose every text matplotlib or html.escape has escaped.
+    return Markup(_for_page(buffer.getvalue(), panel, canvas))
 
 
-def _for_page(svg: str, plot: Frame, canvas: Canvas) -> str:
+def write_png(
+    path: Path,
+    lines: Sequence[Sequence[Panel]],
+    canvas: Canvas,
+    *,
+    handles: Sequence[Artist] = (),
+    caption: str = "",
+) -> bool:
+    """Write lines of plots as one picture; return False, with nothing written, where nothing is to draw.
+
+    Args:
+        handles: of a legend at the top.
+        caption: stands below.
+    """
+    width = max(7.0, *(sum(panel.size[0] for panel in line) for line in lines)) + 0.4
+    heights = [max(panel.size[1] for panel in line) + 0.4 for line in lines]
+    with mpl.rc_context({**STYLE, "savefig.facecolor": "white"}):
+        figure = Figure(figsize=(width, sum(heights) + 0.4 * bool(handles)), layout="constrained")
+        # A sub-figure a line: its plots need not stand in columns with the next line's.
+        parts = figure.subfigures(len(lines), 1, height_ratios=heights, squeeze=False)[:, 0]
+        drawn = [_draw_line(*each, width, canvas) for each in zip(parts, lines, strict=True)]
+        if handles:
+            figure.legend(handles=handles, loc="outside upper left", ncols=int(width // 2.6), frameon=False)
+        if caption:
+            figure.supxlabel(
+                caption, x=0.01, ha="left", fontsize="small", color=canvas.theme.muted, wrap=True
+            )
+        if any(drawn):
+            figure.savefig(path, format="png", dpi=120)
+    return any(drawn)
+
+
+def _draw_line(part: SubFigure, line: Sequence[Panel], width: float, canvas: Canvas) -> bool:
+    """Draw plots side by side, each no more than half as wide again as on a page."""
+    part.get_layout_engine().set(w_pad=0.15, h_pad=0.12)  # type: ignore[call-arg]
+    widths = [panel.size[0] for panel in line]
+    room = width - 1.5 * sum(widths)
+    axes = part.subplots(
+        1, len(line) + (room > 0), width_ratios=[*widths, *[room][: room > 0]], squeeze=False
+    )
+    drawn = []
+    for ax, panel in itertools.zip_longest(axes[0], line):
+        drawn.append(panel is not None and panel.draw(ax, canvas))
+        if not drawn[-1]:
+            ax.set_axis_off()
+        elif panel.keys:
+            ax.legend(
+                handles=[Patch(color=colour, label=title) for title, colour in panel.keys],
+                ncols=len(panel.keys), loc="lower right", bbox_to_anchor=(1, 1), frameon=False,
+                fontsize="small", labelcolor=canvas.theme.ink, handlelength=1, handleheight=1,
+            )  # fmt: skip
+    return any(drawn)
+
+
+def _for_page(svg: str, plot: Panel, canvas: Canvas) -> str:
     """Fit matplotlib's file into a page: ids of its own, the page's font and colours, texts to point at."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)

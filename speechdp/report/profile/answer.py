@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from speechdp.experiments.profile.derived import (
     STEP,
@@ -17,6 +16,7 @@ from speechdp.experiments.profile.derived import (
 )
 from speechdp.experiments.profile.record import STRONG, WEAK, Profile, ProfileJob
 from speechdp.report.kit import formatting
+from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.formatting import milliseconds, rank_count
 from speechdp.report.profile.cautions import about_few_steps, find_cautions
 from speechdp.report.profile.loading_answer import loading_sentences
@@ -39,29 +39,7 @@ RULE = (
 ).replace("%", " %")
 
 
-@dataclass(frozen=True)
-class ProfileAnswer:
-    """The result in words.
-
-    Attributes:
-        warning: what makes all of the rest doubtful; "" if nothing does.
-        headline: one sentence: which function loses most time on more ranks.
-        details: one sentence a subject.
-        cautions: what the reader must know before trusting the above.
-    """
-
-    headline: str
-    details: tuple[str, ...]
-    cautions: tuple[str, ...]
-    warning: str = ""
-
-    @property
-    def sentences(self) -> tuple[str, ...]:
-        """All of it, in the order to be read."""
-        return (*filter(None, (self.warning,)), self.headline, *self.details, *self.cautions)
-
-
-def find_answer(profile: Profile, scalings: Sequence[Scaling]) -> ProfileAnswer:
+def find_answer(profile: Profile, scalings: Sequence[Scaling]) -> Answer:
     """Return what the profile says."""
     of_kind = {scaling.kind: scaling for scaling in scalings}
     compared = [s for s in scalings if len(s.ranks) > 1]
@@ -74,7 +52,7 @@ def find_answer(profile: Profile, scalings: Sequence[Scaling]) -> ProfileAnswer:
         *_of_job(profile, job),
         *loading_sentences(profile),
     ]
-    return ProfileAnswer(
+    return Answer(
         _headline(of_kind, compared),
         tuple(filter(None, details)),
         find_cautions(profile, scalings),

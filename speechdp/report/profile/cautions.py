@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from speechdp.experiments.profile.derived import STEP, Scaling, job_costs, job_steps, main_job
 from speechdp.experiments.profile.notes import about_cores
-from speechdp.experiments.profile.record import COMPLETE, FAILED, STRONG, WEAK, Profile, ProfileJob
+from speechdp.experiments.profile.record import STRONG, WEAK, Profile, ProfileJob
+from speechdp.experiments.record import COMPLETE, FAILED
 from speechdp.report.kit import formatting
 
 #: Fewer steps than this after the warm-up make a poor median.

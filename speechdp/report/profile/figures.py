@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from speechdp.experiments.profile.derived import Scaling, loader_jobs, main_job, make_scaling
 from speechdp.experiments.profile.record import MODULES, STRONG, WEAK, Profile, ProfileJob
-from speechdp.report.kit.canvas import Canvas
-from speechdp.report.kit.svg import STYLE, Frame, svg_of
-from speechdp.report.kit.theme import PAGE, PRINT
+from speechdp.report.kit.svg import Panel
 from speechdp.report.profile import panels
 from speechdp.report.profile.gantt import LANE, draw_gantt, make_gantt
-from speechdp.report.profile.palette import make_canvas
 from speechdp.report.profile.usage import draw_memory_over_time, draw_usage, usage_limits
 from speechdp.report.profile.words import SCALING_TITLES, loader_title
 
 SMALL_WIDTH = 5.6
-
-
-@dataclass(frozen=True)
-class ProfilePanel(Frame):
-    """One plot, and how it is drawn; `draw` returns False where there is nothing to show."""
-
-    draw: Callable[[Axes, Canvas], bool]
 
 
 @dataclass(frozen=True)
@@ -44,7 +28,7 @@ class ProfilePicture:
 
     name: str
     caption: str
-    panels: tuple[ProfilePanel, ...]
+    panels: tuple[Panel, ...]
     in_page: bool = True
 
 
@@ -70,9 +54,9 @@ def _utilisation(profile: Profile) -> ProfilePicture:
     drawn = [job for job in loader_jobs(profile) if job.sample_paths]
     limits = usage_limits(drawn)
 
-    def panel(job: ProfileJob, letter: str) -> ProfilePanel:
+    def panel(job: ProfileJob, letter: str) -> Panel:
         title = f"({letter}) {loader_title(job)}"
-        return ProfilePanel(
+        return Panel(
             f"utilisation-{job.kind}", title, (SMALL_WIDTH, 2.9),
             lambda ax, canvas: draw_usage(ax, job, title, limits, canvas),
         )  # fmt: skip
@@ -87,7 +71,7 @@ def _first_steps(profile: Profile) -> ProfilePicture:
     job, warmup = main_job(profile), profile.settings.warmup_steps
     if job is None:
         return ProfilePicture("first_steps", caption, ())
-    panel = ProfilePanel(
+    panel = Panel(
         "first-steps", caption, (SMALL_WIDTH, 3.5),
         lambda ax, canvas: panels.draw_first_steps(ax, job, warmup, canvas),
     )  # fmt: skip
@@ -114,9 +98,9 @@ def _single(profile: Profile) -> ProfilePicture:
     return ProfilePicture("single", caption, (_scaling_panel(scalings, "single", "A module alone"),))
 
 
-def _scaling_panel(scalings: list[Scaling], name: str, title: str) -> ProfilePanel:
+def _scaling_panel(scalings: list[Scaling], name: str, title: str) -> Panel:
     size = (SMALL_WIDTH, panels.bar_height(scalings))
-    return ProfilePanel(
+    return Panel(
         f"functions-{name}", title, size, lambda ax, canvas: panels.draw_scaling(ax, scalings, title, canvas)
     )
 
@@ -124,18 +108,18 @@ def _scaling_panel(scalings: list[Scaling], name: str, title: str) -> ProfilePan
 def _memory(profile: Profile) -> ProfilePicture:
     caption = "Memory of every rank: peak and course. The poster saw the first GPU use more than the others."
     job = main_job(profile)
-    found: list[ProfilePanel] = []
+    found: list[Panel] = []
     if job is not None and job.memory is not None:
         height = max(1.9, 0.85 + 0.27 * len(job.memory.ranks))
         found.append(
-            ProfilePanel(
+            Panel(
                 "memory-ranks", "Peak memory of each rank", (SMALL_WIDTH, max(height, 2.9)),
                 lambda ax, canvas: panels.draw_memory_of_ranks(ax, job, canvas),
             )
         )  # fmt: skip
     if job is not None and job.sample_paths:
         found.append(
-            ProfilePanel(
+            Panel(
                 "memory-time", "Memory of each rank over time", (SMALL_WIDTH, 2.9),
                 lambda ax, canvas: draw_memory_over_time(ax, job, canvas),
             )
@@ -150,42 +134,5 @@ def _gantt(profile: Profile) -> ProfilePicture:
     if gantt is None:
         return ProfilePicture("gantt", caption, ())
     size = (13.0, 1.3 + LANE / 72 * len(gantt.lanes))
-    panel = ProfilePanel("gantt", caption, size, lambda ax, canvas: draw_gantt(ax, gantt, canvas))
+    panel = Panel("gantt", caption, size, lambda ax, canvas: draw_gantt(ax, gantt, canvas))
     return ProfilePicture("gantt", caption, (panel,), in_page=False)
-
-
-def picture_svgs(picture: ProfilePicture) -> list[tuple[str, str]]:
-    """Return (name, SVG) of each plot of a picture that has something to show."""
-    found: list[tuple[str, str]] = []
-    for panel in picture.panels:
-        # A canvas of its own for each plot: the ids of its texts begin anew.
-        canvas = make_canvas(PAGE)
-        svg = svg_of(panel, canvas, _drawing(panel, canvas))
-        if svg is not None:
-            found.append((panel.name, svg))
-    return found
-
-
-def _drawing(panel: ProfilePanel, canvas: Canvas) -> Callable[[Axes], bool]:
-    return lambda ax: panel.draw(ax, canvas)
-
-
-def write_png(path: Path, picture: ProfilePicture) -> bool:
-    """Write a picture with its caption; return False, with nothing written, where nothing is to draw."""
-    canvas = make_canvas(PRINT)
-    width = sum(panel.size[0] for panel in picture.panels)
-    height = max(panel.size[1] for panel in picture.panels)
-    with mpl.rc_context({**STYLE, "savefig.facecolor": "white"}):
-        figure = Figure(figsize=(max(width, 7.0) + 0.4, height + 0.5), layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)  # type: ignore[union-attr, call-arg]
-        axes = figure.subplots(1, len(picture.panels), squeeze=False)[0]
-        drawn = [panel.draw(ax, canvas) for panel, ax in zip(picture.panels, axes, strict=True)]
-        for ax, shown in zip(axes, drawn, strict=True):
-            if not shown:
-                ax.set_axis_off()
-        if any(drawn):
-            figure.supxlabel(
-                picture.caption, x=0.01, ha="left", fontsize="small", color=PRINT.muted, wrap=True
-            )
-            figure.savefig(path, format="png", dpi=130)
-    return any(drawn)

@@ -11,14 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from speechdp.experiments.profile.derived import job_steps, waiting_s
-from speechdp.experiments.profile.record import (
-    BACKWARD,
-    FORWARD,
-    FunctionTime,
-    ProfileJob,
-    StepRecord,
-    in_order,
-)
+from speechdp.experiments.profile.measured import BACKWARD, FORWARD, FunctionTime, StepRecord
+from speechdp.experiments.profile.record import ProfileJob, in_order
 from speechdp.report.kit.canvas import Canvas, style_axes
 from speechdp.report.kit.formatting import number
 from speechdp.report.profile.palette import WAITING, WAITING_FILL, fill_of

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +13,9 @@ from speechdp.experiments.profile.derived import (
     make_loading,
     waiting_s,
 )
-from speechdp.experiments.profile.record import BACKWARD, FORWARD, WHOLE, Profile, ProfileJob
+from speechdp.experiments.profile.measured import BACKWARD, FORWARD, WHOLE
+from speechdp.experiments.profile.record import Profile, ProfileJob
+from speechdp.report.kit.tables import Value, csv_text
 from speechdp.report.profile.usage import mean_utilisation, memory_of, on_gpus, utilisation_of
 
 #: Columns; `rank`, `step`, `function`, `phase` and `time_s` are empty where a number is of none.
@@ -23,22 +23,23 @@ HEAD = (
     "job", "kind", "ranks", "batch_size", "rank", "step", "time_s", "function", "phase", "quantity", "unit",
     "value",
 )  # fmt: skip
-Key = dict[str, object]
+Key = dict[str, Value]
 Line = tuple[Key, str, str, float | int]
 
 
-def csv_text(profile: Profile, scalings: Sequence[Scaling]) -> str:
+def csv_of_profile(profile: Profile, scalings: Sequence[Scaling]) -> str:
     """Return the numbers of all jobs: costs, efficiencies, steps, memory, samples."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, HEAD, restval="", lineterminator="\n")
-    writer.writeheader()
-    for job in profile.jobs:
-        of_job: Key = {
-            "job": job.name, "kind": job.kind, "ranks": job.ranks, "batch_size": job.entry.batch_size
-        }  # fmt: skip
-        for key, quantity, unit, value in _job_lines(profile, job, scalings):
-            writer.writerow({**of_job, **key, "quantity": quantity, "unit": unit, "value": repr(value)})
-    return buffer.getvalue()
+
+    def lines() -> Iterator[list[Value]]:
+        for job in profile.jobs:
+            of_job: Key = {
+                "job": job.name, "kind": job.kind, "ranks": job.ranks, "batch_size": job.entry.batch_size
+            }  # fmt: skip
+            for key, quantity, unit, value in _job_lines(profile, job, scalings):
+                line = {**of_job, **key, "quantity": quantity, "unit": unit, "value": repr(value)}
+                yield [line.get(column) for column in HEAD]
+
+    return csv_text(HEAD, lines())
 
 
 def _job_lines(profile: Profile, job: ProfileJob, scalings: Sequence[Scaling]) -> Iterator[Line]:

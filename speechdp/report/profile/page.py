@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import re
-import shlex
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
+from rich.console import Group
 
 from speechdp.experiments.profile.derived import all_scalings, main_job
-from speechdp.experiments.profile.record import BACKWARD, FORWARD, Profile, ProfileJob, in_order, read_profile
+from speechdp.experiments.profile.measured import BACKWARD, FORWARD
+from speechdp.experiments.profile.record import Profile, ProfileJob, in_order, read_profile
 from speechdp.report.kit import theme
-from speechdp.report.kit.pages import WrittenReport, page_templates, writing_into
-from speechdp.report.profile.answer import RULE, ProfileAnswer, find_answer
-from speechdp.report.profile.figures import ProfilePicture, make_pictures, picture_svgs, write_png
-from speechdp.report.profile.gantt import AXIS, LANE, Gantt, make_gantt, svg_of_gantt
-from speechdp.report.profile.numbers import csv_text
-from speechdp.report.profile.palette import MEANINGS, WAITING, WAITING_FILL, fill_of
-from speechdp.report.profile.table import ShownTable, make_tables, terminal_tables
+from speechdp.report.kit.answer import Answer
+from speechdp.report.kit.pages import (
+    DrawPicture,
+    WrittenReport,
+    render_page,
+    setting_text,
+    write_files,
+    writing_into,
+)
+from speechdp.report.kit.svg import panel_svgs, write_png
+from speechdp.report.profile.answer import RULE, find_answer
+from speechdp.report.profile.figures import ProfilePicture, make_pictures
+from speechdp.report.profile.gantt import AXIS, LANE, make_gantt, svg_of_gantt
+from speechdp.report.profile.numbers import csv_of_profile
+from speechdp.report.profile.palette import MEANINGS, WAITING, WAITING_FILL, fill_of, make_canvas
+from speechdp.report.profile.table import ProfileTable, make_tables
 from speechdp.report.profile.trace import write_trace
 
 #: Settings in this order, with their names; `options` follow.
@@ -65,64 +72,63 @@ def write_profile_page(out: Path) -> WrittenReport:
     scalings, job = all_scalings(profile), main_job(profile)
     answer, pictures = find_answer(profile, scalings), make_pictures(profile)
     tables = make_tables(profile, scalings, job)
-    folder = out / "report"
-    html_path, csv_path = folder / "profile.html", folder / "profile.csv"
-    with writing_into(folder):
-        csv_path.write_text(csv_text(profile, scalings), encoding="utf-8")
-        drawn = [path for picture in pictures if write_png(path := folder / f"{picture.name}.png", picture)]
-        if job is not None:
-            write_trace(folder / "trace.json", job)
-        html_path.write_text(render_page(profile, answer, pictures, tables), encoding="utf-8")
-    # The picture to show first: the one that answers the question.
-    drawn.sort(key=lambda path: path.name != "functions.png")
-    return WrittenReport(
-        html_path, csv_path, drawn[0] if drawn else None, terminal_tables(tables), answer.sentences
+    # The picture to show first is the one that answers the question.
+    ordered = sorted(pictures, key=lambda picture: picture.name != "functions")
+    html, csv, png = write_files(
+        out / "report",
+        "profile",
+        profile_page(profile, answer, pictures, tables),
+        csv_of_profile(profile, scalings),
+        {picture.name: _drawing(picture) for picture in ordered},
     )
+    if job is not None:
+        with writing_into(html.parent):
+            write_trace(html.parent / "trace.json", job)
+    return WrittenReport(html, csv, png, Group(*tables), answer.sentences)
 
 
-def render_page(
-    profile: Profile, answer: ProfileAnswer, pictures: Sequence[ProfilePicture], tables: Sequence[ShownTable]
+def _drawing(picture: ProfilePicture) -> DrawPicture:
+    canvas = make_canvas(theme.PRINT)
+    return lambda path: write_png(path, [picture.panels], canvas, caption=picture.caption)
+
+
+def profile_page(
+    profile: Profile, answer: Answer, pictures: Sequence[ProfilePicture], tables: Sequence[ProfileTable]
 ) -> str:
-    """Return the page: one HTML document without a reference to anything outside of it."""
+    """Return the page."""
     job = main_job(profile)
     gantt = None if job is None else make_gantt(job, profile.settings.warmup_steps)
-    shown = {picture.name: picture for picture in pictures if picture.in_page}
-    # Our own drawings, whose every text matplotlib or html.escape has escaped.
-    svgs = {name: [(n, Markup(s)) for n, s in picture_svgs(picture)] for name, picture in shown.items()}
+    svgs = {
+        picture.name: panel_svgs(picture.panels, lambda: make_canvas(theme.PAGE))
+        for picture in pictures
+        if picture.in_page
+    }
     captions = {picture.name: picture.caption for picture in pictures}
-    environment = page_templates()
-    environment.filters["unbroken"] = _unbroken
-    return environment.get_template("profile.html.j2").render(
-        title=profile.path.resolve().name,
-        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        answer=answer,
-        rule=RULE,
+    return render_page(
+        "profile",
+        profile.path.resolve().name,
+        answer,
+        RULE,
         sections=_sections(svgs, captions, tables),
         gantt=gantt,
+        # Our own drawing, whose every text html.escape has escaped.
         gantt_svg=None if gantt is None else Markup(svg_of_gantt(gantt)),
         gantt_caption=captions.get("gantt", ""),
-        gantt_keys=[] if gantt is None else _gantt_keys(gantt),
-        legend=_legend(profile),
+        gantt_keys=[] if gantt is None else _keys([gantt.job], gantt.functions),
+        legend=_keys(profile.jobs),
         waiting=(WAITING, WAITING_FILL),
         axis_height=AXIS,
         lane_height=LANE,
         settings=_settings(profile),
         jobs=profile.jobs,
-        light_colours=theme.css_variables(dark=False),
-        dark_colours=theme.css_variables(dark=True),
-    )  # fmt: skip
-
-
-def _unbroken(sentence: str) -> str:
-    """Keep numbers and their units on one line."""
-    return re.sub(r"(?<=\d) (?=(%|ms|MB|ranks?|times)\b|%)", "\u00a0", sentence)
+    )
 
 
 def _sections(
-    svgs: dict[str, list[tuple[str, Markup]]], captions: dict[str, str], tables: Sequence[ShownTable]
+    svgs: dict[str, list[tuple[str, Markup]]], captions: dict[str, str], tables: Sequence[ProfileTable]
 ) -> list[dict[str, Any]]:
     """Return the page's sections that have something to show."""
-    by_id = {table.id: table for table in tables}
+    by_id = {table.id.removeprefix("table-"): table for table in tables}
     found = []
     for name, heading, picture, ids in _SECTIONS:
         drawn = svgs.get(picture, [])
@@ -152,26 +158,17 @@ def _phases(jobs: Sequence[ProfileJob]) -> dict[str, set[str]]:
     return phases
 
 
-def _legend(profile: Profile) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return (name, [(colour, phase)]) of every function."""
-    phases = _phases(profile.jobs)
-    return [
-        (
-            MEANINGS.get(name, name),
-            [(fill_of(name, p)[0], p) for p in (FORWARD, BACKWARD, "") if p in phases[name]],
-        )
-        for name in in_order(set(phases))
-    ]
-
-
-def _gantt_keys(gantt: Gantt) -> list[tuple[str, list[tuple[str, str]]]]:
-    phases = _phases([gantt.job])
+def _keys(
+    jobs: Sequence[ProfileJob], functions: Sequence[str] | None = None
+) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return (name, [(colour, phase)]) of functions, or of all that were recorded."""
+    phases = _phases(jobs)
     return [
         (
             MEANINGS.get(name, name),
             [(fill_of(name, p)[0], p) for p in (FORWARD, BACKWARD, "") if p in phases.get(name, set())],
         )
-        for name in gantt.functions
+        for name in functions or in_order(set(phases))
     ]
 
 
@@ -179,10 +176,6 @@ def _settings(profile: Profile) -> list[tuple[str, str]]:
     """Return the settings as (name, text); what does not apply is left out."""
     shown = [(title, getattr(profile.settings, key)) for key, title in _SETTINGS.items()]
     shown += [(key.replace("_", " "), value) for key, value in (profile.settings.options or {}).items()]
-    return [(title, _text(title, value)) for title, value in shown if value not in ("", None, (), [], {})]
-
-
-def _text(title: str, value: Any) -> str:
-    if title == "command":
-        return shlex.join(str(word) for word in value)
-    return value if isinstance(value, str) else json.dumps(value)
+    return [
+        (title, setting_text(title, value)) for title, value in shown if value not in ("", None, (), [], {})
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from speechdp.experiments.profile.record import BACKWARD, FORWARD, FUNCTIONS
+from speechdp.experiments.profile.measured import BACKWARD, FORWARD, FUNCTIONS
 from speechdp.report.kit.canvas import Canvas
 from speechdp.report.kit.theme import Theme
 

@@ -10,7 +10,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from speechdp.experiments.profile.derived import STEP, Scaling, job_costs, job_steps
-from speechdp.experiments.profile.record import BACKWARD, FORWARD, STRONG, WHOLE, Memory, ProfileJob, in_order
+from speechdp.experiments.profile.measured import BACKWARD, FORWARD, WHOLE, Memory
+from speechdp.experiments.profile.record import STRONG, ProfileJob, in_order
 from speechdp.report.kit import formatting
 from speechdp.report.kit.canvas import Canvas, style_axes
 from speechdp.report.kit.formatting import number, rank_count

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.experiments.profile.derived import waiting_s
-from speechdp.experiments.profile.record import ProfileJob, RankRecord, StepRecord
+from speechdp.experiments.profile.measured import RankRecord, StepRecord
+from speechdp.experiments.profile.record import ProfileJob
+from speechdp.report.kit.utilisation import CPU_AXIS, GPU_AXIS
 from speechdp.report.profile.palette import WAITING
 from speechdp.report.profile.usage import memory_of, on_gpus, utilisation_of
 from speechdp.report.runs.samples import Array
-from speechdp.report.sweep.utilisation import CPU_AXIS, GPU_AXIS
 
 #: Threads of a rank's process in the trace.
 FUNCTIONS_TID, STEPS_TID = 0, 1

@@ -11,9 +11,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from speechdp.experiments.profile.record import ProfileJob
 from speechdp.report.kit.canvas import Canvas, style_axes
+from speechdp.report.kit.learning import time_unit
+from speechdp.report.kit.utilisation import MAX_LINES, draw_utilisation, utilisation_course
 from speechdp.report.runs.samples import Array, Samples
-from speechdp.report.sweep.plots import time_unit
-from speechdp.report.sweep.utilisation import MAX_LINES, draw_utilisation, utilisation_course
 
 
 def on_gpus(samples: Samples) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import fmean
 
 from speechdp.report.runs.data_path import DataFigures, DataWait, data_figures, data_wait
@@ -74,16 +75,63 @@ class RunFigures:
         """Share of the step time without a batch to work on, mean over ranks."""
         return None if self.data_wait is None else self.data_wait.mean
 
+    @property
+    def steps(self) -> int | None:
+        """Steps of the rank that took most, with those of earlier starts and those not timed."""
+        timing = self.run.timing
+        if timing is None:
+            return None
+        return max(rank.last_step or rank.steps + timing.warmup_steps for rank in timing.ranks)
+
+    @property
+    def wer(self) -> float | None:
+        """Word error rate, 0 to 1."""
+        return None if self.word_errors is None else self.word_errors.wer
+
+    @property
+    def sent_per_s(self) -> float | None:
+        """Bytes a rank sends in a second of training, mean over ranks; None where not counted."""
+        ranks = self.run.timing.ranks if self.run.timing else ()
+        rates = [r.sent_bytes / r.trained_s for r in ranks if r.sent_bytes is not None and r.trained_s]
+        return fmean(rates) if rates and len(rates) == len(ranks) else None
+
+    @property
+    def replica_distance(self) -> float | None:
+        """The largest of its evaluations."""
+        known = [e.replica_distance for e in self.run.evaluations if e.replica_distance is not None]
+        return max(known, default=None)
+
+    @property
+    def ages(self) -> tuple[int, ...]:
+        """Exchanges by age, of all ranks together; empty where the strategy counts none."""
+        ranks = self.run.timing.ranks if self.run.timing else ()
+        counted = (rank.statistics.get("staleness") for rank in ranks)
+        return sum_of_counts(
+            counts
+            for counts in counted
+            if isinstance(counts, list) and all(isinstance(count, int) for count in counts)
+        )
+
+    @property
+    def staleness(self) -> float | None:
+        """Mean age of what was exchanged."""
+        return mean_age(self.ages)
+
+
+def sum_of_counts(histograms: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return the sum of histograms, place by place; shorter ones count nothing beyond their end."""
+    return tuple(map(sum, zip_longest(*histograms, fillvalue=0)))
+
+
+def mean_age(ages: Sequence[int]) -> float | None:
+    """Return the mean age of what was exchanged; None where nothing was."""
+    return sum(age * count for age, count in enumerate(ages)) / sum(ages) if sum(ages) else None
+
 
 def frames_per_s(timing: RunTiming) -> float | None:
     """Return the job's throughput: frames of all ranks over the longest rank's time."""
     wall_s = max(rank.wall_s for rank in timing.ranks)
     return sum(rank.frames for rank in timing.ranks) / wall_s if wall_s > 0 else None
-
-
-def steps_taken(timing: RunTiming) -> int:
-    """Return the steps of the rank that took most, with those of earlier starts and those not timed."""
-    return max(rank.last_step or rank.steps + timing.warmup_steps for rank in timing.ranks)
 
 
 def mean_share(timing: RunTiming, seconds: Sequence[float]) -> float | None:

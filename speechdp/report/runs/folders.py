@@ -15,8 +15,9 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.files import cannot_be_read
 from speechdp.json_input import parse_json
 from speechdp.jsonl import read_lines
-from speechdp.report.runs.records import files_of, number, read_object, words
-from speechdp.report.runs.results import Evaluation, RunResult, Sweep, WordErrors
+from speechdp.parallel.run_files import SCRIPT_ENDED, RunDirectory
+from speechdp.report.runs.records import check_beside, files_of, number, read_object, words
+from speechdp.report.runs.results import SCRIPT, TRAINER, Evaluation, RunResult, Sweep, WordErrors
 from speechdp.report.runs.samples import read_samples
 from speechdp.report.runs.script_metric import (
     has_logged,
@@ -44,10 +45,11 @@ def read_sweep(out: Path, metric: str = "") -> Sweep:
         ConfigError: there is no run in `out`, or `metric` is none.
     """
     if (out / "sweep.json").is_file():
-        names, metric_of_sweep = _sweep_names(out)
-        folders = [out / name for name in names]
-        metric = common_metric(folders, metric or metric_of_sweep)
-        return Sweep(out, tuple(_without_accuracy(_read_with_samples(folder, metric)) for folder in folders))
+        sweep = _read_sweep_file(out / "sweep.json")
+        folders = [out / name for name in sweep["runs"]]
+        metric = common_metric(folders, metric or words(sweep.get("metric")))
+        runs = [_without_accuracy(_read_with_samples(folder, metric)) for folder in folders]
+        return Sweep(out, tuple(runs if sweep.get("completed") is True else map(_with_script_end, runs)))
     if (out / "run.json").is_file():
         return Sweep(out, (_read_with_samples(out, common_metric([out], metric)),))
     if not out.is_dir():
@@ -118,7 +120,7 @@ def _read_with_samples(run_dir: Path, metric: str) -> RunResult:
 
 def _without_accuracy(run: RunResult) -> RunResult:
     # A sweep's one-rank run ends after some steps: its speed is of interest, its accuracy means nothing.
-    return replace(run, evaluations=()) if run.is_baseline and not run.is_of_script else run
+    return replace(run, evaluations=()) if run.is_baseline and run.kind is TRAINER else run
 
 
 def read_run(run_dir: Path, metric: str = "") -> RunResult:
@@ -157,9 +159,16 @@ def read_run(run_dir: Path, metric: str = "") -> RunResult:
     )  # fmt: skip
 
 
-def _sweep_names(out: Path) -> tuple[list[str], str]:
-    """Return the names of a sweep's runs, which are folders below `out`, never elsewhere; its metric."""
-    path = out / "sweep.json"
+def _with_script_end(run: RunResult) -> RunResult:
+    """Return a sweep's run, which has not finished where its script did not end well after the training."""
+    if not (run.kind is SCRIPT and run.completed) or RunDirectory(run.path).script_has_ended_well:
+        return run
+    problem = f"{SCRIPT_ENDED}: missing, so the script failed or was stopped after its training"
+    return replace(run, completed=False, problems=(*run.problems, problem))
+
+
+def _read_sweep_file(path: Path) -> dict[str, Any]:
+    """Return what sweep.json holds; its runs are names of folders beside it, never elsewhere."""
     try:
         sweep = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -173,11 +182,8 @@ def _sweep_names(out: Path) -> tuple[list[str], str]:
             f"{path}: holds no list of runs; run `speechdp sweep` again with this OUT to rewrite it"
         )
     for name in names:
-        if name in ("", ".", "..") or "/" in name or "\\" in name:
-            raise ConfigError(
-                f"{out}/sweep.json: {name!r} is not the name of a folder beside it; mend the file"
-            )
-    return names, words(sweep.get("metric"))
+        check_beside(path, name)
+    return sweep
 
 
 def _read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from speechdp.errors import ConfigError
 from speechdp.json_input import parse_json
 
 #: Longest text taken from a file where a word or two are expected.
@@ -41,6 +42,12 @@ def files_of(folder: Path, pattern: str, problems: list[str]) -> list[Path]:
         problems.append(f"{folder.name}/: cannot be read ({error.strerror})")
         return []
     return [folder / name for name in sorted(fnmatch.filter(names, pattern))]
+
+
+def check_beside(path: Path, name: Any) -> None:
+    """Refuse what is not the name of a folder beside a file.  Raises ConfigError."""
+    if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\\" in name:
+        raise ConfigError(f"{path}: {name!r} is not the name of a folder beside it; mend the file")
 
 
 def number(record: dict[str, Any], key: str) -> float | None:

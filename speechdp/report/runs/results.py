@@ -196,6 +196,41 @@ class Spoken:
 
 
 @dataclass(frozen=True)
+class RunKind:
+    """What made runs, as far as it tells in reports.
+
+    Attributes:
+        amount: what throughput counts.
+        counted: what that is.
+        material: what is trained on.
+        evaluation: what a run of known accuracy has.
+        measures: what they record that others do not: `epochs` that are given, `steps`, `wer`, ...
+    """
+
+    amount: str
+    counted: str
+    material: str
+    evaluation: str
+    measures: frozenset[str]
+
+
+TRAINER = RunKind(
+    "frames",
+    "Frames",
+    "speech",
+    "a held-out evaluation",
+    frozenset({"epochs", "wer", "replica_distance"}),
+)
+SCRIPT = RunKind(
+    "items",
+    "What `step(weight=)` counts (frames, tokens, examples; else steps)",
+    "data",
+    "logged a metric by run.log()",
+    frozenset({"steps"}),
+)
+
+
+@dataclass(frozen=True)
 class RunResult:
     """A run directory as it was found.
 
@@ -224,9 +259,9 @@ class RunResult:
     script_task: TaskRecord | None = None
 
     @property
-    def is_of_script(self) -> bool:
-        """Whether a user's script made it, with a model and metrics of its own."""
-        return self.script_task is not None
+    def kind(self) -> RunKind:
+        """What made it."""
+        return TRAINER if self.script_task is None else SCRIPT
 
     @property
     def status(self) -> str:

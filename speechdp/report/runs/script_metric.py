@@ -80,4 +80,4 @@ def last_metric(records: Sequence[dict[str, Any]]) -> str:
 
 def script_task(metric: str) -> TaskRecord:
     """Return what stands for a task in runs of a script, which are judged by `metric`; "": by nothing."""
-    return TaskRecord((parse_metric(metric or "metric"),), amount="items")
+    return TaskRecord((parse_metric(metric or "metric"),))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 from speechdp.report.kit import formatting
+from speechdp.report.kit.answer import Answer
+from speechdp.report.kit.choice import accurate_enough
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.runs.derived import RunFigures
-from speechdp.report.runs.results import WordErrors
 from speechdp.report.sweep.cautions import find_cautions
 from speechdp.report.sweep.data_answer import data_advice, other_runs
 
@@ -18,32 +18,26 @@ SMALL_SHARE = 0.03
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The result in words.
+class SweepAnswer(Answer):
+    """The result of a sweep in words.
 
     Attributes:
-        headline: one sentence that names the choice.
-        details: what speaks for it and what it was compared with.
         limit: what holds the chosen run back, with figures; empty where nothing was timed.
         data: what is wrong with its data path and what to try; empty where nothing is.
-        cautions: what the reader must know before trusting the above.
         chosen: the run named; None where no run allows a choice.
     """
 
-    headline: str
-    details: tuple[str, ...]
-    limit: str
-    data: tuple[str, ...]
-    cautions: tuple[str, ...]
-    chosen: RunFigures | None
+    limit: str = ""
+    data: tuple[str, ...] = ()
+    chosen: RunFigures | None = None
 
     @property
-    def sentences(self) -> tuple[str, ...]:
-        """All of it, in the order to be read."""
-        return tuple(filter(None, (self.headline, *self.details, self.limit, *self.data, *self.cautions)))
+    def body(self) -> tuple[str, ...]:
+        """What follows the headline."""
+        return tuple(filter(None, (*self.details, self.limit, *self.data)))
 
 
-def find_answer(rows: Sequence[RunFigures]) -> Answer:
+def find_answer(rows: Sequence[RunFigures]) -> SweepAnswer:
     """Apply the rule (`rule_for`) to the sweep's rows; those of one task are compared."""
     labels = formatting.run_labels([row.run for row in rows])
     finished = [row for row in rows if row.run.status == "complete" and not row.run.is_baseline]
@@ -59,9 +53,14 @@ def find_answer(rows: Sequence[RunFigures]) -> Answer:
     details = _comparison(comparable, chosen, best, labels)
     if chosen.run.model_period is None:
         details.append(_best_period(comparable, eligible, labels))
-    headline, limit = _headline(chosen, comparable, labels), _limit(chosen, labels)
-    data = _data(rows, chosen, labels)
-    return Answer(headline, tuple(filter(None, details)), limit, data, cautions, chosen)
+    return SweepAnswer(
+        _headline(chosen, comparable, labels),
+        tuple(filter(None, details)),
+        cautions,
+        limit=_limit(chosen, labels),
+        data=_data(rows, chosen, labels),
+        chosen=chosen,
+    )
 
 
 def rule_for(rows: Sequence[RunFigures]) -> str:
@@ -80,61 +79,19 @@ def rule_for(rows: Sequence[RunFigures]) -> str:
 
 def _without_comparison(
     rows: Sequence[RunFigures], finished: Sequence[RunFigures], cautions: tuple[str, ...]
-) -> Answer:
+) -> SweepAnswer:
     timed = [row for row in finished or rows if row.frames_per_s is not None]
     if not timed:
-        return Answer("No run was timed, so there is nothing to choose from yet.", (), "", (), cautions, None)
+        return SweepAnswer("No run was timed, so there is nothing to choose from yet.", cautions=cautions)
     labels = formatting.run_labels([row.run for row in rows])
     fastest = max(timed, key=_rate)
     headline = (
         f"{formatting.capital(labels[fastest.run.name])} is the fastest with {_speed(fastest)}; how accurate "
-        f"the runs are is not known, because no finished run has {_evaluated(rows)}."
+        f"the runs are is not known, because no finished run has "
+        f"{terms_of(row.run for row in rows).kind.evaluation}."
     )
-    data = _data(rows, fastest, labels)
-    return Answer(headline, (), _limit(fastest, labels), data, cautions, None)
-
-
-def _evaluated(rows: Sequence[RunFigures]) -> str:
-    of_script = all(row.run.is_of_script for row in rows)
-    return "logged a metric by run.log()" if of_script else "a held-out evaluation"
-
-
-class Accuracy(Protocol):
-    """What the rule looks at."""
-
-    @property
-    def score(self) -> float | None:
-        """What is higher the better a model is on held-out data."""
-
-    @property
-    def word_errors(self) -> WordErrors | None:
-        """Word error rate and its interval."""
-
-
-Row = TypeVar("Row", bound=Accuracy)
-
-
-def accurate_enough(rows: Sequence[Row], best: Row, tolerance: float) -> list[Row]:
-    """Return the rows that satisfy both parts of the rule; if no row does, the best alone.
-
-    Args:
-        tolerance: how far from the best score is near enough.
-    """
-    assert best.score is not None
-    rates = [row.word_errors for row in rows if row.word_errors is not None]
-    lowest = min(rates, key=lambda errors: errors.wer, default=None)
-    kept: list[Row] = []
-    for row in rows:
-        close = row.score is not None and row.score >= best.score - tolerance
-        errors = row.word_errors
-        overlaps = lowest is None or (
-            errors is not None
-            and (errors.wer if errors.low is None else errors.low)
-            <= (lowest.wer if lowest.high is None else lowest.high)
-        )
-        if close and overlaps:
-            kept.append(row)
-    return kept or [best]
+    limit, data = _limit(fastest, labels), _data(rows, fastest, labels)
+    return SweepAnswer(headline, cautions=cautions, limit=limit, data=data)
 
 
 def _headline(chosen: RunFigures, rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
@@ -230,7 +187,7 @@ def _straggler(row: RunFigures) -> str:
 
 def _speed(row: RunFigures) -> str:
     ranks = "" if row.run.size is None else f" on {row.run.size} rank{'s' if row.run.size != 1 else ''}"
-    text = f"{formatting.count(row.frames_per_s)} {row.run.task.amount}/s{ranks}"
+    text = f"{formatting.count(row.frames_per_s)} {row.run.kind.amount}/s{ranks}"
     if row.speedup is not None and row.run.size != 1:
         speedup, efficiency = formatting.times(row.speedup), formatting.percent(row.efficiency)
         text += f" ({speedup} times one rank, efficiency {efficiency} %)"

@@ -25,6 +25,8 @@ SPAN_TITLES = {
     "comm": "communication",
     "other": "other",
 }
+#: Title and colour of each kind of time, in the order of the bars.
+SPAN_KEYS = tuple((title, SPAN_COLOURS[name][0]) for name, title in SPAN_TITLES.items())
 
 
 def draw_shares(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from speechdp.report.kit import formatting
+from speechdp.report.kit.choice import metrics_note
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.runs.derived import RunFigures
-from speechdp.report.runs.results import RunResult
 
 #: Runs that trained on numbers of frames further apart are not compared without a word of caution.
 FRAMES_TOLERANCE = 0.01
@@ -32,23 +32,6 @@ def find_cautions(
     return tuple(filter(None, notes))
 
 
-def metrics_note(runs: Sequence[RunResult]) -> str:
-    """Say how the figures are to be read of tasks that are not recognition; empty where all runs are."""
-    terms = terms_of(runs)
-    others = [run for run in runs if run.settings and run.metric.key != terms.metric.key]
-    if others:
-        names = " and ".join(dict.fromkeys(run.metric.name for run in others))
-        return (
-            f"These runs are of several tasks. Those with a {terms.metric.name} are compared; the others "
-            f"have a {names}, which cannot be compared with it."
-        )
-    if terms.task.decodes or not any(run.evaluations for run in runs):
-        return ""
-    meanings = "; ".join(f"{metric.name}: {metric.meaning.rstrip('.')}" for metric in terms.task.metrics)
-    near = f"A run keeps the accuracy within {terms.tolerance()} of the {terms.best}."
-    return f"{formatting.capital(meanings)}. {near}"
-
-
 def last_gain(row: RunFigures) -> float | None:
     """Return by how much the last evaluation's score is above the one's before."""
     values = [evaluation.score for evaluation in row.run.evaluations[-2:]]
@@ -70,11 +53,10 @@ def _unequal(comparable: Sequence[RunFigures]) -> str:
     trained = [row.frames_trained for row in comparable if row.frames_trained]
     if not trained or max(trained) <= min(trained) * (1 + FRAMES_TOLERANCE):
         return ""
-    what = "data" if all(row.run.is_of_script for row in comparable) else "speech"
-    amount = comparable[0].run.task.amount
+    kind = comparable[0].run.kind
     return (
-        f"The runs trained on different amounts of {what} ({formatting.count(min(trained))} to "
-        f"{formatting.count(max(trained))} {amount}), so their accuracies are not strictly comparable."
+        f"The runs trained on different amounts of {kind.material} ({formatting.count(min(trained))} to "
+        f"{formatting.count(max(trained))} {kind.amount}), so their accuracies are not strictly comparable."
     )
 
 

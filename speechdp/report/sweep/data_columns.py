@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from speechdp.report.kit import formatting
+from speechdp.report.kit.columns import FigureColumn
 from speechdp.report.kit.tables import Column, Value
 from speechdp.report.runs.data_path import DataFigures
 from speechdp.report.runs.derived import RunFigures
@@ -27,29 +29,32 @@ def _column(
     heading: tuple[str, str, str],
     meaning: str,
     value: Callable[[DataFigures], Value],
-    text: Callable[[DataFigures], str],
+    number: Callable[[Any], str] = str,
+    cell: Callable[[DataFigures], str] | None = None,
     *,
     is_number: bool = True,
-) -> Column[RunFigures]:
+) -> FigureColumn:
     """Return a column (key, title, unit) of the figures that a run may have recorded or not."""
-    key, title, unit = heading
+
+    def written(row: RunFigures) -> str:
+        return formatting.MISSING if row.data is None or cell is None else cell(row.data)
+
     return Column(
-        key,
-        title,
-        unit,
+        *heading,
         meaning,
-        lambda row: formatting.MISSING if row.data is None else text(row.data),
         lambda row: None if row.data is None else value(row.data),
-        is_number=is_number,
+        number,
+        None if cell is None else written,
+        is_number,
     )
 
 
-def _stage(stage: str) -> Column[RunFigures]:
+def _stage(stage: str) -> FigureColumn:
     return _column(
         (f"data_{stage}_busy", _HEADINGS[stage], "cores"),
         "Busy seconds of this stage a second of training, all ranks, feeders and threads.",
         lambda data: data.busy.get(stage),
-        lambda data: f"{data.busy[stage]:.2f}" if stage in data.busy else formatting.MISSING,
+        "{:.2f}".format,
     )
 
 
@@ -57,19 +62,15 @@ def _busiest_feeder(data: DataFigures) -> float | None:
     return max((feeder.busy for feeder in data.feeders if feeder.busy is not None), default=None)
 
 
-def _place(data: DataFigures) -> str:
-    return _PLACES.get(data.preprocess_on, data.preprocess_on) or formatting.MISSING
-
-
 def _place_and_threads(data: DataFigures) -> str:
-    return _place(data) if data.threads is None else f"{_place(data)} ({data.threads})"
+    place = _PLACES.get(data.preprocess_on, data.preprocess_on) or formatting.MISSING
+    return place if data.threads is None else f"{place} ({data.threads})"
 
 
 def _feeders(data: DataFigures) -> str:
     if not data.feeders:
         return formatting.MISSING
-    busy = _busiest_feeder(data)
-    return f"{len(data.feeders)} ({formatting.percent(busy)})"
+    return f"{len(data.feeders)} ({formatting.percent(_busiest_feeder(data))})"
 
 
 def _wait(row: RunFigures) -> str:
@@ -81,46 +82,44 @@ def _wait(row: RunFigures) -> str:
 
 
 #: In the main table, too.
-DATA_WAIT: Column[RunFigures] = Column(
+DATA_WAIT = FigureColumn(
     "data_wait_share",
     "data wait",
     "% (most)",
     "Share of the step time without a batch to work on: mean over ranks (the rank that waits most).",
-    _wait,
     lambda row: row.data_wait_share,
+    cell=_wait,
     is_notable=waits_too_long,
 )
 
-_LARGEST_WAIT: Column[RunFigures] = Column(
+_LARGEST_WAIT = FigureColumn(
     "data_wait_share_max",
     "data wait, most",
     "%",
     "Share of the step time without a batch to work on, of the rank that waits most.",
-    lambda row: formatting.percent(row.data_wait.largest if row.data_wait else None, 1),
     lambda row: row.data_wait.largest if row.data_wait else None,
-    is_notable=waits_too_long,
 )
 
 #: What the stages do and what they could deliver.
-_SPEEDS: tuple[Column[RunFigures], ...] = (
+_SPEEDS: tuple[FigureColumn, ...] = (
     *map(_stage, DATA_STAGES),
     _column(
         ("data_read_bytes_per_s", "read", "MB/s"),
         "Bytes read over seconds of reading.",
         lambda data: data.read_bytes_per_s,
-        lambda data: formatting.megabytes(data.read_bytes_per_s),
+        formatting.megabytes,
     ),
     _column(
         ("data_deliverable_frames_per_s", "could deliver", "frames/s"),
         "Frames over the busy seconds of the slowest stage, all ranks or feeders: an estimate.",
         lambda data: data.deliverable_per_s,
-        lambda data: formatting.estimate(data.deliverable_per_s),
+        formatting.estimate,
     ),
     _column(
         ("padding_and_context_share", "padding, context", "%"),
         "Computed frames that nothing is learnt from: padding, and context before and after segments.",
         lambda data: data.padding,
-        lambda data: formatting.percent(data.padding, 1),
+        lambda share: formatting.percent(share, 1),
     ),
 )
 
@@ -128,12 +127,11 @@ _STORAGE = _column(
     ("storage", "storage", ""),
     "How the shards are stored; contiguous ones read as fast as the disk.",
     lambda data: data.storage or None,
-    lambda data: data.storage or formatting.MISSING,
     is_number=False,
 )
 
 #: What the report's CSV holds of the data path beside the main table's columns.
-CSV_COLUMNS: tuple[Column[RunFigures], ...] = (
+CSV_COLUMNS: tuple[FigureColumn, ...] = (
     _LARGEST_WAIT,
     *_SPEEDS,
     _STORAGE,
@@ -141,57 +139,53 @@ CSV_COLUMNS: tuple[Column[RunFigures], ...] = (
         ("loader_threads", "loader threads", ""),
         "Threads that preprocess, of a rank or feeder.",
         lambda data: data.threads,
-        lambda data: formatting.MISSING if data.threads is None else str(data.threads),
     ),
     _column(
         ("preprocess_on", "prepro\u00adcessed on", ""),
         "Where features, deltas and augmentation are computed.",
         lambda data: data.preprocess_on or None,
-        _place,
-        is_number=False,
     ),
     _column(
         ("feeders", "feeders", ""),
         "Ranks that make batches ready for the others.",
         lambda data: len(data.feeders),
-        lambda data: str(len(data.feeders)),
     ),
     _column(
         ("feeder_busy_share", "feeder busy", "%"),
         "Share of the training time that the slowest stage of the busiest feeder works; at 100 it is full.",
         _busiest_feeder,
-        lambda data: formatting.percent(_busiest_feeder(data)),
     ),
 )
 
-_CONSUMED: Column[RunFigures] = Column(
-    "frames_per_s",
-    "trained on",
-    "frames/s",
-    "Frames of all ranks over the longest rank's step time.",
-    lambda row: formatting.count(row.frames_per_s),
-    lambda row: row.frames_per_s,
-)
-
-_PREPROCESSED = _column(
-    ("preprocess_on", "prepro\u00adcessed on", "(threads)"),
-    "Where features, deltas and augmentation are computed, and by how many threads of a rank or feeder.",
-    lambda data: data.preprocess_on or data.threads,
-    _place_and_threads,
-    is_number=False,
-)
-
-_FEEDERS = _column(
-    ("feeders", "feeders", "(busy, %)"),
-    "Ranks that make batches ready for the others, and the busiest one's share of the training time.",
-    lambda data: len(data.feeders) or None,
-    _feeders,
-)
-
 #: The data path's table.
-_TABLE = (DATA_WAIT, _CONSUMED, *_SPEEDS, _STORAGE, _PREPROCESSED, _FEEDERS)
+_TABLE: tuple[FigureColumn, ...] = (
+    DATA_WAIT,
+    FigureColumn(
+        "frames_per_s",
+        "trained on",
+        "frames/s",
+        "Frames of all ranks over the longest rank's step time.",
+        lambda row: row.frames_per_s,
+        formatting.count,
+    ),
+    *_SPEEDS,
+    _STORAGE,
+    _column(
+        ("preprocess_on", "prepro\u00adcessed on", "(threads)"),
+        "Where features, deltas and augmentation are computed, and by how many threads of a rank or feeder.",
+        lambda data: data.preprocess_on or data.threads,
+        cell=_place_and_threads,
+        is_number=False,
+    ),
+    _column(
+        ("feeders", "feeders", "(busy, %)"),
+        "Ranks that make batches ready for the others, and the busiest one's share of the training time.",
+        lambda data: len(data.feeders) or None,
+        cell=_feeders,
+    ),
+)
 
 
-def shown_columns(rows: Sequence[RunFigures]) -> list[Column[RunFigures]]:
+def shown_columns(rows: Sequence[RunFigures]) -> list[FigureColumn]:
     """Return the columns of the data path's table in which any of these runs has something."""
     return [column for column in _TABLE if any(column.value(row) is not None for row in rows)]

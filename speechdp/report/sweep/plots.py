@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from speechdp.report.kit import formatting
 from speechdp.report.kit.canvas import Canvas, style_axes
+from speechdp.report.kit.learning import curve_points, learning_axes
 from speechdp.report.kit.metric_names import Terms, terms_of
 from speechdp.report.runs.derived import RunFigures
 from speechdp.report.runs.results import Evaluation
@@ -103,7 +104,7 @@ def draw_one_rank(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> None:
         lines.append((size * baseline.frames_per_s, f"{size} × one rank"))  # noqa: RUF001
     for value, label in lines:
         line = ax.axhline(value, color=canvas.theme.baseline, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
-        canvas.tip(line, f"{label}: {formatting.count(value)} {baseline.run.task.amount}/s")
+        canvas.tip(line, f"{label}: {formatting.count(value)} {baseline.run.kind.amount}/s")
         ax.annotate(
             label.replace("one ", "one\n"), (1, value), xycoords=("axes fraction", "data"), xytext=(4, 0),
             textcoords="offset points", ha="left", va="center", color=canvas.theme.muted, fontsize="small",
@@ -124,9 +125,7 @@ def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_
     if not curves:
         return False
     longest = max(points[-1][0] for _, points in curves)
-    scale, unit = time_unit(longest) if over_time else frames_unit(longest)
-    over = "time" if over_time else terms.amount
-    style_axes(ax, f"Learning over {over}", terms.axis, canvas.theme)
+    scale = learning_axes(ax, "Learning over", longest, terms, canvas, over_time=over_time)
     for row, points in curves:
         xs, ys = [x / scale for x, _, _ in points], [y for _, y, _ in points]
         colour = canvas.colours[row.run.name]
@@ -135,10 +134,6 @@ def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_
         for x, y, evaluation in zip(xs, ys, (e for _, _, e in points), strict=True):
             (dot,) = ax.plot([x], [y], "o", color=colour, markersize=3.6, zorder=4)
             canvas.tip(dot, _evaluation_tip(canvas.labels[row.run.name], evaluation, terms))
-    what = "training time" if over_time else f"{terms.amount} trained on, all ranks"
-    ax.set_xlabel(f"{what} ({unit})")
-    ax.xaxis.label.set_color(canvas.theme.muted)
-    ax.set_xlim(0, longest / scale * 1.02)
     focus_on_end(ax, [[y for _, y, _ in points] for _, points in curves])
     _label_ends(ax, curves, scale, canvas)
     terms.finish_axis(ax)
@@ -195,16 +190,6 @@ def _limit_axes(ax: Axes, xs: Sequence[float], measure: PlotMeasure) -> None:
     ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
 
 
-def curve_points(evaluations: Sequence[Evaluation], over_time: bool) -> list[tuple[float, float, Evaluation]]:
-    """Return (training time in s or frames, score, evaluation) where both are known."""
-    points: list[tuple[float, float, Evaluation]] = []
-    for evaluation in evaluations:
-        x = evaluation.time_s if over_time else evaluation.frames
-        if x is not None and evaluation.score is not None:
-            points.append((x, evaluation.score, evaluation))
-    return points
-
-
 def _evaluation_tip(label: str, evaluation: Evaluation, terms: Terms) -> str:
     parts = (
         f"{label}, step {evaluation.step}: {terms.with_unit(evaluation.score)}",
@@ -212,18 +197,6 @@ def _evaluation_tip(label: str, evaluation: Evaluation, terms: Terms) -> str:
         f"{formatting.count(evaluation.frames)} {terms.amount}, {formatting.seconds(evaluation.time_s)}",
     )
     return ", ".join(filter(None, parts))
-
-
-def frames_unit(longest: float) -> tuple[float, str]:
-    """Return what to divide frames by on an axis, and its name."""
-    return (1e6, "million") if longest >= 1e6 else (1e3, "thousand")
-
-
-def time_unit(longest: float) -> tuple[float, str]:
-    """Return what to divide seconds by on an axis, and its name."""
-    if longest >= 2 * 3600:
-        return 3600.0, "h"
-    return (60.0, "min") if longest >= 180 else (1.0, "s")
 
 
 def focus_on_end(ax: Axes, curves: Sequence[Sequence[float]]) -> None:

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import re
-import shlex
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup, escape
-from rich.console import Group, RenderableType
+from rich.console import Group
 
 from speechdp.report.kit import formatting, theme
 from speechdp.report.kit.canvas import make_canvas
+from speechdp.report.kit.columns import FigureColumn
 from speechdp.report.kit.metric_names import terms_of
-from speechdp.report.kit.pages import WrittenReport, page_templates, writing_into
-from speechdp.report.kit.tables import TerminalTable, csv_text, page_rows, target_caption
+from speechdp.report.kit.pages import WrittenReport, render_page, setting_text, swatch, write_files
+from speechdp.report.kit.svg import Panel, panel_svgs, write_png
+from speechdp.report.kit.tables import RowHead, ShownTable
 from speechdp.report.runs.derived import RunFigures, common_target, sweep_figures
 from speechdp.report.runs.folders import read_sweep
 from speechdp.report.runs.results import Sweep
-from speechdp.report.sweep import figures
-from speechdp.report.sweep.answer import find_answer, rule_for
-from speechdp.report.sweep.columns import all_columns, main_columns
+from speechdp.report.sweep.answer import SweepAnswer, find_answer, rule_for
+from speechdp.report.sweep.bars import SPAN_KEYS
+from speechdp.report.sweep.columns import csv_of_runs, main_columns
 from speechdp.report.sweep.data_answer import path_sentences
 from speechdp.report.sweep.data_columns import CSV_COLUMNS, shown_columns
+from speechdp.report.sweep.figures import make_panels
 from speechdp.report.sweep.resources import sampling_notices
 from speechdp.report.sweep.speech_columns import SPEECH_CAPTION, SPEECH_COLUMNS, SPEECH_TITLE
 
-#: Columns of a terminal that holds a run's data path on one line.
-_WIDE_DATA_COLUMNS = 230
+#: Columns of a terminal that holds a run's figures, or its data path, on one line.
+_WIDE, _WIDE_DATA = 160, 230
 #: Settings shown for each run, in this order; run.json may hold more.
 SETTINGS = {
     "strategy": "strategy",
@@ -63,77 +61,94 @@ def write_report(out_dir: Path, target: float | None = None, metric: str = "") -
         RunError: the report cannot be written.
     """
     sweep = read_sweep(out_dir, metric)
-    target = terms_of(sweep.runs).score_of_target(target)
+    terms = terms_of(sweep.runs)
+    target = terms.score_of_target(target)
     if target is None:
         target = common_target(sweep.runs)
+    until = None if target is None else terms.with_unit(target)
     rows = sweep_figures(sweep, target)
-    folder = out_dir / "report"
-    html_path, csv_path, png_path = (folder / f"report.{kind}" for kind in ("html", "csv", "png"))
-    more = (*CSV_COLUMNS, *(SPEECH_COLUMNS if _spoken(rows) else ()))
-    with writing_into(folder):
-        csv_path.write_text(csv_text(rows, target, all_columns(rows), more), encoding="utf-8")
-        png_written = figures.render_png(png_path, rows)
-        html_path.write_text(render_page(sweep, rows, target), encoding="utf-8")
-    sentences = find_answer(rows).sentences
-    png = png_path if png_written else None
-    return WrittenReport(html_path, csv_path, png, _terminal_tables(rows, target), sentences)
+    answer, panels = find_answer(rows), make_panels(rows)
+    tables = _make_tables(rows, answer.chosen, until)
+    more = (*CSV_COLUMNS, *(SPEECH_COLUMNS if "speech" in tables else ()))
+    html, csv, png = write_files(
+        out_dir / "report",
+        "report",
+        _page(sweep, rows, answer, tables, panels, until),
+        csv_of_runs(rows, target, more),
+        {"report": lambda path: write_png(path, _lines(panels), make_canvas(rows, theme.PRINT))},
+    )
+    return WrittenReport(html, csv, png, Group(*tables.values()), answer.sentences)
 
 
-def render_page(sweep: Sweep, rows: Sequence[RunFigures], target: float | None) -> str:
-    """Return the page: one HTML document without a reference to anything outside of it."""
-    environment = page_templates()
-    environment.filters["breakable"] = _breakable
-    svgs = {plot.name: figures.render_svg(plot, rows) for plot in figures.make_plots(rows)}
-    colours = make_canvas(rows, theme.PAGE).colours
-    recorded = [row for row in rows if row.data is not None]
-    data_columns = shown_columns(recorded)
-    columns = main_columns(rows)
-    return environment.get_template("report.html.j2").render(
-        title=sweep.path.resolve().name,
-        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        answer=find_answer(rows),
-        rule=rule_for(rows),
-        target=_target_text(rows, target),
-        columns=columns,
-        rows=page_rows(rows, columns),
-        speech_title=SPEECH_TITLE,
-        speech_caption=SPEECH_CAPTION,
-        speech_columns=SPEECH_COLUMNS,
-        speech_rows=page_rows(_spoken(rows), SPEECH_COLUMNS),
-        data_columns=data_columns,
-        data_rows=page_rows(recorded, data_columns),
+def _page(
+    sweep: Sweep,
+    rows: Sequence[RunFigures],
+    answer: SweepAnswer,
+    tables: dict[str, ShownTable[RunFigures]],
+    panels: dict[str, list[Panel]],
+    until: str | None,
+) -> str:
+    return render_page(
+        "report",
+        sweep.path.resolve().name,
+        answer,
+        rule_for(rows) if answer.chosen and len(rows) > 1 else "",
+        target=until,
+        **{name: tables.get(name) for name in ("figures", "speech", "data_path")},
+        **{
+            section: panel_svgs(drawn, lambda: make_canvas(rows, theme.PAGE))
+            for section, drawn in panels.items()
+        },
         data_notes=_data_path_notes(rows),
-        colours={name: theme.with_variables(colour) for name, colour in colours.items()},
-        # Our own drawings, whose every text matplotlib or html.escape has escaped.
-        svgs={name: Markup(svg) for name, svg in svgs.items() if svg is not None},
-        span_legend=figures.span_legend(),
-        settings=[(row, _settings(row.run.settings)) for row in rows],
-        light_colours=theme.css_variables(dark=False),
-        dark_colours=theme.css_variables(dark=True),
+        span_legend=[(title, swatch(colour)) for title, colour in SPAN_KEYS],
+        settings=[(row.run, _settings(row.run.settings)) for row in rows],
         sampling_notices=sampling_notices(rows),
         warmup_steps=max((row.run.timing.warmup_steps for row in rows if row.run.timing), default=0),
     )
 
 
-def _terminal_tables(rows: Sequence[RunFigures], target: float | None) -> RenderableType:
-    """Return the tables to print; those of speech and of the data path only where a run recorded them."""
-    tables = [TerminalTable(rows, main_columns(rows), caption=target_caption(_target_text(rows, target)))]
-    if spoken := _spoken(rows):
-        tables.append(TerminalTable(spoken, SPEECH_COLUMNS, title=SPEECH_TITLE, caption=SPEECH_CAPTION))
-    recorded = [row for row in rows if row.data is not None]
-    columns = shown_columns(recorded)
-    if recorded:
-        tables.append(TerminalTable(recorded, columns, wide_columns=_WIDE_DATA_COLUMNS, title="Data path"))
-    return Group(*tables) if len(tables) > 1 else tables[0]
+def _lines(panels: dict[str, list[Panel]]) -> list[list[Panel]]:
+    """Return the plots of the PNG, line by line."""
+    return [line for line in panels.values() if line]
 
 
-def _spoken(rows: Sequence[RunFigures]) -> list[RunFigures]:
-    """Return the runs whose synthetic speech was measured."""
-    return [row for row in rows if row.run.spoken is not None]
+def _make_tables(
+    rows: Sequence[RunFigures], chosen: RunFigures | None, until: str | None
+) -> dict[str, ShownTable[RunFigures]]:
+    """Return the tables; those of speech and of the data path only where a run recorded them.
 
+    Args:
+        until: when the time to target counts.
+    """
+    labels = formatting.run_labels([row.run for row in rows])
+    colours = make_canvas(rows, theme.PAGE).colours
 
-def _target_text(rows: Sequence[RunFigures], target: float | None) -> str | None:
-    return None if target is None else terms_of(row.run for row in rows).with_unit(target)
+    def head(row: RunFigures, num_rows: int) -> RowHead:
+        run, complete = row.run, row.run.status == "complete"
+        return RowHead(
+            run.name,
+            labels[run.name],
+            "" if complete else run.status,
+            swatch(colours[run.name]),
+            is_pale=not complete,
+            is_chosen=row is chosen and num_rows > 1,
+        )
+
+    def table(id_: str, title: str, columns: Sequence[FigureColumn], of: Sequence[RunFigures], **others: Any
+              ) -> ShownTable[RunFigures]:  # fmt: skip
+        return ShownTable(id_, title, columns, [(head(row, len(of)), row) for row in of], **others)
+
+    note = "" if until is None else f"time to target: until {until} on held-out data"
+    tables = {"figures": table("figures", "", main_columns(rows), rows, note=note, wide_columns=_WIDE)}
+    if spoken := [row for row in rows if row.run.spoken is not None]:
+        speech = table(
+            "speech", SPEECH_TITLE, SPEECH_COLUMNS, spoken, note=SPEECH_CAPTION, wide_columns=_WIDE
+        )
+        tables["speech"] = speech
+    if recorded := [row for row in rows if row.data is not None]:
+        columns = shown_columns(recorded)
+        tables["data_path"] = table("data-path", "Data path", columns, recorded, wide_columns=_WIDE_DATA)
+    return tables
 
 
 def _data_path_notes(rows: Sequence[RunFigures]) -> list[tuple[str, list[str]]]:
@@ -141,11 +156,6 @@ def _data_path_notes(rows: Sequence[RunFigures]) -> list[tuple[str, list[str]]]:
     labels = formatting.run_labels([row.run for row in rows])
     notes = ((labels[row.run.name], path_sentences(row, labels[row.run.name])) for row in rows)
     return [(label, sentences) for label, sentences in notes if sentences]
-
-
-def _breakable(name: str) -> Markup:
-    """Return a run's name, escaped, that a narrow cell may break behind its underscores and dashes."""
-    return Markup(re.sub(r"([_-])", r"\1<wbr>", str(escape(name))))
 
 
 def _settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
@@ -163,28 +173,4 @@ def _settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
         *SETTINGS,
     }
     more = [(key.replace("_", " "), value) for key, value in settings.items() if key not in hidden]
-    return [(title, _setting_text(title, value)) for title, value in known + more]
-
-
-def _setting_text(title: str, value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        words = [item if isinstance(item, str) else json.dumps(item) for item in value]
-        if title == "command":
-            return shlex.join(words)
-        return ", ".join(f"{word} ({words.count(word)})" for word in dict.fromkeys(words))
-    if isinstance(value, dict):
-        given = {key: item for key, item in value.items() if item is not None}
-        return ", ".join(f"{key} {_nested(item)}" for key, item in given.items())
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
-        return f"{value:,}"
-    return json.dumps(value)
-
-
-def _nested(value: Any) -> str:
-    """Write a group of settings in brackets, so that it can stand among others; unset ones are left out."""
-    if not isinstance(value, dict):
-        return _setting_text("", value)
-    given = (f"{key}={_nested(item)}" for key, item in value.items() if item is not None)
-    return f"({', '.join(given)})"
+    return [(title, setting_text(title, value)) for title, value in known + more]

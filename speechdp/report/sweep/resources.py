@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 
 from speechdp.report.kit.canvas import Canvas
-from speechdp.report.runs.derived import RunFigures
-from speechdp.report.sweep.utilisation import (
+from speechdp.report.kit.utilisation import (
     MemoryBar,
     draw_courses,
     draw_memory,
@@ -16,6 +15,7 @@ from speechdp.report.sweep.utilisation import (
     mean_over_columns,
     utilisation_course,
 )
+from speechdp.report.runs.derived import RunFigures
 
 
 def has_samples(rows: Sequence[RunFigures]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from speechdp.report.kit import formatting
+from speechdp.report.kit.columns import FigureColumn
 from speechdp.report.kit.tables import Column
 from speechdp.report.runs.derived import RunFigures
 from speechdp.report.runs.results import Estimate, Spoken
@@ -18,13 +19,13 @@ SPEECH_CAPTION = (
 
 def _figure(
     name: tuple[str, str, str, str], of: Callable[[Spoken], Estimate | None], factor: float, digits: int
-) -> Column[RunFigures]:
+) -> FigureColumn:
     """Return a column of (key, title, unit, meaning) whose figures are shown times `factor`."""
 
     def found(row: RunFigures) -> Estimate | None:
         return None if row.run.spoken is None else of(row.run.spoken)
 
-    def text(row: RunFigures) -> str:
+    def cell(row: RunFigures) -> str:
         estimate = found(row)
         if estimate is None:
             return formatting.MISSING
@@ -34,14 +35,10 @@ def _figure(
         )
         return f"{mean}" if low is None or high is None else f"{mean} [{low}, {high}]"
 
-    def value(row: RunFigures) -> float | None:
-        estimate = found(row)
-        return None if estimate is None else estimate.mean
-
-    return Column(*name, text, value)
+    return Column(*name, lambda row: estimate.mean if (estimate := found(row)) else None, cell=cell)
 
 
-def _word_errors(source: str, title: str, meaning: str) -> Column[RunFigures]:
+def _word_errors(source: str, title: str, meaning: str) -> FigureColumn:
     name = (f"speech_wer_{source}", title, "%", meaning)
     return _figure(name, lambda spoken: spoken.word_errors.get(source), 100, 1)
 
@@ -57,10 +54,10 @@ def _split(row: RunFigures) -> str:
     return spoken.split if spoken.utterances is None else f"{spoken.split} ({spoken.utterances})"
 
 
-SPEECH_COLUMNS: tuple[Column[RunFigures], ...] = (
+SPEECH_COLUMNS: tuple[FigureColumn, ...] = (
     Column(
         "speech_split", "split (texts)", "", "Whose texts were said, and how many of them.",
-        _split, lambda row: row.run.spoken.split if row.run.spoken else None, is_number=False,
+        lambda row: row.run.spoken.split if row.run.spoken else None, cell=_split, is_number=False,
     ),
     _figure(
         ("speech_mcd_db", "MCD", "dB", "Mel-cepstral distortion from the recording; less is better."),

@@ -21,19 +21,8 @@ from benchmarks.papers.poster_schemes import EqualRanks, Job, OneMaster, Scheme,
 from benchmarks.papers.poster_threads import Timing, in_threads, measure
 from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
-from speechdp.experiments.profile.record import (
-    BLOCKING,
-    WEAK,
-    FunctionTime,
-    JobEntry,
-    MeasuredMemory,
-    Memory,
-    Profile,
-    ProfileJob,
-    RankRecord,
-    Settings,
-    StepRecord,
-)
+from speechdp.experiments.profile.measured import FunctionTime, MeasuredMemory, Memory, RankRecord, StepRecord
+from speechdp.experiments.profile.record import BLOCKING, WEAK, JobEntry, Profile, ProfileJob, Settings
 from speechdp.models.tacotron.config import TINY
 from speechdp.models.tacotron.decoder import Decoder
 

@@ -11,8 +11,7 @@ import tyro
 
 from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
 from speechdp.errors import ConfigError
-from speechdp.experiments.compare.arguments import train_arguments
-from speechdp.experiments.compare.jobs import what_went_wrong
+from speechdp.experiments.arguments import train_arguments
 from speechdp.experiments.compare.plan import (
     ComparePlan,
     PlannedRun,
@@ -21,16 +20,10 @@ from speechdp.experiments.compare.plan import (
     stretched,
     whole_numbers,
 )
-from speechdp.experiments.compare.record import (
-    COMPLETE,
-    FAILED,
-    PENDING,
-    CompareRecord,
-    RunRecord,
-    read_record,
-    write_record,
-)
+from speechdp.experiments.compare.record import CompareRecord, RunRecord, read_record, write_record
 from speechdp.experiments.compare.run import estimate_left_s, plan_time_runs
+from speechdp.experiments.jobs import what_went_wrong
+from speechdp.experiments.record import COMPLETE, FAILED, PENDING
 from speechdp.launching.supervise import JobEnd
 from speechdp.options.batch import BatchOptions, LoadingOptions
 from speechdp.options.optimizer import OptimizerOptions

@@ -12,7 +12,7 @@ import pytest
 
 from speechdp.cli.main import run as speechdp
 from speechdp.errors import ConfigError
-from speechdp.experiments.compare.jobs import JobStarter, JobStopped
+from speechdp.experiments.jobs import JobStarter, JobStopped
 from speechdp.experiments.profile.derived import STEP, job_costs
 from speechdp.experiments.profile.jobs import Profiler, ProfileRequest
 from speechdp.experiments.profile.plan import ProfilePlan

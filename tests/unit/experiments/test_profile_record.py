@@ -11,7 +11,8 @@ import pytest
 from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.profile.common_start import start_of
 from speechdp.experiments.profile.jobs import merged, news
-from speechdp.experiments.profile.record import FAILED, JobEntry, read_profile, read_record, write_record
+from speechdp.experiments.profile.record import JobEntry, read_profile, read_record, write_record
+from speechdp.experiments.record import FAILED
 from tests.helpers.profiles import MadeUpProfile, write_profile
 
 

@@ -10,10 +10,11 @@ import pytest
 
 from speechdp.cli.main import parse, run
 from speechdp.errors import ConfigError
-from speechdp.experiments.compare.jobs import JobStarter
 from speechdp.experiments.compare.record import read_record
-from speechdp.experiments.script_sweep import ScriptSweep
-from speechdp.experiments.sweep import SweepPlan, write_sweep
+from speechdp.experiments.jobs import JobStarter
+from speechdp.experiments.sweep.plan import SweepPlan, write_sweep
+from speechdp.experiments.sweep.script import ScriptSweep
+from speechdp.report.runs.folders import read_run, read_sweep
 
 Call = tuple[int, list[str], dict[str, str]]
 
@@ -188,6 +189,24 @@ def test_a_sweep_runs_a_script_with_every_period(
     assert json.loads((out / "sweep.json").read_text())["completed"] is True
     assert run([*command, "--no-one-rank"]) == 1
     assert "holds a sweep over other runs" in capsys.readouterr().err
+
+
+def test_a_sweeps_report_does_not_count_a_script_that_failed_after_its_training(
+    ranks: FakeRanks, script: Path
+) -> None:
+    out = script.parent / "out"
+    command = ["sweep", "--script", str(script), str(out), "--periods", "4", "--reference", ""]
+    ranks.fails_at_its_end = True
+    assert run(command) == 1
+    runs = read_sweep(out).runs
+    assert [one.status for one in runs] == ["unfinished", "unfinished"]
+    assert "script-ended.json: missing, so the script failed" in runs[1].problems[-1]
+    assert read_run(runs[1].path).completed  # by itself a run ends with its training
+    ranks.fails_at_its_end = False
+    assert run(command) == 0
+    for path in out.glob("*/script-ended.json"):  # which older sweeps do not have
+        path.unlink()
+    assert [one.status for one in read_sweep(out).runs] == ["complete", "complete"]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.shards.data_dir import check_target, new_data_dir, owner_file
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError, RunError
-from speechdp.experiments.sweep import SweepPlan, run_sweep
+from speechdp.experiments.sweep.plan import SweepPlan
+from speechdp.experiments.sweep.training import run_sweep
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.ownership.claimant import Claimant
 from speechdp.ownership.overwrite import check_overwrite, empty

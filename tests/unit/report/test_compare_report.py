@@ -14,11 +14,12 @@ from rich.console import Console
 
 from speechdp.cli.report import ReportCommand
 from speechdp.report.compare.choice import choose
-from speechdp.report.compare.groups import Group, common_target, make_groups, mean_age, read_comparison
+from speechdp.report.compare.groups import Group, common_target, make_groups, read_comparison
 from speechdp.report.compare.panels import dashes, make_canvas, make_panels, mean_curve
 from speechdp.report.compare.report import write_comparison as write_report
 from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.kit.theme import PRINT
+from speechdp.report.runs.derived import mean_age
 from tests.helpers.comparisons import (
     MadeUpStrategy,
     failed,
@@ -56,19 +57,19 @@ def test_figures_are_means_and_deviations_of_the_seeds(realistic: tuple[Path, Wr
         finals.append(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["heldout_log_prob"])
     assert group.scores is not None and group.scores.mean == pytest.approx(statistics.mean(finals))
     assert group.scores.deviation == pytest.approx(statistics.stdev(finals))
-    assert group.sent_per_s is not None and group.sent_per_s.mean == pytest.approx(22e6)
-    assert group.distance is not None and group.distance.mean == pytest.approx(0.041)
-    assert group.to_target_s is not None and len(group.to_target_s.values) == 3
+    assert [row.sent_per_s for row in group.figures] == pytest.approx([22e6] * 3)
+    assert [row.replica_distance for row in group.figures] == pytest.approx([0.041] * 3)
+    assert all(row.time_to_target_s is not None for row in group.figures)
     # 2 ranks and 3 seeds have the same counts.
     assert group.ages == tuple(6 * count for count in (40, 310, 180, 60, 12, 3, 1))
-    assert group.staleness is not None
-    assert group.staleness.mean == pytest.approx((310 + 360 + 180 + 48 + 15 + 6) / 606)
+    assert group.figures[0].staleness == pytest.approx((310 + 360 + 180 + 48 + 15 + 6) / 606)
 
 
 def test_what_was_not_recorded_is_missing_and_not_zero(tmp_path: Path) -> None:
     out = write_comparison(tmp_path / "out", [MadeUpStrategy("a", sent=None)], (2,), (1,), ("frames",))
     group = _groups(out)["frames", 2, "a"]
-    assert group.sent_per_s is None and group.staleness is None and group.ages == ()
+    (row_of_run,) = group.figures
+    assert row_of_run.sent_per_s is None and row_of_run.staleness is None and group.ages == ()
     assert mean_age(()) is None
     report = write_report(out)
     (row,) = csv.DictReader(io.StringIO(report.csv.read_text()))
@@ -217,4 +218,4 @@ def test_synthesis_is_compared_in_its_own_terms(tmp_path: Path) -> None:
     for text in (console.export_text(), " ".join(report.answer), report.html.read_text()):
         assert "nats" not in text and "log-prob" not in text and "frame acc" not in text
         assert re.search(r"0\.4\d\d\d", text)
-    assert "L1 error against speed" in report.html.read_text()
+    assert "L1 error by speed" in report.html.read_text()

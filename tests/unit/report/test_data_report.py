@@ -16,7 +16,7 @@ from speechdp.report.runs.data_path import data_figures, data_wait
 from speechdp.report.runs.derived import common_target, sweep_figures
 from speechdp.report.runs.folders import read_run, read_sweep
 from speechdp.report.runs.results import DataTimes, Feeder, RankTiming, RunTiming
-from speechdp.report.sweep.answer import Answer, find_answer
+from speechdp.report.sweep.answer import SweepAnswer, find_answer
 from speechdp.report.sweep.report import write_report
 from tests.helpers.page_reader import PageReader
 from tests.helpers.runs import MadeUpRun, write_run, write_sweep
@@ -40,7 +40,7 @@ def _late(data: Any, order: str = "pooled", device: str = "cpu", **more: Any) ->
     return MadeUpRun("late", spans=LATE, rank_spans=LATE_RANK, settings=settings, data=data, **more)
 
 
-def _answer(tmp_path: Path, *runs: MadeUpRun) -> Answer:
+def _answer(tmp_path: Path, *runs: MadeUpRun) -> SweepAnswer:
     sweep = read_sweep(write_sweep(tmp_path / "sweep", runs))
     return find_answer(sweep_figures(sweep, common_target(sweep.runs)))
 

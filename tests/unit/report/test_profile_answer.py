@@ -20,14 +20,8 @@ from speechdp.experiments.profile.derived import (
     waited_share,
     waiting_s,
 )
-from speechdp.experiments.profile.record import (
-    STRONG,
-    WEAK,
-    MeasuredMemory,
-    Memory,
-    Profile,
-    read_profile,
-)
+from speechdp.experiments.profile.measured import MeasuredMemory, Memory
+from speechdp.experiments.profile.record import STRONG, WEAK, Profile, read_profile
 from speechdp.report.profile.answer import find_answer
 from tests.helpers.profile_checks import answer_of, job_of_one_step, recorded_seconds, small_profile
 from tests.helpers.profiles import MadeUpProfile, write_profile

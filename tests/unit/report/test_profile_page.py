@@ -19,19 +19,13 @@ from speechdp.experiments.profile.derived import (
     main_job,
     make_scaling,
 )
-from speechdp.experiments.profile.record import (
-    FAILED,
-    PENDING,
-    WEAK,
-    read_profile,
-    read_record,
-    write_record,
-)
+from speechdp.experiments.profile.record import WEAK, read_profile, read_record, write_record
+from speechdp.experiments.record import FAILED, PENDING
 from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.profile import gantt as gantts
 from speechdp.report.profile.answer import find_answer
 from speechdp.report.profile.figures import make_pictures
-from speechdp.report.profile.page import render_page, write_profile_page
+from speechdp.report.profile.page import profile_page, write_profile_page
 from speechdp.report.profile.table import make_tables
 from tests.helpers.page_reader import PageReader
 from tests.helpers.profile_checks import answer_of, job_of_one_step, recorded_seconds, small_profile
@@ -53,7 +47,7 @@ def _page(out: Path) -> str:
     profile = read_profile(out)
     scalings = all_scalings(profile)
     tables = make_tables(profile, scalings, main_job(profile))
-    return render_page(profile, find_answer(profile, scalings), make_pictures(profile), tables)
+    return profile_page(profile, find_answer(profile, scalings), make_pictures(profile), tables)
 
 
 def test_the_gantt_shows_usual_steps_and_tells_waiting_apart(realistic: tuple[Path, WrittenReport]) -> None:

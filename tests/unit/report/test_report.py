@@ -20,7 +20,7 @@ from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.runs.derived import common_target, sweep_figures
 from speechdp.report.runs.folders import read_sweep
 from speechdp.report.runs.results import RankTiming
-from speechdp.report.sweep.answer import Answer, find_answer
+from speechdp.report.sweep.answer import SweepAnswer, find_answer
 from speechdp.report.sweep.bars import shown_ranks
 from speechdp.report.sweep.report import write_report
 from speechdp.tasks.metrics import LOG_PROB
@@ -35,7 +35,7 @@ def realistic(tmp_path_factory: pytest.TempPathFactory) -> WrittenReport:
     return write_report(write_sweep(tmp_path_factory.mktemp("report") / "sweep", realistic_sweep()))
 
 
-def _answer(tmp_path: Path, runs: list[MadeUpRun], missing: tuple[str, ...] = ()) -> Answer:
+def _answer(tmp_path: Path, runs: list[MadeUpRun], missing: tuple[str, ...] = ()) -> SweepAnswer:
     sweep = read_sweep(write_sweep(tmp_path / "sweep", runs, missing))
     return find_answer(sweep_figures(sweep, common_target(sweep.runs)))
 

@@ -21,6 +21,7 @@ from speechdp.errors import ConfigError
 from speechdp.experiments.compare.record import CompareRecord, RunRecord, read_record, write_record
 from speechdp.report.compare.report import write_comparison
 from speechdp.report.runs.folders import read_run, read_sweep
+from speechdp.report.runs.results import SCRIPT
 from speechdp.report.runs.script_metric import parse_metric
 from speechdp.report.sweep.report import write_report
 from tests.helpers.runs import MadeUpRun, write_run
@@ -66,7 +67,8 @@ def compared(tmp_path: Path) -> Path:
 
 def words_of(page: Path) -> str:
     """Return what a reader sees: no markup, style sheets or scripts."""
-    text = re.sub(r"<(style|script).*?</\1>", " ", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = page.read_text(encoding="utf-8").replace("\u00a0", " ")
+    text = re.sub(r"<(style|script).*?</\1>", " ", text, flags=re.DOTALL)
     return re.sub(r"<[^>]+>", " ", text)
 
 
@@ -113,7 +115,7 @@ def test_without_a_metric_only_speeds_are_compared(compared: Path) -> None:
     for path in compared.glob("*/metrics.jsonl"):
         path.unlink()
     answer = write_comparison(compared).answer
-    assert "logged no metric" in answer[0]
+    assert "No finished run on several ranks has logged a metric by run.log()" in answer[0]
     record = read_record(compared)
     failed = [replace(run, state="failed" if run.ranks > 1 else run.state) for run in record.runs]
     write_record(compared, replace(record, runs=tuple(failed)))
@@ -138,13 +140,13 @@ def test_a_run_that_has_diverged_has_no_score(compared: Path, last: float) -> No
 def test_a_run_that_does_not_name_its_script_is_a_scripts(compared: Path) -> None:
     path = next(compared.glob("2x-bmuf*")) / "run.json"
     settings = json.loads(path.read_text())
-    assert read_run(path.parent).is_of_script
+    assert read_run(path.parent).kind is SCRIPT
     path.write_text(json.dumps({k: v for k, v in settings.items() if k not in ("script", "data")}))
     run = read_run(path.parent)
-    assert run.is_of_script and run.metric.key == "valid_loss" and run.evaluations[-1].score == -0.203
+    assert run.kind is SCRIPT and run.metric.key == "valid_loss" and run.evaluations[-1].score == -0.203
     write_report(path.parent, metric="accuracy")
     path.write_text(json.dumps({k: v for k, v in settings.items() if k != "script"}))
-    assert not read_run(path.parent).is_of_script
+    assert read_run(path.parent).kind is not SCRIPT
 
 
 def test_a_target_is_given_as_the_script_logs_it(compared: Path) -> None:

@@ -16,10 +16,7 @@ from matplotlib.figure import Figure
 
 from speechdp.report.kit.canvas import Canvas
 from speechdp.report.kit.theme import PRINT
-from speechdp.report.runs.folders import read_run, read_sweep
-from speechdp.report.runs.samples import Samples, read_samples
-from speechdp.report.sweep.report import write_report
-from speechdp.report.sweep.utilisation import (
+from speechdp.report.kit.utilisation import (
     CPU_AXIS,
     GPU_AXIS,
     MAX_BARS,
@@ -29,6 +26,9 @@ from speechdp.report.sweep.utilisation import (
     draw_utilisation,
     utilisation_course,
 )
+from speechdp.report.runs.folders import read_run, read_sweep
+from speechdp.report.runs.samples import Samples, read_samples
+from speechdp.report.sweep.report import write_report
 from speechdp.timing.memory import memory_balance, peak_memory
 from tests.helpers.runs import MadeUpRun, realistic_sweep, write_run, write_sweep
 from tests.helpers.usage_files import GB, add_memory, write_samples

@@ -23,7 +23,8 @@ from speechdp.data.plan.assignment import planned
 from speechdp.data.plan.epoch_plan import plan_epoch
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError, RunError
-from speechdp.experiments.sweep import SweepPlan, run_sweep
+from speechdp.experiments.sweep.plan import SweepPlan
+from speechdp.experiments.sweep.training import run_sweep
 from speechdp.options.batch import BatchOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel import stop

@@ -11,7 +11,8 @@ from speechdp.experiments.compare.plan import FRAMES, SEQUENTIAL
 from speechdp.experiments.compare.record import RunRecord
 from speechdp.experiments.compare.run import carry_out
 from speechdp.experiments.compare.script_training import ScriptTraining
-from speechdp.experiments.sweep import ONE_RANK, SweepPlan, write_sweep
+from speechdp.experiments.sweep.plan import SweepPlan, write_sweep
+from speechdp.report.runs.results import ONE_RANK
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from speechdp.report.kit import formatting
 from speechdp.report.kit.canvas import Canvas, style_axes
+from speechdp.report.kit.learning import time_unit
 from speechdp.report.runs.samples import Array, Samples
-from speechdp.report.sweep.plots import time_unit
 from speechdp.timing.memory import memory_balance
 
 GPU_AXIS = "GPU utilisation (NVML), %"

@@ -1,0 +1,73 @@
+"""What the records of all experiments share: how they are written and read, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from speechdp.errors import ConfigError, RunError
+from speechdp.files import cannot_be_written, write_text_atomically
+
+#: States of a run or job.
+STATES = PENDING, COMPLETE, FAILED = "pending", "complete", "failed"
+_VERSION = 1
+
+
+def write_record_file(path: Path, kind: str, content: Mapping[str, Any]) -> None:
+    """Write the record of an experiment.  Raises RunError (disk)."""
+    write_json(path, {"format": f"speechdp-{kind}", "version": _VERSION, **content})
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file, which a reader sees old or new, and its folder.  Raises RunError (disk)."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(path, json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise RunError(cannot_be_written(path, error)) from error
+
+
+@contextmanager
+def reading(path: Path, then: str) -> Iterator[None]:
+    """Say of what fails in the block that a record cannot be read or is damaged.
+
+    Args:
+        then: what the user can do.
+
+    Raises:
+        ConfigError: it is so.
+    """
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); {then}") from error
+
+
+def check_format(content: Mapping[str, Any], kind: str) -> None:
+    """Refuse a record of something else.  Raises ValueError, or what `reading` takes."""
+    if content["format"] != f"speechdp-{kind}" or content["version"] != _VERSION:
+        raise ValueError(f"format {content['format']!r}, version {content['version']!r}")
+
+
+def refuse_others(
+    path: Path,
+    before: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    named: Callable[[str], str] = "another {}".format,
+) -> None:
+    """Refuse to go on with what was begun with other settings.
+
+    Args:
+        path: the file that holds those before.
+        named: names a setting that differs.
+
+    Raises:
+        ConfigError: they differ; the message names the first difference.
+    """
+    now = json.loads(json.dumps(settings))
+    for key in sorted({*before, *now}):
+        if before.get(key) != now.get(key):
+            raise ConfigError(f"{path}: was begun with {named(key)}; choose another folder, or --overwrite")

@@ -1,0 +1,65 @@
+"""Which of several trainings are accurate enough to be chosen, and what is to be said of their metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from speechdp.report.kit import formatting
+from speechdp.report.kit.metric_names import terms_of
+from speechdp.report.runs.results import RunResult, WordErrors
+
+
+class Accuracy(Protocol):
+    """What the rule looks at."""
+
+    @property
+    def score(self) -> float | None:
+        """What is higher the better a model is on held-out data."""
+
+    @property
+    def word_errors(self) -> WordErrors | None:
+        """Word error rate and its interval."""
+
+
+Row = TypeVar("Row", bound=Accuracy)
+
+
+def accurate_enough(rows: Sequence[Row], best: Row, tolerance: float) -> list[Row]:
+    """Return the rows whose score and word errors are as good as the best; if no row's are, the best alone.
+
+    Args:
+        tolerance: how far from the best score is near enough.
+    """
+    assert best.score is not None
+    rates = [row.word_errors for row in rows if row.word_errors is not None]
+    lowest = min(rates, key=lambda errors: errors.wer, default=None)
+    kept: list[Row] = []
+    for row in rows:
+        close = row.score is not None and row.score >= best.score - tolerance
+        errors = row.word_errors
+        overlaps = lowest is None or (
+            errors is not None
+            and (errors.wer if errors.low is None else errors.low)
+            <= (lowest.wer if lowest.high is None else lowest.high)
+        )
+        if close and overlaps:
+            kept.append(row)
+    return kept or [best]
+
+
+def metrics_note(runs: Sequence[RunResult]) -> str:
+    """Say how the figures are to be read of tasks that are not recognition; empty where all runs are."""
+    terms = terms_of(runs)
+    others = [run for run in runs if run.settings and run.metric.key != terms.metric.key]
+    if others:
+        names = " and ".join(dict.fromkeys(run.metric.name for run in others))
+        return (
+            f"These runs are of several tasks. Those with a {terms.metric.name} are compared; the others "
+            f"have a {names}, which cannot be compared with it."
+        )
+    if terms.task.decodes or not any(run.evaluations for run in runs):
+        return ""
+    meanings = "; ".join(f"{metric.name}: {metric.meaning.rstrip('.')}" for metric in terms.task.metrics)
+    near = f"A run keeps the accuracy within {terms.tolerance()} of the {terms.best}."
+    return f"{formatting.capital(meanings)}. {near}"

@@ -1,0 +1,38 @@
+"""Columns of runs' figures that several reports show."""
+
+from __future__ import annotations
+
+from speechdp.report.kit import formatting
+from speechdp.report.kit.metric_names import Terms, metric_text
+from speechdp.report.kit.tables import Column
+from speechdp.report.runs.derived import RunFigures
+from speechdp.tasks.metrics import Metric
+
+FigureColumn = Column[RunFigures]
+
+STEPS = FigureColumn(
+    "steps", "steps", "", "Steps of the loop; where ranks go at their own pace, of the fastest.",
+    lambda row: row.steps, formatting.count,
+)  # fmt: skip
+
+
+def throughput(terms: Terms) -> FigureColumn:
+    """Return the throughput, in what such runs count."""
+    amount = terms.amount
+    return Column(
+        f"{amount}_per_s", f"{amount}/s", "",
+        f"{terms.kind.counted} of all ranks over the longest rank's step time, warm-up left out.",
+        lambda row: row.frames_per_s, formatting.count,
+    )  # fmt: skip
+
+
+def metric_column(metric: Metric, *, is_first: bool) -> FigureColumn:
+    """Return a metric of held-out data at the end; the first of a task stands under its key on disk."""
+    return Column(
+        metric.recorded_as if is_first else metric.key,
+        metric.title,
+        metric.unit,
+        metric.meaning,
+        lambda row: row.values.get(metric.key),
+        lambda value: metric_text(metric, value),
+    )

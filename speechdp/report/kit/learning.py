@@ -1,0 +1,50 @@
+"""What plots of learning curves share: points, units and axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+
+from speechdp.report.kit.canvas import Canvas, style_axes
+from speechdp.report.kit.metric_names import Terms
+from speechdp.report.runs.results import Evaluation
+
+
+def curve_points(evaluations: Sequence[Evaluation], over_time: bool) -> list[tuple[float, float, Evaluation]]:
+    """Return (training time in s or frames, score, evaluation) where both are known."""
+    points: list[tuple[float, float, Evaluation]] = []
+    for evaluation in evaluations:
+        x = evaluation.time_s if over_time else evaluation.frames
+        if x is not None and evaluation.score is not None:
+            points.append((x, evaluation.score, evaluation))
+    return points
+
+
+def frames_unit(longest: float) -> tuple[float, str]:
+    """Return what to divide frames by on an axis, and its name."""
+    return (1e6, "million") if longest >= 1e6 else (1e3, "thousand")
+
+
+def time_unit(longest: float) -> tuple[float, str]:
+    """Return what to divide seconds by on an axis, and its name."""
+    if longest >= 2 * 3600:
+        return 3600.0, "h"
+    return (60.0, "min") if longest >= 180 else (1.0, "s")
+
+
+def learning_axes(
+    ax: Axes, title: str, longest: float, terms: Terms, canvas: Canvas, *, over_time: bool
+) -> float:
+    """Make the axes of learning curves; return what to divide times or frames by.
+
+    Args:
+        title: what stands before the name of the axis.
+        longest: the largest time, s, or number of frames.
+    """
+    scale, unit = time_unit(longest) if over_time else frames_unit(longest)
+    style_axes(ax, f"{title} {'time' if over_time else terms.amount}", terms.axis, canvas.theme)
+    what = "training time" if over_time else f"{terms.amount} trained on, all ranks"
+    ax.set_xlabel(f"{what} ({unit})", color=canvas.theme.muted)
+    ax.set_xlim(0, longest / scale * 1.02)
+    return scale
