@@ -38,6 +38,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.preprocess import Preprocessor, UtteranceKey
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.options.run import TrainOptions
+from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.replica import Replica
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.train.build import make_replica
@@ -218,6 +219,8 @@ def options_from_json(kind: type[Any], values: dict[str, Any]) -> Any:
         value, hint = values[field.name], hints[field.name]
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             value = options_from_json(hint, value)
+        elif hint is StrategyChoice:
+            value = StrategyChoice(value)
         elif value is not None and (hint is Path or Path in typing.get_args(hint)):
             value = Path(value)
         given[field.name] = value

@@ -20,7 +20,7 @@ from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError, RunError
 from speechdp.parallel import stop
 from speechdp.process.ending import Stopped
-from speechdp.report.runs.derived import steps_taken
+from speechdp.report.runs.derived import run_figures
 from speechdp.report.runs.folders import read_run
 from tests.unit.parallel.test_stop import Clock
 
@@ -101,7 +101,7 @@ def test_a_stopped_script_goes_on_as_if_it_had_not_been(strategy: str, size: int
 
     run_threads(size, goes_on)
     run = read_run(folder)
-    assert run.completed and run.timing is not None and steps_taken(run.timing) == NUM_STEPS
+    assert run.completed and run_figures(run, None, None).steps == NUM_STEPS
 
 
 @pytest.mark.parametrize("strategy", ["ad_psgd", "parameter_server", "easgd:period=2"])

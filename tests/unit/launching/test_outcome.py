@@ -83,7 +83,7 @@ def test_what_the_launcher_tells_names_rank_and_host(tmp_path: Path) -> None:
     noticed = Fault("said", 0, "n1")
     killed = Fault("killed", 3, "n2", signal=9)
     reason = verdict(JobEnd(137, None, (noticed, killed)), target).reason
-    assert reason is not None and reason.startswith("rank 3 on n2 was killed by SIGKILL, by somebody or by")
+    assert reason is not None and reason.startswith("rank 3 on n2 was killed by SIGKILL, by a user or by")
     assert "(exit code 137); last checkpoint: " in reason
     lost = Fault("host lost", host="n3")
     reason = verdict(JobEnd(205, None, (lost,)), target).reason
