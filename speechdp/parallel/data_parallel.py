@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -136,16 +136,22 @@ class DataParallel:
         if self._phase is not _Phase.NEW:
             raise RunError("`with run` is entered a second time; make a new DataParallel to train again")
         self._check_loaded()
-        path = self._folder.begin(self._facts(), self._device, goes_on=self._loaded is not None)
-        #: Where this rank's time goes; `with run.timeline.span(...)` times parts of the script.
-        self.timeline = Timeline(path, rank=self.comm.rank, device=self._device)
-        self._joiner = BatchJoiner(self.model, self.comm, self.timeline)
-        self.strategy = self.strategy.attach(self._replica, self.comm, self.timeline)
-        self._phase = _Phase.TRAINING
-        if self._loaded is not None:
-            self._take_up(self._loaded)
-            self._loaded = None
-        self.strategy.resume()
+        loaded, self._loaded = self._loaded, None
+        with ExitStack() as undo:
+            undo.callback(self._end)
+            state_of = None if loaded is None else loaded.get("run_id", "")
+            path = self._folder.begin(self._facts(), self._device, state_of=state_of)
+            undo.callback(self._folder.fail)
+            #: Where this rank's time goes; `with run.timeline.span(...)` times parts of the script.
+            self.timeline = Timeline(path, rank=self.comm.rank, device=self._device)
+            undo.callback(self.timeline.close)
+            self._joiner = BatchJoiner(self.model, self.comm, self.timeline)
+            self.strategy = self.strategy.attach(self._replica, self.comm, self.timeline)
+            self._phase = _Phase.TRAINING
+            if loaded is not None:
+                self._take_up(loaded)
+            self.strategy.resume()
+            undo.pop_all()
         return self
 
     def __exit__(
@@ -160,24 +166,35 @@ class DataParallel:
             Stopped: it has been told; `run_ranks` ends the job with exit code 75.
         """
         is_stopped = error is None and self._stop is not None and self._stop.is_told
-        if error is None:
-            self.strategy.pause()
-            if is_stopped:
-                self.strategy.close()
-            else:
-                self._finish()
-        else:
-            self._folder.fail()
-        self._phase = _Phase.ENDED
-        self._replica.update_rule.release()
-        self.timeline.close()
-        if self._stop is not None:
-            self._stop.close()
+        with ExitStack() as ending:
+            ending.callback(self._end)
+            ending.callback(self.timeline.close)
+            try:
+                if error is None:
+                    self._finish(is_stopped=is_stopped)
+            except BaseException:
+                self._folder.fail()
+                raise
+            if error is not None:
+                self._folder.fail()
         if is_stopped:
             raise Stopped
 
-    def _finish(self) -> None:
+    def _end(self) -> None:
+        """Leave optimizer, signals and folder to others."""
+        self._phase = _Phase.ENDED
+        self._replica.update_rule.release()
+        self._folder.release()
+        if self._stop is not None:
+            self._stop.close()
+
+    def _finish(self, *, is_stopped: bool) -> None:
         """Give all ranks the same parameters; record that the run has ended well.  Collective."""
+        self._joiner.complete()
+        self.strategy.pause()
+        if is_stopped:
+            self.strategy.close()
+            return
         if self._stop is not None:
             self._stop.drain()
         self.strategy.finish()
@@ -361,6 +378,8 @@ class DataParallel:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "strategy_name": self.strategy.name,
+            "strategy_options": describe(self.strategy),
+            "run_id": self._folder.run_id,
             "strategy": self.strategy.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "steps": self.steps,
@@ -383,8 +402,9 @@ class DataParallel:
             RunError: training has begun.
         """
         self._check_new("load_state_dict")
-        saved = f"rank {state['rank']} of {state['size']} with {state['strategy_name']}"
-        here = f"rank {self.comm.rank} of {self.comm.size} with {self.strategy.name}"
+        strategy = describe(self.strategy)
+        saved = f"rank {state['rank']} of {state['size']} with {state.get('strategy_options', strategy)}"
+        here = f"rank {self.comm.rank} of {self.comm.size} with {strategy}"
         if saved != here:
             raise ConfigError(
                 f"load_state_dict: {here} cannot go on from the state of {saved}; load it with the strategy, "
@@ -424,10 +444,14 @@ class DataParallel:
             RunError: it cannot be read, or training has begun.
         """
         self._check_new("load_checkpoint")
-        state = self._folder.read_checkpoint()
-        if state is None:
-            return None
-        self.load_state_dict(state["run"])
+        try:
+            state = self._folder.read_checkpoint()
+            if state is None:
+                return None
+            self.load_state_dict(state["run"])
+        except BaseException:
+            self._folder.release()
+            raise
         more: dict[str, Any] = state["more"]
         return more
 
@@ -445,10 +469,17 @@ class DataParallel:
                 )
 
     def _take_up(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        # After the parameters: a strategy may keep what depends on them.
-        self.strategy.load_state_dict(_copied(state["strategy"]))
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            # After the parameters: a strategy may keep what depends on them.
+            self.strategy.load_state_dict(_copied(state["strategy"]))
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+            said = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"the state that was loaded is of another model or optimizer ({said}); make the model and "
+                "optimizer that it was saved with, or begin in another folder"
+            ) from error
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         self.steps, self._weight_here = state["steps"], state["weight_here"]

@@ -51,7 +51,7 @@ class BatchJoiner:
                 f"rank {lengths.index(0)} has no batch, rank {lengths.index(max(known))} has {max(known)}; "
                 "share out the data so that every rank has one"
             )
-        self._complete()  # of a loop that all ranks have left before its end
+        self.complete()  # of a loop that all ranks have left before its end
         source = iter(loader)
         yield from self._counted(source, max(known)) if len(known) == len(lengths) else self._agreed(source)
 
@@ -72,7 +72,7 @@ class BatchJoiner:
             self._under_way = self._comm.allreduce_async(here, name="batches", op=ReduceOp.MAX)
             if last:
                 yield from self._shown(last, joins_only=joins)
-            self._complete()
+            self.complete()
             if not here.item():
                 return
             joins, last = not found, found or last
@@ -80,7 +80,8 @@ class BatchJoiner:
                 raise ConfigError(f"rank {self._comm.rank} has no batch, others have; every rank needs one")
             found = self._next(source)
 
-    def _complete(self) -> None:
+    def complete(self) -> None:
+        """Wait for the message under way: a loop may be left before its end.  Collective."""
         if self._under_way is not None:
             self._under_way.wait()
         self._under_way = None

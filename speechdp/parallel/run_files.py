@@ -87,11 +87,25 @@ class RunDirectory:
 
     def launch(self) -> str:
         """Return what names the `speechdp launch` that began the run; "": none, or not known."""
+        return str(self._head().get("launch") or "")
+
+    def id(self) -> str:
+        """Return what tells a script's run from others; "": earlier versions wrote none."""
+        return str(self._head().get("id") or "")
+
+    def _head(self) -> dict[str, Any]:
+        """Return run.json; empty where there is none that can be read."""
         try:
             head = parse_json((self.path / "run.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            return ""
-        return str(head.get("launch") or "") if isinstance(head, dict) else ""
+            return {}
+        return head if isinstance(head, dict) else {}
+
+    def renew(self, facts: dict[str, Any]) -> None:
+        """Renew what run.json says where a script's run goes on.  Raises RunError (disk)."""
+        path = self.path / "run.json"
+        with _disk_errors(path):
+            write_text_atomically(path, json.dumps({**self._head(), **facts}, indent=2) + "\n")
 
     @property
     def is_begun(self) -> bool:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import platform
 import re
 import shutil
 import socket
 import sys
+import uuid
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from speechdp import exit_codes
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
 from speechdp.comm.startup.world import versions
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import atomic_path, cannot_be_read, cannot_be_written, is_of_disk
 from speechdp.launching.restarts import RESUME_VARIABLE
-from speechdp.ownership.claimant import START_VARIABLE
+from speechdp.ownership.claimant import START_VARIABLE, Claimant
+from speechdp.ownership.owner import FolderOwner, Surroundings
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.timing.gather import write_timing
 from speechdp.timing.gpu import gpu_facts
@@ -32,53 +38,103 @@ _KEPT = 2
 
 #: Folders of this process's runs that have not failed: a restarted script clears those of earlier ones only.
 _begun_here: set[Path] = set()
+_CHECKPOINT = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
 class ScriptFolder:
     """A run's folder on one rank, or none: then nothing is written.
 
+    It belongs to this job from the first look at its checkpoints, or from `begin`, until `release`.
+
     Args:
         path: the same on all ranks; None: no folder.
         comm: the ranks of the run.
+
+    Attributes:
+        run_id: of the run in the folder, the same on all ranks, once it has begun; "": none.
     """
 
     def __init__(self, path: Path | None, comm: Communicator) -> None:
         self.path, self._comm = path, comm
+        self.run_id = ""
+        self._owner: FolderOwner | None = None
+        #: Whether checkpoints were looked for.
+        self._has_looked = False
         #: Where this rank writes the record: rank 0, if there is a folder.
         self._record = RunDirectory(path) if path is not None and comm.rank == 0 else None
 
-    def begin(self, facts: dict[str, Any], device: torch.device, *, goes_on: bool) -> Path | None:
+    def begin(self, facts: dict[str, Any], device: torch.device, *, state_of: str | None) -> Path | None:
         """Write run.json on rank 0; return the path of this rank's timeline.  Collective.
 
         Args:
             facts: on the run, beside those on the machine and the job.
             device: of this rank.
-            goes_on: from a state that the script has loaded.
+            state_of: id of the run whose state the script has loaded; None: it has loaded none.
 
         Raises:
-            ConfigError: the folder holds a run that is not to be touched.
+            ConfigError: the folder holds a run that is not to be touched, or belongs to another job.
             RunError: it cannot be written.
         """
         if self.path is None:
             return None
         hosts = self._comm.allgather_object(environment.host_name())
         gpus = self._comm.allgather_object(gpu_facts(device))
-        refusal = self._comm.broadcast_object(None if goes_on else self._why_not_begin())
+        self._acquire()
+        refusal = self._why_not_go_on(state_of) if state_of is not None else self._why_not_begin()
+        refusal = self._comm.broadcast_object(refusal)
         if refusal:
             raise ConfigError(refusal)
         if self._record is not None:
-            if not goes_on and self._record.is_begun:
+            facts = {**facts, **_job_facts(self._comm, device, hosts, gpus)}
+            if state_of is None and self._record.is_begun:
                 self._record.clear()
-                self._remove_checkpoints(keep=0)
-            if not self._record.is_begun:
-                self._record.begin({**facts, **_job_facts(self._comm, device, hosts, gpus)})
+            if self._record.is_begun:
+                self._record.forget_end()
+                self._record.renew(facts)
+            else:
+                self._record.begin({"id": uuid.uuid4().hex, **facts})
             _begun_here.add(self.path.resolve())
-        self._comm.barrier()
+        self.run_id = self._comm.broadcast_object("" if self._record is None else self._record.id())
         return self.path / "timeline" / f"rank-{self._comm.rank:04d}.jsonl"
+
+    def _acquire(self) -> None:
+        """Own the folder, on rank 0 for all.  Collective.
+
+        Raises:
+            ConfigError: on rank 0, another job owns it.
+            RunError: on rank 0, it cannot be written.
+        """
+        if self._record is not None and self._owner is None:
+            owner = FolderOwner(
+                self._record.path,
+                Claimant.here(f"script {Path(sys.argv[0]).name}", os.environ),
+                _SURROUNDINGS,
+            )
+            owner.acquire()
+            self._owner = owner
+        self._comm.barrier()
+
+    def release(self) -> None:
+        """Give the folder up."""
+        if self._owner is not None:
+            self._owner.release()
+        self._owner = None
+
+    def _why_not_go_on(self, state_of: str) -> str | None:
+        """Return on rank 0 why a run cannot go on here from another's state, or None."""
+        if self._record is None or not self._record.is_begun:
+            return None
+        here = self._record.id()
+        if here in {"", state_of}:  # earlier versions wrote none
+            return None
+        return (
+            f"{self._record.path}: holds another run than the one whose state was loaded; choose another "
+            "folder, or remove it"
+        )
 
     def _why_not_begin(self) -> str | None:
         """Return on rank 0 why a run cannot begin here, or None."""
-        if self._record is None or not self._record.is_begun:
+        if self._record is None:
             return None
         folder = self._record.path
         is_told, is_own = bool(os.environ.get(FOLDER)), folder.resolve() in _begun_here
@@ -87,21 +143,26 @@ class ScriptFolder:
                 f"{folder}: {FOLDER} names the folder of one run, and this script trains with a second "
                 "DataParallel; make that a script of its own"
             )
+        other = f"name another in {FOLDER}" if is_told else "choose another folder"
+        whole = self._whole_checkpoints()
+        if whole:
+            return (
+                f"{folder}: holds checkpoints of a run (the last is {whole[-1].name}), and the script has "
+                f"loaded none; call load_checkpoint to continue it, {other}, or remove it"
+            )
         # An earlier start of the same job may have failed in what follows the training.
         is_of_job = self._record.launch() == _launch() != ""
         may_clear = not is_own and (is_of_job or not self._record.is_complete)
-        if os.environ.get(RESUME_VARIABLE) == "1" and may_clear:
+        is_meant = self._has_looked or os.environ.get(RESUME_VARIABLE) == "1"
+        if not self._record.is_begun or (is_meant and may_clear):
             return None
-        other = f"name another in {FOLDER}" if is_told else "choose another folder"
-        return (
-            f"{folder}: already holds a run; {other}, remove it, or go on from its last checkpoint with "
-            "load_checkpoint"
-        )
+        return f"{folder}: already holds a run, without checkpoints; {other}, or remove it"
 
     def fail(self) -> None:
         """Note that the run has failed, and may begin anew in this process."""
         if self.path is not None:
             _begun_here.discard(self.path.resolve())
+        self.release()
 
     def complete(self, timing: dict[str, Any] | None, step: int) -> None:
         """Write on rank 0 what was timed, and that the run has ended well."""
@@ -126,31 +187,69 @@ class ScriptFolder:
     def write_checkpoint(self, state: dict[str, Any], step: int) -> None:
         """Write every rank's state; the folder gets its name when all are on disk.  Collective.
 
+        Args:
+            state: of this rank.
+            step: rank 0's names the checkpoint: asynchronous ranks have taken other numbers of steps.
+
         Raises:
-            ConfigError: the run has no folder.
+            ConfigError: the run has no folder, or the state could not be read back.
             RunError: a rank cannot write.
         """
-        final = self._checkpoints() / f"step-{step:08d}"
-        temporary = final.with_suffix(".tmp")
+        folder = self._checkpoints()
+        _check_readable(state)
+        problem = temporary = None
         if self._record is not None:
-            shutil.rmtree(temporary, ignore_errors=True)  # of a job that was killed over it
-        self._comm.barrier()
-        problem = None
-        try:
-            write_tensors(temporary / f"rank-{self._comm.rank:04d}.pt", state)
-        except RunError as error:
-            problem = str(error)
+            try:
+                temporary = self._new_temporary(folder, step)
+            except OSError as error:
+                problem = cannot_be_written(folder, error)
+        name: str | None = self._comm.broadcast_object(None if temporary is None else temporary.name)
+        if name is not None:
+            problem = self._write_state(folder / name, state)
         problems = [other for other in self._comm.allgather_object(problem) if other]
         if problems:
             raise RunError(problem or problems[0])
-        if self._record is not None:
-            try:
-                shutil.rmtree(final, ignore_errors=True)  # of a step that is taken again
-                temporary.rename(final)
-            except OSError as error:
-                raise RunError(cannot_be_written(final, error)) from error
-            self._remove_checkpoints(keep=_KEPT)
+        if temporary is not None:
+            self._keep(temporary, step)
         self._comm.barrier()
+
+    def _new_temporary(self, folder: Path, step: int) -> Path:
+        """Make the folder that the ranks write to; what jobs that were killed have left goes."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob("step-*.tmp"):
+            shutil.rmtree(left, ignore_errors=True)
+        # A name that nobody has looked for: network disks remember what is not there.
+        temporary = folder / f"step-{step:08d}.{uuid.uuid4().hex[:8]}.tmp"
+        temporary.mkdir()
+        return temporary
+
+    def _write_state(self, temporary: Path, state: dict[str, Any]) -> str | None:
+        """Write this rank's part; return what keeps it from doing so."""
+        if not temporary.is_dir():
+            host = environment.host_name()
+            return (
+                f"{temporary}: is not there on {host} (rank {self._comm.rank}); put the run's folder on a "
+                "disk that all hosts share"
+            )
+        try:
+            write_tensors(temporary / f"rank-{self._comm.rank:04d}.pt", state)
+        except RunError as error:
+            return str(error)
+        return None
+
+    def _keep(self, temporary: Path, step: int) -> None:
+        """Give a checkpoint its name; only then remove older ones, and later ones of a run that was left."""
+        whole = self._whole_checkpoints()
+        version = 1 + max((_key(path)[1] for path in whole if _key(path)[0] == step), default=0)
+        final = temporary.with_name(f"step-{step:08d}" + (f"-{version}" if version > 1 else ""))
+        try:
+            temporary.rename(final)
+        except OSError as error:
+            raise RunError(cannot_be_written(final, error)) from error
+        before = [path for path in whole if _key(path) < _key(final)]
+        for path in whole:
+            if path not in before[-(_KEPT - 1) :]:
+                shutil.rmtree(path, ignore_errors=True)
 
     def read_checkpoint(self) -> dict[str, Any] | None:
         """Return this rank's state of the last whole checkpoint; None: there is none.  Collective.
@@ -159,12 +258,15 @@ class ScriptFolder:
             ConfigError: the run has no folder, or the checkpoint is of another number of ranks.
             RunError: it cannot be read.
         """
+        folder = self._checkpoints()
+        self._acquire()
+        self._has_looked = True
         last = [(path.name, len(list(path.glob("rank-*.pt")))) for path in self._whole_checkpoints()[-1:]]
         found = self._comm.broadcast_object(last)
         if not found:
             return None
         name, size = found[0]
-        folder = self._checkpoints() / name
+        folder = folder / name
         if size != self._comm.size:
             raise ConfigError(
                 f"{folder}: is of another number of ranks ({size}) than this job has ({self._comm.size}); "
@@ -188,12 +290,54 @@ class ScriptFolder:
     def _whole_checkpoints(self) -> list[Path]:
         """Return the folders of whole checkpoints, the last one last."""
         found = self._checkpoints().glob("step-*")
-        return sorted(path for path in found if re.fullmatch(r"step-\d{8,}", path.name))
+        return sorted((path for path in found if _CHECKPOINT.fullmatch(path.name)), key=_key)
 
-    def _remove_checkpoints(self, *, keep: int) -> None:
-        whole = self._whole_checkpoints()
-        for path in whole[: len(whole) - keep]:
-            shutil.rmtree(path, ignore_errors=True)
+
+def _key(checkpoint: Path) -> tuple[int, int]:
+    """Return step and version of a checkpoint's folder: one step may be saved several times."""
+    match = _CHECKPOINT.fullmatch(checkpoint.name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 1)
+
+
+def _end(message: str) -> None:
+    environment.end_process_with(f"speechdp: {message}\n", exit_codes.IN_USE)
+
+
+def _say(text: str) -> None:
+    print(f"speechdp: {text}", file=sys.stderr, flush=True)
+
+
+_SURROUNDINGS = Surroundings(_say, _end)
+
+
+def _check_readable(state: dict[str, Any]) -> None:
+    """Refuse a state that torch.load(weights_only=True) would not read back.  Raises ConfigError."""
+    for part in state.values():
+        for name, value in part.items():
+            file = io.BytesIO()
+            try:
+                torch.save(_without_tensors(value), file)
+                file.seek(0)
+                torch.load(file, weights_only=True)
+            except Exception as error:  # whatever torch finds wrong in it
+                said = " ".join(str(error).split())
+                kind = next(iter(re.findall(r"GLOBAL ([\w.]+)", said)), type(error).__name__)
+                raise ConfigError(
+                    f"save_checkpoint: {name} holds what a checkpoint cannot ({kind}); give numbers, texts, "
+                    "tensors, and lists and dicts of them (float(x), torch.from_numpy(x), str(path))"
+                ) from error
+
+
+def _without_tensors(value: Any) -> Any:
+    """Return nested values with small numbers in place of tensors, which are readable anyway."""
+    if isinstance(value, Tensor):
+        return 0
+    if type(value) in (dict, OrderedDict):
+        return {_without_tensors(key): _without_tensors(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return [_without_tensors(item) for item in value]
+    return value
 
 
 def write_tensors(path: Path, values: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from types import FrameType, TracebackType
@@ -108,6 +109,7 @@ class StopWatch:
         self._step = -1
         #: Whether all ranks know that they are to stop, and whether the loop has been told.
         self.is_agreed = self.is_told = False
+        self._has_said = False
 
     @property
     def is_asked(self) -> bool:
@@ -119,6 +121,14 @@ class StopWatch:
         if self._agreement is not None and not self.is_agreed and step != self._step:
             self._step = step
             self.is_agreed = self._agreement.reached()
+        if self._agreement is None and self.is_asked and not self._has_said:
+            self._has_said = True
+            print(
+                f"speechdp: {self._request.received}: stops where all ranks meet next (evaluating, "
+                "state_dict, save_checkpoint)",
+                file=sys.stderr,
+                flush=True,
+            )
         self.is_told |= self.is_agreed
         return self.is_told
 

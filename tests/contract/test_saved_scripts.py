@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,8 +18,10 @@ from speechdp import DataParallel, exit_codes, run_ranks
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
-from speechdp.errors import ConfigError, RunError
+from speechdp.errors import ConfigError, FolderInUseError, RunError
 from speechdp.parallel import stop
+from speechdp.parallel.run_files import RunDirectory
+from speechdp.parallel.script_folder import ScriptFolder
 from speechdp.process.ending import Stopped
 from speechdp.report.runs.derived import run_figures
 from speechdp.report.runs.folders import read_run
@@ -194,7 +197,7 @@ def _loaded_steps(folder: Path) -> Callable[[Communicator], int]:
     return load
 
 
-def test_a_run_that_begins_anew_leaves_no_checkpoint_of_the_old_one(
+def test_checkpoints_that_a_script_does_not_load_are_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dies(comm: Communicator, *, at: int) -> None:
@@ -210,10 +213,12 @@ def test_a_run_that_begins_anew_leaves_no_checkpoint_of_the_old_one(
         run_threads(2, lambda comm: dies(comm, at=8))
     assert names(tmp_path) == ["step-00000003", "step-00000006"]
     monkeypatch.setenv("SPEECHDP_RESUME", "1")
+    load = DataParallel.load_checkpoint
     monkeypatch.setattr(DataParallel, "load_checkpoint", lambda _: None)  # of a script that loads nothing
-    with pytest.raises(ValueError, match="died"):
-        run_threads(2, lambda comm: dies(comm, at=5))
-    assert names(tmp_path) == ["step-00000003"]
+    refused("the script has loaded none", ConfigError, lambda comm: dies(comm, at=5))
+    assert names(tmp_path) == ["step-00000003", "step-00000006"]
+    monkeypatch.setattr(DataParallel, "load_checkpoint", load)
+    assert run_threads(2, lambda comm: len(Script(comm, "bmuf:period=2", tmp_path).train())) == [8, 8]
 
 
 def refused(
@@ -232,11 +237,181 @@ def test_what_cannot_be_gone_on_from_is_refused_in_a_line(tmp_path: Path) -> Non
         return lambda comm: Script(comm, strategy, tmp_path)
 
     refused("of another number of ranks (2) than this job has (3)", ConfigError, begin("bmuf:period=2"), 3)
-    refused("with slowmo cannot go on from the state of rank", ConfigError, begin("slowmo:period=2"))
+    refused("cannot go on from the state of rank", ConfigError, begin("slowmo:period=2"))
+    refused("of 2 with bmuf:period=2,", ConfigError, begin("bmuf:period=4"))
     refused("give DataParallel folder=", ConfigError, lambda c: Script(c, "bmuf", None).run.load_checkpoint())
     for rank in range(2):
         (last / f"rank-{rank:04d}.pt").write_bytes(b"no zip")
     refused("is damaged (", RunError, begin("bmuf:period=2"))
+
+
+def test_a_script_that_finds_no_checkpoint_begins_anew(tmp_path: Path) -> None:
+    def dies(comm: Communicator) -> None:
+        script = Script(comm, "bmuf:period=2", tmp_path)
+        with script.run:
+            script.step()
+            raise ValueError("died")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="died"):
+            run_threads(2, dies)
+    run_threads(2, lambda comm: Script(comm, "bmuf:period=2", tmp_path).train())
+    assert read_run(tmp_path).completed
+
+
+def test_asynchronous_ranks_save_whole_checkpoints(tmp_path: Path) -> None:
+    def train(comm: Communicator, steps: int) -> list[int]:
+        script = Script(comm, "easgd:period=2", tmp_path)
+        with script.run:
+            begun_at = script.run.steps
+            for _ in range(steps):
+                script.step()
+            script.save()
+        return [begun_at, script.run.steps]
+
+    run_threads(2, lambda comm: train(comm, 3 + comm.rank))
+    assert names(tmp_path) == ["step-00000003"]
+    (tmp_path / "completed.json").unlink()
+    assert run_threads(2, lambda comm: train(comm, 2)) == [[3, 5], [4, 6]]
+    assert names(tmp_path) == ["step-00000003", "step-00000005"]
+
+
+def test_a_step_may_be_saved_twice_and_the_later_counts(tmp_path: Path) -> None:
+    def save_twice(comm: Communicator) -> None:
+        run = Script(comm, "bmuf", None).run
+        run = DataParallel(run.model, run.optimizer, comm, "bmuf", tmp_path)
+        with run:
+            for note in ("first", "second"):
+                run.save_checkpoint(note=note)
+
+    run_threads(2, save_twice)
+    assert names(tmp_path) == ["step-00000000", "step-00000000-2"]
+    (tmp_path / "completed.json").unlink()
+
+    def loaded(comm: Communicator) -> Any:
+        script = Script(comm, "bmuf", None)
+        run = DataParallel(script.model, script.run.optimizer, comm, "bmuf", tmp_path)
+        saved = run.load_checkpoint()
+        with run:
+            return saved
+
+    assert run_threads(2, loaded) == [{"note": "second"}] * 2
+
+
+def test_later_checkpoints_of_a_branch_that_was_left_go_with_the_first_of_the_new_one(tmp_path: Path) -> None:
+    early: dict[int, Any] = {}
+
+    def first(comm: Communicator) -> None:
+        script = Script(comm, "bmuf:period=2", tmp_path)
+
+        def keep() -> None:
+            if script.run.steps == 2:
+                early[comm.rank] = script.run.state_dict()
+
+        script.train(keep)
+
+    run_threads(2, first)
+    assert names(tmp_path) == ["step-00000009", "step-00000012"]
+
+    def branch(comm: Communicator) -> None:
+        script = Script(comm, "bmuf:period=2", None)
+        run = DataParallel(script.model, script.run.optimizer, comm, "bmuf:period=2", tmp_path)
+        run.load_state_dict(early[comm.rank])
+        with run:
+            assert comm.rank > 0 or not (tmp_path / "completed.json").exists()
+            assert names(tmp_path) == ["step-00000009", "step-00000012"]
+            run.save_checkpoint()
+        assert names(tmp_path) == ["step-00000002"]
+
+    run_threads(2, branch)
+
+
+def test_what_could_not_be_read_back_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    def save(value: Any) -> Callable[[Communicator], None]:
+        def on_rank(comm: Communicator) -> None:
+            script = Script(comm, "bmuf", tmp_path)
+            with script.run:
+                script.run.save_checkpoint(fine=[1.5, {"a": torch.ones(2)}], best=value)
+
+        return on_rank
+
+    for value, kind in ((np.float64(0.5), "numpy"), (tmp_path, "pathlib"), (np.ones(2), "numpy")):
+        refused("save_checkpoint: best holds what a checkpoint cannot (", ConfigError, save(value), 1)
+        refused(kind, ConfigError, save(value), 1)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_second_job_is_refused_while_the_first_trains(tmp_path: Path) -> None:
+    first, second = (Script(SerialCommunicator(), "bmuf", None) for _ in range(2))
+    run = DataParallel(first.model, first.run.optimizer, SerialCommunicator(), "bmuf", tmp_path)
+    other = DataParallel(second.model, second.run.optimizer, SerialCommunicator(), "bmuf", tmp_path)
+    with run:
+        with pytest.raises(FolderInUseError, match="is in use by speechdp script"):
+            other.load_checkpoint()
+        run.save_checkpoint()
+    other.load_checkpoint()
+    with other:
+        pass
+
+
+def test_a_state_goes_on_in_the_folder_of_its_run_only(tmp_path: Path) -> None:
+    def train(comm: Communicator, folder: Path) -> None:
+        Script(comm, "bmuf:period=2", folder).train()
+
+    for name in ("a", "b"):
+        run_threads(2, lambda comm, name=name: train(comm, tmp_path / name))  # type: ignore[misc]
+    before = (tmp_path / "b" / "metrics.jsonl").exists(), names(tmp_path / "b")
+
+    def mixed(comm: Communicator) -> None:
+        script, other = Script(comm, "bmuf:period=2", tmp_path / "a"), Script(comm, "bmuf:period=2", None)
+        state = script.run._loaded
+        assert state is not None
+        run = DataParallel(other.model, other.run.optimizer, comm, "bmuf:period=2", tmp_path / "b")
+        run.load_state_dict(state)
+        try:
+            with run:
+                raise AssertionError("it goes on")
+        finally:
+            script.run._folder.release()
+
+    refused("holds another run than the one whose state was loaded", ConfigError, mixed)
+    assert before == ((tmp_path / "b" / "metrics.jsonl").exists(), names(tmp_path / "b"))
+
+
+def test_another_model_than_the_checkpoints_is_refused_in_a_line(tmp_path: Path) -> None:
+    def train(comm: Communicator, width: int) -> None:
+        model = nn.Linear(3, width)
+        run = DataParallel(model, torch.optim.AdamW(model.parameters()), comm, "bmuf", tmp_path)
+        run.load_checkpoint()
+        with run:
+            run.save_checkpoint()
+
+    run_threads(2, lambda comm: train(comm, 2))
+    refused("is of another model or optimizer (", ConfigError, lambda comm: train(comm, 4))
+
+
+def test_ranks_that_do_not_share_the_disk_are_told(tmp_path: Path) -> None:
+    def save(comm: Communicator) -> None:
+        ScriptFolder(tmp_path / str(comm.rank), comm).write_checkpoint({"run": {}, "more": {}}, 1)
+
+    refused("put the run's folder on a disk that all hosts share", RunError, save)
+
+
+def test_an_end_that_fails_leaves_signals_and_folder_to_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    script = Script(SerialCommunicator(), "gradient_averaging", tmp_path)
+
+    def full(*_: object) -> None:
+        raise RunError("the disk is full")
+
+    monkeypatch.setattr(RunDirectory, "complete", full)
+    with pytest.raises(RunError, match="disk is full"), script.run:
+        script.step()
+        assert not script.run.should_stop and signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert not (tmp_path / "owner.json").exists()
 
 
 def test_states_of_different_steps_are_refused() -> None:

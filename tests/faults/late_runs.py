@@ -147,7 +147,7 @@ class Threads(Ranks):
         try:
             run_threads(size, begin, timeout_s=PATIENCE_S)
         except BaseException as error:  # also where a rank was to fail the others must end
-            hanging = [note for note in error.__notes__ if "did not end" in note]
+            hanging = [note for note in getattr(error, "__notes__", []) if "did not end" in note]
             assert not hanging, hanging
             raise
 
