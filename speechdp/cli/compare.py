@@ -137,7 +137,8 @@ class CompareScriptCommand:
     (SPEECHDP_SEED) are passed in environment variables."""
 
     out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Folder for the runs and the report.  Finished runs in it are kept, others start over."""
+    """Folder for the runs and the report.  Finished runs in it are kept.
+    Others resume if the script loads its checkpoint, else they start over."""
     script: Annotated[ScriptOptions, heading("script")]
     strategies: Annotated[str, shown("STRATEGY,...")] = "gradient_averaging,model_averaging:period=16"
     """Strategies to compare; docs/strategies.md lists them with their options.

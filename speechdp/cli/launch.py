@@ -39,9 +39,9 @@ from speechdp.launching.cores import available_cores
 from speechdp.launching.faults import located
 from speechdp.launching.forwarded_options import has_option, split_words
 from speechdp.launching.hostfile import Host, Hostfile, local_hosts, read_hostfile
-from speechdp.launching.outcome import Verdict, find_target, verdict
+from speechdp.launching.outcome import Target, Verdict, find_target, last_checkpoint, verdict
 from speechdp.launching.programs import find_horovodrun, find_open_mpi
-from speechdp.launching.requeue import is_to_go_on, requeue
+from speechdp.launching.requeue import is_ended_unsaved, is_to_go_on, requeue
 from speechdp.launching.restarts import RESUME_VARIABLE, RestartPolicy, Restarts, find_reachable
 from speechdp.launching.submit import check_command
 from speechdp.launching.supervise import JobEnd, StopPolicy, SupervisorStop, noted_signals, run_job
@@ -96,7 +96,8 @@ class LaunchCommand:
     min_ranks: Annotated[int | None, shown("N", "all ranks")] = None
     """Smallest number of ranks to restart with when hosts are excluded."""
     requeue: bool = False
-    """Return a batch job to the queue after a signal has stopped it and it has saved, to continue later."""
+    """Return a batch job to the queue after a signal has stopped it and it has saved, to continue later.
+    A Python script has saved if it ended with exit code 75 (run.should_stop, docs/api.md)."""
     grace_s: Annotated[float, shown("SECONDS")] = 30.0
     """Time for the ranks to save and exit after SIGTERM or SIGINT; after a second signal they end at once."""
     dry_run: bool = False
@@ -127,6 +128,11 @@ class _JobPlace:
     num_ranks: int
     allocation: Allocation | None
 
+    @property
+    def is_started_again(self) -> bool:
+        """Whether the batch system says that it has started this job before; PBS never does."""
+        return self.allocation is not None and self.allocation.restarts > 0
+
 
 def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool = False) -> int:
     """Check hosts and command, start `program` on the ranks, and return the job's exit code."""
@@ -155,17 +161,28 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
         end, result = _run_until_done(starter, restarts, command, request)
     if place.allocation is None:
         return result.exit_code
-    if is_to_go_on(end, result.exit_code):
-        return _give_back(place.allocation) if options.requeue else result.exit_code
+    if is_to_go_on(end, result.exit_code, is_script=is_script):
+        return _give_back(place.allocation, target, is_script) if options.requeue else result.exit_code
+    if options.requeue and is_script and is_ended_unsaved(end, result.exit_code):
+        _say(
+            f"job {place.allocation.job_id} is not requeued: the script did not save in time when it was "
+            "asked to stop; let it check run.should_stop after each step (docs/api.md), or raise --signal-s"
+        )
     ended_by_user = end.stop_signal is not None and result.exit_code == exit_codes.STOPPED
     if ended_by_user and place.allocation.scheduler == "lsf":
         return 128 + (end.stop_signal or 0)  # LSF would start a job again that ends with 75
     return result.exit_code
 
 
-def _give_back(allocation: Allocation) -> int:
-    exit_code = requeue(allocation)
-    _say(f"job {allocation.job_id} is given back to {allocation.scheduler}, to go on from its checkpoint")
+def _give_back(allocation: Allocation, target: Target | None, is_script: bool) -> int:
+    exit_code = requeue(allocation, is_script=is_script)
+    if is_script:
+        then = "to go on from what the script has saved"
+    elif target is not None and last_checkpoint(target) is not None:
+        then = "to go on from its checkpoint"
+    else:
+        then = "to be started again"
+    _say(f"job {allocation.job_id} is given back to {allocation.scheduler}, {then}")
     return exit_code
 
 
@@ -252,7 +269,7 @@ class _Starter:
             environment[START_VARIABLE] = f"{self._name}:{self._starts}"
         if reason:
             environment["SPEECHDP_RESTART_REASON"] = reason
-        if reason or options.requeue:  # the batch system may have started the job before
+        if reason or (options.requeue and self._place.is_started_again):
             environment[RESUME_VARIABLE] = "1"
         environment["SPEECHDP_HOSTFILE"] = self._place.hostfile.source
         environment["SPEECHDP_HOSTS"] = job.host_list

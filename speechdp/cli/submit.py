@@ -70,7 +70,8 @@ class SubmitCommand:
     signal_s: Annotated[int, shown("SECONDS")] = 60
     """How long before the time limit all ranks save a checkpoint and exit."""
     requeue: bool = True
-    """Requeue the job at the time limit or after losing a node; it continues from its last checkpoint."""
+    """Requeue the job at the time limit or after losing a node; it continues from its last checkpoint.
+    A script is requeued at the time limit only if it saved when asked to stop (docs/api.md)."""
     max_restarts: Annotated[int | None, shown("N", "0")] = None
     """How often the ranks may be restarted within the job after a failure."""
     parallel_environment: Annotated[str, shown("NAME")] = "orte"
@@ -92,7 +93,7 @@ class SubmitCommand:
         submission = plan_submission(scheduler, job.placement.name, job.folder, options)
         script = render(scheduler, job)
         if self.dry_run:
-            _show(script, submission, job.folder)
+            _show(script, submission)
             _look_for_data(job.command)
             return 0
         find_program(scheduler, _search_path())  # before anything is written
@@ -170,7 +171,7 @@ def _default_name(command: tuple[str, ...]) -> str:
     return job_name(Path(command[2]).absolute().name if has_run else command[0])
 
 
-def _show(script: str, submission: Submission, folder: Path) -> None:
+def _show(script: str, submission: Submission) -> None:
     """Print the script, and after it, as a comment of the script, what would be called."""
     output = sys.stdout
     output.flush()

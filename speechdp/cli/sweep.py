@@ -122,7 +122,8 @@ class SweepScriptCommand:
     (SPEECHDP_SEED) are passed in environment variables."""
 
     out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Folder for the runs and the report.  Finished runs in it are kept, others start over."""
+    """Folder for the runs and the report.  Finished runs in it are kept.
+    Others resume if the script loads its checkpoint, else they start over."""
     script: Annotated[ScriptOptions, heading("script")]
     ranks: Annotated[int, shown("N")] = 2
     """Number of ranks of every run."""

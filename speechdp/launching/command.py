@@ -21,6 +21,9 @@ Controller = Literal["mpi", "gloo"]
 _FORWARDED = ("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PATH", "PYTHONPATH")
 _FORWARDED_FAMILIES = ("CUDA_", "HOROVOD_", "NCCL_", "GLOO_SOCKET_", "SPEECHDP_")
 _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,31}")
+#: Python's own options: what runs a module, also `-um NAME` and `-mNAME`, and those whose value may follow.
+_MODULE_OPTION = re.compile(r"-[^-cmWX]*m(.*)")
+_OPTION_WITH_WORD = re.compile(r"-[^-cmWX]*[WX]|--check-hash-based-pycs")
 
 #: Without these a cut cable is noticed after minutes; with them in 7 s.
 _KEEPALIVE = {
@@ -245,15 +248,45 @@ def is_script(command: Sequence[str]) -> bool:
     return bool(command) and re.fullmatch(r"python[0-9.]*", Path(command[0]).name) is not None
 
 
+def check_script(command: Sequence[str]) -> None:
+    """Refuse a speechdp command written as a script, `python -m speechdp train ...`.
+
+    It would train, but as a script, of which it is not known what it has saved and whether it is complete.
+
+    Args:
+        command: what follows `--`, of which is_script is true.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    words = list(command[1:])
+    while words and words[0].startswith("-"):
+        option = words.pop(0)
+        if match := _MODULE_OPTION.fullmatch(option):
+            words[:0] = filter(None, [match[1]])
+            break
+        if _OPTION_WITH_WORD.fullmatch(option):
+            del words[:1]
+    if words and Path(words[0]).name == "speechdp":  # the module, or the program in bin/
+        raise ConfigError(
+            "a speechdp command is not started by python, which would take it for a script of yours; "
+            "write the command itself after --: ... -- train DATA RUN"
+        )
+
+
 def python_program(command: Sequence[str], python: Path) -> tuple[str, ...]:
     """Return how a rank begins that runs a user's own script, `python train.py ...`; () if it is no Python.
 
     Args:
         command: what follows `--`.
         python: of this environment, which is taken where the command says just `python`.
+
+    Raises:
+        ConfigError: as check_script does.
     """
     if not is_script(command):
         return ()
+    check_script(command)
     return (str(python.absolute()) if command[0] in ("python", "python3") else command[0],)
 
 

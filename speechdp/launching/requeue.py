@@ -16,18 +16,29 @@ _GRID_ENGINE_AGAIN = 99
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
-def is_to_go_on(end: JobEnd, exit_code: int) -> bool:
+def is_to_go_on(end: JobEnd, exit_code: int, *, is_script: bool = False) -> bool:
     """Tell whether the batch system, not the user, stopped the job: it saved, or had nothing to save yet.
 
     Args:
         exit_code: of the launch, as outcome.verdict has it.
+        is_script: a user's script, of which only exit code 75 tells that it saved: one that never looks
+            whether it is to stop would begin anew at each time limit, for ever.
     """
-    if end.stop_signal is None:
-        return exit_code == exit_codes.STOPPED
-    return end.stop_signal in _WARNINGS and exit_code in (exit_codes.STOPPED, 128 + end.stop_signal)
+    if exit_code == exit_codes.STOPPED:
+        return end.stop_signal is None or end.stop_signal in _WARNINGS
+    return not is_script and is_ended_unsaved(end, exit_code)
 
 
-def requeue(allocation: Allocation) -> int:
+def is_ended_unsaved(end: JobEnd, exit_code: int) -> bool:
+    """Tell whether the batch system asked the job to save and end, and it was ended without an answer.
+
+    Args:
+        exit_code: of the launch, as outcome.verdict has it.
+    """
+    return end.stop_signal in _WARNINGS and exit_code == 128 + end.stop_signal
+
+
+def requeue(allocation: Allocation, *, is_script: bool = False) -> int:
     """Ask for another run of this job; return the exit code to leave with.
 
     LSF is told by the exit code alone: launch/lsf.bsub has `-Q "75"`.
@@ -35,17 +46,18 @@ def requeue(allocation: Allocation) -> int:
     Raises:
         ConfigError: the scheduler refused.
     """
+    how = "the same command continues from the script's last checkpoint"
+    remedy = f"submit the job again; {how if is_script else 'with --resume it goes on from its checkpoint'}"
     if allocation.scheduler == "sge":
         return _GRID_ENGINE_AGAIN
     if allocation.scheduler == "slurm":
-        _order(["scontrol", "requeue", allocation.job_id])
+        _order(["scontrol", "requeue", allocation.job_id], remedy)
     elif allocation.scheduler == "pbs":
-        _order(["qrerun", allocation.job_id])
+        _order(["qrerun", allocation.job_id], remedy)
     return exit_codes.STOPPED
 
 
-def _order(argv: list[str]) -> None:
-    remedy = "submit the job again; with --resume it goes on from its checkpoint"
+def _order(argv: list[str], remedy: str) -> None:
     answer = ask(argv, remedy)
     if answer.returncode != 0:
         said = " ".join((answer.stderr or answer.stdout).split())

@@ -14,7 +14,7 @@ from speechdp.errors import ConfigError
 from speechdp.files import atomic_path
 from speechdp.launching.allocation import Scheduler
 from speechdp.launching.batch_script import JOB_ID_IN_OUTPUT, BatchJob, output_file, quote
-from speechdp.launching.command import is_script
+from speechdp.launching.command import check_script, is_script
 from speechdp.launching.outcome import find_target
 
 _SUFFIX: dict[Scheduler, str] = {"slurm": "sbatch", "lsf": "bsub", "pbs": "qsub", "sge": "qsub"}
@@ -117,8 +117,8 @@ def check_command(command: Sequence[str], *, requeue: bool) -> tuple[str, ...]:
     --resume starts anew where there is no checkpoint, so it is safe, and a job started again goes on.
 
     Raises:
-        ConfigError: nothing to run, a nested launch, folders that cannot be told, or --overwrite in a
-            job that would delete its own checkpoints when it is started again.
+        ConfigError: nothing to run, a nested launch, a speechdp command as a script, folders that cannot be
+            told, or --overwrite in a job that would delete its own checkpoints when it is started again.
     """
     if not command:
         raise ConfigError(
@@ -131,6 +131,7 @@ def check_command(command: Sequence[str], *, requeue: bool) -> tuple[str, ...]:
             "(its options go into --launch-args)"
         )
     if is_script(command):
+        check_script(command)
         return tuple(command)
     find_target(command)
     if "--overwrite" in command and (requeue or command[0] == "train"):

@@ -28,6 +28,7 @@ _BANNED = (
     "Without it:",
     "without it:",
     "says so",
+    "others start over",
 )
 #: Subcommands, and those that also take a script of the user's.
 FORMS = [*SUBCOMMANDS, *(f"{name} --script" for name, c in SUBCOMMANDS.items() if c.script_class_name)]

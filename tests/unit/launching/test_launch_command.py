@@ -16,6 +16,7 @@ from speechdp.launching.command import (
     forwarded_names,
     horovodrun_command,
     mpirun_command,
+    python_program,
 )
 from speechdp.launching.cores import available_cores
 from speechdp.launching.hostfile import Host
@@ -176,3 +177,34 @@ def test_no_or_another_mpi_is_refused_with_the_remedy(tmp_path: Path) -> None:
         find_open_mpi(tmp_path, "/usr/bin:/bin")
     with pytest.raises(ConfigError, match="launch/build_horovod"):
         find_horovodrun(tmp_path, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "-m speechdp train D R",
+        "-um speechdp train D R",
+        "-mspeechdp",
+        "-X dev -W ignore -Wdefault -m speechdp train D R",
+        "/v/bin/speechdp train D R",
+    ],
+)
+def test_a_speechdp_command_is_no_script(words: str) -> None:
+    with pytest.raises(ConfigError, match=r"not started by python, .* after --: \.\.\. -- train DATA RUN$"):
+        python_program(["python3.11", *words.split()], Path("/v/bin/python"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "-m own speechdp",
+        "-m speechdp_own",
+        "own.py -m speechdp",
+        "speechdp.py",
+        "-u own.py speechdp",
+        "-m",
+        "",
+    ],
+)
+def test_a_script_is_left_to_python(words: str) -> None:
+    assert python_program(["python", *words.split()], Path("/v/bin/python")) == ("/v/bin/python",)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
+from speechdp.cli.main import run
 from speechdp.exit_codes import FAILED, STOPPED
 from speechdp.launching.requeue import is_to_go_on
 from speechdp.launching.supervise import JobEnd
@@ -26,5 +28,87 @@ from speechdp.launching.supervise import JobEnd
         (signal.SIGUSR1, 0, False),  # it was complete by then
     ],
 )
-def test_what_goes_on(stop_signal: signal.Signals | None, exit_code: int, expected: bool) -> None:
+def test_which_commands_go_on(stop_signal: signal.Signals | None, exit_code: int, expected: bool) -> None:
     assert is_to_go_on(JobEnd(exit_code, stop_signal), exit_code) == expected
+
+
+@pytest.mark.parametrize(
+    ("stop_signal", "exit_code", "expected"),
+    [
+        (signal.SIGUSR1, STOPPED, True),
+        (None, STOPPED, True),
+        (signal.SIGUSR1, 128 + signal.SIGUSR1, False),  # it would begin anew at each time limit
+        (signal.SIGUSR2, 128 + signal.SIGUSR2, False),
+        (signal.SIGTERM, STOPPED, False),
+        (signal.SIGUSR1, 0, False),
+    ],
+)
+def test_a_script_goes_on_only_if_it_has_saved(
+    stop_signal: signal.Signals | None, exit_code: int, expected: bool
+) -> None:
+    assert is_to_go_on(JobEnd(exit_code, stop_signal), exit_code, is_script=True) == expected
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Be in a folder, in a Slurm job whose scontrol notes that it was called."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/ordered\ntest ! -e {tmp_path}/refuse\n')
+    scontrol.chmod(0o700)
+    facts = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "SLURM_TASKS_PER_NODE": "2"}
+    for name, value in {**facts, "PATH": f"{tmp_path}:/usr/bin:/bin"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+SCRIPT = ("python", "own.py")
+TRAIN = ("train", "D", "R")
+
+
+@pytest.mark.parametrize(
+    ("command", "exit_code", "said"),
+    [
+        (SCRIPT, STOPPED, "job 7 is given back to slurm, to go on from what the script has saved"),
+        (SCRIPT, 138, "job 7 is not requeued: the script did not save in time when it was asked to stop; "),
+        (TRAIN, STOPPED, "job 7 is given back to slurm, to go on from its checkpoint"),
+        (TRAIN, 138, "job 7 is given back to slurm, to be started again"),
+    ],
+)
+def test_what_becomes_of_a_job_at_its_time_limit_is_told(
+    command: tuple[str, ...],
+    exit_code: int,
+    said: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if exit_code == STOPPED:
+        (folder / "R" / "checkpoints" / "step-00000042").mkdir(parents=True)
+    end = JobEnd(exit_code, signal.SIGUSR1)
+    monkeypatch.setattr("speechdp.cli.launch.run_job", lambda *_arguments, **_options: end)
+    is_given_back = "given back" in said
+    assert run(["launch", "--requeue", "--", *command]) == (STOPPED if is_given_back else exit_code)
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"speechdp launch: {said}")
+    assert (folder / "ordered").exists() == is_given_back
+
+
+@pytest.mark.parametrize(
+    ("command", "remedy"),
+    [
+        (SCRIPT, "submit the job again; the same command continues from the script's last checkpoint"),
+        (TRAIN, "submit the job again; with --resume it goes on from its checkpoint"),
+    ],
+)
+def test_a_refused_requeue_names_how_to_go_on(
+    command: tuple[str, ...],
+    remedy: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (folder / "refuse").touch()
+    end = JobEnd(STOPPED, signal.SIGUSR1)
+    monkeypatch.setattr("speechdp.cli.launch.run_job", lambda *_arguments, **_options: end)
+    assert run(["launch", "--requeue", "--", *command]) == FAILED
+    assert capsys.readouterr().err.rstrip().endswith(remedy)

@@ -177,6 +177,7 @@ def test_no_scheduler_and_a_doubtful_one(work: Path, tmp_path: Path) -> None:
         (["train", "--seed", "1", "D", "R"], "folders right after the subcommand"),
         (["train", "D", "R", "--overwrite"], "--overwrite in a batch job would delete"),
         (["train", "D", ""], "the argument after 'D' is empty"),
+        (["python", "-m", "speechdp", "train", "D", "R"], "after --: ... -- train DATA RUN"),
     ],
 )
 def test_a_command_that_cannot_work_is_not_submitted(
@@ -239,7 +240,14 @@ def test_a_script_that_the_batch_system_starts_again_may_begin_anew(
     facts = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "SLURM_TASKS_PER_NODE": "2"}
     for name, value in facts.items():
         monkeypatch.setenv(name, value)
-    for options, is_told in (["--requeue"], True), ([], False):
+    for restarts, options, is_told in (
+        # What is in the folder at the first start is another job's, not to be cleared.
+        ("", ["--requeue"], False),
+        ("0", ["--requeue"], False),
+        ("1", ["--requeue"], True),
+        ("1", [], False),
+    ):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
         assert run(["launch", *options, "--dry-run", "--", "python", "-m", "own"]) == 0
         assert ("SPEECHDP_RESUME=1" in capsys.readouterr().out) == is_told
 
