@@ -237,7 +237,7 @@ def _place_in_class(error: Exception, cls: type[Any]) -> str:
     The file alone where no line of it was running: its method cannot be called as it has to be.
     """
     modules = [base.__module__ for base in cls.__mro__ if not base.__module__.startswith("speechdp.")]
-    files = [getattr(sys.modules.get(module), "__file__", None) or module for module in modules]
+    files: list[str] = [getattr(sys.modules.get(module), "__file__", None) or module for module in modules]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename in files:
             return f"{frame.filename}, line {frame.lineno}"

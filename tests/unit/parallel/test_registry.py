@@ -152,6 +152,7 @@ def test_a_field_without_a_default_or_a_type_is_refused(cls: type[ModelAveraging
         speechdp.strategy("odd")(cls)
 
 
+@dataclasses.dataclass(eq=False)
 class Halved(Strategy):
     """Leaves out what a strategy has to do."""
 
@@ -167,10 +168,7 @@ def with_attributes(**attributes: Any) -> type[ModelAveraging]:
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (
-            dataclasses.dataclass(eq=False)(Halved),
-            "Halved has no finish, no load_state_dict, no state_dict",
-        ),
+        (Halved, "Halved has no finish, no load_state_dict, no state_dict"),
         (with_attributes(attach=id), "Odd overrides attach; override set_up instead, which attach calls"),
         (with_attributes(close=id), "Odd overrides close; append what set_up opens to self.channels"),
         (

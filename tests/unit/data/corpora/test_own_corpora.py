@@ -218,7 +218,13 @@ def test_what_names_its_file_passes_through(
     ],
 )
 def test_the_types_of_what_it_reads_are_checked(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    given = {"utterance_id": "u1", "speaker": "ann", "text": "one", "audio": "a.wav", "index": 3}
+    given: dict[str, Any] = {
+        "utterance_id": "u1",
+        "speaker": "ann",
+        "text": "one",
+        "audio": "a.wav",
+        "index": 3,
+    }
 
     @speechdp.corpus("typed")
     @dataclass(frozen=True)
