@@ -7,6 +7,7 @@ paths, true or false, one of several words (`Literal`), what a class with a clas
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
@@ -14,7 +15,7 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -36,7 +37,8 @@ class ExtensionPoint(Generic[_T]):
         group: of entry points, by which packages offer theirs.
         base: what they derive from; has `name`, a class variable.
         own_names: gives the names of ours.
-        check: refuses a class that does not declare what it has to; told "KIND 'NAME'" and the class.
+        check: refuses a class that does not declare what it has to, beside the abstract methods; told
+            "KIND 'NAME'" and the class.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class ExtensionPoint(Generic[_T]):
         return register
 
     def check(self, where: str, cls: Any) -> None:
-        """Refuse what is no class of this kind, or has fields that cannot be options.
+        """Refuse what is no class of this kind, lacks methods, or has fields that cannot be options.
 
         Args:
             where: stands before the message.
@@ -72,6 +74,9 @@ class ExtensionPoint(Generic[_T]):
         if not (isinstance(cls, type) and issubclass(cls, self._base) and dataclasses.is_dataclass(cls)):
             base = f"{self._base.__module__}.{self._base.__name__}"
             raise ConfigError(f"{where}: {cls!r} is not a dataclass derived from {base}")
+        missing = sorted(getattr(cls, "__abstractmethods__", ()))
+        if missing:
+            raise ConfigError(f"{where}: {cls.__name__} has no {', no '.join(missing)}")
         self._check(where, cls)
         _check_options(where, cls)
 
@@ -108,13 +113,18 @@ class ExtensionPoint(Generic[_T]):
     def named(self, text: str) -> tuple[type[_T], str]:
         """Return the class of `NAME` or `MODULE:CLASS`, none of ours, and the text of the options behind it.
 
-        Modules of the folder worked in are found, too.
+        A name comes first, unless the module of that name has such a class.  Modules of the folder worked in
+        are found, too.
 
         Raises:
             ConfigError: there is none, or its module cannot be used.
         """
         name, _, rest = text.partition(":")
         class_name, _, behind = rest.partition(":")
+        if name in self.registered or name in self._entry_points():
+            found = self.find(name)
+            if not isinstance(getattr(sys.modules.get(name), class_name.partition(".")[0], None), type):
+                return found, rest
         if class_name and all(part.isidentifier() for part in class_name.split(".")):
             return self._imported(name, class_name), behind
         return self.find(name), rest
@@ -173,13 +183,44 @@ def imported(where: str, load: Callable[[], Any], remedy: str) -> Any:
     except SpeechDPError:
         raise
     except Exception as error:  # a user's module may raise anything
-        reason, place = " ".join(str(error).split()), _place_of(error)
+        place = _place_in_module(error)
         if place:
-            reason, remedy = f"{place}: {type(error).__name__}: {reason}", "mend the module"
+            reason, remedy = f"{place}: {_description(error)}", "mend the module"
+        else:
+            reason = " ".join(str(error).split())
         raise ConfigError(f"{where} cannot be imported ({reason}); {remedy}") from error
 
 
-def _place_of(error: Exception) -> str:
+@contextlib.contextmanager
+def code_of(cls: type[Any], where: str, remedy: str) -> Iterator[None]:
+    """Turn what the code of a class from outside raises inside the block into one line.
+
+    Our own errors, and those of the system that name a file, say enough and pass.
+
+    Args:
+        where: stands before the message.
+        remedy: ends it.
+
+    Raises:
+        ConfigError: anything else was raised; names the file and the line of the class's module.
+    """
+    try:
+        yield
+    except SpeechDPError:
+        raise
+    except Exception as error:  # a user's class may raise anything
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
+        place = _place_in_class(error, cls)
+        raise ConfigError(f"{where}: {place}: {_description(error)}; {remedy}") from error
+
+
+def _description(error: Exception) -> str:
+    """Return an error's class and its text, on one line."""
+    return ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
+
+
+def _place_in_module(error: Exception) -> str:
     """Return file and line where a module's own code has failed; "" where the module was not found."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
@@ -188,6 +229,19 @@ def _place_of(error: Exception) -> str:
         if frame.name == "<module>" and frame.filename not in machinery:
             return f"{frame.filename}, line {frame.lineno}"
     return ""
+
+
+def _place_in_class(error: Exception, cls: type[Any]) -> str:
+    """Return the file and the innermost line where the code of a class, or of its bases, has failed.
+
+    The file alone where no line of it was running: its method cannot be called as it has to be.
+    """
+    modules = [base.__module__ for base in cls.__mro__ if not base.__module__.startswith("speechdp.")]
+    files: list[str] = [getattr(sys.modules.get(module), "__file__", None) or module for module in modules]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename in files:
+            return f"{frame.filename}, line {frame.lineno}"
+    return files[0]
 
 
 def _is_again(old: type[Any], new: type[Any]) -> bool:

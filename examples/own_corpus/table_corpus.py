@@ -35,12 +35,15 @@ class TableCorpus(CorpusReader):
 
     def read(self, source: Path) -> Iterator[CorpusUtterance]:
         """Yield a line's utterance."""
-        with (source / self.file).open(encoding="utf-8", newline="") as file:
+        path = source / self.file
+        with path.open(encoding="utf-8", newline="") as file:
             table = csv.DictReader(file)
             missing = COLUMNS - set(table.fieldnames or ())
             if missing:
-                raise ConfigError(f"{source / self.file}: has no column {min(missing)}; add it")
+                raise ConfigError(f"{path}: has no column {min(missing)}; add it")
             for line in table:
+                if None in line.values():
+                    raise ConfigError(f"{path}:{table.line_num}: has fewer fields than columns; fill them in")
                 text = line["text"].lower() if self.lower_case else line["text"]
                 yield CorpusUtterance(
                     line["id"], line["speaker"], text, Path(line["audio"]), split=line["split"]

@@ -6,14 +6,16 @@ or in a package that names it as an entry point of the group `speechdp.strategie
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Callable
 from functools import cached_property
 from typing import TypeVar
 
+from speechdp.errors import ConfigError
 from speechdp.extensions import ExtensionPoint, option_kinds, read_options, split_options, write_options
-from speechdp.parallel.strategy import Strategy
+from speechdp.parallel.strategy import Strategy, Traits
 
 _Class = TypeVar("_Class", bound=type[Strategy])
 
@@ -25,7 +27,8 @@ def strategy(name: str) -> Callable[[_Class], _Class]:
         name: letters, digits and underscores, as `--strategy` and `DataParallel` take it.
 
     Raises:
-        ConfigError: the class is no strategy, a field cannot be an option, or the name is none or another's.
+        ConfigError: the class is no strategy, overrides what is final, has traits as attributes, a field
+            cannot be an option, or the name is none or another's.
 
     Example::
 
@@ -44,8 +47,33 @@ def _own_names() -> list[str]:
     return [m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg]
 
 
+#: What a strategy may not override, and what it does instead.
+_FINAL = {
+    "attach": "override set_up instead, which attach calls",
+    "close": "append what set_up opens to self.channels, which close closes",
+    "peer_bytes": "append what set_up opens to self.channels, whose bytes are counted",
+}
+
+
+def _check_declared(where: str, cls: type[Strategy]) -> None:
+    """Refuse a class that overrides what is final, or whose traits nobody would read.  Raises ConfigError."""
+    for name, remedy in _FINAL.items():
+        if getattr(cls, name) is not getattr(Strategy, name):
+            raise ConfigError(f"{where}: {cls.__name__} overrides {name}; {remedy}")
+    options = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for trait in dataclasses.fields(Traits):
+        # As a class attribute only: an option may have a trait's name, and decide it.
+        if isinstance(getattr(cls, trait.name, None), bool) and trait.name not in options:
+            raise ConfigError(
+                f"{where}: {cls.__name__} has {trait.name} as an attribute; declare it in the property "
+                f"traits: return Traits({trait.name}={getattr(cls, trait.name)})"
+            )
+
+
 #: All strategies; packages offer theirs by the entry points of this group.
-STRATEGIES = ExtensionPoint[Strategy]("strategy", "speechdp.strategies", Strategy, _own_names)
+STRATEGIES = ExtensionPoint[Strategy](
+    "strategy", "speechdp.strategies", Strategy, _own_names, _check_declared
+)
 
 
 def strategy_names() -> list[str]:

@@ -59,13 +59,14 @@ class Corpus:
                     f"{source}: {first.audio} and {second.audio} are both utterance {first.utterance_id}; "
                     "rename one"
                 )
+        divided = any(utterance.split is not None for utterance in ordered)
         for utterance in ordered:
             if not utterance.words:
                 raise ConfigError(
                     f"{source}: utterance {utterance.utterance_id} ({utterance.audio}) has an empty "
                     "transcript; write one or leave the utterance out"
                 )
-            if utterance.split is None and any(other.split is not None for other in ordered):
+            if utterance.split is None and divided:
                 raise ConfigError(
                     f"{source}: utterance {utterance.utterance_id} is in no split, while others are; "
                     "give all a split, or none"

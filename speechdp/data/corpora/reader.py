@@ -10,13 +10,13 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar, SupportsIndex, TypeVar
 
 from speechdp.data.corpora.audio_folder import read_audio_folder
-from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
+from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER, Corpus, CorpusUtterance
 from speechdp.data.corpora.kaldi_dir import is_kaldi_dir, read_kaldi_dir
 from speechdp.errors import ConfigError
-from speechdp.extensions import ExtensionPoint, read_options
+from speechdp.extensions import ExtensionPoint, code_of, read_options
 
 
 class CorpusReader(ABC):
@@ -42,16 +42,9 @@ class CorpusReader(ABC):
 _Class = TypeVar("_Class", bound=type[CorpusReader])
 
 
-def _check_declared(where: str, cls: type[CorpusReader]) -> None:
-    if cls.__abstractmethods__:
-        raise ConfigError(f"{where}: {cls.__name__} has no {', no '.join(sorted(cls.__abstractmethods__))}")
-
-
 _OURS = ("folder", "kaldi")
 #: All of them; packages offer theirs by the entry points of this group.
-CORPORA = ExtensionPoint[CorpusReader](
-    "corpus", "speechdp.corpora", CorpusReader, lambda: _OURS, _check_declared
-)
+CORPORA = ExtensionPoint[CorpusReader]("corpus", "speechdp.corpora", CorpusReader, lambda: _OURS)
 
 
 def corpus(name: str) -> Callable[[_Class], _Class]:
@@ -88,26 +81,55 @@ def read_corpus(source: Path, reader: str | None, pattern: str | None = None) ->
         pattern: of labels in file names, for a folder of audio.
 
     Raises:
-        ConfigError: there is no such reader, or what it reads is no corpus.
+        ConfigError: there is no such reader, it fails, or what it reads is no corpus.
     """
-    name = reader or ("kaldi" if is_kaldi_dir(source) else "folder")
+    text = reader or ("kaldi" if is_kaldi_dir(source) else "folder")
+    name, _, options = text.partition(":")
+    if name in _OURS and options:
+        raise ConfigError(f"--corpus {text}: {name} has no options; write --corpus {name}")
     if pattern is not None and name != "folder":
         raise ConfigError(
-            f"{source}: is read by --corpus {name}, not as a folder of audio; leave --pattern out"
+            f"{source}: is read by --corpus {text}, not as a folder of audio; leave --pattern out"
+            if reader
+            else f"{source}: is a Kaldi data directory (it has a wav.scp); leave --pattern out, or give "
+            "--corpus folder"
         )
     if name == "folder":
         return read_audio_folder(source, pattern)
     if name == "kaldi":
         return read_kaldi_dir(source)
-    cls, rest = CORPORA.named(name)
-    made = cls(**read_options(cls.name, cls, rest, kind="corpus"))
-    return Corpus.of(source, (_checked(cls.name, source, each) for each in made.read(source)))
+    return _read_from_outside(source, text)
+
+
+def _read_from_outside(source: Path, text: str) -> Corpus:
+    """Read a corpus by a class that others have written."""
+    cls, options = CORPORA.named(text)
+    values = read_options(cls.name, cls, options, kind="corpus")
+    with code_of(cls, f"corpus {cls.name}", f"mend the reader, or what it reads in {source}"):
+        utterances = list(cls(**values).read(source))
+    return Corpus.of(source, (_checked(cls.name, source, each) for each in utterances))
+
+
+#: What the fields of an utterance may be, and what to give instead of anything else.
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "utterance_id": (str, "give a text without spaces"),
+    "speaker": (str, f"give a text, {UNKNOWN_SPEAKER!r} where it is not known"),
+    "text": (str, "give the words as a text"),
+    "audio": ((str, Path), "give a path"),
+    "index": ((SupportsIndex, type(None)), "give a whole number or None"),
+}
 
 
 def _checked(name: str, source: Path, utterance: object) -> CorpusUtterance:
     """Return an utterance with its audio's whole path; refuse anything else that a reader gives."""
     if not isinstance(utterance, CorpusUtterance):
         raise ConfigError(f"corpus {name}: read() yields {utterance!r}; yield CorpusUtterance objects")
+    for field, (kind, remedy) in _KINDS.items():
+        value = getattr(utterance, field)
+        if not isinstance(value, kind):
+            raise ConfigError(
+                f"corpus {name}: {field} of utterance {utterance.utterance_id!r} is {value!r}; {remedy}"
+            )
     if not utterance.utterance_id or utterance.utterance_id.split() != [utterance.utterance_id]:
         raise ConfigError(
             f"{source}: {utterance.utterance_id!r} cannot be an utterance's id; give ids without spaces"

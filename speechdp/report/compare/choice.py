@@ -17,13 +17,13 @@ CLAIM_SEEDS = 3
 
 
 @dataclass(frozen=True)
-class StrategyChoice(Answer):
+class ComparisonAnswer(Answer):
     """Which strategy to choose; `chosen` is the group chosen for each number of ranks."""
 
     chosen: dict[int, Group] = field(default_factory=dict)
 
 
-def choose(groups: Sequence[Group]) -> StrategyChoice:
+def choose(groups: Sequence[Group]) -> ComparisonAnswer:
     """Apply the rule (`rule_for`) to the groups of every number of ranks above 1."""
     chosen: dict[int, Group] = {}
     details: list[str] = []
@@ -34,7 +34,7 @@ def choose(groups: Sequence[Group]) -> StrategyChoice:
             best = max(rows, key=lambda group: group.score or 0.0)
             chosen[ranks] = max(accurate_enough(rows, best, _tolerance(best)), key=_speed)
             details += _sentences(ranks, chosen[ranks], best, groups)
-    return StrategyChoice(_headline(chosen, groups), tuple(details), _cautions(groups), chosen=chosen)
+    return ComparisonAnswer(_headline(chosen, groups), tuple(details), _cautions(groups), chosen=chosen)
 
 
 def rule_for(groups: Sequence[Group]) -> str:

@@ -65,16 +65,6 @@ def exponential_mixing(rank: int, size: int, step: int) -> Mixing:
     return Mixing(((rank + offset) % size,), ((rank - offset) % size,)) if offset else Mixing((), ())
 
 
-def exponential_matching(size: int, step: int) -> tuple[int, ...]:
-    """Return each rank's partner in the one-peer exponential graph's symmetric form: rank XOR offset.
-
-    With a power of two everybody has a partner, and log2(size) steps give the exact mean.  Otherwise ranks
-    whose partner would not exist stay alone in that step (-1).
-    """
-    offset = exponential_offset(size, step)
-    return tuple(r ^ offset if offset and r ^ offset < size else -1 for r in range(size))
-
-
 def random_matching(size: int, seed: int, step: int) -> tuple[int, ...]:
     """Return each rank's partner in random pairs that are drawn anew for every step.
 

@@ -15,6 +15,7 @@ import speechdp
 from speechdp.errors import ConfigError
 from speechdp.parallel.period import Period
 from speechdp.parallel.registry import STRATEGIES, describe, parse_strategy, strategy_names
+from speechdp.parallel.strategy import Progress, Strategy
 from speechdp.strategies.model_averaging import ModelAveraging
 
 if TYPE_CHECKING:
@@ -149,6 +150,45 @@ class Untold(ModelAveraging):
 def test_a_field_without_a_default_or_a_type_is_refused(cls: type[ModelAveraging], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         speechdp.strategy("odd")(cls)
+
+
+@dataclasses.dataclass(eq=False)
+class Halved(Strategy):
+    """Leaves out what a strategy has to do."""
+
+    def step(self, progress: Progress) -> None:
+        """Do nothing."""
+
+
+def with_attributes(**attributes: Any) -> type[ModelAveraging]:
+    """Return a strategy with class attributes."""
+    return dataclasses.make_dataclass("Odd", [], bases=(ModelAveraging,), namespace=attributes, eq=False)
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (Halved, "Halved has no finish, no load_state_dict, no state_dict"),
+        (with_attributes(attach=id), "Odd overrides attach; override set_up instead, which attach calls"),
+        (with_attributes(close=id), "Odd overrides close; append what set_up opens to self.channels"),
+        (
+            with_attributes(synchronous=False),
+            "Odd has synchronous as an attribute; declare it in the property traits: return "
+            "Traits(synchronous=False)",
+        ),
+        (with_attributes(replicas_equal=True), "Odd has replicas_equal as an attribute; declare it in"),
+    ],
+)
+def test_a_class_that_would_not_work_as_a_strategy_is_refused(cls: type[Strategy], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^strategy 'odd': {re.escape(message)}"):
+        speechdp.strategy("odd")(cls)
+    assert "odd" not in strategy_names()
+
+
+def test_an_option_may_decide_a_trait() -> None:
+    option = [("synchronous", bool, dataclasses.field(default=True))]
+    cls = dataclasses.make_dataclass("Deciding", option, bases=(ModelAveraging,), eq=False)
+    assert speechdp.strategy("deciding")(cls) is cls
 
 
 def test_a_class_loaded_anew_takes_its_name_again_but_not_that_of_another_module() -> None:

@@ -33,7 +33,7 @@ from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.base import FrameScores, LossSum, Task, TaskData
 from speechdp.tasks.metrics import FRAME_ACCURACY, LOG_PROB
 from speechdp.tasks.model_file import load_model
-from speechdp.tasks.registry import TASKS, task_class, task_names, task_options
+from speechdp.tasks.registry import TASKS, task_class, task_options
 from speechdp.train.models import check_task
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
@@ -105,10 +105,12 @@ class Halved(Task):
 
 def test_a_registered_class_is_used_by_its_name_with_its_options() -> None:
     assert speechdp.task("outside")(Outside) is Outside
-    assert task_names() == ["acoustic", "outside", "synthesis"]
+    assert TASKS.names() == ["acoustic", "outside", "synthesis"]
     task = TrainOptions(task="outside:smoothing=0.5").make_task()
     assert task == Outside(smoothing=0.5) and task.name == "outside"
     assert TrainOptions(task="outside").preset_name == "outside"
+    with pytest.raises(ConfigError, match="outside:smoothing: has no value; write smoothing="):
+        task_options("outside:smoothing")
 
 
 @pytest.mark.parametrize("name", ["acoustic", "taken", "not a name", ""])
@@ -134,13 +136,13 @@ def test_a_name_that_is_taken_or_none_is_refused(name: str) -> None:
 def test_a_class_that_is_no_task_is_refused(cls: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"task 'other': .*{message}"):
         speechdp.task("other")(cls)
-    assert "other" not in task_names()
+    assert "other" not in TASKS.names()
 
 
 def test_an_installed_package_offers_one(monkeypatch: pytest.MonkeyPatch) -> None:
     offered = metadata.EntryPoint("coding", OWN, TASKS.group)
     monkeypatch.setattr(metadata, "entry_points", lambda group: [offered] if group == TASKS.group else [])
-    assert "coding" in task_names()
+    assert "coding" in TASKS.names()
     assert task_class("coding").name == "coding" and task_options("coding:ahead=2") == {"ahead": 2}
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from speechdp.data.corpora.audio_folder import read_audio_folder
+from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
 from speechdp.data.corpora.kaldi_dir import read_kaldi_dir
 from speechdp.data.corpora.reader import read_corpus
 from speechdp.errors import ConfigError
@@ -93,9 +95,33 @@ def test_kaldi_files_that_are_missing_or_not_text(tmp_path: Path, file: str) -> 
         read_kaldi_dir(source)
 
 
-def test_a_pattern_does_not_go_with_a_kaldi_directory(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="leave --pattern out"):
-        read_corpus(kaldi_folder(tmp_path), None, "{word}")
+@pytest.mark.parametrize(
+    ("reader", "message"),
+    [
+        (
+            None,
+            r"is a Kaldi data directory \(it has a wav.scp\); leave --pattern out, or give --corpus folder",
+        ),
+        ("kaldi", "is read by --corpus kaldi, not as a folder of audio; leave --pattern out"),
+    ],
+)
+def test_a_pattern_does_not_go_with_a_kaldi_directory(
+    tmp_path: Path, reader: str | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_corpus(kaldi_folder(tmp_path), reader, "{word}")
+
+
+def test_whether_a_corpus_is_divided_is_found_out_once() -> None:
+    class Watched(CorpusUtterance):
+        looks = 0
+
+        def __getattribute__(self, name: str) -> Any:
+            Watched.looks += name == "split"
+            return super().__getattribute__(name)
+
+    Corpus.of(Path("here"), [Watched(f"u{number}", "ann", "one", Path("a.wav")) for number in range(100)])
+    assert 0 < Watched.looks <= 300
 
 
 def test_labels_in_the_names(tmp_path: Path) -> None:

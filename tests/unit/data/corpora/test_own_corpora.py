@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,6 +109,34 @@ class Careless(CorpusReader):
         return ["u1"]  # type: ignore[list-item]
 
 
+@dataclass(frozen=True)
+class Failing(CorpusReader):
+    """Fails in various ways."""
+
+    way: str = "value"
+
+    def __post_init__(self) -> None:
+        if self.way == "made":
+            raise ValueError("cannot be\nmade")
+
+    def read(self, source: Path) -> Iterable[CorpusUtterance]:
+        match self.way:
+            case "unreadable":
+                (source / "corpus.bin").read_text(encoding="utf-8")
+            case "gone":
+                (source / "gone.csv").read_text(encoding="utf-8")
+            case "unnamed":
+                raise OSError("not gzipped")
+            case "refused":
+                raise ConfigError("refused by the reader")
+            case "none":
+                return None  # type: ignore[return-value]
+        return iter([self.utterance("one")])
+
+    def utterance(self, text: str) -> CorpusUtterance:
+        return CorpusUtterance("u1", "ann", text, Path("a.wav"), index=int(self.way))
+
+
 @pytest.mark.parametrize(
     ("reader", "words"),
     [
@@ -113,6 +144,8 @@ class Careless(CorpusReader):
         (f"{__name__}:Forgetful", "Forgetful has no read"),
         (f"{__name__}:Careless", "yields 'u1'; yield CorpusUtterance objects"),
         (f"{TABLE}:files=x", "has no option 'files'; it has: file, lower_case"),
+        ("folder:x=1", "--corpus folder:x=1: folder has no options; write --corpus folder"),
+        ("kaldi:", "wav.scp: cannot be read"),
         ("gone:Table", "cannot be imported"),
         (f"{TABLE}:file=other.csv", "other.csv"),
     ],
@@ -123,6 +156,109 @@ def test_readers_that_cannot_be_used(
     assert run_speechdp(["prepare", str(table(tmp_path)), str(tmp_path / "data"), "--corpus", reader]) == 1
     error = capsys.readouterr().err
     assert words in error and "Traceback" not in error and not (tmp_path / "data").exists()
+
+
+def line_of(text: str) -> int:
+    """Return the number of the first line of this file that is `text`."""
+    return [line.strip() for line in Path(__file__).read_text(encoding="utf-8").split("\n")].index(text) + 1
+
+
+@pytest.mark.parametrize(
+    ("way", "line", "reason"),
+    [
+        ("made", 'raise ValueError("cannot be\\nmade")', "ValueError: cannot be made"),
+        (
+            "unreadable",
+            '(source / "corpus.bin").read_text(encoding="utf-8")',
+            "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+        ),
+        ("unnamed", 'raise OSError("not gzipped")', "OSError: not gzipped"),
+        (
+            "many",
+            'return CorpusUtterance("u1", "ann", text, Path("a.wav"), index=int(self.way))',
+            "ValueError: invalid literal for int() with base 10: 'many'",
+        ),
+        ("none", None, "TypeError: 'NoneType' object is not iterable"),
+    ],
+)
+def test_a_reader_that_fails_is_named_with_the_line(
+    tmp_path: Path, way: str, line: str | None, reason: str
+) -> None:
+    (tmp_path / "corpus.bin").write_bytes(b"\xff")
+    place = f"{__file__}, line {line_of(line)}" if line else __file__
+    reader = f"{__name__}:Failing"
+    with pytest.raises(ConfigError) as caught:
+        read_corpus(tmp_path, f"{reader}:way={way}")
+    remedy = f"mend the reader, or what it reads in {tmp_path}"
+    assert str(caught.value) == f"corpus {reader}: {place}: {reason}; {remedy}"
+
+
+@pytest.mark.parametrize(
+    ("way", "error", "message"),
+    [("gone", FileNotFoundError, "gone.csv"), ("refused", ConfigError, "^refused by the reader$")],
+)
+def test_what_names_its_file_passes_through(
+    tmp_path: Path, way: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        read_corpus(tmp_path, f"{__name__}:Failing:way={way}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"utterance_id": 7}, "utterance_id of utterance 7 is 7; give a text without spaces"),
+        (
+            {"speaker": None},
+            "speaker of utterance 'u1' is None; give a text, 'unknown' where it is not known",
+        ),
+        ({"text": 1.5}, "text of utterance 'u1' is 1.5; give the words as a text"),
+        ({"audio": None}, "audio of utterance 'u1' is None; give a path"),
+        ({"index": "3"}, "index of utterance 'u1' is '3'; give a whole number or None"),
+    ],
+)
+def test_the_types_of_what_it_reads_are_checked(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {
+        "utterance_id": "u1",
+        "speaker": "ann",
+        "text": "one",
+        "audio": "a.wav",
+        "index": 3,
+    }
+
+    @speechdp.corpus("typed")
+    @dataclass(frozen=True)
+    class Typed(CorpusReader):
+        changed: bool = False
+
+        def read(self, source: Path) -> Iterable[CorpusUtterance]:
+            return [CorpusUtterance(**(given | (changes if self.changed else {})))]
+
+    assert read_corpus(tmp_path, "typed").utterances[0].audio == tmp_path / "a.wav"
+    with pytest.raises(ConfigError, match=f"^corpus typed: {re.escape(words)}$"):
+        read_corpus(tmp_path, "typed:changed=yes")
+
+
+def test_a_short_row_of_the_example_is_named(tmp_path: Path) -> None:
+    (tmp_path / "corpus.csv").write_text("id,speaker,split,audio,text\nu1,ann,dev,a.wav,one\nu2,ann\n")
+    with pytest.raises(ConfigError, match=r"corpus.csv:3: has fewer fields than columns; fill them in"):
+        read_corpus(tmp_path, TABLE)
+
+
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_an_option_without_a_value_is_no_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_registered: bool
+) -> None:
+    if is_registered:
+        read_corpus(table(tmp_path), TABLE)
+    else:
+        offered = metadata.EntryPoint("table_corpus", TABLE, CORPORA.group)
+        points = {CORPORA.group: [offered]}
+        monkeypatch.setattr(metadata, "entry_points", lambda group: points.get(group, []))
+    with pytest.raises(ConfigError, match="table_corpus:lower_case: has no value; write lower_case="):
+        read_corpus(tmp_path, "table_corpus:lower_case")
+    # A class of a module that has registered its own name is meant where it is given.
+    assert CORPORA.named(f"{TABLE}:file=x")[1] == "file=x"
 
 
 def test_ours_can_be_named(tmp_path: Path) -> None:
