@@ -101,12 +101,18 @@ class ScriptFolder:
         """Own the folder, on rank 0 for all.  Collective.
 
         Raises:
-            ConfigError: on rank 0, another job owns it.
+            ConfigError: on rank 0, another job owns it, or an earlier run of this script has been there.
             RunError: on rank 0, it cannot be written.
         """
         if self._record is not None and self._owner is None:
+            folder = self._record.path
+            if os.environ.get(FOLDER) and folder.resolve() in _begun_here:
+                raise ConfigError(
+                    f"{folder}: {FOLDER} names the folder of one run, and this script trains with a second "
+                    "DataParallel; make that a script of its own"
+                )
             owner = FolderOwner(
-                self._record.path,
+                folder,
                 Claimant.here(f"script {Path(sys.argv[0]).name}", os.environ),
                 _SURROUNDINGS,
             )
@@ -138,11 +144,6 @@ class ScriptFolder:
             return None
         folder = self._record.path
         is_told, is_own = bool(os.environ.get(FOLDER)), folder.resolve() in _begun_here
-        if is_told and is_own:
-            return (
-                f"{folder}: {FOLDER} names the folder of one run, and this script trains with a second "
-                "DataParallel; make that a script of its own"
-            )
         other = f"name another in {FOLDER}" if is_told else "choose another folder"
         whole = self._whole_checkpoints()
         if whole:

@@ -343,7 +343,7 @@ def test_a_job_begins_anew_what_its_earlier_start_has_completed(
     # Another job finds a finished run.
     monkeypatch.setattr(script_folder, "_begun_here", set())
     monkeypatch.setenv("SPEECHDP_START", "other:2")
-    with pytest.raises(ConfigError, match="already holds a run; choose another folder"):
+    with pytest.raises(ConfigError, match="already holds a run, without checkpoints; choose another folder"):
         run_threads(2, trains)
 
 
@@ -362,7 +362,7 @@ def test_two_runs_of_a_script_do_not_share_the_folder_that_it_is_told(
     assert read_run(tmp_path).completed
     # Of another process it is a run like any other.
     monkeypatch.setattr(script_folder, "_begun_here", set())
-    with _refused("already holds a run; name another in SPEECHDP_FOLDER"), Script(comm, "bmuf").run:
+    with _refused("already holds a run, without checkpoints; name another in SPEECHDP_FOLDER"), Script(comm, "bmuf").run:
         raise AssertionError("it holds a finished run")
 
 
