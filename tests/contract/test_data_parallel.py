@@ -362,7 +362,10 @@ def test_two_runs_of_a_script_do_not_share_the_folder_that_it_is_told(
     assert read_run(tmp_path).completed
     # Of another process it is a run like any other.
     monkeypatch.setattr(script_folder, "_begun_here", set())
-    with _refused("already holds a run, without checkpoints; name another in SPEECHDP_FOLDER"), Script(comm, "bmuf").run:
+    with (
+        _refused("already holds a run, without checkpoints; name another in SPEECHDP_FOLDER"),
+        Script(comm, "bmuf").run,
+    ):
         raise AssertionError("it holds a finished run")
 
 

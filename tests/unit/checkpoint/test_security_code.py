@@ -133,6 +133,8 @@ def test_a_pickle_under_another_name_is_refused_and_not_run(tmp_path: Path, kind
         load_model(run, torch.device("cpu"))
     with pytest.raises(RunError, match="no checkpoint can be used"):
         load_checkpoint(run, SerialCommunicator(), [])
+    script_folder = ScriptFolder(run, SerialCommunicator())
     with pytest.raises(RunError, match=r"rank-0000\.pt: is damaged"):
-        ScriptFolder(run, SerialCommunicator()).read_checkpoint()
+        script_folder.read_checkpoint()
+    script_folder.release()
     assert not mark.exists()
