@@ -44,18 +44,18 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies_train_synthesis_as_well(dataset: Dataset, tmp_path: Path, strategy: str) -> None:
-    options = dataclasses.replace(TINY_SYNTHESIS, strategy=StrategyChoice(strategy))
+    options = dataclasses.replace(TINY_SYNTHESIS, strategy=StrategyChoice(strategy), epochs=4)
     run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path))
     loaded = load_synthesis_model(tmp_path, CPU)
     assert (loaded.sampling_rate, loaded.features) == (8000, SPECTROGRAM)
     assert loaded.symbols.num_symbols == dataset.num_classes == loaded.model.num_symbols
     evaluations = read_run(tmp_path).evaluations
-    assert len(evaluations) == 2
-    first, last = (evaluation.values["l1_error"] for evaluation in (evaluations[0], evaluations[-1]))
-    assert first is not None and last is not None
-    # Ranks that go at their own pace take these few steps in any order: at times the second epoch is worse.
-    assert 0 < last < (first if parse_strategy(strategy).traits.synchronous else 1.5)
-    assert evaluations[-1].score == -last
+    assert len(evaluations) == 4
+    first, *later = (evaluation.values["l1_error"] or 0.0 for evaluation in evaluations)
+    # Of two steps an epoch, with random numbers that ranks of one process draw in any order: at times an epoch
+    # is worse.  Ranks that go at their own pace take the steps in any order, too.
+    assert 0 < min(later) < (first if parse_strategy(strategy).traits.synchronous else 1.5)
+    assert evaluations[-1].score == -later[-1]
     statistics = running_statistics(loaded.model)
     assert statistics and all(bool(x.isfinite().all()) for x in statistics.values())
     assert not any(bool((x == 1).all()) for name, x in statistics.items() if "var" in name)
