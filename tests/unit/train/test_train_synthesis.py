@@ -52,8 +52,8 @@ def test_strategies_train_synthesis_as_well(dataset: Dataset, tmp_path: Path, st
     evaluations = read_run(tmp_path).evaluations
     assert len(evaluations) == 4
     first, *later = (evaluation.values["l1_error"] or 0.0 for evaluation in evaluations)
-    # Of two steps an epoch, with random numbers that ranks of one process draw in any order: at times an epoch
-    # is worse.  Ranks that go at their own pace take the steps in any order, too.
+    # Two steps an epoch, and random numbers that ranks of one process draw in any order: at times an epoch is
+    # worse.  Ranks that go at their own pace take the steps in any order, too.
     assert 0 < min(later) < (first if parse_strategy(strategy).traits.synchronous else 1.5)
     assert evaluations[-1].score == -later[-1]
     statistics = running_statistics(loaded.model)
