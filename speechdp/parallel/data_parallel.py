@@ -135,10 +135,10 @@ class DataParallel:
         """Begin training.  Collective."""
         if self._phase is not _Phase.NEW:
             raise RunError("`with run` is entered a second time; make a new DataParallel to train again")
-        self._check_loaded()
-        loaded, self._loaded = self._loaded, None
         with ExitStack() as undo:
             undo.callback(self._end)
+            self._check_loaded()
+            loaded, self._loaded = self._loaded, None
             state_of = None if loaded is None else loaded.get("run_id", "")
             path = self._folder.begin(self._facts(), self._device, state_of=state_of)
             undo.callback(self._folder.fail)
