@@ -8,8 +8,8 @@ from rich.console import Console
 
 from speechdp.cli.inspect import describe
 from speechdp.cli.support.console import make_console
-from speechdp.cli.support.folders import owner_of, say_aside
 from speechdp.cli.support.progress import progress_bar
+from speechdp.comm.startup.folder_owner import owner_of, say_aside
 from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.data_dir import check_place, owner_file
 from speechdp.options.prepare import PrepareOptions

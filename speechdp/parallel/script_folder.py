@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speechdp import exit_codes
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
+from speechdp.comm.startup.folder_owner import owner_of, say_aside
 from speechdp.comm.startup.world import versions
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import atomic_path, cannot_be_read, cannot_be_written, is_of_disk
 from speechdp.launching.restarts import RESUME_VARIABLE
-from speechdp.ownership.claimant import START_VARIABLE, Claimant
-from speechdp.ownership.owner import FolderOwner, Surroundings
+from speechdp.ownership.claimant import START_VARIABLE
+from speechdp.ownership.owner import FolderOwner
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.timing.gather import write_timing
 from speechdp.timing.gpu import gpu_facts
@@ -111,11 +111,7 @@ class ScriptFolder:
                     f"{folder}: {FOLDER} names the folder of one run, and this script trains with a second "
                     "DataParallel; make that a script of its own"
                 )
-            owner = FolderOwner(
-                folder,
-                Claimant.here(f"script {Path(sys.argv[0]).name}", os.environ),
-                _SURROUNDINGS,
-            )
+            owner = owner_of(folder, f"script {Path(sys.argv[0]).name}", _say)
             owner.acquire()
             self._owner = owner
         self._comm.barrier()
@@ -301,15 +297,8 @@ def _key(checkpoint: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 1)
 
 
-def _end(message: str) -> None:
-    environment.end_process_with(f"speechdp: {message}\n", exit_codes.IN_USE)
-
-
 def _say(text: str) -> None:
-    print(f"speechdp: {text}", file=sys.stderr, flush=True)
-
-
-_SURROUNDINGS = Surroundings(_say, _end)
+    say_aside(f"speechdp: {text}")
 
 
 def _check_readable(state: dict[str, Any]) -> None:

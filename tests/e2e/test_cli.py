@@ -18,8 +18,8 @@ import speechdp as package
 from speechdp.cli import main
 from speechdp.cli.main import SUBCOMMANDS
 from speechdp.cli.main import run as speechdp
-from speechdp.cli.support.folders import owner_of
 from speechdp.cli.train import RUN_RECORDS, check_run_overwrite
+from speechdp.comm.startup.folder_owner import owner_of
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError, RunError
 from speechdp.ownership.overwrite import empty

@@ -95,7 +95,7 @@ def owned_folder(
     Raises:
         ConfigError: it must not be overwritten.
     """
-    from speechdp.cli.support.folders import owner_of  # noqa: PLC0415
+    from speechdp.comm.startup.folder_owner import owner_of  # noqa: PLC0415
     from speechdp.ownership.overwrite import check_overwrite, empty  # noqa: PLC0415
 
     if overwrite:

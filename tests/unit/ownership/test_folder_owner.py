@@ -485,7 +485,8 @@ def test_a_claim_that_another_has_made_up_steers_no_terminal() -> None:
 
 def test_two_processes_and_one_that_is_killed(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from speechdp.cli.support.folders import owner_of\n"
+        "import sys, time; from pathlib import Path\n"
+        "from speechdp.comm.startup.folder_owner import owner_of\n"
         "with owner_of(Path(sys.argv[1]), 'train', print): print('mine', flush=True); time.sleep(300)"
     )
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Ownership of folders written by commands without ranks."""
+"""Ownership of folders by one process: of a command without ranks, or rank 0 of a script for all."""
 
 from __future__ import annotations
 
