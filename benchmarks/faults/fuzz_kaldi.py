@@ -54,7 +54,7 @@ def _matrix_readers(folder: Path) -> list[Reader]:
 
 
 def _alignment_readers(folder: Path) -> list[Reader]:
-    alignments = {"utt0": [1, 2, 2, 7], "utt1": [3]}
+    alignments = {"utt0": [1, 2, 2, 5], "utt1": [2]}
     packed = write_alignments(folder / "ali.1.gz", alignments).read_bytes()
     text = write_alignments(folder / "ali.t.gz", alignments, text=True).read_bytes()
     contents = {"binary": gzip.decompress(packed), "text": gzip.decompress(text), "gzip": packed}

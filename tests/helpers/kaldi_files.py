@@ -50,6 +50,19 @@ PDFS_OF_TUPLES = (3, 0, 4, 1, 1, 5, 2)
 PDFS_OF_TRIPLES = (0, 0, 1, 1, 1, 2, 2)
 
 
+def some_path(num_frames: int, seed: int = 0) -> list[int]:
+    """Draw a path of the made-up model, with self-loops after the transition that leaves a state."""
+    rng = np.random.default_rng([seed, num_frames])
+    path: list[int] = []
+    while len(path) < num_frames:
+        left = num_frames - len(path)
+        phone = (((2, 1),), ((5, 3),), ((4, 3), (7, 6)))[rng.integers(3 if left > 1 else 2)]
+        for number, (leave, loop) in enumerate(phone):
+            num_loops = int(rng.integers(0, num_frames - len(path) - len(phone) + number + 1))
+            path += [leave] + [loop] * min(num_loops, 4)
+    return path
+
+
 def text_model(*, tuples: bool) -> bytes:
     """Write the made-up model as Kaldi's text form, with an acoustic model's beginning behind it."""
     lines = ["<TransitionModel> ", "<Topology> "]

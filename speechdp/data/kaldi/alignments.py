@@ -39,7 +39,7 @@ class AlignmentSource:
         """Yield every utterance and its (T,) pdfs, in the order of the files.
 
         Raises:
-            ConfigError: an archive is damaged, an id is given twice or a number is none of the model's.
+            ConfigError: an archive is damaged, an id is given twice, or an alignment is another model's.
         """
         seen: set[str] = set()
         for file in self.files:
@@ -58,7 +58,16 @@ class AlignmentSource:
             raise stream.failure(
                 f"{what} {outside[0]} is not in {low}..{high}, the file belongs to another model"
             )
-        return values if self.pdf_map is None else self.pdf_map.pdfs[values]
+        if self.pdf_map is None:
+            return values
+        fault = self.pdf_map.first_fault(values)
+        if fault is not None:
+            raise ConfigError(
+                f"{stream.path}: utterance {stream.utterance}: the alignment is no path of "
+                f"{self.pdf_map.path} (transition-id {values[fault]} of frame {fault}); "
+                "give the model it was made with"
+            )
+        return self.pdf_map.pdfs[values]
 
 
 def alignment_source(ali_dir: Path | None, ali_pdf: Path | None) -> AlignmentSource:
@@ -71,7 +80,7 @@ def alignment_source(ali_dir: Path | None, ali_pdf: Path | None) -> AlignmentSou
     Raises:
         ConfigError: files are missing or damaged.
     """
-    pdf_map = None if ali_dir is None else read_pdf_map(ali_dir / "final.mdl")
+    pdf_map = None if ali_dir is None else read_pdf_map(_model_in(ali_dir))
     num_pdfs = None if pdf_map is None else pdf_map.num_pdfs
     if ali_pdf is not None:
         return AlignmentSource((ali_pdf,), None, num_pdfs)
@@ -82,6 +91,19 @@ def alignment_source(ali_dir: Path | None, ali_pdf: Path | None) -> AlignmentSou
         raise ConfigError(f"{ali_dir}: has no ali.1.gz; give the folder that Kaldi's align script wrote")
     _check_all_there(ali_dir, [number for number, _ in files])
     return AlignmentSource(tuple(path for _, path in files), pdf_map, num_pdfs)
+
+
+def _model_in(ali_dir: Path) -> Path:
+    """Return final.mdl.  Raises ConfigError where it is a link that leads nowhere; names another model."""
+    model = ali_dir / "final.mdl"
+    if not model.is_symlink() or model.exists():
+        return model
+    others = [path for path in ali_dir.glob("*.mdl") if path.exists()]
+    remedy = "copy the model itself (cp -L)"
+    if others:  # steps/train_*.sh number them, final.mdl leads to the last
+        last = max(others, key=lambda path: (int(path.stem) if path.stem.isdigit() else -1, path.name))
+        remedy = f"ln -sf {last.name} {model}"
+    raise ConfigError(f"{model}: is a symbolic link to {model.readlink()}, which does not exist; {remedy}")
 
 
 def read_int_vectors(path: Path) -> Iterator[tuple[str, npt.NDArray[np.int32], KaldiStream]]:

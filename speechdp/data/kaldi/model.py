@@ -15,22 +15,83 @@ from speechdp.data.kaldi.stream import KaldiStream
 _MOST = 1 << 24
 
 
+#: Destination of a transition that ends its phone.
+_END = -1
+
+
 @dataclass(frozen=True)
 class PdfMap:
-    """Maps transition-ids to pdfs.
+    """Maps transition-ids to pdfs, and knows which may follow which.
+
+    Arrays are (N + 1,) int32; transition-ids count from 1, so that each array's first value means nothing.
 
     Attributes:
-        pdfs: (N + 1,) int32, pdf of each transition-id; ids count from 1, so the first is -1.
+        path: of the model.
+        pdfs: pdf of each transition-id.
         num_pdfs: 1 + the largest pdf of any state, as Kaldi's TransitionModel::NumPdfs.
+        states: transition-state of each transition-id.
+        phones: phone of each transition-id.
+        sources: HMM state that each transition-id leaves.
+        destinations: HMM state that it enters; -1: it ends the phone.
     """
 
+    path: Path
     pdfs: npt.NDArray[np.int32]
     num_pdfs: int
+    states: npt.NDArray[np.int32]
+    phones: npt.NDArray[np.int32]
+    sources: npt.NDArray[np.int32]
+    destinations: npt.NDArray[np.int32]
 
     @property
     def num_transition_ids(self) -> int:
         """Number of transition-ids (N)."""
         return len(self.pdfs) - 1
+
+    def first_fault(self, alignment: npt.NDArray[np.int32]) -> int | None:
+        """Return the first frame of an alignment (T,) that no path of the model has; None: it is a path.
+
+        A path goes through whole phones, each from its first state to its end.  The self-loops of a visit to
+        a state stand before the transition that leaves it, or after it, the default of Kaldi's graphs
+        (hmm/hmm-utils.cc, SplitToPhones).  Contexts are not compared: the tree would be needed for that.
+        """
+        if len(alignment) == 0:
+            return None
+        loops = self.destinations[alignment] == self.sources[alignment]
+        leaving = np.flatnonzero(~loops)  # frames of transitions that leave their state
+        if len(leaving) == 0:
+            return 0
+        faults = [self._misplaced_loop(alignment, loops, leaving), self._broken_chain(alignment, leaving)]
+        return min((fault for fault in faults if fault is not None), default=None)
+
+    def _misplaced_loop(
+        self, alignment: npt.NDArray[np.int32], loops: npt.NDArray[np.bool_], leaving: npt.NDArray[np.intp]
+    ) -> int | None:
+        """Return the first self-loop that does not belong to the visit it stands in."""
+        frames = np.flatnonzero(loops)
+        following = np.searchsorted(leaving, frames)
+        misplaced = []
+        for neighbour in (following - 1, following):  # self-loops after the transition that leaves, or before
+            is_there = (neighbour >= 0) & (neighbour < len(leaving))
+            other = alignment[leaving[np.clip(neighbour, 0, len(leaving) - 1)]]
+            wrong = frames[~is_there | (self.states[other] != self.states[alignment[frames]])]
+            if len(wrong) == 0:
+                return None
+            misplaced.append(int(wrong[0]))
+        return max(misplaced)  # of the order that explains more
+
+    def _broken_chain(self, alignment: npt.NDArray[np.int32], leaving: npt.NDArray[np.intp]) -> int | None:
+        """Return the first transition that does not begin where the one before has led to."""
+        ids = alignment[leaving]
+        entered = self.destinations[ids]
+        wrong = np.empty(len(ids), dtype=bool)
+        wrong[0] = self.sources[ids[0]] != 0
+        begins = (entered[:-1] == _END) & (self.sources[ids[1:]] == 0)
+        goes_on = (entered[:-1] == self.sources[ids[1:]]) & (self.phones[ids[:-1]] == self.phones[ids[1:]])
+        wrong[1:] = ~(begins | goes_on)
+        if wrong.any():
+            return int(leaving[np.flatnonzero(wrong)[0]])
+        return None if entered[-1] == _END else len(alignment) - 1
 
 
 @dataclass(frozen=True)
@@ -68,19 +129,25 @@ def read_pdf_map(path: Path) -> PdfMap:
 
 
 def _number(stream: KaldiStream, topology: _Topology, states: Sequence[Sequence[int]]) -> PdfMap:
-    pdfs = [-1]
-    for phone, hmm_state, forward_pdf, *rest in states:
+    rows: list[tuple[int, int, int, int, int]] = [(-1, 0, 0, 0, 0)]
+    for number, (phone, hmm_state, forward_pdf, *rest) in enumerate(states, 1):
         entry = topology.entry_of_phone.get(phone, -1)
         if not 0 <= entry < len(topology.entries) or not 0 <= hmm_state < len(topology.entries[entry]):
             raise stream.failure(f"state {hmm_state} of phone {phone} is not in the topology")
         self_loop_pdf = rest[0] if rest else forward_pdf
         if min(forward_pdf, self_loop_pdf) < 0 or max(forward_pdf, self_loop_pdf) >= _MOST:
             raise stream.failure(f"pdf {forward_pdf} of phone {phone} cannot be")
-        for destination in topology.entries[entry][hmm_state]:
-            pdfs.append(self_loop_pdf if destination == hmm_state else forward_pdf)
-    if len(pdfs) == 1:
+        hmm = topology.entries[entry]
+        for destination in hmm[hmm_state]:
+            if not 0 <= destination < len(hmm):
+                raise stream.failure(f"a transition of phone {phone} leads to state {destination}")
+            pdf = self_loop_pdf if destination == hmm_state else forward_pdf
+            is_end = not hmm[destination]  # the last state of a phone has no transition
+            rows.append((pdf, number, phone, hmm_state, _END if is_end else destination))
+    if len(rows) == 1:
         raise stream.failure("the model has no transition")
-    return PdfMap(np.array(pdfs, dtype=np.int32), 1 + max(max(state[2:]) for state in states))
+    pdfs, *others = np.array(rows, dtype=np.int32).T.copy()
+    return PdfMap(stream.path, pdfs, 1 + max(max(state[2:]) for state in states), *others)
 
 
 class _Numbers:

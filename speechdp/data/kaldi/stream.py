@@ -52,6 +52,8 @@ class KaldiStream:
         except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
             self._stack.close()
             reason = getattr(error, "strerror", None) or error
+            if isinstance(error, FileNotFoundError) and path.is_symlink():
+                reason = f"it is a symbolic link to {path.readlink()}, which does not exist"
             raise ConfigError(f"{path}: cannot be read ({reason}); check the path") from error
         self._size: int | None = None if magic == _GZIP_MAGIC else size
         if self._size is not None and offset >= max(size, 1):

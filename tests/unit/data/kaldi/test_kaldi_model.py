@@ -15,6 +15,7 @@ from tests.helpers.kaldi_files import (
     PDFS_OF_TUPLES,
     ali_dir,
     binary_model,
+    some_path,
     text_model,
     write_alignments,
     yesno_system,
@@ -134,7 +135,7 @@ def test_absurd_lengths_and_other_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_none_of_the_models_are_refused(tmp_path: Path) -> None:
-    source = alignment_source(ali_dir(tmp_path / "ali", {"utt0": [1, 7], "utt1": [1, 8]}), None)
+    source = alignment_source(ali_dir(tmp_path / "ali", {"utt0": [1, 2], "utt1": [1, 8]}), None)
     with pytest.raises(ConfigError, match=r"ali\.2\.gz: utterance utt1.*transition-id 8 is not in 1\.\.7"):
         list(source.pdfs())
     pdfs = write_alignments(tmp_path / "pdfs.ark", {"utt0": [0, 6]})
@@ -145,8 +146,8 @@ def test_numbers_that_are_none_of_the_models_are_refused(tmp_path: Path) -> None
 
 
 def test_an_alignment_given_twice_and_one_that_is_missing_are_refused(tmp_path: Path) -> None:
-    folder = ali_dir(tmp_path / "ali", {"utt0": [1], "utt1": [1]})
-    write_alignments(folder / "ali.2.gz", {"utt0": [1]})
+    folder = ali_dir(tmp_path / "ali", {"utt0": [2], "utt1": [2]})
+    write_alignments(folder / "ali.2.gz", {"utt0": [2]})
     with pytest.raises(ConfigError, match=r"utt0.*has an alignment already"):
         list(alignment_source(folder, None).pdfs())
     (folder / "ali.2.gz").unlink()
@@ -155,3 +156,66 @@ def test_an_alignment_given_twice_and_one_that_is_missing_are_refused(tmp_path: 
     (folder / "ali.1.gz").unlink()
     with pytest.raises(ConfigError, match=r"has no ali\.1\.gz"):
         alignment_source(folder, None)
+
+
+@pytest.mark.parametrize(
+    ("alignment", "fault"),
+    [
+        ([2, 1, 1, 4, 3, 7, 6], None),  # self-loops last, as Kaldi's graphs have them by default
+        ([1, 1, 2, 3, 4, 6, 7], None),  # self-loops first
+        ([2, 5, 2], None),
+        ([2, 7, 5], 1),  # the second state of a phone without its first
+        ([4, 2], 1),  # a phone that is not gone through
+        ([7], 0),
+        ([2, 4], 1),  # ends in the midst of a phone
+        ([2, 3, 2], 1),  # a self-loop of a state that is not there
+        ([1, 2, 3, 5, 3], 4),  # self-loops first, and once last
+        ([1, 1], 0),
+    ],
+)
+def test_paths_of_a_model(tmp_path: Path, alignment: list[int], fault: int | None) -> None:
+    (tmp_path / "final.mdl").write_bytes(binary_model(tuples=True))
+    pdf_map = read_pdf_map(tmp_path / "final.mdl")
+    assert pdf_map.first_fault(np.array(alignment, np.int32)) == fault
+
+
+def test_made_up_paths_are_paths_and_hardly_anything_else_is(tmp_path: Path) -> None:
+    (tmp_path / "final.mdl").write_bytes(binary_model(tuples=False))
+    pdf_map = read_pdf_map(tmp_path / "final.mdl")
+    for length in range(1, 60):
+        path = some_path(length, seed=length)
+        assert len(path) == length and pdf_map.first_fault(np.array(path, np.int32)) is None
+    rng = np.random.default_rng(1)
+    assert all(pdf_map.first_fault(rng.integers(1, 8, 50)) is not None for _ in range(200))
+
+
+def test_an_alignment_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    folder = ali_dir(tmp_path / "ali", {"utt0": [1, 2], "utt1": [4, 3, 3]})
+    with pytest.raises(ConfigError) as caught:
+        list(alignment_source(folder, None).pdfs())
+    assert str(caught.value) == (
+        f"{folder / 'ali.2.gz'}: utterance utt1: the alignment is no path of {folder / 'final.mdl'} "
+        "(transition-id 3 of frame 2); give the model it was made with"
+    )
+
+
+def test_a_model_that_is_a_link_to_nowhere_is_named(tmp_path: Path) -> None:
+    folder = ali_dir(tmp_path / "ali", {"utt0": [2]})
+    (folder / "final.mdl").unlink()
+    (folder / "final.mdl").symlink_to("35.mdl")
+    with pytest.raises(ConfigError) as caught:
+        alignment_source(folder, None)
+    assert str(caught.value) == (
+        f"{folder / 'final.mdl'}: is a symbolic link to 35.mdl, which does not exist; "
+        "copy the model itself (cp -L)"
+    )
+    for name in ("5.mdl", "40.mdl"):
+        (folder / name).write_bytes(binary_model(tuples=True))
+    with pytest.raises(ConfigError, match=rf"does not exist; ln -sf 40\.mdl {folder / 'final.mdl'}$"):
+        alignment_source(folder, None)
+    (folder / "ali.1.gz").unlink()
+    (folder / "ali.1.gz").symlink_to("gone.gz")
+    (folder / "final.mdl").unlink()
+    (folder / "final.mdl").symlink_to("40.mdl")
+    with pytest.raises(ConfigError, match=r"ali\.1\.gz: cannot be read \(it is a symbolic link to gone\.gz"):
+        list(alignment_source(folder, None).pdfs())
