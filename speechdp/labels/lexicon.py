@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -27,9 +27,11 @@ class Lexicon:
 
     Attributes:
         pronunciations: word -> its variants, the preferred one first; each a non-empty phone sequence.
+        probabilities: word -> the probability of each variant, of all words or of none.
     """
 
     pronunciations: Mapping[str, tuple[Pronunciation, ...]]
+    probabilities: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @cached_property
     def phones(self) -> tuple[str, ...]:
@@ -47,9 +49,11 @@ class Lexicon:
 
     @classmethod
     def load(cls, path: Path) -> Lexicon:
-        """Read a Kaldi `lexicon.txt`: `word phone phone ...`, one variant a line.
+        """Read a Kaldi `lexicon.txt`: `word phone phone ...`, one variant a line; or `lexiconp.txt`.
 
-        Entries such as `<SIL>`, `<unk>` and `!SIL` stand for silence and unknown words and are skipped.
+        In a lexiconp.txt each word is followed by the probability of the variant, and the most probable
+        variant becomes the preferred one.  Entries such as `<SIL>`, `<unk>` and `!SIL` stand for silence and
+        unknown words and are skipped.
 
         Raises:
             ConfigError: the file cannot be read, holds no word, or a line is malformed (file:line).
@@ -74,30 +78,53 @@ class Lexicon:
         Raises:
             ConfigError: a line is malformed.
         """
-        found: dict[str, dict[Pronunciation, None]] = {}
+        found: dict[str, dict[Pronunciation, float]] = {}
+        has_probabilities: bool | None = None
         for number, line in enumerate(text.splitlines(), start=1):
             word, *phones = line.split() or [""]
             if not word or word.startswith("!") or (word.startswith("<") and word.endswith(">")):
                 continue
-            if not phones:
+            where = f"{name}:{number}: "
+            probability = _probability(phones[0]) if phones else None
+            if has_probabilities is None:
+                has_probabilities = probability is not None
+            if phones and has_probabilities != (probability is not None):
+                kind = "looks like a" if probability else "is no"
                 raise ConfigError(
-                    f"{name}:{number}: word {word!r} has no phones; write 'word phone phone ...'"
+                    f"{where}{phones[0]!r} after the word {word!r} {kind} probability; give every line one "
+                    "(lexiconp.txt), or none"
                 )
+            phones = phones[1:] if has_probabilities else phones
+            if not phones:
+                raise ConfigError(f"{where}word {word!r} has no phones; write 'word phone phone ...'")
             if _is_number(phones[0]):
                 raise ConfigError(
-                    f"{name}:{number}: {phones[0]!r} after the word {word!r} looks like a probability; "
-                    "give lexicon.txt, not lexiconp.txt"
+                    f"{where}{phones[0]!r} after the word {word!r} is no phone; "
+                    "give lexicon.txt or lexiconp.txt"
                 )
-            found.setdefault(word, {})[tuple(phones)] = None
-        return cls({word: tuple(variants) for word, variants in found.items()})
+            variants = found.setdefault(word, {})
+            variants[tuple(phones)] = max(variants.get(tuple(phones), 0.0), probability or 0.0)
+        if not has_probabilities:
+            return cls({word: tuple(variants) for word, variants in found.items()})
+        ordered = {
+            word: sorted(variants.items(), key=lambda item: -item[1]) for word, variants in found.items()
+        }
+        return cls(
+            {word: tuple(variant for variant, _ in variants) for word, variants in ordered.items()},
+            {word: tuple(probability for _, probability in variants) for word, variants in ordered.items()},
+        )
 
     def save(self, path: Path) -> None:
-        """Write the lexicon in Kaldi's form, atomically."""
-        lines = [
-            f"{word} {' '.join(variant)}\n"
-            for word, variants in self.pronunciations.items()
-            for variant in variants
-        ]
+        """Write the lexicon in Kaldi's form, with probabilities where it has them, atomically."""
+        lines = []
+        for word, variants in self.pronunciations.items():
+            probabilities = [f"{value!r}" for value in self.probabilities.get(word, ())] or [""] * len(
+                variants
+            )
+            lines += [
+                " ".join(filter(None, (word, probability, *variant))) + "\n"
+                for probability, variant in zip(probabilities, variants, strict=True)
+            ]
         write_text_atomically(path, "".join(lines))
 
     def restrict(self, words: Iterable[str]) -> Lexicon:
@@ -108,7 +135,10 @@ class Lexicon:
         """
         wanted = sorted(set(words))
         _refuse_unknown([w for w in wanted if w not in self], "add them to the lexicon")
-        return Lexicon({word: self.pronunciations[word] for word in wanted})
+        return Lexicon(
+            {word: self.pronunciations[word] for word in wanted},
+            {word: self.probabilities[word] for word in wanted if self.probabilities},
+        )
 
 
 def digit_words() -> tuple[str, ...]:
@@ -182,6 +212,12 @@ def _cmudict(words: Iterable[str]) -> Lexicon | None:
 
 def _without_stress(phones: Iterable[str]) -> Pronunciation:
     return tuple(phone.rstrip("012") for phone in phones)
+
+
+def _probability(token: str) -> float | None:
+    """Return the probability that a text is; None: it is none."""
+    value = float(token) if _is_number(token) else 0.0
+    return value if 0.0 < value <= 1.0 else None
 
 
 def _is_number(token: str) -> bool:

@@ -63,11 +63,33 @@ def test_save_and_load_give_the_same_lexicon(tmp_path: Path) -> None:
     assert Lexicon.load(tmp_path / "lexicon.txt") == lexicon
 
 
+def test_probabilities_of_lexiconp_are_kept_and_order_the_variants(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "lexiconp.txt",
+        "<unk> 1.0 SPN\nzero 0.25 z iy r ow\nzero 1.0 z ih r ow\nyes 1 Y E S\nzero 0.5 z iy r ow\n",
+    )
+    lexicon = Lexicon.load(path)
+    assert lexicon.pronunciations["zero"] == (("z", "ih", "r", "ow"), ("z", "iy", "r", "ow"))
+    assert lexicon.probabilities == {"zero": (1.0, 0.5), "yes": (1.0,)}
+    lexicon.save(tmp_path / "lexicon.txt")
+    assert Lexicon.load(tmp_path / "lexicon.txt") == lexicon
+    only = lexicon.restrict(["yes"])
+    assert only.probabilities == {"yes": (1.0,)} and lexicon_for(["yes"], path) == only
+
+
 @pytest.mark.parametrize(
     ("text", "line", "about"),
     [
         ("yes Y EH S\nno\n", 2, "'no' has no phones"),
-        ("yes 0.9 Y EH S\n", 1, "lexiconp"),
+        (
+            "yes Y EH S\nno 0.9 N OW\n",
+            2,
+            "'0.9' after the word 'no' looks like a probability",
+        ),
+        ("yes 0.9 Y EH S\nno N OW\n", 2, "'N' after the word 'no' is no probability"),
+        ("yes 0.9 Y EH S\nno 0.9\n", 2, "'no' has no phones"),
+        ("yes 0.9 0.1 0.2 0.3 Y EH S\n", 1, "'0.1' after the word 'yes' is no phone"),
+        ("yes 7 Y EH S\n", 1, "'7' after the word 'yes' is no phone"),
     ],
 )
 def test_malformed_line_is_named(tmp_path: Path, text: str, line: int, about: str) -> None:
