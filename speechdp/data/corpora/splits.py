@@ -6,18 +6,24 @@ import hashlib
 import heapq
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from speechdp.data.corpora.corpus import SPLIT_NAMES, Corpus, CorpusUtterance
+from speechdp.data.corpora.corpus import SPLIT_NAMES, UNKNOWN_SPEAKER, Corpus, CorpusUtterance
 from speechdp.errors import ConfigError
 
 INDEX_DEFAULT = "index:test=0-4,dev=5-9"
 RANDOM_DEFAULT = "random:dev=0.05,test=0.05"
 #: What data.json says of splits that are the corpus' own.
 BY_CORPUS = "corpus"
-_FORMS = "index:test=0-4,dev=5-9 or random:dev=0.05,test=0.05 or speaker:test=NAME,dev=NAME"
+SPEAKERS_DEFAULT = "speakers:dev=0.1,test=0.1"
+#: Fewer cannot fill train, dev and test.
+_FEWEST_SPEAKERS = 3
+_FORMS = (
+    "speakers:dev=0.1,test=0.1 or random:dev=0.05,test=0.05 or index:test=0-4,dev=5-9 or "
+    "speaker:test=NAME,dev=NAME"
+)
 
 _Item = TypeVar("_Item")
 
@@ -96,6 +102,55 @@ class SpeakerSplit(SplitRule):
 
 
 @dataclass(frozen=True)
+class SpeakerShares:
+    """Becomes a rule by speaker: `parts` holds each split's share of the speakers, `seed` chooses them."""
+
+    spec: str
+    parts: dict[str, float]
+    seed: int
+
+    def chosen_from(self, corpus: Corpus, held_out_speaker: str | None) -> SpeakerSplit:
+        """Choose the speakers of dev and test: the nearest whole number to each share, but at least one.
+
+        Args:
+            corpus: whose speakers are divided.
+            held_out_speaker: one who is in test anyway.
+
+        Raises:
+            ConfigError: nobody is left for train.
+        """
+        speakers = [name for name in corpus.speakers if name != held_out_speaker]
+        parts = {name: share for name, share in self.parts.items() if share > 0}
+        if held_out_speaker is not None:
+            parts.pop("test", None)
+        counts = {name: max(1, round(share * len(speakers))) for name, share in parts.items()}
+        if sum(counts.values()) >= len(speakers):
+            raise ConfigError(
+                f"{corpus.source}: --split {self.spec} needs {sum(counts.values()) + 1} speakers, it has "
+                f"{len(speakers)}; choose --split {RANDOM_DEFAULT}"
+            )
+        order = iter(
+            sorted(speakers, key=lambda name: hashlib.sha256(f"{self.seed} {name}".encode()).digest())
+        )
+        chosen = {name: tuple(sorted(next(order) for _ in range(num))) for name, num in counts.items()}
+        return SpeakerSplit(self.spec, chosen)
+
+
+@dataclass(frozen=True)
+class OneSplit(SplitRule):
+    """Every utterance is in the same split."""
+
+    name: str
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def split_of(self, utterance: CorpusUtterance) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
 class CorpusSplit(SplitRule):
     """As the corpus itself says."""
 
@@ -125,8 +180,8 @@ class HeldOutSpeaker(SplitRule):
         return "dev" if self.base.split_of(utterance) == "dev" else "train"
 
 
-def parse_split(spec: str, seed: int) -> SplitRule:
-    """Read a --split.  Raises ConfigError on what is not one of the three forms."""
+def parse_split(spec: str, seed: int) -> SplitRule | SpeakerShares:
+    """Read a --split.  Raises ConfigError on what is not one of the forms."""
     kind, _, rest = spec.partition(":")
     parts: dict[str, str] = {}
     for part in rest.split(","):
@@ -139,6 +194,8 @@ def parse_split(spec: str, seed: int) -> SplitRule:
             return IndexSplit(spec, {name: _ranges(value) for name, value in parts.items()})
         if kind == "random":
             return RandomSplit(spec, _fractions(parts), seed)
+        if kind == "speakers":
+            return SpeakerShares(spec, _fractions(parts), seed)
     except ValueError as error:
         raise ConfigError(f"--split {spec}: {error}; write {_FORMS}") from error
     if kind == "speaker":
@@ -146,18 +203,29 @@ def parse_split(spec: str, seed: int) -> SplitRule:
     raise ConfigError(f"--split {spec}: {kind!r} is not known; write {_FORMS}")
 
 
-def choose_rule(corpus: Corpus, spec: str | None, held_out_speaker: str | None, seed: int) -> SplitRule:
+def choose_rule(
+    corpus: Corpus, spec: str | None, held_out_speaker: str | None, seed: int, *, by_speaker: bool = True
+) -> SplitRule:
     """Return the rule the options ask for.
 
-    Without one: the corpus' own, by index where it counts its takes, else at random.
+    Without one: the corpus' own, by index where it counts its takes, by speaker where there are three or
+    more, else at random.
+
+    Args:
+        corpus: what is divided.
+        spec: as --split gives it, or None.
+        held_out_speaker: who is the test split, or None.
+        seed: of random choices.
+        by_speaker: whether speakers are kept apart where nothing else is asked for.
 
     Raises:
-        ConfigError: a speaker the corpus does not have, or a --split that is not understood.
+        ConfigError: a speaker the corpus does not have, too few of them, or a --split that is not understood.
     """
     if spec is None and corpus.has_splits:
         rule: SplitRule = CorpusSplit(BY_CORPUS)
     else:
-        rule = parse_split(spec or (INDEX_DEFAULT if corpus.has_index else RANDOM_DEFAULT), seed)
+        parsed = parse_split(spec or _default(corpus, by_speaker=by_speaker), seed)
+        rule = parsed.chosen_from(corpus, held_out_speaker) if isinstance(parsed, SpeakerShares) else parsed
     wanted = (
         [name for names in rule.parts.values() for name in names] if isinstance(rule, SpeakerSplit) else []
     )
@@ -172,22 +240,42 @@ def choose_rule(corpus: Corpus, spec: str | None, held_out_speaker: str | None, 
     return rule
 
 
-def split_corpus(corpus: Corpus, rule: SplitRule) -> dict[str, list[CorpusUtterance]]:
+def _default(corpus: Corpus, *, by_speaker: bool) -> str:
+    if corpus.has_index:
+        return INDEX_DEFAULT
+    knows_speakers = UNKNOWN_SPEAKER not in corpus.speakers and len(corpus.speakers) >= _FEWEST_SPEAKERS
+    return SPEAKERS_DEFAULT if by_speaker and knows_speakers else RANDOM_DEFAULT
+
+
+def split_corpus(
+    corpus: Corpus, rule: SplitRule, *, needs_train: bool = True
+) -> dict[str, list[CorpusUtterance]]:
     """Divide the utterances, keeping their order; only splits that hold any are returned.
 
     Raises:
-        ConfigError: train, or a split the rule fills, came out empty.
+        ConfigError: train (if it is needed), or a split the rule fills, came out empty.
     """
     splits: dict[str, list[CorpusUtterance]] = {name: [] for name in SPLIT_NAMES}
     for utterance in corpus.utterances:
         splits[rule.split_of(utterance)].append(utterance)
-    for name in ("train", *rule.named):
+    for name in (*(["train"] if needs_train else []), *rule.named):
         if not splits[name]:
             raise ConfigError(
                 f"{corpus.source}: no utterance falls into {name} by '{rule.spec}' "
-                f"(of {len(corpus.utterances)}); choose another --split, e.g. random:dev=0.2,test=0.2"
+                f"(of {len(corpus.utterances)}); choose another --split, e.g. random:dev=0.2,test=0.2, "
+                "or add --like RUN to test a trained model"
             )
     return {name: utterances for name, utterances in splits.items() if utterances}
+
+
+def speakers_on_both_sides(splits: Mapping[str, Sequence[CorpusUtterance]]) -> list[str]:
+    """Return who is both in train and held out, sorted; nobody where there are no two speakers."""
+    speakers = {name: {utterance.speaker for utterance in part} for name, part in splits.items()}
+    everyone = set().union(*speakers.values())
+    if len(everyone) < 2:
+        return []
+    held_out = set().union(*(names for split, names in speakers.items() if split != "train"))
+    return sorted((speakers.get("train", set()) & held_out) - {UNKNOWN_SPEAKER})
 
 
 def deal(items: Sequence[_Item], sizes: Sequence[int], num_parts: int, seed: str) -> list[list[_Item]]:

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from speechdp.data.corpora.audio_folder import read_audio_folder
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
-from speechdp.data.corpora.splits import choose_rule, deal, parse_split, split_corpus
+from speechdp.data.corpora.splits import (
+    RANDOM_DEFAULT,
+    SPEAKERS_DEFAULT,
+    choose_rule,
+    deal,
+    parse_split,
+    speakers_on_both_sides,
+    split_corpus,
+)
 from speechdp.errors import ConfigError
 from tests.helpers.corpora import fsdd_dir
 
@@ -74,7 +82,7 @@ def test_random_split_is_near_its_fractions_and_keeps_to_the_seed() -> None:
 
 
 def test_random_split_does_not_change_when_utterances_are_added() -> None:
-    few, many = (_split(_corpus(num, indexed=False), None) for num in (500, 1000))
+    few, many = (_split(_corpus(num, indexed=False), RANDOM_DEFAULT) for num in (500, 1000))
     for name, utterances in few.items():
         assert utterances <= many[name]
 
@@ -87,7 +95,9 @@ def test_speakers() -> None:
 
 
 @given(
-    st.sampled_from(["index:test=0-4,dev=5-9", "random:dev=0.3,test=0.3", "speaker:test=spk1", None]),
+    st.sampled_from(
+        ["index:test=0-4,dev=5-9", "random:dev=0.3,test=0.3", "speaker:test=spk1", "speakers:dev=0.3", None]
+    ),
     st.sampled_from([None, "spk0"]),
 )
 def test_nobody_is_lost_or_twice_there(spec: str | None, speaker: str | None) -> None:
@@ -108,12 +118,90 @@ def test_nobody_is_lost_or_twice_there(spec: str | None, speaker: str | None) ->
         ("random:test=lots", "could not convert"),
         ("random:test=0.5,dev=0.5", "add up to less than 1"),
         ("alphabet:test=a", "'alphabet' is not known"),
+        ("speakers:test=ann", "could not convert"),
+        ("speakers:test=0.5,dev=0.5", "add up to less than 1"),
     ],
 )
 def test_splits_that_are_not_understood(spec: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         parse_split(spec, 1)
     assert f"--split {spec}" in str(raised.value)
+
+
+def _spoken(num_speakers: int, *, speaker: str = "spk{}") -> Corpus:
+    """Make a corpus in which each speaker says three times as much as the one before, up to 27 times."""
+    return Corpus.of(
+        Path("corpus"),
+        (
+            CorpusUtterance(f"u{n:03d}-{take}", speaker.format(n), "one", Path("a.wav"))
+            for n in range(num_speakers)
+            for take in range(3 ** (n % 4))
+        ),
+    )
+
+
+def _speakers(
+    corpus: Corpus, spec: str | None, held_out: str | None = None, seed: int = 1
+) -> dict[str, set[str]]:
+    splits = split_corpus(corpus, choose_rule(corpus, spec, held_out, seed))
+    assert sum(len(part) for part in splits.values()) == len(corpus.utterances)
+    return {name: {u.speaker for u in part} for name, part in splits.items()}
+
+
+@pytest.mark.parametrize(
+    ("num_speakers", "spec", "counts"),
+    [
+        (74, "speakers:dev=0.1,test=0.2", (52, 7, 15)),
+        (74, "speakers:dev=0.05", (70, 4, 0)),
+        (20, None, (16, 2, 2)),
+        (4, None, (2, 1, 1)),  # at least one speaker a split
+        (3, None, (1, 1, 1)),
+        (10, "speakers:dev=0,test=0.25", (8, 0, 2)),
+    ],
+)
+def test_shares_of_speakers_are_exact_and_no_speaker_is_in_two_splits(
+    num_speakers: int, spec: str | None, counts: tuple[int, int, int]
+) -> None:
+    corpus = _spoken(num_speakers)
+    speakers = _speakers(corpus, spec)
+    assert tuple(len(speakers.get(name, ())) for name in ("train", "dev", "test")) == counts
+    assert sum(counts) == num_speakers == len(set().union(*speakers.values()))
+    assert speakers == _speakers(corpus, spec)
+    rule = choose_rule(corpus, spec, None, 1)
+    assert rule.spec == (spec or SPEAKERS_DEFAULT)
+    if num_speakers > 10:
+        assert speakers != _speakers(corpus, spec, seed=2)
+
+
+def test_a_held_out_speaker_is_the_test_part_and_no_other() -> None:
+    speakers = _speakers(_spoken(11), "speakers:dev=0.2,test=0.3", "spk3")
+    assert speakers["test"] == {"spk3"} and len(speakers["dev"]) == 2 and len(speakers["train"]) == 8
+
+
+def test_too_few_speakers_are_refused_with_the_remedy() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"--split speakers:dev=0\.1,test=0\.1 needs 3 speakers, it has 2; choose --split random",
+    ):
+        choose_rule(_spoken(2), "speakers:dev=0.1,test=0.1", None, 1)
+
+
+def test_utterances_are_divided_at_random_where_speakers_are_not_known_or_too_few() -> None:
+    for corpus in (_spoken(2), _spoken(30, speaker="unknown")):
+        assert choose_rule(corpus, None, None, 1).spec == RANDOM_DEFAULT
+    assert choose_rule(_spoken(30), None, None, 1, by_speaker=False).spec == RANDOM_DEFAULT
+
+
+def test_speakers_on_both_sides_are_found() -> None:
+    corpus = _corpus()
+    mixed = split_corpus(corpus, choose_rule(corpus, "index:test=0-4", None, 1))
+    assert speakers_on_both_sides(mixed) == ["spk0", "spk1", "spk2", "spk3"]
+    apart = split_corpus(corpus, choose_rule(corpus, "speakers:test=0.25", None, 1))
+    assert speakers_on_both_sides(apart) == []
+    for alone in (_spoken(4, speaker="ann"), _spoken(30, speaker="unknown")):
+        assert (
+            speakers_on_both_sides(split_corpus(alone, choose_rule(alone, "random:dev=0.5", None, 1))) == []
+        )
 
 
 def test_unknown_speakers_are_refused() -> None:
