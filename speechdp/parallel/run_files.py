@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.errors import ConfigError, RunError
-from speechdp.files import cannot_be_read, cannot_be_written, write_text_atomically
+from speechdp.files import atomic_path, cannot_be_read, cannot_be_written, write_text_atomically
 from speechdp.json_input import parse_json
 
 RUN_FORMAT = "speechdp-run"
 RUN_VERSION = 1
+#: Folder of a run with copies of what stands beside the shards of its data: settings, classes, lexicon.
+TRAINED_ON = "trained_on"
 #: Written where a script's job has ended well, also after its training.
 SCRIPT_ENDED = "script-ended.json"
 
@@ -53,6 +55,14 @@ class Metrics:
         values = asdict(self)
         held_out = {f"heldout_{key}": value for key, value in values.pop("held_out").items()}
         return {**values, **held_out}
+
+
+@dataclass(frozen=True)
+class DataOfRun:
+    """Which data a run was trained on, as run.json says."""
+
+    path: Path
+    checksum: str
 
 
 class RunDirectory:
@@ -111,6 +121,30 @@ class RunDirectory:
     def is_begun(self) -> bool:
         """Whether the folder holds a run already."""
         return (self.path / "run.json").is_file()
+
+    def data(self) -> DataOfRun:
+        """Return which data it was trained on.  Raises RunError where run.json does not say so."""
+        try:
+            data = self._head()["data"]
+            return DataOfRun(Path(data["path"]), str(data["checksum"]))
+        except (LookupError, TypeError) as error:
+            raise RunError(
+                f"{self.path / 'run.json'}: does not say which data it was trained on; give a run of "
+                "speechdp train"
+            ) from error
+
+    def keep_description(self, files: Mapping[str, bytes]) -> None:
+        """Write what stands beside the shards of its data, by name, into RUN/trained_on, in that order.
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        folder = self.path / TRAINED_ON
+        with _disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, content in files.items():
+                with atomic_path(folder / name) as temporary:
+                    temporary.write_bytes(content)
 
     def begin(self, facts: dict[str, Any]) -> None:
         """Write run.json.  Raises RunError where the folder cannot be written."""

@@ -173,6 +173,8 @@ def _prepare_folder(
         session.reporter.notice(notice)
     if comm.rank == 0 and not run.is_begun:
         run.begin(_facts(session, options))
+    if comm.rank == 0:
+        run.keep_description(session.dataset.description())
     counters = {"step": 0, "epoch": 0} if state is None else state.values["counters"]
     step = counters["step"]
     if comm.rank == 0:

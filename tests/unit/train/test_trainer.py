@@ -115,6 +115,14 @@ def test_the_marker_of_completion_comes_last(dataset: Dataset, tmp_path: Path) -
     assert (tmp_path / "completed.json").stat().st_mtime_ns >= max(times.values())
 
 
+def test_a_run_keeps_what_describes_its_data(dataset: Dataset, tmp_path: Path) -> None:
+    train_run(Session(dataset, ALONE, CPU), dataclasses.replace(OPTIONS, max_steps=1), tmp_path)
+    kept = Dataset.open(tmp_path / "trained_on")
+    assert kept.checksum == dataset.checksum
+    for name in ("classes.txt", "lexicon.txt"):
+        assert (kept.path / name).read_bytes() == (dataset.path / name).read_bytes()
+
+
 def test_a_complete_run_is_left_as_it_is(dataset: Dataset, tmp_path: Path) -> None:
     train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
