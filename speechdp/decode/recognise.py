@@ -239,14 +239,14 @@ def check_origin(config: dict[str, Any], dataset: Dataset, classes: StateInvento
     if config.get("classes_sha256", classes.sha256) != classes.sha256:
         raise ConfigError(
             f"{dataset.classes_path}: is not the class list the model was trained on; prepare the data with "
-            "the lexicon (or the Kaldi model) of the training data, e.g. --lexicon TRAINING_DATA/lexicon.txt"
+            "--like RUN, the run of the model (--lexicon as well, for other words in its phones)"
         )
     of_data = {"sampling_rate": dataset.sampling_rate, "features": dataset.features.to_dict()}
     for name, value in of_data.items():
         if config.get(name, value) != value:
             raise ConfigError(
                 f"{dataset.path}: {name} {value} is not what the model was trained on ({config[name]}); "
-                "prepare the data with the settings of the training data"
+                "prepare the data with --like RUN, the run of the model"
             )
 
 

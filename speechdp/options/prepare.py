@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from speechdp.data.corpora.joining import JoinRule
+from speechdp.data.corpora.kaldi_dir import parse_path_map
 from speechdp.data.signal.features import FeatureConfig, usual_mel_bins
 from speechdp.data.signal.spectrogram import spectrogram_config
 from speechdp.errors import ConfigError
@@ -81,10 +82,6 @@ class KaldiOptions:
     ali_pdf: Annotated[Path | None, shown("FILE", "none")] = None
     """Output of ali-to-pdf to read instead of ali.*.gz.
     With --ali as well, the number of pdfs is read from its final.mdl."""
-    like: Annotated[Path | None, shown("DATA", "none")] = None
-    """Prepare data without targets, for `speechdp posteriors` only; replaces --ali and --ali-pdf.
-    Settings are copied from DATA, the data directory the model was trained on.
-    All utterances go to the test split."""
     feats: bool = False
     """Read Kaldi's features (feats.scp) instead of computing features from the audio (wav.scp)."""
     cmvn: Annotated[
@@ -94,6 +91,21 @@ class KaldiOptions:
     """How to normalise the features of --feats.
     kaldi: by cmvn.scp; utterance: each utterance by itself; none: not at all.
     --mean-normalise and --variance-normalise apply to the first two."""
+
+
+@dataclass(frozen=True)
+class FilesOptions:
+    """For corpora whose files are elsewhere, or incomplete."""
+
+    path_map: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], shown("OLD=NEW", "none")] = ()
+    """Replace the beginning OLD of paths in wav.scp and feats.scp by NEW.  May be repeated."""
+    allow_pipes: bool = False
+    """Run the commands in wav.scp and feats.scp that end with "|", without a shell."""
+    skip_incomplete: bool = False
+    """Leave out utterances without audio, transcript or speaker, and report how many."""
+
+    def __post_init__(self) -> None:
+        parse_path_map(self.path_map)
 
 
 @dataclass(frozen=True)
@@ -116,6 +128,12 @@ class PrepareOptions:
     synthesis: text-to-speech (spectrograms and texts)."""
     for_synthesis: Annotated[SpeechOptions, heading("synthesis")] = field(default_factory=SpeechOptions)
     from_kaldi: Annotated[KaldiOptions, heading("Kaldi")] = field(default_factory=KaldiOptions)
+    files: Annotated[FilesOptions, heading("files")] = field(default_factory=FilesOptions)
+    like: Annotated[Path | None, shown("RUN|DATA", "none")] = None
+    """Prepare the corpus for a trained model: with features, sampling rate, classes and lexicon of its data.
+    Give the model's run, or its data directory.  Transcripts may be missing; no train split is needed.
+    By default all utterances go to the test split.
+    With --kaldi it replaces --ali and --ali-pdf: data without targets, for `speechdp posteriors`."""
     corpus: Annotated[str | None, shown("NAME", "kaldi or folder, detected from its files")] = None
     """Reader of SOURCE: kaldi, folder, one that an installed package adds, or MODULE:CLASS (docs/api.md).
     Options follow a colon, e.g. NAME:option=value."""
@@ -123,11 +141,15 @@ class PrepareOptions:
         str | None,
         shown(
             "RULE",
-            "the corpus' own split; by index if --pattern has {index}; else random:dev=0.05,test=0.05",
+            "the corpus' own split; by index if --pattern has {index}; else speakers:dev=0.1,test=0.1, or "
+            "random:dev=0.05,test=0.05 with fewer than 3 speakers",
         ),
     ] = None
     """How to divide the corpus into train, dev and test.
-    One of index:test=0-4,dev=5-9 or random:dev=0.05,test=0.05 or speaker:test=NAME,dev=NAME."""
+    speakers:dev=0.1,test=0.1: these fractions of the speakers, so that none is in two splits.
+    speaker:test=NAME+NAME,dev=NAME: the speakers named.
+    random:dev=0.05,test=0.05: utterances at random.
+    index:test=0-4,dev=5-9: by the number of the recording."""
     held_out_speaker: Annotated[str | None, shown("NAME", "none")] = None
     """Use this speaker as the test split; train and dev come from the others."""
     shards: Annotated[int, shown("N")] = 8
@@ -177,13 +199,15 @@ class PrepareOptions:
         if self.from_kaldi.kaldi is not None:
             self._check_kaldi()
         elif self.from_kaldi != KaldiOptions():
-            raise ConfigError("--ali, --ali-pdf, --like, --feats and --cmvn go with --kaldi DATA_DIR")
+            raise ConfigError("--ali, --ali-pdf, --feats and --cmvn go with --kaldi DATA_DIR")
         elif self.synthetic is not None:
             self._check_synthetic(self.synthetic)
         elif len(self.paths) != 2:
             raise ConfigError(
                 f"prepare takes SOURCE and DATA, not {len(self.paths)} paths; or --synthetic HOURS DATA"
             )
+        if self.like is not None:
+            self._check_like()
         if self.shards < 1:
             raise ConfigError(f"--shards {self.shards}: must be at least 1")
         if self.workers is not None and self.workers < 1:
@@ -213,6 +237,8 @@ class PrepareOptions:
         self._refuse(
             ("corpus", "split", "held_out_speaker", "lexicon", "pattern"), "--synthetic, which makes its own"
         )
+        if self.files != FilesOptions():
+            raise ConfigError("--path-map, --allow-pipes and --skip-incomplete need a corpus; leave them out")
         if not 0 < hours <= _MAX_HOURS:
             raise ConfigError(f"--synthetic {hours:g}: must be more than 0 hours, e.g. 1")
 
@@ -221,15 +247,11 @@ class PrepareOptions:
             raise ConfigError("prepare --kaldi DATA_DIR takes one other path, the DATA folder to make")
         self._refuse(("synthetic", "corpus", "lexicon", "pattern", "resample"), "--kaldi")
         kaldi = self.from_kaldi
-        if kaldi.like is not None and not self._leaves_settings():
-            raise ConfigError(
-                "--like takes all settings of the features (and --split) from that DATA; leave yours out"
-            )
         is_aligned = kaldi.ali is not None or kaldi.ali_pdf is not None
-        if is_aligned == (kaldi.like is not None):
+        if is_aligned == (self.like is not None):
             raise ConfigError(
                 "--kaldi needs the alignment: --ali ALI_DIR (ali.*.gz, final.mdl), or --ali-pdf FILE; "
-                "or, to score data without one, only --like DATA"
+                "or, to score data without one, only --like RUN"
             )
         if self.store == "audio" and kaldi.feats:
             raise ConfigError(
@@ -238,15 +260,22 @@ class PrepareOptions:
         if kaldi.cmvn == "kaldi" and not kaldi.feats:
             raise ConfigError("--cmvn kaldi is for Kaldi's features: add --feats, or leave --cmvn out")
 
+    def _check_like(self) -> None:
+        if self.task == "synthesis" or self.synthetic is not None:
+            raise ConfigError("--like prepares a corpus for a recogniser; leave it out")
+        given = self.num_mel_bins, self.resample, self.from_kaldi.cmvn
+        if given != (None,) * 3 or self.feature_config() != FeatureConfig():
+            raise ConfigError(
+                "--like takes all settings of the features from that run or data; leave yours out"
+            )
+        if self.from_kaldi.kaldi is not None and (self.split, self.held_out_speaker) != (None, None):
+            raise ConfigError("--kaldi with --like puts all utterances into test; leave --split out")
+
     def _refuse(self, names: tuple[str, ...], beside: str) -> None:
         """Refuse options that are given beside another.  Raises ConfigError naming the first."""
         for name in names:
             if getattr(self, name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} does not go with {beside}; leave it out")
-
-    def _leaves_settings(self) -> bool:
-        chosen = (self.num_mel_bins, self.split, self.held_out_speaker, self.from_kaldi.cmvn)
-        return chosen == (None,) * 4 and self.feature_config() == FeatureConfig()
 
     @property
     def data(self) -> Path:

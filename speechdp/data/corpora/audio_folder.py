@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER, Corpus, CorpusUtterance, file_lines
-from speechdp.data.corpora.kaldi_dir import read_table
+from speechdp.data.corpora.kaldi_dir import PLAIN_RULES, ReadingRules, left_out, read_table
 from speechdp.errors import ConfigError
 from speechdp.labels.lexicon import digit_words
 
@@ -25,7 +26,7 @@ _FSDD_NAME = re.compile(r"[0-9]_[A-Za-z][^_]*_[0-9]+")
 _PUNCTUATION = str.maketrans("", "", '.,;:!?"()[]')
 
 
-def read_audio_folder(source: Path, pattern: str | None = None) -> Corpus:
+def read_audio_folder(source: Path, pattern: str | None = None, rules: ReadingRules = PLAIN_RULES) -> Corpus:
     """Find the audio below a folder and its transcripts, in lower case and without punctuation.
 
     Transcripts are, in this order: labels in the file names if a pattern is given; a Kaldi-form file
@@ -36,6 +37,7 @@ def read_audio_folder(source: Path, pattern: str | None = None) -> Corpus:
         source: the folder; subfolders are searched too.
         pattern: a file name without suffix, with the fields {digit} (0-9), {word}, {speaker} and {index};
             with a slash it covers the last folders too, e.g. "{word}/{speaker}_nohash_{index}".
+        rules: whether transcripts are needed, and whether audio or transcripts by themselves are left out.
 
     Raises:
         ConfigError: no audio, or an audio file without transcript; names it.
@@ -44,13 +46,15 @@ def read_audio_folder(source: Path, pattern: str | None = None) -> Corpus:
     if pattern is not None:
         return _by_pattern(source, files, pattern)
     if (source / "text").is_file():
-        return _by_kaldi_text(source, files)
+        return _by_kaldi_text(source, files, rules)
     if any(source.rglob("*.trans.txt")):
-        return _by_trans_txt(source, files)
+        return _by_trans_txt(source, files, rules)
     if files[0].with_suffix(".txt").is_file():
-        return _by_text_beside(source, files)
+        return _by_text_beside(source, files, rules)
     if 2 * sum(1 for file in files if _FSDD_NAME.fullmatch(file.stem)) > len(files):
         return _by_pattern(source, files, DEFAULT_PATTERN)
+    if not rules.needs_text:
+        return _with_transcripts(source, files, {}, {}, "text", rules)
     raise ConfigError(
         f"{source}: no transcripts found; give a file 'text' (utterance-id words), *.trans.txt files, a .txt "
         f"beside each audio file, or labels in the file names with --pattern '{DEFAULT_PATTERN}'"
@@ -130,13 +134,13 @@ def _utterance_ids(source: Path, files: list[Path]) -> dict[Path, str]:
     }
 
 
-def _by_kaldi_text(source: Path, files: list[Path]) -> Corpus:
+def _by_kaldi_text(source: Path, files: list[Path], rules: ReadingRules) -> Corpus:
     texts = read_table(source / "text", may_be_empty=True)
     speakers = read_table(source / "utt2spk") if (source / "utt2spk").is_file() else {}
-    return _with_transcripts(source, files, texts, speakers, "text")
+    return _with_transcripts(source, files, texts, speakers, "text", rules)
 
 
-def _by_trans_txt(source: Path, files: list[Path]) -> Corpus:
+def _by_trans_txt(source: Path, files: list[Path], rules: ReadingRules) -> Corpus:
     texts: dict[str, str] = {}
     for path in sorted(source.rglob("*.trans.txt")):
         for utterance, text in read_table(path, may_be_empty=True).items():
@@ -144,57 +148,63 @@ def _by_trans_txt(source: Path, files: list[Path]) -> Corpus:
                 raise ConfigError(f"{path}: utterance {utterance} has two transcripts; remove one")
             texts[utterance] = text
     speakers = {utterance: utterance.split("-")[0] for utterance in texts}
-    return _with_transcripts(source, files, texts, speakers, "*.trans.txt")
+    return _with_transcripts(source, files, texts, speakers, "*.trans.txt", rules)
 
 
-def _by_text_beside(source: Path, files: list[Path]) -> Corpus:
+def _by_text_beside(source: Path, files: list[Path], rules: ReadingRules) -> Corpus:
     ids = _utterance_ids(source, files)
     texts: dict[str, str] = {}
     for file in files:
         path = file.with_suffix(".txt")
-        if not path.is_file():
+        if path.is_file():
+            texts[ids[file]] = " ".join(line for _, line in file_lines(path))
+        elif rules.needs_text and not rules.skip_incomplete:
             raise ConfigError(
-                f"{file}: has no transcript {path.name} beside it; write it or move the audio away"
+                f"{file}: has no transcript {path.name} beside it; write it, or leave such files out with "
+                "--skip-incomplete"
             )
-        texts[ids[file]] = " ".join(line for _, line in file_lines(path))
-    return Corpus.of(
-        source,
-        (
-            CorpusUtterance(ids[file], _folder_speaker(source, file), normalise_text(texts[ids[file]]), file)
-            for file in files
-        ),
-    )
+    return _with_transcripts(source, files, texts, {}, "*.txt", rules)
 
 
 def _with_transcripts(
-    source: Path, files: list[Path], texts: dict[str, str], speakers: dict[str, str], kind: str
+    source: Path,
+    files: list[Path],
+    texts: Mapping[str, str],
+    speakers: Mapping[str, str],
+    kind: str,
+    rules: ReadingRules,
 ) -> Corpus:
     ids = _utterance_ids(source, files)
     by_id = {ids[file]: file for file in files}
-    missing = sorted(by_id.keys() - texts.keys())
-    if missing:
+    normalised = {utterance: normalise_text(text) for utterance, text in texts.items()}
+    lost = sorted(texts.keys() - by_id.keys())
+    missing = sorted(by_id.keys() - texts.keys()) if rules.needs_text else []
+    notices: tuple[str, ...] = ()
+    if rules.skip_incomplete:
+        empty = [u for u in sorted(by_id) if rules.needs_text and normalised.get(u) == ""]
+        by_id = {u: file for u, file in by_id.items() if u not in {*missing, *empty}}
+        notices = left_out(
+            {
+                f"have no transcript in {kind}": missing,
+                f"have no audio, but a transcript in {kind}": lost,
+                "have an empty transcript": empty,
+            }
+        )
+    elif missing:
         raise ConfigError(
             f"{by_id[missing[0]]}: utterance {missing[0]} has no transcript in {source}/{kind} "
-            f"({len(missing)} missing); add it or move the audio away"
+            f"({len(missing)} missing); add it, or leave them out with --skip-incomplete"
         )
-    lost = sorted(texts.keys() - by_id.keys())
-    if lost:
+    elif lost:
         raise ConfigError(
             f"{source}/{kind}: no audio file for utterance {lost[0]} ({len(lost)} missing); "
-            "add it or remove the line"
+            "add it, or leave them out with --skip-incomplete"
         )
-    return Corpus.of(
-        source,
-        (
-            CorpusUtterance(
-                utterance,
-                speakers.get(utterance, _folder_speaker(source, file)),
-                normalise_text(texts[utterance]),
-                file,
-            )
-            for utterance, file in by_id.items()
-        ),
+    utterances = (
+        CorpusUtterance(u, speakers.get(u, _folder_speaker(source, file)), normalised.get(u, ""), file)
+        for u, file in by_id.items()
     )
+    return Corpus.of(source, utterances, may_lack_text=not rules.needs_text, notices=notices)
 
 
 def _folder_speaker(source: Path, file: Path) -> str:

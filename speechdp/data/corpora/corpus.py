@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from speechdp.data.signal.audio import AudioSource
 from speechdp.errors import ConfigError
 
 #: Speaker of audio that names none.
@@ -26,7 +27,7 @@ class CorpusUtterance:
     utterance_id: str
     speaker: str
     text: str
-    audio: Path
+    audio: AudioSource
     index: int | None = None
     split: str | None = None
 
@@ -38,14 +39,28 @@ class CorpusUtterance:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Utterances of one source, sorted by id."""
+    """Utterances of one source, sorted by id; `notices` say what was left out."""
 
     source: Path
     utterances: tuple[CorpusUtterance, ...]
+    notices: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, source: Path, utterances: Iterable[CorpusUtterance]) -> Corpus:
+    def of(
+        cls,
+        source: Path,
+        utterances: Iterable[CorpusUtterance],
+        *,
+        may_lack_text: bool = False,
+        notices: tuple[str, ...] = (),
+    ) -> Corpus:
         """Sort the utterances and refuse what no later step could use.
+
+        Args:
+            source: what they were read from.
+            utterances: in any order.
+            may_lack_text: empty transcripts are no fault.
+            notices: what to tell the user of what was read.
 
         Raises:
             ConfigError: no utterance, two of one id, an empty transcript, or an unknown split; names it.
@@ -61,7 +76,7 @@ class Corpus:
                 )
         divided = any(utterance.split is not None for utterance in ordered)
         for utterance in ordered:
-            if not utterance.words:
+            if not (utterance.words or may_lack_text):
                 raise ConfigError(
                     f"{source}: utterance {utterance.utterance_id} ({utterance.audio}) has an empty "
                     "transcript; write one or leave the utterance out"
@@ -76,7 +91,7 @@ class Corpus:
                     f"{source}: utterance {utterance.utterance_id} is in split {utterance.split!r}; "
                     "splits are train, dev and test"
                 )
-        return cls(source, tuple(ordered))
+        return cls(source, tuple(ordered), notices)
 
     @property
     def has_index(self) -> bool:
@@ -105,7 +120,7 @@ class Corpus:
         utterances = (
             replace(u, text=" ".join(spelling.get(word, word) for word in u.words)) for u in self.utterances
         )
-        return Corpus(self.source, tuple(utterances))
+        return replace(self, utterances=tuple(utterances))
 
 
 def file_lines(path: Path) -> list[tuple[int, str]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from speechdp.data.corpora.corpus import CorpusUtterance
+from speechdp.data.signal.audio import AudioSource
 from speechdp.errors import ConfigError
 
 #: Pauses between words, and at the edges, in seconds.
@@ -64,7 +64,7 @@ class JoinedUtterance:
     utterance_id: str
     speaker: str
     text: str
-    recordings: tuple[Path, ...]
+    recordings: tuple[AudioSource, ...]
 
 
 Splits = dict[str, list[JoinedUtterance]]

@@ -1,11 +1,18 @@
-"""Read a Kaldi data directory: wav.scp, text and utt2spk."""
+"""Read a Kaldi data directory: wav.scp, segments, text and utt2spk."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance, file_lines
+from speechdp.data.corpora.pipes import Pipe, PipeRunner
+from speechdp.data.signal.audio import AudioPart, AudioSource, file_of
 from speechdp.errors import ConfigError
+
+_Value = TypeVar("_Value")
 
 
 def is_kaldi_dir(source: Path) -> bool:
@@ -13,26 +20,111 @@ def is_kaldi_dir(source: Path) -> bool:
     return (source / "wav.scp").is_file()
 
 
-def read_kaldi_dir(source: Path) -> Corpus:
+@dataclass(frozen=True)
+class ReadingRules:
+    """How the files of a corpus are read.
+
+    Attributes:
+        path_map: beginnings of paths in tables, and what stands in their place here.
+        pipes: runs the programs of pipes; None: pipes are refused.
+        skip_incomplete: leave out utterances that lack audio, a transcript or a speaker, and count them.
+        needs_text: refuse, or leave out, utterances without a transcript.
+    """
+
+    path_map: tuple[tuple[str, str], ...] = ()
+    pipes: PipeRunner | None = None
+    skip_incomplete: bool = False
+    needs_text: bool = True
+
+    def mapped(self, path: str) -> str:
+        """Return a path of a table as it is here: the longest beginning that fits is replaced."""
+        for old, new in sorted(self.path_map, key=lambda pair: -len(pair[0])):
+            if path == old or path.startswith(old + "/"):
+                return new + path[len(old) :]
+        return path
+
+    def find_file(self, folder: Path, value: str) -> Path:
+        """Look up a path of a table as Kaldi does: from the working directory, then from the table's."""
+        path = Path(self.mapped(value))
+        if not path.is_absolute() and not path.exists() and (folder / path).exists():
+            return folder / path
+        return path  # if it is missing, opening it says so
+
+    def run_pipes(self, texts: Mapping[str, str], path: Path, numbers: Mapping[str, int]) -> dict[str, Path]:
+        """Run the entries of a table that end with | and return the files that hold what they wrote.
+
+        Args:
+            texts: the entries, by key.
+            path: the table.
+            numbers: of the lines.
+
+        Raises:
+            ConfigError: pipes are not allowed, need a shell, or fail.
+        """
+        if not texts:
+            return {}
+        where = {key: f"{path}:{numbers[key]}" for key in texts}
+        if self.pipes is None:
+            first = next(iter(texts))
+            programs = ", ".join(dict.fromkeys(Pipe.parse(texts[first], where[first]).programs))
+            raise ConfigError(
+                f"{where[first]}: a pipe ({first}) runs {programs} ({len(texts)} pipes in all); "
+                "let the programs run with --allow-pipes, or write their output to files"
+            )
+        return self.pipes.run({key: Pipe.parse(text, where[key], self.mapped) for key, text in texts.items()})
+
+
+PLAIN_RULES = ReadingRules()
+
+
+def parse_path_map(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Read --path-map OLD=NEW.  Raises ConfigError."""
+    pairs = []
+    for text in texts:
+        old, equals, new = text.partition("=")
+        if not equals or not old.rstrip("/") or not new:
+            raise ConfigError(f"--path-map {text}: is not understood; write OLD=NEW, e.g. /export/data=/data")
+        pairs.append((old.rstrip("/"), new.rstrip("/")))
+    return tuple(pairs)
+
+
+def read_kaldi_dir(source: Path, rules: ReadingRules = PLAIN_RULES) -> Corpus:
     """Read the utterances of a Kaldi data directory; transcripts keep their case.
 
     Audio paths are looked up as Kaldi does (from the working directory), then from the directory itself.
 
     Raises:
-        ConfigError: `segments`, a pipe in wav.scp, a malformed line, an id given twice, or ids that do
-            not agree between the files; names the file and line, and the remedy.
+        ConfigError: a pipe that may not run or fails, a malformed line, an id given twice, or ids that do not
+            agree between the files; names the file and line, and the remedy.
     """
-    if (source / "segments").exists():
-        raise ConfigError(
-            f"{source / 'segments'}:1: segments are not read; cut the recordings first, e.g. with Kaldi's "
-            "utils/data/extract_wav_segments_data_dir.sh"
-        )
-    audio = read_wav_scp(source)
-    texts = read_table(source / "text", may_be_empty=True)
-    speakers = read_table(source / "utt2spk")
-    _check_same(source, audio, texts, "text")
-    _check_same(source, audio, speakers, "utt2spk")
-    return Corpus.of(source, (CorpusUtterance(u, speakers[u], texts[u], audio[u]) for u in audio))
+    audio = read_audio_table(source, rules)
+    tables = {"utt2spk": read_table(source / "utt2spk")}
+    if rules.needs_text or (source / "text").is_file():
+        tables["text"] = read_table(source / "text", may_be_empty=True)
+    listed = "segments" if (source / "segments").is_file() else "wav.scp"
+    notices: tuple[str, ...] = ()
+    if rules.skip_incomplete:
+        lacking = {
+            f"are not in {listed}": _lacking([*tables.values()], audio),
+            **{
+                f"are not in {name}": _lacking([audio], table)
+                for name, table in tables.items()
+                if name != "text" or rules.needs_text
+            },
+        }
+        if rules.needs_text:
+            lacking["have an empty transcript"] = [u for u, text in tables["text"].items() if not text]
+        gone = {utterance for names in lacking.values() for utterance in names}
+        audio = {utterance: place for utterance, place in audio.items() if utterance not in gone}
+        notices = left_out(lacking)
+    else:
+        for name, table in tables.items():
+            _check_same(source, listed, audio, table, name, may_lack=name == "text" and not rules.needs_text)
+    texts = tables.get("text", {})
+    utterances = (
+        CorpusUtterance(u, tables["utt2spk"][u], texts.get(u, ""), place) for u, place in audio.items()
+    )
+    return Corpus.of(source, utterances, may_lack_text=not rules.needs_text, notices=notices)
 
 
 def read_table(path: Path, *, may_be_empty: bool = False) -> dict[str, str]:
@@ -41,47 +133,132 @@ def read_table(path: Path, *, may_be_empty: bool = False) -> dict[str, str]:
     Raises:
         ConfigError: a key without value (unless `may_be_empty`) or a key given twice.
     """
-    table: dict[str, str] = {}
+    return {key: value for key, (_, value) in _numbered_table(path, may_be_empty=may_be_empty).items()}
+
+
+def _numbered_table(path: Path, *, may_be_empty: bool = False) -> dict[str, tuple[int, str]]:
+    table: dict[str, tuple[int, str]] = {}
     for number, line in file_lines(path):
         key, *rest = line.split(maxsplit=1)
         if not rest and not may_be_empty:
             raise ConfigError(f"{path}:{number}: {line!r} has one field; write an utterance id and its value")
         if key in table:
             raise ConfigError(f"{path}:{number}: {key} is here a second time; remove one of the lines")
-        table[key] = rest[0] if rest else ""
+        table[key] = (number, rest[0] if rest else "")
     return table
 
 
-def read_wav_scp(source: Path) -> dict[str, Path]:
-    """Read which audio file each recording is.
+def read_wav_scp(source: Path, rules: ReadingRules = PLAIN_RULES) -> dict[str, AudioSource]:
+    """Read which audio file each recording is; pipes are run, if they may.
 
     Raises:
-        ConfigError: no such file, a pipe, a malformed line or an id given twice.
+        ConfigError: no such file, a pipe that may not run or fails, a malformed line or an id given twice.
     """
     path = source / "wav.scp"
-    for number, line in file_lines(path):
-        if line.endswith("|"):
-            raise ConfigError(
-                f"{path}:{number}: a pipe ({line.split()[0]}) is not run; write its output to a file, "
-                "e.g. with Kaldi's wav-copy, and name that file here"
-            )
-    return {key: find_file(source, value) for key, value in read_table(path).items()}
+    table = _numbered_table(path)
+    pipes = {key: value for key, (_, value) in table.items() if value.endswith("|")}
+    files = rules.run_pipes(pipes, path, {key: number for key, (number, _) in table.items()})
+    return {
+        key: AudioPart(files[key], name=f"{path}:{number}: what the pipe of {key} wrote")
+        if key in files
+        else rules.find_file(source, value)
+        for key, (number, value) in table.items()
+    }
 
 
-def find_file(source: Path, value: str) -> Path:
-    """Look a path up as Kaldi does, from the working directory, then from the folder `source`."""
-    path = Path(value)
-    if not path.is_absolute() and not path.exists() and (source / path).exists():
-        return source / path
-    return path  # if it is missing, opening it says so
+def read_audio_table(source: Path, rules: ReadingRules = PLAIN_RULES) -> dict[str, AudioSource]:
+    """Read where the audio of each utterance is: wav.scp, cut by segments where there are any.
+
+    Raises:
+        ConfigError: as `read_wav_scp`; a segment of a recording that is not in wav.scp.
+    """
+    recordings = read_wav_scp(source, rules)
+    path = source / "segments"
+    if not path.is_file():
+        return recordings
+    segments = read_segments(path)
+    missing = [utterance for utterance, segment in segments.items() if segment.recording not in recordings]
+    if missing and not rules.skip_incomplete:
+        raise ConfigError(
+            f"{path}: recording {segments[missing[0]].recording} of utterance {missing[0]} is not in wav.scp "
+            f"({len(missing)} missing); add it, or leave them out with --skip-incomplete"
+        )
+    return {
+        utterance: segment.part_of(recordings[segment.recording], utterance)
+        for utterance, segment in segments.items()
+        if segment.recording in recordings
+    }
 
 
-def _check_same(source: Path, audio: dict[str, Path], table: dict[str, str], name: str) -> None:
-    missing = sorted(audio.keys() - table.keys())
+@dataclass(frozen=True)
+class Segment:
+    """A line of segments: an utterance is a stretch of a recording; `end_s` None: up to its end."""
+
+    recording: str
+    start_s: float
+    end_s: float | None
+    channel: int | None
+
+    def part_of(self, recording: AudioSource, utterance: str) -> AudioPart:
+        """Return the audio of the utterance."""
+        name = f"utterance {utterance} of {recording}"
+        return AudioPart(file_of(recording), self.start_s, self.end_s, self.channel, name)
+
+
+def read_segments(path: Path) -> dict[str, Segment]:
+    """Read a table of utterances that are stretches of recordings.
+
+    Raises:
+        ConfigError: a line that is none, or an utterance given twice.
+    """
+    return {
+        utterance: _segment(f"{path}:{number}", value.split())
+        for utterance, (number, value) in _numbered_table(path, may_be_empty=True).items()
+    }
+
+
+def _segment(where: str, fields: Sequence[str]) -> Segment:
+    form = "write UTTERANCE RECORDING START END in seconds (END -1: up to the end)"
+    if len(fields) not in (3, 4):
+        raise ConfigError(f"{where}: has {len(fields) + 1} fields, not 4 or 5; {form}")
+    try:
+        start, end = float(fields[1]), float(fields[2])
+        channel = int(fields[3]) if len(fields) == 4 else None
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}; {form}") from error
+    if not (0 <= start < float("inf") and (end == -1 or start < end < float("inf")) and (channel or 0) >= 0):
+        raise ConfigError(f"{where}: {' '.join(fields[1:])} is no stretch of time; {form}")
+    return Segment(fields[0], start, None if end == -1 else end, channel)
+
+
+def left_out(reasons: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Say which utterances are left out, by the reason, with the first of each."""
+    return tuple(
+        f"left out: {len(names)} utterances that {reason}, first {names[0]}"
+        for reason, names in reasons.items()
+        if names
+    )
+
+
+def _lacking(tables: Iterable[Mapping[str, object]], there: Mapping[str, object]) -> list[str]:
+    """Return the ids of tables that another one lacks, sorted."""
+    return sorted({key for table in tables for key in table} - there.keys())
+
+
+def _check_same(
+    source: Path,
+    listed: str,
+    audio: Mapping[str, object],
+    table: Mapping[str, str],
+    name: str,
+    *,
+    may_lack: bool,
+) -> None:
+    missing = [] if may_lack else sorted(audio.keys() - table.keys())
     extra = sorted(table.keys() - audio.keys())
     if missing or extra:
-        utterance, there, absent = (missing[0], "wav.scp", name) if missing else (extra[0], name, "wav.scp")
+        utterance, there, absent = (missing[0], listed, name) if missing else (extra[0], name, listed)
         raise ConfigError(
             f"{source / absent}: lacks utterance {utterance} of {there} ({len(missing) + len(extra)} ids "
-            "differ); run Kaldi's utils/fix_data_dir.sh"
+            "differ); run Kaldi's utils/fix_data_dir.sh, or leave them out with --skip-incomplete"
         )

@@ -14,7 +14,8 @@ from typing import ClassVar, SupportsIndex, TypeVar
 
 from speechdp.data.corpora.audio_folder import read_audio_folder
 from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER, Corpus, CorpusUtterance
-from speechdp.data.corpora.kaldi_dir import is_kaldi_dir, read_kaldi_dir
+from speechdp.data.corpora.kaldi_dir import PLAIN_RULES, ReadingRules, is_kaldi_dir, read_kaldi_dir
+from speechdp.data.signal.audio import AudioPart
 from speechdp.errors import ConfigError
 from speechdp.extensions import ExtensionPoint, code_of, read_options
 
@@ -71,7 +72,9 @@ def corpus(name: str) -> Callable[[_Class], _Class]:
     return CORPORA.decorator(name)
 
 
-def read_corpus(source: Path, reader: str | None, pattern: str | None = None) -> Corpus:
+def read_corpus(
+    source: Path, reader: str | None, pattern: str | None = None, rules: ReadingRules = PLAIN_RULES
+) -> Corpus:
     """Read a corpus.
 
     Args:
@@ -79,6 +82,7 @@ def read_corpus(source: Path, reader: str | None, pattern: str | None = None) ->
         reader: `folder`, `kaldi`, or `NAME` or `MODULE:CLASS` from outside, with `:option=value,...` behind
             it; None: a Kaldi data directory or a folder of audio, whichever it is.
         pattern: of labels in file names, for a folder of audio.
+        rules: how files are read; of a reader from outside, only whether transcripts are needed.
 
     Raises:
         ConfigError: there is no such reader, it fails, or what it reads is no corpus.
@@ -95,19 +99,20 @@ def read_corpus(source: Path, reader: str | None, pattern: str | None = None) ->
             "--corpus folder"
         )
     if name == "folder":
-        return read_audio_folder(source, pattern)
+        return read_audio_folder(source, pattern, rules)
     if name == "kaldi":
-        return read_kaldi_dir(source)
-    return _read_from_outside(source, text)
+        return read_kaldi_dir(source, rules)
+    return _read_from_outside(source, text, may_lack_text=not rules.needs_text)
 
 
-def _read_from_outside(source: Path, text: str) -> Corpus:
+def _read_from_outside(source: Path, text: str, *, may_lack_text: bool) -> Corpus:
     """Read a corpus by a class that others have written."""
     cls, options = CORPORA.named(text)
     values = read_options(cls.name, cls, options, kind="corpus")
     with code_of(cls, f"corpus {cls.name}", f"mend the reader, or what it reads in {source}"):
         utterances = list(cls(**values).read(source))
-    return Corpus.of(source, (_checked(cls.name, source, each) for each in utterances))
+    checked = (_checked(cls.name, source, each) for each in utterances)
+    return Corpus.of(source, checked, may_lack_text=may_lack_text)
 
 
 #: What the fields of an utterance may be, and what to give instead of anything else.
@@ -115,7 +120,7 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "utterance_id": (str, "give a text without spaces"),
     "speaker": (str, f"give a text, {UNKNOWN_SPEAKER!r} where it is not known"),
     "text": (str, "give the words as a text"),
-    "audio": ((str, Path), "give a path"),
+    "audio": ((str, Path, AudioPart), "give a path"),
     "index": ((SupportsIndex, type(None)), "give a whole number or None"),
 }
 
@@ -135,4 +140,7 @@ def _checked(name: str, source: Path, utterance: object) -> CorpusUtterance:
             f"{source}: {utterance.utterance_id!r} cannot be an utterance's id; give ids without spaces"
         )
     folder = source if source.is_dir() else source.parent
-    return dataclasses.replace(utterance, audio=folder / utterance.audio)
+    audio = utterance.audio
+    if isinstance(audio, AudioPart):
+        return dataclasses.replace(utterance, audio=dataclasses.replace(audio, path=folder / audio.path))
+    return dataclasses.replace(utterance, audio=folder / audio)

@@ -5,18 +5,54 @@ Legend: T frames, D feature dimensions.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from speechdp.data.corpora.corpus import file_lines
+from speechdp.data.corpora.kaldi_dir import PLAIN_RULES, ReadingRules
 from speechdp.data.kaldi.matrix import MatrixPlace, read_matrix, read_scp
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError
 
 #: Least variance, as in Kaldi's transform/cmvn.cc.
 _MIN_VARIANCE = 1e-20
+
+
+_BOOLEANS = {"true": True, "false": False}
+
+
+@dataclass(frozen=True)
+class CmvnOptions:
+    """What Kaldi's apply-cmvn normalises; the defaults are its own."""
+
+    norm_means: bool = True
+    norm_vars: bool = False
+
+    @classmethod
+    def read(cls, path: Path) -> CmvnOptions:
+        """Read `cmvn_opts`, which Kaldi's scripts keep beside a model.
+
+        Raises:
+            ConfigError: the file holds something else than --norm-means and --norm-vars.
+        """
+        try:
+            words = shlex.split(" ".join(line for _, line in file_lines(path)))
+        except ValueError as error:
+            raise ConfigError(f"{path}: is not understood ({error}); write e.g. --norm-vars=true") from error
+        given: dict[str, bool] = {}
+        for word in words:
+            name, _, value = word.removeprefix("--").replace("-", "_").partition("=")
+            if name not in ("norm_means", "norm_vars") or value not in ("", *_BOOLEANS):
+                raise ConfigError(
+                    f"{path}: {word[:60]!r} is not supported (--norm-means and --norm-vars are); normalise "
+                    "with --cmvn utterance or --cmvn none, or write features with apply-cmvn"
+                )
+            given[name] = _BOOLEANS.get(value, True)
+        return cls(**given)
 
 
 @dataclass(frozen=True)
@@ -44,9 +80,9 @@ class SpeakerCmvn:
         ConfigError: the table cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, rules: ReadingRules = PLAIN_RULES) -> None:
         self.path = path
-        self._places = read_scp(path)
+        self._places = read_scp(path, rules)
         self._statistics: dict[str, SpeakerStatistics] = {}
 
     def of(self, speaker: str, feature_dim: int) -> SpeakerStatistics:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from speechdp.data.corpora.corpus import file_lines
-from speechdp.data.corpora.kaldi_dir import find_file
+from speechdp.data.corpora.kaldi_dir import PLAIN_RULES, ReadingRules, Segment
 from speechdp.data.kaldi.stream import KaldiStream
+from speechdp.data.signal.audio import MAX_OVERSHOOT_S
 from speechdp.errors import ConfigError
 
 _DTYPES = {"FM": "<f4", "DM": "<f8"}
@@ -35,30 +37,74 @@ class MatrixPlace:
     rows: tuple[int, int] | None = None
 
 
-def read_scp(path: Path) -> dict[str, MatrixPlace]:
-    """Read a table of matrices (feats.scp, cmvn.scp) by key.
+def read_scp(path: Path, rules: ReadingRules = PLAIN_RULES) -> dict[str, MatrixPlace]:
+    """Read a table of matrices (feats.scp, cmvn.scp) by key; pipes are run, if they may.
 
     Paths are looked up as Kaldi does, from the working directory, then from the table's folder.
 
     Raises:
-        ConfigError: a pipe, a line that is no place of a matrix, or a key given twice.
+        ConfigError: a pipe that may not run or fails, a line that is no place of a matrix, or a key given
+            twice.
     """
     table: dict[str, MatrixPlace] = {}
+    pipes: dict[str, str] = {}
+    numbers: dict[str, int] = {}
     for number, line in file_lines(path):
         where = f"{path}:{number}"
         key, value = [*line.split(maxsplit=1), ""][:2]
-        match = _PLACE.fullmatch(value)
+        if key in numbers:
+            raise ConfigError(f"{where}: {key} is here a second time; remove one of the lines")
+        numbers[key] = number
         if line.endswith("|"):
-            raise ConfigError(
-                f"{where}: a pipe ({key}) is not run; write the features with Kaldi's copy-feats"
-            )
+            pipes[key] = value
+            continue
+        match = _PLACE.fullmatch(value)
         if match is None or value.endswith("]") != (match["first"] is not None):
             raise ConfigError(f"{where}: {line[:100]!r} is not KEY FILE:BYTE or KEY FILE:BYTE[FIRST:LAST]")
-        if key in table:
-            raise ConfigError(f"{where}: {key} is here a second time; remove one of the lines")
         rows = None if match["first"] is None else (int(match["first"]), int(match["last"]))
-        table[key] = MatrixPlace(find_file(path.parent, match["file"]), int(match["byte"] or 0), rows)
-    return table
+        table[key] = MatrixPlace(rules.find_file(path.parent, match["file"]), int(match["byte"] or 0), rows)
+    written = rules.run_pipes(pipes, path, numbers)
+    return table | {key: MatrixPlace(file, 0) for key, file in written.items()}
+
+
+def rows_of_segments(
+    table: Mapping[str, MatrixPlace], segments: Mapping[str, Segment], frame_shift_s: float, path: Path
+) -> dict[str, MatrixPlace]:
+    """Cut features of whole recordings into utterances, as Kaldi's extract-feature-segments counts frames.
+
+    Args:
+        table: features by recording; those that are there already by utterance are returned as they are.
+        segments: the stretch of each utterance; what it lacks is left out.
+        frame_shift_s: seconds between frames.
+        path: of the segments, for messages.
+
+    Raises:
+        ConfigError: a stretch ends 0.5 s or more beyond its recording; names it.
+    """
+    if not table.keys().isdisjoint(segments):
+        return dict(table)
+    frames_per_s = 1.0 / frame_shift_s
+    lengths: dict[str, int] = {}
+    cut = {}
+    for utterance, segment in segments.items():
+        recording = segment.recording
+        place = table.get(recording)
+        if place is None:
+            continue
+        if recording not in lengths:
+            lengths[recording] = num_rows(place, recording)
+        num = lengths[recording]
+        start = int(segment.start_s * frames_per_s)
+        end = num if segment.end_s is None else int(segment.end_s * frames_per_s)
+        if start >= num or end >= num + int(MAX_OVERSHOOT_S * frames_per_s) or start >= end:
+            raise ConfigError(
+                f"{path}: utterance {utterance} is frames {start} to {end} of recording {recording}, which "
+                f"has {num}; mend its times, or leave it out"
+            )
+        before = place.rows[0] if place.rows else 0
+        rows = (before + start, before + min(end, num) - 1)
+        cut[utterance] = MatrixPlace(place.path, place.offset_bytes, rows)
+    return cut
 
 
 def read_matrix(place: MatrixPlace, utterance: str) -> npt.NDArray[Any]:

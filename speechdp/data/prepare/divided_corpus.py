@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
-from speechdp.data.corpora.splits import choose_rule, split_corpus
+from speechdp.data.corpora.splits import (
+    OneSplit,
+    SplitRule,
+    choose_rule,
+    speakers_on_both_sides,
+    split_corpus,
+)
 from speechdp.data.prepare.jobs import Progress
-from speechdp.data.signal.audio import AudioInfo, common_sampling_rate, probe
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.signal.audio import AudioInfo, AudioSource, common_sampling_rate, probe
 from speechdp.options.prepare import PrepareOptions
 
 
@@ -20,33 +27,77 @@ class DividedCorpus:
         rule: what divided it, as data.json has it.
         splits: the utterances of each split that holds any.
         sampling_rate: that the audio is brought to, in Hz.
-        seconds: how long each file is.
+        seconds: how long the audio of each utterance is.
+        notices: what to tell the user.
     """
 
     rule: str
     splits: dict[str, list[CorpusUtterance]]
     sampling_rate: int
-    seconds: dict[Path, float]
+    seconds: dict[AudioSource, float]
+    notices: tuple[str, ...]
 
     @classmethod
-    def of(cls, corpus: Corpus, options: PrepareOptions, progress: Progress) -> DividedCorpus:
+    def of(
+        cls, corpus: Corpus, options: PrepareOptions, progress: Progress, like: Dataset | None = None
+    ) -> DividedCorpus:
         """Divide a corpus as the options say.
+
+        Args:
+            corpus: all of it.
+            options: how to divide it, and by which seed.
+            progress: told how many headers are read.
+            like: data of a model that the corpus is prepared for: it gives the sampling rate, and all
+                utterances are in test where nothing else is said.
 
         Raises:
             ConfigError: the split cannot be made, or a file is no audio of one channel, or of another rate.
         """
-        rule = choose_rule(corpus, options.split, options.held_out_speaker, options.seed)
-        splits = split_corpus(corpus, rule)
+        for_recognition = options.task == "acoustic"
+        if like is not None and not (options.split or options.held_out_speaker or corpus.has_splits):
+            rule: SplitRule = OneSplit("all:test", "test")
+        else:
+            rule = choose_rule(
+                corpus, options.split, options.held_out_speaker, options.seed, by_speaker=for_recognition
+            )
+        splits = split_corpus(corpus, rule, needs_train=like is None)
         infos = probe_all([utterance.audio for utterance in corpus.utterances], progress)
-        seconds = {info.path: info.num_samples / info.sampling_rate for info in infos}
-        return cls(rule.spec, splits, common_sampling_rate(infos, options.resample), seconds)
+        seconds = {info.source: info.num_samples / info.sampling_rate for info in infos}
+        rate = common_sampling_rate(infos, options.resample) if like is None else like.sampling_rate
+        notices = corpus.notices + (warn_of_speakers(splits) if for_recognition else ())
+        if like is not None:
+            notices += _resampled(infos, rate)
+        return cls(rule.spec, splits, rate, seconds, notices)
 
 
-def probe_all(files: list[Path], progress: Progress) -> list[AudioInfo]:
+def warn_of_speakers(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[str, ...]:
+    """Warn of speakers who are both trained on and tested: word errors are fewer than with new speakers."""
+    names = speakers_on_both_sides(splits)
+    if not names:
+        return ()
+    return (
+        f"warning: {len(names)} speakers are both in train and held out, first {names[0]}; results do not "
+        "hold for new speakers (--split speakers:dev=0.1,test=0.1 keeps speakers apart)",
+    )
+
+
+def _resampled(infos: Sequence[AudioInfo], rate: int) -> tuple[str, ...]:
+    """Tell of audio that is brought to the rate of a model's data."""
+    lower = [info for info in infos if info.sampling_rate < rate]
+    others = [info for info in infos if info.sampling_rate != rate]
+    if lower:
+        return (
+            f"warning: {len(lower)} files have {lower[0].sampling_rate} Hz, less than the {rate} Hz that the "
+            "model was trained on; expect more errors",
+        )
+    return (f"resampled {len(others)} files to {rate} Hz",) if others else ()
+
+
+def probe_all(sources: Sequence[AudioSource], progress: Progress) -> list[AudioInfo]:
     """Read the headers of audio files.  Raises ConfigError on what is no audio of one channel."""
     infos = []
-    for number, file in enumerate(files, 1):
-        infos.append(probe(file))
-        if number % 100 == 0 or number == len(files):
-            progress("reading headers", number, len(files))
+    for number, source in enumerate(sources, 1):
+        infos.append(probe(source))
+        if number % 100 == 0 or number == len(sources):
+            progress("reading headers", number, len(sources))
     return infos

@@ -10,15 +10,34 @@ from pathlib import Path
 import numpy as np
 
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
-from speechdp.data.corpora.kaldi_dir import read_table, read_wav_scp
+from speechdp.data.corpora.kaldi_dir import (
+    ReadingRules,
+    left_out,
+    read_audio_table,
+    read_segments,
+    read_table,
+)
+from speechdp.data.corpora.missing_files import missing_error, missing_files
 from speechdp.data.corpora.splits import choose_rule, split_corpus
 from speechdp.data.kaldi.alignments import AlignmentSource, alignment_source
-from speechdp.data.kaldi.matrix import MatrixPlace, read_scp
+from speechdp.data.kaldi.cmvn import SpeakerCmvn
+from speechdp.data.kaldi.matrix import MatrixPlace, read_scp, rows_of_segments
 from speechdp.data.prepare.contents import Contents, deal_splits
+from speechdp.data.prepare.divided_corpus import warn_of_speakers
 from speechdp.data.prepare.jobs import Progress
-from speechdp.data.prepare.kaldi_settings import count_frames, feature_settings, manifest_like
+from speechdp.data.prepare.kaldi_settings import (
+    cmvn_opts_of,
+    count_frames,
+    feature_settings,
+    frame_shift_ms,
+    manifest_like,
+)
 from speechdp.data.prepare.kaldi_shards import KaldiShard, KaldiUtterance
-from speechdp.data.shards.dataset import Dataset, Manifest
+from speechdp.data.prepare.like import open_like
+from speechdp.data.prepare.reading import reading_rules
+from speechdp.data.shards.dataset import Manifest
+from speechdp.data.signal.audio import AudioSource, file_of
+from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError, ShardError
 from speechdp.files import cannot_be_written
 from speechdp.labels.kaldi_pdfs import KaldiPdfs
@@ -34,27 +53,28 @@ def read_kaldi(options: PrepareOptions, scratch: Path, progress: Progress) -> Co
         ConfigError: a file of Kaldi's is missing, damaged or does not fit the others.
         ShardError: the disk is full or cannot be written.
     """
-    folder, like = options.from_kaldi.kaldi, options.from_kaldi.like
+    folder = options.from_kaldi.kaldi
     assert folder is not None
     pdfs = scratch / "pdfs.tmp"
-    if like is None:
-        listed = _Listed.read(folder, feats=options.from_kaldi.feats)
+    rules = reading_rules(options, scratch, progress)
+    if options.like is None:
+        listed = _Listed.read(folder, rules, options.feature_config(), feats=options.from_kaldi.feats)
         manifest, splits, notices = _align(listed, options, pdfs, progress)
     else:
-        manifest = manifest_like(Dataset.open(like), options.store)
-        listed = _Listed.read(folder, feats=manifest.features.kind == "kaldi")
+        manifest = manifest_like(open_like(options.like), options.store)
+        listed = _Listed.read(folder, rules, manifest.features, feats=manifest.features.kind == "kaldi")
         utterances = count_frames(listed.utterances, manifest, progress)
         if not utterances:
             raise ConfigError(f"{folder}: has no utterance to score; check feats.scp or wav.scp")
         splits, notices = {"test": utterances}, listed.left_out(utterances, "have no frame")
-    cmvn = folder / "cmvn.scp" if manifest.features.cmvn == "speaker" else None
+    cmvn = SpeakerCmvn(folder / "cmvn.scp", rules) if manifest.features.cmvn == "speaker" else None
     dealt = deal_splits(splits, lambda utterance: utterance.num_frames, options.shards, options.seed)
     return Contents(
         manifest=manifest,
         shards={name: [KaldiShard(part, pdfs, cmvn) for part in parts] for name, parts in dealt.items()},
         stage="writing shards",
         save=lambda directory: KaldiPdfs(manifest.num_classes).save(directory / "classes.txt"),
-        notices=notices,
+        notices=notices + (() if rules.pipes is None else rules.pipes.notices),
     )
 
 
@@ -64,23 +84,16 @@ class _Listed:
 
     folder: Path
     table: str
-    sources: Mapping[str, Path | MatrixPlace]
+    sources: Mapping[str, AudioSource | MatrixPlace]
     speakers: Mapping[str, str]
     utterances: list[KaldiUtterance]
 
     @classmethod
-    def read(cls, folder: Path, *, feats: bool) -> _Listed:
-        """Read feats.scp or wav.scp, utt2spk and, where there is one, text.  Raises ConfigError."""
-        sources: Mapping[str, Path | MatrixPlace]
-        if feats:
-            sources = read_scp(folder / "feats.scp")
-        elif (folder / "segments").exists():
-            raise ConfigError(
-                f"{folder / 'segments'}: segments are not cut out of audio; "
-                "take Kaldi's features with --feats"
-            )
-        else:
-            sources = read_wav_scp(folder)
+    def read(cls, folder: Path, rules: ReadingRules, config: FeatureConfig, *, feats: bool) -> _Listed:
+        """Read feats.scp or wav.scp, segments, utt2spk and, where there is one, text.  Raises ConfigError."""
+        table = "feats.scp" if feats else "wav.scp"
+        read = _features_table(folder, rules, config) if feats else read_audio_table(folder, rules)
+        sources = _with_files(folder, table, read, rules)
         speakers = read_table(folder / "utt2spk")
         path = folder / "text"
         texts = read_table(path, may_be_empty=True) if path.exists() else {}
@@ -89,7 +102,7 @@ class _Listed:
             for u, speaker in speakers.items()
             if u in sources
         ]
-        return cls(folder, "feats.scp" if feats else "wav.scp", sources, speakers, utterances)
+        return cls(folder, table, sources, speakers, utterances)
 
     def left_out(
         self, taken: Sequence[KaldiUtterance], lacking: str, aligned: Sequence[str] = ()
@@ -104,11 +117,31 @@ class _Listed:
                 u for u in aligned if u not in self.sources and u not in self.speakers
             ],
         }
-        return tuple(
-            f"left out: {len(names)} utterances that {reason}, first {names[0]}"
-            for reason, names in reasons.items()
-            if names
-        )
+        return left_out(reasons)
+
+
+def _features_table(folder: Path, rules: ReadingRules, config: FeatureConfig) -> dict[str, MatrixPlace]:
+    """Read where the features of each utterance are; those of whole recordings are cut by segments."""
+    table = read_scp(folder / "feats.scp", rules)
+    segments = folder / "segments"
+    if not segments.is_file():
+        return table
+    return rows_of_segments(table, read_segments(segments), frame_shift_ms(folder, config) / 1000.0, segments)
+
+
+def _with_files(
+    folder: Path, table: str, sources: Mapping[str, AudioSource | MatrixPlace], rules: ReadingRules
+) -> Mapping[str, AudioSource | MatrixPlace]:
+    """Refuse, or leave out, utterances whose file does not exist.  Raises ConfigError."""
+    files = {
+        key: place.path if isinstance(place, MatrixPlace) else file_of(place)
+        for key, place in sources.items()
+    }
+    missing = set(missing_files(files.values()))
+    there = {key: place for key, place in sources.items() if files[key] not in missing}
+    if missing and not (rules.skip_incomplete and there):
+        raise missing_error(sorted(missing), len(set(files.values())), str(folder / table), folder)
+    return there
 
 
 def _align(
@@ -122,13 +155,26 @@ def _align(
     utterances = sorted(found.aligned, key=lambda utterance: utterance.utterance_id)
     config, sampling_rate = feature_settings(options, utterances, progress)
     num_classes = alignments.num_pdfs or found.max_pdf + 1
-    rule, splits = _divide(listed.folder, options, utterances)
+    rule, splits, unseparated = _divide(listed.folder, options, utterances)
     manifest = Manifest(sampling_rate, config, num_classes, "kaldi", rule, {}, options.store)
     notices = listed.left_out(utterances, "have no alignment", found.unknown)
     if alignments.num_pdfs is None:
         largest = f"by the largest in {options.from_kaldi.ali_pdf}"
         notices += (f"{num_classes} pdfs, {largest}; --ali would count them",)
-    return manifest, splits, notices
+    return manifest, splits, notices + unseparated + _as_cmvn_opts_say(options, config)
+
+
+def _as_cmvn_opts_say(options: PrepareOptions, config: FeatureConfig) -> tuple[str, ...]:
+    path = cmvn_opts_of(options.from_kaldi)
+    if path is None or config.cmvn != "speaker":
+        return ()
+    means, variances = (
+        "normalised" if done else "as they are" for done in (config.mean_normalise, config.variance_normalise)
+    )
+    return (
+        f"normalised as {path} says: means {means}, deviations {variances} (--cmvn utterance: each utterance "
+        "by itself)",
+    )
 
 
 @dataclass
@@ -165,12 +211,13 @@ def _gather_pdfs(
 
 def _divide(
     folder: Path, options: PrepareOptions, utterances: Sequence[KaldiUtterance]
-) -> tuple[str, _Splits]:
-    """Return the rule that divides the utterances, as data.json has it, and the splits."""
+) -> tuple[str, _Splits, tuple[str, ...]]:
+    """Return the rule that divides the utterances, as data.json has it, the splits, and notices."""
     rows = {u.utterance_id: u for u in utterances}
     corpus = Corpus(
         folder, tuple(CorpusUtterance(u.utterance_id, u.speaker, u.text, folder) for u in utterances)
     )
     rule = choose_rule(corpus, options.split, options.held_out_speaker, options.seed)
     parts = split_corpus(corpus, rule)
-    return rule.spec, {name: [rows[u.utterance_id] for u in part] for name, part in parts.items()}
+    splits = {name: [rows[u.utterance_id] for u in part] for name, part in parts.items()}
+    return rule.spec, splits, warn_of_speakers(parts)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from speechdp.data.kaldi.cmvn import CmvnOptions
 from speechdp.data.kaldi.matrix import MatrixPlace, num_rows, read_matrix
 from speechdp.data.prepare.divided_corpus import probe_all
 from speechdp.data.prepare.jobs import Progress
@@ -29,7 +30,7 @@ def feature_settings(
     """
     if options.from_kaldi.feats:
         return _features_of_kaldi(options.from_kaldi, options.feature_config(), utterances[0]), 0
-    infos = probe_all([u.source for u in utterances if isinstance(u.source, Path)], progress)
+    infos = probe_all([u.source for u in utterances if not isinstance(u.source, MatrixPlace)], progress)
     sampling_rate = common_sampling_rate(infos, None)
     config = options.feature_config(sampling_rate)
     check_mel_bins(sampling_rate, config)
@@ -45,19 +46,32 @@ def _features_of_kaldi(kaldi: KaldiOptions, config: FeatureConfig, first: KaldiU
         raise ConfigError(
             f"{first.source.path}: utterance {first.utterance_id} has no features; leave it out of feats.scp"
         )
+    path = cmvn_opts_of(kaldi)
+    done = CmvnOptions(norm_means=True, norm_vars=True)  # where Kaldi does not say otherwise
+    if by_speaker and path is not None:
+        done = CmvnOptions.read(path)
     return dataclasses.replace(
         config,
         kind="kaldi",
         kaldi_dim=feature_dim,
-        frame_shift_ms=_frame_shift_ms(kaldi.kaldi, config.frame_shift_ms),
+        frame_shift_ms=frame_shift_ms(kaldi.kaldi, config),
         cmvn="speaker" if by_speaker else "utterance",
+        mean_normalise=config.mean_normalise and done.norm_means,
+        variance_normalise=config.variance_normalise and done.norm_vars,
     )
 
 
-def _frame_shift_ms(folder: Path, default_ms: float) -> float:
+def cmvn_opts_of(kaldi: KaldiOptions) -> Path | None:
+    """Return the file that says what the aligning system normalised; None where there is none."""
+    path = None if kaldi.ali is None else kaldi.ali / "cmvn_opts"
+    return path if path is not None and path.is_file() else None
+
+
+def frame_shift_ms(folder: Path, config: FeatureConfig) -> float:
+    """Return the time between Kaldi's frames: as its file `frame_shift` says, else as `config`."""
     path = folder / "frame_shift"
     if not path.exists():
-        return default_ms
+        return config.frame_shift_ms
     text = path.read_text(encoding="utf-8", errors="replace").strip()
     try:
         return round(1000.0 * float(text), 6)
@@ -120,7 +134,7 @@ def _num_frames(utterance: KaldiUtterance, manifest: Manifest) -> int:
     info = probe(utterance.source)
     if info.sampling_rate != manifest.sampling_rate:
         raise ConfigError(
-            f"{info.path}: has {info.sampling_rate} Hz, the data of --like have {manifest.sampling_rate} Hz; "
-            "resample it first, e.g. with sox"
+            f"{info.source}: has {info.sampling_rate} Hz, the data of --like have {manifest.sampling_rate} "
+            "Hz; resample it first, e.g. with sox"
         )
     return num_frames_of(info.num_samples, info.sampling_rate, manifest.features)

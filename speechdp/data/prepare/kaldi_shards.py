@@ -12,7 +12,7 @@ import numpy.typing as npt
 from speechdp.data.kaldi.cmvn import SpeakerCmvn
 from speechdp.data.kaldi.matrix import MatrixPlace, read_matrix
 from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Utterance
-from speechdp.data.signal.audio import read_audio, to_int16
+from speechdp.data.signal.audio import AudioSource, read_audio, to_int16
 from speechdp.data.signal.compute import compute_features
 from speechdp.data.signal.features import normalise, num_frames_of
 from speechdp.errors import ConfigError
@@ -27,7 +27,7 @@ class KaldiUtterance:
     """One utterance with the place of its pdfs.
 
     Attributes:
-        source: an audio file, or the place of the features.
+        source: the audio, or the place of the features.
         first_frame: where its pdfs start in the file of all pdfs, in frames; NOT_ALIGNED: nowhere.
         num_frames: number of frames, and of pdfs (T); 0 until it is known.
     """
@@ -35,7 +35,7 @@ class KaldiUtterance:
     utterance_id: str
     speaker: str
     text: str
-    source: Path | MatrixPlace
+    source: AudioSource | MatrixPlace
     first_frame: int = NOT_ALIGNED
     num_frames: int = 0
 
@@ -52,18 +52,17 @@ class KaldiShard:
 
     utterances: tuple[KaldiUtterance, ...]
     pdfs: Path
-    cmvn: Path | None
+    cmvn: SpeakerCmvn | None
 
     def ready(self, _path: Path, header: ShardHeader) -> Iterator[Utterance | AudioUtterance]:
         """Yield each utterance with its features (or samples) and pdfs.  Raises ConfigError."""
-        cmvn = None if self.cmvn is None else SpeakerCmvn(self.cmvn)
         for utterance in self.utterances:
             names = (utterance.utterance_id, utterance.speaker, utterance.text)
             targets = _targets(utterance, self.pdfs)
             if header.stored == "audio":
                 yield AudioUtterance(*names, to_int16(_samples(utterance, header)), targets)
             else:
-                yield Utterance(*names, _features(utterance, header, cmvn), targets)
+                yield Utterance(*names, _features(utterance, header, self.cmvn), targets)
 
 
 def _targets(utterance: KaldiUtterance, pdfs: Path) -> npt.NDArray[np.int32]:
@@ -79,7 +78,7 @@ def _check_frames(utterance: KaldiUtterance, num_frames: int) -> None:
 
 
 def _samples(utterance: KaldiUtterance, header: ShardHeader) -> npt.NDArray[np.float32]:
-    assert isinstance(utterance.source, Path)
+    assert not isinstance(utterance.source, MatrixPlace)
     samples = read_audio(utterance.source, header.sampling_rate)
     _check_frames(utterance, num_frames_of(len(samples), header.sampling_rate, header.features))
     return samples
@@ -89,7 +88,7 @@ def _features(
     utterance: KaldiUtterance, header: ShardHeader, cmvn: SpeakerCmvn | None
 ) -> npt.NDArray[np.float32]:
     config = header.features
-    if isinstance(utterance.source, Path):
+    if not isinstance(utterance.source, MatrixPlace):
         return compute_features(_samples(utterance, header), header.sampling_rate, config)
     with np.errstate(over="ignore"):  # the shard refuses what overflowed
         features = read_matrix(utterance.source, utterance.utterance_id).astype(np.float32)

@@ -11,6 +11,7 @@ from pathlib import Path
 from speechdp.data.prepare.contents import Contents, ShardContent
 from speechdp.data.prepare.jobs import Progress, run_jobs
 from speechdp.data.prepare.kaldi import read_kaldi
+from speechdp.data.prepare.like import read_corpus_like
 from speechdp.data.prepare.recognition import read_corpus_for_recognition
 from speechdp.data.prepare.synthesis import read_corpus_for_synthesis
 from speechdp.data.prepare.synthetic import speak_for_recognition, speak_for_synthesis
@@ -70,6 +71,8 @@ def _source(options: PrepareOptions) -> Callable[[PrepareOptions, Path, Progress
         return read_kaldi
     if options.synthetic is not None:
         return speak_for_synthesis if options.task == "synthesis" else speak_for_recognition
+    if options.like is not None:
+        return read_corpus_like
     return read_corpus_for_synthesis if options.task == "synthesis" else read_corpus_for_recognition
 
 

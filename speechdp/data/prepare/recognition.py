@@ -6,14 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
-from speechdp.data.corpora.reader import read_corpus
 from speechdp.data.prepare.contents import Contents, ShardContent, deal_splits
 from speechdp.data.prepare.divided_corpus import DividedCorpus
 from speechdp.data.prepare.jobs import Progress
+from speechdp.data.prepare.plausibility import SpokenLength, warn_of_lengths
+from speechdp.data.prepare.reading import read_whole_corpus
 from speechdp.data.shards.dataset import Manifest
 from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Utterance
-from speechdp.data.signal.audio import edge_silence, read_audio, to_int16
+from speechdp.data.signal.audio import AudioSource, edge_silence, read_audio, to_int16
 from speechdp.data.signal.compute import compute_features
 from speechdp.data.signal.features import FeatureConfig, check_mel_bins, num_frames_of
 from speechdp.errors import ConfigError
@@ -48,33 +52,43 @@ class States:
         self.inventory.save(directory / "classes.txt")
 
 
-def read_corpus_for_recognition(options: PrepareOptions, _scratch: Path, progress: Progress) -> Contents:
+def read_corpus_for_recognition(options: PrepareOptions, scratch: Path, progress: Progress) -> Contents:
     """Read a corpus, whose targets are spread evenly over its words: a flat start.
 
     Raises:
         ConfigError: the corpus, its audio, the lexicon or the split cannot be used.
     """
-    corpus = read_corpus(options.paths[0], options.corpus, options.pattern)
+    corpus = read_whole_corpus(options, scratch, progress)
     corpus = corpus.respelled(_spelling(corpus, options.lexicon))
     lexicon = lexicon_for(corpus.words, options.lexicon)
     divided = DividedCorpus.of(corpus, options, progress)
     rate = divided.sampling_rate
     features = options.feature_config(rate)
     check_mel_bins(rate, features)
-    num_frames = {
-        path: num_frames_of(round(seconds * rate), rate, features)
-        for path, seconds in divided.seconds.items()
-    }
-    _refuse_empty(divided.splits, num_frames)
+    num_frames = frames_of(divided, features)
     states = States(lexicon, features, rate)
     dealt = deal_splits(divided.splits, lambda u: num_frames[u.audio], options.shards, options.seed)
     return Contents(
         manifest=states.manifest("flat", divided.rule, options),
-        shards={name: [FlatShard.of(part, states) for part in parts] for name, parts in dealt.items()},
+        shards={
+            name: [FlatShard.of(part, lexicon, states.inventory) for part in parts]
+            for name, parts in dealt.items()
+        },
         stage="computing features" if options.store == "features" else "reading audio",
         save=states.save,
-        notices=_too_short(corpus, num_frames, lexicon),
+        notices=divided.notices + lengths_of(corpus, divided, num_frames, lexicon),
     )
+
+
+def frames_of(divided: DividedCorpus, features: FeatureConfig) -> dict[AudioSource, int]:
+    """Return the number of frames of each utterance's audio.  Raises ConfigError where one has none."""
+    rate = divided.sampling_rate
+    num_frames = {
+        audio: num_frames_of(round(seconds * rate), rate, features)
+        for audio, seconds in divided.seconds.items()
+    }
+    _refuse_empty(divided.splits, num_frames)
+    return num_frames
 
 
 @dataclass(frozen=True)
@@ -86,10 +100,12 @@ class FlatShard:
     inventory: StateInventory
 
     @classmethod
-    def of(cls, utterances: tuple[CorpusUtterance, ...], states: States) -> ShardContent:
+    def of(
+        cls, utterances: tuple[CorpusUtterance, ...], lexicon: Lexicon, inventory: StateInventory
+    ) -> ShardContent:
         """Take along what the words of the shard need of the lexicon."""
         words = {word for utterance in utterances for word in utterance.words}
-        return cls(utterances, states.lexicon.restrict(words), states.inventory)
+        return cls(utterances, lexicon.restrict(words), inventory)
 
     def ready(self, _path: Path, header: ShardHeader) -> Iterator[Utterance | AudioUtterance]:
         """Yield each utterance with its features (or samples) and targets.  Raises ConfigError."""
@@ -97,26 +113,44 @@ class FlatShard:
             yield self._ready(utterance, header)
 
     def _ready(self, utterance: CorpusUtterance, header: ShardHeader) -> Utterance | AudioUtterance:
-        samples = read_audio(utterance.audio, header.sampling_rate)
-        num_frames = num_frames_of(len(samples), header.sampling_rate, header.features)
-        if num_frames == 0:
-            raise ConfigError(f"{utterance.audio}: is shorter than one frame; leave it out of the corpus")
+        samples, num_frames = read_samples(utterance, header)
         leading, trailing = edge_silence(samples, header.sampling_rate, header.features, num_frames)
         if num_frames - leading - trailing < _num_states(utterance, self.lexicon):
             leading = trailing = 0  # the words need the room
         words = utterance.words
         targets = flat_alignment(words, num_frames, self.lexicon, self.inventory, leading, trailing)
-        names = (utterance.utterance_id, utterance.speaker, utterance.text)
-        if header.stored == "audio":
-            return AudioUtterance(*names, to_int16(samples), targets)
-        return Utterance(*names, compute_features(samples, header.sampling_rate, header.features), targets)
+        return stored_utterance(utterance, samples, targets, header)
+
+
+def read_samples(utterance: CorpusUtterance, header: ShardHeader) -> tuple[npt.NDArray[np.float32], int]:
+    """Return an utterance's samples (S,) and its number of frames.  Raises ConfigError if it has none."""
+    samples = read_audio(utterance.audio, header.sampling_rate)
+    num_frames = num_frames_of(len(samples), header.sampling_rate, header.features)
+    if num_frames == 0:
+        raise ConfigError(f"{utterance.audio}: is shorter than one frame; leave it out of the corpus")
+    return samples, num_frames
+
+
+def stored_utterance(
+    utterance: CorpusUtterance,
+    samples: npt.NDArray[np.float32],
+    targets: npt.NDArray[np.int32],
+    header: ShardHeader,
+) -> Utterance | AudioUtterance:
+    """Return what a shard stores of an utterance: features of its samples (S,), or the samples themselves."""
+    names = (utterance.utterance_id, utterance.speaker, utterance.text)
+    if header.stored == "audio":
+        return AudioUtterance(*names, to_int16(samples), targets)
+    return Utterance(*names, compute_features(samples, header.sampling_rate, header.features), targets)
 
 
 def _num_states(utterance: CorpusUtterance, lexicon: Lexicon) -> int:
     return STATES_PER_PHONE * sum(len(lexicon.pronunciations[word][0]) for word in utterance.words)
 
 
-def _refuse_empty(splits: Mapping[str, Sequence[CorpusUtterance]], num_frames: Mapping[Path, int]) -> None:
+def _refuse_empty(
+    splits: Mapping[str, Sequence[CorpusUtterance]], num_frames: Mapping[AudioSource, int]
+) -> None:
     for name, utterances in splits.items():
         short = [utterance.audio for utterance in utterances if num_frames[utterance.audio] == 0]
         if short:
@@ -124,14 +158,23 @@ def _refuse_empty(splits: Mapping[str, Sequence[CorpusUtterance]], num_frames: M
             raise ConfigError(f"{short[0]}: is shorter than one frame{others}; leave it out of the corpus")
 
 
-def _too_short(corpus: Corpus, num_frames: Mapping[Path, int], lexicon: Lexicon) -> tuple[str, ...]:
-    count = sum(num_frames[u.audio] < _num_states(u, lexicon) for u in corpus.utterances)
-    if count == 0:
-        return ()
-    return (
-        f"{count} utterances have fewer frames than their transcript has states; "
-        "their flat alignment skips states",
-    )
+def lengths_of(
+    corpus: Corpus, divided: DividedCorpus, num_frames: Mapping[AudioSource, int], lexicon: Lexicon
+) -> tuple[str, ...]:
+    """Warn of transcripts that do not fit the length of their audio."""
+
+    def length(utterance: CorpusUtterance) -> SpokenLength:
+        num_states = _num_states(utterance, lexicon)
+        return SpokenLength(
+            utterance.utterance_id,
+            divided.seconds[utterance.audio],
+            num_frames[utterance.audio],
+            len(utterance.words),
+            num_states // STATES_PER_PHONE,
+            num_states,
+        )
+
+    return warn_of_lengths([length(utterance) for utterance in corpus.utterances])
 
 
 def _spelling(corpus: Corpus, user_lexicon: Path | None) -> dict[str, str]:

@@ -21,10 +21,10 @@ from speechdp.data.corpora.joining import (
     plan_joins,
     unjoined,
 )
-from speechdp.data.corpora.reader import read_corpus
 from speechdp.data.prepare.contents import Contents, deal_splits
 from speechdp.data.prepare.divided_corpus import DividedCorpus
 from speechdp.data.prepare.jobs import Progress
+from speechdp.data.prepare.reading import read_whole_corpus
 from speechdp.data.prepare.spectrograms import Texts
 from speechdp.data.signal.audio import read_audio
 from speechdp.data.signal.features import num_frames_of
@@ -37,7 +37,7 @@ from speechdp.options.prepare import PrepareOptions
 _MAX_LISTED = 20
 
 
-def read_corpus_for_synthesis(options: PrepareOptions, _scratch: Path, progress: Progress) -> Contents:
+def read_corpus_for_synthesis(options: PrepareOptions, scratch: Path, progress: Progress) -> Contents:
     """Read the recordings of a corpus, each an utterance, or joined as the options say.
 
     Raises:
@@ -45,7 +45,7 @@ def read_corpus_for_synthesis(options: PrepareOptions, _scratch: Path, progress:
     """
     wanted, join = options.for_synthesis, options.for_synthesis.join_rule
     speakers = wanted.named_speakers
-    corpus = _normalised(_chosen(read_corpus(options.paths[0], options.corpus, options.pattern), speakers))
+    corpus = _normalised(_chosen(read_whole_corpus(options, scratch, progress), speakers))
     lexicon = _lexicon(corpus, options.lexicon) if wanted.input == "phones" else None
     symbols = SymbolInventory.of_kind(wanted.input, lexicon)
     _check_texts(corpus, symbols)
@@ -70,7 +70,7 @@ def read_corpus_for_synthesis(options: PrepareOptions, _scratch: Path, progress:
             for name, parts in dealt.items()
         },
         keep_train=wanted.keep_recordings == "all",
-        notices=_joined(divided.splits, splits, join),
+        notices=divided.notices + _joined(divided.splits, splits, join),
     )
 
 
@@ -121,7 +121,8 @@ def _chosen(corpus: Corpus, speakers: tuple[str, ...]) -> Corpus:
         )
     if not speakers:
         return corpus
-    return Corpus.of(corpus.source, (u for u in corpus.utterances if u.speaker in speakers))
+    chosen = (u for u in corpus.utterances if u.speaker in speakers)
+    return Corpus.of(corpus.source, chosen, notices=corpus.notices)
 
 
 def _normalised(corpus: Corpus) -> Corpus:
@@ -133,7 +134,7 @@ def _normalised(corpus: Corpus) -> Corpus:
         except ConfigError as error:
             raise ConfigError(f"{utterance.audio}: utterance {utterance.utterance_id}: {error}") from error
         utterances.append(dataclasses.replace(utterance, text=text))
-    return Corpus(corpus.source, tuple(utterances))
+    return dataclasses.replace(corpus, utterances=tuple(utterances))
 
 
 def _lexicon(corpus: Corpus, path: Path | None) -> Lexicon:

@@ -25,32 +25,96 @@ _SILENCE_DB = 40.0
 _MIN_SILENCE_FRAMES = 5
 
 
+#: A part may end this much beyond the end of its file, less this itself; it is cut there (Kaldi's
+#: extract-segments, --max-overshoot).
+MAX_OVERSHOOT_S = 0.5
+
+
 @dataclass(frozen=True)
-class AudioInfo:
-    """What a file's header says."""
+class AudioPart:
+    """A stretch of an audio file, from one of its channels.
+
+    Attributes:
+        path: the file.
+        start_s: where it starts.
+        end_s: where it ends; None: where the file does.
+        channel: counted from 0; None: the file has only one.
+        name: what messages call the file; "": by its path.
+    """
 
     path: Path
+    start_s: float = 0.0
+    end_s: float | None = None
+    channel: int | None = None
+    name: str = ""
+
+    def __str__(self) -> str:
+        is_whole = self.start_s == 0 and self.end_s is None
+        end = "the end" if self.end_s is None else f"{self.end_s:g} s"
+        return (self.name or str(self.path)) + ("" if is_whole else f" ({self.start_s:g} s to {end})")
+
+    def samples(self, num_samples: int, sampling_rate: int) -> tuple[int, int]:
+        """Return the first sample and the one after the last, as Kaldi's extract-segments counts them.
+
+        Raises:
+            ConfigError: the file ends before.
+        """
+        start = int(self.start_s * sampling_rate)
+        end = num_samples if self.end_s is None else int(self.end_s * sampling_rate)
+        if start >= num_samples or end >= num_samples + int(MAX_OVERSHOOT_S * sampling_rate):
+            raise ConfigError(
+                f"{self}: the recording ends at {num_samples / sampling_rate:g} s; mend the times in "
+                "segments, or leave the utterance out"
+            )
+        return start, min(end, num_samples)
+
+
+#: Where the audio of an utterance is.
+AudioSource = Path | AudioPart
+
+
+@dataclass(frozen=True)
+class AudioInfo:
+    """What the header of a file says of the audio in it, or in a part of it."""
+
+    source: AudioSource
     sampling_rate: int
     num_samples: int
 
 
-def probe(path: Path) -> AudioInfo:
+def file_of(source: AudioSource) -> Path:
+    """Return the file that audio is in."""
+    return source if isinstance(source, Path) else source.path
+
+
+def probe(source: AudioSource) -> AudioInfo:
     """Read an audio file's header.
 
     Raises:
-        ConfigError: missing, not audio, empty, or of several channels.
+        ConfigError: missing, not audio, empty, of several channels, or a part beyond its end.
     """
     try:
-        info = soundfile.info(str(path))
+        info = soundfile.info(str(file_of(source)))
     except (soundfile.LibsndfileError, OSError) as error:
-        raise _unreadable(path, error) from error
-    if info.channels != 1:
+        raise _unreadable(source, error) from error
+    start, end = _stretch(source, info.channels, info.frames, info.samplerate)
+    if end <= start:
+        raise ConfigError(f"{source}: unreadable audio (0 samples); {_REMEDY}")
+    return AudioInfo(source, info.samplerate, end - start)
+
+
+def _stretch(source: AudioSource, num_channels: int, num_samples: int, sampling_rate: int) -> tuple[int, int]:
+    """Return the first sample that is meant and the one after the last.  Raises ConfigError."""
+    channel = source.channel if isinstance(source, AudioPart) else None
+    if channel is None and num_channels != 1:
         raise ConfigError(
-            f"{path}: has {info.channels} channels; write one file per channel, e.g. sox IN OUT remix 1"
+            f"{source}: has {num_channels} channels; write one file per channel, e.g. sox IN OUT remix 1"
         )
-    if info.frames <= 0:
-        raise ConfigError(f"{path}: unreadable audio (0 samples); {_REMEDY}")
-    return AudioInfo(path, info.samplerate, info.frames)
+    if channel is not None and channel >= num_channels:
+        raise ConfigError(f"{source}: has no channel {channel}, only {num_channels}; mend segments")
+    if isinstance(source, Path) or num_samples <= 0:
+        return 0, num_samples
+    return source.samples(num_samples, sampling_rate)
 
 
 def common_sampling_rate(infos: Sequence[AudioInfo], resample_hz: int | None) -> int:
@@ -67,34 +131,39 @@ def common_sampling_rate(infos: Sequence[AudioInfo], resample_hz: int | None) ->
     for info in infos:
         if info.sampling_rate != first.sampling_rate:
             raise ConfigError(
-                f"mixed sampling rates: {first.path} has {first.sampling_rate} Hz, {info.path} has "
+                f"mixed sampling rates: {first.source} has {first.sampling_rate} Hz, {info.source} has "
                 f"{info.sampling_rate} Hz; add --resample {min(first.sampling_rate, info.sampling_rate)}"
             )
     return first.sampling_rate
 
 
-def read_audio(path: Path, sampling_rate: int) -> npt.NDArray[np.float32]:
-    """Read a file of one channel, resampled if its rate is another: (S,) float32 in [-1, 1].
+def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float32]:
+    """Read a file of one channel, or part of a file, resampled if need be: (S,) float32 in [-1, 1].
 
     Raises:
-        ConfigError: missing, not audio, empty, cut short, with NaN, or of several channels.
+        ConfigError: missing, not audio, empty, cut short, with NaN, of several channels, or a part beyond the
+            end of its file.
     """
     try:
-        with soundfile.SoundFile(str(path)) as file:
-            announced, rate = file.frames, file.samplerate
-            if file.channels != 1:
-                raise ConfigError(f"{path}: has {file.channels} channels; write one file per channel")
+        with soundfile.SoundFile(str(file_of(source))) as file:
+            rate = file.samplerate
+            start, end = _stretch(source, file.channels, file.frames, rate)
+            if start:
+                file.seek(start)
+            channel = source.channel if isinstance(source, AudioPart) and source.channel else 0
             # In pieces: room for all that the header announces may be more than there is.
             pieces = [np.empty(0, dtype=np.float32)]
-            while len(piece := file.read(_PIECE_SAMPLES, dtype="float32")):
-                pieces.append(piece)
+            missing = end - start
+            while missing > 0 and len(piece := file.read(min(missing, _PIECE_SAMPLES), dtype="float32")):
+                pieces.append(piece if piece.ndim == 1 else piece[:, channel])
+                missing -= len(piece)
             samples: npt.NDArray[np.float32] = np.concatenate(pieces)
     except (soundfile.LibsndfileError, OSError) as error:
-        raise _unreadable(path, error) from error
-    if len(samples) == 0 or len(samples) < announced:
-        raise ConfigError(f"{path}: unreadable audio ({len(samples)} of {announced} samples); {_REMEDY}")
+        raise _unreadable(source, error) from error
+    if len(samples) == 0 or missing > 0:
+        raise ConfigError(f"{source}: unreadable audio ({len(samples)} of {end - start} samples); {_REMEDY}")
     if not np.isfinite(samples).all():
-        raise ConfigError(f"{path}: unreadable audio (NaN or infinite samples); {_REMEDY}")
+        raise ConfigError(f"{source}: unreadable audio (NaN or infinite samples); {_REMEDY}")
     return resample(samples, rate, sampling_rate)
 
 
@@ -140,10 +209,10 @@ def edge_silence(
     )
 
 
-def _unreadable(path: Path, error: Exception) -> ConfigError:
-    if not path.exists():
+def _unreadable(source: AudioSource, error: Exception) -> ConfigError:
+    if not file_of(source).exists():
         return ConfigError(
-            f"{path}: no such audio file (relative names start from the current folder); check the path"
+            f"{source}: no such audio file (relative names start from the current folder); check the path"
         )
     reason = " ".join(str(getattr(error, "error_string", error)).split()).rstrip(".")
-    return ConfigError(f"{path}: unreadable audio ({reason}); {_REMEDY}")
+    return ConfigError(f"{source}: unreadable audio ({reason}); {_REMEDY}")

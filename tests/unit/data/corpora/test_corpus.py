@@ -47,7 +47,7 @@ _KALDI_ERRORS = {
     "pipe": (
         "wav.scp",
         "utt0 a.wav\nutt1 sph2pipe -f wav b.sph |\n",
-        r"wav\.scp:2: a pipe \(utt1\) is not run",
+        r"wav\.scp:2: a pipe \(utt1\) runs sph2pipe .*--allow-pipes",
     ),
     "one field": ("wav.scp", "utt0 a.wav\n\nutt1\n", r"wav\.scp:3: 'utt1' has one field"),
     "twice": (
@@ -68,7 +68,7 @@ _KALDI_ERRORS = {
     "segments": (
         "segments",
         "utt0 rec 0 1\n",
-        r"segments:1: segments are not read; cut .*extract_wav_segments",
+        r"segments: recording rec of utterance utt0 is not in wav\.scp",
     ),
     "nothing": ("wav.scp", "", r"lacks utterance utt0"),
 }

@@ -84,7 +84,7 @@ def test_rows_are_chosen_as_kaldi_chooses_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("utt0 copy-feats ark:x ark:- |", "a pipe"),
+        ("utt0 copy-feats ark:x ark:- |", r"a pipe \(utt0\) runs copy-feats"),
         ("utt0", "is not KEY FILE"),
         ("utt0 x.ark:5[1:2,0:3]", "is not KEY FILE"),
     ],

@@ -24,13 +24,14 @@ from speechdp.data.signal.features import FeatureConfig, normalise, num_frames_o
 from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.errors import ConfigError, ShardError
 from speechdp.labels.kaldi_pdfs import KaldiPdfs, load_classes
-from speechdp.options.prepare import KaldiOptions, PrepareOptions
+from speechdp.options.prepare import FilesOptions, KaldiOptions, PrepareOptions
 from tests.helpers.corpora import kaldi_folder, no_progress, write_tone
 from tests.helpers.kaldi_files import (
     PDFS_OF_TUPLES,
     ali_dir,
     feats_dir,
     some_features,
+    some_path,
     write_alignments,
     write_feats,
     yesno_data_dir,
@@ -44,9 +45,8 @@ NO_SPLIT = "random:dev=0"
 
 
 def alignments_for(lengths: dict[str, int], seed: int = 0) -> dict[str, list[int]]:
-    """Draw transition-ids of the made-up model."""
-    rng = np.random.default_rng(seed)
-    return {utterance: rng.integers(1, 8, length).tolist() for utterance, length in lengths.items()}
+    """Draw paths of the made-up model."""
+    return {name: some_path(length, seed + n) for n, (name, length) in enumerate(lengths.items())}
 
 
 ALIGNMENTS = alignments_for({utterance: len(matrix) for utterance, matrix in FEATURES.items()})
@@ -161,6 +161,43 @@ def test_cmvn_scp_is_applied_by_speaker(options: PrepareOptions, mean: bool, var
     assert plain.features.cmvn == "utterance"
 
 
+@pytest.mark.parametrize(
+    ("text", "means", "variances"),
+    [
+        ("\n", True, False),  # Kaldi's own defaults
+        ("--norm-means=true --norm-vars=true\n", True, True),
+        ("--norm-means=false\n", False, False),
+    ],
+)
+def test_cmvn_opts_of_the_alignment_say_what_is_normalised(
+    options: PrepareOptions, text: str, means: bool, variances: bool
+) -> None:
+    folder, ali = kaldi_of(options)
+    sums = {f"spk{n}": statistics(list(FEATURES.values())) for n in range(2)}
+    write_feats(folder, sums, name="cmvn", kind="double")  # type: ignore[arg-type]
+    (ali / "cmvn_opts").write_text(text)
+    result = prepared(options)
+    features = result.dataset.features
+    assert (features.mean_normalise, features.variance_normalise) == (means, variances)
+    assert result.notices[0].startswith(f"normalised as {ali / 'cmvn_opts'} says: ")
+    # Features that are not normalised by cmvn.scp are no matter of that file.
+    own = prepared(changed(options, overwrite=True, cmvn="utterance"))
+    assert own.dataset.features.variance_normalise and own.notices == ()
+    fewer = prepared(changed(options, overwrite=True, mean_normalise=False)).dataset.features
+    assert not fewer.mean_normalise
+
+
+@pytest.mark.parametrize("text", ["--skip-dims=13:14", "--norm-vars=perhaps", '--norm-vars="'])
+def test_cmvn_opts_that_are_not_done_are_refused(options: PrepareOptions, text: str) -> None:
+    folder, ali = kaldi_of(options)
+    sums = {f"spk{n}": statistics(list(FEATURES.values())) for n in range(2)}
+    write_feats(folder, sums, name="cmvn", kind="double")  # type: ignore[arg-type]
+    (ali / "cmvn_opts").write_text(text)
+    with pytest.raises(ConfigError, match="cmvn_opts: ") as caught:
+        prepare(options, no_progress)
+    assert "\n" not in str(caught.value) and ";" in str(caught.value)
+
+
 def test_cmvn_statistics_that_do_not_fit_are_refused(options: PrepareOptions) -> None:
     sums = statistics(list(FEATURES.values()))
     bad = {"spk0": sums, "spk1": sums[:, 1:], "spk2": np.zeros_like(sums)}
@@ -193,7 +230,7 @@ def test_what_lacks_a_part_is_left_out_and_counted(options: PrepareOptions) -> N
 
 
 def test_other_lengths_are_refused_and_leave_nothing(options: PrepareOptions) -> None:
-    wrong = {**ALIGNMENTS, "utt3": [1] * 11}
+    wrong = {**ALIGNMENTS, "utt3": some_path(11)}
     write_alignments(
         kaldi_of(options)[1] / "ali.2.gz", {u: wrong[u] for u in ("utt1", "utt3", "utt5", "utt7")}
     )
@@ -256,15 +293,67 @@ def test_audio_gets_as_many_frames_as_kaldi_made(tmp_path: Path, snip_edges: boo
 
 def test_audio_of_another_frame_shift_is_refused(tmp_path: Path) -> None:
     folder = kaldi_folder(tmp_path / "kaldi", num_utterances=2)
-    ali = ali_dir(tmp_path / "ali", {"utt0": [1] * 48, "utt1": [1] * 47})
+    ali = ali_dir(tmp_path / "ali", {"utt0": some_path(48), "utt1": some_path(47)})
     options = PrepareOptions((tmp_path / "data",), from_kaldi=KaldiOptions(kaldi=folder, ali=ali))
     with pytest.raises(ConfigError, match="utterance utt1: 48 frames of features, 47 in its alignment"):
         prepare(options, no_progress)
-    (folder / "segments").write_text("utt0 utt0 0 1\n")
+
+
+def test_segments_are_cut_out_of_audio_as_kaldi_cuts_them(tmp_path: Path) -> None:
+    folder = kaldi_folder(tmp_path / "kaldi", num_utterances=2)
+    write_tone(folder / "wav" / "rec.wav", 2.0)
+    (folder / "wav.scp").write_text("rec wav/rec.wav\n")
+    (folder / "segments").write_text("utt0 rec 0 0.5\nutt1 rec 0.5 2.3\n")
+    ali = ali_dir(tmp_path / "ali", {"utt0": some_path(48), "utt1": some_path(148)})  # snip_edges
+    kaldi = KaldiOptions(kaldi=folder, ali=ali)
+    dataset = prepared(PrepareOptions((tmp_path / "data",), from_kaldi=kaldi, split=NO_SPLIT)).dataset
+    found = utterances_of(dataset)
+    assert dataset.features.snip_edges and {u: len(f.targets) for u, f in found.items()} == {
+        "utt0": 48,
+        "utt1": 148,
+    }
+    samples = read_audio(folder / "wav" / "rec.wav", 8000)[4000:]
+    expected = compute_features(samples, 8000, dataset.features).astype(np.float16)
+    np.testing.assert_array_equal(found["utt1"].content, expected)
+
+
+def test_segments_are_cut_out_of_features_of_recordings(options: PrepareOptions) -> None:
+    folder = kaldi_of(options)[0]
+    long = np.concatenate(list(FEATURES.values()))  # 93 frames
+    write_feats(folder, {"rec": long, "unused": long[:5]})
+    ends = np.cumsum([0, *LENGTHS])
+    lines = [f"utt{n} rec {ends[n] / 100 + 1e-6} {ends[n + 1] / 100 + 1e-6}\n" for n in range(len(LENGTHS))]
+    (folder / "segments").write_text("".join(lines))
+    found = utterances_of(prepared(options).dataset)
+    assert found.keys() == FEATURES.keys()
+    for name, matrix in FEATURES.items():
+        np.testing.assert_allclose(
+            found[name].content, normalise(matrix, options.feature_config()), atol=1e-6
+        )
+    # The last one is cut where the recording ends; one that ends half a second later is refused.
+    (folder / "segments").write_text("".join([*lines[:-1], f"utt7 rec {ends[7] / 100 + 1e-6} 1.42\n"]))
+    assert (
+        len(utterances_of(prepared(changed(options, overwrite=True)).dataset)["utt7"].targets) == LENGTHS[7]
+    )
+    (folder / "segments").write_text("".join([*lines[:-1], "utt7 rec 0.9 1.43\n"]))
     with pytest.raises(
-        ConfigError, match="segments are not cut out of audio; take Kaldi's features with --feats"
+        ConfigError, match=r"segments: utterance utt7 is frames 90 to 143 of recording rec, which has 93"
     ):
+        prepare(changed(options, overwrite=True), no_progress)
+
+
+def test_archives_of_another_machine_are_found_by_a_map(options: PrepareOptions) -> None:
+    folder = kaldi_of(options)[0]
+    (folder / "data").mkdir()
+    (folder / "feats.ark").rename(folder / "data" / "feats.ark")
+    scp = (folder / "feats.scp").read_text()
+    (folder / "feats.scp").write_text(scp.replace(str(folder), "/export/exp"))
+    mapping = f"/export/exp={folder / 'data'}"
+    with pytest.raises(ConfigError) as caught:
         prepare(options, no_progress)
+    assert str(caught.value) == f"/export/exp/feats.ark: no such file; --path-map {mapping} finds 1 of them"
+    files = FilesOptions(path_map=(mapping,))
+    assert len(utterances_of(prepared(changed(options, files=files)).dataset)) == len(FEATURES)
 
 
 def test_a_file_that_cannot_be_read_is_not_one_that_cannot_be_written(
@@ -334,7 +423,7 @@ def test_the_command_line(options: PrepareOptions, capsys: pytest.CaptureFixture
         ("--overwrite", "--feats", "--store", "audio"): "leave one of them out",
         ("--overwrite", "--cmvn", "kaldi"): "add --feats",
         ("--overwrite",): "wav.scp: cannot be read",
-        ("--like", "x"): "--like takes all settings",
+        ("--like", "x"): "--kaldi needs the alignment",
     }.items():
         assert speechdp([*arguments, *extra]) == 1
         error = capsys.readouterr().err.splitlines()[-1]
@@ -349,7 +438,8 @@ def test_data_without_an_alignment_are_made_like_those_trained_on(options: Prepa
     like = prepared(changed(options, variance_normalise=False)).dataset
     other = PrepareOptions(
         (options.data.with_name("test"),),
-        from_kaldi=KaldiOptions(kaldi=kaldi_of(options)[0], like=like.path),
+        from_kaldi=KaldiOptions(kaldi=kaldi_of(options)[0]),
+        like=like.path,
         shards=4,
     )
     result = prepared(other)
@@ -361,18 +451,17 @@ def test_data_without_an_alignment_are_made_like_those_trained_on(options: Prepa
     for name, utterance in scored.items():
         np.testing.assert_array_equal(utterance.content, trained[name].content)
         assert not utterance.targets.any()
-    with pytest.raises(ConfigError, match="or, to score data without one, only --like DATA"):
+    with pytest.raises(ConfigError, match="or, to score data without one, only --like RUN"):
         changed(other, ali=kaldi_of(options)[1])
 
 
 def test_audio_without_an_alignment_needs_the_rate_trained_on(tmp_path: Path) -> None:
     folder = kaldi_folder(tmp_path / "kaldi", num_utterances=2)
-    ali = ali_dir(tmp_path / "ali", {"utt0": [1] * 48, "utt1": [1] * 48})
+    ali = ali_dir(tmp_path / "ali", {"utt0": some_path(48), "utt1": some_path(48)})
     kaldi = KaldiOptions(kaldi=folder, ali=ali)
     like = PrepareOptions((tmp_path / "data",), from_kaldi=kaldi, split=NO_SPLIT)
     assert prepared(like).dataset.features.snip_edges
-    scored = KaldiOptions(kaldi=folder, like=like.data)
-    other = PrepareOptions((tmp_path / "test",), from_kaldi=scored)
+    other = PrepareOptions((tmp_path / "test",), from_kaldi=KaldiOptions(kaldi=folder), like=like.data)
     assert prepared(other).dataset.num_frames("test") == 96
     write_tone(folder / "wav" / "utt1.wav", sampling_rate=16000)
     with pytest.raises(ConfigError, match=r"utt1\.wav: has 16000 Hz, the data of --like have 8000 Hz"):

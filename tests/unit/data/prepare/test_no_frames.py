@@ -26,7 +26,7 @@ from speechdp.tasks.model_file import load_model, load_synthesis_model
 from speechdp.train.realign import train_with_realignment
 from speechdp.train.session import Session
 from tests.helpers.corpora import digit_folder, no_progress, write_tone
-from tests.helpers.kaldi_files import ali_dir, feats_dir, some_features
+from tests.helpers.kaldi_files import ali_dir, feats_dir, some_features, some_path
 from tests.helpers.tiny_data import AnyUtterance, TinySizes, rewrite_shard, write_tiny_data
 from tests.helpers.tiny_speech import write_tiny_speech
 from tests.helpers.untrained_speech import write_untrained_run
@@ -91,7 +91,7 @@ def test_prepare_names_audio_of_no_frame_before_it_works(tmp_path: Path) -> None
 
 def test_an_empty_matrix_of_kaldis(tmp_path: Path) -> None:
     features = some_features((7, 5, 9, 8))
-    alignments = {utterance: [1] * len(matrix) for utterance, matrix in features.items()}
+    alignments = {utterance: some_path(len(matrix)) for utterance, matrix in features.items()}
     features["utt2"] = np.zeros((0, 0), np.float32)
     kaldi = KaldiOptions(
         kaldi=feats_dir(tmp_path / "kaldi", features),

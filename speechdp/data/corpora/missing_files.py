@@ -1,0 +1,91 @@
+"""Find files that tables name and that are not there, and where they may be instead."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+
+from speechdp.errors import ConfigError
+
+#: Look through at most this many files for those that are missing: a folder may be a whole disk.
+_MOST_FILES = 500_000
+_MOST_TRIED = 200
+
+
+def missing_files(paths: Iterable[Path]) -> list[Path]:
+    """Return those that do not exist, once each and in their order."""
+    return [path for path in dict.fromkeys(paths) if not path.exists()]
+
+
+def missing_error(missing: Sequence[Path], num_files: int, where: str, folder: Path) -> ConfigError:
+    """Return the error for files that are not there; its remedy is a --path-map that would find them.
+
+    Args:
+        missing: the files, at least one.
+        num_files: how many there are with those that exist.
+        where: the table that names them, or the corpus.
+        folder: the corpus; it is searched for files of the same names.
+    """
+    first = missing[0]
+    if num_files == 1:
+        gone = f"{first}: no such file"
+    else:
+        gone = f"{where}: {len(missing)} of {num_files} files do not exist, first {first}"
+    mapping = suggest_mapping(missing, folder)
+    if mapping is not None:
+        old, new = mapping
+        num_found = sum(_mapped(path, old, new).exists() for path in missing)
+        return ConfigError(f"{gone}; --path-map {old}={new} finds {num_found} of them")
+    if first.is_symlink():
+        return ConfigError(f"{gone}; it is a symbolic link to {first.readlink()}, which is missing")
+    return ConfigError(f"{gone}; check the paths, or say where they are now with --path-map OLD=NEW")
+
+
+def suggest_mapping(missing: Sequence[Path], folder: Path) -> tuple[str, str] | None:
+    """Find the beginning of missing paths that has to be replaced, by files of the same names in a folder.
+
+    Returns:
+        What to replace and by what, for the path whose end is longest among those found; None: nothing is
+        found.
+    """
+    tried = missing[:_MOST_TRIED]
+    wanted = {path.name for path in tried}
+    found: defaultdict[str, list[Path]] = defaultdict(list)
+    for path in islice(_files_below(folder), _MOST_FILES):
+        if path.name in wanted:
+            found[path.name].append(path)
+    best: tuple[int, Path, Path] | None = None
+    for path in tried:
+        for candidate in found[path.name]:
+            length = _common_end(path, candidate)
+            # Something has to be left of the path that is replaced.
+            length = min(length, len(path.parts) - 1)
+            if length > 0 and (best is None or length > best[0]):
+                best = (length, path, candidate)
+    if best is None:
+        return None
+    length, path, candidate = best
+    return str(Path(*path.parts[:-length])), str(Path(*candidate.parts[:-length]))
+
+
+def _files_below(folder: Path) -> Iterable[Path]:
+    for parent, folders, names in os.walk(folder):
+        folders.sort()
+        yield from (Path(parent, name) for name in sorted(names))
+
+
+def _common_end(path: Path, other: Path) -> int:
+    """Return how many of their last parts two paths share."""
+    length = 0
+    for part, another in zip(reversed(path.parts), reversed(other.parts), strict=False):
+        if part != another:
+            break
+        length += 1
+    return length
+
+
+def _mapped(path: Path, old: str, new: str) -> Path:
+    return Path(new, path.relative_to(old)) if path.is_relative_to(old) else path

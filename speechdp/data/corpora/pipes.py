@@ -1,0 +1,207 @@
+"""Run the commands of Kaldi's tables that stand in place of files (`sph2pipe a.sph |`), without a shell."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from speechdp.errors import ConfigError
+
+#: Told what is being done, how much of it is done, and how much there is.
+_Progress = Callable[[str, int, int], None]
+
+#: What only a shell understands; within single quotes all of it is text.
+_OF_A_SHELL = frozenset("<>&;()$`*?[]{}~#!\n")
+_OF_A_SHELL_IN_QUOTES = frozenset("$`")
+_TOKEN = re.compile(
+    r"""(?P<space>\s+)|(?P<bar>\|)|'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)"|\\(?P<escaped>.)"""
+    r"""|(?P<plain>[^\s|'"\\]+)""",
+    re.DOTALL,
+)
+#: Within double quotes a backslash stands for what follows it only before these.
+_KEPT_ESCAPE = re.compile(r"""\\(["\\$`])""")
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
+_SHOWN = 100
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """Programs with their arguments, each reading what the one before writes.
+
+    Attributes:
+        where: file and line, for messages.
+        commands: of each program: its name and its arguments.
+    """
+
+    where: str
+    commands: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def parse(cls, text: str, where: str, mapped: Callable[[str], str] = str) -> Pipe:
+        """Read `program argument ... | program argument ... |`.
+
+        Args:
+            text: as it stands in the table.
+            where: file and line, for messages.
+            mapped: changes each word, e.g. the beginning of a path.
+
+        Raises:
+            ConfigError: it needs a shell (redirections, variables, patterns), or is none.
+        """
+        commands = _split(text.strip().removesuffix("|"), where)
+        if not all(commands):
+            raise ConfigError(f"{where}: {text[:_SHOWN]!r} has a pipe without a program; write PROGRAM ... |")
+        return cls(where, tuple(tuple(mapped(word) for word in command) for command in commands))
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """The names of the programs."""
+        return tuple(command[0] for command in self.commands)
+
+    def run(self, output: Path) -> None:
+        """Write what the last program writes into the file `output`.
+
+        Raises:
+            ConfigError: a program is not there or fails, or nothing is written.
+            OSError: the file cannot be made.
+        """
+        with output.open("wb") as file, tempfile.TemporaryFile() as errors:
+            children: list[subprocess.Popen[bytes]] = []
+            try:
+                self._start(children, file, errors)
+                codes = [child.wait() for child in children]
+            finally:
+                for child in children:
+                    if child.poll() is None:
+                        child.kill()
+                        child.wait()
+            # One that is not listened to any more ends by SIGPIPE: `head` does so to the one before it.
+            for number, (command, code) in enumerate(zip(self.commands, codes, strict=True), 1):
+                if code != 0 and not (code == -signal.SIGPIPE and number < len(codes)):
+                    raise ConfigError(
+                        f"{self.where}: {command[0]} ended with exit code {code}{_last_line(errors)}; run "
+                        "the line by hand, from this folder"
+                    )
+        if output.stat().st_size == 0:
+            raise ConfigError(f"{self.where}: {self.programs[-1]} wrote nothing; run the line by hand")
+
+    def _start(self, children: list[subprocess.Popen[bytes]], file: IO[bytes], errors: IO[bytes]) -> None:
+        source: int | IO[bytes] = subprocess.DEVNULL
+        for number, command in enumerate(self.commands, 1):
+            target: int | IO[bytes] = file if number == len(self.commands) else subprocess.PIPE
+            try:
+                child = subprocess.Popen(command, stdin=source, stdout=target, stderr=errors)
+            except (OSError, ValueError) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise ConfigError(
+                    f"{self.where}: {command[0]} cannot be run ({reason}); install it, or put it on PATH"
+                ) from error
+            finally:
+                if not isinstance(source, int):
+                    source.close()  # it is the child's now
+            children.append(child)
+            source = child.stdout or subprocess.DEVNULL
+
+
+@dataclass
+class PipeRunner:
+    """Runs pipes, several at a time, and keeps what they write as files.
+
+    Attributes:
+        folder: where the files go.
+        workers: pipes at a time; None: as many as there are cores.
+        progress: told how many are done.
+        programs: how often each program has been run.
+    """
+
+    folder: Path
+    workers: int | None
+    progress: _Progress
+    programs: Counter[str] = field(default_factory=Counter)
+    _num_files: int = 0
+
+    def run(self, pipes: Mapping[str, Pipe]) -> dict[str, Path]:
+        """Return the file that holds what each pipe has written.
+
+        Raises:
+            ConfigError: from the first pipe that failed.
+            OSError: the folder cannot be written.
+        """
+        files = {key: self.folder / f"pipe-{self._num_files + n}" for n, key in enumerate(pipes)}
+        self._num_files += len(pipes)
+        with ThreadPoolExecutor(self.workers or len(os.sched_getaffinity(0))) as threads:
+            futures = [threads.submit(pipe.run, files[key]) for key, pipe in pipes.items()]
+            try:
+                self._await(futures)
+            finally:
+                for future in futures:
+                    future.cancel()
+        for pipe in pipes.values():
+            self.programs.update(pipe.programs)
+        return files
+
+    def _await(self, futures: Sequence[Future[None]]) -> None:
+        for done, future in enumerate(as_completed(futures), 1):
+            future.result()  # raises what the pipe raised
+            self.progress("running pipes", done, len(futures))
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What to tell the user: which programs were run."""
+        if not self.programs:
+            return ()
+        named = ", ".join(f"{name} ({count} times)" for name, count in sorted(self.programs.items()))
+        return (f"ran the programs of pipes, without a shell: {named}",)
+
+
+def _split(text: str, where: str) -> list[list[str]]:
+    """Split a line into commands at |, and these into words as a shell does; refuse what needs a shell."""
+    commands: list[list[str]] = [[]]
+    word: str | None = None
+    position = 0
+    while position < len(text):
+        token = _TOKEN.match(text, position)
+        if token is None:
+            raise ConfigError(
+                f"{where}: {text[position:][:_SHOWN]!r} has no second quotation mark; mend the line"
+            )
+        position = token.end()
+        if token["space"] or token["bar"]:
+            commands[-1] += [] if word is None else [word]
+            word = None
+            if token["bar"]:
+                commands.append([])
+        else:
+            word = (word or "") + _unquoted(token, where)
+    commands[-1] += [] if word is None else [word]
+    return commands
+
+
+def _unquoted(token: re.Match[str], where: str) -> str:
+    """Return the text of a piece of a word.  Raises ConfigError on what only a shell understands."""
+    plain, double = token["plain"] or "", token["double"] or ""
+    special = _OF_A_SHELL.intersection(plain) | _OF_A_SHELL_IN_QUOTES.intersection(_ESCAPED.sub("", double))
+    if special:
+        raise ConfigError(
+            f"{where}: {min(special)!r} needs a shell, and pipes are run without one; write the output to a "
+            "file, and name that file here"
+        )
+    return plain + _KEPT_ESCAPE.sub(r"\1", double) + (token["single"] or token["escaped"] or "")
+
+
+def _last_line(errors: IO[bytes]) -> str:
+    """Return the last line that a program has written to its standard error, for a message."""
+    errors.seek(0, os.SEEK_END)
+    errors.seek(max(0, errors.tell() - 4096))
+    lines = errors.read().decode("utf-8", errors="replace").split("\n")
+    shown = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f" ({''.join(c if c.isprintable() else ' ' for c in shown)[:200]})" if shown else ""

@@ -1,0 +1,163 @@
+"""A corpus for a trained model: features, sampling rate, classes and lexicon are those of its data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
+from speechdp.data.prepare.contents import Contents, ShardContent, deal_splits
+from speechdp.data.prepare.divided_corpus import DividedCorpus
+from speechdp.data.prepare.jobs import Progress
+from speechdp.data.prepare.reading import read_whole_corpus
+from speechdp.data.prepare.recognition import FlatShard, frames_of, lengths_of, read_samples, stored_utterance
+from speechdp.data.shards.dataset import MANIFEST_NAME, UNALIGNED, Dataset, Manifest
+from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Utterance
+from speechdp.errors import ConfigError, ShardError
+from speechdp.labels.hmm import StateInventory
+from speechdp.labels.kaldi_pdfs import KaldiPdfs, classes_of
+from speechdp.labels.lexicon import Lexicon
+from speechdp.options.prepare import PrepareOptions
+from speechdp.parallel.run_files import TRAINED_ON, RunDirectory
+
+
+def open_like(path: Path) -> Dataset:
+    """Open the data a model was trained on: a data directory, or what a run keeps of it.
+
+    Raises:
+        ConfigError: it is neither, or a run of an earlier version whose data are gone.
+        ShardError: damaged.
+    """
+    if (path / MANIFEST_NAME).is_file():
+        return Dataset.open(path)
+    if (path / TRAINED_ON / MANIFEST_NAME).is_file():
+        return Dataset.open(path / TRAINED_ON)
+    run = RunDirectory(path)
+    if not run.is_begun:
+        raise ConfigError(f"--like {path}: is neither a run nor a data directory; give one that train wrote")
+    data = run.data()
+    try:
+        dataset = Dataset.open(data.path)
+    except ShardError as error:
+        raise ConfigError(
+            f"--like {path}: keeps no copy of the settings of its data, and {data.path} is gone; give the "
+            "data directory it was trained on"
+        ) from error
+    if dataset.checksum != data.checksum:
+        raise ConfigError(
+            f"--like {path}: was trained on other data than {data.path} holds now; give the data directory "
+            "it was trained on"
+        )
+    return dataset
+
+
+def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress) -> Contents:
+    """Read a corpus for a trained model.
+
+    Where every word of every transcript has a pronunciation, targets are a flat alignment, and the data can
+    be trained on.  Else there are none, and the data can be decoded only.
+
+    Raises:
+        ConfigError: the corpus or its audio cannot be used, `options.like` is no model's, or the lexicon has
+            phones that the model does not know.
+    """
+    assert options.like is not None
+    like = open_like(options.like)
+    inventory = _inventory_of(like, options.like)
+    lexicon = _lexicon(like, options.lexicon, inventory)
+    corpus = read_whole_corpus(options, scratch, progress, needs_text=False)
+    corpus = corpus.respelled(_spelling(corpus, lexicon))
+    divided = DividedCorpus.of(corpus, options, progress, like)
+    num_frames = frames_of(divided, like.features)
+    unknown = Counter(word for u in corpus.utterances for word in u.words if word not in lexicon)
+    untold = [u for u in corpus.utterances if not u.words]
+    is_aligned = not unknown and not untold
+    manifest = Manifest(
+        like.sampling_rate,
+        like.features,
+        like.num_classes,
+        "flat" if is_aligned else UNALIGNED,
+        divided.rule,
+        {},
+        stored=options.store,
+    )
+    dealt = deal_splits(divided.splits, lambda u: num_frames[u.audio], options.shards, options.seed)
+
+    def shard(part: tuple[CorpusUtterance, ...]) -> ShardContent:
+        return FlatShard.of(part, lexicon, inventory) if is_aligned else UnalignedShard(part)
+
+    def save(directory: Path) -> None:
+        lexicon.save(directory / "lexicon.txt")
+        inventory.save(directory / "classes.txt")
+
+    notices = divided.notices + _without_targets(len(untold), unknown)
+    if is_aligned:
+        notices += lengths_of(corpus, divided, num_frames, lexicon)
+    return Contents(
+        manifest=manifest,
+        shards={name: [shard(part) for part in parts] for name, parts in dealt.items()},
+        stage="computing features" if options.store == "features" else "reading audio",
+        save=save,
+        notices=notices,
+    )
+
+
+@dataclass(frozen=True)
+class UnalignedShard:
+    """A shard of features or audio without targets: they are 0, and mean nothing."""
+
+    utterances: tuple[CorpusUtterance, ...]
+
+    def ready(self, _path: Path, header: ShardHeader) -> Iterator[Utterance | AudioUtterance]:
+        """Yield each utterance with its features (or samples).  Raises ConfigError."""
+        for utterance in self.utterances:
+            samples, num_frames = read_samples(utterance, header)
+            yield stored_utterance(utterance, samples, np.zeros(num_frames, dtype=np.int32), header)
+
+
+def _inventory_of(like: Dataset, given: Path) -> StateInventory:
+    if like.task != "acoustic":
+        raise ConfigError(f"--like {given}: is for synthesis; give the run or the data of a recogniser")
+    classes = classes_of(like)
+    if isinstance(classes, KaldiPdfs):
+        raise ConfigError(
+            f"--like {given}: its classes are Kaldi's pdfs; prepare Kaldi's data with --kaldi DIR --like"
+        )
+    return classes
+
+
+def _lexicon(like: Dataset, given: Path | None, inventory: StateInventory) -> Lexicon:
+    """Return the user's lexicon, whole, or that of the model's data."""
+    path = like.lexicon_path if given is None else given
+    lexicon = Lexicon.load(path)
+    strange = [phone for phone in lexicon.phones if phone not in inventory.phones]
+    if strange:
+        raise ConfigError(
+            f"{path}: {len(strange)} phones are not among those of the model, first {strange[0]}; give a "
+            f"lexicon in its phones ({' '.join(inventory.phones[:10])} ...)"
+        )
+    return lexicon
+
+
+def _spelling(corpus: Corpus, lexicon: Lexicon) -> dict[str, str]:
+    """Map words that the lexicon has in another case only."""
+    forms = {word: (word.upper(), word.lower()) for word in corpus.words if word not in lexicon}
+    found = {word: next((form for form in both if form in lexicon), "") for word, both in forms.items()}
+    return {word: form for word, form in found.items() if form}
+
+
+def _without_targets(num_untold: int, unknown: Counter[str]) -> tuple[str, ...]:
+    reasons = []
+    if num_untold:
+        reasons.append(f"{num_untold} utterances have no transcript")
+    if unknown:
+        most = " ".join(word for word, _ in unknown.most_common(5))
+        reasons.append(
+            f"{len(unknown)} words ({unknown.total()} occurrences) are not in the lexicon and will be "
+            f"errors, e.g. {most}"
+        )
+    return (f"{'; '.join(reasons)}; the data can be decoded, but not trained on",) if reasons else ()

@@ -1,0 +1,67 @@
+"""Find utterances whose transcript and length do not fit each other, as where transcripts are mixed up."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: An utterance is implausible whose phones last this many times as long (or short) as the corpus' median ...
+_TOO_SLOW = 4.0
+_TOO_FAST = 4.0
+#: ... beyond pauses of this much, which short utterances may consist of mostly.
+_PAUSES_S = 2.0
+#: With fewer utterances the median says little.
+_FEWEST = 10
+
+
+@dataclass(frozen=True)
+class SpokenLength:
+    """How long an utterance is, and how much is said in it."""
+
+    utterance_id: str
+    seconds: float
+    num_frames: int
+    num_words: int
+    num_phones: int
+    num_states: int
+
+
+def warn_of_lengths(lengths: Sequence[SpokenLength]) -> tuple[str, ...]:
+    """Return a line for each way in which texts do not fit their lengths: how many, and the worst."""
+    spoken = [length for length in lengths if length.num_phones > 0]
+    return _too_few_frames(spoken) + _implausible(spoken)
+
+
+def _too_few_frames(lengths: Sequence[SpokenLength]) -> tuple[str, ...]:
+    short = [length for length in lengths if length.num_frames < length.num_states]
+    if not short:
+        return ()
+    worst = min(short, key=lambda length: length.num_frames / length.num_states)
+    return (
+        f"warning: {len(short)} utterances have fewer frames than their transcript has states, worst "
+        f"{worst.utterance_id} ({worst.num_frames} frames, {worst.num_states} states); their flat alignment "
+        "skips states",
+    )
+
+
+def _implausible(lengths: Sequence[SpokenLength]) -> tuple[str, ...]:
+    if len(lengths) < _FEWEST:
+        return ()
+    usual = statistics.median(length.seconds / length.num_phones for length in lengths)
+
+    def rate(length: SpokenLength) -> float:
+        return length.seconds / length.num_phones
+
+    slow = [n for n in lengths if n.seconds > _PAUSES_S + _TOO_SLOW * usual * n.num_phones]
+    fast = [n for n in lengths if n.seconds < usual * n.num_phones / _TOO_FAST]
+    found = (
+        ("long", slow, max(slow, key=rate, default=None)),
+        ("short", fast, min(fast, key=rate, default=None)),
+    )
+    return tuple(
+        f"warning: {len(some)} utterances are implausibly {kind} for their text, worst {worst.utterance_id} "
+        f"({worst.seconds:.2f} s for {worst.num_words} words); check their transcripts"
+        for kind, some, worst in found
+        if worst is not None
+    )

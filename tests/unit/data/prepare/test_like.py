@@ -1,0 +1,235 @@
+"""Corpora prepared for a trained model: what is taken from it, what may be missing, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from speechdp.cli.main import run as speechdp
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.data.prepare.like import open_like
+from speechdp.data.prepare.pipeline import Prepared, prepare
+from speechdp.data.shards.dataset import Dataset
+from speechdp.decode.recognise import DecodingOptions, decode_split
+from speechdp.errors import ConfigError
+from speechdp.labels.hmm import StateInventory
+from speechdp.labels.lexicon import Lexicon
+from speechdp.options.prepare import PrepareOptions
+from speechdp.parallel.run_files import RunDirectory
+from tests.helpers.corpora import digit_folder, kaldi_folder, no_progress, write_tone
+from tests.helpers.oracle import oracle
+from tests.helpers.tiny_speech import write_tiny_speech
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Dataset:
+    """Data of two speakers who say ten digits, with features that nobody chooses by default."""
+    source = digit_folder(tmp_path / "trained-source", digits=10)
+    options = PrepareOptions(
+        (source, tmp_path / "trained"), features="mfcc", num_mel_bins=20, mean_normalise=False, workers=1
+    )
+    return prepare(options, no_progress).dataset
+
+
+def like(source: Path, given: Path, **options: object) -> Prepared:
+    paths = (source, source.with_name(f"{source.name}-data"))
+    return prepare(PrepareOptions(paths, like=given, workers=1, **options), no_progress)  # type: ignore[arg-type]
+
+
+def run_of(dataset: Dataset, folder: Path, *, keeps: bool = True) -> Path:
+    """Begin a run of some data."""
+    run = RunDirectory(folder)
+    run.begin({"data": {"path": str(dataset.path), "checksum": dataset.checksum}})
+    if keeps:
+        run.keep_description(dataset.description())
+    return folder
+
+
+def texts_of(dataset: Dataset, split: str = "test") -> dict[str, str]:
+    found = {}
+    for number in range(len(dataset.shard_paths(split))):
+        with dataset.open_shard(split, number) as shard:
+            found |= dict(zip(shard.utterance_ids, shard.texts, strict=True))
+    return found
+
+
+def test_features_rate_classes_and_lexicon_are_those_of_the_model(trained: Dataset, tmp_path: Path) -> None:
+    source = digit_folder(tmp_path / "new", ("eve",), num_indices=3)  # two digits only, one speaker
+    prepared = like(source, trained.path)
+    dataset = prepared.dataset
+    assert (dataset.features, dataset.sampling_rate) == (trained.features, trained.sampling_rate)
+    assert dataset.classes_path.read_bytes() == trained.classes_path.read_bytes()
+    assert dataset.lexicon_path.read_bytes() == trained.lexicon_path.read_bytes()
+    assert dataset.num_classes == trained.num_classes == 60
+    assert (dataset.split_names, dataset.split, dataset.alignment) == (("test",), "all:test", "flat")
+    assert dataset.num_utterances("test") == 6 and prepared.notices == ()
+    dataset.verify()
+    with dataset.open_shard("test", 0) as shard:
+        words = shard.text(0).split()
+        targets = shard.read(0)[1]
+    phones = Lexicon.load(dataset.lexicon_path).pronunciations[words[0]][0]
+    states = [c for phone in phones for c in StateInventory.load(dataset.classes_path).classes_of(phone)]
+    assert list(dict.fromkeys(targets[targets > 2].tolist())) == states
+
+
+def test_a_run_serves_when_its_data_are_gone(trained: Dataset, tmp_path: Path) -> None:
+    run = run_of(trained, tmp_path / "run")
+    source = digit_folder(tmp_path / "new", ("eve",), num_indices=1)
+    by_data = like(source, trained.path).dataset.checksum
+    shutil.rmtree(trained.path)
+    assert like(source, run, overwrite=True).dataset.checksum == by_data
+    kept = open_like(run)
+    assert (kept.checksum, kept.num_classes) == (trained.checksum, 60)
+
+
+def test_runs_of_earlier_versions_lead_to_their_data(trained: Dataset, tmp_path: Path) -> None:
+    run = run_of(trained, tmp_path / "run", keeps=False)
+    assert open_like(run).path == trained.path
+    file = trained.path / "data.json"
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(
+        ConfigError, match=r"was trained on other data than .*trained holds now; give the data"
+    ):
+        open_like(run)
+    shutil.rmtree(trained.path)
+    with pytest.raises(
+        ConfigError, match=r"keeps no copy of the settings of its data, and .*trained is gone"
+    ):
+        open_like(run)
+    with pytest.raises(ConfigError, match="is neither a run nor a data directory"):
+        open_like(tmp_path / "nothing")
+
+
+def test_a_larger_lexicon_cuts_no_classes(trained: Dataset, tmp_path: Path) -> None:
+    source = digit_folder(tmp_path / "new", ("eve",), num_indices=1)
+    lexicon = tmp_path / "lexicon.txt"
+    lexicon.write_text(trained.lexicon_path.read_text() + "nine-one N AY N W AH N\n")
+    dataset = like(source, trained.path, lexicon=lexicon).dataset
+    assert dataset.num_classes == 60 and "nine-one" in Lexicon.load(dataset.lexicon_path)
+    # What decoding compares is the same: the model fits.
+    oracle_model = oracle(60)
+    decode_split(oracle_model, dataset, "test", tmp_path / "run", DecodingOptions(), SerialCommunicator())
+    lexicon.write_text("zero Z IH R OW\none W AH N\nvoila V W A L A\n")
+    with pytest.raises(
+        ConfigError, match=r"lexicon\.txt: 2 phones are not among those of the model, first A;"
+    ):
+        like(source, trained.path, lexicon=lexicon, overwrite=True)
+
+
+def test_audio_without_transcripts_can_be_decoded(trained: Dataset, tmp_path: Path) -> None:
+    for name in ("ann/a", "ann/b", "c"):
+        write_tone(tmp_path / "new" / f"{name}.wav")
+    prepared = like(tmp_path / "new", trained.path)
+    dataset = prepared.dataset
+    assert texts_of(dataset) == {"a": "", "b": "", "c": ""} and dataset.alignment == "none"
+    assert prepared.notices == (
+        "3 utterances have no transcript; the data can be decoded, but not trained on",
+    )
+    assert dataset.splits["test"].speakers == 2
+    dataset.verify()
+
+
+def test_a_kaldi_directory_may_lack_text(trained: Dataset, tmp_path: Path) -> None:
+    source = kaldi_folder(tmp_path / "new")
+    (source / "text").write_text("utt1 ONE TWO\n")
+    assert texts_of(like(source, trained.path).dataset) == {"utt0": "", "utt1": "one two", "utt2": ""}
+    (source / "text").unlink()
+    prepared = like(source, trained.path, overwrite=True, store="audio")
+    assert texts_of(prepared.dataset) == {"utt0": "", "utt1": "", "utt2": ""}
+    with pytest.raises(ConfigError, match="text: cannot be read"):
+        prepare(PrepareOptions((source, tmp_path / "data")), no_progress)
+
+
+def test_unknown_words_are_counted_and_leave_no_targets(trained: Dataset, tmp_path: Path) -> None:
+    source = kaldi_folder(tmp_path / "new")
+    (source / "text").write_text("utt0 one shoe\nutt1 two shoe tree\nutt2 Two\n")
+    prepared = like(source, trained.path)
+    assert prepared.dataset.alignment == "none"
+    assert prepared.notices == (
+        "2 words (3 occurrences) are not in the lexicon and will be errors, e.g. shoe tree; the data can be "
+        "decoded, but not trained on",
+    )
+    assert texts_of(prepared.dataset)["utt2"] == "two"
+    result = decode_split(
+        oracle(60), prepared.dataset, "test", tmp_path / "run", DecodingOptions(), SerialCommunicator()
+    )
+    assert result.wer.words == 6
+
+
+def test_splits_may_be_asked_for(trained: Dataset, tmp_path: Path) -> None:
+    source = digit_folder(tmp_path / "new", ("eve", "fay", "guy"), num_indices=3)
+    prepared = like(source, trained.path, split="speakers:dev=0.3,test=0.3")
+    assert prepared.dataset.split_names == ("train", "dev", "test")
+    assert like(
+        source, trained.path, split="speaker:test=eve+fay+guy", overwrite=True
+    ).dataset.split_names == ("test",)
+
+
+def test_audio_of_another_rate_is_resampled_and_said(trained: Dataset, tmp_path: Path) -> None:
+    write_tone(tmp_path / "new" / "0_eve_0.wav", 0.5, 16000)
+    write_tone(tmp_path / "new" / "0_eve_1.wav", 0.5, 8000)
+    prepared = like(tmp_path / "new", trained.path)
+    assert prepared.dataset.sampling_rate == 8000 and prepared.dataset.num_frames("test") == 100
+    assert prepared.notices == ("resampled 1 files to 8000 Hz",)
+    write_tone(tmp_path / "new" / "0_eve_1.wav", 0.5, 4000)
+    (warning,) = like(tmp_path / "new", trained.path, overwrite=True).notices
+    assert warning.startswith(
+        "warning: 1 files have 4000 Hz, less than the 8000 Hz that the model was trained on"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--features", "mfcc"], "--like takes all settings of the features"),
+        (["--num-mel-bins", "24"], "--like takes all settings of the features"),
+        (["--resample", "8000"], "--like takes all settings of the features"),
+        (["--task", "synthesis"], "--like prepares a corpus for a recogniser"),
+    ],
+)
+def test_settings_beside_like_are_refused(
+    capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert speechdp(["prepare", "in", "out", "--like", "run", *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_data_that_are_no_recognisers_are_refused(tmp_path: Path) -> None:
+    source = digit_folder(tmp_path / "new", ("eve",), num_indices=1)
+    with pytest.raises(
+        ConfigError, match=r"--like .*speech: is for synthesis; give the run or the data of a"
+    ):
+        like(source, write_tiny_speech(tmp_path / "speech").path)
+
+
+def test_the_advice_of_decoding_is_what_helps(trained: Dataset, tmp_path: Path) -> None:
+    source = digit_folder(tmp_path / "new", ("eve",), num_indices=1)
+    config = {"classes_sha256": StateInventory.load(trained.classes_path).sha256}
+    model = oracle(60)
+    object.__setattr__(model, "config", config)
+    lexicon = tmp_path / "lexicon.txt"
+    lexicon.write_text("zero Z IH R OW\none W AH N\n")
+    plain = prepare(
+        PrepareOptions((source, tmp_path / "plain"), split="random:dev=0", lexicon=lexicon),
+        no_progress,
+    ).dataset
+    with pytest.raises(
+        ConfigError, match=r"is not the class list the model was trained on; .* with --like RUN"
+    ):
+        decode_split(model, plain, "train", tmp_path / "run", DecodingOptions(), SerialCommunicator())
+    same = like(source, trained.path).dataset
+    decode_split(model, same, "test", tmp_path / "run", DecodingOptions(), SerialCommunicator())
+
+
+def test_what_a_run_keeps_is_whole(trained: Dataset, tmp_path: Path) -> None:
+    run = run_of(trained, tmp_path / "run")
+    names = sorted(path.name for path in (run / "trained_on").iterdir())
+    assert names == ["classes.txt", "data.json", "lexicon.txt"]
+    for name in names:
+        assert (run / "trained_on" / name).read_bytes() == (trained.path / name).read_bytes()
+    assert json.loads((run / "run.json").read_text())["data"]["checksum"] == trained.checksum
+    assert np.array_equal(open_like(run).num_frames("train"), trained.num_frames("train"))

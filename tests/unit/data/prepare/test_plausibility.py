@@ -1,0 +1,70 @@
+"""Warnings of transcripts that do not fit the length of their audio."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from speechdp.data.prepare.pipeline import prepare
+from speechdp.data.prepare.plausibility import SpokenLength, warn_of_lengths
+from speechdp.options.prepare import PrepareOptions
+from tests.helpers.corpora import digit_folder, no_progress, shared_data, write_tone
+
+
+def lengths(num: int, phone_s: float = 0.1) -> list[SpokenLength]:
+    """Make utterances of 1 to 8 words of three phones each, spoken evenly with short pauses."""
+    return [
+        SpokenLength(
+            f"u{n}", 0.3 + phone_s * 3 * words, 30 + round(300 * phone_s) * words, words, 3 * words, 9 * words
+        )
+        for n in range(num)
+        for words in [1 + n % 8]
+    ]
+
+
+def with_seconds(length: SpokenLength, seconds: float) -> SpokenLength:
+    return dataclasses.replace(length, utterance_id="odd", seconds=seconds, num_frames=round(100 * seconds))
+
+
+def test_an_even_corpus_gives_no_warning() -> None:
+    assert warn_of_lengths(lengths(40)) == ()
+    assert warn_of_lengths([]) == ()
+
+
+def test_utterances_that_are_too_long_and_too_short_are_counted_and_the_worst_is_named() -> None:
+    usual = lengths(40)
+    odd = [with_seconds(usual[1], 9.0), with_seconds(usual[0], 8.0), with_seconds(usual[7], 0.6)]
+    assert warn_of_lengths([*usual, *odd]) == (
+        "warning: 1 utterances have fewer frames than their transcript has states, worst odd (60 frames, 72 "
+        "states); their flat alignment skips states",
+        "warning: 2 utterances are implausibly long for their text, worst odd (8.00 s for 1 words); check "
+        "their transcripts",
+        "warning: 1 utterances are implausibly short for their text, worst odd (0.60 s for 8 words); check "
+        "their transcripts",
+    )
+
+
+def test_few_utterances_and_those_without_words_are_not_judged() -> None:
+    assert warn_of_lengths([*lengths(8), with_seconds(lengths(1)[0], 60.0)]) == ()
+    silent = dataclasses.replace(lengths(1)[0], num_words=0, num_phones=0, num_states=0, seconds=60.0)
+    assert warn_of_lengths([*lengths(20), silent]) == ()
+
+
+def test_prepare_prints_them(tmp_path: Path) -> None:
+    source = digit_folder(tmp_path / "in")
+    write_tone(source / "1_bob_11.wav", 9.0)
+    (warning,) = prepare(PrepareOptions((source, tmp_path / "data"), workers=1), no_progress).notices[1:]
+    assert "1 utterances are implausibly long for their text, worst 1_bob_11 (9.00 s for 1 words)" in warning
+
+
+@pytest.mark.parametrize("corpus", ["an4"])
+def test_a_real_corpus_has_few(tmp_path: Path, corpus: str) -> None:
+    source = shared_data(corpus)
+    options = PrepareOptions(
+        (source, tmp_path / "data"), lexicon=source / "lexicon.txt", store="audio", split="speakers:test=0.1"
+    )
+    notices = prepare(options, no_progress).notices
+    counts = [int(line.split()[1]) for line in notices if "implausibly" in line]
+    assert sum(counts) < 5
