@@ -20,6 +20,7 @@ def kaldi_readers(scratch: Path) -> list[Reader]:
     folder = scratch / "kaldi"
     tables = {
         "wav.scp": b"a a.wav\nb b.wav\n", "text": b"a one two\nb two\n", "utt2spk": b"a s1\nb s2\n",
+        "segments": b"a a 0 1\nb b 0.5 -1 1\n",
     }  # fmt: skip
     return [
         *_matrix_readers(folder),

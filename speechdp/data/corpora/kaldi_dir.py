@@ -101,11 +101,13 @@ def read_kaldi_dir(source: Path, rules: ReadingRules = PLAIN_RULES) -> Corpus:
     tables = {"utt2spk": read_table(source / "utt2spk")}
     if rules.needs_text or (source / "text").is_file():
         tables["text"] = read_table(source / "text", may_be_empty=True)
-    listed = "segments" if (source / "segments").is_file() else "wav.scp"
+    is_cut = (source / "segments").is_file()
+    listed = "segments" if is_cut else "wav.scp"
+    whose = ", or whose recording is not in wav.scp" if is_cut else ""
     notices: tuple[str, ...] = ()
     if rules.skip_incomplete:
         lacking = {
-            f"are not in {listed}": _lacking([*tables.values()], audio),
+            f"are not in {listed}{whose}": _lacking([*tables.values()], audio),
             **{
                 f"are not in {name}": _lacking([audio], table)
                 for name, table in tables.items()
