@@ -22,7 +22,7 @@ def is_to_go_on(end: JobEnd, exit_code: int, *, is_script: bool = False) -> bool
     Args:
         exit_code: of the launch, as outcome.verdict has it.
         is_script: a user's script, of which only exit code 75 tells that it saved: one that never looks
-            whether it is to stop would begin anew at each time limit, for ever.
+            whether it is to stop, or saves nothing then, would begin anew at each time limit, for ever.
     """
     if exit_code == exit_codes.STOPPED:
         return end.stop_signal is None or end.stop_signal in _WARNINGS

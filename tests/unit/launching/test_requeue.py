@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from speechdp.cli.main import run
-from speechdp.exit_codes import FAILED, STOPPED
+from speechdp.exit_codes import FAILED, STOPPED, STOPPED_UNSAVED
 from speechdp.launching.requeue import is_to_go_on
 from speechdp.launching.supervise import JobEnd
 
@@ -39,6 +39,7 @@ def test_which_commands_go_on(stop_signal: signal.Signals | None, exit_code: int
         (None, STOPPED, True),
         (signal.SIGUSR1, 128 + signal.SIGUSR1, False),  # it would begin anew at each time limit
         (signal.SIGUSR2, 128 + signal.SIGUSR2, False),
+        (None, STOPPED_UNSAVED, False),
         (signal.SIGTERM, STOPPED, False),
         (signal.SIGUSR1, 0, False),
     ],
@@ -70,6 +71,7 @@ TRAIN = ("train", "D", "R")
     ("command", "exit_code", "said"),
     [
         (SCRIPT, STOPPED, "job 7 is given back to slurm, to go on from what the script has saved"),
+        (SCRIPT, STOPPED_UNSAVED, "job 7 is not requeued: the script did not save in time when it was asked"),
         (SCRIPT, 138, "job 7 is not requeued: the script did not save in time when it was asked to stop; "),
         (TRAIN, STOPPED, "job 7 is given back to slurm, to go on from its checkpoint"),
         (TRAIN, 138, "job 7 is given back to slurm, to be started again"),
@@ -88,7 +90,8 @@ def test_what_becomes_of_a_job_at_its_time_limit_is_told(
     end = JobEnd(exit_code, signal.SIGUSR1)
     monkeypatch.setattr("speechdp.cli.launch.run_job", lambda *_arguments, **_options: end)
     is_given_back = "given back" in said
-    assert run(["launch", "--requeue", "--", *command]) == (STOPPED if is_given_back else exit_code)
+    by_signal = 128 + signal.SIGUSR1
+    assert run(["launch", "--requeue", "--", *command]) == (STOPPED if is_given_back else by_signal)
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"speechdp launch: {said}")
     assert (folder / "ordered").exists() == is_given_back
 
