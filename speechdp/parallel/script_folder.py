@@ -88,7 +88,7 @@ class ScriptFolder:
         if self._record is not None:
             facts = {**facts, **_job_facts(self._comm, device, hosts, gpus)}
             if state_of is None and self._record.is_begun:
-                warn(f"{self.path}: the run that was begun there has left no checkpoint, and begins again")
+                warn(f"{self.path}: the run in it has left no checkpoint, and begins again")
                 self._record.clear()
             if self._record.is_begun:
                 self._record.forget_end()

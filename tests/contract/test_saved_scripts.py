@@ -19,11 +19,11 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError, FolderInUseError, RunError
+from speechdp.ownership.claimant import Claimant
+from speechdp.ownership.owner import OWNER_FILE, FolderOwner, Surroundings
 from speechdp.parallel import script_folder, stop
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.parallel.script_folder import ScriptFolder
-from speechdp.ownership.claimant import Claimant
-from speechdp.ownership.owner import OWNER_FILE, FolderOwner, Surroundings
 from speechdp.process.ending import Stopped, StoppedUnsaved
 from speechdp.report.runs.derived import run_figures
 from speechdp.report.runs.folders import read_run
@@ -198,9 +198,7 @@ def test_a_script_that_stops_without_saving_says_so_and_is_not_taken_for_one_tha
     monkeypatch.setattr(script_folder, "_begun_here", set())
     run_threads(2, lambda comm: Script(comm, "gradient_averaging", tmp_path).train())
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == (
-        f"speechdp: warning: {tmp_path}: the run that was begun there has left no checkpoint, and begins again"
-    )
+    assert line == (f"speechdp: warning: {tmp_path}: the run in it has left no checkpoint, and begins again")
 
 
 def test_what_was_saved_before_this_start_does_not_count(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ strategies/mechanisms
 strategies
 data/kaldi data/espeak data/loading
 decode
-tasks testing
+tasks
+testing
 options feeding dealing watchdog
 data/prepare
 checkpoint
