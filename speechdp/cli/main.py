@@ -171,7 +171,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _options_of(command: Any) -> set[str]:
     """Return the names of a command's options, those in its groups of options too."""
-    names = set()
+    names: set[str] = set()
     for field in dataclasses.fields(command):
         value = getattr(command, field.name)
         names |= _options_of(value) if dataclasses.is_dataclass(value) else {field.name}

@@ -179,21 +179,17 @@ class Strategy(ABC):
         made.observer = made if isinstance(made, ObservesLoss) else None
         made.channels = []
         try:
-            made._begin()
+            if made.traits.needs_peers:
+                made.peers = comm.peers()
+                made.channels.append(made.peers)
+            comm.broadcast(replica.parameters.whole, name="parameters")
+            for name, tensor in replica.optimizer_tensors().items():
+                comm.broadcast(tensor, name=f"optimizer.{name}")
+            made.set_up()
         except BaseException:
             made.abandon()
             raise
         return made
-
-    def _begin(self) -> None:
-        """Open the channel, take over rank 0's parameters, make the strategy's own state.  Collective."""
-        if self.traits.needs_peers:
-            self.peers = self.comm.peers()
-            self.channels.append(self.peers)
-        self.comm.broadcast(self.replica.parameters.whole, name="parameters")
-        for name, tensor in self.replica.optimizer_tensors().items():
-            self.comm.broadcast(tensor, name=f"optimizer.{name}")
-        self.set_up()
 
     def set_up(self) -> None:
         """Make the state of a run that begins; replica, ranks and channels are there.  Collective.

@@ -219,7 +219,7 @@ class _Contract:
         for name, value in model.state_dict().items():
             assert torch.equal(value, before[name]), f"{self.text}: scoring changes the model ({name})"
         parts = [self._scores(model, _batch([utterance])) for utterance in utterances]
-        summed = {key: sum(part.sums[key] for part in parts) for key in whole.sums}
+        summed: dict[str, float] = {key: sum(part.sums[key] for part in parts) for key in whole.sums}
         again = self._scores(model, _batch(utterances))
         padded = self._scores(model, _batch(utterances[::-1], spare=3))
         for other, what in (
