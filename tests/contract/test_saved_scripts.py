@@ -18,7 +18,7 @@ from speechdp import DataParallel, exit_codes, run_ranks
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
-from speechdp.errors import ConfigError, FolderInUseError, RunError
+from speechdp.errors import CommunicationError, ConfigError, FolderInUseError, RunError
 from speechdp.ownership.claimant import Claimant
 from speechdp.ownership.owner import OWNER_FILE, FolderOwner, Surroundings
 from speechdp.parallel import script_folder, stop
@@ -453,15 +453,22 @@ def test_a_state_goes_on_in_the_folder_of_its_run_only(tmp_path: Path) -> None:
 
 
 def test_another_model_than_the_checkpoints_is_refused_in_a_line(tmp_path: Path) -> None:
+    runs: list[DataParallel] = []
+
     def train(comm: Communicator, width: int) -> None:
         model = nn.Linear(3, width)
-        run = DataParallel(model, torch.optim.AdamW(model.parameters()), comm, "bmuf", tmp_path)
+        run = DataParallel(model, torch.optim.AdamW(model.parameters()), comm, "dpsgd", tmp_path)
+        runs.append(run)
         run.load_checkpoint()
         with run:
             run.save_checkpoint()
 
     run_threads(2, lambda comm: train(comm, 2))
+    runs.clear()
     refused("is of another model or optimizer (", ConfigError, lambda comm: train(comm, 4))
+    for run in runs:  # nothing is left open
+        with pytest.raises(CommunicationError, match="the channel is closed"):
+            run.strategy.peers.send(torch.zeros(1), 1 - run.comm.rank)
 
 
 def test_ranks_that_do_not_share_the_disk_are_told(tmp_path: Path) -> None:
