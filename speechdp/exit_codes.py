@@ -14,5 +14,8 @@ IN_USE = 73
 #: The run was asked to stop and saved a checkpoint: not success (there is no model yet), and told apart
 #: from failure by schedulers that requeue on it (EX_TEMPFAIL of sysexits.h).
 STOPPED = 75
+#: A user's script was asked to stop and has saved nothing: another start would only do the same work again
+#: (the next free one of sysexits.h).
+STOPPED_UNSAVED = 76
 #: No step ended for --hang-timeout (what timeout(1) returns).
 HUNG = 124

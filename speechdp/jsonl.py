@@ -8,6 +8,7 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
+from speechdp import remedies
 from speechdp.errors import RunError
 from speechdp.files import cannot_be_written
 from speechdp.json_input import parse_json
@@ -50,7 +51,7 @@ class LineFile:
             raise self._failure(error) from error
 
     def _failure(self, error: OSError) -> RunError:
-        return RunError(cannot_be_written(self._path, error, "continue with --resume"))
+        return RunError(cannot_be_written(self._path, error, remedies.going_on()))
 
 
 @dataclass(frozen=True)

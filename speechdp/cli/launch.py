@@ -166,7 +166,8 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
     if options.requeue and is_script and is_ended_unsaved(end, result.exit_code):
         _say(
             f"job {place.allocation.job_id} is not requeued: the script did not save in time when it was "
-            "asked to stop; let it check run.should_stop after each step (docs/api.md), or raise --signal-s"
+            "asked to stop; let it save where run.should_stop is true, which it asks after each step "
+            "(docs/api.md), or raise --signal-s"
         )
     ended_by_user = end.stop_signal is not None and result.exit_code == exit_codes.STOPPED
     if ended_by_user and place.allocation.scheduler == "lsf":

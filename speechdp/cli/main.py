@@ -12,7 +12,7 @@ from typing import Any
 
 import tyro
 
-from speechdp import __version__, exit_codes
+from speechdp import __version__, exit_codes, remedies
 from speechdp.comm.environment import announced
 from speechdp.errors import ConfigError, SpeechDPError
 from speechdp.files import cannot_be_used
@@ -151,7 +151,9 @@ def run(arguments: Sequence[str]) -> int:
     # OpenMP's threads spin while they wait: beside another busy process a rank would crawl.  Read by torch.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        exit_code: int = parse(name, rest).run()
+        command = parse(name, rest)
+        with remedies.of_command(_options_of(command)):
+            exit_code: int = command.run()
     except SpeechDPError as error:
         text, exit_code = str(error), error.exit_code
     except OSError as error:
@@ -165,6 +167,15 @@ def run(arguments: Sequence[str]) -> int:
         return exit_code
     print(f"speechdp: {text}", file=sys.stderr)
     return exit_code
+
+
+def _options_of(command: Any) -> set[str]:
+    """Return the names of a command's options, those in its groups of options too."""
+    names: set[str] = set()
+    for field in dataclasses.fields(command):
+        value = getattr(command, field.name)
+        names |= _options_of(value) if dataclasses.is_dataclass(value) else {field.name}
+    return names
 
 
 def parse(name: str, arguments: Sequence[str]) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from speechdp import remedies
 from speechdp.comm.packets import Allocate, PacketChannel, fresh
 from speechdp.errors import CommunicationError, ConfigError
 
@@ -94,6 +95,10 @@ class PeerCommunicator(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the channel.  Collective; no message may be in flight; safe to call twice."""
+
+    def abandon(self) -> None:
+        """Give up this rank's end after an error, without waiting for the others; no call may follow."""
+        return None
 
 
 class Communicator(ABC):
@@ -220,7 +225,7 @@ class Communicator(ABC):
         """
         raise ConfigError(
             f"the {self.backend} back-end has no messages between two ranks as it was started; "
-            "start with mpirun, or choose --backend mpi or torch"
+            f"start with mpirun, or choose {remedies.backend('mpi')} or torch"
         )
 
     def packets(self, allocate: Allocate = fresh) -> PacketChannel:
@@ -247,7 +252,7 @@ class Communicator(ABC):
         """
         raise ConfigError(
             f"the {self.backend} back-end cannot be split into groups as it was started; "
-            "start with mpirun, or choose --backend mpi or torch"
+            f"start with mpirun, or choose {remedies.backend('mpi')} or torch"
         )
 
     @abstractmethod
@@ -257,6 +262,10 @@ class Communicator(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the back-end's resources; join its threads.  Collective; safe to call twice."""
+
+    def abandon(self) -> None:
+        """Give up this rank's part after an error, without waiting for the others; no call may follow."""
+        return None
 
     def leave(self, exit_code: int) -> None:
         """End this process after `close` if the back-end does not allow an ordinary exit; else return."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from speechdp import remedies
 from speechdp.comm import environment
 from speechdp.errors import CommunicationError
 
@@ -51,11 +52,12 @@ def interface_between(rank: int, hosts: Sequence[str]) -> Interface:
     except OSError as error:
         raise CommunicationError(
             f"rank {rank} on {hosts[rank]} cannot reach {others[0]} ({error.strerror}); give the hosts names "
-            "that every node resolves, or choose --backend mpi"
+            f"that every node resolves, or choose {remedies.backend('mpi')}"
         ) from error
     if name is None:
         raise CommunicationError(
-            f"rank {rank} on {hosts[rank]} has no interface with address {address}; choose --backend mpi"
+            f"rank {rank} on {hosts[rank]} has no interface with address {address}; choose "
+            f"{remedies.backend('mpi')}"
         )
     return Interface(name, address)
 

@@ -42,6 +42,11 @@ class CheckedPeers(PeerCommunicator):
             self._closed = True
             self._close()
 
+    def abandon(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._abandon()
+
     def wrong_size(self, expected: int, received: int, source: int, tag: int) -> CommunicationError:
         """Return the error of a message whose size is another than that of the tensor it was meant for."""
         return CommunicationError(
@@ -73,6 +78,9 @@ class CheckedPeers(PeerCommunicator):
 
     @abstractmethod
     def _close(self) -> None: ...
+
+    def _abandon(self) -> None:
+        return None
 
 
 def _name(source: int | None) -> str:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speechdp import remedies
 from speechdp.comm import environment
 from speechdp.doctor.wire import ALL, Report, Speaker
 
@@ -178,7 +179,8 @@ def _mpi_facts() -> Mapping[str, Any]:
 def main() -> None:
     """Run the probe and leave with its exit code."""
     options = ProbeOptions.from_json(sys.argv[1])
-    sys.exit(Probe(options, environment.announced()).run())
+    with remedies.of_command(()):
+        sys.exit(Probe(options, environment.announced()).run())
 
 
 if __name__ == "__main__":

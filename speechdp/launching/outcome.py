@@ -206,6 +206,8 @@ def _meaning(exit_code: int) -> str:
     """Say what an exit code of the launcher tells."""
     if exit_code == exit_codes.STOPPED:
         return "the ranks were asked to stop, and saved"
+    if exit_code == exit_codes.STOPPED_UNSAVED:
+        return "the ranks were asked to stop, and saved nothing"
     if exit_code == _MPIRUN_LOST_HOST:
         return "a host or its daemon was lost"
     if exit_code > 128 and exit_code - 128 in {int(known) for known in signal.Signals}:

@@ -22,7 +22,7 @@ def is_to_go_on(end: JobEnd, exit_code: int, *, is_script: bool = False) -> bool
     Args:
         exit_code: of the launch, as outcome.verdict has it.
         is_script: a user's script, of which only exit code 75 tells that it saved: one that never looks
-            whether it is to stop would begin anew at each time limit, for ever.
+            whether it is to stop, or saves nothing then, would begin anew at each time limit, for ever.
     """
     if exit_code == exit_codes.STOPPED:
         return end.stop_signal is None or end.stop_signal in _WARNINGS
@@ -30,12 +30,14 @@ def is_to_go_on(end: JobEnd, exit_code: int, *, is_script: bool = False) -> bool
 
 
 def is_ended_unsaved(end: JobEnd, exit_code: int) -> bool:
-    """Tell whether the batch system asked the job to save and end, and it was ended without an answer.
+    """Tell whether the batch system asked the job to save and end, and it was ended without an answer, or
+    a script has ended without having saved.
 
     Args:
         exit_code: of the launch, as outcome.verdict has it.
     """
-    return end.stop_signal in _WARNINGS and exit_code == 128 + end.stop_signal
+    without_answer = end.stop_signal in _WARNINGS and exit_code == 128 + end.stop_signal
+    return without_answer or exit_code == exit_codes.STOPPED_UNSAVED
 
 
 def requeue(allocation: Allocation, *, is_script: bool = False) -> int:

@@ -27,7 +27,12 @@ RESUME_VARIABLE = "SPEECHDP_RESUME"
 #: Faults that another start, over other hosts, may escape.
 _FAULTS_OF_HOSTS = ("killed", "host lost", "not reached", "no program", "no folder")
 #: Exit codes after which nobody wants another start, and nothing is to be said about that.
-_NEVER_AGAIN = (exit_codes.USAGE, exit_codes.IN_USE, exit_codes.STOPPED)
+_NEVER_AGAIN = (
+    exit_codes.USAGE,
+    exit_codes.IN_USE,
+    exit_codes.STOPPED,
+    exit_codes.STOPPED_UNSAVED,
+)
 #: A host on which ranks died so often is left out where the others have room for all ranks.
 _FAILURES_OF_A_BAD_HOST = 2
 _PROBE_S = 15.0

@@ -25,6 +25,7 @@ from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
+from speechdp import remedies
 from speechdp.errors import ConfigError, FolderInUseError, RunError
 from speechdp.files import cannot_be_written, hand_over
 from speechdp.json_input import parse_json
@@ -195,7 +196,7 @@ class FolderOwner:
     def _lost(self) -> str:
         """Return why this process can no longer be sure to be the only one."""
         if self._refused is not None:
-            refused = cannot_be_written(self.file, self._refused, "continue with --resume")
+            refused = cannot_be_written(self.file, self._refused, remedies.going_on())
             return f"{refused}; as it is missing, another may write in its folder, and this process ends"
         return (
             f"{self.folder}: this process was silent for too long, and another may have written "

@@ -25,7 +25,7 @@ from speechdp.parallel.script_folder import FOLDER, ScriptFolder, write_tensors
 from speechdp.parallel.stop import StopWatch
 from speechdp.parallel.strategy import Progress, Strategy
 from speechdp.parallel.training_step import TrainingStep
-from speechdp.process.ending import Stopped
+from speechdp.process.ending import Stopped, StoppedUnsaved
 from speechdp.timing.gather import gather_timing
 from speechdp.timing.memory import peak_memory
 from speechdp.timing.timeline import Span, Timeline
@@ -103,6 +103,8 @@ class DataParallel:
         self._is_in_step = False
         self._loaded: dict[str, Any] | None = None
         self._stop: StopWatch | None = None
+        #: Whether the script has asked for its state since training began.
+        self._has_saved = False
 
     @property
     def folder(self) -> Path | None:
@@ -149,7 +151,10 @@ class DataParallel:
             self.strategy = self.strategy.attach(self._replica, self.comm, self.timeline)
             self._phase = _Phase.TRAINING
             if loaded is not None:
-                self._take_up(loaded)
+                with ExitStack() as abandoning:
+                    abandoning.callback(self.strategy.abandon)
+                    self._take_up(loaded)
+                    abandoning.pop_all()
             self.strategy.resume()
             undo.pop_all()
         return self
@@ -164,6 +169,7 @@ class DataParallel:
 
         Raises:
             Stopped: it has been told; `run_ranks` ends the job with exit code 75.
+            StoppedUnsaved: likewise, but it has saved no state since training began; with 76.
         """
         is_stopped = error is None and self._stop is not None and self._stop.is_told
         with ExitStack() as ending:
@@ -177,6 +183,12 @@ class DataParallel:
                 raise
             if error is not None:
                 self._folder.fail()
+        if is_stopped and not self._has_saved:
+            raise StoppedUnsaved(
+                f"stopped as requested at step {self.steps}, but the script has saved nothing since it "
+                "began: the same command takes these steps again; call run.save_checkpoint where "
+                "run.should_stop is true"
+            )
         if is_stopped:
             raise Stopped
 
@@ -262,7 +274,8 @@ class DataParallel:
 
         Look after each step.  All ranks are told at the same step, about a second later: save, and leave
         `with run`, which then ends the job with exit code 75 ("stopped, and saved") instead of completing
-        the run.  From the first look on these signals do not end the process by themselves.
+        the run; with 76 where nothing has been saved since it began.  From the first look on these signals do
+        not end the process by themselves.
 
         Asynchronous strategies, whose ranks are not at the same step, tell where all meet: at the next
         `evaluating`, `state_dict` or `save_checkpoint`.
@@ -371,6 +384,7 @@ class DataParallel:
         the data, nor random states.  Numbers and tensors only: `torch.load(..., weights_only=True)` reads it.
         """
         self._check_training("state_dict()")
+        self._has_saved = True
         self.strategy.pause()
         state = {
             "rank": self.comm.rank,

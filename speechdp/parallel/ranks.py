@@ -18,7 +18,8 @@ from speechdp.comm.startup.world import check_world
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError
 from speechdp.launching.cores import share_cores
-from speechdp.process.ending import Stopped
+from speechdp.process.ending import Stopped, StoppedUnsaved
+from speechdp.process.notices import warn
 
 #: Wins over the script's back-end.
 BACKEND = "SPEECHDP_BACKEND"
@@ -56,7 +57,7 @@ def run_ranks(main: Callable[[Communicator], T], *, backend: str = "auto", devic
     Raises:
         ConfigError: no such back-end.
         SystemExit: this rank alone has failed; with several ranks a failure does not return.  With exit code
-            75: the ranks were asked to stop, and have saved (`DataParallel.should_stop`).
+            75: the ranks were asked to stop, and have saved (`DataParallel.should_stop`); 76: nothing.
     """
     name = os.environ.get(BACKEND) or backend
     results: dict[int, T] = {}
@@ -65,6 +66,10 @@ def run_ranks(main: Callable[[Communicator], T], *, backend: str = "auto", devic
         comm.device = choose_device(device, comm.local_rank)
         try:
             results[comm.rank] = main(comm)
+        except StoppedUnsaved as stop:
+            if comm.rank == 0:
+                warn(str(stop))
+            return exit_codes.STOPPED_UNSAVED
         except Stopped:
             return exit_codes.STOPPED
         return 0

@@ -49,6 +49,7 @@ def _own_names() -> list[str]:
 
 #: What a strategy may not override, and what it does instead.
 _FINAL = {
+    "abandon": "append what set_up opens to self.channels, which abandon gives up",
     "attach": "override set_up instead, which attach calls",
     "close": "append what set_up opens to self.channels, which close closes",
     "peer_bytes": "append what set_up opens to self.channels, whose bytes are counted",
@@ -126,6 +127,11 @@ class StrategyChoice:
 
     def __init__(self, text: str) -> None:
         self.text = text
+
+    @property
+    def name(self) -> str:
+        """The strategy's name, which may be unknown here."""
+        return self.text.partition(":")[0]
 
     @cached_property
     def parsed(self) -> Strategy:

@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from speechdp import remedies
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import atomic_path, cannot_be_read, cannot_be_written, write_text_atomically
 from speechdp.json_input import parse_json
@@ -182,7 +183,7 @@ class RunDirectory:
         except (ValueError, LookupError, TypeError) as error:
             raise RunError(f"{path}: cannot be read ({error}); start over with --overwrite") from error
         except OSError as error:
-            raise RunError(cannot_be_read(path, error, "continue with --resume")) from error
+            raise RunError(cannot_be_read(path, error, remedies.going_on())) from error
         if begun != fingerprint:
             raise ConfigError(
                 f"{path}: the run was begun with other options{_difference(record.get('options'), options)}; "
@@ -271,7 +272,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(cannot_be_written(path, error, "continue with --resume")) from error
+        raise RunError(cannot_be_written(path, error, remedies.going_on())) from error
 
 
 def _of(line: str, name: str) -> float:

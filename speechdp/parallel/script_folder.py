@@ -20,7 +20,7 @@ from torch import Tensor
 
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
-from speechdp.comm.startup.folder_owner import owner_of, say_aside
+from speechdp.comm.startup.folder_owner import OwningProcess, owner_of
 from speechdp.comm.startup.world import versions
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import atomic_path, cannot_be_read, cannot_be_written, is_of_disk
@@ -28,6 +28,7 @@ from speechdp.launching.restarts import RESUME_VARIABLE
 from speechdp.ownership.claimant import START_VARIABLE
 from speechdp.ownership.owner import FolderOwner
 from speechdp.parallel.run_files import RunDirectory
+from speechdp.process.notices import warn
 from speechdp.timing.gather import write_timing
 from speechdp.timing.gpu import gpu_facts
 
@@ -87,6 +88,7 @@ class ScriptFolder:
         if self._record is not None:
             facts = {**facts, **_job_facts(self._comm, device, hosts, gpus)}
             if state_of is None and self._record.is_begun:
+                warn(f"{self.path}: the run in it has left no checkpoint, and begins again")
                 self._record.clear()
             if self._record.is_begun:
                 self._record.forget_end()
@@ -111,7 +113,8 @@ class ScriptFolder:
                     f"{folder}: {FOLDER} names the folder of one run, and this script trains with a second "
                     "DataParallel; make that a script of its own"
                 )
-            owner = owner_of(folder, f"script {Path(sys.argv[0]).name}", _say)
+            command, process = f"script {Path(sys.argv[0]).name}", OwningProcess(self._comm)
+            owner = owner_of(folder, command, warn, process)
             owner.acquire()
             self._owner = owner
         self._comm.barrier()
@@ -295,10 +298,6 @@ def _key(checkpoint: Path) -> tuple[int, int]:
     match = _CHECKPOINT.fullmatch(checkpoint.name)
     assert match is not None
     return int(match[1]), int(match[2] or 1)
-
-
-def _say(text: str) -> None:
-    say_aside(f"speechdp: {text}")
 
 
 def _check_readable(state: dict[str, Any]) -> None:

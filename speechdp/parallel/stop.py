@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import time
 from types import FrameType, TracebackType
@@ -11,6 +10,7 @@ from types import FrameType, TracebackType
 import torch
 
 from speechdp.comm.base import Communicator, ReduceOp, Work
+from speechdp.process.notices import warn
 
 #: Seconds between two agreements on whether to stop.
 _INTERVAL_S = 1.0
@@ -123,11 +123,9 @@ class StopWatch:
             self.is_agreed = self._agreement.reached()
         if self._agreement is None and self.is_asked and not self._has_said:
             self._has_said = True
-            print(
-                f"speechdp: {self._request.received}: stops where all ranks meet next (evaluating, "
-                "state_dict, save_checkpoint)",
-                file=sys.stderr,
-                flush=True,
+            warn(
+                f"{self._request.received}: stops where all ranks meet next (evaluating, state_dict, "
+                "save_checkpoint)"
             )
         self.is_told |= self.is_agreed
         return self.is_told

@@ -168,6 +168,8 @@ class Strategy(ABC):
     def attach(self: _Strategy, replica: Replica, comm: Communicator, timeline: Timeline) -> _Strategy:
         """Return this strategy at work on `replica`, whose parameters become rank 0's.  Collective.
 
+        Where it raises, also on this rank alone, nothing stays open here.
+
         Raises:
             ConfigError: options that these ranks, or their back-end, cannot carry.
         """
@@ -176,17 +178,24 @@ class Strategy(ABC):
         made.check_ranks(comm)
         made.observer = made if isinstance(made, ObservesLoss) else None
         made.channels = []
-        if made.traits.needs_peers:
-            made.peers = comm.peers()
-            made.channels.append(made.peers)
-        comm.broadcast(replica.parameters.whole, name="parameters")
-        for name, tensor in replica.optimizer_tensors().items():
-            comm.broadcast(tensor, name=f"optimizer.{name}")
-        made.set_up()
+        try:
+            if made.traits.needs_peers:
+                made.peers = comm.peers()
+                made.channels.append(made.peers)
+            comm.broadcast(replica.parameters.whole, name="parameters")
+            for name, tensor in replica.optimizer_tensors().items():
+                comm.broadcast(tensor, name=f"optimizer.{name}")
+            made.set_up()
+        except BaseException:
+            made.abandon()
+            raise
         return made
 
     def set_up(self) -> None:
-        """Make the state of a run that begins; replica, ranks and channels are there.  Collective."""
+        """Make the state of a run that begins; replica, ranks and channels are there.  Collective.
+
+        What it opens it appends to `channels` at once: if it raises, those are given up.
+        """
         return None
 
     def resume(self) -> None:
@@ -206,6 +215,12 @@ class Strategy(ABC):
         """Release what `attach` acquired.  Collective, while paused."""
         for channel in self.channels:
             channel.close()
+
+    @final
+    def abandon(self) -> None:
+        """Release what `attach` acquired after an error, while paused.  Waits for nobody."""
+        for channel in self.channels:
+            channel.abandon()
 
     # -- training ---------------------------------------------------------------------------------------
 

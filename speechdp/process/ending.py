@@ -26,6 +26,10 @@ class Stopped(Exception):  # noqa: N818 (not an error)
     """Work over ranks was asked to stop, which all have agreed on, and what can be gone on from is saved."""
 
 
+class StoppedUnsaved(Stopped):
+    """It was asked to stop and has done so, but nothing was saved: it can only begin anew."""
+
+
 class StoppedBefore(Stopped):
     """It was asked to stop while it waited for a folder, in which nothing was begun.
 

@@ -1,12 +1,18 @@
-"""Notices in RUN/notices.txt: problems during a run that did not end it."""
+"""Notices of problems that do not end a run: in RUN/notices.txt, or a line on stderr."""
 
 from __future__ import annotations
 
+import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
 FILE_NAME = "notices.txt"
 _RECORDS = ("run.json", "sweep.json")
+
+
+def warn(text: str) -> None:
+    """Print a line to stderr; `speechdp launch` knows by its beginning that no rank has failed."""
+    print(f"speechdp: warning: {text}", file=sys.stderr, flush=True)
 
 
 def add_notice(folder: Path, text: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from speechdp import remedies
 from speechdp.comm.base import Communicator, ReduceOp
 from speechdp.errors import RunError
 from speechdp.files import cannot_be_written, write_text_atomically
@@ -52,5 +53,5 @@ def write_timing(run_dir: Path, timing: dict[str, Any]) -> Path:
     try:
         write_text_atomically(path, json.dumps(timing, indent=1))
     except OSError as error:
-        raise RunError(cannot_be_written(path, error, "continue with --resume")) from error
+        raise RunError(cannot_be_written(path, error, remedies.going_on())) from error
     return path

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from speechdp import exit_codes
-from speechdp.comm import environment
-from speechdp.ownership.claimant import Claimant
-from speechdp.ownership.owner import FolderOwner, StopAsked, Surroundings
-from speechdp.process.bounded import bounded
+from speechdp.comm.startup.folder_owner import OwningProcess, owner_of
+from speechdp.ownership.owner import FolderOwner, StopAsked
 from speechdp.process.ending import StoppedBefore
 from speechdp.train.session import Session
 
@@ -30,7 +26,8 @@ def owned(session: Session, folder: Path, command: str) -> Iterator[FolderOwner 
     """
     owner = None
     if session.comm.rank == 0:
-        owner = FolderOwner(folder, Claimant.here(command, os.environ), _surroundings(session))
+        process = OwningProcess(session.comm, session.reporter.end, session.is_asked_to_stop)
+        owner = owner_of(folder, command, session.reporter.notice, process)
     if not session.comm.broadcast_object(_acquired(owner)):
         raise StoppedBefore(folder)
     try:
@@ -47,17 +44,3 @@ def _acquired(owner: FolderOwner | None) -> bool:
     except StopAsked:
         return False
     return True
-
-
-def _surroundings(session: Session) -> Surroundings:
-    def end(message: str) -> None:
-        bounded(session.reporter.end, default=None)  # training may hold its lock, in a print nobody reads
-        name = "speechdp"
-        if session.comm.size > 1:
-            name = f"speechdp: rank {session.comm.rank} on {environment.host_name()}"
-        environment.end_process_with(f"{name}: {message}\n", exit_codes.IN_USE)
-
-    def stopped() -> bool:
-        return session.stop is not None and session.stop.received is not None
-
-    return Surroundings(session.reporter.notice, end, stopped)

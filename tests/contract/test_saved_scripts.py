@@ -18,11 +18,13 @@ from speechdp import DataParallel, exit_codes, run_ranks
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
-from speechdp.errors import ConfigError, FolderInUseError, RunError
-from speechdp.parallel import stop
+from speechdp.errors import CommunicationError, ConfigError, FolderInUseError, RunError
+from speechdp.ownership.claimant import Claimant
+from speechdp.ownership.owner import OWNER_FILE, FolderOwner, Surroundings
+from speechdp.parallel import script_folder, stop
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.parallel.script_folder import ScriptFolder
-from speechdp.process.ending import Stopped
+from speechdp.process.ending import Stopped, StoppedUnsaved
 from speechdp.report.runs.derived import run_figures
 from speechdp.report.runs.folders import read_run
 from tests.unit.parallel.test_stop import Clock
@@ -170,6 +172,78 @@ def test_ranks_that_are_threads_end_with_the_same_exit_code(tmp_path: Path) -> N
     with pytest.raises(SystemExit) as ended:
         run_ranks(main, backend="threads:2")
     assert ended.value.code == exit_codes.STOPPED
+
+
+def test_a_script_that_stops_without_saving_says_so_and_is_not_taken_for_one_that_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main(comm: Communicator) -> None:
+        script = Script(comm, "gradient_averaging", tmp_path)
+        with script.run:
+            while True:
+                script.step()
+                if script.run.should_stop:
+                    break
+                if script.run.steps == 2:
+                    script.run._stop._request.received = "SIGTERM"  # type: ignore[union-attr]
+
+    with pytest.raises(SystemExit) as ended:
+        run_ranks(main, backend="threads:2")
+    assert ended.value.code == exit_codes.STOPPED_UNSAVED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"speechdp: warning: stopped as requested at step \d+, but .* saved nothing since", line)
+    assert line.endswith("call run.save_checkpoint where run.should_stop is true")
+    assert not (tmp_path / "completed.json").exists()
+    # Nor does it begin again silently, in another process.
+    monkeypatch.setattr(script_folder, "_begun_here", set())
+    run_threads(2, lambda comm: Script(comm, "gradient_averaging", tmp_path).train())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (f"speechdp: warning: {tmp_path}: the run in it has left no checkpoint, and begins again")
+
+
+def test_what_was_saved_before_this_start_does_not_count(tmp_path: Path) -> None:
+    run_threads(1, lambda comm: Script(comm, "bmuf", tmp_path).train())
+
+    def goes_on(comm: Communicator, *, saves: bool) -> None:
+        script = Script(comm, "bmuf", tmp_path)
+        with script.run:
+            ask(script.run)
+            if saves:
+                script.run.state_dict()  # for a file of its own
+            while not script.run.should_stop:
+                script.step()
+
+    with pytest.raises(StoppedUnsaved):
+        run_threads(1, lambda comm: goes_on(comm, saves=False))
+    with pytest.raises(Stopped) as stopped:
+        run_threads(1, lambda comm: goes_on(comm, saves=True))
+    assert not isinstance(stopped.value, StoppedUnsaved)
+
+
+@pytest.mark.parametrize(("size", "name"), [(1, "speechdp: "), (2, "speechdp: rank 0 on ")])
+def test_a_script_that_loses_its_folder_names_the_rank(
+    size: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        "speechdp.comm.environment.end_process_with", lambda text, code: said.append((text, code))
+    )
+
+    def trains(comm: Communicator) -> None:
+        script = Script(comm, "gradient_averaging", tmp_path)
+        mine = script.run._folder._owner
+        assert (mine is not None) == (comm.rank == 0)
+        if mine is not None:
+            (tmp_path / OWNER_FILE).unlink()
+            other = Claimant.here("train", {})
+            FolderOwner(tmp_path, other, Surroundings(print, print), beats=False).acquire()
+            mine.beat()
+        script.run._folder.release()
+
+    run_threads(size, trains)
+    ((text, code),) = said
+    assert code == exit_codes.IN_USE and text.startswith(name) and text.count("\n") == 1
+    assert f": {tmp_path}: was taken over by speechdp train" in text
 
 
 def names(folder: Path) -> list[str]:
@@ -379,15 +453,22 @@ def test_a_state_goes_on_in_the_folder_of_its_run_only(tmp_path: Path) -> None:
 
 
 def test_another_model_than_the_checkpoints_is_refused_in_a_line(tmp_path: Path) -> None:
+    runs: list[DataParallel] = []
+
     def train(comm: Communicator, width: int) -> None:
         model = nn.Linear(3, width)
-        run = DataParallel(model, torch.optim.AdamW(model.parameters()), comm, "bmuf", tmp_path)
+        run = DataParallel(model, torch.optim.AdamW(model.parameters()), comm, "dpsgd", tmp_path)
+        runs.append(run)
         run.load_checkpoint()
         with run:
             run.save_checkpoint()
 
     run_threads(2, lambda comm: train(comm, 2))
+    runs.clear()
     refused("is of another model or optimizer (", ConfigError, lambda comm: train(comm, 4))
+    for run in runs:  # nothing is left open
+        with pytest.raises(CommunicationError, match="the channel is closed"):
+            run.strategy.peers.send(torch.zeros(1), 1 - run.comm.rank)
 
 
 def test_ranks_that_do_not_share_the_disk_are_told(tmp_path: Path) -> None:

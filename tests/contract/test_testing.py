@@ -1,21 +1,30 @@
-"""What `speechdp.testing` offers authors: every strategy of ours keeps to it, faulty ones are told apart."""
+"""What `speechdp.testing` offers authors: ours keep to it, faulty strategies and tasks are told apart."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
 
 import speechdp
+from speechdp.data.loading.batch import Batch
+from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.parallel.registry import STRATEGIES, strategy_names
 from speechdp.parallel.strategy import Progress
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
 from speechdp.strategies.model_averaging import ModelAveraging
-from speechdp.testing import strategy_contract
+from speechdp.tasks.acoustic import AcousticTask
+from speechdp.tasks.base import FrameScores, LossSum, TaskData
+from speechdp.tasks.registry import TASKS
+from speechdp.testing import strategy_contract, task_contract
 
 #: Options with which a strategy is plain SGD on one rank, where it is not by default.
 NEUTRAL = {"bmuf": "momentum=keep", "diloco": "outer_learning_rate=1,outer_momentum=0"}
@@ -28,8 +37,9 @@ def test_every_strategy_keeps_the_contract(name: str) -> None:
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the test's strategies afterwards."""
-    monkeypatch.setattr(STRATEGIES, "registered", dict(STRATEGIES.registered))
+    """Forget the test's strategies and tasks afterwards."""
+    for point in (STRATEGIES, TASKS):
+        monkeypatch.setattr(point, "registered", dict(point.registered))
 
 
 @dataclass(eq=False)
@@ -93,3 +103,155 @@ def test_a_faulty_strategy_is_told(
     speechdp.strategy("faulty")(dataclass(eq=False)(type(faulty.__name__, (faulty,), {})))
     with pytest.raises(AssertionError, match=re.escape(words)):
         strategy_contract("faulty", neutral=neutral, sizes=(2,))
+
+
+@pytest.mark.parametrize("task", ["acoustic", "synthesis"])
+def test_tasks_of_ours_keep_the_contract(task: str) -> None:
+    task_contract(task)
+
+
+@dataclass(frozen=True)
+class _Small(AcousticTask):
+    """As ours, with a model of its own."""
+
+    presets = ()
+    model_options = ()
+    modules = ()
+    cells: int = 8
+
+    def make_model(self, data: TaskData) -> Any:
+        sizes = LstmConfig(1, self.cells, bidirectional=True, dropout=0.2)
+        return LstmAcousticModel(data.feature_dim, data.dataset.num_classes, sizes)
+
+
+class AveragesTheLoss(_Small):
+    def loss(self, model: Any, batch: Batch) -> LossSum:
+        found = super().loss(model, batch)
+        return replace(found, total=found.total / found.num_frames)
+
+
+class CountsUtterances(_Small):
+    def loss(self, model: Any, batch: Batch) -> LossSum:
+        return replace(super().loss(model, batch), num_frames=len(batch.lengths))
+
+
+class LooksAtPadding(_Small):
+    """Is a sum over utterances, each as long as the batch."""
+
+    def loss(self, model: Any, batch: Batch) -> LossSum:
+        return LossSum(model(batch.features, batch.lengths).square().sum(), batch.num_frames)
+
+
+class PrefersTheFirst(_Small):
+    """Counts one utterance of a batch twice, but not where it is alone."""
+
+    def loss(self, model: Any, batch: Batch) -> LossSum:
+        found = super().loss(model, batch)
+        extra = 0 if len(batch.lengths) == 1 else model(batch.features[:1], batch.lengths[:1]).sum()
+        return replace(found, total=found.total + extra)
+
+
+class LearnsNothing(_Small):
+    def loss(self, model: Any, batch: Batch) -> LossSum:
+        found = super().loss(model, batch)
+        return replace(found, total=found.total.detach() + 0 * model.output.weight.sum())
+
+
+class Climbs(_Small):
+    """Has the sign wrong where it trains."""
+
+    def loss(self, model: Any, batch: Batch) -> LossSum:
+        found = super().loss(model, batch)
+        return replace(found, total=-found.total) if model.training else found
+
+
+class HasNoNumber(_Small):
+    """The gradient of a square root at 0."""
+
+    def loss(self, model: Any, batch: Batch) -> LossSum:
+        found = super().loss(model, batch)
+        return replace(found, total=found.total + (model.output.weight * 0).square().sum().sqrt())
+
+
+class DrawsByItself(_Small):
+    def make_model(self, data: TaskData) -> Any:
+        model = super().make_model(data)
+        with torch.no_grad():
+            model.output.bias.add_(float(np.random.default_rng().random()))
+        return model
+
+
+class ScoresMore(_Small):
+    def score(self, model: Any, batch: Batch) -> FrameScores:
+        found = super().score(model, batch)
+        return replace(found, sums={**found.sums, "loudness": 1.0})
+
+
+class ScoresMeans(_Small):
+    def score(self, model: Any, batch: Batch) -> FrameScores:
+        found = super().score(model, batch)
+        return replace(found, sums={key: value / found.num_frames for key, value in found.sums.items()})
+
+
+class _Scaled(LstmAcousticModel):
+    """Grows with every step of training, by a number that is no part of its state."""
+
+    scale = 1.0
+
+    def encode(self, features: Tensor, lengths: Tensor) -> Tensor:
+        self.scale += 0.02 * self.training
+        return super().encode(features, lengths) * self.scale
+
+
+class ForgetsWhenSaved(_Small):
+    def make_model(self, data: TaskData) -> nn.Module:
+        sizes = LstmConfig(1, self.cells, bidirectional=True)
+        return _Scaled(data.feature_dim, data.dataset.num_classes, sizes)
+
+
+class RoundsItsOptions(_Small):
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cells", self.cells // 2)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "words"),
+    [
+        (AveragesTheLoss, "the loss of a batch is not the sum of its utterances' losses"),
+        (CountsUtterances, "the loss counts 4 frames of a batch of 43"),
+        (LooksAtPadding, "the loss of a batch is not the sum of its utterances' losses"),
+        (PrefersTheFirst, "the loss of a batch is not the sum of its utterances' losses"),
+        (LearnsNothing, "all gradients are 0"),
+        (Climbs, "30 updates lead from a loss of"),
+        (HasNoNumber, "the gradient of output.weight is not finite"),
+        (DrawsByItself, "equal seeds give different initial weights (output.bias)"),
+        (ScoresMore, "are declared, ['frame_accuracy', 'log_prob', 'loudness'] scored"),
+        (ScoresMeans, "of a batch is not the sum of the utterances'"),
+        (ForgetsWhenSaved, "read back from its file, the model's log_prob"),
+        (RoundsItsOptions, "options are not read as they are written: faulty:cells=4 is"),
+    ],
+)
+def test_a_faulty_task_is_told(registered: None, faulty: type[_Small], words: str) -> None:
+    speechdp.task("faulty")(dataclass(frozen=True)(type(faulty.__name__, (faulty,), {})))
+    with pytest.raises(AssertionError, match=re.escape(words)):
+        task_contract("faulty")
+
+
+def test_a_file_of_another_form_is_read_by_its_task(registered: None) -> None:
+    read: list[Any] = []
+
+    @speechdp.task("other_file")
+    @dataclass(frozen=True)
+    class OtherFile(_Small):
+        def save(self, run_dir: Any, model: nn.Module, facts: Any, counts: Any) -> None:
+            safetensors.torch.save_file(model.state_dict(), run_dir / "model.safetensors")
+
+    def load(folder: Any) -> nn.Module:
+        read.append(folder)
+        weights = safetensors.torch.load_file(folder / "model.safetensors")
+        model = LstmAcousticModel(6, len(weights["output.bias"]), LstmConfig(1, 8, bidirectional=True))
+        model.load_state_dict(weights)
+        return model
+
+    task_contract("other_file", load=load)
+    assert len(read) == 1

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.experiments.compare.plan import PlannedRun
+from speechdp.parallel.registry import StrategyChoice
 from tests.helpers.runs import MadeUpRun, write_run
 
 EPOCHS = 12
@@ -84,13 +85,14 @@ def write_record(out: Path, entries: Sequence[dict[str, Any]], **changes: Any) -
 
 def entry_of(run: PlannedRun, **changes: Any) -> dict[str, Any]:
     """Return a finished run's entry of compare.json."""
-    fields = {name: getattr(run, name) for name in ("strategy", "ranks", "seed", "mode", "epochs", "folder")}
-    return {**fields, "state": "complete", "message": "", "wall_s": 60.0, **changes}
+    fields = {name: getattr(run, name) for name in ("ranks", "seed", "mode", "epochs", "folder")}
+    state = {"state": "complete", "message": "", "wall_s": 60.0}
+    return {"strategy": run.strategy.text, **fields, **state, **changes}
 
 
 def _write_entry(out: Path, strategy: MadeUpStrategy, size: int, seed: int, mode: str) -> dict[str, Any]:
     epochs = EPOCHS if mode == "frames" else round(EPOCHS * strategy.frames_per_s / 7_800)
-    planned = PlannedRun(strategy.text, size, seed, mode, epochs)
+    planned = PlannedRun(StrategyChoice(strategy.text), size, seed, mode, epochs)
     chance = (0.0, 0.004, -0.006)[seed % 3]
     gain = 0.01 if mode == "time" else 0.0
     run = MadeUpRun(

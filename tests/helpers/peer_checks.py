@@ -323,11 +323,32 @@ def splitting_into_one_changes_nothing(comm: Communicator) -> None:
         group.close()
 
 
+def what_is_abandoned_waits_for_nobody(comm: Communicator) -> None:
+    peers, group = comm.peers(), comm.split(3)
+    comm.barrier()
+    for rank in range(comm.size):  # one after another: closing would wait for all
+        if rank == comm.rank:
+            for _ in range(2):
+                peers.abandon()
+                if group is not comm:
+                    group.abandon()
+        comm.barrier()
+    if comm.size > 1:
+        with pytest.raises(CommunicationError, match="the channel is closed"):
+            peers.send(torch.zeros(1), others(comm)[0])
+    again = comm.split(3)
+    with channel(comm):
+        assert again.allgather_object(comm.rank) == list(range(comm.size))
+    if again is not comm:
+        again.close()
+
+
 def peers_and_groups_are_refused_with_the_remedy(comm: Communicator) -> None:
     """What a back-end owes that has neither."""
-    with pytest.raises(ConfigError, match=r"no messages between two ranks .*mpirun, or choose --backend mpi"):
+    remedy = "mpirun, or choose SPEECHDP_BACKEND=mpi"
+    with pytest.raises(ConfigError, match=rf"no messages between two ranks .*{remedy}"):
         comm.peers()
-    with pytest.raises(ConfigError, match=r"cannot be split .*mpirun, or choose --backend mpi"):
+    with pytest.raises(ConfigError, match=rf"cannot be split .*{remedy}"):
         comm.split(0)
 
 
@@ -347,6 +368,7 @@ PEER_CHECKS: tuple[Callable[[Communicator], None], ...] = (
     what_cannot_be_sent_is_refused,
     what_was_sent_is_counted,
     a_split_communicator_has_its_own_ranks,
+    what_is_abandoned_waits_for_nobody,
     groups_and_the_whole_exchange_side_by_side,
     splitting_into_one_changes_nothing,
 )

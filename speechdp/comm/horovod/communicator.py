@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from speechdp import remedies
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
 from speechdp.comm.horovod.gloo import GlooMeeting, gloo_is_better
@@ -125,7 +126,7 @@ class HorovodCommunicator(Communicator):
         if (mpi.rank, mpi.size) != (self.rank, self.size):
             raise CommunicationError(
                 f"rank {self.rank} of {self.size} in Horovod is rank {mpi.rank} of {mpi.size} in MPI, so "
-                "they cannot exchange messages over MPI; choose --backend mpi"
+                f"they cannot exchange messages over MPI; choose {remedies.backend('mpi')}"
             )
         return mpi
 

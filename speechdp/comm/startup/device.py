@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from speechdp import remedies
 from speechdp.errors import ConfigError
 
 
@@ -23,12 +24,13 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if count == 0:
         raise ConfigError(
-            "--device cuda: torch sees no GPU on this host; check the driver, or use --device cpu"
+            f"{remedies.device('cuda')}: torch sees no GPU on this host; check the driver, or use "
+            f"{remedies.device('cpu')}"
         )
     if local_rank >= count:
         raise ConfigError(
             f"local rank {local_rank}: only {count} GPUs on this host; start at most {count} ranks a host "
-            "(slots= in the hostfile), or use --device cpu"
+            f"(slots= in the hostfile), or use {remedies.device('cpu')}"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -83,7 +83,7 @@ def _end(comm: Communicator | None, error: BaseException) -> int:
 
 
 def _describe(comm: Communicator | None, error: BaseException) -> _Report:
-    rank, name = _name(comm)
+    rank, name = rank_and_name(comm)
     delay_s = _OTHERS_DELAY_S if rank > 0 else 0.0
     if isinstance(error, CommunicationError) and error.__cause__ is not None:
         # Raised by the back-end because a peer is gone, most likely: let the peer speak first.
@@ -117,8 +117,8 @@ def _says_success(error: SystemExit) -> bool:
     return error.code is None or error.code == 0
 
 
-def _name(comm: Communicator | None) -> tuple[int, str]:
-    """Return this rank, and how its messages begin."""
+def rank_and_name(comm: Communicator | None) -> tuple[int, str]:
+    """Return this rank, and how its messages begin; None: there is no communicator (yet)."""
     launch = environment.announced()
     rank = comm.rank if comm is not None else launch.rank if launch is not None else 0
     if _is_alone(comm):

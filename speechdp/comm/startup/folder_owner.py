@@ -1,20 +1,58 @@
-"""Ownership of folders by one process: of a command without ranks, or rank 0 of a script for all."""
+"""Ownership of folders by this process: of a command without ranks, or rank 0 for all."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from speechdp import exit_codes
 from speechdp.comm import environment
+from speechdp.comm.base import Communicator
+from speechdp.comm.startup.failure import rank_and_name
 from speechdp.ownership.claimant import Claimant
 from speechdp.ownership.owner import FolderOwner, Surroundings
+from speechdp.process.bounded import bounded
+
+
+def _nothing() -> None:
+    return None
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class OwningProcess:
+    """A process that owns folders.
+
+    Attributes:
+        comm: the ranks for which this one owns them; None: it is by itself.
+        clean_up: called before the process ends because it has lost a folder.
+        stopped: tells whether the process was asked to stop.
+    """
+
+    comm: Communicator | None = None
+    clean_up: Callable[[], None] = _nothing
+    stopped: Callable[[], bool] = _never
+
+    def end(self, message: str) -> None:
+        """End the process at once, with a line that names this rank."""
+        bounded(self.clean_up, default=None)  # training may hold its lock, in a print nobody reads
+        _, name = rank_and_name(self.comm)
+        environment.end_process_with(f"{name}: {message}\n", exit_codes.IN_USE)
 
 
 def owner_of(
-    folder: Path, command: str, say: Callable[[str], None], *, file: Path | None = None
+    folder: Path,
+    command: str,
+    say: Callable[[str], None],
+    process: OwningProcess = OwningProcess(),
+    *,
+    file: Path | None = None,
 ) -> FolderOwner:
     """Return what owns a folder for this process while its block runs.
 
@@ -23,11 +61,8 @@ def owner_of(
         say: takes a line of news.
         file: see FolderOwner.
     """
-
-    def end(message: str) -> None:
-        environment.end_process_with(f"speechdp: {message}\n", exit_codes.IN_USE)
-
-    return FolderOwner(folder, Claimant.here(command, os.environ), Surroundings(say, end), file=file)
+    surroundings = Surroundings(say, process.end, process.stopped)
+    return FolderOwner(folder, Claimant.here(command, os.environ), surroundings, file=file)
 
 
 def say_aside(text: str) -> None:

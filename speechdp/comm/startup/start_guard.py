@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
 
-from speechdp import exit_codes
+from speechdp import exit_codes, remedies
 from speechdp.comm import environment
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class StartGuard:
         name = f"rank {self._rank} on {environment.host_name()}"
         environment.end_process_with(
             f"speechdp: {name}: waited {self._timeout_s:.0f} s for all ranks to {self._awaited}; "
-            "see with speechdp doctor that every host can be reached and reads the same disks, or raise "
-            "--hang-timeout where a disk is just slow\n",
+            "see with speechdp doctor that every host can be reached and reads the same disks"
+            f"{remedies.longer_wait()}\n",
             exit_codes.HUNG,
         )

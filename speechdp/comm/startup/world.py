@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from speechdp import __version__
+from speechdp import __version__, remedies
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
 from speechdp.errors import CommunicationError
@@ -30,8 +30,8 @@ _LAUNCHER_REMEDIES = {
     "srun": "start with `srun --mpi=pmix`",
     "mpirun": "start with the mpirun of the MPI that mpi4py and Horovod use: {prefix}/bin/mpirun",
     "PMI": "start with the mpirun of the MPI that mpi4py and Horovod use: {prefix}/bin/mpirun",
-    "horovodrun": "with `horovodrun`, choose --backend horovod",
-    "torchrun": "with `torchrun`, choose --backend torch",
+    "horovodrun": "with `horovodrun`, choose {horovod}",
+    "torchrun": "with `torchrun`, choose {torch}",
 }
 
 
@@ -58,9 +58,9 @@ def _check_launcher(comm: Communicator) -> None:
     if launch is None or comm.backend == "threads" or (launch.rank, launch.size) == (comm.rank, comm.size):
         return
     if comm.size == 1:
-        remedy = _LAUNCHER_REMEDIES[launch.launcher].format(prefix=sys.prefix)
+        remedy = _launcher_remedy(launch.launcher)
         if comm.backend == "serial":
-            remedy = "choose --backend auto"
+            remedy = f"choose {remedies.backend('auto')}"
         raise CommunicationError(
             f"{launch.launcher} started {launch.size} processes, but each is alone in the {comm.backend} "
             f"back-end's world and would train by itself; {remedy}"
@@ -68,8 +68,13 @@ def _check_launcher(comm: Communicator) -> None:
     raise CommunicationError(
         f"{launch.launcher} calls this process rank {launch.rank} of {launch.size}, but the {comm.backend} "
         f"back-end calls it rank {comm.rank} of {comm.size}; "
-        f"{_LAUNCHER_REMEDIES[launch.launcher].format(prefix=sys.prefix)}"
+        f"{_launcher_remedy(launch.launcher)}"
     )
+
+
+def _launcher_remedy(launcher: str) -> str:
+    chosen = {name: remedies.backend(name) for name in ("horovod", "torch")}
+    return _LAUNCHER_REMEDIES[launcher].format(prefix=sys.prefix, **chosen)
 
 
 def _check_mpi(comm: Communicator) -> None:
@@ -79,7 +84,7 @@ def _check_mpi(comm: Communicator) -> None:
     raise CommunicationError(
         f"MPI calls this process rank {mpi[0]} of {mpi[1]}, but the {comm.backend} back-end calls it rank "
         f"{comm.rank} of {comm.size}; rebuild {comm.backend} against the MPI of mpi4py "
-        f"(launch/setup does), or choose --backend mpi"
+        f"(launch/setup does), or choose {remedies.backend('mpi')}"
     )
 
 
@@ -113,7 +118,7 @@ def check_sum(comm: Communicator) -> None:
     if x.tolist() != expected:
         raise CommunicationError(
             f"the {comm.backend} back-end sums wrongly on rank {comm.rank} ({environment.host_name()}): "
-            f"{x.tolist()} instead of {expected}; choose another --backend"
+            f"{x.tolist()} instead of {expected}; choose another back-end"
         )
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
+from speechdp import remedies
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
 from speechdp.comm.staging import as_bytes
@@ -64,7 +65,7 @@ class TorchGroup(Communicator):
         # members: made, released and made again, such a group would find the old one's traces in the store.
         raise ConfigError(
             "the torch back-end cannot split a group once more; split the communicator of all ranks, "
-            "or choose --backend mpi"
+            f"or choose {remedies.backend('mpi')}"
         )
 
     def barrier(self) -> None:
@@ -77,6 +78,11 @@ class TorchGroup(Communicator):
         self._closed = True
         self.barrier()
         dist.destroy_process_group(self._group)
+
+    def abandon(self) -> None:
+        if not self._closed:
+            self._closed = True
+            dist.destroy_process_group(self._group)
 
     def abort(self, exit_code: int) -> NoReturn:
         if self._meeting.over_mpi:

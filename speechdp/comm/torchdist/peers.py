@@ -56,6 +56,9 @@ class TorchPeers(CheckedPeers):
         checked("closing a channel", lambda: self._group.barrier().wait())
         self._group = None
 
+    def _abandon(self) -> None:
+        self._group = None
+
     def _fill(self, x: Tensor, source: int | None, tag: int) -> int:
         """Receive one message into `x`, flat bytes, and return its sender."""
         header = torch.zeros(1, dtype=torch.int64)

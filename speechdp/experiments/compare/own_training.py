@@ -49,9 +49,9 @@ class CompareRequest:
             **{key: value for key, value in options.items() if key not in ("strategy", "seed")},
         }
 
-    def options_of(self, strategy: str, seed: int) -> TrainOptions:
+    def options_of(self, strategy: StrategyChoice, seed: int) -> TrainOptions:
         """Return the options of a run at equal frames."""
-        return dataclasses.replace(self.options, strategy=StrategyChoice(strategy), seed=seed)
+        return dataclasses.replace(self.options, strategy=strategy, seed=seed)
 
 
 class OwnTraining(ComparedTraining):

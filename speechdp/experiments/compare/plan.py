@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
-from speechdp.parallel.registry import describe, parse_strategy, strategy_names
+from speechdp.parallel.registry import StrategyChoice, describe, strategy_names
 
 #: Every run trains for the same number of epochs, hence on the same frames.
 FRAMES = "frames"
@@ -16,7 +16,7 @@ FRAMES = "frames"
 TIME = "time"
 MODES = (FRAMES, TIME)
 #: What is trained on one rank, whatever the strategies: plain training, the reference.
-SEQUENTIAL = "gradient_averaging"
+SEQUENTIAL = StrategyChoice("gradient_averaging")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class PlannedRun:
         epochs: None until it is known (mode `TIME`), and of a script, which trains as long as it does.
     """
 
-    strategy: str
+    strategy: StrategyChoice
     ranks: int
     seed: int
     mode: str
@@ -36,7 +36,7 @@ class PlannedRun:
     @property
     def folder(self) -> str:
         """Name of its folder; a run of another length is another run."""
-        readable = re.sub(r"[^A-Za-z0-9_.=+]+", "-", self.strategy)
+        readable = re.sub(r"[^A-Za-z0-9_.=+]+", "-", self.strategy.text)
         if self.is_of_script:
             return f"{self.ranks}x-{readable}-seed{self.seed}"
         assert self.epochs is not None
@@ -60,14 +60,14 @@ class ComparePlan:
     """What is compared.
 
     Attributes:
-        strategies: as for `--strategy`; none twice.
+        strategies: none twice.  A script may know names that are unknown here.
         ranks: numbers of ranks.
         seeds: every strategy is trained once for each.
         modes: of `MODES`, `FRAMES` among them.
         epochs: of the runs at equal frames; None: a script's own.
     """
 
-    strategies: tuple[str, ...]
+    strategies: tuple[StrategyChoice, ...]
     ranks: tuple[int, ...]
     seeds: tuple[int, ...]
     modes: tuple[str, ...]
@@ -84,7 +84,7 @@ class ComparePlan:
         if FRAMES not in self.modes or set(self.modes) - set(MODES):
             raise ConfigError("--modes: write frames, or frames,time (times are taken from the frames runs)")
 
-    def strategies_on(self, ranks: int) -> tuple[str, ...]:
+    def strategies_on(self, ranks: int) -> tuple[StrategyChoice, ...]:
         """Return what is trained on so many ranks."""
         return self.strategies if ranks > 1 else (SEQUENTIAL,)
 
@@ -99,8 +99,8 @@ class ComparePlan:
             for number, seed in enumerate(self.seeds):
                 for ranks in sorted(self.ranks):
                     epochs = self.epochs if mode == FRAMES else None
-                    names = self.strategies_on(ranks)
-                    runs = [PlannedRun(name, ranks, seed, mode, epochs) for name in names]
+                    chosen = self.strategies_on(ranks)
+                    runs = [PlannedRun(choice, ranks, seed, mode, epochs) for choice in chosen]
                     result += runs if number % 2 == 0 else runs[::-1]
         return result
 
@@ -125,8 +125,8 @@ def split_strategies(text: str) -> tuple[str, ...]:
     return tuple(strategies)
 
 
-def checked_strategies(text: str, *, others: bool = False) -> tuple[str, ...]:
-    """Split strategies as `split_strategies` does, and refuse what no run could use.
+def checked_strategies(text: str, *, others: bool = False) -> tuple[StrategyChoice, ...]:
+    """Read strategies that stand as `split_strategies` has them, and refuse what no run could use.
 
     Args:
         others: names may be unknown here: a script can register strategies of its own.
@@ -134,12 +134,13 @@ def checked_strategies(text: str, *, others: bool = False) -> tuple[str, ...]:
     Raises:
         ConfigError: an unknown strategy or option, or the same twice.
     """
-    strategies = split_strategies(text)
+    strategies = tuple(StrategyChoice(choice) for choice in split_strategies(text))
     known = strategy_names()
     meanings = [
-        s if others and s.partition(":")[0] not in known else describe(parse_strategy(s)) for s in strategies
+        choice.text if others and choice.name not in known else describe(choice.parsed)
+        for choice in strategies
     ]
-    twice = [s for s, meaning in zip(strategies, meanings, strict=True) if meanings.count(meaning) > 1]
+    twice = [str(choice) for choice, m in zip(strategies, meanings, strict=True) if meanings.count(m) > 1]
     if twice:
         raise ConfigError(f"--strategies: {' and '.join(twice)} are the same")
     return strategies

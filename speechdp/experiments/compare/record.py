@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from speechdp.experiments.compare.plan import PlannedRun
 from speechdp.experiments.record import PENDING, reading, refuse_others, write_record_file
 from speechdp.json_input import parse_json
+from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.records import check_beside
 
 FILE_NAME = "compare.json"
@@ -25,7 +26,7 @@ class RunRecord:
         wall_s: how long training, decoding and start took; None: it was not run by the last command.
     """
 
-    strategy: str
+    strategy: StrategyChoice
     ranks: int
     seed: int
     mode: str
@@ -39,6 +40,16 @@ class RunRecord:
     def of(cls, run: PlannedRun) -> RunRecord:
         """Return the record of a run that has not begun."""
         return cls(run.strategy, run.ranks, run.seed, run.mode, run.epochs)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> RunRecord:
+        """Return what `to_json` gave, or an earlier version, or a later one with more in it."""
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        return cls(**{**known, "strategy": StrategyChoice(str(values["strategy"]))})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what stands in compare.json; the strategy as it was given."""
+        return {**vars(self), "strategy": self.strategy.text}
 
     @property
     def planned(self) -> PlannedRun:
@@ -72,7 +83,7 @@ def write_record(out: Path, record: CompareRecord) -> None:
     """Write OUT/compare.json.  Raises RunError (disk)."""
     content = {
         "settings": record.settings,
-        "runs": [asdict(run) for run in record.runs],
+        "runs": [run.to_json() for run in record.runs],
         "completed": record.completed,
         **({"metric": record.metric} if record.metric else {}),
     }
@@ -86,12 +97,9 @@ def read_record(out: Path) -> CompareRecord:
         ConfigError: it cannot be read, is damaged, or names a folder elsewhere.
     """
     path = out / FILE_NAME
-    known = set(RunRecord.__dataclass_fields__)
     with reading(path, "give the command of the comparison again"):
         content = parse_json(path.read_text(encoding="utf-8"))
-        runs = tuple(
-            RunRecord(**{key: value for key, value in run.items() if key in known}) for run in content["runs"]
-        )
+        runs = tuple(RunRecord.from_json(run) for run in content["runs"])
         settings, completed = dict(content["settings"]), bool(content["completed"])
         metric = str(content.get("metric", ""))
     for run in runs:

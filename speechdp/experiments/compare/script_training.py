@@ -13,6 +13,7 @@ from speechdp.experiments.jobs import JobStarter
 from speechdp.launching.restarts import RESUME_VARIABLE
 from speechdp.parallel.data_parallel import STRATEGY
 from speechdp.parallel.ranks import BACKEND
+from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.parallel.script_folder import FOLDER
 
@@ -41,12 +42,12 @@ class UserScript:
         """Return its path and arguments."""
         return [str(self.path), *(word.replace(SEED_WORD, str(seed)) for word in self.arguments)]
 
-    def environment(self, strategy: str, ranks: int, seed: int, run_dir: Path) -> dict[str, str]:
+    def environment(self, strategy: StrategyChoice, ranks: int, seed: int, run_dir: Path) -> dict[str, str]:
         """Return what tells it what to do."""
         # Other back-ends have nothing to do on one rank, and some need a launcher.
         backend = "auto" if ranks == 1 else self.backend
         return {
-            STRATEGY: strategy,
+            STRATEGY: strategy.text,
             FOLDER: str(run_dir),
             BACKEND: f"{THREADS}:{ranks}" if backend == THREADS else backend,
             SEED: str(seed),

@@ -60,12 +60,12 @@ class SweepPlan:
             options = ",".join(filter(None, [f"{option}={period}", rest]))
             result[f"{name}-{period}"] = StrategyChoice(f"{name}:{options}")
         for choice in result.values():
-            if not self._is_other(choice.text):
+            if not self._is_other(choice.name):
                 _ = choice.parsed  # raises what is wrong with it
         return result
 
-    def _is_other(self, strategy: str) -> bool:
-        return self.others and strategy.partition(":")[0] not in strategy_names()
+    def _is_other(self, name: str) -> bool:
+        return self.others and name not in strategy_names()
 
 
 def _period_option(name: str) -> tuple[str, Any]:

@@ -36,7 +36,7 @@ class ScriptSweep:
         """Return the runs by the names of their folders.  Raises ConfigError: as SweepPlan.runs."""
         strategies = self.plan.runs()
         runs = {
-            name: RunRecord(choice.text, self.ranks, self.seed, FRAMES, None)
+            name: RunRecord(choice, self.ranks, self.seed, FRAMES, None)
             for name, choice in strategies.items()
         }
         if not self.one_rank or self.ranks == 1:

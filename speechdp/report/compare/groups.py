@@ -172,8 +172,8 @@ def make_groups(comparison: Comparison, target: float | None) -> list[Group]:
     """Sum the runs up, in the order of modes, ranks, and strategies as they were given."""
     keys: dict[tuple[str, int, str], list[ComparedRun]] = {}
     for run in sorted(comparison.runs, key=lambda run: run.record.seed):
-        keys.setdefault((run.record.mode, run.record.ranks, run.record.strategy), []).append(run)
-    given = list(dict.fromkeys(run.record.strategy for run in comparison.runs))
+        keys.setdefault((run.record.mode, run.record.ranks, run.record.strategy.text), []).append(run)
+    given = list(dict.fromkeys(run.record.strategy.text for run in comparison.runs))
     order = sorted(keys, key=lambda key: (MODES.index(key[0]), key[1], given.index(key[2])))
     return [_group(key, keys[key], target) for key in order]
 

@@ -50,7 +50,7 @@ class BucketedGradients(Strategy):
         if dtype is not None and dtype not in comm.reducible:
             raise ConfigError(
                 f"gradient_averaging:compression={self.compression}: the {comm.backend} back-end cannot "
-                "sum that type; use compression=none or another --backend"
+                "sum that type; use compression=none or another back-end"
             )
         super().check_ranks(comm)
 

@@ -181,7 +181,7 @@ def test_known_words_of_launchers(line: str, found: str, remedy: str) -> None:
 
 
 def test_own_words_of_a_rank_and_a_crash() -> None:
-    said = ["noise", "speechdp: rank 1 on n2: the horovod back-end sums wrongly; choose another --backend"]
+    said = ["noise", "speechdp: rank 1 on n2: the horovod back-end sums wrongly; choose another back-end"]
     assert failed(job(("node.",), ("node.",), exit_code=1, said=said)).found.startswith(
         "rank 1 on n2: the horovod"
     )

@@ -15,6 +15,7 @@ from speechdp.experiments.arguments import train_arguments
 from speechdp.experiments.compare.plan import (
     ComparePlan,
     PlannedRun,
+    checked_strategies,
     equal_time_epochs,
     split_strategies,
     stretched,
@@ -55,6 +56,28 @@ def test_an_option_of_nothing_is_refused(text: str) -> None:
         split_strategies(text)
 
 
+def test_strategies_are_read_once_for_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = checked_strategies("bmuf:period=4,easgd")
+    assert chosen == (StrategyChoice("bmuf:period=4"), StrategyChoice("easgd"))
+
+    def read_again(text: str) -> None:
+        raise AssertionError(f"{text} is read a second time")
+
+    monkeypatch.setattr("speechdp.parallel.registry.parse_strategy", read_again)
+    runs = ComparePlan(chosen, (2, 4), (1, 2), ("frames",), 6).runs()
+    assert {RunRecord.of(run).planned.strategy.parsed.name for run in runs} == {"bmuf", "easgd"}
+    assert checked_strategies("of_a_script:x=1", others=True) == (StrategyChoice("of_a_script:x=1"),)
+    with pytest.raises(AssertionError, match="bmuf is read"):  # a choice that nobody has read before
+        checked_strategies("bmuf")
+
+
+def test_the_same_strategies_in_other_words_are_refused() -> None:
+    with pytest.raises(ConfigError, match="model_averaging and model_averaging:period=16 are the same"):
+        checked_strategies("model_averaging,model_averaging:period=16")
+    with pytest.raises(ConfigError, match="unknown strategy 'of_a_script'"):
+        checked_strategies("of_a_script")
+
+
 def test_numbers_are_read_or_refused() -> None:
     assert whole_numbers("ranks", "1, 2,8", least=1) == (1, 2, 8)
     for text in ("", "0", "1,x", "-1", "1.5"):
@@ -63,8 +86,9 @@ def test_numbers_are_read_or_refused() -> None:
 
 
 def test_one_rank_is_trained_once_a_seed_and_strategies_alternate() -> None:
-    runs = ComparePlan(("a", "b:period=4"), (2, 1), (1, 2), ("time", "frames"), 6).runs()
-    of_frames = [(r.strategy, r.ranks, r.seed, r.epochs) for r in runs if r.mode == "frames"]
+    chosen = (StrategyChoice("a"), StrategyChoice("b:period=4"))
+    runs = ComparePlan(chosen, (2, 1), (1, 2), ("time", "frames"), 6).runs()
+    of_frames = [(r.strategy.text, r.ranks, r.seed, r.epochs) for r in runs if r.mode == "frames"]
     assert of_frames == [
         ("gradient_averaging", 1, 1, 6), ("a", 2, 1, 6), ("b:period=4", 2, 1, 6),
         ("gradient_averaging", 1, 2, 6), ("b:period=4", 2, 2, 6), ("a", 2, 2, 6),
@@ -77,7 +101,7 @@ def test_one_rank_is_trained_once_a_seed_and_strategies_alternate() -> None:
     ("changes", "message"),
     [
         ({"strategies": ()}, "--strategies: name at least one"),
-        ({"strategies": ("a", "a")}, "--strategies: a is given twice"),
+        ({"strategies": (StrategyChoice("a"), StrategyChoice("a"))}, "--strategies: a is given twice"),
         ({"ranks": (2, 2)}, "--ranks: 2 is given twice"),
         ({"seeds": (1, 1)}, "--seeds: 1 is given twice"),
         ({"modes": ("time",)}, "--modes: write frames, or frames,time"),
@@ -85,14 +109,15 @@ def test_one_rank_is_trained_once_a_seed_and_strategies_alternate() -> None:
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(changes: dict[str, object], message: str) -> None:
-    given = {"strategies": ("a",), "ranks": (1, 2), "seeds": (1,), "modes": ("frames",), "epochs": 3}
+    one = (StrategyChoice("a"),)
+    given = {"strategies": one, "ranks": (1, 2), "seeds": (1,), "modes": ("frames",), "epochs": 3}
     with pytest.raises(ConfigError, match=message):
         ComparePlan(**{**given, **changes})  # type: ignore[arg-type]
 
 
 def test_folders_are_plain_names_of_their_own() -> None:
     runs = [
-        PlannedRun(strategy, ranks, seed, mode, epochs)
+        PlannedRun(StrategyChoice(strategy), ranks, seed, mode, epochs)
         for strategy in ("a", "a:x=1,y=2")
         for ranks in (2, 4)
         for seed in (1, 2)
@@ -140,31 +165,31 @@ def test_runs_at_equal_time_follow_the_slowest_of_their_ranks_and_seed(tmp_path:
     frames = read_record(tmp_path).runs
     times = [dataclasses.replace(r, mode="time", epochs=None, folder=None, state=PENDING) for r in frames]
     record = plan_time_runs(CompareRecord({}, (*frames, *times)), tmp_path)
-    planned = {(r.strategy, r.ranks): r for r in record.runs if r.mode == "time"}
+    planned = {(r.strategy.text, r.ranks): r for r in record.runs if r.mode == "time"}
     assert planned["fast:period=4", 2].epochs == 18  # 12 * 9000 / 6000
     assert planned["fast:period=4", 2].state == PENDING
     for key in (("slow", 2), ("gradient_averaging", 1)):  # the reference itself is not trained again
         assert planned[key].state == COMPLETE
-        assert planned[key].folder == next(r.folder for r in frames if (r.strategy, r.ranks) == key)
+        assert planned[key].folder == next(r.folder for r in frames if (r.strategy.text, r.ranks) == key)
 
 
 def test_a_run_that_failed_has_no_run_at_equal_time_and_is_no_reference(tmp_path: Path) -> None:
     fast, slow = MadeUpStrategy("fast", frames_per_s=9000), MadeUpStrategy("slow", frames_per_s=6000)
     write_comparison(tmp_path, [fast, slow], ranks=(2,), seeds=(1,), modes=("frames",))
     frames = [
-        dataclasses.replace(r, state=FAILED if r.strategy == "slow" else r.state)
+        dataclasses.replace(r, state=FAILED if r.strategy.text == "slow" else r.state)
         for r in read_record(tmp_path).runs
     ]
     times = [dataclasses.replace(r, mode="time", epochs=None, folder=None, state=PENDING) for r in frames]
     record = plan_time_runs(CompareRecord({}, (*frames, *times)), tmp_path)
-    planned = {r.strategy: r for r in record.runs if r.mode == "time"}
+    planned = {r.strategy.text: r for r in record.runs if r.mode == "time"}
     assert planned["slow"].state == FAILED and "has no training time" in planned["slow"].message
     assert (planned["fast"].epochs, planned["fast"].state) == (12, COMPLETE)
 
 
 def test_the_time_left_is_that_of_runs_with_as_many_ranks() -> None:
     def run(ranks: int, state: str, wall_s: float | None = None) -> RunRecord:
-        return RunRecord("a", ranks, 1, "frames", 3, "x", state, "", wall_s)
+        return RunRecord(StrategyChoice("a"), ranks, 1, "frames", 3, "x", state, "", wall_s)
 
     assert estimate_left_s([run(1, PENDING)]) is None
     ended = [run(1, COMPLETE, 10.0), run(2, COMPLETE, 30.0), run(2, FAILED, 1.0)]
@@ -203,11 +228,15 @@ def test_options_come_through_the_command_line_unchanged(options: TrainOptions) 
 
 
 def test_the_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    record = CompareRecord(
-        {"epochs": 3}, (RunRecord("a:b=1", 2, 1, "time", None, None, FAILED, "why", 2.5),), True
-    )
+    run = RunRecord(StrategyChoice("a:b=1"), 2, 1, "time", None, None, FAILED, "why", 2.5)
+    record = CompareRecord({"epochs": 3}, (run,), True)
     write_record(tmp_path, record)
     assert read_record(tmp_path) == record
+    (written,) = json.loads((tmp_path / "compare.json").read_text())["runs"]
+    assert written == {
+        "strategy": "a:b=1", "ranks": 2, "seed": 1, "mode": "time", "epochs": None, "folder": None,
+        "state": FAILED, "message": "why", "wall_s": 2.5,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("folder", ["../x", "/etc", "a/b", "..", "", 3])

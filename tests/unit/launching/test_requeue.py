@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from speechdp.cli.main import run
-from speechdp.exit_codes import FAILED, STOPPED
+from speechdp.exit_codes import FAILED, STOPPED, STOPPED_UNSAVED
 from speechdp.launching.requeue import is_to_go_on
 from speechdp.launching.supervise import JobEnd
 
@@ -39,6 +39,7 @@ def test_which_commands_go_on(stop_signal: signal.Signals | None, exit_code: int
         (None, STOPPED, True),
         (signal.SIGUSR1, 128 + signal.SIGUSR1, False),  # it would begin anew at each time limit
         (signal.SIGUSR2, 128 + signal.SIGUSR2, False),
+        (None, STOPPED_UNSAVED, False),
         (signal.SIGTERM, STOPPED, False),
         (signal.SIGUSR1, 0, False),
     ],
@@ -64,20 +65,29 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 SCRIPT = ("python", "own.py")
 TRAIN = ("train", "D", "R")
+NOT_REQUEUED = "job 7 is not requeued: the script did not save in time when it was asked to stop; "
 
 
 @pytest.mark.parametrize(
-    ("command", "exit_code", "said"),
+    ("command", "exit_code", "stop_signal", "said"),
     [
-        (SCRIPT, STOPPED, "job 7 is given back to slurm, to go on from what the script has saved"),
-        (SCRIPT, 138, "job 7 is not requeued: the script did not save in time when it was asked to stop; "),
-        (TRAIN, STOPPED, "job 7 is given back to slurm, to go on from its checkpoint"),
-        (TRAIN, 138, "job 7 is given back to slurm, to be started again"),
+        (
+            SCRIPT,
+            STOPPED,
+            signal.SIGUSR1,
+            "job 7 is given back to slurm, to go on from what the script has saved",
+        ),
+        (SCRIPT, STOPPED_UNSAVED, signal.SIGUSR1, NOT_REQUEUED),
+        (SCRIPT, STOPPED_UNSAVED, None, NOT_REQUEUED),  # the ranks were told directly
+        (SCRIPT, 138, signal.SIGUSR1, NOT_REQUEUED),
+        (TRAIN, STOPPED, signal.SIGUSR1, "job 7 is given back to slurm, to go on from its checkpoint"),
+        (TRAIN, 138, signal.SIGUSR1, "job 7 is given back to slurm, to be started again"),
     ],
 )
 def test_what_becomes_of_a_job_at_its_time_limit_is_told(
     command: tuple[str, ...],
     exit_code: int,
+    stop_signal: signal.Signals | None,
     said: str,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -85,10 +95,11 @@ def test_what_becomes_of_a_job_at_its_time_limit_is_told(
 ) -> None:
     if exit_code == STOPPED:
         (folder / "R" / "checkpoints" / "step-00000042").mkdir(parents=True)
-    end = JobEnd(exit_code, signal.SIGUSR1)
+    end = JobEnd(exit_code, stop_signal)
     monkeypatch.setattr("speechdp.cli.launch.run_job", lambda *_arguments, **_options: end)
     is_given_back = "given back" in said
-    assert run(["launch", "--requeue", "--", *command]) == (STOPPED if is_given_back else exit_code)
+    ended = exit_code if stop_signal is None else 128 + stop_signal
+    assert run(["launch", "--requeue", "--", *command]) == (STOPPED if is_given_back else ended)
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"speechdp launch: {said}")
     assert (folder / "ordered").exists() == is_given_back
 

@@ -73,6 +73,7 @@ def test_what_would_fail_again_is_not_started_again(tmp_path: Path) -> None:
     assert job.why_not(refused, 1) is None
     assert job.why_not(JobEnd(0, None), 1) is None  # Open MPI 5 after the loss of a host
     assert job.why_not(JobEnd(2, None), 2) == ""
+    assert job.why_not(JobEnd(76, None), 76) == ""  # a script that was asked to stop, and saved nothing
     assert job.why_not(JobEnd(73, None, (Fault("said", 0, "n1"),)), 73) == ""  # another job's checkpoint
     assert job.why_not(JobEnd(143, 15), 143) == ""
     assert job.why_not(JobEnd(0, None), 0) == ""

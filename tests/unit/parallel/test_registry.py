@@ -170,6 +170,7 @@ def with_attributes(**attributes: Any) -> type[ModelAveraging]:
     [
         (Halved, "Halved has no finish, no load_state_dict, no state_dict"),
         (with_attributes(attach=id), "Odd overrides attach; override set_up instead, which attach calls"),
+        (with_attributes(abandon=id), "Odd overrides abandon; append what set_up opens to self.channels"),
         (with_attributes(close=id), "Odd overrides close; append what set_up opens to self.channels"),
         (
             with_attributes(synchronous=False),

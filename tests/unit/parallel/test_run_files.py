@@ -104,7 +104,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path: Path) -> None:
             with faulty_disk(fails_at, full()), pytest.raises(RunError) as raised:
                 attempt()
             assert str(raised.value).startswith(f"{tmp_path / name}: cannot be written (No space left")
-            assert str(raised.value).endswith("then continue with --resume")
+            assert str(raised.value).endswith("then run again")
             assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
     with faulty_disk(1, full()), pytest.raises(RunError, match=r"metrics\.jsonl: cannot be written"):
         run.add_metrics(metrics(30))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,15 +12,16 @@ import torch
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
-from speechdp.errors import ConfigError
+from speechdp.errors import CommunicationError, ConfigError
 from speechdp.parallel.registry import StrategyChoice, parse_strategy, strategy_names
 from speechdp.parallel.strategy import Strategy, Traits
 from speechdp.parallel.training_step import TrainingStep
+from speechdp.strategies.dpsgd import Dpsgd
 from speechdp.testing import make_batch, make_replica, summed_loss
 from speechdp.timing.timeline import Timeline
 
 #: What a strategy is given or what is done for it: not for subclasses.
-FINAL = {"attach", "close", "name", "peer_bytes"}
+FINAL = {"abandon", "attach", "close", "name", "peer_bytes"}
 MOST_TO_WRITE = 15
 
 
@@ -64,6 +66,51 @@ def test_channels_that_a_strategy_opens_besides_are_counted_and_closed() -> None
 
     for found in run_threads(2, work):
         assert found["all"] == found["group"] + found["peers"] > 0
+
+
+@dataclass(eq=False)
+class CannotBegin(Dpsgd):
+    """Opens a channel of its own, and raises on some ranks what no check has foreseen."""
+
+    on_ranks: int = 2
+    opened: ClassVar[dict[int, list[Any]]] = {}
+
+    def set_up(self) -> None:
+        super().set_up()
+        self.channels.append(self.comm.peers())
+        self.opened[self.comm.rank] = self.channels
+        if self.comm.rank >= self.comm.size - self.on_ranks:
+            raise ConfigError(f"rank {self.comm.rank} cannot begin")
+
+
+def _is_closed(channel: Any, other: int) -> bool:
+    try:
+        channel.send(torch.zeros(1), other)
+    except CommunicationError as error:
+        return "the channel is closed" in str(error)
+    return False
+
+
+def test_a_strategy_that_cannot_begin_leaves_no_channel_open() -> None:
+    def begin(comm: Communicator) -> None:
+        with pytest.raises(ConfigError, match=f"rank {comm.rank} cannot begin"):
+            CannotBegin().attach(make_replica(), comm, timeline())
+        channels = CannotBegin.opened[comm.rank]
+        assert len(channels) == 2 and all(_is_closed(channel, 1 - comm.rank) for channel in channels)
+        # The ranks go on with something else.
+        parse_strategy("dpsgd").attach(make_replica(), comm, timeline()).close()
+
+    run_threads(2, begin)
+
+
+def test_a_rank_that_alone_cannot_begin_waits_for_nobody_and_says_why() -> None:
+    def begin(comm: Communicator) -> None:
+        CannotBegin(on_ranks=1).attach(make_replica(), comm, timeline())
+        comm.barrier()
+
+    with pytest.raises(ConfigError, match="rank 1 cannot begin"):
+        run_threads(2, begin, timeout_s=30)
+    assert all(_is_closed(channel, 0) for channel in CannotBegin.opened[1])
 
 
 def test_the_loss_of_all_passes_of_a_step_is_observed_once() -> None:

@@ -19,6 +19,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError
 from speechdp.experiments.compare.record import CompareRecord, RunRecord, read_record, write_record
+from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.compare.report import write_comparison
 from speechdp.report.runs.folders import read_run, read_sweep
 from speechdp.report.runs.results import SCRIPT
@@ -58,9 +59,9 @@ def compared(tmp_path: Path) -> Path:
     ]
     records = []
     for strategy, ranks, speed, loss in runs:
-        record = RunRecord(strategy, ranks, 1, "frames", None)
+        record = RunRecord(StrategyChoice(strategy), ranks, 1, "frames", None)
         folder = script_run(tmp_path, record.planned.folder, speed, (0.9, loss), ranks)
-        records.append(RunRecord(strategy, ranks, 1, "frames", None, folder, "complete"))
+        records.append(replace(record, folder=folder, state="complete"))
     write_record(tmp_path, CompareRecord({"script": "train.py"}, tuple(records), completed=True))
     return tmp_path
 

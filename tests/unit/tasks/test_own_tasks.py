@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
 import sys
@@ -221,6 +222,11 @@ def test_options_of_other_tasks_are_refused(changes: dict[str, Any], message: st
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return write_tiny_data(tmp_path_factory.mktemp("own") / "data", TinySizes(train=24, dev=6))
+
+
+def test_the_example_keeps_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "test_predictive_coding", raising=False)
+    importlib.import_module("test_predictive_coding").test_contract()
 
 
 def test_an_own_task_is_trained_judged_saved_and_reported(dataset: Dataset, tmp_path: Path) -> None:

@@ -278,7 +278,7 @@ def test_a_resumed_run_appends_behind_a_torn_line(tmp_path: Path) -> None:
 
 def test_an_unwritable_file_is_one_line_naming_it(tmp_path: Path) -> None:
     (tmp_path / "timeline").write_text("in the way")
-    with pytest.raises(RunError, match=r"timeline/rank-0000\.jsonl.*--resume"):
+    with pytest.raises(RunError, match=r"timeline/rank-0000\.jsonl.*then run again"):
         Timeline(tmp_path / "timeline" / "rank-0000.jsonl", rank=0, device=CPU)
 
 

@@ -1,0 +1,52 @@
+"""What messages advise: options of the speechdp command that runs, or what a user's own script has instead.
+
+Code below the command line does not know who uses it.  It asks here, so that nobody is told of an option that
+their command does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+#: The options of each command that runs in this process; none: a script of the user's runs.
+_commands: list[frozenset[str]] = []
+
+
+@contextmanager
+def of_command(options: Collection[str]) -> Iterator[None]:
+    """Advise the options of a command inside the block.
+
+    Args:
+        options: their names as Python has them, e.g. `hang_timeout`.
+    """
+    names = frozenset(options)
+    _commands.append(names)
+    try:
+        yield
+    finally:
+        _commands.remove(names)
+
+
+def going_on() -> str:
+    """Return what continues work that was broken off, to complete "free some space, then ..."."""
+    return "continue with --resume" if _has("resume") else "run again"
+
+
+def backend(name: str) -> str:
+    """Return how a communicator back-end is chosen, to complete "choose ..."."""
+    return f"--backend {name}" if _commands else f"SPEECHDP_BACKEND={name}"
+
+
+def device(name: str) -> str:
+    """Return how the device is chosen, to complete "use ..."."""
+    return f"--device {name}" if _commands else f'run_ranks(device="{name}")'
+
+
+def longer_wait() -> str:
+    """Return how ranks are given longer to start, as the end of a list of remedies; "": they are not."""
+    return ", or raise --hang-timeout where a disk is just slow" if _has("hang_timeout") else ""
+
+
+def _has(option: str) -> bool:
+    return bool(_commands) and option in _commands[-1]

@@ -1,0 +1,45 @@
+"""Checks for authors of strategies and tasks: what each must keep to (docs/api.md)."""
+
+from speechdp.testing.strategies import (
+    NUM_STEPS,
+    PLAIN,
+    TOLERANCE,
+    Sgd,
+    StrategyRun,
+    assert_begins_with_gradient_averaging,
+    assert_bitwise_equal_over_ranks,
+    assert_close,
+    assert_resumes,
+    batches_of_all,
+    flat,
+    make_batch,
+    make_model,
+    make_replica,
+    plain_sgd,
+    resumed_run,
+    strategy_contract,
+    summed_loss,
+)
+from speechdp.testing.tasks import task_contract
+
+__all__ = [
+    "NUM_STEPS",
+    "PLAIN",
+    "TOLERANCE",
+    "Sgd",
+    "StrategyRun",
+    "assert_begins_with_gradient_averaging",
+    "assert_bitwise_equal_over_ranks",
+    "assert_close",
+    "assert_resumes",
+    "batches_of_all",
+    "flat",
+    "make_batch",
+    "make_model",
+    "make_replica",
+    "plain_sgd",
+    "resumed_run",
+    "strategy_contract",
+    "summed_loss",
+    "task_contract",
+]
