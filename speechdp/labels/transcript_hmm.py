@@ -30,6 +30,21 @@ _Arc = tuple[int, float]
 
 
 @dataclass(frozen=True)
+class TranscriptOptions:
+    """Probabilities of the HMMs of transcripts; see `TranscriptCompiler`.
+
+    Attributes:
+        self_loop: of every class.
+        silence_probability: of a pause at a word boundary.
+        transition_scale: factor on all log-probabilities of the HMM.
+    """
+
+    self_loop: float = 0.6
+    silence_probability: float = 0.5
+    transition_scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class TranscriptHmm:
     """The HMM of one transcript; states are in order, each after all its predecessors but itself.
 

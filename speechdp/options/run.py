@@ -106,11 +106,22 @@ class TrainOptions:
     def _refuse_beside_task(self) -> None:
         """Refuse options that the task has no use for.  Raises ConfigError."""
         task = self.task_class
+        if self.make_task().transcripts is not None:
+            self._refuse_chunks()
         if task.whole_utterances:
             self._refuse_parts(task.name)
         elif self.realign and not task.decodes:
             raise ConfigError(
                 f"--realign: not with --task {task.name}, whose models cannot align; leave it out"
+            )
+
+    def _refuse_chunks(self) -> None:
+        """Refuse to cut utterances whose transcripts are to be learnt as a whole.  Raises ConfigError."""
+        batches = self.batches()
+        if batches.chunk_frames or batches.left_context or batches.right_context:
+            raise ConfigError(
+                "transcripts are learnt over whole utterances: give --chunk-frames 0 --left-context 0 "
+                "--right-context 0, or --criterion frame"
             )
 
     def _refuse_parts(self, task: str) -> None:
@@ -212,6 +223,7 @@ class TrainOptions:
             inputs=self.inputs,
             augment=self.augment if augmented else AugmentOptions(),
             seed=self.seed,
+            transcripts=self.make_task().transcripts,
         )
 
     def to_decode(self, split: str) -> str:
