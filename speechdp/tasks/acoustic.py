@@ -27,8 +27,9 @@ from speechdp.tasks.base import LOSS, FrameScores, LossSum, Stage, Task, TaskDat
 from speechdp.tasks.metrics import FRAME_ACCURACY, LOG_PROB, RECORDS, TRANSCRIPT_LOG_PROB
 from speechdp.tasks.model_file import ClassCounts, save_model
 
-#: Of the log-posteriors in --criterion full-sum: posteriors of neighbouring frames are not independent.
-POSTERIOR_SCALE = 0.3
+#: Of all log-probabilities in --criterion full-sum.  Neighbouring frames are not independent: with scale 1
+#: the first alignment that comes up, usually silence nearly everywhere, is never left again.
+FULL_SUM_SCALE = 0.3
 #: Share of a class's prior that is of the last step's batch.
 _PRIOR_UPDATE = 0.02
 #: Least prior, as a share of the uniform one: a class that is hardly seen is not made likely by that.
@@ -127,12 +128,12 @@ class FullSumTask(AcousticTask):
 
     The loss of an utterance is -log of the sum over all state sequences of its transcript of
 
-        product over frames of  p(class | x)^POSTERIOR_SCALE / p(class)^prior_scale * p(transition)^scale
+        product over frames of  (p(class | x) / p(class)^prior_scale * p(transition))^FULL_SUM_SCALE
 
-    divided by POSTERIOR_SCALE: its gradient is that of the cross-entropy against the occupancies of the
-    classes.  The priors are a running average of the model's own posteriors: without them, the easiest model
-    to learn says silence everywhere.  An utterance with fewer frames than its transcript has states is left
-    out.
+    divided by FULL_SUM_SCALE: its gradient is that of the cross-entropy against the occupancies of the
+    classes.  The priors are a running average of the model's own posteriors: they keep frequent classes,
+    silence above all, from taking what is not theirs.  An utterance with fewer frames than its transcript has
+    states is left out.
 
     Source: Raissi et al. 2022, "HMM vs. CTC for automatic speech recognition: comparison based on full-sum
     training from scratch"; the scales of public RWTH recipes.
@@ -142,7 +143,7 @@ class FullSumTask(AcousticTask):
     """
 
     metrics = (TRANSCRIPT_LOG_PROB, FRAME_ACCURACY)
-    transcripts: ClassVar[TranscriptOptions] = TranscriptOptions(transition_scale=0.3)
+    transcripts: ClassVar[TranscriptOptions] = TranscriptOptions(transition_scale=FULL_SUM_SCALE)
 
     prior_scale: float = 0.3
 
@@ -215,6 +216,6 @@ class FullSumTask(AcousticTask):
             model.class_prior.lerp_(mean.to(model.class_prior.dtype), _PRIOR_UPDATE)
         # As multiples of the uniform prior, so that the loss begins as it would be without priors.
         prior = (model.class_prior * logits.shape[2]).clamp(min=_MIN_PRIOR_SHARE)
-        scores = POSTERIOR_SCALE * log_posteriors - self.prior_scale * prior.log()
+        scores = FULL_SUM_SCALE * (log_posteriors - self.prior_scale * prior.log())
         log_probs, _ = full_sum(scores, batch.lengths, batch.transcripts)
-        return -log_probs.sum() / POSTERIOR_SCALE
+        return -log_probs.sum() / FULL_SUM_SCALE

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ import torch
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.loading.batch import IGNORED_TARGET, Batch
+from speechdp.data.shards.alignment_file import open_targets
 from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.shard import Shard
 from speechdp.data.transforms.inputs import InputOptions
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import StateInventory
@@ -27,6 +31,7 @@ from speechdp.parallel.registry import StrategyChoice
 from speechdp.tasks.acoustic import AcousticTask, FullSumTask
 from speechdp.tasks.base import TaskData
 from speechdp.tasks.model_file import load_model
+from speechdp.train.realign import train_with_realignment
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from tests.helpers.finished_run import assert_equal_runs, evaluations, model_tensors
@@ -145,7 +150,7 @@ def test_priors_follow_the_posteriors_in_training_only(dataset: Dataset) -> None
         """Return the occupancy of silence's first state."""
         total = dataclasses.replace(task, prior_scale=prior_scale)._total(model, logits, batch)
         (gradient,) = torch.autograd.grad(total, logits)
-        return float((logits.softmax(2) - gradient)[inside][:, 0].sum())
+        return float((logits.detach().softmax(2) - gradient)[inside][:, 0].sum())
 
     assert silence(0.3) < 0.9 * silence(0.0)  # what is said to be frequent counts for less
 
@@ -262,3 +267,56 @@ def test_utterances_that_are_too_short_are_counted(tmp_path: Path) -> None:
     (rank,) = json.loads((tmp_path / "run" / "timing.json").read_text())["ranks"]
     assert 0 < rank["data"]["utterances_too_short"] < 24
     assert evaluations(tmp_path / "run")[-1]["heldout_frames"] < dataset.num_frames("dev")
+
+
+# --- as a first round ---------------------------------------------------------------------------------
+
+
+def test_the_first_round_alone_has_the_criterion(tmp_path: Path) -> None:
+    """And finds the states that the features were made of."""
+    data = write_tiny_data(tmp_path / "data", TinySizes(train=60, dev=10))
+    options = TrainOptions(
+        ModelOptions(layers=1, cells=16, dropout=0.0),
+        BatchOptions(batch_size=4),
+        OptimizerOptions("adam", learning_rate=0.01),
+        epochs=1,
+        realign=2,
+        realign_epochs=5,
+        realign_criterion="full-sum",
+    )
+    train_with_realignment(Session(data, ALONE, CPU), options, tmp_path / "run")
+    criteria = {
+        name: json.loads((tmp_path / "run" / name / "run.json").read_text())["options"]["model"]["criterion"]
+        for name in ("realign/1", "realign/2", ".")
+    }
+    assert criteria == {"realign/1": "full-sum", "realign/2": None, ".": None}
+    same = frames = 0
+    for path in data.shard_paths("train"):
+        with (
+            Shard(path) as shard,
+            closing(open_targets(tmp_path / "run" / "alignments" / "1" / path.name, shard)) as found,
+        ):
+            for number in range(shard.num_utterances):
+                exact = shard.read(number)[1]
+                same += int((found.read(number) == exact).sum())
+                frames += len(exact)
+    assert same / frames > 0.8
+
+
+@pytest.mark.parametrize(
+    ("criterion", "realign", "realign_criterion", "message"),
+    [
+        ("full-sum", 1, None, "--realign: not with --criterion full-sum"),
+        (None, 0, "full-sum", "--realign-criterion: goes with --realign"),
+    ],
+)
+def test_rounds_that_make_no_sense_are_refused(
+    criterion: Any, realign: int, realign_criterion: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainOptions(ModelOptions(criterion=criterion), realign=realign, realign_criterion=realign_criterion)
+
+
+def test_a_first_round_over_chunks_is_refused_before_it_begins() -> None:
+    with pytest.raises(ConfigError, match="whole utterances"):
+        TrainOptions(batch=BatchOptions(chunk_frames=20), realign=1, realign_criterion="full-sum")
