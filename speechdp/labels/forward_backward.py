@@ -87,9 +87,9 @@ def occupancies(log_likelihoods: Tensor, lengths: Tensor, hmms: TranscriptHmms) 
     Args, Returns: see `full_sum` and `Occupancies`.
     """
     trellis = _Trellis(log_likelihoods.detach(), lengths, hmms)
-    alphas = trellis.forward(torch.logaddexp, torch.logsumexp)
-    log_probs = trellis.totals(alphas, torch.logsumexp)
-    classes = trellis.class_occupancies(alphas, log_probs)
+    alphas, ended = trellis.forward(torch.logaddexp, torch.logsumexp)
+    log_probs = trellis.totals(ended, torch.logsumexp)
+    classes = trellis.class_occupancies(alphas, ended, log_probs)
     return Occupancies(log_probs, classes, trellis.fits)
 
 
@@ -99,8 +99,8 @@ def best_paths(log_likelihoods: Tensor, lengths: Tensor, hmms: TranscriptHmms) -
     Args: see `full_sum`.
     """
     trellis = _Trellis(log_likelihoods.detach(), lengths, hmms)
-    alphas = trellis.forward(torch.maximum, torch.amax)
-    log_probs = trellis.totals(alphas, torch.amax)
+    alphas, ended = trellis.forward(torch.maximum, torch.amax)
+    log_probs = trellis.totals(ended, torch.amax)
     scores = alphas.cpu().numpy().reshape(len(alphas), *hmms.classes.shape)
     return BestPaths(
         log_probs.cpu().numpy(), _trace_back(scores, lengths.numpy(), hmms), trellis.fits.numpy()
@@ -117,10 +117,11 @@ class _FullSum(torch.autograd.Function):
             ctx.save_for_backward(found.classes)
             return found.log_probs
         trellis = _Trellis(log_likelihoods, lengths, hmms)
-        return trellis.totals(trellis.forward(torch.logaddexp, torch.logsumexp), torch.logsumexp)
+        _, ended = trellis.forward(torch.logaddexp, torch.logsumexp, keep=False)
+        return trellis.totals(ended, torch.logsumexp)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
         (classes,) = ctx.saved_tensors
         return gradients[0].to(classes.dtype)[:, None, None] * classes, None, None
@@ -143,7 +144,9 @@ class _Trellis:
         assert log_likelihoods.shape[0] == batch
         self._shape = (batch, states)
         self._log_likelihoods = log_likelihoods
-        self._lengths = lengths
+        self._rows_by_end: dict[int, list[int]] = {}  # utterances by their last frame
+        for row, length in enumerate(lengths.tolist()):
+            self._rows_by_end.setdefault(length - 1, []).append(row)
         self.fits = lengths >= torch.from_numpy(hmms.min_frames)
         flat = (hmms.predecessors + states * np.arange(batch)[:, None, None]).reshape(-1, width)
         log_probs = hmms.log_probs.reshape(-1, width)
@@ -155,10 +158,8 @@ class _Trellis:
         self._stay, self._enter = moved(log_probs[:, 0]), moved(log_probs[:, 1])  # (N,)
         self._before = moved(flat[:, 1])  # (N,)
         self._wide = moved(wide)  # (W,)
-        self._others, self._other_log_probs = (
-            moved(flat[wide, 2:].T),
-            moved(log_probs[wide, 2:].T),
-        )  # (K-2, W)
+        self._others = moved(flat[wide, 2:].T)  # (K-2, W)
+        self._other_log_probs = moved(log_probs[wide, 2:].T)
         self._classes = moved(hmms.classes)
         self._initial, self._final = moved(hmms.initial.reshape(-1)), moved(hmms.final)
         # (T, N) in the dtype of the log-likelihoods
@@ -166,54 +167,63 @@ class _Trellis:
         index = self._classes.expand(by_frame.shape[0], batch, states)
         self._emissions = by_frame.gather(2, index).reshape(-1, batch * states)
 
-    def forward(self, combine: Callable[..., Tensor], combine_all: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """Return the forward log-probabilities (T, N) float64.
+    def forward(
+        self,
+        combine: Callable[..., Tensor],
+        combine_all: Callable[[Tensor, int], Tensor],
+        *,
+        keep: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the forward log-probabilities.
 
         Args:
             combine: of two tensors: logaddexp sums over paths, maximum takes the best.
             combine_all: the same along a dimension.
+            keep: return those of all frames.
+
+        Returns:
+            (T, N) float64, without `keep` of some frames only; and the log-probabilities of ending with each
+            utterance's last frame in each state, (B, S).
         """
         emissions = self._emissions
-        alphas = emissions.new_empty(emissions.shape, dtype=torch.float64)
-        if len(alphas):
-            torch.add(self._initial, emissions[0], out=alphas[0])
+        kept = len(emissions) if keep else min(2, len(emissions))
+        alphas = self._stay.new_empty(kept, len(self._stay))
+        ended = self._final.clone()
         stayed, entered = torch.empty_like(self._stay), torch.empty_like(self._stay)
-        for frame in range(1, len(alphas)):
-            before, here = alphas[frame - 1], alphas[frame]
-            torch.add(before, self._stay, out=stayed)
-            torch.index_select(before, 0, self._before, out=entered)
-            entered += self._enter
-            combine(stayed, entered, out=here)
-            if len(self._wide):
-                others = self._wide_terms(before)
-                many = torch.cat([here[self._wide].unsqueeze(0), others])  # (K-1, W)
-                here.index_copy_(0, self._wide, combine_all(many, 0))
+        for frame in range(len(emissions)):
+            here = alphas[frame % kept]
+            if frame == 0:
+                here.copy_(self._initial)
+            else:
+                before = alphas[(frame - 1) % kept]
+                torch.add(before, self._stay, out=stayed)
+                torch.index_select(before, 0, self._before, out=entered)
+                entered += self._enter
+                combine(stayed, entered, out=here)
+                if len(self._wide):
+                    many = torch.cat([here[self._wide].unsqueeze(0), self._wide_terms(before)])  # (K-1, W)
+                    here.index_copy_(0, self._wide, combine_all(many, 0))
             here += emissions[frame]
-        return alphas
+            if frame in self._rows_by_end:
+                rows = self._rows_by_end[frame]
+                ended[rows] += here.view(self._shape)[rows]
+        return alphas, ended
 
-    def totals(self, alphas: Tensor, combine_all: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """Return log p (B,) of the forward log-probabilities; 0 of utterances that do not fit."""
-        if not len(alphas):
-            return alphas.new_zeros(self._shape[0])
-        totals = combine_all(self._last(alphas) + self._final, 1)
-        return totals.where(self.fits.to(totals.device), 0.0)
+    def totals(self, ended: Tensor, combine_all: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Return log p (B,) by what `forward` gave of the ends; 0 of utterances that do not fit."""
+        return combine_all(ended, 1).where(self.fits.to(ended.device), 0.0)
 
-    def class_occupancies(self, alphas: Tensor, log_probs: Tensor) -> Tensor:
+    def class_occupancies(self, alphas: Tensor, ended: Tensor, log_probs: Tensor) -> Tensor:
         """Return the occupancies (B, T, C); `alphas` are overwritten with those of states."""
         batch, states = self._shape
         occupied = torch.zeros_like(self._log_likelihoods)
-        if not len(alphas):
-            return occupied
-        ended = (self._last(alphas) + self._final - log_probs.unsqueeze(1)).exp_()  # (B, S)
-        ended *= self.fits.to(ended.device).unsqueeze(1)
-        ends: dict[int, list[int]] = {}
-        for row, length in enumerate(self._lengths.tolist()):
-            if self.fits[row]:
-                ends.setdefault(length - 1, []).append(row)
+        fits = self.fits.to(ended.device).unsqueeze(1)
+        at_end = (ended - log_probs.unsqueeze(1)).exp().where(fits, 0.0)  # (B, S)
         occupancy = torch.zeros_like(self._stay)  # (N,) of the frame at hand
         for frame in range(len(alphas) - 1, -1, -1):
-            if frame in ends:
-                occupancy.view(batch, states)[ends[frame]] = ended[ends[frame]]
+            if frame in self._rows_by_end:
+                rows = self._rows_by_end[frame]
+                occupancy.view(self._shape)[rows] = at_end[rows]
             earlier = self._hand_on(alphas, frame, occupancy) if frame else occupancy
             alphas[frame] = occupancy
             occupancy = earlier
@@ -238,14 +248,10 @@ class _Trellis:
         """Return what states with more than two predecessors have from the third on, (K-2, W)."""
         return before[self._others].add_(self._other_log_probs)
 
-    def _last(self, alphas: Tensor) -> Tensor:
-        """Return the rows (B, S) of each utterance's last frame."""
-        batch, states = self._shape
-        last = (self._lengths - 1).clamp(min=0).to(alphas.device)
-        return alphas.view(-1, batch, states)[last, torch.arange(batch, device=alphas.device)]
 
-
-def _trace_back(scores: NDArray[np.float64], lengths: NDArray[np.int64], hmms: TranscriptHmms) -> Any:
+def _trace_back(
+    scores: NDArray[np.float64], lengths: NDArray[np.int64], hmms: TranscriptHmms
+) -> NDArray[np.int32]:
     """Return the classes (B, T) of the best paths, by their forward scores (T, B, S)."""
     num_frames, batch, _ = scores.shape
     classes = np.full((batch, num_frames), -1, np.int32)
