@@ -11,17 +11,21 @@ Legend: B utterances, S states, K predecessors of a state, C classes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from speechdp.errors import ConfigError
-from speechdp.labels.hmm import StateInventory, states_of
-from speechdp.labels.lexicon import SILENCE, Lexicon
+from speechdp.labels.hmm import STATES_PER_PHONE, StateInventory, states_of
+from speechdp.labels.lexicon import SILENCE, Lexicon, Pronunciation
 
 #: Log-probability of what cannot be.  Finite, so that no difference of two of them is NaN.
 LOG_ZERO = -1e30
+
+#: The class of CTC's blank; the other classes are the phones.
+BLANK = 0
 
 LogProbs = NDArray[np.float64]
 States = NDArray[np.int64]
@@ -31,14 +35,16 @@ _Arc = tuple[int, float]
 
 @dataclass(frozen=True)
 class TranscriptOptions:
-    """Probabilities of the HMMs of transcripts; see `TranscriptCompiler`.
+    """What the HMMs of transcripts are.
 
     Attributes:
+        topology: hmm: `TranscriptCompiler`; ctc: `CtcCompiler`, which has no probabilities.
         self_loop: of every class.
         silence_probability: of a pause at a word boundary.
         transition_scale: factor on all log-probabilities of the HMM.
     """
 
+    topology: Literal["hmm", "ctc"] = "hmm"
     self_loop: float = 0.6
     silence_probability: float = 0.5
     transition_scale: float = 1.0
@@ -176,14 +182,96 @@ class TranscriptCompiler:
     def _variants_of(self, word: str) -> list[States]:
         found = self._variants.get(word)
         if found is None:
-            if word not in self._lexicon:
-                raise ConfigError(
-                    f"word {word!r} of a transcript is not in the lexicon; add it and prepare again"
-                )
-            pronunciations = self._lexicon.pronunciations[word]
+            pronunciations = _pronunciations(self._lexicon, word)
             found = [np.array(states_of(phones, self._inventory), np.int64) for phones in pronunciations]
             self._variants[word] = found
         return found
+
+
+class CtcCompiler:
+    """Makes the graphs of connectionist temporal classification over phones; safe from several threads.
+
+    A phone is one state, a blank may stand before and after it, and has to between two of the same phone;
+    every arc has probability 1.  Pronunciations of a word stand side by side, as in `TranscriptCompiler`, so
+    with one a word the sum over all paths is CTC's.
+
+    Source: Graves et al. 2006.
+
+    Args:
+        lexicon: the words.
+        inventory: class n + 1 is its n-th phone, class 0 the blank.
+    """
+
+    def __init__(self, lexicon: Lexicon, inventory: StateInventory) -> None:
+        self._lexicon, self._inventory = lexicon, inventory
+        self._certain = np.zeros(num_ctc_classes(inventory.num_classes))
+
+    def compile(self, words: Sequence[str]) -> TranscriptHmm:
+        """Make the graph of a transcript; without words it is blank.
+
+        Raises:
+            ConfigError: a word is not in the lexicon.
+        """
+        chains = _Chains(self._certain, self._certain)
+        start: _Arc = (-1, 0.0)
+        # What leads to the next word boundary, and the phone that it comes from.
+        boundary: list[tuple[_Arc, int]] = [(start, BLANK), (chains.add_state(BLANK, [start]), BLANK)]
+        for word in words:
+            ends = [self._add_phones(chains, phones, boundary) for phones in self._variants_of(word)]
+            boundary = [*ends, (chains.add_state(BLANK, [arc for arc, _ in ends]), BLANK)]
+        hmm = chains.finish([arc for arc, _ in boundary], min_frames=0)
+        return replace(hmm, min_frames=_shortest_path(hmm))
+
+    def _add_phones(
+        self, chains: _Chains, phones: Sequence[int], boundary: list[tuple[_Arc, int]]
+    ) -> tuple[_Arc, int]:
+        """Add a pronunciation behind a word boundary; return the arc that leaves it and its last phone."""
+        entries = boundary
+        for place, phone in enumerate(phones):
+            if place > 0:
+                entries = [*entries, (chains.add_state(BLANK, [arc for arc, _ in entries]), BLANK)]
+            arcs = [arc for arc, before in entries if before != phone]
+            entries = [(chains.add_state(phone, arcs), phone)]
+        return entries[0]
+
+    def _variants_of(self, word: str) -> list[list[int]]:
+        classes_of = self._inventory.classes_of
+        return [
+            [classes_of(phone)[0] // STATES_PER_PHONE for phone in phones]
+            for phones in _pronunciations(self._lexicon, word)
+        ]
+
+
+def num_ctc_classes(num_states: int) -> int:
+    """Return how many classes CTC has where the HMMs of the same phones have `num_states`."""
+    return num_states // STATES_PER_PHONE  # silence's place is the blank's
+
+
+def make_compiler(
+    lexicon: Lexicon, inventory: StateInventory, options: TranscriptOptions
+) -> TranscriptCompiler | CtcCompiler:
+    """Return what makes the HMMs that the options describe."""
+    if options.topology == "ctc":
+        return CtcCompiler(lexicon, inventory)
+    return TranscriptCompiler(
+        lexicon, inventory, options.self_loop, options.silence_probability, options.transition_scale
+    )
+
+
+def _pronunciations(lexicon: Lexicon, word: str) -> tuple[Pronunciation, ...]:
+    """Look a word up.  Raises ConfigError: it is not in the lexicon."""
+    if word not in lexicon:
+        raise ConfigError(f"word {word!r} of a transcript is not in the lexicon; add it and prepare again")
+    return lexicon.pronunciations[word]
+
+
+def _shortest_path(hmm: TranscriptHmm) -> int:
+    """Return the frames of the shortest path through an HMM."""
+    frames: list[float] = []
+    for state, (predecessors, log_probs) in enumerate(zip(hmm.predecessors, hmm.log_probs, strict=True)):
+        before = [frames[p] for p, arc in zip(predecessors[1:], log_probs[1:], strict=True) if arc > LOG_ZERO]
+        frames.append(1 if hmm.initial[state] > LOG_ZERO else 1 + min(before))
+    return int(min(n for n, final in zip(frames, hmm.final, strict=True) if final > LOG_ZERO))
 
 
 class _Chains:
@@ -201,6 +289,10 @@ class _Chains:
         self._classes.append(classes)
         self.num_states += len(classes)
         return self.num_states - 1, float(self._leave[classes[-1]])
+
+    def add_state(self, state_class: int, arcs: list[_Arc]) -> _Arc:
+        """Add a chain of one state."""
+        return self.add(np.array([state_class], np.int64), arcs)
 
     def finish(self, last: Iterable[_Arc], min_frames: int) -> TranscriptHmm:
         """Return the HMM that ends by the arcs `last`."""

@@ -46,10 +46,13 @@ class ModelOptions:
     dropout: Annotated[float | None, shown("P", "the preset's")] = None
     """Dropout probability, 0 to 1.
     Acoustic models: between layers and before the output; synthesis: in the pre-nets."""
-    criterion: Annotated[Literal["frame", "full-sum"] | None, shown("{frame,full-sum}", "frame")] = None
+    criterion: Annotated[
+        Literal["frame", "full-sum", "ctc"] | None, shown("{frame,full-sum,ctc}", "frame")
+    ] = None
     """Acoustic models: what is trained.
     frame: cross-entropy of each frame against the HMM state that it is aligned with.
-    full-sum: probability of the transcript, summed over all its state sequences; needs no alignment."""
+    full-sum: probability of the transcript, summed over all its state sequences; needs no alignment.
+    ctc: the same over phones and a blank instead of HMM states, for comparison: cannot be decoded."""
     prior_scale: Annotated[float | None, shown("SCALE", "0.3")] = None
     """--criterion full-sum: exponent of the class priors that the posteriors are divided by, 0 to 1."""
     reduction: Annotated[int | None, shown("FRAMES", "the preset's")] = None

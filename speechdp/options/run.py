@@ -134,8 +134,8 @@ class TrainOptions:
         """Refuse to cut utterances whose transcripts are to be learnt as a whole.  Raises ConfigError."""
         if self.realign:
             raise ConfigError(
-                "--realign: not with --criterion full-sum, which learns from no alignment; leave it out, or "
-                "give --realign-criterion full-sum instead of --criterion"
+                f"--realign: not with --criterion {self.model.criterion}, which learns from no alignment; "
+                "leave it out, or give --realign-criterion full-sum instead of --criterion"
             )
         batches = self.batches()
         if batches.chunk_frames or batches.left_context or batches.right_context:
@@ -248,7 +248,7 @@ class TrainOptions:
 
     def to_decode(self, split: str) -> str:
         """Return the split to decode after training; "" (none) where nothing decodes the task's models."""
-        return split if self.task_class.decodes else ""
+        return split if self.make_task().decodes else ""
 
     def slowness(self, rank: int) -> float:
         """Return by what factor `rank` is slowed down."""

@@ -28,7 +28,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.extents import Extents
 from speechdp.labels.hmm import StateInventory, count_frames_and_runs
 from speechdp.labels.lexicon import Lexicon
-from speechdp.labels.transcript_hmm import TranscriptCompiler, TranscriptHmms, TranscriptOptions
+from speechdp.labels.transcript_hmm import TranscriptHmms, TranscriptOptions, make_compiler
 
 IntArray = npt.NDArray[np.int64]
 #: Reads slower than so many bytes a second come from a disk or a network, not from the page cache ...
@@ -114,15 +114,11 @@ class SplitReader(SplitSource):
         self.pool = BufferPool(pin=pin)
         self._files = SplitFiles(dataset, split, alignments)
         self._context = context or Context()
-        self._compiler: TranscriptCompiler | None = None
+        self._compiler = None
         if transcripts is not None:
-            self._compiler = TranscriptCompiler(
-                Lexicon.load(dataset.lexicon_path),
-                StateInventory.load(dataset.classes_path),
-                transcripts.self_loop,
-                transcripts.silence_probability,
-                transcripts.transition_scale,
-            )
+            lexicon = Lexicon.load(dataset.lexicon_path)
+            inventory = StateInventory.load(dataset.classes_path)
+            self._compiler = make_compiler(lexicon, inventory, transcripts)
         lengths = self._files.lengths(comm)
         self.times.facts |= {"stored": dataset.stored, "storage": self._files.storage}
         self.index = CorpusIndex.of_lengths(lengths)

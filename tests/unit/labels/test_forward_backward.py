@@ -10,7 +10,13 @@ from speechdp.decode.graph import LexiconTransducer
 from speechdp.labels.forward_backward import best_paths, full_sum, occupancies
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import Lexicon
-from speechdp.labels.transcript_hmm import LOG_ZERO, TranscriptCompiler, TranscriptHmm, TranscriptHmms
+from speechdp.labels.transcript_hmm import (
+    LOG_ZERO,
+    CtcCompiler,
+    TranscriptCompiler,
+    TranscriptHmm,
+    TranscriptHmms,
+)
 
 LEXICON = Lexicon({"ab": (("A", "B"),), "c": (("C",), ("A",), ("C", "A")), "d": (("D",),)})
 INVENTORY = StateInventory(("A", "B", "C", "D"))
@@ -128,3 +134,44 @@ def test_a_batch_without_frames_fits_nothing() -> None:
     log_probs, fits = full_sum(torch.zeros(1, 0, NUM_CLASSES), torch.tensor([0]), hmms_of([["d"]]))
     assert log_probs.tolist() == [0.0] and not fits.any()
     assert best_paths(torch.zeros(1, 0, NUM_CLASSES), torch.tensor([0]), hmms_of([["d"]])).classes.size == 0
+
+
+def test_over_the_graphs_of_ctc_the_sum_is_that_of_torch() -> None:
+    """Also where a phone follows itself within a word and between two, and where nothing is said."""
+    lexicon = Lexicon({"aab": (("A", "A", "B"),), "b": (("B",),), "c": (("C",),)})
+    texts = [["aab", "b", "c"], ["b", "b"], [], ["c"], ["aab"]]
+    labels = [[1, 1, 2, 2, 3], [2, 2], [], [3], [1, 1, 2]]
+    lengths = torch.tensor([9, 7, 3, 9, 3])
+    generator = torch.Generator().manual_seed(0)
+    log_posteriors = torch.randn(5, 9, 4, generator=generator, dtype=torch.float64).log_softmax(2)
+    log_posteriors.requires_grad_()
+    compiler = CtcCompiler(lexicon, StateInventory(("A", "B", "C")))
+    hmms = TranscriptHmms.of([compiler.compile(words) for words in texts])
+    assert hmms.min_frames.tolist() == [7, 3, 1, 1, 4]
+    log_probs, fits = full_sum(log_posteriors, lengths, hmms)
+    assert fits.tolist() == [True, True, True, True, False]  # the last needs a blank between two A
+    expected = -torch.nn.functional.ctc_loss(
+        log_posteriors.transpose(0, 1),
+        torch.tensor([label for row in labels for label in row]),
+        lengths,
+        torch.tensor([len(row) for row in labels]),
+        reduction="none",
+        zero_infinity=True,
+    )
+    torch.testing.assert_close(log_probs, expected)
+
+
+def test_the_graphs_of_ctc_sum_over_pronunciations() -> None:
+    lexicon = Lexicon({"c": (("C",), ("A", "C")), "a": (("A",),)})
+    compiler = CtcCompiler(lexicon, StateInventory(("A", "B", "C")))
+    log_posteriors = torch.randn(1, 8, 4, generator=torch.Generator().manual_seed(0)).log_softmax(2)
+    lengths = torch.tensor([8])
+    found, _ = full_sum(log_posteriors, lengths, TranscriptHmms.of([compiler.compile(["a", "c"])]))
+    frames = log_posteriors[0].double()
+    each = [
+        -torch.nn.functional.ctc_loss(
+            frames, torch.tensor(labels), lengths[0], torch.tensor(len(labels)), 0, "sum"
+        )
+        for labels in ([1, 3], [1, 1, 3])
+    ]
+    torch.testing.assert_close(found[0], torch.stack(each).logsumexp(0))

@@ -1,4 +1,4 @@
-"""--criterion full-sum: an acoustic model that learns transcripts without an alignment."""
+"""--criterion full-sum and ctc: acoustic models that learn transcripts without an alignment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from speechdp.data.shards.alignment_file import open_targets
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import Shard
 from speechdp.data.transforms.inputs import InputOptions
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, RunError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import Lexicon
 from speechdp.labels.transcript_hmm import TranscriptCompiler, TranscriptHmms
@@ -28,7 +28,7 @@ from speechdp.options.batch import BatchOptions
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.registry import StrategyChoice
-from speechdp.tasks.acoustic import AcousticTask, FullSumTask
+from speechdp.tasks.acoustic import AcousticTask, CtcTask, FullSumTask
 from speechdp.tasks.base import TaskData
 from speechdp.tasks.model_file import load_model
 from speechdp.train.realign import train_with_realignment
@@ -122,7 +122,7 @@ def test_the_gradient_is_that_of_cross_entropy_against_occupancies(dataset: Data
     batch = batch_of(dataset, [30, 25])
     logits = torch.randn(2, 30, dataset.num_classes, generator=torch.Generator().manual_seed(0))
     logits.requires_grad_()
-    (gradient,) = torch.autograd.grad(task._total(made(dataset, task), logits, batch), logits)
+    (gradient,) = torch.autograd.grad(task.total(made(dataset, task), logits, batch), logits)
     inside = torch.arange(30) < batch.lengths.unsqueeze(1)
     torch.testing.assert_close(gradient.sum(2), torch.zeros(2, 30), atol=1e-5, rtol=0)
     occupancies = logits.softmax(2) - gradient
@@ -148,7 +148,7 @@ def test_priors_follow_the_posteriors_in_training_only(dataset: Dataset) -> None
 
     def silence(prior_scale: float) -> float:
         """Return the occupancy of silence's first state."""
-        total = dataclasses.replace(task, prior_scale=prior_scale)._total(model, logits, batch)
+        total = dataclasses.replace(task, prior_scale=prior_scale).total(model, logits, batch)
         (gradient,) = torch.autograd.grad(total, logits)
         return float((logits.detach().softmax(2) - gradient)[inside][:, 0].sum())
 
@@ -211,7 +211,7 @@ def test_data_without_pronunciations_are_refused(tmp_path: Path) -> None:
     dataset = write_tiny_data(tmp_path / "data")
     count = dataset.num_classes
     dataset.classes_path.write_text("".join(f"{i} pdf-{i}\n" for i in range(count)))
-    with pytest.raises(ConfigError, match=r"--criterion full-sum: .* Kaldi pdfs"):
+    with pytest.raises(ConfigError, match=r"training without an alignment: .* Kaldi pdfs"):
         train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -320,3 +320,31 @@ def test_rounds_that_make_no_sense_are_refused(
 def test_a_first_round_over_chunks_is_refused_before_it_begins() -> None:
     with pytest.raises(ConfigError, match="whole utterances"):
         TrainOptions(batch=BatchOptions(chunk_frames=20), realign=1, realign_criterion="full-sum")
+
+
+# --- CTC ----------------------------------------------------------------------------------------------
+
+
+def test_ctc_learns_and_cannot_be_decoded(dataset: Dataset, tmp_path: Path) -> None:
+    options = TrainOptions(
+        ModelOptions(layers=1, cells=16, dropout=0.0, criterion="ctc"),
+        BatchOptions(batch_size=4),
+        OptimizerOptions("adam", learning_rate=0.01),
+        strategy=StrategyChoice("model_averaging:period=2"),
+        epochs=5,
+    )
+    assert isinstance(options.make_task(), CtcTask)
+    assert options.to_decode("test") == ""
+    run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path))
+    found = [line["heldout_transcript_log_prob"] for line in evaluations(tmp_path)]
+    assert found[-1] > 0.5 * found[0] and "heldout_frame_accuracy" not in evaluations(tmp_path)[0]
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["decodes"] is False
+    assert len(model_tensors(tmp_path)["model.output.bias"]) == dataset.num_classes // 3
+    with pytest.raises(RunError, match="model of --criterion ctc, which cannot be decoded"):
+        load_model(tmp_path, CPU)
+
+
+def test_models_of_ctc_do_not_align() -> None:
+    with pytest.raises(ConfigError, match="--realign: not with --criterion ctc"):
+        TrainOptions(ModelOptions(criterion="ctc"), realign=1)
