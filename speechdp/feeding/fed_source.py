@@ -20,6 +20,7 @@ from speechdp.data.loading.stage_times import StageTimes
 from speechdp.data.plan.assignment import PlanPosition
 from speechdp.data.plan.epoch_plan import CorpusIndex, Segments
 from speechdp.feeding.feeder_link import DEPTH, FeederLink
+from speechdp.labels.transcript_hmm import TranscriptHmms
 
 
 class Feeders:
@@ -108,8 +109,10 @@ class FedSource(SplitSource):
 
     def arrived(self, packet: Packet) -> Batch:
         """Return the batch in a packet, and count it."""
-        features, targets, lengths = packet.tensors
-        batch = Batch(features, targets, lengths, int(packet.head["num_frames"]))
+        features, targets, lengths, *hmms = packet.tensors
+        transcripts = TranscriptHmms(*(tensor.numpy() for tensor in hmms)) if hmms else None
+        num_frames = int(packet.head["num_frames"])
+        batch = Batch(features, targets, lengths, num_frames, transcripts=transcripts)
         self._made_by[str(packet.source)] += 1
         self.times.count(batch.num_frames, features.shape[0] * features.shape[1])
         return batch
@@ -159,6 +162,11 @@ def pack_segments(segments: Segments) -> Tensor:
     """Return segments as one (5, S) int64 tensor."""
     columns = (segments.shard, segments.utterance, segments.start, segments.num_frames, segments.speed)
     return torch.from_numpy(np.stack([column.astype(np.int64) for column in columns]))
+
+
+def transcript_tensors(hmms: TranscriptHmms | None) -> list[Tensor]:
+    """Return the arrays of a batch's HMMs, in the order of their fields; none where it has none."""
+    return [] if hmms is None else [torch.from_numpy(array) for array in vars(hmms).values()]
 
 
 def unpack_segments(packed: Tensor) -> Segments:

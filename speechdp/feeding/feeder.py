@@ -20,7 +20,7 @@ from speechdp.data.loading.source_options import SourceRequest, Workshop, open_l
 from speechdp.data.plan.assignment import PlanPosition
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import SpeechDPError
-from speechdp.feeding.fed_source import unpack_segments
+from speechdp.feeding.fed_source import transcript_tensors, unpack_segments
 from speechdp.feeding.feeder_link import TRAVELLING
 
 
@@ -152,7 +152,7 @@ class _Maker:
             self._refuse(begun.asked, error)
             return
         times = begun.opened.source.times
-        tensors = [batch.features, batch.targets, batch.lengths]
+        tensors = [batch.features, batch.targets, batch.lengths, *transcript_tensors(batch.transcripts)]
         self._channel.send(
             begun.asked.source,
             {"number": begun.asked.head["number"], "op": "batch", "num_frames": batch.num_frames},

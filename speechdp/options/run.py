@@ -75,6 +75,11 @@ class TrainOptions:
     """Rounds of training and forced alignment before the actual training; 0: none."""
     realign_epochs: Annotated[int | None, shown("N", "--epochs")] = None
     """Epochs in each round of --realign."""
+    realign_criterion: Annotated[
+        Literal["frame", "full-sum"] | None, shown("{frame,full-sum}", "--criterion")
+    ] = None
+    """Criterion of the first round of --realign.
+    full-sum: that round learns from the transcripts alone, not from the targets in DATA."""
     max_steps: Annotated[int, shown("STEPS")] = 0
     """Stop after this many steps, for trials and timing; 0: train all epochs."""
     checkpoint_steps: Annotated[int, shown("STEPS")] = 0
@@ -99,6 +104,10 @@ class TrainOptions:
             raise ConfigError("--base-batch is in segments, --batch-frames in frames: give --learning-rate")
         self.make_task()  # refuses models of another task
         self._refuse_beside_task()
+        if self.realign_criterion and not self.realign:
+            raise ConfigError("--realign-criterion: goes with --realign; leave it out")
+        if self.realign:
+            dataclasses.replace(self, model=self.first_round_model(), realign=0, realign_criterion=None)
         batch, optimizer = self._resolve(1)  # with any number of ranks: only divisibility depends on it
         optimizer.schedule()
         batch.plan(self.seed)
@@ -106,11 +115,33 @@ class TrainOptions:
     def _refuse_beside_task(self) -> None:
         """Refuse options that the task has no use for.  Raises ConfigError."""
         task = self.task_class
+        if self.make_task().transcripts is not None:
+            self._refuse_chunks()
         if task.whole_utterances:
             self._refuse_parts(task.name)
         elif self.realign and not task.decodes:
             raise ConfigError(
                 f"--realign: not with --task {task.name}, whose models cannot align; leave it out"
+            )
+
+    def first_round_model(self) -> ModelOptions:
+        """Return the model of the first round of --realign, with the criterion it is trained by."""
+        if self.realign_criterion is None:
+            return self.model
+        return dataclasses.replace(self.model, criterion=self.realign_criterion)
+
+    def _refuse_chunks(self) -> None:
+        """Refuse to cut utterances whose transcripts are to be learnt as a whole.  Raises ConfigError."""
+        if self.realign:
+            raise ConfigError(
+                f"--realign: not with --criterion {self.model.criterion}, which learns from no alignment; "
+                "leave it out, or give --realign-criterion full-sum instead of --criterion"
+            )
+        batches = self.batches()
+        if batches.chunk_frames or batches.left_context or batches.right_context:
+            raise ConfigError(
+                "transcripts are learnt over whole utterances: give --chunk-frames 0 --left-context 0 "
+                "--right-context 0, or --criterion frame"
             )
 
     def _refuse_parts(self, task: str) -> None:
@@ -212,11 +243,12 @@ class TrainOptions:
             inputs=self.inputs,
             augment=self.augment if augmented else AugmentOptions(),
             seed=self.seed,
+            transcripts=self.make_task().transcripts,
         )
 
     def to_decode(self, split: str) -> str:
         """Return the split to decode after training; "" (none) where nothing decodes the task's models."""
-        return split if self.task_class.decodes else ""
+        return split if self.make_task().decodes else ""
 
     def slowness(self, rank: int) -> float:
         """Return by what factor `rank` is slowed down."""

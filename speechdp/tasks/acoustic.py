@@ -1,23 +1,41 @@
-"""The acoustic-model task: an LSTM, frame cross-entropy against HMM states."""
+"""The acoustic-model task: an LSTM over HMM states, by frame cross-entropy or by whole transcripts.
+
+Legend: B batch, T frames, C classes, H what the output layer sees.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.data.shards.dataset import Dataset
-from speechdp.labels.kaldi_pdfs import classes_of
+from speechdp.errors import ConfigError
+from speechdp.labels.forward_backward import full_sum
+from speechdp.labels.kaldi_pdfs import classes_of, refuse_kaldi_pdfs
+from speechdp.labels.lexicon import Lexicon
+from speechdp.labels.transcript_hmm import TranscriptOptions, num_ctc_classes
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.presets import LSTM_TINY, Preset
 from speechdp.tasks.base import LOSS, FrameScores, LossSum, Stage, Task, TaskData, Values
-from speechdp.tasks.metrics import FRAME_ACCURACY, LOG_PROB, RECORDS
-from speechdp.tasks.model_file import ClassCounts, save_model
+from speechdp.tasks.metrics import FRAME_ACCURACY, LOG_PROB, RECORDS, TRANSCRIPT_LOG_PROB
+from speechdp.tasks.model_file import ClassCounts, save_any_model, save_model
+
+#: Of all log-probabilities in --criterion full-sum.  Neighbouring frames are not independent: with scale 1
+#: the first alignment that comes up, usually silence nearly everywhere, is never left again.
+FULL_SUM_SCALE = 0.3
+#: Share of a class's prior that is of the last step's batch.
+_PRIOR_UPDATE = 0.02
+#: Least prior, as a share of the uniform one: a class that is hardly seen is not made likely by that.
+_MIN_PRIOR_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -33,16 +51,23 @@ class AcousticTask(Task):
     decodes = RECORDS["acoustic"].decodes
     counts_classes = True
     presets = ("tiny", "kaldi-4x800", "swb2000")
-    model_options = tuple(field.name for field in fields(LstmConfig))
+    model_options = (*(field.name for field in fields(LstmConfig)), "criterion", "prior_scale")
     modules = ("encoder", "output")
 
     sizes: LstmConfig = LSTM_TINY
 
     @classmethod
     def of_preset(cls, preset: Preset, given: Mapping[str, Any]) -> AcousticTask:
-        """Return the task with a preset's sizes, changed by those given."""
+        """Return the task of the criterion given, with a preset's sizes, changed by those given."""
         assert isinstance(preset.model, LstmConfig)
-        return cls(replace(preset.model, **given))
+        sizes = dict(given)
+        criterion, prior_scale = sizes.pop("criterion", "frame"), sizes.pop("prior_scale", None)
+        config = replace(preset.model, **sizes)
+        if criterion == "full-sum":
+            return FullSumTask(config) if prior_scale is None else FullSumTask(config, prior_scale)
+        if prior_scale is not None:
+            raise ConfigError("--prior-scale: goes with --criterion full-sum; leave it out")
+        return CtcTask(config) if criterion == "ctc" else cls(config)
 
     @classmethod
     def check_data(cls, dataset: Dataset) -> None:
@@ -97,3 +122,144 @@ class AcousticTask(Task):
         learnt = batch.targets != IGNORED_TARGET  # (B, T)
         encoded = model.encode(batch.features, batch.lengths)[learnt]  # (frames, H)
         return model.output(encoded), batch.targets[learnt]
+
+
+class TranscriptTask(AcousticTask):
+    """An acoustic model that learns transcripts as a whole, without an alignment.
+
+    An utterance with fewer frames than its transcript needs is left out.
+    """
+
+    def loss(self, model: LstmAcousticModel, batch: Batch) -> LossSum:
+        """Return the summed loss of a batch with at least one frame."""
+        return LossSum(self.total(model, model(batch.features, batch.lengths), batch), batch.num_frames)
+
+    @abstractmethod
+    def total(self, model: Any, logits: Tensor, batch: Batch) -> Tensor:
+        """Return the summed loss of a batch by its logits (B, T, C)."""
+
+    @torch.no_grad()
+    def score(self, model: LstmAcousticModel, batch: Batch) -> FrameScores:
+        """Score a batch: log-probability of the transcripts by the posteriors alone, and frame accuracy."""
+        assert batch.transcripts is not None
+        logits = model(batch.features, batch.lengths)
+        log_probs, fits = full_sum(logits.log_softmax(2), batch.lengths, batch.transcripts)
+        targets = batch.targets[fits.to(batch.targets.device)]
+        correct = logits[fits.to(logits.device)].argmax(dim=2) == targets  # never where a target is ignored
+        sums = {
+            TRANSCRIPT_LOG_PROB.key: log_probs.sum().item(),
+            FRAME_ACCURACY.key: float(correct.sum().item()),
+        }
+        return FrameScores({metric.key: sums[metric.key] for metric in self.metrics}, batch.num_frames)
+
+    def stages(self, model: LstmAcousticModel) -> tuple[Stage, ...]:
+        """Return the LSTM stack, the output layer, and the sum over state sequences."""
+
+        def encode(values: Values, batch: Batch) -> Values:
+            return {"encoded": model.encode(batch.features, batch.lengths)}  # (B, T, H)
+
+        def classify(values: Values, batch: Batch) -> Values:
+            return {"logits": model.output(values["encoded"])}  # (B, T, C)
+
+        def lose(values: Values, batch: Batch) -> Values:
+            return {LOSS: self.total(model, values["logits"], batch)}
+
+        return Stage("encoder", encode), Stage("output", classify), Stage("loss", lose)
+
+    def describe_data(self, data: TaskData) -> dict[str, Any]:
+        """Return what the model file says of the data; refuses data without pronunciations."""
+        refuse_kaldi_pdfs(data.dataset.classes_path, "training without an alignment")
+        Lexicon.load(data.dataset.lexicon_path)
+        return super().describe_data(data)
+
+
+@dataclass(frozen=True)
+class FullSumTask(TranscriptTask):
+    """Learns by the sum over all state sequences of a transcript's HMM.
+
+    The loss of an utterance is -log of the sum over all state sequences of its transcript of
+
+        product over frames of  (p(class | x) / p(class)^prior_scale * p(transition))^FULL_SUM_SCALE
+
+    divided by FULL_SUM_SCALE: its gradient is that of the cross-entropy against the occupancies of the
+    classes.  The priors are a running average of the model's own posteriors: they keep frequent classes,
+    silence above all, from taking what is not theirs.
+
+    Source: Raissi et al. 2022, "HMM vs. CTC for automatic speech recognition: comparison based on full-sum
+    training from scratch"; the scales of public RWTH recipes.
+
+    Attributes:
+        prior_scale: 0 leaves the posteriors as they are.
+    """
+
+    metrics = (TRANSCRIPT_LOG_PROB, FRAME_ACCURACY)
+    transcripts: ClassVar[TranscriptOptions] = TranscriptOptions(transition_scale=FULL_SUM_SCALE)
+
+    prior_scale: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.prior_scale <= 1:
+            raise ConfigError(f"--prior-scale {self.prior_scale}: must be from 0 to 1")
+
+    def make_model(self, data: TaskData) -> LstmAcousticModel:
+        """Return the LSTM with initial weights, and beside them the running average of its posteriors."""
+        model = super().make_model(data)
+        prior = torch.full((data.dataset.num_classes,), 1 / data.dataset.num_classes)
+        # Each rank has its own, averaged where the model is judged or saved, as statistics of normalisation.
+        model.register_buffer("class_prior", prior, persistent=False)
+        return model
+
+    def save(self, run_dir: Path, model: Any, facts: dict[str, Any], counts: ClassCounts | None) -> None:
+        """Write the model with its own priors, and the self-loops it was trained with, as counts."""
+        assert counts is not None
+        frames = model.class_prior.double().cpu().numpy() * counts.frames.sum()
+        runs = frames * (1 - self.transcripts.self_loop)
+        own = ClassCounts(np.rint(frames).astype(np.int64), np.rint(runs).astype(np.int64))
+        super().save(run_dir, model, facts, own)
+
+    def total(self, model: Any, logits: Tensor, batch: Batch) -> Tensor:
+        assert batch.transcripts is not None
+        log_posteriors = logits.log_softmax(2)
+        if model.training:
+            frame = torch.arange(logits.shape[1])
+            inside = (frame < batch.lengths.unsqueeze(1)).to(logits.device)  # (B, T)
+            mean = log_posteriors.detach()[inside].exp().mean(0)  # (C,)
+            model.class_prior.lerp_(mean.to(model.class_prior.dtype), _PRIOR_UPDATE)
+        # As multiples of the uniform prior, so that the loss begins as it would be without priors.
+        prior = (model.class_prior * logits.shape[2]).clamp(min=_MIN_PRIOR_SHARE)
+        scores = FULL_SUM_SCALE * (log_posteriors - self.prior_scale * prior.log())
+        log_probs, _ = full_sum(scores, batch.lengths, batch.transcripts)
+        return -log_probs.sum() / FULL_SUM_SCALE
+
+
+@dataclass(frozen=True)
+class CtcTask(TranscriptTask):
+    """Learns by connectionist temporal classification: classes are the phones and a blank.
+
+    Source: Graves et al. 2006.
+    """
+
+    metrics = (TRANSCRIPT_LOG_PROB,)
+    decodes = False
+    counts_classes = False
+    transcripts: ClassVar[TranscriptOptions] = TranscriptOptions("ctc")
+
+    def make_model(self, data: TaskData) -> LstmAcousticModel:
+        """Return the LSTM with initial weights."""
+        num_classes = num_ctc_classes(data.dataset.num_classes)
+        return LstmAcousticModel(data.feature_dim, num_classes, self.sizes)
+
+    def describe_data(self, data: TaskData) -> dict[str, Any]:
+        """Return what the model file says of the data, with the number of CTC's classes."""
+        num_classes = num_ctc_classes(data.dataset.num_classes)
+        return {**super().describe_data(data), "num_classes": num_classes}
+
+    def save(self, run_dir: Path, model: Any, facts: dict[str, Any], counts: ClassCounts | None) -> None:
+        """Write the model, which says of itself that it is CTC's."""
+        sizes = dataclasses.asdict(self.sizes)
+        save_any_model(run_dir, model, {"criterion": "ctc", "lstm": sizes, **facts})
+
+    def total(self, model: Any, logits: Tensor, batch: Batch) -> Tensor:
+        assert batch.transcripts is not None
+        log_probs, _ = full_sum(logits.log_softmax(2), batch.lengths, batch.transcripts)
+        return -log_probs.sum()

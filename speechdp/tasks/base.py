@@ -20,6 +20,7 @@ from speechdp.data.shards.layout import Stored
 from speechdp.data.transforms.inputs import InputOptions
 from speechdp.errors import ConfigError
 from speechdp.extensions import write_options
+from speechdp.labels.transcript_hmm import TranscriptOptions
 from speechdp.models.presets import Preset
 from speechdp.tasks.metrics import Metric, TaskRecord
 from speechdp.tasks.model_file import ClassCounts, save_any_model
@@ -114,6 +115,8 @@ class Task(ABC):
             from) with a class for each frame as targets, or spectrograms with the symbols of their text.
         whole_utterances: it cannot learn parts of utterances, nor from inputs that are changed.
         decodes: whether `decode` reads its models, so that its runs may have a word error rate.
+        transcripts: probabilities of the HMMs of transcripts that batches, of whole utterances then, hold
+            (`Batch.transcripts`); None: they hold none.
         counts_classes: whether its model file needs to know how often each class occurs in the targets.
         batch_size: segments of a rank's batch where neither options nor a preset say.
         presets: names of models to start from, the first is the default (ours alone).
@@ -130,6 +133,7 @@ class Task(ABC):
     presets: ClassVar[tuple[str, ...]] = ()
     model_options: ClassVar[tuple[str, ...]] = ()
     modules: ClassVar[tuple[str, ...]] = ()
+    transcripts: ClassVar[TranscriptOptions | None] = None
     #: Its name on the command line, given where it is registered.
     name: ClassVar[str] = ""
 

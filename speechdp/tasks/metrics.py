@@ -112,6 +112,15 @@ FRAME_ACCURACY = Metric(
     "Held-out frames whose most probable state is the aligned one, at the end of training.",
     decimals=1,
 )
+TRANSCRIPT_LOG_PROB = Metric(
+    "transcript_log_prob",
+    "transcript log-prob",
+    "held-out log-probability of the transcript",
+    "nats/frame",
+    "Held-out log-probability of the transcript, summed over all its state sequences, a frame, at the end of "
+    "training.",
+    limit=0.0,
+)
 L1_ERROR = Metric(
     "l1_error",
     "held-out L1",

@@ -143,6 +143,10 @@ def load_model(run_dir: Path, device: torch.device) -> LoadedModel:
     with _reading(run_dir) as file:
         _check_task(file, "acoustic")
         head = file.head
+        if head.get("criterion") == "ctc":
+            raise RunError(
+                f"{file.path}: is a model of --criterion ctc, which cannot be decoded; train with another"
+            )
         config = LstmConfig(**head["lstm"])
         model = file.built(lambda: LstmAcousticModel(head["feature_dim"], head["num_classes"], config))
         model.load_state_dict(file.weights)

@@ -39,14 +39,17 @@ def train_with_realignment(
 
 def with_alignments(options: TrainOptions, alignments: Path | None) -> TrainOptions:
     """Return the options of a run that trains on these targets and makes none itself."""
-    return dataclasses.replace(options, alignments=alignments, realign=0, realign_epochs=None)
+    return dataclasses.replace(
+        options, alignments=alignments, realign=0, realign_epochs=None, realign_criterion=None
+    )
 
 
 def make_alignments(session: Session, options: TrainOptions, out_dir: Path) -> Path | None:
     """Train and align `options.realign` times; return the last alignment's folder.  Collective.
 
-    Round k trains in OUT/realign/k and leaves targets in OUT/alignments/k.  What is done already is not
-    done again.  Without rounds the alignment is the one in `options`.
+    Round k trains in OUT/realign/k and leaves targets in OUT/alignments/k; the first by the criterion of
+    `options.realign_criterion`.  What is done already is not done again.  Without rounds the alignment is
+    the one in `options`.
 
     Raises:
         as `train_run`; ConfigError where the targets are Kaldi's pdfs, which have no pronunciations here.
@@ -59,7 +62,10 @@ def make_alignments(session: Session, options: TrainOptions, out_dir: Path) -> P
         round_dir = out_dir / "realign" / str(number)
         if not session.comm.broadcast_object(RunDirectory(output).is_complete):
             epochs = options.realign_epochs or options.num_epochs
-            round_options = dataclasses.replace(with_alignments(options, alignments), epochs=epochs)
+            model = options.first_round_model() if number == 1 else options.model
+            round_options = dataclasses.replace(
+                with_alignments(options, alignments), epochs=epochs, model=model
+            )
             session.reporter.notice(f"round {number} of {options.realign} before the alignment: {round_dir}")
             train_or_go_on(session, round_options, round_dir)
             report = align(session, options, round_dir, alignments, output)

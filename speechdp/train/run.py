@@ -240,7 +240,7 @@ def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
         "device": str(session.device.type),
         "seed": options.seed,
         "task": options.task_class.name,
-        **options.task_class.record().to_json(),
+        **options.make_task().record().to_json(),
         "preset": options.preset_name,
         "num_parameters": _num_parameters(session, resolved),
         "fingerprint": options.fingerprint(),
@@ -249,6 +249,15 @@ def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
         **session.facts,
         **_facts_of_size(session, options),
     }
+
+
+def _tell_of_short_utterances(session: Session, readers: list[dict[str, Any]]) -> None:
+    """Say how many utterances were left out, by what those who read them have counted."""
+    count = sum(reader.get("data", {}).get("utterances_too_short", 0) for reader in readers)
+    if count:
+        session.reporter.notice(
+            f"{count} utterances have fewer frames than their transcripts have states and were left out"
+        )
 
 
 def _conclude(
@@ -261,6 +270,8 @@ def _conclude(
         parts.timeline, comm, {**trainer.traffic(), "data": data, "memory": peak_memory(session.device)}
     )
     feeders = gather_feeder_times(sources.training, comm)
+    if timing is not None:
+        _tell_of_short_utterances(session, [*timing["ranks"], *feeders])
     if timing is not None and feeders:
         timing["feeders"] = feeders
     # A run resumed at its very end has timed nothing; its timeline still holds all steps.

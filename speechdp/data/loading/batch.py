@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speechdp.labels.transcript_hmm import TranscriptHmms
+
 #: Target of frames that are input only: padding, and context beside a chunk.
 IGNORED_TARGET = -1
 
@@ -22,8 +24,10 @@ class Batch:
         targets: (B, T) int64 class indices, IGNORED_TARGET where no frame is to be learnt; of spectrograms,
             (B, S) symbols of the texts, IGNORED_TARGET past each end.
         lengths: (B,) int64, on the CPU: frames of each segment, context included.
-        num_frames: frames to be learnt; 0 is a step this rank only joins.
+        num_frames: frames to be learnt; 0 is a step this rank only joins.  With transcripts, those of
+            utterances that are long enough for theirs.
         ready: CUDA event after which features and targets are there; None: they are.
+        transcripts: HMMs of the utterances' transcripts, on the CPU, where the task asks for them.
     """
 
     features: Tensor
@@ -31,6 +35,7 @@ class Batch:
     lengths: Tensor
     num_frames: int
     ready: Any = None
+    transcripts: TranscriptHmms | None = None
 
     def to(self, device: torch.device) -> Batch:
         """Return this batch on `device`; waits for a copy that is under way (see `device_stream.py`)."""
@@ -44,4 +49,4 @@ class Batch:
         if self.features.device == device:
             return self
         # Not asynchronous: memory of a pool may be filled anew as soon as this batch is let go.
-        return Batch(self.features.to(device), self.targets.to(device), self.lengths, self.num_frames)
+        return dataclasses.replace(self, features=self.features.to(device), targets=self.targets.to(device))

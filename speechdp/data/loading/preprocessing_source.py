@@ -9,6 +9,7 @@ Legend: B segments of a batch, T frames of the longest, F feature dimensions, S 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ class PreprocessingSource(SplitSource):
         with self._on_device(), self.times.stage("preprocess"):
             moved = batch.to(self._device)
             features = self._preprocessor.finish(moved.features, moved.lengths, place)
-            return self._finished(features, moved.targets, batch.lengths, batch.num_frames)
+            return self._finished(dataclasses.replace(moved, features=features))
 
     def _from_audio(self, audio: _Audio, place: PlanPosition | None) -> Batch:
         epoch = None if place is None else place.epoch
@@ -116,12 +117,13 @@ class PreprocessingSource(SplitSource):
             with self.times.stage("collate"):
                 features = self._padded(whole, audio)
                 targets = self._reader.converted(audio.targets, torch.int64).to(self._device)
-            num_frames = int(rows.learnt.sum())
+                transcripts = self._reader.transcripts(rows)
+            num_frames = self._reader.num_learnt(rows, transcripts)
             self.times.count(num_frames, len(rows) * rows.longest)
             with self.times.stage("preprocess"):
                 lengths = torch.from_numpy(rows.length)
                 features = self._preprocessor.finish(features, lengths, place)
-                return self._finished(features, targets, lengths, num_frames)
+                return self._finished(Batch(features, targets, lengths, num_frames, transcripts=transcripts))
 
     def _padded(self, whole: Sequence[Tensor], audio: _Audio) -> Tensor:
         """Cut each row out of its utterance's features: (B, T, F), zero past each row's end."""
@@ -139,13 +141,13 @@ class PreprocessingSource(SplitSource):
     def _on_device(self) -> Any:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _finished(self, features: Tensor, targets: Tensor, lengths: Tensor, num_frames: int) -> Batch:
-        ready = None
-        if self._stream is not None:
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record(self._stream)
-            ready.synchronize()  # it is this stage's time, and nobody else waits meanwhile
-        return Batch(features, targets, lengths, num_frames, ready)
+    def _finished(self, batch: Batch) -> Batch:
+        if self._stream is None:
+            return batch
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record(self._stream)
+        ready.synchronize()  # it is this stage's time, and nobody else waits meanwhile
+        return dataclasses.replace(batch, ready=ready)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,9 @@ from speechdp.data.plan.segments import size_at_speed
 from speechdp.data.shards.alignment_file import check_alignments
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.extents import Extents
-from speechdp.labels.hmm import count_frames_and_runs
+from speechdp.labels.hmm import StateInventory, count_frames_and_runs
+from speechdp.labels.lexicon import Lexicon
+from speechdp.labels.transcript_hmm import TranscriptHmms, TranscriptOptions, make_compiler
 
 IntArray = npt.NDArray[np.int64]
 #: Reads slower than so many bytes a second come from a disk or a network, not from the page cache ...
@@ -87,8 +89,11 @@ class SplitReader(SplitSource):
         context: frames around each segment.
         comm: ranks that share out the reading of the shards' indices (collective then); None reads all.
         pin: make batches in page-locked memory.
+        transcripts: batches hold the HMMs of their transcripts, with these probabilities.  Segments are whole
+            utterances then; the frames of one that is too short for its transcript are not to be learnt.
 
     Raises:
+        ConfigError: HMMs are asked for, and the lexicon or the class list cannot be used.
         ShardError: damaged shards, or no such alignment directory.
     """
 
@@ -101,6 +106,7 @@ class SplitReader(SplitSource):
         *,
         comm: Communicator | None = None,
         pin: bool = False,
+        transcripts: TranscriptOptions | None = None,
     ) -> None:
         check_alignments(alignments)
         self.feature_dim = dataset.feature_dim
@@ -108,11 +114,17 @@ class SplitReader(SplitSource):
         self.pool = BufferPool(pin=pin)
         self._files = SplitFiles(dataset, split, alignments)
         self._context = context or Context()
+        self._compiler = None
+        if transcripts is not None:
+            lexicon = Lexicon.load(dataset.lexicon_path)
+            inventory = StateInventory.load(dataset.classes_path)
+            self._compiler = make_compiler(lexicon, inventory, transcripts)
         lengths = self._files.lengths(comm)
         self.times.facts |= {"stored": dataset.stored, "storage": self._files.storage}
         self.index = CorpusIndex.of_lengths(lengths)
         self._has_texts = dataset.has_texts
         self._verified = np.zeros(len(self.index.num_frames), dtype=bool)
+        self._too_short = np.zeros_like(self._verified)
         self._is_disk_slow = False
         # Where each utterance begins, counted over all shards, and the first utterance of each shard.
         self._starts = np.concatenate([[0], np.cumsum(self.index.num_frames, dtype=np.int64)])
@@ -123,12 +135,14 @@ class SplitReader(SplitSource):
         rows = self.rows(segments)
         features = self._features(rows)
         targets = self._symbols(rows) if self._has_texts else self.targets(rows)
+        transcripts = self.transcripts(rows)
         read = perf_counter()
         batch = Batch(
             self.converted(features, torch.float32),
             self.converted(targets, torch.int64),
             torch.from_numpy(rows.length),
-            int(rows.learnt.sum()),
+            self.num_learnt(rows, transcripts),
+            transcripts=transcripts,
         )
         self.times.add("read", read - begun, features.nbytes + targets.nbytes)
         self.times.add("collate", perf_counter() - read)
@@ -182,6 +196,30 @@ class SplitReader(SplitSource):
         extents = Extents(rows.shard.tolist(), start.tolist(), rows.learnt.tolist(), begin.tolist())
         self._files.read_targets(rows.utterance, extents, targets.numpy().reshape(-1).view(np.uint8).data)
         return targets
+
+    def transcripts(self, rows: Rows) -> TranscriptHmms | None:
+        """Make the HMMs of the rows' transcripts, where they are asked for.
+
+        Raises:
+            ConfigError: a word is not in the lexicon.
+        """
+        if self._compiler is None or len(rows) == 0:
+            return None
+        places = zip(rows.shard.tolist(), rows.utterance.tolist(), strict=True)
+        texts = [self._files.open(shard).text(utterance) for shard, utterance in places]
+        return TranscriptHmms.of([self._compiler.compile(text.split()) for text in texts])
+
+    def num_learnt(self, rows: Rows, transcripts: TranscriptHmms | None) -> int:
+        """Count the frames to be learnt: not those of utterances that are too short for their transcripts.
+
+        How many different utterances were too short stands in `times.facts`.
+        """
+        if transcripts is None:
+            return int(rows.learnt.sum())
+        fits = rows.length >= transcripts.min_frames
+        self._too_short[rows.position[~fits]] = True
+        self.times.facts["utterances_too_short"] = int(self._too_short.sum())
+        return int(rows.learnt[fits].sum())
 
     def _symbols(self, rows: Rows) -> Tensor:
         """Read the rows' texts into a (B, S) int32 tensor; IGNORED_TARGET past each end."""

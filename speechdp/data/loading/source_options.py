@@ -15,6 +15,7 @@ from speechdp.data.loading.source import SplitSource
 from speechdp.data.loading.threaded_source import ThreadedSource
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.preprocess import CACHE_BYTES, AugmentOptions, InputOptions, Preprocessor
+from speechdp.labels.transcript_hmm import TranscriptOptions
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class SourceRequest:
         inputs: what is computed from every frame.
         augment: what is changed at random.
         seed: of what is drawn at random.
+        transcripts: of the HMMs of transcripts that batches hold; None: they hold none.
     """
 
     split: str
@@ -36,6 +38,7 @@ class SourceRequest:
     inputs: InputOptions = field(default_factory=InputOptions)
     augment: AugmentOptions = field(default_factory=AugmentOptions)
     seed: int = 0
+    transcripts: TranscriptOptions | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the request as JSON-like values."""
@@ -44,7 +47,7 @@ class SourceRequest:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> SourceRequest:
         """Read what `to_json` gave."""
-        alignments = values["alignments"]
+        alignments, transcripts = values["alignments"], values["transcripts"]
         return cls(
             split=values["split"],
             alignments=None if alignments is None else Path(alignments),
@@ -52,6 +55,7 @@ class SourceRequest:
             inputs=InputOptions(**values["inputs"]),
             augment=AugmentOptions(**values["augment"]),
             seed=values["seed"],
+            transcripts=None if transcripts is None else TranscriptOptions(**transcripts),
         )
 
 
@@ -110,6 +114,7 @@ def open_local_source(dataset: Dataset, request: SourceRequest, workshop: Worksh
         request.context,
         comm=workshop.comm,
         pin=workshop.device.type == "cuda",
+        transcripts=request.transcripts,
     )
     if preprocessor.is_plain:
         return reader if workshop.num_threads == 1 else ThreadedSource(reader, workshop.num_threads)

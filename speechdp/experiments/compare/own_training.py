@@ -106,7 +106,11 @@ class OwnTraining(ComparedTraining):
             if run.epochs != options.num_epochs:
                 options = stretched(options, run.epochs)
             options = dataclasses.replace(
-                options, alignments=self._alignments, realign=0, realign_epochs=None
+                options,
+                alignments=self._alignments,
+                realign=0,
+                realign_epochs=None,
+                realign_criterion=None,
             )
             message = self._train(run_dir, options, run.ranks)
             if message is not None:

@@ -1,0 +1,270 @@
+"""Sums over all state sequences of transcripts, and the best of them, for a batch at a time.
+
+The sums are exact: log domain, float64, no pruning.  Both passes loop over frames only.  The backward pass
+needs no backward probabilities: it hands the occupancies of a frame on to the states of the frame before,
+each state's to its predecessors in proportion to what each contributed to it, so that they sum to 1 in every
+frame by construction, and what underflows is an occupancy below 1e-308.
+
+Source: Baum et al. 1970, with the forward recursion alone kept in memory.
+
+Legend: B utterances, T frames of the longest, S states, K predecessors of a state, C classes, N = B * S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from speechdp.labels.transcript_hmm import LOG_ZERO, TranscriptHmms
+
+
+@dataclass(frozen=True)
+class Occupancies:
+    """What the forward-backward algorithm finds.
+
+    Attributes:
+        log_probs: (B,) float64, log p(x | transcript) of each utterance; 0 where it does not fit.
+        classes: (B, T, C) probability of each class in each frame given the whole utterance, in the dtype of
+            the log-likelihoods; 0 past the end of an utterance, and throughout one that does not fit.
+        fits: (B,) bool, on the CPU: the utterance has as many frames as its transcript needs.
+    """
+
+    log_probs: Tensor
+    classes: Tensor
+    fits: Tensor
+
+
+@dataclass(frozen=True)
+class BestPaths:
+    """The most probable state sequences.
+
+    Attributes:
+        log_probs: (B,) float64 of the best path alone; 0 where the utterance does not fit.
+        classes: (B, T) int32 class of each frame; -1 past the end of an utterance, and throughout one that
+            does not fit.
+        fits: (B,) bool, as in `Occupancies`.
+    """
+
+    log_probs: NDArray[np.float64]
+    classes: NDArray[np.int32]
+    fits: NDArray[np.bool_]
+
+
+def full_sum(log_likelihoods: Tensor, lengths: Tensor, hmms: TranscriptHmms) -> tuple[Tensor, Tensor]:
+    """Sum the probability of each utterance over all state sequences of its transcript; differentiable.
+
+    The gradient of log p with respect to the log-likelihoods is the occupancy of each class.
+
+    Args:
+        log_likelihoods: (B, T, C), nats, finite (up to a constant a frame).
+        lengths: (B,) frames of each utterance, on the CPU.
+        hmms: of the transcripts, B of them.
+
+    Returns:
+        log p (B,) float64, and which utterances fit, (B,) bool on the CPU.  One that has fewer frames than
+        its transcript needs has log p 0 and no gradient: count it.
+
+    Example::
+
+        log_probs, fits = full_sum(log_posteriors - prior_scale * log_prior, lengths, hmms)
+        loss = -log_probs.sum()
+    """
+    fits = lengths >= torch.from_numpy(hmms.min_frames)
+    log_probs: Tensor = _FullSum.apply(log_likelihoods, lengths, hmms)  # type: ignore[no-untyped-call]
+    return log_probs, fits
+
+
+def occupancies(log_likelihoods: Tensor, lengths: Tensor, hmms: TranscriptHmms) -> Occupancies:
+    """Find the probability of each class in each frame, given the utterance and its transcript.
+
+    Args, Returns: see `full_sum` and `Occupancies`.
+    """
+    trellis = _Trellis(log_likelihoods.detach(), lengths, hmms)
+    alphas, ended = trellis.forward(torch.logaddexp, torch.logsumexp)
+    log_probs = trellis.totals(ended, torch.logsumexp)
+    classes = trellis.class_occupancies(alphas, ended, log_probs)
+    return Occupancies(log_probs, classes, trellis.fits)
+
+
+def best_paths(log_likelihoods: Tensor, lengths: Tensor, hmms: TranscriptHmms) -> BestPaths:
+    """Find the most probable state sequence of each utterance (Viterbi).
+
+    Args: see `full_sum`.
+    """
+    trellis = _Trellis(log_likelihoods.detach(), lengths, hmms)
+    alphas, ended = trellis.forward(torch.maximum, torch.amax)
+    log_probs = trellis.totals(ended, torch.amax)
+    scores = alphas.cpu().numpy().reshape(len(alphas), *hmms.classes.shape)
+    return BestPaths(
+        log_probs.cpu().numpy(), _trace_back(scores, lengths.numpy(), hmms), trellis.fits.numpy()
+    )
+
+
+class _FullSum(torch.autograd.Function):
+    """log p (B,) of log-likelihoods (B, T, C); its gradient is the occupancies'."""
+
+    @staticmethod
+    def forward(ctx: Any, log_likelihoods: Tensor, lengths: Tensor, hmms: TranscriptHmms) -> Tensor:
+        if ctx.needs_input_grad[0]:
+            found = occupancies(log_likelihoods, lengths, hmms)
+            ctx.save_for_backward(found.classes)
+            return found.log_probs
+        trellis = _Trellis(log_likelihoods, lengths, hmms)
+        _, ended = trellis.forward(torch.logaddexp, torch.logsumexp, keep=False)
+        return trellis.totals(ended, torch.logsumexp)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        (classes,) = ctx.saved_tensors
+        return gradients[0].to(classes.dtype)[:, None, None] * classes, None, None
+
+
+class _Trellis:
+    """The states of all utterances of a batch side by side, over its frames.
+
+    Most states have two predecessors, themselves and the one before; where a word or a pause begins there are
+    more.  So each frame takes one pass over all states for the first two, and one over those few states for
+    the others.
+
+    Attributes:
+        fits: (B,) bool, on the CPU.
+    """
+
+    def __init__(self, log_likelihoods: Tensor, lengths: Tensor, hmms: TranscriptHmms) -> None:
+        device = log_likelihoods.device
+        batch, states, width = hmms.predecessors.shape
+        assert log_likelihoods.shape[0] == batch
+        self._shape = (batch, states)
+        self._log_likelihoods = log_likelihoods
+        self._rows_by_end: dict[int, list[int]] = {}  # utterances by their last frame
+        for row, length in enumerate(lengths.tolist()):
+            self._rows_by_end.setdefault(length - 1, []).append(row)
+        self.fits = lengths >= torch.from_numpy(hmms.min_frames)
+        flat = (hmms.predecessors + states * np.arange(batch)[:, None, None]).reshape(-1, width)
+        log_probs = hmms.log_probs.reshape(-1, width)
+        wide = np.flatnonzero((log_probs[:, 2:] > LOG_ZERO).any(axis=1))
+
+        def moved(array: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        self._stay, self._enter = moved(log_probs[:, 0]), moved(log_probs[:, 1])  # (N,)
+        self._before = moved(flat[:, 1])  # (N,)
+        self._wide = moved(wide)  # (W,)
+        self._others = moved(flat[wide, 2:].T)  # (K-2, W)
+        self._other_log_probs = moved(log_probs[wide, 2:].T)
+        self._classes = moved(hmms.classes)
+        self._initial, self._final = moved(hmms.initial.reshape(-1)), moved(hmms.final)
+        # (T, N) in the dtype of the log-likelihoods
+        by_frame = log_likelihoods.transpose(0, 1)
+        index = self._classes.expand(by_frame.shape[0], batch, states)
+        self._emissions = by_frame.gather(2, index).reshape(-1, batch * states)
+
+    def forward(
+        self,
+        combine: Callable[..., Tensor],
+        combine_all: Callable[[Tensor, int], Tensor],
+        *,
+        keep: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the forward log-probabilities.
+
+        Args:
+            combine: of two tensors: logaddexp sums over paths, maximum takes the best.
+            combine_all: the same along a dimension.
+            keep: return those of all frames.
+
+        Returns:
+            (T, N) float64, without `keep` of some frames only; and the log-probabilities of ending with each
+            utterance's last frame in each state, (B, S).
+        """
+        emissions = self._emissions
+        kept = len(emissions) if keep else min(2, len(emissions))
+        alphas = self._stay.new_empty(kept, len(self._stay))
+        ended = self._final.clone()
+        stayed, entered = torch.empty_like(self._stay), torch.empty_like(self._stay)
+        for frame in range(len(emissions)):
+            here = alphas[frame % kept]
+            if frame == 0:
+                here.copy_(self._initial)
+            else:
+                before = alphas[(frame - 1) % kept]
+                torch.add(before, self._stay, out=stayed)
+                torch.index_select(before, 0, self._before, out=entered)
+                entered += self._enter
+                combine(stayed, entered, out=here)
+                if len(self._wide):
+                    many = torch.cat([here[self._wide].unsqueeze(0), self._wide_terms(before)])  # (K-1, W)
+                    here.index_copy_(0, self._wide, combine_all(many, 0))
+            here += emissions[frame]
+            if frame in self._rows_by_end:
+                rows = self._rows_by_end[frame]
+                ended[rows] += here.view(self._shape)[rows]
+        return alphas, ended
+
+    def totals(self, ended: Tensor, combine_all: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Return log p (B,) by what `forward` gave of the ends; 0 of utterances that do not fit."""
+        return combine_all(ended, 1).where(self.fits.to(ended.device), 0.0)
+
+    def class_occupancies(self, alphas: Tensor, ended: Tensor, log_probs: Tensor) -> Tensor:
+        """Return the occupancies (B, T, C); `alphas` are overwritten with those of states."""
+        batch, states = self._shape
+        occupied = torch.zeros_like(self._log_likelihoods)
+        fits = self.fits.to(ended.device).unsqueeze(1)
+        at_end = (ended - log_probs.unsqueeze(1)).exp().where(fits, 0.0)  # (B, S)
+        occupancy = torch.zeros_like(self._stay)  # (N,) of the frame at hand
+        for frame in range(len(alphas) - 1, -1, -1):
+            if frame in self._rows_by_end:
+                rows = self._rows_by_end[frame]
+                occupancy.view(self._shape)[rows] = at_end[rows]
+            earlier = self._hand_on(alphas, frame, occupancy) if frame else occupancy
+            alphas[frame] = occupancy
+            occupancy = earlier
+        by_class = occupied.transpose(0, 1)  # (T, B, C)
+        index = self._classes.expand(len(alphas), batch, states)
+        by_class.scatter_add_(2, index, alphas.view(-1, batch, states).to(by_class.dtype))
+        return occupied
+
+    def _hand_on(self, alphas: Tensor, frame: int, occupancy: Tensor) -> Tensor:
+        """Return the occupancies (N,) of the frame before `frame`."""
+        before = alphas[frame - 1]
+        arrived = alphas[frame].sub_(self._emissions[frame])  # before the frame was emitted
+        entered = before.index_select(0, self._before).add_(self._enter).sub_(arrived).exp_().mul_(occupancy)
+        earlier = (before + self._stay).sub_(arrived).exp_().mul_(occupancy)
+        earlier.index_add_(0, self._before, entered)
+        if len(self._wide):
+            shares = self._wide_terms(before).sub_(arrived[self._wide]).exp_().mul_(occupancy[self._wide])
+            earlier.index_add_(0, self._others.view(-1), shares.view(-1))
+        return earlier
+
+    def _wide_terms(self, before: Tensor) -> Tensor:
+        """Return what states with more than two predecessors have from the third on, (K-2, W)."""
+        return before[self._others].add_(self._other_log_probs)
+
+
+def _trace_back(
+    scores: NDArray[np.float64], lengths: NDArray[np.int64], hmms: TranscriptHmms
+) -> NDArray[np.int32]:
+    """Return the classes (B, T) of the best paths, by their forward scores (T, B, S)."""
+    num_frames, batch, _ = scores.shape
+    classes = np.full((batch, num_frames), -1, np.int32)
+    rows = np.arange(batch)
+    fits = lengths >= hmms.min_frames
+    state = np.zeros(batch, np.int64)
+    for frame in range(num_frames - 1, -1, -1):
+        ends = fits & (lengths == frame + 1)
+        state = np.where(ends, (scores[frame] + hmms.final).argmax(axis=1), state)
+        inside = fits & (frame < lengths)
+        classes[inside, frame] = hmms.classes[rows, state][inside]
+        if frame:
+            came_from = hmms.predecessors[rows, state]  # (B, K)
+            best = (scores[frame - 1][rows[:, None], came_from] + hmms.log_probs[rows, state]).argmax(axis=1)
+            state = np.where(inside, came_from[rows, best], state)
+    return classes

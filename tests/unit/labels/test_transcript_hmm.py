@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from speechdp.errors import ConfigError
+from speechdp.labels.hmm import StateInventory
+from speechdp.labels.lexicon import Lexicon
+from speechdp.labels.transcript_hmm import LOG_ZERO, TranscriptCompiler, TranscriptHmm, TranscriptHmms
+
+# Classes: silence 0-2, A 3-5, B 6-8, C 9-11.
+LEXICON = Lexicon({"ab": (("A", "B"),), "c": (("C",), ("A",))})
+INVENTORY = StateInventory(("A", "B", "C"))
+
+
+def compiler(silence: float = 0.2, scale: float = 1.0) -> TranscriptCompiler:
+    return TranscriptCompiler(LEXICON, INVENTORY, 0.6, silence, scale)
+
+
+def paths_of(hmm: TranscriptHmm) -> dict[tuple[int, ...], float]:
+    """Return the probability of every class sequence that stays in no state for longer than a frame."""
+    found: dict[tuple[int, ...], float] = {}
+
+    def follow(state: int, classes: tuple[int, ...], log_prob: float) -> None:
+        classes = (*classes, int(hmm.classes[state]))
+        if hmm.final[state] > LOG_ZERO:
+            assert classes not in found
+            found[classes] = float(np.exp(log_prob + hmm.final[state]))
+        for target in range(state + 1, len(hmm.classes)):
+            for source, arc in zip(hmm.predecessors[target, 1:], hmm.log_probs[target, 1:], strict=True):
+                if source == state and arc > LOG_ZERO:
+                    follow(target, classes, log_prob + arc)
+
+    for state in np.flatnonzero(hmm.initial > LOG_ZERO).tolist():
+        follow(state, (), float(hmm.initial[state]))
+    return found
+
+
+SIL, A, B, C = (0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)
+
+
+def test_pronunciations_stand_side_by_side_and_silence_is_optional() -> None:
+    found = paths_of(compiler().compile(["c"]))
+    left = 0.4**3
+    assert found == {
+        first + word + last: pytest.approx(
+            left * (0.2 * left if first else 0.8) * (0.2 * left if last else 0.8)
+        )
+        for first in ((), SIL)
+        for word in (C, A)
+        for last in ((), SIL)
+    }
+
+
+def test_words_follow_each_other_with_and_without_a_pause() -> None:
+    found = paths_of(compiler().compile(["ab", "c"]))
+    assert len(found) == 2**3 * 2
+    assert found[A + B + C] == pytest.approx(0.4**9 * 0.8**3)
+    assert found[A + B + SIL + A] == pytest.approx(0.4**12 * 0.8**2 * 0.2)
+
+
+def test_without_silence_only_the_words_remain() -> None:
+    hmm = compiler(silence=0.0).compile(["ab", "c"])
+    assert set(paths_of(hmm)) == {A + B + C, A + B + A}
+    assert hmm.classes.tolist() == [*A, *B, *C, *A]
+
+
+def test_an_empty_transcript_is_silence() -> None:
+    hmm = compiler().compile([])
+    assert paths_of(hmm) == {SIL: pytest.approx(0.2 * 0.4**3)}
+    assert hmm.min_frames == 3
+    with pytest.raises(ConfigError, match="without words"):
+        compiler(silence=0.0).compile([])
+
+
+def test_the_shortest_path_has_min_frames() -> None:
+    for words in ([], ["c"], ["ab", "c", "c"]):
+        hmm = compiler().compile(words)
+        assert hmm.min_frames == min(map(len, paths_of(hmm)))
+
+
+def test_transition_scale_raises_every_probability_to_a_power() -> None:
+    plain, scaled = paths_of(compiler().compile(["ab"])), paths_of(compiler(scale=0.3).compile(["ab"]))
+    assert scaled == {path: pytest.approx(probability**0.3) for path, probability in plain.items()}
+
+
+def test_self_loops_are_those_of_the_classes() -> None:
+    stay = np.linspace(0.1, 0.9, 12)
+    hmm = TranscriptCompiler(LEXICON, INVENTORY, stay).compile(["ab", "c"])
+    assert hmm.predecessors[:, 0].tolist() == list(range(len(hmm.classes)))
+    assert np.exp(hmm.log_probs[:, 0]) == pytest.approx(stay[hmm.classes])
+
+
+def test_predecessors_do_not_grow_with_both_words_pronunciations() -> None:
+    many = Lexicon({"w": (("A",), ("B",), ("C",), ("A", "B"))})
+    hmm = TranscriptCompiler(many, INVENTORY, 0.6).compile(["w"] * 5)
+    assert hmm.predecessors.shape[1] == 1 + 4 + 1  # itself, the ends of the word before, the pause
+
+
+def test_a_word_that_is_unknown_is_named() -> None:
+    with pytest.raises(ConfigError, match="'x' of a transcript is not in the lexicon"):
+        compiler().compile(["ab", "x"])
+
+
+def test_padding_cannot_be_reached() -> None:
+    hmms = [compiler().compile(words) for words in (["ab", "c", "c"], [], ["ab"])]
+    padded = TranscriptHmms.of(hmms)
+    assert len(padded) == 3 and padded.min_frames.tolist() == [12, 3, 6]
+    for row, hmm in enumerate(hmms):
+        columns = {field.name: getattr(padded, field.name)[row] for field in dataclasses.fields(padded)}
+        assert paths_of(TranscriptHmm(**columns)) == paths_of(hmm)
+        assert (padded.log_probs[row, len(hmm.classes) :] == LOG_ZERO).all()
