@@ -17,8 +17,15 @@ from speechdp.ownership.overwrite import check_overwrite, empty
 if TYPE_CHECKING:
     from speechdp.train.session import Session
 
-#: One of these every run or sweep has.  Until its rounds of realignment are done, a run has only theirs.
-RUN_RECORDS = ("run.json", "sweep.json", "realign/*/run.json", "completed.json", "checkpoints/step-*")
+#: One of these every run or sweep has.  Until its targets are made, a run has only what makes them.
+RUN_RECORDS = (
+    "run.json",
+    "sweep.json",
+    "alignments/0",
+    "realign/*/run.json",
+    "completed.json",
+    "checkpoints/step-*",
+)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,9 @@ class TrainOptions:
     Acoustic models: log-probability per frame and frame accuracy; synthesis: L1 error."""
     alignments: Annotated[Path | None, shown("DIR", "the targets in DATA")] = None
     """Train on the targets in this folder, RUN/alignments/K of an earlier run."""
+    flat_start: bool = False
+    """First align the transcripts from scratch, with Gaussian mixtures, instead of training on the targets in
+    DATA; for data prepared without alignments, whose targets only spread each transcript evenly."""
     realign: Annotated[int, shown("ROUNDS")] = 0
     """Rounds of training and forced alignment before the actual training; 0: none."""
     realign_epochs: Annotated[int | None, shown("N", "--epochs")] = None
@@ -119,10 +122,13 @@ class TrainOptions:
             self._refuse_chunks()
         if task.whole_utterances:
             self._refuse_parts(task.name)
-        elif self.realign and not task.decodes:
+        elif (self.realign or self.flat_start) and not task.decodes:
+            name = "realign" if self.realign else "flat-start"
             raise ConfigError(
-                f"--realign: not with --task {task.name}, whose models cannot align; leave it out"
+                f"--{name}: not with --task {task.name}, whose models cannot align; leave it out"
             )
+        if self.flat_start and self.alignments is not None:
+            raise ConfigError("--flat-start and --alignments: both say what to begin with; leave one out")
 
     def first_round_model(self) -> ModelOptions:
         """Return the model of the first round of --realign, with the criterion it is trained by."""
@@ -158,6 +164,7 @@ class TrainOptions:
             ("left-context", batch.left_context),
             ("right-context", batch.right_context),
             ("alignments", self.alignments),
+            ("flat-start", self.flat_start),
             ("realign", self.realign),
         ):
             if value:
@@ -245,6 +252,11 @@ class TrainOptions:
             seed=self.seed,
             transcripts=self.make_task().transcripts,
         )
+
+    @property
+    def aligns(self) -> bool:
+        """Whether targets are made before the actual training."""
+        return self.flat_start or self.realign > 0
 
     def to_decode(self, split: str) -> str:
         """Return the split to decode after training; "" (none) where nothing decodes the task's models."""

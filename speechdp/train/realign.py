@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from speechdp.data.shards.dataset import Dataset
+from speechdp.data.transforms.inputs import FEATURES_ALONE, InputOptions
 from speechdp.data.transforms.preprocess import inputs_of
 from speechdp.decode.align import Aligner, AlignmentJob, AlignmentReport, Scorer, align_shards
 from speechdp.decode.graph import LexiconTransducer
@@ -19,6 +24,7 @@ from speechdp.options.run import TrainOptions
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.process.ending import Stopped
 from speechdp.tasks.model_file import LoadedModel, load_model
+from speechdp.train.flat_start import train_mixtures
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
 
@@ -40,23 +46,33 @@ def train_with_realignment(
 def with_alignments(options: TrainOptions, alignments: Path | None) -> TrainOptions:
     """Return the options of a run that trains on these targets and makes none itself."""
     return dataclasses.replace(
-        options, alignments=alignments, realign=0, realign_epochs=None, realign_criterion=None
+        options,
+        alignments=alignments,
+        flat_start=False,
+        realign=0,
+        realign_epochs=None,
+        realign_criterion=None,
     )
 
 
 def make_alignments(session: Session, options: TrainOptions, out_dir: Path) -> Path | None:
-    """Train and align `options.realign` times; return the last alignment's folder.  Collective.
+    """Align from nothing if asked to, then train and align `options.realign` times.  Collective.
 
-    Round k trains in OUT/realign/k and leaves targets in OUT/alignments/k; the first by the criterion of
-    `options.realign_criterion`.  What is done already is not done again.  Without rounds the alignment is
-    the one in `options`.
+    Returns the last alignment's folder: OUT/alignments/0 is the one from nothing, K that of round K, which
+    trains in OUT/realign/K; the first by the criterion of `options.realign_criterion`.  What is done already
+    is not done again.  Without either the alignment is the one in `options`.
 
     Raises:
         as `train_run`; ConfigError where the targets are Kaldi's pdfs, which have no pronunciations here.
     """
     alignments = options.alignments
-    if options.realign:
-        refuse_kaldi_pdfs(session.dataset.classes_path, "--realign")
+    for given, name in ((options.flat_start, "--flat-start"), (options.realign, "--realign")):
+        if given:
+            refuse_kaldi_pdfs(session.dataset.classes_path, name)
+    if options.flat_start:
+        alignments = out_dir / "alignments" / "0"
+        if not session.comm.broadcast_object(RunDirectory(alignments).is_complete):
+            align_from_nothing(session, options, alignments)
     for number in range(1, options.realign + 1):
         output = out_dir / "alignments" / str(number)
         round_dir = out_dir / "realign" / str(number)
@@ -99,8 +115,42 @@ def align(
         Stopped: a rank was asked to; it aligned no further.
         RunError: nothing could be aligned.
     """
-    comm, dataset = session.comm, session.dataset
     trained = load_model(run_dir, session.device)
+    scorer = _scorer(trained, session)
+    aligner = _aligner(session.dataset, trained.self_loop.numpy())
+    how = _HowToAlign(f"realigned-{output.name}", aligner, scorer.score, inputs_of(trained.config))
+    return _align(session, options, how, previous, output)
+
+
+def align_from_nothing(session: Session, options: TrainOptions, output: Path) -> None:
+    """Align the training and held-out splits with Gaussian mixtures trained for it.  Collective.
+
+    Raises:
+        as `align` and `train_mixtures`.
+    """
+    session.reporter.notice(f"flat start: training Gaussian mixtures to align {options.train_split!r} with")
+    found = train_mixtures(session, options.train_split)
+    how = _HowToAlign("flat-start", _aligner(session.dataset, found.self_loop), found.score, FEATURES_ALONE)
+    report = _align(session, options, how, None, output)
+    text = f"flat start: {found.mixtures.num_gaussians} Gaussians, trained on {found.utterances} utterances"
+    session.reporter.notice(f"{text}; {_describe(0, report)}")
+
+
+@dataclass(frozen=True)
+class _HowToAlign:
+    """What aligns utterances: `align_shards` says what each is."""
+
+    name: str
+    aligner: Aligner
+    score: Scorer
+    inputs: InputOptions
+
+
+def _align(
+    session: Session, options: TrainOptions, how: _HowToAlign, previous: Path | None, output: Path
+) -> AlignmentReport:
+    """Align the training and held-out splits; see `align`.  Collective."""
+    comm, dataset = session.comm, session.dataset
     output.mkdir(parents=True, exist_ok=True)
     shards = [p for split in (options.train_split, options.held_out) for p in dataset.shard_paths(split)]
     jobs = [
@@ -108,12 +158,9 @@ def align(
         for shard in shards[comm.rank :: comm.size]
     ]
     report = AlignmentReport.empty(dataset.num_classes)
-    scorer = _scorer(trained, session)
-    alignment, inputs = f"realigned-{output.name}", inputs_of(trained.config)
     stopped = False
     try:
-        score = _until_asked(session, scorer.score)
-        align_shards(jobs, _aligner(dataset, trained), score, report, alignment, inputs)
+        align_shards(jobs, how.aligner, _until_asked(session, how.score), report, how.name, how.inputs)
     except Stopped:
         stopped = True
     parts = comm.allgather_object({"report": report.to_dict(), "stopped": stopped})
@@ -142,11 +189,9 @@ def _until_asked(session: Session, score: Scorer) -> Scorer:
     return scored
 
 
-def _aligner(dataset: Dataset, trained: LoadedModel) -> Aligner:
+def _aligner(dataset: Dataset, self_loop: NDArray[np.float64]) -> Aligner:
     inventory = StateInventory.load(dataset.classes_path)
-    return Aligner(
-        LexiconTransducer(Lexicon.load(dataset.lexicon_path), inventory, trained.self_loop.numpy())
-    )
+    return Aligner(LexiconTransducer(Lexicon.load(dataset.lexicon_path), inventory, self_loop))
 
 
 def _scorer(trained: LoadedModel, session: Session) -> AcousticScorer:

@@ -72,7 +72,7 @@ class OwnTraining(ComparedTraining):
     def begin(self) -> None:
         """Make the targets of all runs once, with the fewest ranks: most like plain training."""
         request, options = self._request, self._request.options
-        if options.realign == 0:
+        if not options.aligns:
             return
         run_dir = (request.out / ALIGNMENT).absolute()
         self._alignments = run_dir / "alignments" / str(options.realign)
@@ -84,7 +84,7 @@ class OwnTraining(ComparedTraining):
                 epochs=1,
                 realign_epochs=options.realign_epochs or options.num_epochs,
             )
-            self._say(f"alignment, {options.realign} round(s): started")
+            self._say("alignment: started")
             message = self._train(run_dir, own, ranks)
             if message is not None:
                 raise RunError(f"{run_dir}: the alignment failed: {message}")
@@ -108,6 +108,7 @@ class OwnTraining(ComparedTraining):
             options = dataclasses.replace(
                 options,
                 alignments=self._alignments,
+                flat_start=False,
                 realign=0,
                 realign_epochs=None,
                 realign_criterion=None,

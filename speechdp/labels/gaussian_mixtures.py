@@ -1,0 +1,219 @@
+"""Gaussian mixtures of the HMM's states: a model that needs no alignment to begin with.
+
+A network that is trained on uniform targets learns where words stand in the middle of their sentence at best,
+and aligns by that.  Gaussians start from next to nothing and find the states within some ten rounds, because
+each of them has few parameters and is estimated in closed form: Kaldi's monophone stage (steps/train_mono.sh,
+S. Young et al., The HTK Book, section 8).  Their alignment is what a network's training begins with.
+
+Legend: T frames, D dimensions of the input, C classes, G Gaussians.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speechdp.labels.hmm import FloatArray, IntArray
+
+DoubleArray = NDArray[np.float64]
+
+#: Cepstral coefficients; with first and second differences they are the input.
+NUM_CEPSTRA = 13
+_DELTA_FRAMES = 2  # frames to either side of a difference
+_LEAST_FRAMES = 4.0  # with which a Gaussian is estimated; with fewer it stays as it is
+_VARIANCE_FLOOR = 0.01  # of the variance of all frames
+_LEAST_WEIGHT = 1e-4
+_SHIFT = 0.2  # standard deviations by which the halves of a Gaussian are moved apart
+#: Gaussians go to the classes by this power of their frames, so that silence does not get most of them.
+_POWER = 0.25
+
+
+def cepstra_of(features: FloatArray) -> FloatArray:
+    """Return what Gaussians with diagonal covariances describe well: cepstra and their differences.
+
+    Args:
+        features: log-mel spectra or cepstra, (T, F); of spectra the cosine transform is taken.
+
+    Returns:
+        (T, 3 * min(F, 13)), float32; the mean over the utterance of each coefficient is 0.
+    """
+    x = np.asarray(features, dtype=np.float64)
+    static = x @ _cosines(x.shape[1])
+    static -= static.mean(axis=0, keepdims=True) if len(static) else 0.0
+    first = _differences(static)
+    return np.concatenate([static, first, _differences(first)], axis=1).astype(np.float32)
+
+
+def _cosines(size: int) -> DoubleArray:
+    """Return the first columns of the orthonormal cosine transform (DCT-II)."""
+    k, n = np.arange(min(size, NUM_CEPSTRA)), np.arange(size)[:, np.newaxis]
+    basis = np.sqrt(2 / size) * np.cos(np.pi * k * (n + 0.5) / size)
+    basis[:, 0] /= np.sqrt(2)
+    return np.asarray(basis)
+
+
+def _differences(x: DoubleArray) -> DoubleArray:
+    """Return the slope of each column over five frames; beyond the ends the outermost frames count."""
+    padded = np.pad(x, ((_DELTA_FRAMES, _DELTA_FRAMES), (0, 0)), mode="edge") if len(x) else x
+    slope = np.zeros_like(x)
+    for k in range(1, _DELTA_FRAMES + 1):
+        ahead, behind = padded[_DELTA_FRAMES + k :], padded[_DELTA_FRAMES - k :]
+        slope += k * (ahead[: len(x)] - behind[: len(x)])
+    return slope / (2 * sum(k * k for k in range(1, _DELTA_FRAMES + 1)))
+
+
+@dataclass
+class Statistics:
+    """Sums over frames from which mixtures are estimated; those of several ranks are added up.
+
+    Attributes:
+        occupancy: frames of each Gaussian, (G,); a frame may be divided between the Gaussians of its class.
+        first: their sum, (G, D).
+        second: the sum of their squares, (G, D).
+        log_likelihood: of all frames, nats.
+    """
+
+    occupancy: DoubleArray
+    first: DoubleArray
+    second: DoubleArray
+    log_likelihood: float = 0.0
+
+    @classmethod
+    def empty(cls, num_gaussians: int, dim: int) -> Statistics:
+        """Return sums of nothing."""
+        return cls(np.zeros(num_gaussians), np.zeros((num_gaussians, dim)), np.zeros((num_gaussians, dim)))
+
+    def to_vector(self) -> DoubleArray:
+        """Return everything in one vector, so that ranks add theirs up in one exchange."""
+        parts = (self.occupancy, self.first.ravel(), self.second.ravel(), [self.log_likelihood])
+        return np.concatenate(parts)
+
+    @classmethod
+    def from_vector(cls, vector: DoubleArray, num_gaussians: int, dim: int) -> Statistics:
+        """Return what `to_vector` has put into one vector."""
+        occupancy, first, second, rest = np.split(
+            vector, np.cumsum([num_gaussians, num_gaussians * dim, num_gaussians * dim])
+        )
+        shape = (num_gaussians, dim)
+        return cls(occupancy, first.reshape(shape), second.reshape(shape), float(rest[0]))
+
+
+class GaussianMixtures:
+    """A mixture of Gaussians with diagonal covariances for each class.
+
+    Args:
+        num_classes: C.
+        mean, variance: of all frames, (D,): every class begins with one Gaussian like this.
+
+    Attributes:
+        classes: the class of each Gaussian, (G,).
+
+    Example:
+        >>> x = cepstra_of(np.random.default_rng(0).normal(size=(200, 40)).astype(np.float32))
+        >>> mixtures = GaussianMixtures(6, x.mean(axis=0), x.var(axis=0))
+        >>> mixtures.log_likelihoods(x).shape
+        (200, 6)
+    """
+
+    def __init__(self, num_classes: int, mean: DoubleArray, variance: DoubleArray) -> None:
+        self.num_classes = num_classes
+        self.classes = np.arange(num_classes)
+        self._floor = _VARIANCE_FLOOR * np.maximum(variance, 1e-6)
+        self._mean = np.tile(mean.astype(np.float64), (num_classes, 1))
+        self._variance = np.tile(np.maximum(variance.astype(np.float64), self._floor), (num_classes, 1))
+        self._weight = np.ones(num_classes)
+
+    @property
+    def num_gaussians(self) -> int:
+        """G."""
+        return len(self.classes)
+
+    @property
+    def dim(self) -> int:
+        """D."""
+        return int(self._mean.shape[1])
+
+    def log_likelihoods(self, x: FloatArray) -> FloatArray:
+        """Return log p(x_t | c) of every class, (T, C), nats, for inputs (T, D)."""
+        return self._of_classes(self._of_gaussians(x))
+
+    def accumulate(self, x: FloatArray, alignment: IntArray, into: Statistics) -> None:
+        """Add an utterance's frames to `into`, each divided between the Gaussians of its class.
+
+        Args:
+            x: inputs, (T, D).
+            alignment: the class of each frame, (T,).
+            into: sums for as many Gaussians as there are.
+        """
+        for c in np.unique(alignment):
+            frames = x[alignment == c].astype(np.float64)
+            own = np.flatnonzero(self.classes == c)
+            scores = self._of_gaussians(frames, own)
+            total = np.logaddexp.reduce(scores, axis=1)
+            share = np.exp(scores - total[:, np.newaxis])
+            into.occupancy[own] += share.sum(axis=0)
+            into.first[own] += share.T @ frames
+            into.second[own] += share.T @ (frames * frames)
+            into.log_likelihood += float(total.sum())
+
+    def update(self, sums: Statistics) -> None:
+        """Estimate all Gaussians anew from `sums`; those with next to no frames stay as they are."""
+        ok = sums.occupancy >= _LEAST_FRAMES
+        occupancy = sums.occupancy[ok, np.newaxis]
+        self._mean[ok] = sums.first[ok] / occupancy
+        self._variance[ok] = np.maximum(sums.second[ok] / occupancy - self._mean[ok] ** 2, self._floor)
+        of_class = np.bincount(self.classes, sums.occupancy, self.num_classes)[self.classes]
+        share = np.divide(sums.occupancy, of_class, out=self._weight.copy(), where=of_class > 0)
+        self._weight = np.maximum(share, _LEAST_WEIGHT)
+
+    def split(self, num_gaussians: int, sums: Statistics) -> None:
+        """Halve the Gaussians with the most frames until there are `num_gaussians`.
+
+        Which class a new one goes to is decided by a power of the frames a Gaussian of that class has, and
+        no Gaussian is halved that would be left with too few frames.
+        """
+        frames = sums.occupancy.copy()
+        while self.num_gaussians < num_gaussians:
+            splittable = frames >= 4 * _LEAST_FRAMES
+            if not splittable.any():
+                return
+            count = np.bincount(self.classes, minlength=self.num_classes)
+            of_class = np.bincount(self.classes, frames, self.num_classes) ** _POWER / count
+            neediest = self.classes[np.argmax(np.where(splittable, of_class[self.classes], -1.0))]
+            chosen = int(np.argmax(np.where(self.classes == neediest, frames, -1.0)))
+            self._halve(chosen)
+            frames[chosen] /= 2
+            frames = np.append(frames, frames[chosen])
+
+    def _halve(self, g: int) -> None:
+        shift = _SHIFT * np.sqrt(self._variance[g])
+        self._mean = np.vstack([self._mean, self._mean[g] + shift])
+        self._mean[g] -= shift
+        self._variance = np.vstack([self._variance, self._variance[g]])
+        self._weight[g] /= 2
+        self._weight = np.append(self._weight, self._weight[g])
+        self.classes = np.append(self.classes, self.classes[g])
+
+    def _of_gaussians(
+        self, x: FloatArray | DoubleArray, which: NDArray[np.int64] | None = None
+    ) -> DoubleArray:
+        """Return log w_g N(x_t; g), (T, G), of all Gaussians, or of those chosen."""
+        chosen = slice(None) if which is None else which
+        mean, variance = self._mean[chosen], self._variance[chosen]
+        precision = 1 / variance
+        constant = np.log(self._weight[chosen]) - 0.5 * (
+            np.log(2 * np.pi * variance) + mean**2 * precision
+        ).sum(axis=1)
+        y = x.astype(np.float64)
+        return np.asarray(constant + y @ (mean * precision).T - 0.5 * (y * y) @ precision.T)
+
+    def _of_classes(self, scores: DoubleArray) -> FloatArray:
+        """Return the sums over each class's Gaussians, (T, C), from log-probabilities (T, G)."""
+        order = np.argsort(self.classes, kind="stable")
+        starts = np.searchsorted(self.classes[order], np.arange(self.num_classes))
+        best = scores.max(axis=1, keepdims=True, initial=-np.inf)
+        sums = np.add.reduceat(np.exp(scores[:, order] - best), starts, axis=1)
+        # A class far from the best would be log 0.
+        return np.asarray(np.log(np.maximum(sums, 1e-300)) + best, dtype=np.float32)

@@ -1,0 +1,187 @@
+"""A first alignment from nothing: found on speech with known states, by any number of ranks, and stopped."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from speechdp.comm.base import Communicator
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.shards.alignment_file import open_targets
+from speechdp.data.shards.dataset import Dataset, Manifest, ShardEntry, SplitEntry
+from speechdp.data.shards.shard import Shard, ShardHeader, ShardWriter, Utterance
+from speechdp.data.signal.features import FeatureConfig
+from speechdp.errors import ConfigError, RunError
+from speechdp.labels.hmm import IntArray, StateInventory, flat_alignment, states_of
+from speechdp.labels.lexicon import SILENCE, Lexicon, lexicon_for
+from speechdp.options.batch import BatchOptions
+from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.parallel.run_files import RunDirectory
+from speechdp.parallel.stop import StopRequest
+from speechdp.process.ending import Stopped
+from speechdp.train.flat_start import train_mixtures
+from speechdp.train.realign import make_alignments
+from speechdp.train.session import Session
+
+CPU = torch.device("cpu")
+FEATURES = FeatureConfig(num_mel_bins=20, mean_normalise=False, variance_normalise=False, dtype="float32")
+WORDS = ("one", "two", "three", "four", "five", "six")
+OPTIONS = TrainOptions(ModelOptions(layers=1, cells=4), BatchOptions(batch_size=8), epochs=1, flat_start=True)
+
+
+def exact_states(words: list[str], lexicon: Lexicon, inventory: StateInventory, seed: int) -> IntArray:
+    """Speak `words`: every state lasts 1 to 12 frames, silence stands at both ends and in some gaps."""
+    rng = np.random.default_rng(seed)
+    phones = [SILENCE]
+    for word in words:
+        phones += [*lexicon.pronunciations[word][0], *([SILENCE] if rng.random() < 0.3 else [])]
+    states = states_of(phones + ([] if phones[-1] == SILENCE else [SILENCE]), inventory)
+    return np.repeat(states, rng.integers(1, 13, len(states))).astype(np.int32)
+
+
+def write_spoken(path: Path, num_utterances: int = 40) -> tuple[Dataset, dict[str, list[IntArray]]]:
+    """Write utterances whose states sound different; return the data and the true states by shard."""
+    path.mkdir()
+    lexicon = lexicon_for(set(WORDS))
+    inventory = StateInventory(lexicon.phones)
+    lexicon.save(path / "lexicon.txt")
+    inventory.save(path / "classes.txt")
+    sound = np.random.default_rng(5).normal(0, 2.0, (inventory.num_classes, FEATURES.feature_dim))
+    truth: dict[str, list[IntArray]] = {}
+    splits = {}
+    for split, shards in (("train", 3), ("dev", 1)):
+        header = ShardHeader(FEATURES, 8000, inventory.num_classes, "flat", split)
+        entries = []
+        for number in range(shards):
+            file = path / f"{split}-{number:05}.h5"
+            truth[file.name] = []
+            writer = ShardWriter(file, header)
+            with writer:
+                for u in range(num_utterances // 4):
+                    seed = 1000 * number + u + (500 if split == "dev" else 0)
+                    rng = np.random.default_rng(seed)
+                    words = rng.choice(WORDS, rng.integers(2, 6)).tolist()
+                    states = exact_states(words, lexicon, inventory, seed)
+                    features = (sound[states] + rng.normal(0, 1.0, (len(states), 20))).astype(np.float32)
+                    flat = flat_alignment(words, len(states), lexicon, inventory)
+                    writer.add(Utterance(f"{split}{number}-{u}", "s", " ".join(words), features, flat))
+                    truth[file.name].append(states)
+            entry = ShardEntry(file.name, writer.num_utterances, writer.num_frames, writer.index_sha256)
+            entries.append(entry)
+        counts = (sum(e.utterances for e in entries), sum(e.frames for e in entries))
+        splits[split] = SplitEntry(tuple(entries), *counts, 1)
+    Manifest(8000, FEATURES, inventory.num_classes, "flat", "given", splits).write(path)
+    return Dataset.open(path), truth
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, dict[str, list[IntArray]]]:
+    return write_spoken(tmp_path_factory.mktemp("spoken") / "data")
+
+
+def right_frames(dataset: Dataset, folder: Path | None, truth: dict[str, list[IntArray]]) -> float:
+    """Return the share of all frames whose class, in `folder` or in the data, is the true one."""
+    right = total = 0
+    for split in ("train", "dev"):
+        for path in dataset.shard_paths(split):
+            with ExitStack() as stack:
+                shard = stack.enter_context(Shard(path))
+                of_folder = None
+                if folder is not None:
+                    of_folder = stack.enter_context(closing(open_targets(folder / path.name, shard)))
+                for u, states in enumerate(truth[path.name]):
+                    found = shard.read(u)[1] if of_folder is None else of_folder.read(u)
+                    right += int((found == states).sum())
+                    total += len(states)
+    return right / total
+
+
+def test_it_finds_the_states_that_a_uniform_alignment_does_not(
+    spoken: tuple[Dataset, dict[str, list[IntArray]]], tmp_path: Path
+) -> None:
+    dataset, truth = spoken
+    session = Session(dataset, SerialCommunicator(), CPU)
+    folder = make_alignments(session, OPTIONS, tmp_path)
+    assert folder == tmp_path / "alignments" / "0" and RunDirectory(folder).is_complete
+    assert right_frames(dataset, None, truth) < 0.2
+    # Of phones that occur in one word only, a state may stand for its neighbour: nothing tells them apart.
+    assert right_frames(dataset, folder, truth) > 0.7
+    written = (folder / "train-00000.h5").stat().st_mtime_ns
+    make_alignments(session, OPTIONS, tmp_path)  # what is done is not done again
+    assert (folder / "train-00000.h5").stat().st_mtime_ns == written
+
+
+def test_any_number_of_ranks_finds_the_same(
+    spoken: tuple[Dataset, dict[str, list[IntArray]]], tmp_path: Path
+) -> None:
+    dataset, _ = spoken
+    alone = train_mixtures(Session(dataset, SerialCommunicator(), CPU), "train")
+    # More ranks than shards: some have no utterances at all.
+    found = run_threads(4, lambda comm: train_mixtures(Session(dataset, comm, CPU), "train"))
+    assert {f.utterances for f in found} == {alone.utterances} == {30}
+    x = np.random.default_rng(1).normal(size=(9, alone.mixtures.dim)).astype(np.float32)
+    for f in found:
+        np.testing.assert_array_equal(f.mixtures.log_likelihoods(x), found[0].mixtures.log_likelihoods(x))
+        np.testing.assert_allclose(
+            f.mixtures.log_likelihoods(x), alone.mixtures.log_likelihoods(x), rtol=1e-3
+        )
+        assert f.log_likelihood == pytest.approx(alone.log_likelihood, rel=1e-6)
+
+
+def test_all_ranks_stop_where_one_is_asked(spoken: tuple[Dataset, dict[str, list[IntArray]]]) -> None:
+    dataset, _ = spoken
+
+    def on_rank(comm: Communicator) -> bool:
+        looks = 0
+
+        class Asked(StopRequest):
+            @property
+            def received(self) -> str | None:  # type: ignore[override]
+                nonlocal looks
+                looks += 1
+                return "SIGTERM" if comm.rank == 1 and looks > 20 else None
+
+            @received.setter
+            def received(self, _value: str | None) -> None:
+                pass
+
+        try:
+            train_mixtures(Session(dataset, comm, CPU, stop=Asked()), "train")
+        except Stopped:
+            return True
+        return False
+
+    assert run_threads(2, on_rank) == [True, True]
+
+
+def with_lexicon(path: Path, changes: dict[str, tuple[tuple[str, ...], ...] | None]) -> Session:
+    """Write a corpus and change its lexicon afterwards; None takes a word out."""
+    dataset, _ = write_spoken(path, num_utterances=4)
+    lexicon = Lexicon.load(dataset.lexicon_path)
+    words = {**lexicon.pronunciations, **changes}
+    Lexicon({word: v for word, v in words.items() if v is not None}).save(dataset.lexicon_path)
+    return Session(dataset, SerialCommunicator(), CPU)
+
+
+def test_a_word_without_pronunciation_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no pronunciation"):
+        train_mixtures(with_lexicon(tmp_path / "data", dict.fromkeys(WORDS[:-1])), "train")
+
+
+def test_transcripts_that_no_utterance_can_hold(tmp_path: Path) -> None:
+    endless: tuple[tuple[str, ...], ...] = (("W",) * 400,)
+    session = with_lexicon(tmp_path / "data", dict.fromkeys(WORDS, endless))
+    with pytest.raises(RunError, match="frames enough"):
+        train_mixtures(session, "train")
+
+
+def test_options_that_do_not_go_with_it() -> None:
+    with pytest.raises(ConfigError, match="--flat-start and --alignments"):
+        TrainOptions(flat_start=True, alignments=Path("a"))
+    with pytest.raises(ConfigError, match="--flat-start"):
+        TrainOptions(task="synthesis", flat_start=True)
