@@ -10,6 +10,7 @@ Legend: T frames, D dimensions of the input, C classes, G Gaussians.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,8 @@ _DELTA_FRAMES = 2  # frames to either side of a difference
 _LEAST_FRAMES = 4.0  # with which a Gaussian is estimated; with fewer it stays as it is
 _VARIANCE_FLOOR = 0.01  # of the variance of all frames
 _LEAST_WEIGHT = 1e-4
+_NOT_WANTED = -1e4  # nats: no path goes through a class like this
+_SMALLEST = 1e-37
 _SHIFT = 0.2  # standard deviations by which the halves of a Gaussian are moved apart
 #: Gaussians go to the classes by this power of their frames, so that silence does not get most of them.
 _POWER = 0.25
@@ -135,9 +138,25 @@ class GaussianMixtures:
         """D."""
         return int(self._mean.shape[1])
 
-    def log_likelihoods(self, x: FloatArray) -> FloatArray:
-        """Return log p(x_t | c) of every class, (T, C), nats, for inputs (T, D)."""
-        return self._of_classes(self._of_gaussians(x))
+    def log_likelihoods(self, x: FloatArray, classes: Collection[int] | None = None) -> FloatArray:
+        """Return log p(x_t | c), (T, C), nats, for inputs (T, D).
+
+        Args:
+            x: inputs.
+            classes: those wanted, e.g. of a transcript: the others get -1e4.  None: all.
+        """
+        wanted = np.arange(self.num_classes) if classes is None else np.array(sorted(set(classes)))
+        own = np.flatnonzero(np.isin(self.classes, wanted))
+        own = own[np.argsort(self.classes[own], kind="stable")]
+        scores = self._of_gaussians(x, own)
+        best = scores.max(axis=1, keepdims=True, initial=-np.inf)
+        scores -= best
+        starts = np.searchsorted(self.classes[own], wanted)
+        sums = np.add.reduceat(np.exp(scores, out=scores), starts, axis=1)
+        result = np.full((len(x), self.num_classes), _NOT_WANTED, np.float32)
+        # A class far from the best would be log 0.
+        result[:, wanted] = np.log(np.maximum(sums, _SMALLEST)) + best
+        return result
 
     def accumulate(self, x: FloatArray, alignment: IntArray, into: Statistics) -> None:
         """Add an utterance's frames to `into`, each divided between the Gaussians of its class.
@@ -148,14 +167,14 @@ class GaussianMixtures:
             into: sums for as many Gaussians as there are.
         """
         for c in np.unique(alignment):
-            frames = x[alignment == c].astype(np.float64)
+            frames = x[alignment == c]
             own = np.flatnonzero(self.classes == c)
-            scores = self._of_gaussians(frames, own)
+            scores = self._of_gaussians(frames, own).astype(np.float64)
             total = np.logaddexp.reduce(scores, axis=1)
             share = np.exp(scores - total[:, np.newaxis])
             into.occupancy[own] += share.sum(axis=0)
             into.first[own] += share.T @ frames
-            into.second[own] += share.T @ (frames * frames)
+            into.second[own] += share.T @ np.square(frames, dtype=np.float64)
             into.log_likelihood += float(total.sum())
 
     def update(self, sums: Statistics) -> None:
@@ -196,24 +215,13 @@ class GaussianMixtures:
         self._weight = np.append(self._weight, self._weight[g])
         self.classes = np.append(self.classes, self.classes[g])
 
-    def _of_gaussians(
-        self, x: FloatArray | DoubleArray, which: NDArray[np.int64] | None = None
-    ) -> DoubleArray:
-        """Return log w_g N(x_t; g), (T, G), of all Gaussians, or of those chosen."""
-        chosen = slice(None) if which is None else which
-        mean, variance = self._mean[chosen], self._variance[chosen]
+    def _of_gaussians(self, x: FloatArray, which: NDArray[np.int64]) -> FloatArray:
+        """Return log w_g N(x_t; g) of the Gaussians chosen, (T, number chosen)."""
+        mean, variance = self._mean[which], self._variance[which]
         precision = 1 / variance
-        constant = np.log(self._weight[chosen]) - 0.5 * (
-            np.log(2 * np.pi * variance) + mean**2 * precision
-        ).sum(axis=1)
-        y = x.astype(np.float64)
-        return np.asarray(constant + y @ (mean * precision).T - 0.5 * (y * y) @ precision.T)
-
-    def _of_classes(self, scores: DoubleArray) -> FloatArray:
-        """Return the sums over each class's Gaussians, (T, C), from log-probabilities (T, G)."""
-        order = np.argsort(self.classes, kind="stable")
-        starts = np.searchsorted(self.classes[order], np.arange(self.num_classes))
-        best = scores.max(axis=1, keepdims=True, initial=-np.inf)
-        sums = np.add.reduceat(np.exp(scores[:, order] - best), starts, axis=1)
-        # A class far from the best would be log 0.
-        return np.asarray(np.log(np.maximum(sums, 1e-300)) + best, dtype=np.float32)
+        terms = np.log(2 * np.pi * variance) + mean**2 * precision
+        constant = np.log(self._weight[which]) - 0.5 * terms.sum(axis=1)
+        # One product: [x, x^2, 1] with what each Gaussian makes of them.
+        columns = np.concatenate([mean * precision, -0.5 * precision, constant[:, np.newaxis]], axis=1)
+        rows = np.concatenate([x, x * x, np.ones((len(x), 1))], axis=1, dtype=np.float32)
+        return np.asarray(rows @ columns.astype(np.float32).T)

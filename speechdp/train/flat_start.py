@@ -28,8 +28,9 @@ from speechdp.labels.hmm import (
     count_frames_and_runs,
     flat_alignment,
     self_loop_probabilities,
+    states_of,
 )
-from speechdp.labels.lexicon import Lexicon
+from speechdp.labels.lexicon import SILENCE, Lexicon
 from speechdp.process.ending import Stopped
 from speechdp.train.session import Session
 
@@ -40,6 +41,7 @@ _FIRST_SPLIT, _LAST_SPLIT = 5, 26
 _GAUSSIANS_PER_CLASS = 10
 #: Utterances of so many frames in all (20 hours) are enough for so few parameters; the shortest are taken.
 _MAX_FRAMES = 20 * 360_000
+_TOGETHER = 256  # utterances that are counted at once
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class FlatStart:
 @dataclass
 class _Utterance:
     words: list[str]
+    classes: frozenset[int]  # of all its pronunciations, and silence
     x: FloatArray
     alignment: IntArray
 
@@ -124,10 +127,14 @@ def _read(session: Session, split: str, lexicon: Lexicon, inventory: StateInvent
             words = shards[s].text(u).split()
             alignment = _uniform(words, num_frames, lexicon, inventory)
             if len(alignment):
-                result.append(
-                    _Utterance(words, cepstra_of(preprocessors[s].read(shards[s], u)[0]), alignment)
-                )
+                x = cepstra_of(preprocessors[s].read(shards[s], u)[0])
+                result.append(_Utterance(words, _classes_of(words, lexicon, inventory), x, alignment))
     return result
+
+
+def _classes_of(words: Sequence[str], lexicon: Lexicon, inventory: StateInventory) -> frozenset[int]:
+    phones = {phone for word in words for variant in lexicon.pronunciations[word] for phone in variant}
+    return frozenset(states_of([SILENCE, *phones], inventory))
 
 
 def _uniform(words: Sequence[str], num_frames: int, lexicon: Lexicon, inventory: StateInventory) -> IntArray:
@@ -144,7 +151,7 @@ def _align(session: Session, own: Sequence[_Utterance], aligner: Aligner, mixtur
     for utterance in own:
         if session.is_asked_to_stop():
             return
-        found = aligner.align(utterance.words, mixtures.log_likelihoods(utterance.x))
+        found = aligner.align(utterance.words, mixtures.log_likelihoods(utterance.x, utterance.classes))
         if found is not None:
             utterance.alignment = found
 
@@ -166,9 +173,12 @@ def _count(
     statistics = Statistics.empty(size, dim)
     frames, runs = np.zeros(num_classes, np.int64), np.zeros(num_classes, np.int64)
     for utterance in own:
-        mixtures.accumulate(utterance.x, utterance.alignment, statistics)
         counts = count_frames_and_runs(utterance.alignment, num_classes)
         frames, runs = frames + counts[0], runs + counts[1]
+    for first in range(0, len(own), _TOGETHER):
+        some = own[first : first + _TOGETHER]
+        x = np.concatenate([utterance.x for utterance in some])
+        mixtures.accumulate(x, np.concatenate([utterance.alignment for utterance in some]), statistics)
     total = _sum(session, np.concatenate([frames, runs, statistics.to_vector()]))
     frames, runs = total[:num_classes].astype(np.int64), total[num_classes : 2 * num_classes].astype(np.int64)
     statistics = Statistics.from_vector(total[2 * num_classes :], size, dim)
