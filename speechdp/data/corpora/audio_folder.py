@@ -42,7 +42,7 @@ def read_audio_folder(source: Path, pattern: str | None = None, rules: ReadingRu
     Raises:
         ConfigError: no audio, or an audio file without transcript; names it.
     """
-    files = _find_audio(source)
+    files = find_audio(source)
     if pattern is not None:
         return _by_pattern(source, files, pattern)
     if (source / "text").is_file():
@@ -66,7 +66,12 @@ def normalise_text(text: str) -> str:
     return " ".join(text.lower().translate(_PUNCTUATION).split())
 
 
-def _find_audio(source: Path) -> list[Path]:
+def find_audio(source: Path) -> list[Path]:
+    """Return the audio files below a folder, sorted.
+
+    Raises:
+        ConfigError: no such folder, or no audio in it.
+    """
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder; give a Kaldi data directory or a folder of audio")
     files = sorted(

@@ -1,0 +1,163 @@
+"""Recognise recordings that belong to no data directory: a model, its lexicon and its language model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from speechdp.data.signal.audio import read_audio, to_int16
+from speechdp.data.signal.features import FeatureConfig
+from speechdp.data.signal.pieces import Piece, cut_at_pauses
+from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
+from speechdp.decode.align import Aligner
+from speechdp.decode.graph import LexiconTransducer
+from speechdp.decode.language_model import language_model_in
+from speechdp.decode.recognise import DecodingOptions, Recogniser
+from speechdp.decode.word_times import confidences, word_spans
+from speechdp.errors import ConfigError, RunError
+from speechdp.labels.hmm import FloatArray, StateInventory
+from speechdp.labels.lexicon import Lexicon
+from speechdp.parallel.run_files import TRAINED_ON
+from speechdp.tasks.model_file import load_model
+
+
+@dataclass(frozen=True)
+class TimedWord:
+    """A recognised word.
+
+    Attributes:
+        word: as the lexicon writes it.
+        start_s: seconds from the beginning of the recording.
+        duration_s: seconds.
+        confidence: 0 to 1; see `word_times.confidences`.
+    """
+
+    word: str
+    start_s: float
+    duration_s: float
+    confidence: float
+
+
+@dataclass(frozen=True)
+class Transcription:
+    """What was recognised in a recording.
+
+    Attributes:
+        path: the file.
+        words: in order.
+        duration_s: of the recording, seconds.
+        failed_s: seconds of it for which nothing was found.
+    """
+
+    path: Path
+    words: tuple[TimedWord, ...]
+    duration_s: float
+    failed_s: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """The words, separated by blanks."""
+        return " ".join(word.word for word in self.words)
+
+    def ctm(self) -> str:
+        """Return its lines of a CTM file: name, channel, start, duration, word, confidence."""
+        lines = (
+            f"{self.path.stem} 1 {w.start_s:.2f} {w.duration_s:.2f} {w.word} {w.confidence:.2f}\n"
+            for w in self.words
+        )
+        return "".join(lines)
+
+
+class Transcriber:
+    """Recognises audio files with a run's model.
+
+    Args:
+        run_dir: of a finished run; its lexicon, classes and language model are in RUN/trained_on.
+        options: how to decode.
+        device: where the model runs.
+        longest_s: recordings are cut into pieces of at most so many seconds, at pauses.
+
+    Raises:
+        RunError: the model is missing or damaged, or the run keeps no lexicon.
+        ConfigError: it was trained on pdfs of Kaldi's or on features that audio alone does not give.
+    """
+
+    def __init__(
+        self, run_dir: Path, options: DecodingOptions, device: torch.device, longest_s: float = 30.0
+    ) -> None:
+        if longest_s < 1:
+            raise ConfigError(f"--longest {longest_s}: at least 1 second")
+        trained = load_model(run_dir, device)
+        kept = run_dir / TRAINED_ON
+        if not (kept / "lexicon.txt").is_file():
+            raise RunError(
+                f"{kept}: keeps no lexicon to recognise words with; runs of this version keep it, so train "
+                "again, or prepare the recordings with --like RUN and use decode"
+            )
+        self._lexicon = Lexicon.load(kept / "lexicon.txt")
+        self._inventory = StateInventory.load(kept / "classes.txt")
+        self._longest_s = longest_s
+        self._sampling_rate = int(trained.config["sampling_rate"])
+        self._features = FeatureConfig.from_dict(trained.config["features"])
+        self._preprocessor = Preprocessor(
+            self._features, self._sampling_rate, "audio", inputs_of(trained.config)
+        )
+        model = language_model_in(kept)
+        self._recogniser = Recogniser(trained, self._lexicon, self._inventory, options, [], model)
+        self_loop = trained.self_loop.detach().cpu().double().numpy()
+        self._aligner = Aligner(
+            LexiconTransducer(self._lexicon, self._inventory, self_loop, options.silence_probability)
+        )
+        self._acoustic_scale = options.acoustic_scale
+
+    def transcribe(self, path: Path) -> Transcription:
+        """Recognise a file of one channel, of any length and sampling rate.
+
+        Raises:
+            ConfigError: not audio, or of several channels.
+        """
+        samples = read_audio(path, self._sampling_rate)
+        pieces = cut_at_pauses(samples, self._sampling_rate, self._longest_s)
+        words: list[TimedWord] = []
+        failed = 0
+        found = dict(self._recognise([to_int16(samples[p.first : p.end]) for p in pieces]))
+        for number, piece in enumerate(pieces):
+            timed = found[number]
+            if timed is None:
+                failed += piece.end - piece.first
+            else:
+                words += _moved(timed, piece, self._sampling_rate)
+        rate = self._sampling_rate
+        return Transcription(path, tuple(words), len(samples) / rate, failed / rate)
+
+    def _recognise(self, pieces: Sequence[np.ndarray]) -> Iterator[tuple[int, list[TimedWord] | None]]:
+        """Yield (number of the piece, its words), in any order; None where no path was found."""
+        inputs = (self._preprocessor.whole(piece) for piece in pieces)
+        for number, scores in self._recogniser.score(inputs):
+            path = self._recogniser.searcher.search(scores)
+            if len(scores) == 0:
+                yield number, []
+            else:
+                yield number, None if path is None else self._timed(path.words, scores)
+
+    def _timed(self, words: tuple[str, ...], scores: FloatArray) -> list[TimedWord] | None:
+        classes = self._aligner.align(words, scores * np.float32(self._acoustic_scale))
+        if classes is None:
+            return None
+        spans = word_spans(words, classes, self._lexicon, self._inventory)
+        shift = self._features.frame_shift_s
+        sure = confidences(spans, classes, scores)
+        return [
+            TimedWord(span.word, span.first * shift, (span.end - span.first) * shift, confidence)
+            for span, confidence in zip(spans, sure, strict=True)
+        ]
+
+
+def _moved(words: Sequence[TimedWord], piece: Piece, sampling_rate: int) -> list[TimedWord]:
+    """Count times from the beginning of the recording instead of the piece's."""
+    offset = piece.first / sampling_rate
+    return [TimedWord(w.word, w.start_s + offset, w.duration_s, w.confidence) for w in words]

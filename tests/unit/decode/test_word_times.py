@@ -1,0 +1,65 @@
+"""Frames of words in an alignment, and confidences."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speechdp.decode.word_times import WordSpan, confidences, word_spans
+from speechdp.labels.hmm import StateInventory, states_of
+from speechdp.labels.lexicon import SILENCE, Lexicon
+
+LEXICON = Lexicon(
+    {"ab": (("A", "B"),), "a": (("A",), ("A", "B")), "b": (("B",),), "bb": (("B", "B"), ("B", "B", "A"))}
+)
+INVENTORY = StateInventory(("A", "B"))
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_words_are_found_where_they_were_put(data: st.DataObject) -> None:
+    words = data.draw(st.lists(st.sampled_from(sorted(LEXICON.pronunciations)), max_size=6))
+    classes: list[int] = []
+    spans = []
+
+    def say(phones: tuple[str, ...]) -> None:
+        for state in states_of(phones, INVENTORY):
+            classes.extend([state] * data.draw(st.integers(1, 3)))
+
+    for word in words:
+        if data.draw(st.booleans()):
+            say((SILENCE,))
+        first = len(classes)
+        say(data.draw(st.sampled_from(LEXICON.pronunciations[word])))
+        spans.append(WordSpan(word, first, len(classes)))
+    if data.draw(st.booleans()):
+        say((SILENCE,))
+    found = word_spans(words, np.array(classes, np.int32), LEXICON, INVENTORY)
+    assert [span.word for span in found] == words
+    # "a" said as A B and then "b" may be "a" said as A and ... only what is said in all is certain.
+    assert all(earlier.end <= later.first for earlier, later in itertools.pairwise(found))
+    silence = set(INVENTORY.classes_of(SILENCE))
+    covered = {frame for span in found for frame in range(span.first, span.end)}
+    assert covered == {frame for frame, c in enumerate(classes) if c not in silence}
+    if not {"a", "bb"} & set(words):  # with one pronunciation each there is one answer
+        assert found == spans
+
+
+def test_another_transcripts_alignment_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="not one of this transcript"):
+        word_spans(["b"], np.array([3, 4, 5], np.int32), LEXICON, INVENTORY)
+
+
+def test_confidence_is_the_share_of_the_phone() -> None:
+    classes = np.array([3, 4, 5, 6], np.int32)
+    scores = np.full((4, 9), -50.0, np.float32)
+    scores[:, 3:6] = np.log(0.2)  # phone A has 0.6 of each frame
+    scores[:, 0] = np.log(0.4)
+    spans = [WordSpan("a", 0, 3), WordSpan("b", 3, 4)]
+    assert confidences(spans, classes, scores) == pytest.approx([0.6, 0.0], abs=1e-6)
+    # A constant of the frame, such as its probability, changes nothing.
+    assert confidences(spans, classes, scores + 7) == pytest.approx([0.6, 0.0], abs=1e-6)
