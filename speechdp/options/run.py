@@ -127,8 +127,14 @@ class TrainOptions:
             raise ConfigError(
                 f"--{name}: not with --task {task.name}, whose models cannot align; leave it out"
             )
+        self._refuse_two_beginnings()
+
+    def _refuse_two_beginnings(self) -> None:
+        """Refuse a flat start whose alignment nothing would use.  Raises ConfigError."""
         if self.flat_start and self.alignments is not None:
             raise ConfigError("--flat-start and --alignments: both say what to begin with; leave one out")
+        if self.flat_start and self.realign_criterion == "full-sum":
+            raise ConfigError("--flat-start: --realign-criterion full-sum uses no alignment; leave one out")
 
     def first_round_model(self) -> ModelOptions:
         """Return the model of the first round of --realign, with the criterion it is trained by."""
@@ -138,10 +144,12 @@ class TrainOptions:
 
     def _refuse_chunks(self) -> None:
         """Refuse to cut utterances whose transcripts are to be learnt as a whole.  Raises ConfigError."""
-        if self.realign:
+        if self.aligns:
+            name, remedy = "--flat-start", "leave one out"
+            if self.realign:
+                name, remedy = "--realign", "leave it out, or give --realign-criterion full-sum instead"
             raise ConfigError(
-                f"--realign: not with --criterion {self.model.criterion}, which learns from no alignment; "
-                "leave it out, or give --realign-criterion full-sum instead of --criterion"
+                f"{name}: --criterion {self.model.criterion} learns from no alignment; {remedy}"
             )
         batches = self.batches()
         if batches.chunk_frames or batches.left_context or batches.right_context:
