@@ -2,8 +2,9 @@
 
     min(det(HL o G)) without self-loops, disambiguation symbols removed, then self-loops
 
-HL and G carry disambiguation symbols meanwhile (labels above the classes): one on back-off arcs, and others
-at the end of pronunciations that are equal to another or begin it; without them determinisation would not end.
+HL and G carry disambiguation symbols meanwhile (labels above the classes): one on back-off arcs,
+others at the end of pronunciations that are equal to another or begin it.  Without them determinisation
+would not end.
 Source: Mohri, Pereira & Riley, "Speech recognition with weighted finite-state transducers", Springer
 Handbook on Speech Processing, 2008; the order of steps is Kaldi's mkgraph.sh.
 """

@@ -134,20 +134,21 @@ class LexiconTransducer:
             ConfigError: the model accepts no sequence of words of the lexicon.
         """
         weights = {"scale": scale, "insertion_log_prob": insertion_log_prob}
-        if not model.words & self.word_ids.keys():
+        ids = {word: self.word_ids[word] for word in self.lexicon.recognised_words}
+        if not model.words & ids.keys():
             raise ConfigError(
                 "no word of the language model is in the lexicon; prepare the data with one that fits"
             )
         if isinstance(model, GrammarFst):
-            return self.compose(model.acceptor(self.word_ids, **weights))
+            return self.compose(model.acceptor(ids, **weights))
         backoff = len(self.words) + 1
-        grammar = ngram_acceptor(model, self.word_ids, backoff_label=backoff, **weights)
+        grammar = ngram_acceptor(model, ids, backoff_label=backoff, **weights)
         kaldifst.arcsort(grammar, sort_type="ilabel")
         symbols = disambiguation_symbols(self.lexicon.pronunciations)
         fst = kaldifst.compose(self._build(symbols, backoff), grammar, connect=True)
         found = determinised(fst, self._inventory.num_classes, _MAX_DETERMINISED_STATES)
         if found is None:
-            return self.compose(ngram_acceptor(model, self.word_ids, **weights))
+            return self.compose(ngram_acceptor(model, ids, **weights))
         looped = with_self_loops(found, self._stay_cost)
         kaldifst.arcsort(looped, sort_type="ilabel")
         return DecodingGraph(looped, self.words, is_determinised=True)
@@ -314,7 +315,8 @@ def build_graph(
     if grammar is Grammar.TRANSCRIPT_SET:
         return transducer.compose(transcript_set(word_ids_of(words, ids) for words in transcripts))
     digits = set(digit_words())
-    vocabulary = [i for w, i in ids.items() if grammar is not Grammar.DIGIT_LOOP or w.lower() in digits]
+    recognised = transducer.lexicon.recognised_words
+    vocabulary = [ids[w] for w in recognised if grammar is not Grammar.DIGIT_LOOP or w.lower() in digits]
     if not vocabulary:
         raise ConfigError(f"the grammar {grammar.value} needs words that the lexicon does not have")
     if grammar is Grammar.WORD:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,6 +129,11 @@ class NgramModel:
                 spelt[word] = to
                 taken.add(to)
         return NgramModel(*(_respell(each, spelt) for each in (self.log10_probs, self.log10_backoffs)))
+
+    def with_words(self, words: Sequence[str], log10_prob: float) -> NgramModel:
+        """Return the model with more words, which share a probability, e.g. that of <unk>, equally."""
+        share = log10_prob - math.log10(len(words))
+        return NgramModel({**self.log10_probs, **{(word,): share for word in words}}, self.log10_backoffs)
 
 
 def _respell(values: Mapping[Ngram, float], spelt: Mapping[str, str]) -> dict[Ngram, float]:

@@ -10,6 +10,7 @@ from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER, Corpus, CorpusUtteranc
 from speechdp.data.corpora.kaldi_dir import read_table
 from speechdp.errors import ConfigError
 from speechdp.labels.lexicon import digit_words
+from speechdp.labels.text_normalise import plain_transcript
 
 #: The pattern tried where there is neither a transcript nor --pattern: FSDD's file names.
 DEFAULT_PATTERN = "{digit}_{speaker}_{index}"
@@ -22,7 +23,6 @@ _NO_AUDIO = re.compile(r"\.|(md5|sha[0-9]+)sums?\b", re.IGNORECASE)
 _FIELDS = {"digit": r"[0-9]", "word": r"[^/]+?", "speaker": r"[^/]+?", "index": r"[0-9]+"}
 # Stricter than the pattern: yesno's 0_1_0_0_1_1_0_1 is not a digit said by speaker 1_0_0_1_1_0.
 _FSDD_NAME = re.compile(r"[0-9]_[A-Za-z][^_]*_[0-9]+")
-_PUNCTUATION = str.maketrans("", "", '.,;:!?"()[]')
 
 
 def read_audio_folder(source: Path, pattern: str | None = None) -> Corpus:
@@ -55,11 +55,6 @@ def read_audio_folder(source: Path, pattern: str | None = None) -> Corpus:
         f"{source}: no transcripts found; give a file 'text' (utterance-id words), *.trans.txt files, a .txt "
         f"beside each audio file, or labels in the file names with --pattern '{DEFAULT_PATTERN}'"
     )
-
-
-def normalise_text(text: str) -> str:
-    """Lower the case, drop punctuation and squeeze white space."""
-    return " ".join(text.lower().translate(_PUNCTUATION).split())
 
 
 def _find_audio(source: Path) -> list[Path]:
@@ -114,7 +109,7 @@ def _labelled(utterance_id: str, file: Path, fields: dict[str, str]) -> CorpusUt
     return CorpusUtterance(
         utterance_id=utterance_id,
         speaker=_no_space(fields.get("speaker", UNKNOWN_SPEAKER)),
-        text=normalise_text(text),
+        text=plain_transcript(text),
         audio=file,
         index=int(fields["index"]) if "index" in fields else None,
     )
@@ -160,7 +155,9 @@ def _by_text_beside(source: Path, files: list[Path]) -> Corpus:
     return Corpus.of(
         source,
         (
-            CorpusUtterance(ids[file], _folder_speaker(source, file), normalise_text(texts[ids[file]]), file)
+            CorpusUtterance(
+                ids[file], _folder_speaker(source, file), plain_transcript(texts[ids[file]]), file
+            )
             for file in files
         ),
     )
@@ -189,7 +186,7 @@ def _with_transcripts(
             CorpusUtterance(
                 utterance,
                 speakers.get(utterance, _folder_speaker(source, file)),
-                normalise_text(texts[utterance]),
+                plain_transcript(texts[utterance]),
                 file,
             )
             for utterance, file in by_id.items()

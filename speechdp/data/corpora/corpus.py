@@ -99,13 +99,16 @@ class Corpus:
         return frozenset(word for utterance in self.utterances for word in utterance.words)
 
     def respelled(self, spelling: dict[str, str]) -> Corpus:
-        """Replace words of the transcripts, e.g. by the upper-case form a lexicon has."""
-        if not spelling:
-            return self
+        """Replace words of the transcripts, e.g. by the upper-case form a lexicon has; "" drops a word.
+
+        Raises:
+            ConfigError: a transcript comes out empty.
+        """
         utterances = (
-            replace(u, text=" ".join(spelling.get(word, word) for word in u.words)) for u in self.utterances
+            replace(u, text=" ".join(filter(None, (spelling.get(word, word) for word in u.words))))
+            for u in self.utterances
         )
-        return Corpus(self.source, tuple(utterances))
+        return Corpus.of(self.source, utterances)
 
 
 def file_lines(path: Path) -> list[tuple[int, str]]:

@@ -35,11 +35,22 @@ class DividedCorpus:
         Raises:
             ConfigError: the split cannot be made, or a file is no audio of one channel, or of another rate.
         """
-        rule = choose_rule(corpus, options.split, options.held_out_speaker, options.seed)
-        splits = split_corpus(corpus, rule)
-        infos = probe_all([utterance.audio for utterance in corpus.utterances], progress)
+        return cls.probed(*divide(corpus, options), options.resample, progress)
+
+    @classmethod
+    def probed(
+        cls, rule: str, splits: dict[str, list[CorpusUtterance]], resample: int | None, progress: Progress
+    ) -> DividedCorpus:
+        """Look at the audio of a corpus that is divided.  Raises ConfigError as `of`."""
+        infos = probe_all(sorted({u.audio for each in splits.values() for u in each}), progress)
         seconds = {info.path: info.num_samples / info.sampling_rate for info in infos}
-        return cls(rule.spec, splits, common_sampling_rate(infos, options.resample), seconds)
+        return cls(rule, splits, common_sampling_rate(infos, resample), seconds)
+
+
+def divide(corpus: Corpus, options: PrepareOptions) -> tuple[str, dict[str, list[CorpusUtterance]]]:
+    """Return the rule that divides a corpus, as data.json has it, and its splits.  Raises ConfigError."""
+    rule = choose_rule(corpus, options.split, options.held_out_speaker, options.seed)
+    return rule.spec, split_corpus(corpus, rule)
 
 
 def probe_all(files: list[Path], progress: Progress) -> list[AudioInfo]:

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
+from speechdp.data.corpora.corpus import CorpusUtterance
 from speechdp.data.corpora.reader import read_corpus
 from speechdp.data.prepare.contents import Contents, ShardContent, deal_splits
-from speechdp.data.prepare.divided_corpus import DividedCorpus
+from speechdp.data.prepare.divided_corpus import DividedCorpus, divide
 from speechdp.data.prepare.jobs import Progress
+from speechdp.data.prepare.language_model import PreparedLanguageModel, prepare_language_model
+from speechdp.data.prepare.vocabulary import choose_vocabulary, given_lexicon, plainly_spelt
 from speechdp.data.shards.dataset import Manifest
 from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Utterance
 from speechdp.data.signal.audio import edge_silence, read_audio, to_int16
@@ -18,17 +20,18 @@ from speechdp.data.signal.compute import compute_features
 from speechdp.data.signal.features import FeatureConfig, check_mel_bins, num_frames_of
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import STATES_PER_PHONE, StateInventory, flat_alignment
-from speechdp.labels.lexicon import Lexicon, lexicon_for
+from speechdp.labels.lexicon import Lexicon
 from speechdp.options.prepare import PrepareOptions
 
 
 @dataclass(frozen=True)
 class States:
-    """What the targets stand for: states of a lexicon's phones."""
+    """What the targets stand for: states of a lexicon's phones; and which words are probable."""
 
     lexicon: Lexicon
     features: FeatureConfig
     sampling_rate: int
+    language_model: PreparedLanguageModel | None = None
 
     @property
     def inventory(self) -> StateInventory:
@@ -43,9 +46,11 @@ class States:
         )
 
     def save(self, directory: Path) -> None:
-        """Write the lexicon and the list of classes."""
+        """Write the lexicon, the list of classes and the language model, if there is one."""
         self.lexicon.save(directory / "lexicon.txt")
         self.inventory.save(directory / "classes.txt")
+        if self.language_model is not None:
+            self.language_model.save(directory)
 
 
 def read_corpus_for_recognition(options: PrepareOptions, _scratch: Path, progress: Progress) -> Contents:
@@ -55,9 +60,13 @@ def read_corpus_for_recognition(options: PrepareOptions, _scratch: Path, progres
         ConfigError: the corpus, its audio, the lexicon or the split cannot be used.
     """
     corpus = read_corpus(options.paths[0], options.corpus, options.pattern)
-    corpus = corpus.respelled(_spelling(corpus, options.lexicon))
-    lexicon = lexicon_for(corpus.words, options.lexicon)
-    divided = DividedCorpus.of(corpus, options, progress)
+    given = given_lexicon(options.lexicon)
+    rule, splits = divide(plainly_spelt(corpus, given), options)
+    vocabulary = choose_vocabulary(splits, options.lexicon, given, options.unknown_words)
+    lexicon = vocabulary.lexicon
+    texts = {name: [u.words for u in utterances] for name, utterances in vocabulary.splits.items()}
+    model = prepare_language_model(options.for_language_model, lexicon, texts)
+    divided = DividedCorpus.probed(rule, vocabulary.splits, options.resample, progress)
     rate = divided.sampling_rate
     features = options.feature_config(rate)
     check_mel_bins(rate, features)
@@ -66,14 +75,14 @@ def read_corpus_for_recognition(options: PrepareOptions, _scratch: Path, progres
         for path, seconds in divided.seconds.items()
     }
     _refuse_empty(divided.splits, num_frames)
-    states = States(lexicon, features, rate)
+    states = States(lexicon, features, rate, model)
     dealt = deal_splits(divided.splits, lambda u: num_frames[u.audio], options.shards, options.seed)
     return Contents(
         manifest=states.manifest("flat", divided.rule, options),
         shards={name: [FlatShard.of(part, states) for part in parts] for name, parts in dealt.items()},
         stage="computing features" if options.store == "features" else "reading audio",
         save=states.save,
-        notices=_too_short(corpus, num_frames, lexicon),
+        notices=(*vocabulary.notices, *_too_short(divided.splits, num_frames, lexicon)),
     )
 
 
@@ -89,7 +98,7 @@ class FlatShard:
     def of(cls, utterances: tuple[CorpusUtterance, ...], states: States) -> ShardContent:
         """Take along what the words of the shard need of the lexicon."""
         words = {word for utterance in utterances for word in utterance.words}
-        return cls(utterances, states.lexicon.restrict(words), states.inventory)
+        return cls(utterances, states.lexicon.restrict(states.lexicon.pronounceable(words)), states.inventory)
 
     def ready(self, _path: Path, header: ShardHeader) -> Iterator[Utterance | AudioUtterance]:
         """Yield each utterance with its features (or samples) and targets.  Raises ConfigError."""
@@ -104,7 +113,7 @@ class FlatShard:
         leading, trailing = edge_silence(samples, header.sampling_rate, header.features, num_frames)
         if num_frames - leading - trailing < _num_states(utterance, self.lexicon):
             leading = trailing = 0  # the words need the room
-        words = utterance.words
+        words = self.lexicon.pronounceable(utterance.words)
         targets = flat_alignment(words, num_frames, self.lexicon, self.inventory, leading, trailing)
         names = (utterance.utterance_id, utterance.speaker, utterance.text)
         if header.stored == "audio":
@@ -113,7 +122,8 @@ class FlatShard:
 
 
 def _num_states(utterance: CorpusUtterance, lexicon: Lexicon) -> int:
-    return STATES_PER_PHONE * sum(len(lexicon.pronunciations[word][0]) for word in utterance.words)
+    words = lexicon.pronounceable(utterance.words)
+    return STATES_PER_PHONE * sum(len(lexicon.pronunciations[word][0]) for word in words)
 
 
 def _refuse_empty(splits: Mapping[str, Sequence[CorpusUtterance]], num_frames: Mapping[Path, int]) -> None:
@@ -124,19 +134,14 @@ def _refuse_empty(splits: Mapping[str, Sequence[CorpusUtterance]], num_frames: M
             raise ConfigError(f"{short[0]}: is shorter than one frame{others}; leave it out of the corpus")
 
 
-def _too_short(corpus: Corpus, num_frames: Mapping[Path, int], lexicon: Lexicon) -> tuple[str, ...]:
-    count = sum(num_frames[u.audio] < _num_states(u, lexicon) for u in corpus.utterances)
+def _too_short(
+    splits: Mapping[str, Sequence[CorpusUtterance]], num_frames: Mapping[Path, int], lexicon: Lexicon
+) -> tuple[str, ...]:
+    utterances = (utterance for each in splits.values() for utterance in each)
+    count = sum(num_frames[u.audio] < _num_states(u, lexicon) for u in utterances)
     if count == 0:
         return ()
     return (
         f"{count} utterances have fewer frames than their transcript has states; "
         "their flat alignment skips states",
     )
-
-
-def _spelling(corpus: Corpus, user_lexicon: Path | None) -> dict[str, str]:
-    """Map words the user's lexicon has in upper case only; many Kaldi lexicons are written so."""
-    if user_lexicon is None:
-        return {}
-    known = Lexicon.load(user_lexicon)
-    return {word: word.upper() for word in corpus.words if word not in known and word.upper() in known}
