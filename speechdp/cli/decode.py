@@ -75,7 +75,7 @@ class DecodeCommand:
         options = self._decoding_options()
         if self.tune_on == self.split:
             raise ConfigError(
-                f"--tune-on {self.tune_on}: is the split to be decoded, by which settings are to be judged; name "
+                f"--tune-on {self.tune_on}: is the split to be decoded, which judges the settings; name "
                 "another"
             )
         dataset = Dataset.open(self.data)
@@ -91,10 +91,8 @@ class DecodeCommand:
         if comm.rank == 0:
             print(f"{result.wer.summary()}; {result.split}, {result.grammar.value}")
             if result.unknown_words:
-                share = result.unknown_words / result.wer.words
-                print(
-                    f"{result.unknown_words} of the words ({share:.1%}) are not in the vocabulary: all errors"
-                )
+                share = 100 * result.unknown_words / result.wer.words
+                print(f"{result.unknown_words} words ({share:.1f} %) are not in the vocabulary: all errors")
             if result.retried:
                 print(
                     f"{result.retried} utterance(s) needed a wider beam; {result.failed} have no hypothesis"

@@ -48,8 +48,9 @@ class Tuned:
         """Say in one line what was chosen and how it does."""
         values = self.record["chosen"].items()
         chosen = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in values)
-        wer, trials = self.record["errors"] / self.record["words"], len(self.record["trials"])
-        return f"tuned on {self.record['split']}: {chosen}; WER {wer:.2%} there, best of {trials} settings"
+        percent, trials = 100 * self.record["errors"] / self.record["words"], len(self.record["trials"])
+        where = self.record["split"]
+        return f"tuned on {where}: {chosen}; WER {percent:.2f} % there, best of {trials} settings"
 
 
 def tune(

@@ -214,8 +214,8 @@ def grapheme_lexicon(words: Iterable[str]) -> Lexicon:
 def _graphemes(word: str) -> Pronunciation:
     letters: list[str] = []
     for character in unicodedata.normalize("NFC", word.lower()):
-        if character.isalnum():
-            letters.append(character)
+        if character.isalnum():  # a digit alone would be taken for a probability
+            letters.append(f"d{character}" if character.isdecimal() else character)
         elif letters and unicodedata.category(character).startswith("M"):
             letters[-1] += character
     return tuple(letters)

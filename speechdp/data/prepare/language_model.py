@@ -140,5 +140,5 @@ def _model_line(values: Mapping[str, Any]) -> str:
 
 def _split_line(name: str, fit: Mapping[str, Any]) -> str:
     share = fit["unknown"] / fit["words"] if fit["words"] else 0.0
-    perplexity = f"perplexity {fit['perplexity']:.1f} without them, " if "perplexity" in fit else ""
-    return f"  {printable(name)}: {perplexity}{share:.1%} of {fit['words']:,} words unknown (OOV)"
+    perplexity = f", perplexity {fit['perplexity']:.1f} without these" if "perplexity" in fit else ""
+    return f"  {printable(name)}: {100 * share:.1f} % of {fit['words']:,} words unknown (OOV){perplexity}"

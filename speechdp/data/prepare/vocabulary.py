@@ -106,8 +106,8 @@ def _out_of_vocabulary(splits: Splits, lexicon: Lexicon) -> tuple[str, ...]:
         if unknown:
             lost, total = sum(counts[word] for word in unknown), counts.total()
             notices.append(
-                f"{name}: {lost} of {total} words ({lost / total:.1%}) are not in the vocabulary and will be "
-                f"errors: {_shown(unknown)}"
+                f"{name}: {lost} of {total} words ({100 * lost / total:.1f} %) are not in the vocabulary and "
+                f"will be errors: {_shown(unknown)}"
             )
     return tuple(notices)
 
