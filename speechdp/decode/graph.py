@@ -133,23 +133,29 @@ class LexiconTransducer:
         Raises:
             ConfigError: the model accepts no sequence of words of the lexicon.
         """
-        weights = {"scale": scale, "insertion_log_prob": insertion_log_prob}
         ids = {word: self.word_ids[word] for word in self.lexicon.recognised_words}
         if not model.words & ids.keys():
             raise ConfigError(
                 "no word of the language model is in the lexicon; prepare the data with one that fits"
             )
         if isinstance(model, GrammarFst):
-            return self.compose(model.acceptor(ids, **weights))
+            grammar = model.acceptor(ids, scale=scale, insertion_log_prob=insertion_log_prob)
+            return self.compose(grammar)
+
+        def acceptor(backoff_label: int) -> Any:
+            return ngram_acceptor(
+                model, ids, scale=scale, insertion_log_prob=insertion_log_prob, backoff_label=backoff_label
+            )
+
         backoff = len(self.words) + 1
-        grammar = ngram_acceptor(model, ids, backoff_label=backoff, **weights)
+        grammar = acceptor(backoff)
         kaldifst.arcsort(grammar, sort_type="ilabel")
         symbols = disambiguation_symbols(self.lexicon.pronunciations)
         fst = kaldifst.compose(self._build(symbols, backoff), grammar, connect=True)
         found = determinised(fst, self._inventory.num_classes, _MAX_DETERMINISED_STATES)
         if found is None:
-            return self.compose(ngram_acceptor(model, ids, **weights))
-        looped = with_self_loops(found, self._stay_cost)
+            return self.compose(acceptor(EPSILON))
+        looped = with_self_loops(found, self._stay_cost.tolist())
         kaldifst.arcsort(looped, sort_type="ilabel")
         return DecodingGraph(looped, self.words, is_determinised=True)
 

@@ -55,7 +55,7 @@ class GrammarFst:
             cost = scale * arc.weight.value
             if arc.ilabel == 0 or name == BACKOFF_SYMBOL:
                 fst.add_arc(state, kaldifst.StdArc(0, 0, cost, arc.nextstate))
-            elif name in word_ids:
+            elif name is not None and name in word_ids:
                 label = word_ids[name]
                 fst.add_arc(state, kaldifst.StdArc(label, label, cost - insertion_log_prob, arc.nextstate))
         return fst

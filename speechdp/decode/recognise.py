@@ -232,17 +232,21 @@ class SplitReader:
         return " ".join(shard.text(i).split())
 
 
+def check_decodable(trained: TrainedModel, dataset: Dataset) -> None:
+    """Refuse data that the model was not trained for, or that have no pronunciations, by ConfigError."""
+    refuse_kaldi_pdfs(dataset.classes_path, "decode")
+    check_origin(trained.config, dataset, StateInventory.load(dataset.classes_path))
+
+
 def recogniser_for(
     trained: TrainedModel, dataset: Dataset, options: DecodingOptions, transcripts: Sequence[Sequence[str]]
 ) -> Recogniser:
     """Make a recogniser with the lexicon, the classes and the language model of a data directory.
 
     Raises:
-        ConfigError: the model does not fit the data, or the grammar needs what is missing.
+        ConfigError: model and lexicon differ in classes, or the grammar needs what is missing.
     """
-    refuse_kaldi_pdfs(dataset.classes_path, "decode")
     inventory = StateInventory.load(dataset.classes_path)
-    check_origin(trained.config, dataset, inventory)
     lexicon, language_model = Lexicon.load(dataset.lexicon_path), language_model_in(dataset.path)
     return Recogniser(trained, lexicon, inventory, options, transcripts, language_model)
 
@@ -280,12 +284,13 @@ def decode_split(
         ShardError: a shard is damaged.
         RunError: the model gives NaN, or the results cannot be written.
     """
+    check_decodable(trained, dataset)
     path = run_dir / "hypotheses" / f"{split}.txt"
+    if comm.rank == 0:
+        with _results_at(run_dir):
+            check_writable(path.parent)  # of somebody else's run, say: before the work
     with SplitReader.open(dataset, split, comm) as reader:
         recogniser = recogniser_for(trained, dataset, options, reader.transcripts)
-        if comm.rank == 0:
-            with _results_at(run_dir):
-                check_writable(path.parent)  # of somebody else's run, say: before the work
         own = _recognise_own(recogniser, reader, inputs_of(trained.config), is_asked_to_stop)
     parts = comm.allgather_object(
         {

@@ -17,6 +17,7 @@ from speechdp.decode.recognise import (
     Recogniser,
     SplitReader,
     TrainedModel,
+    check_decodable,
     recogniser_for,
 )
 from speechdp.decode.wer import count_errors
@@ -81,6 +82,7 @@ def tune(
         Stopped: a rank was asked to.
         as `decode_split`, but for results, which are not written.
     """
+    check_decodable(trained, dataset)
     with SplitReader.open(dataset, split, comm) as reader:
         recogniser = recogniser_for(trained, dataset, options, reader.transcripts)
         scored = [
@@ -94,9 +96,8 @@ def tune(
         for name in _tunable(recogniser.grammar):
             values = sorted({*_VALUES[name], getattr(best, name)})
             tried = [dataclasses.replace(best, **{name: value}) for value in values]
-            best = min(
-                tried, key=lambda each, name=name, now=best: (trials.errors(each), _change(name, each, now))
-            )
+            ranked = [(trials.errors(each), _change(name, each, best), each) for each in tried]
+            best = min(ranked, key=lambda ranks: ranks[:2])[2]
         if best == before:
             break
     chosen = {name: getattr(best, name) for name in _tunable(recogniser.grammar)}
