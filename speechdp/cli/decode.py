@@ -37,6 +37,12 @@ class DecodeCommand:
     tune_on: Annotated[str | None, shown("SPLIT", "none")] = None
     """Choose --acoustic-scale, --lm-scale and --insertion-log-prob by the word errors of this split first.
     The network runs over it once; then SPLIT is decoded with the best setting."""
+    graph: Annotated[Path | None, shown("FILE", "none")] = None
+    """Kaldi's HCLG.fst, for a model trained on Kaldi's alignments, in place of lexicon and grammar."""
+    words: Annotated[Path | None, shown("FILE", "words.txt beside --graph")] = None
+    """Symbol table of the words of --graph."""
+    mdl: Annotated[Path | None, shown("FILE", "final.mdl in the folder above --graph's")] = None
+    """Kaldi model that --graph was made with; its transition-ids are mapped to pdfs."""
     beam: Annotated[float, shown("NATS")] = 16.0
     """Search beam; smaller is faster, larger makes fewer search errors."""
     max_active: Annotated[int, shown("PATHS")] = 10_000
@@ -102,9 +108,15 @@ class DecodeCommand:
 
     def _decoding_options(self) -> DecodingOptions:
         from speechdp.decode.graph import Grammar  # noqa: PLC0415
+        from speechdp.decode.kaldi_graph import KaldiGraphFiles  # noqa: PLC0415
         from speechdp.decode.recognise import DecodingOptions  # noqa: PLC0415
 
+        if self.graph is None and (self.words or self.mdl):
+            raise ConfigError("--words and --mdl go with --graph HCLG.fst; add it or leave them out")
+        if self.graph is not None and self.grammar != "auto":
+            raise ConfigError(f"--graph replaces --grammar {self.grammar}; leave one of them out")
         return DecodingOptions(
+            graph=None if self.graph is None else KaldiGraphFiles.of(self.graph, self.words, self.mdl),
             grammar=None if self.grammar == "auto" else Grammar(self.grammar),
             beam=self.beam,
             max_active=self.max_active,

@@ -35,10 +35,11 @@ class Grammar(str, Enum):
 
     word-loop: any words of the lexicon, in any number; digit-loop: the same over the digit words;
     word: exactly one word of the lexicon; transcript-set: one of the corpus's transcripts as a whole;
-    ngram: any words of a language model, with its probabilities.
+    ngram: any words of a language model, with its probabilities; graph: those of a graph that Kaldi has made.
     """
 
     NGRAM = "ngram"
+    GRAPH = "graph"
     WORD_LOOP = "word-loop"
     DIGIT_LOOP = "digit-loop"
     WORD = "word"
@@ -321,6 +322,7 @@ def build_graph(
     if grammar is Grammar.TRANSCRIPT_SET:
         return transducer.compose(transcript_set(word_ids_of(words, ids) for words in transcripts))
     digits = set(digit_words())
+    assert grammar is not Grammar.GRAPH
     recognised = transducer.lexicon.recognised_words
     vocabulary = [ids[w] for w in recognised if grammar is not Grammar.DIGIT_LOOP or w.lower() in digits]
     if not vocabulary:

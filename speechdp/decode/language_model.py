@@ -11,9 +11,10 @@ from typing import Any
 
 import kaldifst
 
+from speechdp.decode.fst_files import read_fst, read_symbols
 from speechdp.decode.ngram_grammar import BACKOFF_SYMBOL
 from speechdp.errors import ConfigError
-from speechdp.files import atomic_path, cannot_be_read, write_text_atomically
+from speechdp.files import atomic_path, write_text_atomically
 from speechdp.language.arpa import read_arpa, write_arpa
 from speechdp.language.ngram import NgramModel
 
@@ -95,15 +96,7 @@ class GrammarFst:
         Raises:
             ConfigError: one of them is missing or damaged, or they do not belong together.
         """
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            raise ConfigError(cannot_be_read(path, error)) from error
-        fst = kaldifst.StdVectorFst.read(str(path))
-        if fst is None or fst.num_states == 0 or fst.start < 0:
-            raise ConfigError(
-                f"{path}: is no vector FST of OpenFst with standard arcs, or is damaged; make it again"
-            )
+        fst = read_fst(path)
         names = read_symbols(path.with_name(WORDS_NAME))
         grammar = cls(fst, names)
         for _, arc in grammar._arcs():
@@ -124,33 +117,6 @@ class GrammarFst:
 
 
 LanguageModel = NgramModel | GrammarFst
-
-
-def read_symbols(path: Path) -> dict[int, str]:
-    """Read a words.txt of Kaldi: lines `word number`; 0, which is epsilon, is left out.
-
-    Raises:
-        ConfigError: it is missing, or a line is malformed; names file and line.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise ConfigError(cannot_be_read(path, error)) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 text; convert it with iconv") from error
-    names: dict[int, str] = {}
-    for number, line in enumerate(lines, 1):
-        fields = line.split()
-        if not fields:
-            continue
-        if len(fields) != 2 or not fields[1].isdecimal():
-            raise ConfigError(f"{path}:{number}: {line[:60]!r} is not 'word number'; give Kaldi's words.txt")
-        label = int(fields[1])
-        if label in names:
-            raise ConfigError(f"{path}:{number}: {label} is here a second time; give Kaldi's words.txt")
-        names[label] = fields[0]
-    names.pop(0, None)
-    return names
 
 
 def read_language_model(path: Path) -> LanguageModel:

@@ -15,6 +15,7 @@ from speechdp.comm.base import Communicator
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.preprocess import InputOptions, Preprocessor, inputs_of
 from speechdp.decode.graph import DecodingGraph, Grammar, LexiconTransducer, build_graph, choose_grammar
+from speechdp.decode.kaldi_graph import KaldiGraphFiles, read_kaldi_graph
 from speechdp.decode.language_model import LanguageModel, language_model_in
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.decode.search import Searcher, SearchOptions
@@ -22,7 +23,7 @@ from speechdp.decode.wer import WerResult, word_error_rate
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import cannot_be_written, check_writable, write_text_atomically
 from speechdp.labels.hmm import FloatArray, StateInventory
-from speechdp.labels.kaldi_pdfs import KaldiPdfs, refuse_kaldi_pdfs
+from speechdp.labels.kaldi_pdfs import KaldiPdfs, is_kaldi_pdfs, load_classes, refuse_kaldi_pdfs
 from speechdp.labels.lexicon import Lexicon
 from speechdp.process.ending import Stopped
 
@@ -61,6 +62,8 @@ class DecodingOptions:
         insertion_log_prob: added to each word's log-probability in loops and n-grams; negative: fewer words.
         lm_scale: factor on the costs of the language model (ngram).
         silence_probability: of a pause at a word boundary.
+        graph: Kaldi's own graph to use in place of grammar, lexicon and language model; only the beam,
+            max_active and the scales of the network's scores matter then.
     """
 
     grammar: Grammar | None = None
@@ -71,6 +74,7 @@ class DecodingOptions:
     insertion_log_prob: float = 0.0
     lm_scale: float = 1.0
     silence_probability: float = 0.5
+    graph: KaldiGraphFiles | None = None
 
     def __post_init__(self) -> None:
         for name in ("beam", "acoustic_scale", "lm_scale"):
@@ -156,10 +160,25 @@ class Recogniser:
         self_loop = trained.self_loop.detach().cpu().double().numpy()
         self._transducer = LexiconTransducer(lexicon, inventory, self_loop, options.silence_probability)
         self._transcripts, self._language_model = transcripts, language_model
-        self.use(options)
+        self._attach(trained, options)
+
+    def _attach(self, trained: TrainedModel, options: DecodingOptions) -> None:
+        """Take the network and the options of the search."""
         log_prior = trained.class_log_prior.detach().cpu().numpy()
         device = next(trained.model.parameters(), trained.class_log_prior).device
         self._scorer = AcousticScorer(trained.model, log_prior, options.prior_scale, device)
+        self._of_graph: tuple[float, float] | None = None
+        self.use(options)
+
+    def _build(self, insertion_log_prob: float, lm_scale: float) -> DecodingGraph:
+        return build_graph(
+            self._transducer,
+            self.grammar,
+            self._transcripts,
+            insertion_log_prob,
+            self._language_model,
+            lm_scale,
+        )
 
     def use(self, options: DecodingOptions) -> None:
         """Search with other scales or insertion scores from now on; the other options stay.
@@ -168,11 +187,9 @@ class Recogniser:
             ConfigError: as the constructor.
         """
         of_graph = options.insertion_log_prob, options.lm_scale
-        if getattr(self, "_of_graph", None) != of_graph:
-            insertion, lm_scale = self._of_graph = of_graph
-            self.graph = build_graph(
-                self._transducer, self.grammar, self._transcripts, insertion, self._language_model, lm_scale
-            )
+        if self._of_graph != of_graph:
+            self.graph = self._build(*of_graph)
+            self._of_graph = of_graph
         self.searcher = Searcher(
             self.graph, SearchOptions(options.beam, options.max_active, options.acoustic_scale)
         )
@@ -190,6 +207,19 @@ class Recogniser:
         for index, log_likelihoods in self.score(utterances):
             path = self.searcher.search(log_likelihoods)
             yield index, None if path is None else path.words
+
+
+class GraphRecogniser(Recogniser):
+    """Recognises with a graph that is there already, in place of lexicon and grammar."""
+
+    def __init__(self, trained: TrainedModel, graph: DecodingGraph, options: DecodingOptions) -> None:
+        self.grammar = Grammar.GRAPH
+        self.words = frozenset(graph.words) - {""}
+        self._ready = graph
+        self._attach(trained, options)
+
+    def _build(self, insertion_log_prob: float, lm_scale: float) -> DecodingGraph:
+        return self._ready
 
 
 class SplitReader:
@@ -232,10 +262,16 @@ class SplitReader:
         return " ".join(shard.text(i).split())
 
 
-def check_decodable(trained: TrainedModel, dataset: Dataset) -> None:
-    """Refuse data that the model was not trained for, or that have no pronunciations, by ConfigError."""
-    refuse_kaldi_pdfs(dataset.classes_path, "decode")
-    check_origin(trained.config, dataset, StateInventory.load(dataset.classes_path))
+def check_decodable(trained: TrainedModel, dataset: Dataset, options: DecodingOptions) -> None:
+    """Refuse data that the model was not trained for, or that the graph does not fit, by ConfigError."""
+    if options.graph is None:
+        refuse_kaldi_pdfs(dataset.classes_path, "decode")
+    elif not is_kaldi_pdfs(dataset.classes_path):
+        raise ConfigError(
+            f"--graph {options.graph.graph}: {dataset.path} has states of phones as classes, not the pdfs of "
+            "a Kaldi system; leave --graph out"
+        )
+    check_origin(trained.config, dataset, load_classes(dataset.classes_path))
 
 
 def recogniser_for(
@@ -246,6 +282,9 @@ def recogniser_for(
     Raises:
         ConfigError: model and lexicon differ in classes, or the grammar needs what is missing.
     """
+    if options.graph is not None:
+        graph = read_kaldi_graph(options.graph, dataset.num_classes)
+        return GraphRecogniser(trained, graph, options)
     inventory = StateInventory.load(dataset.classes_path)
     lexicon, language_model = Lexicon.load(dataset.lexicon_path), language_model_in(dataset.path)
     return Recogniser(trained, lexicon, inventory, options, transcripts, language_model)
@@ -284,7 +323,7 @@ def decode_split(
         ShardError: a shard is damaged.
         RunError: the model gives NaN, or the results cannot be written.
     """
-    check_decodable(trained, dataset)
+    check_decodable(trained, dataset, options)
     path = run_dir / "hypotheses" / f"{split}.txt"
     if comm.rank == 0:
         with _results_at(run_dir):
@@ -309,14 +348,16 @@ def decode_split(
     unknown = sum(word not in recogniser.words for words in reader.transcripts for word in words)
     result = DecodingResult(split, recogniser.grammar, wer, retried, failed, unknown, path)
     if comm.rank == 0:
-        extra = {"graph": _graph_record(recogniser.graph), **({"tuning": tuning} if tuning else {})}
+        extra = {"graph": _graph_record(recogniser.graph, options), **({"tuning": tuning} if tuning else {})}
         _write(run_dir, result, hypotheses, options, extra)
     comm.barrier()  # nobody reports success before the files are there
     return result
 
 
-def _graph_record(graph: DecodingGraph) -> dict[str, Any]:
-    return {"states": graph.num_states, "arcs": graph.num_arcs, "determinised": graph.is_determinised}
+def _graph_record(graph: DecodingGraph, options: DecodingOptions) -> dict[str, Any]:
+    values = {"states": graph.num_states, "arcs": graph.num_arcs, "determinised": graph.is_determinised}
+    files = {} if options.graph is None else {name: str(path) for name, path in vars(options.graph).items()}
+    return {**values, **files}
 
 
 def wer_path(run_dir: Path, split: str) -> Path:
@@ -366,6 +407,7 @@ def _write(
     extra: Mapping[str, Any],
 ) -> None:
     settings = asdict(options) | {"grammar": result.grammar.value}
+    del settings["graph"]  # it has a record of its own
     values = {
         "split": result.split,
         "grammar": result.grammar.value,

@@ -82,7 +82,7 @@ def tune(
         Stopped: a rank was asked to.
         as `decode_split`, but for results, which are not written.
     """
-    check_decodable(trained, dataset)
+    check_decodable(trained, dataset, options)
     with SplitReader.open(dataset, split, comm) as reader:
         recogniser = recogniser_for(trained, dataset, options, reader.transcripts)
         scored = [

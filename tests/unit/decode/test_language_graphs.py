@@ -178,6 +178,6 @@ def test_damaged_grammars_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixt
     with pytest.raises(ConfigError, match=r"words\.txt: cannot be read"):
         read_language_model(path)
     path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(ConfigError, match=r"G\.fst: is no vector FST of OpenFst"):
+    with pytest.raises(ConfigError, match=r"G\.fst: is no FST of OpenFst"):
         read_language_model(path)
     capfd.readouterr()  # OpenFst says it, too
