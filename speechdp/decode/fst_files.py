@@ -24,7 +24,7 @@ def read_fst(path: Path) -> Any:
     fst = kaldifst.StdFst.read(str(path))
     if fst is None or fst.start < 0:
         raise ConfigError(
-            f"{path}: is no FST of OpenFst (vector or const, with standard arcs), or is damaged; make it again"
+            f"{path}: is no FST of OpenFst (vector or const, standard arcs), or is damaged; give another"
         )
     return kaldifst.StdVectorFst(fst)
 
