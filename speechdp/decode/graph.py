@@ -111,6 +111,7 @@ class LexiconTransducer:
         self._stay_cost = -np.log(stay)
         self._leave_cost = -np.log1p(-stay)
         self._silence_probability = silence_probability
+        self._is_too_large = False  # to be determinised with the words of a language model
         self.fst = self._build({})
 
     def compose(self, grammar: Any) -> DecodingGraph:
@@ -148,6 +149,8 @@ class LexiconTransducer:
                 model, ids, scale=scale, insertion_log_prob=insertion_log_prob, backoff_label=backoff_label
             )
 
+        if self._is_too_large:  # with other weights it is no smaller
+            return self.compose(acceptor(EPSILON))
         backoff = len(self.words) + 1
         grammar = acceptor(backoff)
         kaldifst.arcsort(grammar, sort_type="ilabel")
@@ -155,6 +158,7 @@ class LexiconTransducer:
         fst = kaldifst.compose(self._build(symbols, backoff), grammar, connect=True)
         found = determinised(fst, self._inventory.num_classes, _MAX_DETERMINISED_STATES)
         if found is None:
+            self._is_too_large = True
             return self.compose(acceptor(EPSILON))
         looped = with_self_loops(found, self._stay_cost.tolist())
         kaldifst.arcsort(looped, sort_type="ilabel")

@@ -100,8 +100,11 @@ def test_a_cost_of_a_path_is_that_of_its_ngrams() -> None:
 def test_a_graph_that_would_be_too_large_is_not_determinised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_module, "_MAX_DETERMINISED_STATES", 10)
     model = estimate(TEXTS, 2)
-    graph = build_graph(transducer(), Grammar.NGRAM, language_model=model)
+    hl = transducer()
+    graph = build_graph(hl, Grammar.NGRAM, language_model=model)
     assert not graph.is_determinised
+    monkeypatch.setattr(graph_module, "determinised", None)  # it is not tried again
+    assert not build_graph(hl, Grammar.NGRAM, language_model=model, lm_scale=2.0).is_determinised
     frames = scores(15, 1)
     assert best_cost(graph.fst, frames) == pytest.approx(best_cost(simple_graph(model).fst, frames))
 
