@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from speechdp.cli.support.console import make_console
+from speechdp.data.prepare.language_model import describe_language_model
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.layout import Stored, printable
 from speechdp.labels.kaldi_pdfs import classes_of
@@ -60,7 +61,9 @@ def describe(dataset: Dataset) -> RenderableType:
         hours = split.frames * dataset.features.frame_shift_s / 3600.0
         counts = (split.frames, split.utterances, split.speakers, len(split.shards))
         table.add_row(printable(name), f"{hours:.3f}", *(f"{count:,}" for count in counts))
-    return Group(Text(str(dataset.path), style="bold"), Text(settings), table)
+    model = describe_language_model(dataset)
+    lines = [Text("\n".join(model))] if model else []
+    return Group(Text(str(dataset.path), style="bold"), Text(settings), table, *lines)
 
 
 def _of_spectrograms(dataset: Dataset) -> str:

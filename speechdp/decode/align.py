@@ -33,6 +33,7 @@ class Aligner:
 
     Attributes:
         num_too_short: utterances so far with fewer frames than their shortest pronunciation has states.
+        num_unknown: utterances so far with words that are not in the lexicon, which has no <unk>.
         num_failed: other utterances so far for which no path was found.
     """
 
@@ -40,7 +41,7 @@ class Aligner:
         self._transducer = transducer
         self._options = options
         self._searchers: OrderedDict[tuple[str, ...], Searcher] = OrderedDict()
-        self.num_too_short = self.num_failed = 0
+        self.num_too_short = self.num_unknown = self.num_failed = 0
 
     def align(self, words: Sequence[str], log_likelihoods: FloatArray) -> IntArray | None:
         """Find the most probable state sequence of a transcript.
@@ -50,14 +51,18 @@ class Aligner:
             log_likelihoods: (T, C), nats.
 
         Returns:
-            Classes, (T,), or None if the utterance is too short or no path was found (both are counted).
+            Classes, (T,), or None if the utterance is too short, has unknown words or no path was found (all
+            are counted).
 
         Raises:
-            ConfigError: a word is not in the lexicon.
             RunError: a log-likelihood is NaN or infinite.
         """
-        searcher = self._searcher(tuple(words))
-        if len(log_likelihoods) < self._transducer.min_frames(words):
+        known = self._transducer.lexicon.pronounceable(words)
+        if len(known) < len(words):
+            self.num_unknown += 1
+            return None
+        searcher = self._searcher(tuple(known))
+        if len(log_likelihoods) < self._transducer.min_frames(known):
             self.num_too_short += 1
             return None
         path = searcher.search(log_likelihoods)
@@ -97,6 +102,7 @@ class AlignmentReport:
     Attributes:
         utterances: number of utterances seen.
         too_short: those that kept their old targets because they have fewer frames than states.
+        unknown: those that kept them because they have words that are not in the lexicon.
         failed: those that kept their old targets because no path was found.
         frames: number of frames seen.
         changed_frames: frames whose class changed.
@@ -107,6 +113,7 @@ class AlignmentReport:
     runs_per_class: NDArray[np.int64]
     utterances: int = 0
     too_short: int = 0
+    unknown: int = 0
     failed: int = 0
     frames: int = 0
     changed_frames: int = 0
@@ -138,6 +145,7 @@ class AlignmentReport:
             runs_per_class=np.sum([part["runs_per_class"] for part in values], axis=0, dtype=np.int64),
             utterances=sum(part["utterances"] for part in values),
             too_short=sum(part["too_short"] for part in values),
+            unknown=sum(part["unknown"] for part in values),
             failed=sum(part["failed"] for part in values),
             frames=sum(part["frames"] for part in values),
             changed_frames=sum(part["changed_frames"] for part in values),
@@ -167,9 +175,8 @@ def align_shards(
 
     Raises:
         ShardError: a shard or its previous targets are damaged, or the disk is full.
-        ConfigError: a word is not in the lexicon.
     """
-    too_short, failed = aligner.num_too_short, aligner.num_failed
+    too_short, unknown, failed = aligner.num_too_short, aligner.num_unknown, aligner.num_failed
     for job in jobs:
         with ExitStack() as stack:
             shard = stack.enter_context(Shard(job.shard))
@@ -185,6 +192,7 @@ def align_shards(
                 report.add(before, after)
             write_targets(job.output, shard, targets, alignment)
     report.too_short += aligner.num_too_short - too_short
+    report.unknown += aligner.num_unknown - unknown
     report.failed += aligner.num_failed - failed
     return report
 

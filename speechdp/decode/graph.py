@@ -3,9 +3,9 @@
 HL reads one label a frame, `class + 1` (0 is epsilon), and writes words; G accepts word sequences.
 Costs are -log probabilities, so the decoder's best path is the most probable one.
 
-No determinisation is done, hence no disambiguation symbols are needed: they exist in Kaldi's recipes
-only to make L o G determinisable.  Viterbi search is as right on a non-deterministic graph.  The price
-is that words do not share prefixes; that is nothing for vocabularies up to some thousands of words.
+Graphs of n-grams are determinised and minimised (determinise.py), so that words share what they begin with.
+Those of the other grammars are not: Viterbi search is as right on a non-deterministic graph, and loops,
+single words and transcripts are small.
 """
 
 from __future__ import annotations
@@ -19,20 +19,27 @@ import kaldifst
 import numpy as np
 from numpy.typing import ArrayLike
 
+from speechdp.decode.determinise import EPSILON, determinised, disambiguation_symbols, with_self_loops
+from speechdp.decode.language_model import GrammarFst, LanguageModel
+from speechdp.decode.ngram_grammar import ngram_acceptor
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import STATES_PER_PHONE, StateInventory, states_of
-from speechdp.labels.lexicon import SILENCE, Lexicon, digit_words
+from speechdp.labels.lexicon import SILENCE, Lexicon, Pronunciation, digit_words
 
-EPSILON = 0
+#: A graph of more states is not determinised: beyond it that takes minutes, and gigabytes.
+_MAX_DETERMINISED_STATES = 1_000_000
 
 
 class Grammar(str, Enum):
     """Which word sequences may be recognised.
 
     word-loop: any words of the lexicon, in any number; digit-loop: the same over the digit words;
-    word: exactly one word of the lexicon; transcript-set: one of the corpus's transcripts as a whole.
+    word: exactly one word of the lexicon; transcript-set: one of the corpus's transcripts as a whole;
+    ngram: any words of a language model, with its probabilities; graph: those of a graph that Kaldi has made.
     """
 
+    NGRAM = "ngram"
+    GRAPH = "graph"
     WORD_LOOP = "word-loop"
     DIGIT_LOOP = "digit-loop"
     WORD = "word"
@@ -46,10 +53,22 @@ class DecodingGraph:
     Attributes:
         fst: kaldifst.StdVectorFst; input labels are class + 1, output labels index `words` + 1.
         words: the words by output label - 1.
+        is_determinised: whether words share what they begin with.
     """
 
     fst: Any
     words: tuple[str, ...]
+    is_determinised: bool = False
+
+    @property
+    def num_states(self) -> int:
+        """Number of states."""
+        return int(self.fst.num_states)
+
+    @property
+    def num_arcs(self) -> int:
+        """Number of arcs."""
+        return sum(self.fst.num_arcs(state) for state in range(self.fst.num_states))
 
 
 class LexiconTransducer:
@@ -91,9 +110,9 @@ class LexiconTransducer:
         self._inventory = inventory
         self._stay_cost = -np.log(stay)
         self._leave_cost = -np.log1p(-stay)
-        self.fst = kaldifst.StdVectorFst()
-        self._build(silence_probability)
-        kaldifst.arcsort(self.fst, sort_type="olabel")
+        self._silence_probability = silence_probability
+        self._is_too_large = False  # to be determinised with the words of a language model
+        self.fst = self._build({})
 
     def compose(self, grammar: Any) -> DecodingGraph:
         """Compose with an acceptor over `word_ids`: HL o G, without states that lead nowhere.
@@ -105,39 +124,121 @@ class LexiconTransducer:
         kaldifst.arcsort(fst, sort_type="ilabel")
         return DecodingGraph(fst, self.words)
 
+    def compose_language_model(
+        self, model: LanguageModel, scale: float, insertion_log_prob: float
+    ) -> DecodingGraph:
+        """Compose with a language model; with n-grams, determinise: min(det(HL o G)), with self-loops.
+
+        A graph of n-grams that would be very large is not determinised, nor is that of a G.fst, which may
+        have no symbol on its back-off arcs.
+
+        Raises:
+            ConfigError: the model accepts no sequence of words of the lexicon.
+        """
+        ids = {word: self.word_ids[word] for word in self.lexicon.recognised_words}
+        if not model.words & ids.keys():
+            raise ConfigError(
+                "no word of the language model is in the lexicon; prepare the data with one that fits"
+            )
+        if isinstance(model, GrammarFst):
+            grammar = model.acceptor(ids, scale=scale, insertion_log_prob=insertion_log_prob)
+            return self.compose(grammar)
+
+        def acceptor(backoff_label: int) -> Any:
+            return ngram_acceptor(
+                model, ids, scale=scale, insertion_log_prob=insertion_log_prob, backoff_label=backoff_label
+            )
+
+        if self._is_too_large:  # with other weights it is no smaller
+            return self.compose(acceptor(EPSILON))
+        backoff = len(self.words) + 1
+        grammar = acceptor(backoff)
+        kaldifst.arcsort(grammar, sort_type="ilabel")
+        symbols = disambiguation_symbols(self.lexicon.pronunciations)
+        fst = kaldifst.compose(self._build(symbols, backoff), grammar, connect=True)
+        found = determinised(fst, self._inventory.num_classes, _MAX_DETERMINISED_STATES)
+        if found is None:
+            self._is_too_large = True
+            return self.compose(acceptor(EPSILON))
+        looped = with_self_loops(found, self._stay_cost.tolist())
+        kaldifst.arcsort(looped, sort_type="ilabel")
+        return DecodingGraph(looped, self.words, is_determinised=True)
+
     def min_frames(self, words: Iterable[str]) -> int:
         """Return the fewest frames that can hold `words`: one a state of each shortest pronunciation."""
         variants = (self.lexicon.pronunciations[word] for word in words)
         return sum(STATES_PER_PHONE * min(map(len, v)) for v in variants)
 
-    def _build(self, silence_probability: float) -> None:
-        boundary, hub = self.fst.add_state(), self.fst.add_state()
-        self.fst.start = boundary
-        self.fst.set_final(hub, 0.0)
-        self._arc(boundary, EPSILON, EPSILON, -np.log1p(-silence_probability), hub)
-        if silence_probability > 0:
-            silence = states_of([SILENCE], self._inventory)
-            self._chain(boundary, hub, silence, EPSILON, -np.log(silence_probability))
+    def _build(self, symbols: Mapping[tuple[str, Pronunciation], int], backoff: int | None = None) -> Any:
+        """Build the transducer, its arcs sorted by the words they write.
+
+        Args:
+            symbols: disambiguation symbols of pronunciations, from 1.
+            backoff: the word that stands for backing off: to be determinised, then, which means without
+                self-loops, the cost of leaving a state being in the arc that enters it; None: to be searched.
+        """
+        fst = kaldifst.StdVectorFst()
+        boundary, hub = fst.add_state(), fst.add_state()
+        fst.start = boundary
+        fst.set_final(hub, 0.0)
+        silence = self._silence_probability
+        chain = self._looped_chain if backoff is None else self._plain_chain
+        _add_arc(fst, boundary, (EPSILON, EPSILON, -np.log1p(-silence), hub))
+        if silence > 0:
+            states = states_of([SILENCE], self._inventory)
+            chain(fst, (boundary, hub), states, (EPSILON, EPSILON, -np.log(silence)))
+        first_symbol = self._inventory.num_classes + 1
         for word, variants in self.lexicon.pronunciations.items():
             for variant in variants:
+                symbol = symbols.get((word, variant))
+                end = EPSILON if symbol is None else first_symbol + symbol
                 states = states_of(variant, self._inventory)
-                self._chain(hub, boundary, states, self.word_ids[word], 0.0)
+                chain(fst, (hub, boundary), states, (self.word_ids[word], end, 0.0))
+        if backoff is not None:
+            _add_arc(fst, hub, (first_symbol, backoff, 0.0, hub))
+        kaldifst.arcsort(fst, sort_type="olabel")
+        return fst
 
-    def _chain(self, source: int, target: int, classes: Sequence[int], word: int, cost: float) -> None:
-        """Add a left-to-right HMM from `source` to `target`; its first arc writes `word` and costs `cost`.
+    def _looped_chain(
+        self, fst: Any, ends: tuple[int, int], classes: Sequence[int], labels: tuple[int, int, float]
+    ) -> None:
+        """Add a left-to-right HMM between two states; its first arc writes a word.
 
         The word stands on the first arc, not the last, so that composition with a grammar follows only
         the words the grammar allows.
-        """
-        for c in classes:
-            state = self.fst.add_state()
-            self._arc(source, c + 1, word, cost, state)
-            self._arc(state, c + 1, EPSILON, self._stay_cost[c], state)
-            source, word, cost = state, EPSILON, self._leave_cost[c]
-        self._arc(source, EPSILON, EPSILON, cost, target)
 
-    def _arc(self, source: int, label: int, word: int, cost: float, target: int) -> None:
-        self.fst.add_arc(source, kaldifst.StdArc(label, word, float(cost), target))
+        Args:
+            fst: to add to.
+            ends: the states before and after it.
+            classes: of its states.
+            labels: the word, what the last arc reads, the cost.
+        """
+        source, target = ends
+        word, end, cost = labels
+        for c in classes:
+            state = fst.add_state()
+            _add_arc(fst, source, (c + 1, word, cost, state))
+            _add_arc(fst, state, (c + 1, EPSILON, self._stay_cost[c], state))
+            source, word, cost = state, EPSILON, self._leave_cost[c]
+        _add_arc(fst, source, (end, EPSILON, cost, target))
+
+    def _plain_chain(
+        self, fst: Any, ends: tuple[int, int], classes: Sequence[int], labels: tuple[int, int, float]
+    ) -> None:
+        """Add an HMM without self-loops, as `_looped_chain`; entering a state costs what leaving it does."""
+        source, target = ends
+        word, end, cost = labels
+        for c in classes:
+            state = fst.add_state()
+            _add_arc(fst, source, (c + 1, word, cost + self._leave_cost[c], state))
+            source, word, cost = state, EPSILON, 0.0
+        _add_arc(fst, source, (end, EPSILON, 0.0, target))
+
+
+def _add_arc(fst: Any, source: int, arc: tuple[int, int, float, int]) -> None:
+    """Add an arc: what it reads, the word it writes, its cost and where it leads."""
+    label, word, cost, target = arc
+    fst.add_arc(source, kaldifst.StdArc(label, word, float(cost), target))
 
 
 def word_loop(word_ids: Sequence[int], insertion_log_prob: float = 0.0) -> Any:
@@ -198,6 +299,8 @@ def build_graph(
     grammar: Grammar,
     transcripts: Iterable[Sequence[str]] = (),
     insertion_log_prob: float = 0.0,
+    language_model: LanguageModel | None = None,
+    lm_scale: float = 1.0,
 ) -> DecodingGraph:
     """Build the decoding graph of a named grammar.
 
@@ -205,16 +308,27 @@ def build_graph(
         transducer: HL.
         grammar: which word sequences are allowed.
         transcripts: the word sequences of transcript-set; not used by the others.
-        insertion_log_prob: see `word_loop`; loops only.
+        insertion_log_prob: see `word_loop`; loops and n-grams only.
+        language_model: that of ngram; not used by the others.
+        lm_scale: factor on its costs.
 
     Raises:
-        ConfigError: a loop without words, or transcripts with words that are not in the lexicon.
+        ConfigError: a loop without words, transcripts with words that are not in the lexicon, or no language
+            model.
     """
     ids = transducer.word_ids
+    if grammar is Grammar.NGRAM:
+        if language_model is None:
+            raise ConfigError(
+                "the grammar ngram needs a language model; prepare the data with --lm-order or --lm"
+            )
+        return transducer.compose_language_model(language_model, lm_scale, insertion_log_prob)
     if grammar is Grammar.TRANSCRIPT_SET:
         return transducer.compose(transcript_set(word_ids_of(words, ids) for words in transcripts))
     digits = set(digit_words())
-    vocabulary = [i for w, i in ids.items() if grammar is not Grammar.DIGIT_LOOP or w.lower() in digits]
+    assert grammar is not Grammar.GRAPH
+    recognised = transducer.lexicon.recognised_words
+    vocabulary = [ids[w] for w in recognised if grammar is not Grammar.DIGIT_LOOP or w.lower() in digits]
     if not vocabulary:
         raise ConfigError(f"the grammar {grammar.value} needs words that the lexicon does not have")
     if grammar is Grammar.WORD:

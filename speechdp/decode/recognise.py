@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,16 +13,17 @@ import torch
 
 from speechdp.comm.base import Communicator
 from speechdp.data.shards.dataset import Dataset
-from speechdp.data.shards.shard import Shard
 from speechdp.data.transforms.preprocess import InputOptions, Preprocessor, inputs_of
-from speechdp.decode.graph import Grammar, LexiconTransducer, build_graph, choose_grammar
+from speechdp.decode.graph import DecodingGraph, Grammar, LexiconTransducer, build_graph, choose_grammar
+from speechdp.decode.kaldi_graph import KaldiGraphFiles, read_kaldi_graph
+from speechdp.decode.language_model import LanguageModel, language_model_in
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.decode.search import Searcher, SearchOptions
 from speechdp.decode.wer import WerResult, word_error_rate
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import cannot_be_written, check_writable, write_text_atomically
 from speechdp.labels.hmm import FloatArray, StateInventory
-from speechdp.labels.kaldi_pdfs import KaldiPdfs, refuse_kaldi_pdfs
+from speechdp.labels.kaldi_pdfs import KaldiPdfs, is_kaldi_pdfs, load_classes, refuse_kaldi_pdfs
 from speechdp.labels.lexicon import Lexicon
 from speechdp.process.ending import Stopped
 
@@ -52,14 +53,17 @@ class DecodingOptions:
     """How to decode; recorded in wer-<split>.json.
 
     Attributes:
-        grammar: which word sequences are allowed; None: digit-loop if all reference words are digits,
-            else word-loop.
+        grammar: which word sequences are allowed; None: ngram if there is a language model, else digit-loop
+            if all reference words are digits, else word-loop.
         beam: search beam, nats.
         max_active: at most this many paths a frame.
         acoustic_scale: factor on the acoustic log-likelihoods.
         prior_scale: how much of the class priors is divided out of the posteriors.
-        insertion_log_prob: added to each word's log-probability in the loops; negative: fewer words.
+        insertion_log_prob: added to each word's log-probability in loops and n-grams; negative: fewer words.
+        lm_scale: factor on the costs of the language model (ngram).
         silence_probability: of a pause at a word boundary.
+        graph: Kaldi's own graph to use in place of grammar, lexicon and language model; only the beam,
+            max_active and the scales of the network's scores matter then.
     """
 
     grammar: Grammar | None = None
@@ -68,10 +72,12 @@ class DecodingOptions:
     acoustic_scale: float = 1.0
     prior_scale: float = 1.0
     insertion_log_prob: float = 0.0
+    lm_scale: float = 1.0
     silence_probability: float = 0.5
+    graph: KaldiGraphFiles | None = None
 
     def __post_init__(self) -> None:
-        for name in ("beam", "acoustic_scale"):
+        for name in ("beam", "acoustic_scale", "lm_scale"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be more than 0")
         if self.max_active < 2:
@@ -102,6 +108,7 @@ class DecodingResult:
         wer: word errors.
         retried: utterances that needed a wider beam.
         failed: utterances without any hypothesis: counted as deletions.
+        unknown_words: reference words that cannot be recognised, each of which is an error.
         hypotheses: the file of hypotheses.
     """
 
@@ -110,6 +117,7 @@ class DecodingResult:
     wer: WerResult
     retried: int
     failed: int
+    unknown_words: int
     hypotheses: Path
 
 
@@ -121,8 +129,15 @@ class Recogniser:
         lexicon: pronunciations, as the model was trained with.
         inventory: classes, as the model was trained with.
         options: how to decode.
-        transcripts: the corpus's word sequences: they choose the grammar where `options` does not, and
-            are the grammar transcript-set.
+        transcripts: the corpus's word sequences: they choose the grammar where neither `options` nor a
+            language model does, and are the grammar transcript-set.
+        language_model: that of the grammar ngram, which is the default where there is one.
+
+    Attributes:
+        grammar: the grammar used.
+        words: the words that can be recognised.
+        graph: what is searched.
+        searcher: searches it.
 
     Raises:
         ConfigError: model and lexicon differ in classes, or the grammar needs words that are missing.
@@ -135,18 +150,53 @@ class Recogniser:
         inventory: StateInventory,
         options: DecodingOptions,
         transcripts: Sequence[Sequence[str]],
+        language_model: LanguageModel | None = None,
     ) -> None:
-        self.grammar = options.grammar or choose_grammar(transcripts)
+        without = choose_grammar(transcripts) if language_model is None else Grammar.NGRAM
+        self.grammar = options.grammar or without
+        self.words = frozenset(lexicon.recognised_words)
+        if self.grammar is Grammar.NGRAM and language_model is not None:
+            self.words &= language_model.words
         self_loop = trained.self_loop.detach().cpu().double().numpy()
-        transducer = LexiconTransducer(lexicon, inventory, self_loop, options.silence_probability)
-        graph = build_graph(transducer, self.grammar, transcripts, options.insertion_log_prob)
-        self.searcher = Searcher(
-            graph,
-            SearchOptions(options.beam, options.max_active, options.acoustic_scale),
-        )
+        self._transducer = LexiconTransducer(lexicon, inventory, self_loop, options.silence_probability)
+        self._transcripts, self._language_model = transcripts, language_model
+        self._attach(trained, options)
+
+    def _attach(self, trained: TrainedModel, options: DecodingOptions) -> None:
+        """Take the network and the options of the search."""
         log_prior = trained.class_log_prior.detach().cpu().numpy()
         device = next(trained.model.parameters(), trained.class_log_prior).device
         self._scorer = AcousticScorer(trained.model, log_prior, options.prior_scale, device)
+        self._of_graph: tuple[float, float] | None = None
+        self.use(options)
+
+    def _build(self, insertion_log_prob: float, lm_scale: float) -> DecodingGraph:
+        return build_graph(
+            self._transducer,
+            self.grammar,
+            self._transcripts,
+            insertion_log_prob,
+            self._language_model,
+            lm_scale,
+        )
+
+    def use(self, options: DecodingOptions) -> None:
+        """Search with other scales or insertion scores from now on; the other options stay.
+
+        Raises:
+            ConfigError: as the constructor.
+        """
+        of_graph = options.insertion_log_prob, options.lm_scale
+        if self._of_graph != of_graph:
+            self.graph = self._build(*of_graph)
+            self._of_graph = of_graph
+        self.searcher = Searcher(
+            self.graph, SearchOptions(options.beam, options.max_active, options.acoustic_scale)
+        )
+
+    def score(self, utterances: Iterable[FloatArray]) -> Iterator[tuple[int, FloatArray]]:
+        """Yield (position in `utterances`, log-likelihoods (T, C)), in any order."""
+        return self._scorer.score(utterances)
 
     def recognise(self, utterances: Iterable[FloatArray]) -> Iterator[tuple[int, tuple[str, ...] | None]]:
         """Yield (position in `utterances`, words), in any order; None where no path survived.
@@ -154,9 +204,90 @@ class Recogniser:
         Args:
             utterances: features, (T, F) each.
         """
-        for index, log_likelihoods in self._scorer.score(utterances):
+        for index, log_likelihoods in self.score(utterances):
             path = self.searcher.search(log_likelihoods)
             yield index, None if path is None else path.words
+
+
+class GraphRecogniser(Recogniser):
+    """Recognises with a graph that is there already, in place of lexicon and grammar."""
+
+    def __init__(self, trained: TrainedModel, graph: DecodingGraph, options: DecodingOptions) -> None:
+        self.grammar = Grammar.GRAPH
+        self.words = frozenset(graph.words) - {""}
+        self._ready = graph
+        self._attach(trained, options)
+
+    def _build(self, insertion_log_prob: float, lm_scale: float) -> DecodingGraph:
+        return self._ready
+
+
+class SplitReader:
+    """A split to be recognised, over N ranks: rank r takes utterances r, r + N, ...
+
+    Attributes:
+        transcripts: the words of all utterances.
+        own: those of this rank, each given by its shard and its place there.
+    """
+
+    def __init__(self, dataset: Dataset, split: str, comm: Communicator, stack: ExitStack) -> None:
+        num_shards = len(dataset.shard_paths(split))
+        shards = [stack.enter_context(dataset.open_shard(split, i)) for i in range(num_shards)]
+        self.transcripts = [text.split() for shard in shards for text in shard.texts]
+        if not any(self.transcripts):
+            raise ConfigError(f"{dataset.path}: split {split!r} has no reference words; there is no WER")
+        owners = [(shard, i) for shard in shards for i in range(shard.num_utterances)]
+        self.own = owners[comm.rank :: comm.size]
+
+    @classmethod
+    @contextmanager
+    def open(cls, dataset: Dataset, split: str, comm: Communicator) -> Iterator[SplitReader]:
+        """Open the shards of a split.
+
+        Raises:
+            ConfigError: the split has no reference words.
+            ShardError: no such split, or a shard is damaged.
+        """
+        with ExitStack() as stack:
+            yield cls(dataset, split, comm, stack)
+
+    def features(self, inputs: InputOptions) -> Iterator[FloatArray]:
+        """Yield what the network sees of each own utterance, (T, F)."""
+        for shard, i in self.own:
+            yield Preprocessor.for_shard(shard.header, inputs).read(shard, i)[0]
+
+    def reference(self, position: int) -> str:
+        """Return the words of an own utterance."""
+        shard, i = self.own[position]
+        return " ".join(shard.text(i).split())
+
+
+def check_decodable(trained: TrainedModel, dataset: Dataset, options: DecodingOptions) -> None:
+    """Refuse data that the model was not trained for, or that the graph does not fit, by ConfigError."""
+    if options.graph is None:
+        refuse_kaldi_pdfs(dataset.classes_path, "decode")
+    elif not is_kaldi_pdfs(dataset.classes_path):
+        raise ConfigError(
+            f"--graph {options.graph.graph}: {dataset.path} has states of phones as classes, not the pdfs of "
+            "a Kaldi system; leave --graph out"
+        )
+    check_origin(trained.config, dataset, load_classes(dataset.classes_path))
+
+
+def recogniser_for(
+    trained: TrainedModel, dataset: Dataset, options: DecodingOptions, transcripts: Sequence[Sequence[str]]
+) -> Recogniser:
+    """Make a recogniser with the lexicon, the classes and the language model of a data directory.
+
+    Raises:
+        ConfigError: model and lexicon differ in classes, or the grammar needs what is missing.
+    """
+    if options.graph is not None:
+        graph = read_kaldi_graph(options.graph, dataset.num_classes)
+        return GraphRecogniser(trained, graph, options)
+    inventory = StateInventory.load(dataset.classes_path)
+    lexicon, language_model = Lexicon.load(dataset.lexicon_path), language_model_in(dataset.path)
+    return Recogniser(trained, lexicon, inventory, options, transcripts, language_model)
 
 
 def decode_split(
@@ -167,6 +298,7 @@ def decode_split(
     options: DecodingOptions,
     comm: Communicator,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
+    tuning: Mapping[str, Any] | None = None,
 ) -> DecodingResult:
     """Decode a split and write RUN/hypotheses/<split>.txt (Kaldi `text`) and RUN/wer-<split>.json.
 
@@ -183,6 +315,7 @@ def decode_split(
         options: how to decode.
         comm: the ranks to share the work.
         is_asked_to_stop: looked at before every utterance; where one rank is, none writes anything.
+        tuning: how the options were chosen, to be recorded.
 
     Raises:
         Stopped: a rank was asked to.
@@ -190,29 +323,19 @@ def decode_split(
         ShardError: a shard is damaged.
         RunError: the model gives NaN, or the results cannot be written.
     """
-    refuse_kaldi_pdfs(dataset.classes_path, "decode")
-    inventory = StateInventory.load(dataset.classes_path)
-    check_origin(trained.config, dataset, inventory)
+    check_decodable(trained, dataset, options)
     path = run_dir / "hypotheses" / f"{split}.txt"
     if comm.rank == 0:
         with _results_at(run_dir):
             check_writable(path.parent)  # of somebody else's run, say: before the work
-    with ExitStack() as stack:
-        num_shards = len(dataset.shard_paths(split))
-        shards = [stack.enter_context(dataset.open_shard(split, i)) for i in range(num_shards)]
-        transcripts = [text.split() for shard in shards for text in shard.texts]
-        if not any(transcripts):
-            raise ConfigError(f"{dataset.path}: split {split!r} has no reference words; there is no WER")
-        lexicon = Lexicon.load(dataset.lexicon_path)
-        recogniser = Recogniser(trained, lexicon, inventory, options, transcripts)
-        owners = [(shard, i) for shard in shards for i in range(shard.num_utterances)]
-        mine = owners[comm.rank :: comm.size]
-        own = _recognise_own(recogniser, mine, inputs_of(trained.config), is_asked_to_stop)
+    with SplitReader.open(dataset, split, comm) as reader:
+        recogniser = recogniser_for(trained, dataset, options, reader.transcripts)
+        own = _recognise_own(recogniser, reader, inputs_of(trained.config), is_asked_to_stop)
     parts = comm.allgather_object(
         {
             "hypotheses": [asdict(h) for h in own],
             "retried": recogniser.searcher.num_retried,
-            "stopped": len(own) < len(mine),
+            "stopped": len(own) < len(reader.own),
         }
     )
     if any(part["stopped"] for part in parts):
@@ -222,11 +345,19 @@ def decode_split(
     wer = word_error_rate([h.ref for h in hypotheses], [h.hyp for h in hypotheses])
     retried = sum(part["retried"] for part in parts)
     failed = sum(not h.found for h in hypotheses)
-    result = DecodingResult(split, recogniser.grammar, wer, retried, failed, path)
+    unknown = sum(word not in recogniser.words for words in reader.transcripts for word in words)
+    result = DecodingResult(split, recogniser.grammar, wer, retried, failed, unknown, path)
     if comm.rank == 0:
-        _write(run_dir, result, hypotheses, options)
+        extra = {"graph": _graph_record(recogniser.graph, options), **({"tuning": tuning} if tuning else {})}
+        _write(run_dir, result, hypotheses, options, extra)
     comm.barrier()  # nobody reports success before the files are there
     return result
+
+
+def _graph_record(graph: DecodingGraph, options: DecodingOptions) -> dict[str, Any]:
+    values = {"states": graph.num_states, "arcs": graph.num_arcs, "determinised": graph.is_determinised}
+    files = {} if options.graph is None else {name: str(path) for name, path in vars(options.graph).items()}
+    return {**values, **files}
 
 
 def wer_path(run_dir: Path, split: str) -> Path:
@@ -252,35 +383,41 @@ def check_origin(config: dict[str, Any], dataset: Dataset, classes: StateInvento
 
 def _recognise_own(
     recogniser: Recogniser,
-    own: Sequence[tuple[Shard, int]],
+    reader: SplitReader,
     inputs: InputOptions,
     is_asked_to_stop: Callable[[], bool],
 ) -> list[Hypothesis]:
-    """Recognise utterances, each given by its shard and its place there, until asked to stop."""
-    features = (Preprocessor.for_shard(shard.header, inputs).read(shard, i)[0] for shard, i in own)
+    """Recognise this rank's utterances until asked to stop."""
     hypotheses = []
-    for position, words in recogniser.recognise(features):
+    for position, words in recogniser.recognise(reader.features(inputs)):
         if is_asked_to_stop():
             break
-        shard, i = own[position]
-        ref = " ".join(shard.text(i).split())
+        shard, i = reader.own[position]
         hyp = " ".join(words or ())
+        ref = reader.reference(position)
         hypotheses.append(Hypothesis(shard.utterance_id(i), ref, hyp, found=words is not None))
     return hypotheses
 
 
 def _write(
-    run_dir: Path, result: DecodingResult, hypotheses: Sequence[Hypothesis], options: DecodingOptions
+    run_dir: Path,
+    result: DecodingResult,
+    hypotheses: Sequence[Hypothesis],
+    options: DecodingOptions,
+    extra: Mapping[str, Any],
 ) -> None:
     settings = asdict(options) | {"grammar": result.grammar.value}
+    del settings["graph"]  # it has a record of its own
     values = {
         "split": result.split,
         "grammar": result.grammar.value,
         **asdict(result.wer),
+        "unknown_words": result.unknown_words,
         "retried": result.retried,
         "failed": result.failed,
         "hypotheses": str(result.hypotheses.relative_to(run_dir)),
         "options": settings,
+        **extra,
     }
     lines = (f"{h.utterance_id} {h.hyp}".rstrip() + "\n" for h in hypotheses)
     with _results_at(run_dir):

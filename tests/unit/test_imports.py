@@ -29,7 +29,7 @@ comm/threads comm/mpi
 comm/torchdist comm/horovod
 comm/startup launching data/signal data/plan timing
 data/shards
-labels
+labels language
 models
 parallel data/transforms data/corpora
 strategies/mechanisms

@@ -11,6 +11,7 @@ from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER, Corpus, CorpusUtteranc
 from speechdp.data.corpora.kaldi_dir import PLAIN_RULES, ReadingRules, left_out, read_table
 from speechdp.errors import ConfigError
 from speechdp.labels.lexicon import digit_words
+from speechdp.labels.text_normalise import plain_transcript
 
 #: The pattern tried where there is neither a transcript nor --pattern: FSDD's file names.
 DEFAULT_PATTERN = "{digit}_{speaker}_{index}"
@@ -23,7 +24,6 @@ _NO_AUDIO = re.compile(r"\.|(md5|sha[0-9]+)sums?\b", re.IGNORECASE)
 _FIELDS = {"digit": r"[0-9]", "word": r"[^/]+?", "speaker": r"[^/]+?", "index": r"[0-9]+"}
 # Stricter than the pattern: yesno's 0_1_0_0_1_1_0_1 is not a digit said by speaker 1_0_0_1_1_0.
 _FSDD_NAME = re.compile(r"[0-9]_[A-Za-z][^_]*_[0-9]+")
-_PUNCTUATION = str.maketrans("", "", '.,;:!?"()[]')
 
 
 def read_audio_folder(source: Path, pattern: str | None = None, rules: ReadingRules = PLAIN_RULES) -> Corpus:
@@ -59,11 +59,6 @@ def read_audio_folder(source: Path, pattern: str | None = None, rules: ReadingRu
         f"{source}: no transcripts found; give a file 'text' (utterance-id words), *.trans.txt files, a .txt "
         f"beside each audio file, or labels in the file names with --pattern '{DEFAULT_PATTERN}'"
     )
-
-
-def normalise_text(text: str) -> str:
-    """Lower the case, drop punctuation and squeeze white space."""
-    return " ".join(text.lower().translate(_PUNCTUATION).split())
 
 
 def find_audio(source: Path) -> list[Path]:
@@ -123,7 +118,7 @@ def _labelled(utterance_id: str, file: Path, fields: dict[str, str]) -> CorpusUt
     return CorpusUtterance(
         utterance_id=utterance_id,
         speaker=_no_space(fields.get("speaker", UNKNOWN_SPEAKER)),
-        text=normalise_text(text),
+        text=plain_transcript(text),
         audio=file,
         index=int(fields["index"]) if "index" in fields else None,
     )
@@ -181,7 +176,7 @@ def _with_transcripts(
 ) -> Corpus:
     ids = _utterance_ids(source, files)
     by_id = {ids[file]: file for file in files}
-    normalised = {utterance: normalise_text(text) for utterance, text in texts.items()}
+    normalised = {utterance: plain_transcript(text) for utterance, text in texts.items()}
     lost = sorted(texts.keys() - by_id.keys())
     missing = sorted(by_id.keys() - texts.keys()) if rules.needs_text else []
     notices: tuple[str, ...] = ()

@@ -114,13 +114,24 @@ class Corpus:
         return frozenset(word for utterance in self.utterances for word in utterance.words)
 
     def respelled(self, spelling: dict[str, str]) -> Corpus:
-        """Replace words of the transcripts, e.g. by the upper-case form a lexicon has."""
+        """Replace words of the transcripts, e.g. by the upper-case form a lexicon has; "" drops a word.
+
+        Raises:
+            ConfigError: a transcript comes out empty.
+        """
         if not spelling:
             return self
-        utterances = (
-            replace(u, text=" ".join(spelling.get(word, word) for word in u.words)) for u in self.utterances
+        respelt = tuple(
+            replace(u, text=" ".join(filter(None, (spelling.get(word, word) for word in u.words))))
+            for u in self.utterances
         )
-        return replace(self, utterances=tuple(utterances))
+        for before, after in zip(self.utterances, respelt, strict=True):
+            if before.words and not after.words:
+                raise ConfigError(
+                    f"{self.source}: utterance {before.utterance_id} ({before.audio}) has an empty "
+                    "transcript: nothing but punctuation; write one or leave the utterance out"
+                )
+        return replace(self, utterances=respelt)
 
 
 def file_lines(path: Path) -> list[tuple[int, str]]:

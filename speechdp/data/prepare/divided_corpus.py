@@ -53,21 +53,50 @@ class DividedCorpus:
         Raises:
             ConfigError: the split cannot be made, or a file is no audio of one channel, or of another rate.
         """
-        for_recognition = options.task == "acoustic"
-        if like is not None and not (options.split or options.held_out_speaker or corpus.has_splits):
-            rule: SplitRule = OneSplit("all:test", "test")
-        else:
-            rule = choose_rule(
-                corpus, options.split, options.held_out_speaker, options.seed, by_speaker=for_recognition
-            )
-        splits = split_corpus(corpus, rule, needs_train=like is None)
-        infos = probe_all([utterance.audio for utterance in corpus.utterances], progress)
+        divided = divide(corpus, options, is_like=like is not None)
+        return cls.probed(corpus, divided, options, progress, like)
+
+    @classmethod
+    def probed(
+        cls,
+        corpus: Corpus,
+        divided: tuple[str, dict[str, list[CorpusUtterance]]],
+        options: PrepareOptions,
+        progress: Progress,
+        like: Dataset | None = None,
+    ) -> DividedCorpus:
+        """Look at the audio of a corpus that `divide` has divided.  Raises ConfigError as `of`."""
+        rule, splits = divided
+        infos = probe_all([utterance.audio for each in splits.values() for utterance in each], progress)
         seconds = {info.source: info.num_samples / info.sampling_rate for info in infos}
         rate = common_sampling_rate(infos, options.resample) if like is None else like.sampling_rate
-        notices = corpus.notices + (warn_of_speakers(splits) if for_recognition else ())
+        notices = corpus.notices + (warn_of_speakers(splits) if options.task == "acoustic" else ())
         if like is not None:
             notices += _resampled(infos, rate)
-        return cls(rule.spec, splits, rate, seconds, notices)
+        return cls(rule, splits, rate, seconds, notices)
+
+
+def divide(
+    corpus: Corpus, options: PrepareOptions, *, is_like: bool = False
+) -> tuple[str, dict[str, list[CorpusUtterance]]]:
+    """Return the rule that divides a corpus, as data.json has it, and its splits.
+
+    Args:
+        corpus: all of it.
+        options: how to divide it, and by which seed.
+        is_like: it is prepared for a trained model: all in test where nothing else is said.
+
+    Raises:
+        ConfigError: the split cannot be made.
+    """
+    if is_like and not (options.split or options.held_out_speaker or corpus.has_splits):
+        rule: SplitRule = OneSplit("all:test", "test")
+    else:
+        by_speaker = options.task == "acoustic"
+        rule = choose_rule(
+            corpus, options.split, options.held_out_speaker, options.seed, by_speaker=by_speaker
+        )
+    return rule.spec, split_corpus(corpus, rule, needs_train=not is_like)
 
 
 def warn_of_speakers(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[str, ...]:

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
+from speechdp.data.corpora.corpus import CorpusUtterance
 from speechdp.data.prepare.contents import Contents, ShardContent, deal_splits
 from speechdp.data.prepare.divided_corpus import DividedCorpus
 from speechdp.data.prepare.jobs import Progress
+from speechdp.data.prepare.language_model import copy_language_model
 from speechdp.data.prepare.reading import read_whole_corpus
 from speechdp.data.prepare.recognition import FlatShard, frames_of, lengths_of, read_samples, stored_utterance
+from speechdp.data.prepare.vocabulary import plainly_spelt
 from speechdp.data.shards.dataset import MANIFEST_NAME, UNALIGNED, Dataset, Manifest
 from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Utterance
 from speechdp.errors import ConfigError, ShardError
@@ -70,7 +72,7 @@ def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress)
     inventory = _inventory_of(like, options.like)
     lexicon = _lexicon(like, options.lexicon, inventory)
     corpus = read_whole_corpus(options, scratch, progress, needs_text=False)
-    corpus = corpus.respelled(_spelling(corpus, lexicon))
+    corpus = plainly_spelt(corpus, lexicon)
     divided = DividedCorpus.of(corpus, options, progress, like)
     num_frames = frames_of(divided, like.features)
     unknown = Counter(word for u in corpus.utterances for word in u.words if word not in lexicon)
@@ -93,10 +95,11 @@ def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress)
     def save(directory: Path) -> None:
         lexicon.save(directory / "lexicon.txt")
         inventory.save(directory / "classes.txt")
+        copy_language_model(like.path, directory)
 
     notices = divided.notices + _without_targets(len(untold), unknown)
     if is_aligned:
-        notices += lengths_of(corpus, divided, num_frames, lexicon)
+        notices += lengths_of(divided, num_frames, lexicon)
     return Contents(
         manifest=manifest,
         shards={name: [shard(part) for part in parts] for name, parts in dealt.items()},
@@ -141,13 +144,6 @@ def _lexicon(like: Dataset, given: Path | None, inventory: StateInventory) -> Le
             f"lexicon in its phones ({' '.join(inventory.phones[:10])} ...)"
         )
     return lexicon
-
-
-def _spelling(corpus: Corpus, lexicon: Lexicon) -> dict[str, str]:
-    """Map words that the lexicon has in another case only."""
-    forms = {word: (word.upper(), word.lower()) for word in corpus.words if word not in lexicon}
-    found = {word: next((form for form in both if form in lexicon), "") for word, both in forms.items()}
-    return {word: form for word, form in found.items() if form}
 
 
 def _without_targets(num_untold: int, unknown: Counter[str]) -> tuple[str, ...]:

@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
+from speechdp.data.corpora.corpus import CorpusUtterance
 from speechdp.data.prepare.contents import Contents, ShardContent, deal_splits
-from speechdp.data.prepare.divided_corpus import DividedCorpus
+from speechdp.data.prepare.divided_corpus import DividedCorpus, divide
 from speechdp.data.prepare.jobs import Progress
+from speechdp.data.prepare.language_model import PreparedLanguageModel, prepare_language_model
 from speechdp.data.prepare.plausibility import SpokenLength, warn_of_lengths
 from speechdp.data.prepare.reading import read_whole_corpus
+from speechdp.data.prepare.vocabulary import choose_vocabulary, given_lexicon, plainly_spelt
 from speechdp.data.shards.dataset import Manifest
 from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Utterance
 from speechdp.data.signal.audio import AudioSource, edge_silence, read_audio, to_int16
@@ -22,17 +24,18 @@ from speechdp.data.signal.compute import compute_features
 from speechdp.data.signal.features import FeatureConfig, check_mel_bins, num_frames_of
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import STATES_PER_PHONE, StateInventory, flat_alignment
-from speechdp.labels.lexicon import Lexicon, lexicon_for
+from speechdp.labels.lexicon import Lexicon
 from speechdp.options.prepare import PrepareOptions
 
 
 @dataclass(frozen=True)
 class States:
-    """What the targets stand for: states of a lexicon's phones."""
+    """What the targets stand for: states of a lexicon's phones; and which words are probable."""
 
     lexicon: Lexicon
     features: FeatureConfig
     sampling_rate: int
+    language_model: PreparedLanguageModel | None = None
 
     @property
     def inventory(self) -> StateInventory:
@@ -47,9 +50,11 @@ class States:
         )
 
     def save(self, directory: Path) -> None:
-        """Write the lexicon and the list of classes."""
+        """Write the lexicon, the list of classes and the language model, if there is one."""
         self.lexicon.save(directory / "lexicon.txt")
         self.inventory.save(directory / "classes.txt")
+        if self.language_model is not None:
+            self.language_model.save(directory)
 
 
 def read_corpus_for_recognition(options: PrepareOptions, scratch: Path, progress: Progress) -> Contents:
@@ -58,15 +63,19 @@ def read_corpus_for_recognition(options: PrepareOptions, scratch: Path, progress
     Raises:
         ConfigError: the corpus, its audio, the lexicon or the split cannot be used.
     """
-    corpus = read_whole_corpus(options, scratch, progress)
-    corpus = corpus.respelled(_spelling(corpus, options.lexicon))
-    lexicon = lexicon_for(corpus.words, options.lexicon)
-    divided = DividedCorpus.of(corpus, options, progress)
+    given = given_lexicon(options.lexicon)
+    corpus = plainly_spelt(read_whole_corpus(options, scratch, progress), given)
+    rule, splits = divide(corpus, options)
+    vocabulary = choose_vocabulary(splits, options.lexicon, given, options.unknown_words)
+    lexicon = vocabulary.lexicon
+    texts = {name: [u.words for u in utterances] for name, utterances in vocabulary.splits.items()}
+    model = prepare_language_model(options.for_language_model, lexicon, texts)
+    divided = DividedCorpus.probed(corpus, (rule, vocabulary.splits), options, progress)
     rate = divided.sampling_rate
     features = options.feature_config(rate)
     check_mel_bins(rate, features)
     num_frames = frames_of(divided, features)
-    states = States(lexicon, features, rate)
+    states = States(lexicon, features, rate, model)
     dealt = deal_splits(divided.splits, lambda u: num_frames[u.audio], options.shards, options.seed)
     return Contents(
         manifest=states.manifest("flat", divided.rule, options),
@@ -76,7 +85,7 @@ def read_corpus_for_recognition(options: PrepareOptions, scratch: Path, progress
         },
         stage="computing features" if options.store == "features" else "reading audio",
         save=states.save,
-        notices=divided.notices + lengths_of(corpus, divided, num_frames, lexicon),
+        notices=(*divided.notices, *vocabulary.notices, *lengths_of(divided, num_frames, lexicon)),
     )
 
 
@@ -105,7 +114,7 @@ class FlatShard:
     ) -> ShardContent:
         """Take along what the words of the shard need of the lexicon."""
         words = {word for utterance in utterances for word in utterance.words}
-        return cls(utterances, lexicon.restrict(words), inventory)
+        return cls(utterances, lexicon.restrict(lexicon.pronounceable(words)), inventory)
 
     def ready(self, _path: Path, header: ShardHeader) -> Iterator[Utterance | AudioUtterance]:
         """Yield each utterance with its features (or samples) and targets.  Raises ConfigError."""
@@ -117,7 +126,7 @@ class FlatShard:
         leading, trailing = edge_silence(samples, header.sampling_rate, header.features, num_frames)
         if num_frames - leading - trailing < _num_states(utterance, self.lexicon):
             leading = trailing = 0  # the words need the room
-        words = utterance.words
+        words = self.lexicon.pronounceable(utterance.words)
         targets = flat_alignment(words, num_frames, self.lexicon, self.inventory, leading, trailing)
         return stored_utterance(utterance, samples, targets, header)
 
@@ -145,7 +154,8 @@ def stored_utterance(
 
 
 def _num_states(utterance: CorpusUtterance, lexicon: Lexicon) -> int:
-    return STATES_PER_PHONE * sum(len(lexicon.pronunciations[word][0]) for word in utterance.words)
+    words = lexicon.pronounceable(utterance.words)
+    return STATES_PER_PHONE * sum(len(lexicon.pronunciations[word][0]) for word in words)
 
 
 def _refuse_empty(
@@ -159,7 +169,7 @@ def _refuse_empty(
 
 
 def lengths_of(
-    corpus: Corpus, divided: DividedCorpus, num_frames: Mapping[AudioSource, int], lexicon: Lexicon
+    divided: DividedCorpus, num_frames: Mapping[AudioSource, int], lexicon: Lexicon
 ) -> tuple[str, ...]:
     """Warn of transcripts that do not fit the length of their audio."""
 
@@ -174,12 +184,6 @@ def lengths_of(
             num_states,
         )
 
-    return warn_of_lengths([length(utterance) for utterance in corpus.utterances])
-
-
-def _spelling(corpus: Corpus, user_lexicon: Path | None) -> dict[str, str]:
-    """Map words the user's lexicon has in upper case only; many Kaldi lexicons are written so."""
-    if user_lexicon is None:
-        return {}
-    known = Lexicon.load(user_lexicon)
-    return {word: word.upper() for word in corpus.words if word not in known and word.upper() in known}
+    utterances = (utterance for each in divided.splits.values() for utterance in each)
+    in_order = sorted(utterances, key=lambda utterance: utterance.utterance_id)
+    return warn_of_lengths([length(utterance) for utterance in in_order])

@@ -103,8 +103,11 @@ class Manifest:
         write_text_atomically(directory / MANIFEST_NAME, self.to_json())
 
 
+#: A language model beside the shards: an ARPA file, or a grammar with its words; and how it fits the texts.
+ARPA_NAME, GRAMMAR_NAME, WORDS_NAME, LM_RECORD_NAME = "lm.arpa.gz", "G.fst", "words.txt", "lm.json"
+LANGUAGE_MODEL_NAMES = (ARPA_NAME, GRAMMAR_NAME, WORDS_NAME, LM_RECORD_NAME)
 #: What may stand beside the shards and says what they hold, apart from data.json.
-DESCRIPTION_NAMES = ("classes.txt", "lexicon.txt", SYMBOLS_NAME)
+DESCRIPTION_NAMES = ("classes.txt", "lexicon.txt", SYMBOLS_NAME, *LANGUAGE_MODEL_NAMES)
 
 
 class Dataset:

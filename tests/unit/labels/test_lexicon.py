@@ -15,6 +15,7 @@ from speechdp.labels.lexicon import (
     lexicon_for,
     own_lexicon,
 )
+from speechdp.labels.text_normalise import plain_transcript
 
 ARPABET = frozenset(
     re.findall(
@@ -141,3 +142,37 @@ def test_cmudict_serves_the_rest_without_stress(monkeypatch: pytest.MonkeyPatch)
     assert lexicon.pronunciations["yes"] == (("Y", "EH", "S"),)
     with pytest.raises(ConfigError, match=r"1 word.*: qwerty; give a Kaldi"):
         lexicon_for(["qwerty"])
+
+
+def test_words_are_found_in_another_case() -> None:
+    lexicon = Lexicon({"Read": (("A",),), "READ": (("B",),), "two": (("C",),)})
+    assert [lexicon.spelling_of(word) for word in ("READ", "read", "TWO", "three")] == [
+        "READ",
+        "Read",
+        "two",
+        None,
+    ]
+
+
+def test_words_that_are_not_in_the_lexicon_become_unk_where_it_has_it(tmp_path: Path) -> None:
+    lexicon = Lexicon({"one": (("A",),)})
+    assert lexicon.pronounceable(["one", "two", "one"]) == ["one", "one"]
+    with_unknown = lexicon.with_unknown()
+    assert with_unknown.pronounceable(["one", "two"]) == ["one", "<unk>"]
+    assert with_unknown.words == ("one", "<unk>") and with_unknown.recognised_words == ("one",)
+    with_unknown.save(tmp_path / "lexicon.txt")
+    assert Lexicon.load(tmp_path / "lexicon.txt") == with_unknown
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("Hello,  WORLD!", "hello world"),
+        ("it\u2019s (a) well-known \u201cword\u201d", "it's a well-known word"),
+        ("yes\u2014no\u2026 \u00bfqu\u00e9?", "yes no qu\u00e9"),
+        ("e\u0301te\u0301 \u4f60\u597d\u3002", "\u00e9t\u00e9 \u4f60\u597d"),
+        (" . - ", "-"),
+    ],
+)
+def test_transcripts_are_plain_words(text: str, plain: str) -> None:
+    assert plain_transcript(text) == plain

@@ -147,7 +147,7 @@ def test_unknown_words_are_listed(tmp_path: Path) -> None:
     source = kaldi_folder(tmp_path / "in")
     (source / "text").write_text("utt0 one xyzzy\nutt1 plughqx\nutt2 one\n")
     with pytest.raises(ConfigError, match="plughqx xyzzy"):
-        _prepare(source, tmp_path / "data")
+        _prepare(source, tmp_path / "data", split="random:dev=0")
 
 
 def test_mixed_rates_need_resampling(tmp_path: Path) -> None:
@@ -274,7 +274,8 @@ def test_unusable_corpora_end_the_command_with_one_line(
     error = capsys.readouterr().err.strip().splitlines()[-1]  # after the lines of progress
     assert "0_ann_3.wav: unreadable audio" in error and "leave it out" in error
     (kaldi_folder(tmp_path / "kaldi") / "text").write_text("utt0 xyzzy\nutt1 one\nutt2 one\n")
-    assert main.run(["prepare", str(tmp_path / "kaldi"), str(tmp_path / "data")]) != 0
+    all_train = ["--split", "random:dev=0"]
+    assert main.run(["prepare", str(tmp_path / "kaldi"), str(tmp_path / "data"), *all_train]) != 0
     error = capsys.readouterr().err.strip()
     assert "xyzzy" in error and "--lexicon" in error and "\n" not in error
     assert not (tmp_path / "data").exists()

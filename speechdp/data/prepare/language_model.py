@@ -1,0 +1,151 @@
+"""Estimate or take over the language model of a data directory, and record how it fits the texts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speechdp.data.shards.dataset import LANGUAGE_MODEL_NAMES, LM_RECORD_NAME, Dataset
+from speechdp.data.shards.layout import printable
+from speechdp.decode.language_model import GrammarFst, LanguageModel, read_language_model, save_language_model
+from speechdp.errors import ConfigError
+from speechdp.files import write_text_atomically
+from speechdp.json_input import parse_json
+from speechdp.labels.lexicon import Lexicon
+from speechdp.language.kneser_ney import estimate
+from speechdp.language.ngram import UNKNOWN_NAMES, NgramModel, TextFit
+from speechdp.options.prepare import LanguageModelOptions
+
+_FORMAT, _VERSION = "speechdp-language-model", 1
+
+#: The words of each utterance of each split.
+Texts = Mapping[str, Sequence[Sequence[str]]]
+
+
+@dataclass(frozen=True)
+class PreparedLanguageModel:
+    """A language model and what lm.json says of it."""
+
+    model: LanguageModel
+    record: Mapping[str, Any]
+
+    def save(self, directory: Path) -> None:
+        """Write the model and lm.json into a data directory."""
+        save_language_model(self.model, directory)
+        values = {"format": _FORMAT, "version": _VERSION, **self.record}
+        write_text_atomically(
+            directory / LM_RECORD_NAME, json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+        )
+
+
+def copy_language_model(source: Path, directory: Path) -> None:
+    """Copy the language model beside some shards, if there is one, into another data directory."""
+    for name in LANGUAGE_MODEL_NAMES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, directory / name)
+
+
+def prepare_language_model(
+    options: LanguageModelOptions, lexicon: Lexicon, texts: Texts
+) -> PreparedLanguageModel | None:
+    """Estimate a model on the training texts, or read the user's; None if neither is asked for.
+
+    Args:
+        options: which.
+        lexicon: the words that can be recognised.
+        texts: those of train are learnt from; the others are only measured.
+
+    Raises:
+        ConfigError: the user's cannot be read, or has no word of the lexicon; there are no training texts.
+    """
+    if options.lm_order is not None:
+        train = (lexicon.pronounceable(words) for words in texts.get("train", ()))
+        model: LanguageModel = estimate(train, options.lm_order, lexicon.recognised_words)
+        origin: dict[str, Any] = {"source": "train", "left_out": 0, "without_entry": 0}
+    elif options.lm is not None:
+        model, origin = _taken_over(options.lm, lexicon)
+    else:
+        return None
+    kind = {"kind": "fst"} if isinstance(model, GrammarFst) else _sizes(model)
+    fits = {name: _fit(model, each) for name, each in texts.items() if name != "train"}
+    return PreparedLanguageModel(model, {**origin, **kind, "splits": fits})
+
+
+def _taken_over(path: Path, lexicon: Lexicon) -> tuple[LanguageModel, dict[str, Any]]:
+    """Read a user's model, its words spelt as in the lexicon; the others are left out.
+
+    Words of the lexicon that it lacks share the probability of its <unk>.
+    """
+    given = read_language_model(path)
+    words = given.words.difference(UNKNOWN_NAMES)
+    recognised = set(lexicon.recognised_words)
+
+    def spelling(word: str) -> str | None:
+        spelt = None if word in UNKNOWN_NAMES else lexicon.spelling_of(word)
+        return spelt if spelt in recognised else None
+
+    model = given.respelled(spelling)
+    if not model.words:
+        raise ConfigError(f"{path}: none of its {len(words)} words is in the lexicon; give one that fits it")
+    missing = sorted(recognised - model.words)
+    if isinstance(given, NgramModel) and isinstance(model, NgramModel) and missing:
+        unknown = next((name for name in UNKNOWN_NAMES if name in given.words), None)
+        if unknown is not None:
+            model, missing = model.with_words(missing, given.log10_probs[unknown,]), []
+    left_out = sum(spelling(word) is None for word in words)
+    return model, {"source": path.name, "left_out": left_out, "without_entry": len(missing)}
+
+
+def _sizes(model: NgramModel) -> dict[str, Any]:
+    return {"kind": "ngram", "order": model.order, "ngrams": list(model.num_ngrams)}
+
+
+def _fit(model: LanguageModel, texts: Iterable[Sequence[str]]) -> dict[str, Any]:
+    """Return the figures of one split; a G.fst may have several paths for a text, so it has no perplexity."""
+    if isinstance(model, GrammarFst):
+        words = [word for text in texts for word in text]
+        return {"words": len(words), "unknown": sum(word not in model.words for word in words)}
+    fit: TextFit = model.fit(texts)
+    return {"words": fit.words, "unknown": fit.unknown, "perplexity": round(fit.perplexity, 3)}
+
+
+def describe_language_model(dataset: Dataset) -> list[str]:
+    """Say in a few lines what lm.json of a data directory says; nothing where there is no language model.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    path = dataset.path / LM_RECORD_NAME
+    if not path.exists():
+        return []
+    try:
+        values = parse_json(path.read_bytes())
+        if values["format"] != _FORMAT or values["version"] != _VERSION:
+            raise ValueError(f"it is {values['format']!r}, version {values['version']!r}")
+        return [_model_line(values), *(_split_line(name, fit) for name, fit in values["splits"].items())]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: damaged ({error!r}); prepare the data again") from error
+
+
+def _model_line(values: Mapping[str, Any]) -> str:
+    origin = "estimated on train" if values["source"] == "train" else f"from {printable(values['source'])}"
+    if values["kind"] == "ngram":
+        counts = ", ".join(f"{count:,} {n}-grams" for n, count in enumerate(values["ngrams"], 1))
+        line = f"language model: order {values['order']}, {counts}, {origin}"
+    else:
+        line = f"language model: {values['kind']}, {origin}"
+    if values["left_out"]:
+        line += f"; {values['left_out']:,} words that are not in the lexicon left out"
+    if values["without_entry"]:
+        line += f"; {values['without_entry']:,} words of the lexicon that it lacks cannot be recognised"
+    return line
+
+
+def _split_line(name: str, fit: Mapping[str, Any]) -> str:
+    share = fit["unknown"] / fit["words"] if fit["words"] else 0.0
+    perplexity = f", perplexity {fit['perplexity']:.1f} without these" if "perplexity" in fit else ""
+    return f"  {printable(name)}: {100 * share:.1f} % of {fit['words']:,} words unknown (OOV){perplexity}"

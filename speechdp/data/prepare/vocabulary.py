@@ -1,0 +1,117 @@
+"""Choose the words that can be recognised: from training transcripts and the lexicon, never from test."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
+from speechdp.errors import ConfigError
+from speechdp.labels.lexicon import (
+    UNKNOWN_WORD,
+    Lexicon,
+    built_in_pronunciations,
+    grapheme_lexicon,
+    refuse_unknown,
+)
+from speechdp.labels.text_normalise import plain_transcript
+from speechdp.options.prepare import GRAPHEMES, UnknownWords
+
+Splits = Mapping[str, Sequence[CorpusUtterance]]
+
+_MAX_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Pronunciations, the utterances that they serve, and what to tell the user."""
+
+    lexicon: Lexicon
+    splits: dict[str, list[CorpusUtterance]]
+    notices: tuple[str, ...]
+
+
+def given_lexicon(path: Path | None) -> Lexicon | None:
+    """Read the lexicon that the user gives as a file, if any.  Raises ConfigError."""
+    return None if path in (None, GRAPHEMES) else Lexicon.load(path)
+
+
+def plainly_spelt(corpus: Corpus, given: Lexicon | None) -> Corpus:
+    """Bring transcripts of any corpus to one form: words as the lexicon spells them, in whatever case.
+
+    Other words are in lower case and without punctuation.
+
+    Raises:
+        ConfigError: a transcript is nothing but punctuation.
+    """
+    spelling = {}
+    for word in corpus.words:
+        plain = plain_transcript(word)
+        spelt = None if given is None else given.spelling_of(word) or given.spelling_of(plain)
+        spelling[word] = spelt or plain
+    return corpus.respelled(spelling)
+
+
+def choose_vocabulary(
+    splits: Splits, choice: Path | None, given: Lexicon | None, policy: UnknownWords
+) -> Vocabulary:
+    """Find pronunciations: all of a lexicon that is given, else those of the training words.
+
+    Args:
+        splits: the corpus, divided.
+        choice: what the user gives as --lexicon.
+        given: the lexicon in that file, if it is one.
+        policy: what becomes of training words without pronunciation.
+
+    Raises:
+        ConfigError: there are such words, and they are to be refused; or nothing is left to train on.
+    """
+    training = splits.get("train", ())
+    words = {word for utterance in training for word in utterance.words}
+    if given is not None:
+        lexicon, remedy = given, f"add them to {choice}"
+    elif choice == GRAPHEMES:
+        lexicon, remedy = grapheme_lexicon(words), "they have no letters: take them out of the transcripts"
+    else:
+        lexicon, remedy = built_in_pronunciations(words)
+    unknown = sorted(words - lexicon.pronunciations.keys())
+    chosen = {name: list(utterances) for name, utterances in splits.items()}
+    notices: tuple[str, ...] = ()
+    if unknown and policy == "refuse":
+        refuse_unknown(unknown, f"{remedy}; or train without them by --unknown-words unk or skip")
+    elif unknown and policy == "unk":
+        lexicon = lexicon.with_unknown()
+        notices = (f"{_shown(unknown)} without a pronunciation in train: {UNKNOWN_WORD}",)
+    elif unknown:
+        chosen["train"] = [u for u in training if all(word in lexicon for word in u.words)]
+        left_out = len(training) - len(chosen["train"])
+        notices = (
+            f"left out of train: {left_out} utterances with {_shown(unknown)} without a pronunciation",
+        )
+        if not chosen["train"]:
+            raise ConfigError(f"every utterance of train has words without a pronunciation; {remedy}")
+    return Vocabulary(lexicon, chosen, (*notices, *_out_of_vocabulary(chosen, lexicon)))
+
+
+def _out_of_vocabulary(splits: Splits, lexicon: Lexicon) -> tuple[str, ...]:
+    """Say of each held-out split how many of its words cannot be recognised."""
+    notices = []
+    for name, utterances in splits.items():
+        if name == "train":
+            continue
+        counts = Counter(word for utterance in utterances for word in utterance.words)
+        unknown = [word for word, _ in counts.most_common() if word not in lexicon]
+        if unknown:
+            lost, total = sum(counts[word] for word in unknown), counts.total()
+            notices.append(
+                f"{name}: {lost} of {total} words ({100 * lost / total:.1f} %) are not in the vocabulary and "
+                f"will be errors: {_shown(unknown)}"
+            )
+    return tuple(notices)
+
+
+def _shown(words: Sequence[str]) -> str:
+    more = ", ..." if len(words) > _MAX_NAMED else ""
+    return f"{len(words)} word(s) ({', '.join(words[:_MAX_NAMED])}{more})"

@@ -1,0 +1,150 @@
+"""The language model of a data directory: n-grams in an ARPA file, or a grammar made elsewhere (G.fst)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import kaldifst
+
+from speechdp.data.shards.dataset import ARPA_NAME, GRAMMAR_NAME, WORDS_NAME
+from speechdp.decode.fst_files import read_fst, read_symbols
+from speechdp.decode.ngram_grammar import BACKOFF_SYMBOL
+from speechdp.errors import ConfigError
+from speechdp.files import atomic_path, write_text_atomically
+from speechdp.language.arpa import read_arpa, write_arpa
+from speechdp.language.ngram import NgramModel
+
+_EPSILON_NAME = "<eps>"
+
+
+@dataclass(frozen=True)
+class GrammarFst:
+    """An acceptor of word sequences with costs, as Kaldi's G.fst.
+
+    Attributes:
+        fst: the acceptor.
+        names: the word of each label, without epsilon; "#0" is that of back-off arcs.
+    """
+
+    fst: Any
+    names: Mapping[int, str]
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """All words that it accepts."""
+        used = {arc.ilabel for s in range(self.fst.num_states) for arc in kaldifst.ArcIterator(self.fst, s)}
+        return frozenset(self.names[label] for label in used if label in self.names) - {BACKOFF_SYMBOL}
+
+    def acceptor(self, word_ids: Mapping[str, int], *, scale: float, insertion_log_prob: float) -> Any:
+        """Return it with labels of `word_ids`; arcs of other words are left out.
+
+        Args:
+            word_ids: label of each word.
+            scale: factor on its costs.
+            insertion_log_prob: added to each word's log-probability after scaling.
+        """
+        fst = self._copy(scale)
+        for state, arc in self._arcs():
+            name = self.names.get(arc.ilabel)
+            cost = scale * arc.weight.value
+            if arc.ilabel == 0 or name == BACKOFF_SYMBOL:
+                fst.add_arc(state, kaldifst.StdArc(0, 0, cost, arc.nextstate))
+            elif name is not None and name in word_ids:
+                label = word_ids[name]
+                fst.add_arc(state, kaldifst.StdArc(label, label, cost - insertion_log_prob, arc.nextstate))
+        return fst
+
+    def respelled(self, spelling: Callable[[str], str | None]) -> GrammarFst:
+        """Return it with words spelt otherwise; arcs with words of no spelling are left out."""
+        spelt = {
+            label: name if name == BACKOFF_SYMBOL else spelling(name) for label, name in self.names.items()
+        }
+        names = {label: name for label, name in spelt.items() if name is not None}
+        fst = self._copy()
+        for state, arc in self._arcs():
+            if arc.ilabel == 0 or arc.ilabel in names:
+                fst.add_arc(state, arc)
+        return GrammarFst(fst, names)
+
+    def _copy(self, scale: float = 1.0) -> Any:
+        """Return a copy without arcs, costs of ending scaled."""
+        fst = kaldifst.StdVectorFst()
+        for state in range(self.fst.num_states):
+            fst.add_state()
+            if math.isfinite(cost := self.fst.final(state).value):
+                fst.set_final(state, scale * cost)
+        fst.start = self.fst.start
+        return fst
+
+    def _arcs(self) -> Iterator[tuple[int, Any]]:
+        """Yield all arcs, each with the state that it leaves."""
+        for state in range(self.fst.num_states):
+            for arc in kaldifst.ArcIterator(self.fst, state):
+                yield state, arc
+
+    @classmethod
+    def load(cls, path: Path) -> GrammarFst:
+        """Read an OpenFst file and the words.txt beside it.
+
+        Raises:
+            ConfigError: one of them is missing or damaged, or they do not belong together.
+        """
+        fst = read_fst(path)
+        names = read_symbols(path.with_name(WORDS_NAME))
+        grammar = cls(fst, names)
+        for _, arc in grammar._arcs():
+            if arc.ilabel != 0 and arc.ilabel not in names:
+                raise ConfigError(
+                    f"{path}: label {arc.ilabel} is not in {WORDS_NAME} beside it; give the words.txt that "
+                    "it was made with"
+                )
+        return grammar
+
+    def save(self, folder: Path) -> None:
+        """Write G.fst and words.txt into a folder, each atomically.  Raises OSError."""
+        with atomic_path(folder / GRAMMAR_NAME) as temporary:
+            if not self.fst.write(str(temporary)):
+                raise OSError(None, "OpenFst cannot write it", str(folder / GRAMMAR_NAME))
+        lines = [f"{_EPSILON_NAME} 0\n", *(f"{name} {label}\n" for label, name in sorted(self.names.items()))]
+        write_text_atomically(folder / WORDS_NAME, "".join(lines))
+
+
+LanguageModel = NgramModel | GrammarFst
+
+
+def read_language_model(path: Path) -> LanguageModel:
+    """Read a language model by its name: FILE.arpa, FILE.arpa.gz, or FILE.fst with words.txt beside it.
+
+    Raises:
+        ConfigError: none of these names, or it cannot be read.
+    """
+    if path.suffix == ".fst":
+        return GrammarFst.load(path)
+    if path.name.endswith((".arpa", ".arpa.gz")):
+        return read_arpa(path)
+    raise ConfigError(f"--lm {path}: give a name that ends in .arpa, .arpa.gz or .fst")
+
+
+def save_language_model(model: LanguageModel, folder: Path) -> None:
+    """Write a language model into a data directory (or beside a trained model).  Raises OSError."""
+    if isinstance(model, GrammarFst):
+        model.save(folder)
+    else:
+        write_arpa(model, folder / ARPA_NAME)
+
+
+def language_model_in(folder: Path) -> LanguageModel | None:
+    """Read the language model that `save_language_model` wrote; None where there is none.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    for name in (ARPA_NAME, GRAMMAR_NAME):
+        if (folder / name).exists():
+            return read_language_model(folder / name)
+    return None

@@ -1,0 +1,75 @@
+"""G of an n-gram model: an acceptor whose states are the words before, with back-off arcs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import kaldifst
+
+from speechdp.errors import ConfigError
+from speechdp.language.ngram import END, START, Ngram, NgramModel
+
+#: What back-off arcs are called in Kaldi's words.txt.
+BACKOFF_SYMBOL = "#0"
+_LN_10 = math.log(10.0)
+
+
+def ngram_acceptor(
+    model: NgramModel,
+    word_ids: Mapping[str, int],
+    *,
+    scale: float = 1.0,
+    insertion_log_prob: float = 0.0,
+    backoff_label: int = 0,
+) -> Any:
+    """Accept sequences of words with the costs of an n-gram model.
+
+    A word that is listed after its context may also be reached by backing off, as in Kaldi's graphs; the
+    cheaper path counts.  N-grams with words that have no id are left out.
+
+    Args:
+        model: the n-grams.
+        word_ids: label of each word.
+        scale: factor on the model's costs.
+        insertion_log_prob: added to each word's log-probability after scaling.
+        backoff_label: what back-off arcs read: 0 (epsilon), or a label of their own, which makes the
+            acceptor deterministic.
+
+    Raises:
+        ConfigError: the model has no </s>, so that no sentence could end.
+    """
+    grams = [gram for gram in sorted(model.log10_probs) if _is_wanted(gram, word_ids)]
+    contexts = sorted({gram[:-1] for gram in grams}, key=lambda context: (len(context), context))
+    fst = kaldifst.StdVectorFst()
+    states = {context: fst.add_state() for context in contexts}
+    if (END,) not in model.log10_probs:
+        raise ConfigError("the language model has no </s>, so no sentence can end; add it and prepare again")
+    fst.start = states.get((START,), states[()])
+    for gram in grams:
+        source, cost = states[gram[:-1]], -scale * _LN_10 * model.log10_probs[gram]
+        if gram[-1] == END:
+            fst.set_final(source, cost)
+        else:
+            label, target = word_ids[gram[-1]], states[_longest_known(gram, states)]
+            fst.add_arc(source, kaldifst.StdArc(label, label, cost - insertion_log_prob, target))
+    for context in contexts[1:]:  # the first is that of unigrams
+        cost = -scale * _LN_10 * model.log10_backoffs.get(context, 0.0)
+        target = states[_longest_known(context[1:], states)]
+        fst.add_arc(states[context], kaldifst.StdArc(backoff_label, 0, cost, target))
+    return fst
+
+
+def _is_wanted(gram: Ngram, word_ids: Mapping[str, int]) -> bool:
+    """Tell whether an n-gram predicts something: <s> is never predicted, nothing follows </s>."""
+    first, last = gram[0], gram[-1]
+    inner = gram[1:] if first == START and len(gram) > 1 else gram
+    return all(word in word_ids for word in inner[:-1]) and (last == END or last in word_ids)
+
+
+def _longest_known(words: Ngram, states: Mapping[Ngram, int]) -> Ngram:
+    """Return the longest end of `words` that is a context."""
+    while words not in states:
+        words = words[1:]
+    return words

@@ -1,0 +1,1 @@
+"""Language models: n-grams estimated from transcripts, ARPA files, perplexities."""

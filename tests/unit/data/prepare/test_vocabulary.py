@@ -1,0 +1,242 @@
+"""prepare: which words can be recognised, and which are probable."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from speechdp.cli import main
+from speechdp.data.prepare.pipeline import Prepared, prepare
+from speechdp.data.shards.dataset import Dataset
+from speechdp.decode.language_model import GrammarFst, language_model_in
+from speechdp.errors import ConfigError
+from speechdp.labels.hmm import StateInventory
+from speechdp.labels.lexicon import Lexicon
+from speechdp.language.arpa import write_arpa
+from speechdp.language.kneser_ney import estimate
+from speechdp.language.ngram import NgramModel
+from speechdp.options.prepare import GRAPHEMES, LanguageModelOptions, PrepareOptions
+from tests.helpers.corpora import kaldi_folder, no_progress
+from tests.unit.decode.test_language_graphs import write_grammar
+
+SPLIT = "speaker:test=spk1"  # every other one
+
+
+def corpus(folder: Path, *texts: str) -> Path:
+    kaldi_folder(folder, len(texts))
+    (folder / "text").write_text("".join(f"utt{n} {text}\n" for n, text in enumerate(texts)))
+    return folder
+
+
+def make(source: Path, data: Path, lm: LanguageModelOptions | None = None, **options: object) -> Prepared:
+    model = lm or LanguageModelOptions()
+    values = {"split": SPLIT, "shards": 1, "workers": 1, "for_language_model": model, **options}
+    return prepare(PrepareOptions((source, data), **values), no_progress)  # type: ignore[arg-type]
+
+
+def lexicon_of(dataset: Dataset) -> Lexicon:
+    return Lexicon.load(dataset.lexicon_path)
+
+
+def targets_of(dataset: Dataset, split: str) -> dict[str, tuple[str, np.ndarray]]:
+    with dataset.open_shard(split, 0) as shard:
+        return {shard.utterance_id(u): (shard.text(u), shard.read(u)[1]) for u in range(shard.num_utterances)}
+
+
+def test_words_of_test_are_not_in_the_vocabulary(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "in", "one two", "three xyzzy", "two", "one xyzzy xyzzy two")
+    prepared = make(source, tmp_path / "data")
+    assert lexicon_of(prepared.dataset).words == ("one", "two")
+    assert prepared.notices[0] == (
+        "test: 4 of 6 words (66.7 %) are not in the vocabulary and will be errors: 2 word(s) (xyzzy, three)"
+    )
+    (unknown, targets), (known, _) = targets_of(prepared.dataset, "test").values()
+    if known == "three xyzzy":
+        (known, _), (unknown, targets) = targets_of(prepared.dataset, "test").values()
+    assert unknown == "three xyzzy" and set(targets.tolist()) <= {0, 1, 2}  # nothing to spread: silence
+    prepared.dataset.verify()
+
+
+def test_all_of_a_given_lexicon_is_the_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "lexicon.txt").write_text("ONE A\nTWO B\nTHREE C\nelsewhere Z\n")
+    source = corpus(tmp_path / "in", "one two", "three", "two")
+    prepared = make(source, tmp_path / "data", lexicon=tmp_path / "lexicon.txt")
+    assert lexicon_of(prepared.dataset).words == ("ONE", "TWO", "THREE", "elsewhere")
+    assert StateInventory.load(prepared.dataset.classes_path).phones == ("A", "B", "C", "Z")
+    assert prepared.notices == ()
+
+
+def test_case_and_punctuation_are_the_same_for_kaldi_directories_and_folders(tmp_path: Path) -> None:
+    (tmp_path / "lexicon.txt").write_text("One A\nTWO B\nit's C\no.k. D\n")
+    texts = ("ONE, two!", "It\u2019s O.K.", "\u201cTwo\u201d . one")
+    source = corpus(tmp_path / "in", *texts)
+    kaldi = make(source, tmp_path / "kaldi", lexicon=tmp_path / "lexicon.txt").dataset
+    (source / "wav.scp").unlink()
+    folder = make(source, tmp_path / "folder", lexicon=tmp_path / "lexicon.txt").dataset
+    for split in ("train", "test"):
+        mine, other = (targets_of(dataset, split) for dataset in (kaldi, folder))
+        assert mine.keys() == other.keys()
+    texts_of = {
+        name: text for split in ("train", "test") for name, (text, _) in targets_of(kaldi, split).items()
+    }
+    assert texts_of == {"utt0": "One TWO", "utt1": "it's o.k.", "utt2": "TWO One"}
+    assert targets_of(folder, "train")["utt2"][0] == "TWO One"
+
+
+@pytest.mark.parametrize("choice", [None, "lexicon.txt"])
+def test_unknown_words_of_train_are_refused(tmp_path: Path, choice: str | None) -> None:
+    (tmp_path / "lexicon.txt").write_text("one A\ntwo B\n")
+    source = corpus(tmp_path / "in", "one xyzzy", "two", "two")
+    path = tmp_path / choice if choice else None
+    with pytest.raises(
+        ConfigError, match=r"1 word.* without a pronunciation: xyzzy; .*--unknown-words unk or skip"
+    ):
+        make(source, tmp_path / "data", lexicon=path)
+
+
+def test_unknown_words_of_train_become_unk(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "in", "one xyzzy", "three", "two")
+    prepared = make(source, tmp_path / "data", LanguageModelOptions(lm_order=2), unknown_words="unk")
+    assert prepared.notices[0] == "1 word(s) (xyzzy) without a pronunciation in train: <unk>"
+    lexicon, inventory = lexicon_of(prepared.dataset), StateInventory.load(prepared.dataset.classes_path)
+    assert lexicon.pronunciations["<unk>"] == (("<unk>",),) and lexicon.recognised_words == ("one", "two")
+    text, targets = targets_of(prepared.dataset, "train")["utt0"]
+    assert text == "one xyzzy" and set(inventory.classes_of("<unk>")) <= set(targets.tolist())
+    _, test = targets_of(prepared.dataset, "test")["utt1"]
+    assert set(inventory.classes_of("<unk>")) <= set(test.tolist())
+    model = language_model_in(prepared.dataset.path)
+    assert isinstance(model, NgramModel) and ("one", "<unk>") in model.log10_probs
+
+
+def test_utterances_with_unknown_words_are_skipped(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "in", "one xyzzy", "three", "two")
+    prepared = make(source, tmp_path / "data", unknown_words="skip")
+    assert prepared.dataset.splits["train"].utterances == 1
+    assert prepared.notices[0] == (
+        "left out of train: 1 utterances with 1 word(s) (xyzzy) without a pronunciation"
+    )
+    only = corpus(tmp_path / "only", "xyzzy", "one", "xyzzy")
+    with pytest.raises(ConfigError, match="every utterance of train"):
+        make(only, tmp_path / "other", unknown_words="skip")
+
+
+def test_letters_serve_as_phones_in_any_language(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "in", "Größe d'été", "nie gehört", "\u0928\u092e\u0938\u094d\u0924\u0947 42")
+    prepared = make(source, tmp_path / "data", lexicon=GRAPHEMES)
+    lexicon = lexicon_of(prepared.dataset)
+    assert lexicon.pronunciations["größe"] == (("g", "r", "ö", "ß", "e"),)
+    assert lexicon.pronunciations["d'été"] == (("d", "é", "t", "é"),)
+    assert lexicon.pronunciations["42"] == (("d4", "d2"),)
+    assert lexicon.pronunciations["\u0928\u092e\u0938\u094d\u0924\u0947"] == (
+        ("\u0928", "\u092e", "\u0938\u094d", "\u0924\u0947"),
+    )
+    assert "gehört" not in lexicon
+    with pytest.raises(ConfigError, match="have no letters"):
+        make(corpus(tmp_path / "signs", "one &", "one", "one"), tmp_path / "other", lexicon=GRAPHEMES)
+
+
+def test_language_model_of_train_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lexicon.txt").write_text("one A\ntwo B\nthree C\n")
+    source = corpus(tmp_path / "in", "one two", "three three", "two one two", "four one")
+    paths = [str(source), str(tmp_path / "data")]
+    options = [
+        "--split",
+        SPLIT,
+        "--lexicon",
+        str(tmp_path / "lexicon.txt"),
+        "--shards",
+        "1",
+        "--lm-order",
+        "2",
+    ]
+    assert main.run(["prepare", *paths, *options]) == 0
+    expected = estimate([["one", "two"], ["two", "one", "two"]], 2, ["three"])
+    model = language_model_in(tmp_path / "data")
+    assert isinstance(model, NgramModel)
+    assert model.log10_probs == pytest.approx(dict(expected.log10_probs), abs=1e-6)
+    fit = expected.fit([["three", "three"], ["four", "one"]])
+    said = [
+        f"language model: order 2, 5 1-grams, {expected.num_ngrams[1]} 2-grams, estimated on train",
+        f"test: 25.0 % of 4 words unknown (OOV), perplexity {fit.perplexity:.1f} without these",
+    ]
+    assert main.run(["inspect", paths[1], "--no-verify"]) == 0
+    out = capsys.readouterr().out
+    for line in said:
+        assert out.count(line) == 2
+    assert main.run(["shard", paths[1], str(tmp_path / "other"), "--split", "train", "--shards", "2"]) == 0
+    assert (tmp_path / "other" / "lm.arpa.gz").read_bytes() == (tmp_path / "data" / "lm.arpa.gz").read_bytes()
+    (tmp_path / "data" / "lm.json").write_text("{}")
+    assert main.run(["inspect", paths[1]]) != 0
+    assert "lm.json: damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("has_unknown", [False, True])
+def test_users_ngrams_are_taken_over(tmp_path: Path, has_unknown: bool) -> None:
+    (tmp_path / "lexicon.txt").write_text("one A\ntwo B\nthree C\nfour D\n")
+    texts = [["ONE", "TWO"], ["TWO", "ELSEWHERE", "ONE"], *([["<unk>"]] * has_unknown)]
+    given = estimate(texts, 2)
+    write_arpa(given, tmp_path / "my.arpa.gz")
+    source = corpus(tmp_path / "in", "one two", "four", "two three")
+    options = LanguageModelOptions(lm=tmp_path / "my.arpa.gz")
+    dataset = make(source, tmp_path / "data", options, lexicon=tmp_path / "lexicon.txt").dataset
+    model = language_model_in(dataset.path)
+    assert isinstance(model, NgramModel)
+    assert model.log10_probs["one", "two"] == pytest.approx(given.log10_probs["ONE", "TWO"], abs=1e-6)
+    record = json.loads((dataset.path / "lm.json").read_text())
+    assert (record["source"], record["left_out"]) == ("my.arpa.gz", 1)
+    assert record["without_entry"] == (0 if has_unknown else 2)
+    if has_unknown:
+        share = given.log10_probs["<unk>",] - np.log10(2)
+        assert model.log10_probs["four",] == pytest.approx(share, abs=1e-6)
+    assert model.words == ({"one", "two", "three", "four"} if has_unknown else {"one", "two"})
+    assert record["splits"]["test"]["unknown"] == (0 if has_unknown else 1)
+
+
+def test_users_grammar_is_taken_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lexicon.txt").write_text("TO A\nSEE B\nONE C\n")
+    (tmp_path / "lm").mkdir()
+    options = LanguageModelOptions(lm=write_grammar(tmp_path / "lm"))
+    source = corpus(tmp_path / "in", "to see", "see one", "see")
+    dataset = make(source, tmp_path / "data", options, lexicon=tmp_path / "lexicon.txt").dataset
+    model = language_model_in(dataset.path)
+    assert isinstance(model, GrammarFst) and model.words == {"TO", "SEE"}
+    assert main.run(["inspect", str(dataset.path)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "language model: fst, from G.fst; 1 words that are not in the lexicon left out; 1 words of" in out
+    assert "test: 50.0 % of 2 words unknown (OOV)" in out and "perplexity" not in out
+
+
+def test_language_models_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "in", "one two", "two", "one")
+    (tmp_path / "cut.arpa.gz").write_bytes(gzip.compress(b"\\data\\\nngram 1=2\n\\1-grams:\n-1 one\n"))
+    with pytest.raises(ConfigError, match=r"cut\.arpa\.gz:4: is cut off"):
+        make(source, tmp_path / "data", LanguageModelOptions(lm=tmp_path / "cut.arpa.gz"))
+    write_arpa(estimate([["hello"]], 1), tmp_path / "other.arpa")
+    with pytest.raises(ConfigError, match=r"other\.arpa: none of its 1 words is in the lexicon"):
+        make(source, tmp_path / "data", LanguageModelOptions(lm=tmp_path / "other.arpa"))
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["in", "out", "--lm-order", "0"], "--lm-order 0: must be 1 to 10"),
+        (["in", "out", "--lm-order", "3", "--lm", "x.arpa"], "leave one of them out"),
+        (
+            ["in", "out", "--task", "synthesis", "--lm-order", "3"],
+            "--lm or --lm-order does not go with --task",
+        ),
+        (["in", "out", "--task", "synthesis", "--unknown-words", "unk"], "--unknown-words does not go with"),
+        (["out", "--kaldi", "d", "--ali", "a", "--lm-order", "3"], "do not go with --kaldi"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main.run(["prepare", *arguments]) != 0
+    error = capsys.readouterr().err.strip()
+    assert message in error and "\n" not in error

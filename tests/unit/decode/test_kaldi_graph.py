@@ -1,0 +1,117 @@
+"""decode --graph: Kaldi's HCLG.fst with a model trained on its pdfs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import kaldifst
+import numpy as np
+import pytest
+
+from speechdp.cli.decode import DecodeCommand
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.data.shards.dataset import Dataset, Manifest, ShardEntry, SplitEntry
+from speechdp.data.shards.shard import ShardHeader, ShardWriter, Utterance
+from speechdp.decode.kaldi_graph import KaldiGraphFiles, read_kaldi_graph
+from speechdp.decode.recognise import DecodingOptions, decode_split
+from speechdp.decode.tuning import tune
+from speechdp.errors import ConfigError
+from speechdp.labels.kaldi_pdfs import KaldiPdfs
+from tests.helpers.kaldi_files import PDFS_OF_TUPLES, text_model
+from tests.helpers.oracle import FEATURES, Spoken, oracle, write_dataset
+
+NUM_PDFS = max(PDFS_OF_TUPLES) + 1
+#: Transition-ids of "yes" and "no": a loop, then what leaves; see kaldi_files.STATES.
+YES, NO = (2, 1), (5, 4, 6, 7)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> KaldiGraphFiles:
+    """Write DIR/graph/HCLG.fst of any sequence of "yes" and "no", words.txt and DIR/final.mdl."""
+    folder = tmp_path / "tri1" / "graph"
+    folder.mkdir(parents=True)
+    (folder.parent / "final.mdl").write_bytes(text_model(tuples=True))
+    (folder / "words.txt").write_text("<eps> 0\nyes 1\nno 3\n#0 4\n")
+    fst = kaldifst.StdVectorFst()
+    fst.start = hub = fst.add_state()
+    fst.set_final(hub, 0.25)
+    for word, ids in ((1, YES), (3, NO)):
+        source = hub
+        for number, label in enumerate(ids):
+            target = hub if number == len(ids) - 1 else fst.add_state()
+            fst.add_arc(source, kaldifst.StdArc(label, word if number == 0 else 0, 0.5, target))
+            source = target
+    kaldifst.StdConstFst(fst).write(str(folder / "HCLG.fst"))  # as mkgraph.sh leaves it
+    return KaldiGraphFiles.of(folder / "HCLG.fst", None, None)
+
+
+def pdfs_of(*words: str) -> list[int]:
+    return [PDFS_OF_TUPLES[i - 1] for word in words for i in (YES if word == "yes" else NO)]
+
+
+def write_pdf_dataset(path: Path, said: dict[str, tuple[str, ...]]) -> Dataset:
+    """Write a data directory of Kaldi's pdfs whose frames are those of words."""
+    path.mkdir()
+    KaldiPdfs(NUM_PDFS).save(path / "classes.txt")
+    header = ShardHeader(FEATURES, 8000, NUM_PDFS, "kaldi", "test")
+    with ShardWriter(path / "test-00000.h5", header) as writer:
+        for utterance, words in said.items():
+            pdfs = pdfs_of(*words)
+            features = np.zeros((len(pdfs), FEATURES.feature_dim), np.float32)
+            features[:, 0] = pdfs
+            writer.add(Utterance(utterance, "s", " ".join(words), features, np.array(pdfs, np.int32)))
+    split = SplitEntry.of([ShardEntry.of(writer)], ["s"])
+    Manifest(8000, FEATURES, NUM_PDFS, "kaldi", "given", {"test": split}).write(path)
+    return Dataset.open(path)
+
+
+def test_graph_reads_pdfs_in_place_of_transition_ids(files: KaldiGraphFiles) -> None:
+    graph = read_kaldi_graph(files, NUM_PDFS)
+    assert graph.words == ("yes", "", "no", "#0")
+    arcs = [arc for s in range(graph.num_states) for arc in kaldifst.ArcIterator(graph.fst, s)]
+    assert sorted(arc.ilabel - 1 for arc in arcs) == sorted(pdfs_of("yes", "no"))
+    assert {arc.olabel for arc in arcs} == {0, 1, 3}
+
+
+def test_what_was_said_is_recognised(files: KaldiGraphFiles, tmp_path: Path) -> None:
+    said = {"a": ("yes", "no"), "b": ("no", "no", "yes"), "c": ("yes",)}
+    dataset = write_pdf_dataset(tmp_path / "data", said)
+    options = DecodingOptions(graph=files)
+    result = decode_split(oracle(NUM_PDFS), dataset, "test", tmp_path / "run", options, SerialCommunicator())
+    assert result.wer.wer == 0 and result.unknown_words == 0
+    values = json.loads((tmp_path / "run" / "wer-test.json").read_text())
+    assert values["grammar"] == "graph" and values["graph"]["graph"] == str(files.graph)
+    assert values["graph"]["states"] == 5 and "graph" not in values["options"]
+    tuned = tune(oracle(NUM_PDFS), dataset, "test", options, SerialCommunicator())
+    assert set(tuned.record["chosen"]) == {"acoustic_scale"}
+
+
+def test_files_that_do_not_belong_together_are_refused(files: KaldiGraphFiles, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"final\.mdl: has 6 pdfs, the model to decode with 9"):
+        read_kaldi_graph(files, 9)
+    files.words.write_text("yes 1\n")
+    with pytest.raises(ConfigError, match=r"HCLG\.fst: label 5:3 is none of "):
+        read_kaldi_graph(files, NUM_PDFS)
+    files.words.unlink()
+    with pytest.raises(ConfigError, match=r"words\.txt: cannot be read"):
+        read_kaldi_graph(files, NUM_PDFS)
+    dataset = write_dataset(tmp_path / "phones", [[Spoken("a", "one", "one")]])
+    with pytest.raises(ConfigError, match="has states of phones as classes"):
+        decode_split(
+            oracle(dataset.num_classes),
+            dataset,
+            "test",
+            tmp_path / "run",
+            DecodingOptions(graph=files),
+            SerialCommunicator(),
+        )
+
+
+def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    for options, about in (
+        ({"words": Path("words.txt")}, "go with --graph"),
+        ({"graph": Path("HCLG.fst"), "grammar": "word-loop"}, "replaces --grammar word-loop"),
+    ):
+        with pytest.raises(ConfigError, match=about):
+            DecodeCommand(tmp_path, tmp_path, **options)._decoding_options()  # type: ignore[arg-type]

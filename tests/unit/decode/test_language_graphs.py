@@ -1,0 +1,186 @@
+"""Graphs of language models: the same best paths as without determinisation, with fewer states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import kaldifst
+import numpy as np
+import pytest
+
+from speechdp.decode import graph as graph_module
+from speechdp.decode.graph import DecodingGraph, Grammar, LexiconTransducer, build_graph
+from speechdp.decode.language_model import (
+    GrammarFst,
+    language_model_in,
+    read_language_model,
+    save_language_model,
+)
+from speechdp.decode.ngram_grammar import ngram_acceptor
+from speechdp.decode.search import Searcher, SearchOptions
+from speechdp.errors import ConfigError
+from speechdp.labels.hmm import FloatArray, StateInventory
+from speechdp.labels.lexicon import Lexicon
+from speechdp.language.kneser_ney import estimate
+from speechdp.language.ngram import END, START, NgramModel
+from tests.helpers.viterbi import best_cost
+
+#: Homophones, a beginning of another word, variants, and silence within a word.
+LEXICON = Lexicon(
+    {
+        "to": (("A", "B"),),
+        "two": (("A", "B"), ("A",)),
+        "tool": (("A", "B", "C"),),
+        "hm": (("SIL", "C"),),
+        "see": (("C",), ("SIL",)),
+        "unheard": (("B",),),
+    }
+)
+TEXTS = [text.split() for text in ("two to see", "to see hm", "two two tool", "see", "to tool hm see two")]
+INVENTORY = StateInventory(LEXICON.phones)
+STAY = np.linspace(0.2, 0.8, INVENTORY.num_classes)
+EXACT = SearchOptions(beam=1e4)
+
+
+def transducer() -> LexiconTransducer:
+    return LexiconTransducer(LEXICON, INVENTORY, STAY, 0.3)
+
+
+def scores(num_frames: int, seed: int) -> FloatArray:
+    shape = num_frames, INVENTORY.num_classes
+    return np.random.default_rng(seed).normal(0, 4, shape).astype(np.float32)
+
+
+def simple_graph(model: NgramModel, scale: float = 1.0, insertion: float = 0.0) -> DecodingGraph:
+    hl = transducer()
+    return hl.compose(ngram_acceptor(model, hl.word_ids, scale=scale, insertion_log_prob=insertion))
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_determinised_graph_has_the_same_best_paths(order: int) -> None:
+    model = estimate(TEXTS, order, LEXICON.words)
+    weights = {"insertion_log_prob": -0.7, "lm_scale": 1.3}
+    graph = build_graph(transducer(), Grammar.NGRAM, language_model=model, **weights)  # type: ignore[arg-type]
+    simple = simple_graph(model, 1.3, -0.7)
+    assert graph.is_determinised and not simple.is_determinised
+    for seed in range(12):
+        frames = scores(12 + seed, seed)
+        found, expected = (Searcher(each, EXACT).search(frames) for each in (graph, simple))
+        assert found is not None and expected is not None
+        assert found.cost == pytest.approx(expected.cost, abs=0.1)  # minimisation rounds costs to 1/1024
+        assert best_cost(graph.fst, frames) == pytest.approx(best_cost(simple.fst, frames), abs=0.1)
+        np.testing.assert_array_equal(found.classes, expected.classes)
+
+
+def test_words_share_what_they_begin_with() -> None:
+    words = {
+        f"word{n}": (("A", "B", "C", "A", "B", *("ABC"[n // 3**k % 3] for k in range(3))),) for n in range(27)
+    }
+    lexicon = Lexicon(words)
+    hl = LexiconTransducer(lexicon, StateInventory(lexicon.phones), np.full(12, 0.5))
+    model = estimate([[word] for word in words], 1)
+    graph = build_graph(hl, Grammar.NGRAM, language_model=model)
+    assert 4 * graph.num_states < hl.compose(ngram_acceptor(model, hl.word_ids)).num_states
+
+
+def test_a_cost_of_a_path_is_that_of_its_ngrams() -> None:
+    lexicon = Lexicon({"a": (("A",),), "b": (("B",),)})
+    inventory = StateInventory(lexicon.phones)
+    hl = LexiconTransducer(lexicon, inventory, np.full(9, 0.5), 0.0)
+    model = estimate([["a", "b"], ["a"], ["b", "b", "a"]], 3)
+    graph = build_graph(hl, Grammar.NGRAM, language_model=model, lm_scale=2.0, insertion_log_prob=-0.25)
+    classes = [*inventory.classes_of("A"), *inventory.classes_of("B")]
+    frames = np.full((6, 9), -1e4, np.float32)
+    frames[np.arange(6), classes] = 0
+    words = [("a", (START,)), ("b", (START, "a")), (END, ("a", "b"))]
+    expected = -2.0 * np.log(10) * sum(model.log10_prob(*each) for each in words) + 2 * 0.25 + 6 * np.log(2)
+    assert best_cost(graph.fst, frames) == pytest.approx(expected, abs=0.02)
+
+
+def test_a_graph_that_would_be_too_large_is_not_determinised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_module, "_MAX_DETERMINISED_STATES", 10)
+    model = estimate(TEXTS, 2)
+    hl = transducer()
+    graph = build_graph(hl, Grammar.NGRAM, language_model=model)
+    assert not graph.is_determinised
+    monkeypatch.setattr(graph_module, "determinised", None)  # it is not tried again
+    assert not build_graph(hl, Grammar.NGRAM, language_model=model, lm_scale=2.0).is_determinised
+    frames = scores(15, 1)
+    assert best_cost(graph.fst, frames) == pytest.approx(best_cost(simple_graph(model).fst, frames))
+
+
+def test_words_that_one_of_them_lacks_are_left_out() -> None:
+    model = estimate([["to", "elsewhere", "see"], ["to", "see"]], 2)
+    graph = build_graph(transducer(), Grammar.NGRAM, language_model=model)
+    searcher = Searcher(graph, EXACT)
+    heard = {word for seed in range(20) for word in searcher.search(scores(20, seed)).words}  # type: ignore[union-attr]
+    assert heard == {"to", "see"}
+
+
+def test_models_that_cannot_be_used_are_refused() -> None:
+    with pytest.raises(ConfigError, match="prepare the data with --lm"):
+        build_graph(transducer(), Grammar.NGRAM)
+    with pytest.raises(ConfigError, match="no word of the language model is in the lexicon"):
+        build_graph(transducer(), Grammar.NGRAM, language_model=estimate([["other"]], 1))
+    model = NgramModel({("to",): -1.0}, {})
+    with pytest.raises(ConfigError, match="has no </s>"):
+        build_graph(transducer(), Grammar.NGRAM, language_model=model)
+
+
+def write_grammar(folder: Path, words: str = "<eps> 0\nto 1\nsee 2\n#0 3\nother 4\n") -> Path:
+    """Write "to see", or "other" after backing off."""
+    fst = kaldifst.StdVectorFst()
+    for _ in range(4):
+        fst.add_state()
+    fst.start = 0
+    fst.set_final(2, 0.5)
+    for source, label, cost, target in ((0, 1, 1.0, 1), (1, 2, 0.25, 2), (0, 3, 0.1, 3), (3, 4, 0.2, 2)):
+        fst.add_arc(source, kaldifst.StdArc(label, 0 if label == 3 else label, cost, target))
+    assert fst.write(str(folder / "G.fst"))
+    (folder / "words.txt").write_text(words)
+    return folder / "G.fst"
+
+
+def test_grammars_of_kaldi_are_used_with_our_words(tmp_path: Path) -> None:
+    grammar = read_language_model(write_grammar(tmp_path))
+    assert isinstance(grammar, GrammarFst) and grammar.words == {"to", "see", "other"}
+    graph = build_graph(
+        transducer(), Grammar.NGRAM, language_model=grammar, lm_scale=2, insertion_log_prob=-1
+    )
+    path = Searcher(graph, EXACT).search(scores(20, 0))
+    assert path is not None and path.words == ("to", "see")
+    free = transducer().compose(grammar.acceptor(transducer().word_ids, scale=0, insertion_log_prob=0))
+    found = Searcher(free, EXACT).search(scores(20, 0))
+    assert found is not None and path.cost - found.cost == pytest.approx(2 * 1.75 + 2, abs=1e-3)
+    (tmp_path / "copy").mkdir()
+    save_language_model(grammar.respelled(lambda word: None if word == "other" else word), tmp_path / "copy")
+    again = language_model_in(tmp_path / "copy")
+    assert isinstance(again, GrammarFst) and again.words == {"to", "see"}
+
+
+def test_ngrams_are_read_back(tmp_path: Path) -> None:
+    assert language_model_in(tmp_path) is None
+    save_language_model(estimate(TEXTS, 2), tmp_path)
+    again = language_model_in(tmp_path)
+    assert isinstance(again, NgramModel) and again.order == 2
+
+
+def test_damaged_grammars_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"G\.fst: cannot be read"):
+        read_language_model(tmp_path / "G.fst")
+    with pytest.raises(ConfigError, match=r"lm\.bin: give a name that ends in \.arpa"):
+        read_language_model(tmp_path / "lm.bin")
+    path = write_grammar(tmp_path, "to 1\nsee 2\n#0 3\n")
+    with pytest.raises(ConfigError, match=r"label 4 is not in words\.txt"):
+        read_language_model(path)
+    for words, about in (("to\n", "txt:1: 'to' is not"), ("to 1\nsee 1\n", "txt:2: 1 is here a second time")):
+        (tmp_path / "words.txt").write_text(words)
+        with pytest.raises(ConfigError, match=about):
+            read_language_model(path)
+    (tmp_path / "words.txt").unlink()
+    with pytest.raises(ConfigError, match=r"words\.txt: cannot be read"):
+        read_language_model(path)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(ConfigError, match=r"G\.fst: is no FST of OpenFst"):
+        read_language_model(path)
+    capfd.readouterr()  # OpenFst says it, too
