@@ -74,6 +74,7 @@ SUBCOMMANDS = {
         "report", "ReportCommand", "show the results of a run, sweep, comparison or profile"
     ),
     "decode": Subcommand("decode", "DecodeCommand", "recognise a split and compute the word error rate"),
+    "transcribe": Subcommand("transcribe", "TranscribeCommand", "recognise audio files with a trained model"),
     "synthesize": Subcommand(
         "synthesize", "SynthesizeCommand", "turn texts into speech, or measure how good it is"
     ),
@@ -90,7 +91,7 @@ SUBCOMMANDS = {
 _HEADINGS = {
     "data": ("prepare", "inspect", "shard"),
     "training": ("train", "sweep", "compare", "profile", "report"),
-    "trained models": ("decode", "synthesize", "posteriors"),
+    "trained models": ("decode", "transcribe", "synthesize", "posteriors"),
     "several ranks and hosts": ("launch", "doctor", "submit"),
 }
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from speechdp.data.shards.dataset import Dataset
-from speechdp.data.signal.audio import AudioSource, read_audio, to_int16
+from speechdp.data.signal.audio import read_audio, to_int16
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.data.signal.pieces import Piece, cut_at_pauses
 from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
