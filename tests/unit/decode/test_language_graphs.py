@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import kaldifst
 import numpy as np
 import pytest
 
@@ -23,6 +22,7 @@ from speechdp.labels.hmm import FloatArray, StateInventory
 from speechdp.labels.lexicon import Lexicon
 from speechdp.language.kneser_ney import estimate
 from speechdp.language.ngram import END, START, NgramModel
+from tests.helpers.grammars import write_grammar
 from tests.helpers.viterbi import best_cost
 
 #: Homophones, a beginning of another word, variants, and silence within a word.
@@ -125,20 +125,6 @@ def test_models_that_cannot_be_used_are_refused() -> None:
     model = NgramModel({("to",): -1.0}, {})
     with pytest.raises(ConfigError, match="has no </s>"):
         build_graph(transducer(), Grammar.NGRAM, language_model=model)
-
-
-def write_grammar(folder: Path, words: str = "<eps> 0\nto 1\nsee 2\n#0 3\nother 4\n") -> Path:
-    """Write "to see", or "other" after backing off."""
-    fst = kaldifst.StdVectorFst()
-    for _ in range(4):
-        fst.add_state()
-    fst.start = 0
-    fst.set_final(2, 0.5)
-    for source, label, cost, target in ((0, 1, 1.0, 1), (1, 2, 0.25, 2), (0, 3, 0.1, 3), (3, 4, 0.2, 2)):
-        fst.add_arc(source, kaldifst.StdArc(label, 0 if label == 3 else label, cost, target))
-    assert fst.write(str(folder / "G.fst"))
-    (folder / "words.txt").write_text(words)
-    return folder / "G.fst"
 
 
 def test_grammars_of_kaldi_are_used_with_our_words(tmp_path: Path) -> None:

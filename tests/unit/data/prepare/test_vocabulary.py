@@ -21,7 +21,7 @@ from speechdp.language.kneser_ney import estimate
 from speechdp.language.ngram import NgramModel
 from speechdp.options.prepare import GRAPHEMES, LanguageModelOptions, PrepareOptions
 from tests.helpers.corpora import kaldi_folder, no_progress
-from tests.unit.decode.test_language_graphs import write_grammar
+from tests.helpers.grammars import write_grammar
 
 SPLIT = "speaker:test=spk1"  # every other one
 
