@@ -53,50 +53,52 @@ class DividedCorpus:
         Raises:
             ConfigError: the split cannot be made, or a file is no audio of one channel, or of another rate.
         """
-        divided = divide(corpus, options, is_like=like is not None)
-        return cls.probed(corpus, divided, options, progress, like)
+        return cls.probed(divide(corpus, options, for_model=like is not None), options, progress, like)
 
     @classmethod
     def probed(
-        cls,
-        corpus: Corpus,
-        divided: tuple[str, dict[str, list[CorpusUtterance]]],
-        options: PrepareOptions,
-        progress: Progress,
-        like: Dataset | None = None,
+        cls, division: Division, options: PrepareOptions, progress: Progress, like: Dataset | None = None
     ) -> DividedCorpus:
-        """Look at the audio of a corpus that `divide` has divided.  Raises ConfigError as `of`."""
-        rule, splits = divided
-        infos = probe_all([utterance.audio for each in splits.values() for utterance in each], progress)
+        """Look at the audio of a corpus that is divided.  Raises ConfigError as `of`."""
+        splits = division.splits
+        infos = probe_all(list(dict.fromkeys(u.audio for each in splits.values() for u in each)), progress)
         seconds = {info.source: info.num_samples / info.sampling_rate for info in infos}
         rate = common_sampling_rate(infos, options.resample) if like is None else like.sampling_rate
-        notices = corpus.notices + (warn_of_speakers(splits) if options.task == "acoustic" else ())
+        notices = division.notices + (warn_of_speakers(splits) if options.task == "acoustic" else ())
         if like is not None:
             notices += _resampled(infos, rate)
-        return cls(rule, splits, rate, seconds, notices)
+        return cls(division.rule, splits, rate, seconds, notices)
 
 
-def divide(
-    corpus: Corpus, options: PrepareOptions, *, is_like: bool = False
-) -> tuple[str, dict[str, list[CorpusUtterance]]]:
-    """Return the rule that divides a corpus, as data.json has it, and its splits.
+@dataclass(frozen=True)
+class Division:
+    """A corpus in splits, before its audio is looked at: the rule, as data.json has it, and notices."""
+
+    rule: str
+    splits: dict[str, list[CorpusUtterance]]
+    notices: tuple[str, ...]
+
+
+def divide(corpus: Corpus, options: PrepareOptions, *, for_model: bool = False) -> Division:
+    """Divide a corpus as the options say.
 
     Args:
         corpus: all of it.
         options: how to divide it, and by which seed.
-        is_like: it is prepared for a trained model: all in test where nothing else is said.
+        for_model: it is prepared for a trained model: no train split is needed, and all utterances are in
+            test where nothing else is said.
 
     Raises:
         ConfigError: the split cannot be made.
     """
-    if is_like and not (options.split or options.held_out_speaker or corpus.has_splits):
+    if for_model and not (options.split or options.held_out_speaker or corpus.has_splits):
         rule: SplitRule = OneSplit("all:test", "test")
     else:
         by_speaker = options.task == "acoustic"
         rule = choose_rule(
             corpus, options.split, options.held_out_speaker, options.seed, by_speaker=by_speaker
         )
-    return rule.spec, split_corpus(corpus, rule, needs_train=not is_like)
+    return Division(rule.spec, split_corpus(corpus, rule, needs_train=not for_model), corpus.notices)
 
 
 def warn_of_speakers(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[str, ...]:

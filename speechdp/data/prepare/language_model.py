@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speechdp.data.shards.dataset import LANGUAGE_MODEL_NAMES, LM_RECORD_NAME, Dataset
+from speechdp.data.shards.dataset import LM_RECORD_NAME, Dataset
 from speechdp.data.shards.layout import printable
 from speechdp.decode.language_model import GrammarFst, LanguageModel, read_language_model, save_language_model
 from speechdp.errors import ConfigError
@@ -40,13 +39,6 @@ class PreparedLanguageModel:
         write_text_atomically(
             directory / LM_RECORD_NAME, json.dumps(values, indent=2, ensure_ascii=False) + "\n"
         )
-
-
-def copy_language_model(source: Path, directory: Path) -> None:
-    """Copy the language model beside some shards, if there is one, into another data directory."""
-    for name in LANGUAGE_MODEL_NAMES:
-        if (source / name).exists():
-            shutil.copyfile(source / name, directory / name)
 
 
 def prepare_language_model(

@@ -13,17 +13,24 @@ from speechdp.data.corpora.corpus import CorpusUtterance
 from speechdp.data.prepare.contents import Contents, ShardContent, deal_splits
 from speechdp.data.prepare.divided_corpus import DividedCorpus
 from speechdp.data.prepare.jobs import Progress
-from speechdp.data.prepare.language_model import copy_language_model
+from speechdp.data.prepare.language_model import prepare_language_model
 from speechdp.data.prepare.reading import read_whole_corpus
 from speechdp.data.prepare.recognition import FlatShard, frames_of, lengths_of, read_samples, stored_utterance
 from speechdp.data.prepare.vocabulary import plainly_spelt
-from speechdp.data.shards.dataset import MANIFEST_NAME, UNALIGNED, Dataset, Manifest
+from speechdp.data.shards.dataset import (
+    ARPA_NAME,
+    GRAMMAR_NAME,
+    MANIFEST_NAME,
+    UNALIGNED,
+    Dataset,
+    Manifest,
+)
 from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Utterance
 from speechdp.errors import ConfigError, ShardError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.kaldi_pdfs import KaldiPdfs, classes_of
 from speechdp.labels.lexicon import Lexicon
-from speechdp.options.prepare import PrepareOptions
+from speechdp.options.prepare import LanguageModelOptions, PrepareOptions
 from speechdp.parallel.run_files import TRAINED_ON, RunDirectory
 
 
@@ -71,8 +78,7 @@ def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress)
     like = open_like(options.like)
     inventory = _inventory_of(like, options.like)
     lexicon = _lexicon(like, options.lexicon, inventory)
-    corpus = read_whole_corpus(options, scratch, progress, needs_text=False)
-    corpus = plainly_spelt(corpus, lexicon)
+    corpus = plainly_spelt(read_whole_corpus(options, scratch, progress, needs_text=False), lexicon)
     divided = DividedCorpus.of(corpus, options, progress, like)
     num_frames = frames_of(divided, like.features)
     unknown = Counter(word for u in corpus.utterances for word in u.words if word not in lexicon)
@@ -92,10 +98,14 @@ def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress)
     def shard(part: tuple[CorpusUtterance, ...]) -> ShardContent:
         return FlatShard.of(part, lexicon, inventory) if is_aligned else UnalignedShard(part)
 
+    texts = {name: [u.words for u in utterances] for name, utterances in divided.splits.items()}
+    model = prepare_language_model(_language_model(options, like), lexicon, texts)
+
     def save(directory: Path) -> None:
         lexicon.save(directory / "lexicon.txt")
         inventory.save(directory / "classes.txt")
-        copy_language_model(like.path, directory)
+        if model is not None:
+            model.save(directory)
 
     notices = divided.notices + _without_targets(len(untold), unknown)
     if is_aligned:
@@ -144,6 +154,14 @@ def _lexicon(like: Dataset, given: Path | None, inventory: StateInventory) -> Le
             f"lexicon in its phones ({' '.join(inventory.phones[:10])} ...)"
         )
     return lexicon
+
+
+def _language_model(options: PrepareOptions, like: Dataset) -> LanguageModelOptions:
+    """Return the language model to take over: that of the model's data where nothing else is asked for."""
+    if options.for_language_model != LanguageModelOptions():
+        return options.for_language_model
+    there = (like.path / name for name in (ARPA_NAME, GRAMMAR_NAME) if (like.path / name).exists())
+    return LanguageModelOptions(lm=next(there, None))
 
 
 def _without_targets(num_untold: int, unknown: Counter[str]) -> tuple[str, ...]:

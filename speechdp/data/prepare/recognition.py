@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -63,14 +63,14 @@ def read_corpus_for_recognition(options: PrepareOptions, scratch: Path, progress
     Raises:
         ConfigError: the corpus, its audio, the lexicon or the split cannot be used.
     """
+    corpus = read_whole_corpus(options, scratch, progress)
     given = given_lexicon(options.lexicon)
-    corpus = plainly_spelt(read_whole_corpus(options, scratch, progress), given)
-    rule, splits = divide(corpus, options)
-    vocabulary = choose_vocabulary(splits, options.lexicon, given, options.unknown_words)
+    division = divide(plainly_spelt(corpus, given), options)
+    vocabulary = choose_vocabulary(division.splits, options.lexicon, given, options.unknown_words)
     lexicon = vocabulary.lexicon
     texts = {name: [u.words for u in utterances] for name, utterances in vocabulary.splits.items()}
     model = prepare_language_model(options.for_language_model, lexicon, texts)
-    divided = DividedCorpus.probed(corpus, (rule, vocabulary.splits), options, progress)
+    divided = DividedCorpus.probed(replace(division, splits=vocabulary.splits), options, progress)
     rate = divided.sampling_rate
     features = options.feature_config(rate)
     check_mel_bins(rate, features)
@@ -85,7 +85,7 @@ def read_corpus_for_recognition(options: PrepareOptions, scratch: Path, progress
         },
         stage="computing features" if options.store == "features" else "reading audio",
         save=states.save,
-        notices=(*divided.notices, *vocabulary.notices, *lengths_of(divided, num_frames, lexicon)),
+        notices=(*vocabulary.notices, *divided.notices, *lengths_of(divided, num_frames, lexicon)),
     )
 
 
@@ -184,6 +184,4 @@ def lengths_of(
             num_states,
         )
 
-    utterances = (utterance for each in divided.splits.values() for utterance in each)
-    in_order = sorted(utterances, key=lambda utterance: utterance.utterance_id)
-    return warn_of_lengths([length(utterance) for utterance in in_order])
+    return warn_of_lengths([length(u) for utterances in divided.splits.values() for u in utterances])

@@ -14,11 +14,13 @@ from speechdp.comm.serial import SerialCommunicator
 from speechdp.data.prepare.like import open_like
 from speechdp.data.prepare.pipeline import Prepared, prepare
 from speechdp.data.shards.dataset import Dataset
+from speechdp.decode.language_model import language_model_in
 from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import Lexicon
-from speechdp.options.prepare import PrepareOptions
+from speechdp.language.ngram import NgramModel
+from speechdp.options.prepare import LanguageModelOptions, PrepareOptions
 from speechdp.parallel.run_files import RunDirectory
 from tests.helpers.corpora import digit_folder, kaldi_folder, no_progress, write_tone
 from tests.helpers.oracle import oracle
@@ -233,3 +235,27 @@ def test_what_a_run_keeps_is_whole(trained: Dataset, tmp_path: Path) -> None:
         assert (run / "trained_on" / name).read_bytes() == (trained.path / name).read_bytes()
     assert json.loads((run / "run.json").read_text())["data"]["checksum"] == trained.checksum
     assert np.array_equal(open_like(run).num_frames("train"), trained.num_frames("train"))
+
+
+def test_the_language_model_goes_along_and_may_be_another(tmp_path: Path) -> None:
+    source = kaldi_folder(tmp_path / "old", 4)
+    made = PrepareOptions(
+        (source, tmp_path / "old-data"),
+        split="random:dev=0",
+        for_language_model=LanguageModelOptions(lm_order=2),
+    )
+    run = run_of(prepare(made, no_progress).dataset, tmp_path / "run")
+    assert (run / "trained_on" / "lm.arpa.gz").is_file()
+    new = kaldi_folder(tmp_path / "new", 2)
+    (new / "text").write_text("utt0 one two\nutt1 two shoe\n")
+    dataset = like(new, run).dataset
+    kept, taken = (language_model_in(path) for path in (run / "trained_on", dataset.path))
+    assert isinstance(kept, NgramModel) and isinstance(taken, NgramModel) and taken.words == kept.words
+    (test,) = json.loads((dataset.path / "lm.json").read_text())["splits"].values()
+    assert (test["words"], test["unknown"]) == (4, 1)
+    (tmp_path / "G.arpa").write_text(
+        "\\data\\\nngram 1=3\n\n\\1-grams:\n-0.3 two\n-0.6 </s>\n-99 <s>\n\n\\end\\\n"
+    )
+    other = like(new, run, overwrite=True, for_language_model=LanguageModelOptions(lm=tmp_path / "G.arpa"))
+    model = language_model_in(other.dataset.path)
+    assert isinstance(model, NgramModel) and "two" in model.words and "one" not in model.words
