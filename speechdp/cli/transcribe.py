@@ -56,14 +56,16 @@ class TranscribeCommand:
     def run(self) -> int:
         """Recognise the files and print their words."""
         from speechdp.comm.startup.device import choose_device  # noqa: PLC0415 - keeps --help fast
-        from speechdp.decode.transcribe import Transcriber  # noqa: PLC0415
+        from speechdp.decode.transcribe import Transcriber, kept_data  # noqa: PLC0415
         from speechdp.files import write_text_atomically  # noqa: PLC0415
+        from speechdp.tasks.model_file import load_model  # noqa: PLC0415
 
         for path in filter(None, (self.out, self.ctm)):
             if path.exists() and not self.overwrite:
                 raise ConfigError(f"{path}: exists; give another name or add --overwrite")
         recordings = self._recordings()
-        transcriber = Transcriber(self.run_dir, self._options(), choose_device(self.device, 0), self.longest)
+        trained = load_model(self.run_dir, choose_device(self.device, 0))
+        transcriber = Transcriber(trained, kept_data(self.run_dir), self._options(), self.longest)
         texts, words, seconds, failed = [], [], 0.0, 0.0
         began = time.monotonic()
         for path in recordings:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.signal.audio import read_audio, to_int16
@@ -16,14 +15,29 @@ from speechdp.data.signal.pieces import Piece, cut_at_pauses
 from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
 from speechdp.decode.align import Aligner
 from speechdp.decode.graph import LexiconTransducer
-from speechdp.decode.recognise import DecodingOptions, recogniser_for
+from speechdp.decode.recognise import DecodingOptions, TrainedModel, recogniser_for
 from speechdp.decode.word_times import confidences, word_spans
 from speechdp.errors import ConfigError, RunError
 from speechdp.labels.hmm import FloatArray, StateInventory
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.labels.lexicon import Lexicon
 from speechdp.parallel.run_files import TRAINED_ON
-from speechdp.tasks.model_file import load_model
+
+
+def kept_data(run_dir: Path) -> Dataset:
+    """Open what a run keeps of the data it was trained on, without shards.
+
+    Raises:
+        RunError: it keeps nothing, or no lexicon.
+        ShardError: damaged.
+    """
+    folder = run_dir / TRAINED_ON
+    if not (folder / "lexicon.txt").is_file():
+        raise RunError(
+            f"{folder}: keeps no lexicon to recognise words with; runs of this version keep it, so train "
+            "again, or prepare the recordings with --like RUN and use decode"
+        )
+    return Dataset.open(folder)
 
 
 @dataclass(frozen=True)
@@ -77,39 +91,30 @@ class Transcriber:
     """Recognises audio files with a run's model.
 
     Args:
-        run_dir: of a finished run; its lexicon, classes and language model are in RUN/trained_on.
+        trained: the model.
+        kept: what its run keeps of the data it was trained on: lexicon, classes, language model.
         options: how to decode.
-        device: where the model runs.
         longest_s: recordings are cut into pieces of at most so many seconds, at pauses.
 
     Raises:
-        RunError: the model is missing or damaged, or the run keeps no lexicon.
-        ConfigError: it was trained on pdfs of Kaldi's or on features that audio alone does not give.
+        ConfigError: it was trained on pdfs of Kaldi's, or on features that audio alone does not give.
     """
 
     def __init__(
-        self, run_dir: Path, options: DecodingOptions, device: torch.device, longest_s: float = 30.0
+        self, trained: TrainedModel, kept: Dataset, options: DecodingOptions, longest_s: float = 30.0
     ) -> None:
         if longest_s < 1:
             raise ConfigError(f"--longest {longest_s}: at least 1 second")
-        trained = load_model(run_dir, device)
-        kept = run_dir / TRAINED_ON
-        if not (kept / "lexicon.txt").is_file():
-            raise RunError(
-                f"{kept}: keeps no lexicon to recognise words with; runs of this version keep it, so train "
-                "again, or prepare the recordings with --like RUN and use decode"
-            )
-        dataset = Dataset.open(kept)
-        refuse_kaldi_pdfs(dataset.classes_path, "transcribe")
-        self._lexicon = Lexicon.load(dataset.lexicon_path)
-        self._inventory = StateInventory.load(dataset.classes_path)
+        refuse_kaldi_pdfs(kept.classes_path, "transcribe")
+        self._lexicon = Lexicon.load(kept.lexicon_path)
+        self._inventory = StateInventory.load(kept.classes_path)
         self._longest_s = longest_s
         self._sampling_rate = int(trained.config["sampling_rate"])
         self._features = FeatureConfig.from_dict(trained.config["features"])
         self._preprocessor = Preprocessor(
             self._features, self._sampling_rate, "audio", inputs_of(trained.config)
         )
-        self._recogniser = recogniser_for(trained, dataset, options, [])
+        self._recogniser = recogniser_for(trained, kept, options, [])
         self_loop = trained.self_loop.detach().cpu().double().numpy()
         self._aligner = Aligner(
             LexiconTransducer(self._lexicon, self._inventory, self_loop, options.silence_probability)

@@ -145,11 +145,12 @@ class TrainOptions:
     def _refuse_chunks(self) -> None:
         """Refuse to cut utterances whose transcripts are to be learnt as a whole.  Raises ConfigError."""
         if self.aligns:
-            name, remedy = "--flat-start", "leave one out"
+            name, remedy = "--flat-start", ""
             if self.realign:
-                name, remedy = "--realign", "leave it out, or give --realign-criterion full-sum instead"
+                name, remedy = "--realign", ", or give --realign-criterion full-sum instead of --criterion"
             raise ConfigError(
-                f"{name}: --criterion {self.model.criterion} learns from no alignment; {remedy}"
+                f"{name}: not with --criterion {self.model.criterion}, which learns from no alignment; "
+                f"leave it out{remedy}"
             )
         batches = self.batches()
         if batches.chunk_frames or batches.left_context or batches.right_context:

@@ -13,7 +13,8 @@ import torch
 
 from speechdp.cli.main import run as speechdp
 from speechdp.decode.recognise import DecodingOptions
-from speechdp.decode.transcribe import Transcriber
+from speechdp.decode.transcribe import Transcriber, kept_data
+from speechdp.tasks.model_file import load_model
 from tests.helpers.corpora import some_fsdd
 
 OPTIONS = ("--layers", "1", "--cells", "32", "--epochs", "8", "--batch-size", "4", "--learning-rate", "0.01")
@@ -70,7 +71,8 @@ def test_a_long_recording_is_cut_and_its_times_go_on(trained: Trained, tmp_path:
     joined = np.concatenate([part for wave in waves for part in (wave, pause)])
     soundfile.write(tmp_path / "long.wav", joined, 8000)
     options = DecodingOptions(acoustic_scale=0.5)
-    found = Transcriber(trained.run, options, torch.device("cpu"), longest_s=2.0).transcribe(
+    model = load_model(trained.run, torch.device("cpu"))
+    found = Transcriber(model, kept_data(trained.run), options, longest_s=2.0).transcribe(
         tmp_path / "long.wav"
     )
     times = [(word.start_s, word.start_s + word.duration_s) for word in found.words]
