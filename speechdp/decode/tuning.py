@@ -28,7 +28,7 @@ from speechdp.process.ending import Stopped
 _VALUES = {
     "acoustic_scale": (0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.4, 2.0),
     "lm_scale": (0.5, 0.7, 1.0, 1.4, 2.0, 2.8),
-    "insertion_log_prob": (-4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0),
+    "insertion_log_prob": (-4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 6.0),
 }
 _ROUNDS = 2
 

@@ -1,11 +1,13 @@
-"""Write options of training as the words of a command line: what a comparison hands to its jobs."""
+"""What an experiment hands to its jobs: options as words of a command line, the split to tune decoding on."""
 
 from __future__ import annotations
 
 import dataclasses
 import typing
+from pathlib import Path
 from typing import Any
 
+from speechdp.data.shards.dataset import ARPA_NAME, GRAMMAR_NAME
 from speechdp.options.run import TrainOptions
 
 
@@ -33,3 +35,13 @@ def _option(name: str, value: Any, kind: Any) -> list[str]:
         return [f"--{name}", *map(str, value)]
     # One word: a negative number would be read as an option.
     return [f"--{name}={value}"]
+
+
+def split_to_tune_on(data: Path, held_out: str, split: str) -> str | None:
+    """Return the split on which experiments choose scales before they decode `split`; None: they need none.
+
+    With a language model word errors depend on the scales more than on what is compared, and the best ones
+    differ between models.  Without one the defaults do.
+    """
+    has_model = any((data / name).exists() for name in (ARPA_NAME, GRAMMAR_NAME))
+    return held_out if has_model and held_out != split else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.errors import RunError
-from speechdp.experiments.arguments import train_arguments
+from speechdp.experiments.arguments import split_to_tune_on, train_arguments
 from speechdp.experiments.compare.plan import SEQUENTIAL, ComparePlan, stretched
 from speechdp.experiments.compare.record import RunRecord
 from speechdp.experiments.compare.training import ComparedTraining, log_of
@@ -121,6 +121,8 @@ class OwnTraining(ComparedTraining):
         ranks = min(run.ranks, request.most_decoding_ranks or run.ranks)
         words = ["decode", str(run_dir), str(request.data.absolute()), "--split", request.decode_split]
         words += [f"--device={request.options.device}"]
+        tune_on = split_to_tune_on(request.data, request.options.held_out, request.decode_split)
+        words += [f"--tune-on={tune_on}"] if tune_on is not None else []
         if ranks > 1:
             words += [f"--backend={request.options.backend}"]
         return self._starter.run(ranks, words, log_of(run_dir))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.decode.recognise import DecodingOptions, decode_split, wer_path
+from speechdp.decode.tuning import tune
+from speechdp.experiments.arguments import split_to_tune_on
 from speechdp.experiments.sweep.plan import SweepPlan, write_sweep
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.options.run import TrainOptions
@@ -59,7 +61,7 @@ def run_sweep(
             own = dataclasses.replace(options, strategy=runs[name])
             train_or_go_on(run_session, own, out_dir / name)
             if plan.decode_split:
-                _decode(run_session, plan.decode_split, out_dir / name)
+                _decode(run_session, options.held_out, plan.decode_split, out_dir / name)
     if session.comm.rank == 0:
         write_sweep(out_dir, names, completed=True)
     session.comm.barrier()
@@ -86,12 +88,18 @@ def _train_one_rank(session: Session, options: TrainOptions, plan: SweepPlan, ru
         raise Stopped
 
 
-def _decode(session: Session, split: str, run_dir: Path) -> None:
+def _decode(session: Session, held_out: str, split: str, run_dir: Path) -> None:
     """Decode a split once; a result that stands there is kept.  Raises Stopped, having kept nothing."""
+    dataset, comm = session.dataset, session.comm
     if session.comm.broadcast_object(wer_path(run_dir, split).is_file()):
         return
     trained = load_model(run_dir, session.device)
+    options, tuning = DecodingOptions(), None
+    tune_on = split_to_tune_on(dataset.path, held_out, split)
+    if tune_on is not None:
+        tuned = tune(trained, dataset, tune_on, options, comm, session.is_asked_to_stop)
+        options, tuning = tuned.options, tuned.record
     result = decode_split(
-        trained, session.dataset, split, run_dir, DecodingOptions(), session.comm, session.is_asked_to_stop
+        trained, dataset, split, run_dir, options, comm, session.is_asked_to_stop, tuning=tuning
     )
     session.reporter.notice(f"{run_dir.name}: {result.wer.summary()} on {split}")
