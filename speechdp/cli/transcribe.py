@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from speechdp import exit_codes
 from speechdp.errors import ConfigError
 from speechdp.options.shown import shown
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from speechdp.decode.recognise import DecodingOptions
+    from speechdp.decode.transcribe import Transcription
 
 
 @dataclass(frozen=True)
@@ -60,32 +64,44 @@ class TranscribeCommand:
         from speechdp.files import write_text_atomically  # noqa: PLC0415
         from speechdp.tasks.model_file import load_model  # noqa: PLC0415
 
-        for path in filter(None, (self.out, self.ctm)):
-            if path.exists() and not self.overwrite:
-                raise ConfigError(f"{path}: exists; give another name or add --overwrite")
+        self._check_outputs()
         recordings = self._recordings()
         trained = load_model(self.run_dir, choose_device(self.device, 0))
         transcriber = Transcriber(trained, kept_data(self.run_dir), self._options(), self.longest)
-        texts, words, seconds, failed = [], [], 0.0, 0.0
+        found: list[Transcription] = []
         began = time.monotonic()
-        for path in recordings:
-            found = transcriber.transcribe(path)
-            texts.append(f"{path.stem} {found.text}".rstrip() + "\n")
-            words.append(found.ctm())
-            seconds, failed = seconds + found.duration_s, failed + found.failed_s
+        for name, path in recordings.items():
+            try:
+                found.append(transcriber.transcribe(path, name))
+            except ConfigError as error:  # one bad file of many does not cost the others
+                print(f"speechdp: {error}", file=sys.stderr)
+                continue
             if self.out is None:
-                print(texts[-1], end="", flush=True)
+                print(found[-1].line(), end="", flush=True)
         took = time.monotonic() - began
-        for target, lines in ((self.out, texts), (self.ctm, words)):
-            if target is not None:
-                write_text_atomically(target, "".join(lines))
-        summary = f"{len(recordings)} recording(s), {seconds:,.1f} s in {took:,.1f} s"
-        if seconds:
-            summary += f": real-time factor {took / seconds:.3f}"
-        if failed:
-            summary += f"; nothing found in {failed:,.1f} s of them: try a wider --beam"
-        print(summary, file=sys.stderr)
-        return 0
+        if self.out is not None:
+            write_text_atomically(self.out, "".join(each.line() for each in found))
+        if self.ctm is not None:
+            write_text_atomically(self.ctm, "".join(each.ctm() for each in found))
+        print(_summary(found, took), file=sys.stderr)
+        return 0 if len(found) == len(recordings) else exit_codes.FAILED
+
+    def _check_outputs(self) -> None:
+        """Refuse files that cannot be written, before the work.  Raises ConfigError."""
+        from speechdp.files import cannot_be_written, check_writable  # noqa: PLC0415
+
+        outputs = [path for path in (self.out, self.ctm) if path is not None]
+        if len({path.absolute() for path in outputs}) < len(outputs):
+            raise ConfigError(f"--out and --ctm are both {self.out}; give two files")
+        for path in outputs:
+            if path.exists() and not self.overwrite:
+                raise ConfigError(f"{path}: exists; give another name or add --overwrite")
+            if not path.absolute().parent.is_dir():
+                raise ConfigError(f"{path.parent}: no such folder; create it first")
+            try:
+                check_writable(path.absolute().parent)
+            except OSError as error:
+                raise ConfigError(cannot_be_written(path, error)) from error
 
     def _options(self) -> DecodingOptions:
         from speechdp.decode.recognise import DecodingOptions  # noqa: PLC0415
@@ -99,17 +115,30 @@ class TranscribeCommand:
             lm_scale=self.lm_scale,
         )
 
-    def _recordings(self) -> list[Path]:
-        """Return the files given and those in the folders given.  Raises ConfigError."""
+    def _recordings(self) -> dict[str, Path]:
+        """Return the files given and those in the folders given, by name.  Raises ConfigError."""
         from speechdp.data.corpora.audio_folder import find_audio  # noqa: PLC0415
 
-        found: list[Path] = []
-        for path in self.files:
-            found += find_audio(path) if path.is_dir() else [path]
-        if not found:
+        if not self.files:
             raise ConfigError("no audio files given; name some after RUN, or a folder that holds some")
-        names = [path.stem for path in found]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None and self.ctm is not None:
-            raise ConfigError(f"--ctm: two recordings are named {twice}; give them different names")
+        found: dict[str, Path] = {}
+        for given in self.files:
+            for path in find_audio(given) if given.is_dir() else [given]:
+                name = "_".join(path.stem.split())  # names end at a blank, in both files
+                if name in found:
+                    raise ConfigError(
+                        f"{path} and {found[name]} are both named {name}; rename one, or transcribe them "
+                        "in two commands"
+                    )
+                found[name] = path
         return found
+
+
+def _summary(found: Sequence[Transcription], took_s: float) -> str:
+    seconds, failed = (sum(each.duration_s for each in found), sum(each.failed_s for each in found))
+    text = f"{len(found)} recording(s), {seconds:,.1f} s in {took_s:,.1f} s"
+    if seconds:
+        text += f": real-time factor {took_s / seconds:.3f}"
+    if failed:
+        text += f"; nothing found in {failed:,.1f} s of them: try a wider --beam"
+    return text

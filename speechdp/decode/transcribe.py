@@ -23,15 +23,20 @@ from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.labels.lexicon import Lexicon
 from speechdp.parallel.run_files import TRAINED_ON
 
+_MAX_PIECE_S = 3600.0
+
 
 def kept_data(run_dir: Path) -> Dataset:
     """Open what a run keeps of the data it was trained on, without shards.
 
     Raises:
         RunError: it keeps nothing, or no lexicon.
+        ConfigError: its classes are pdfs of Kaldi's.
         ShardError: damaged.
     """
     folder = run_dir / TRAINED_ON
+    if (folder / "classes.txt").is_file():
+        refuse_kaldi_pdfs(folder / "classes.txt", "transcribe")
     if not (folder / "lexicon.txt").is_file():
         raise RunError(
             f"{folder}: keeps no lexicon to recognise words with; runs of this version keep it, so train "
@@ -62,13 +67,13 @@ class Transcription:
     """What was recognised in a recording.
 
     Attributes:
-        path: the file.
+        name: of the recording, without blanks.
         words: in order.
         duration_s: of the recording, seconds.
         failed_s: seconds of it for which nothing was found.
     """
 
-    path: Path
+    name: str
     words: tuple[TimedWord, ...]
     duration_s: float
     failed_s: float = 0.0
@@ -78,10 +83,14 @@ class Transcription:
         """The words, separated by blanks."""
         return " ".join(word.word for word in self.words)
 
+    def line(self) -> str:
+        """Return its line of a text file: name and words."""
+        return f"{self.name} {self.text}".rstrip() + "\n"
+
     def ctm(self) -> str:
         """Return its lines of a CTM file: name, channel, start, duration, word, confidence."""
         lines = (
-            f"{self.path.stem} 1 {w.start_s:.2f} {w.duration_s:.2f} {w.word} {w.confidence:.2f}\n"
+            f"{self.name} 1 {w.start_s:.2f} {w.duration_s:.2f} {w.word} {w.confidence:.2f}\n"
             for w in self.words
         )
         return "".join(lines)
@@ -97,15 +106,14 @@ class Transcriber:
         longest_s: recordings are cut into pieces of at most so many seconds, at pauses.
 
     Raises:
-        ConfigError: it was trained on pdfs of Kaldi's, or on features that audio alone does not give.
+        ConfigError: it was trained on features that audio alone does not give.
     """
 
     def __init__(
         self, trained: TrainedModel, kept: Dataset, options: DecodingOptions, longest_s: float = 30.0
     ) -> None:
-        if longest_s < 1:
-            raise ConfigError(f"--longest {longest_s}: at least 1 second")
-        refuse_kaldi_pdfs(kept.classes_path, "transcribe")
+        if not 1 <= longest_s < _MAX_PIECE_S:
+            raise ConfigError(f"--longest {longest_s:g}: 1 to {_MAX_PIECE_S:g} seconds")
         self._lexicon = Lexicon.load(kept.lexicon_path)
         self._inventory = StateInventory.load(kept.classes_path)
         self._longest_s = longest_s
@@ -121,8 +129,8 @@ class Transcriber:
         )
         self._acoustic_scale = options.acoustic_scale
 
-    def transcribe(self, path: Path) -> Transcription:
-        """Recognise a file of one channel, of any length and sampling rate.
+    def transcribe(self, path: Path, name: str) -> Transcription:
+        """Recognise a file of one channel, of any length and sampling rate, and call it `name`.
 
         Raises:
             ConfigError: not audio, or of several channels.
@@ -139,7 +147,7 @@ class Transcriber:
             else:
                 words += _moved(timed, piece, self._sampling_rate)
         rate = self._sampling_rate
-        return Transcription(path, tuple(words), len(samples) / rate, failed / rate)
+        return Transcription(name, tuple(words), len(samples) / rate, failed / rate)
 
     def _recognise(self, pieces: Sequence[np.ndarray]) -> Iterator[tuple[int, list[TimedWord] | None]]:
         """Yield (number of the piece, its words), in any order; None where no path was found."""

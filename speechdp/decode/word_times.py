@@ -50,20 +50,20 @@ def word_spans(
             visit += 1
         return visit
 
-    # Depth first over the pronunciations: one may be the beginning of another.
+    # Depth first: a pronunciation may be the beginning of another, and may itself begin or end with silence.
     paths: list[tuple[int, tuple[tuple[int, int], ...]]] = [(0, ())]
     while paths:
         visit, placed = paths.pop()
-        first = after_silence(visit)
         if len(placed) == len(words):
-            if first == len(visited):
+            if after_silence(visit) == len(visited):
                 pairs = zip(words, placed, strict=True)
                 return [WordSpan(word, int(begins[a]), int(ends[b - 1])) for word, (a, b) in pairs]
             continue
-        for states in reversed(variants[len(placed)]):
-            if visited[first : first + len(states)] == states:
-                end = first + len(states)
-                paths.append((end, (*placed, (first, end))))
+        for first in sorted({visit, after_silence(visit)}):
+            for states in reversed(variants[len(placed)]):
+                if visited[first : first + len(states)] == states:
+                    end = first + len(states)
+                    paths.append((end, (*placed, (first, end))))
     raise AssertionError("the alignment is not one of this transcript")
 
 

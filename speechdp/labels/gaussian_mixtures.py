@@ -33,17 +33,18 @@ _SHIFT = 0.2  # standard deviations by which the halves of a Gaussian are moved 
 _POWER = 0.25
 
 
-def cepstra_of(features: FloatArray) -> FloatArray:
+def cepstra_of(features: FloatArray, *, are_cepstra: bool = False) -> FloatArray:
     """Return what Gaussians with diagonal covariances describe well: cepstra and their differences.
 
     Args:
-        features: log-mel spectra or cepstra, (T, F); of spectra the cosine transform is taken.
+        features: (T, F), log-mel spectra, of which the cosine transform is taken.
+        are_cepstra: they are cepstra already, the most important first.
 
     Returns:
         (T, 3 * min(F, 13)), float32; the mean over the utterance of each coefficient is 0.
     """
     x = np.asarray(features, dtype=np.float64)
-    static = x @ _cosines(x.shape[1])
+    static = x[:, :NUM_CEPSTRA].copy() if are_cepstra else x @ _cosines(x.shape[1])
     static -= static.mean(axis=0, keepdims=True) if len(static) else 0.0
     first = _differences(static)
     return np.concatenate([static, first, _differences(first)], axis=1).astype(np.float32)

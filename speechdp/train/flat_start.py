@@ -41,6 +41,7 @@ _FIRST_SPLIT, _LAST_SPLIT = 5, 26
 _GAUSSIANS_PER_CLASS = 10
 #: Utterances of so many frames in all (20 hours) are enough for so few parameters; the shortest are taken.
 _MAX_FRAMES = 20 * 360_000
+_LONGEST = 12_000  # frames of an utterance; longer ones are left out
 _TOGETHER = 256  # utterances that are counted at once
 
 
@@ -51,19 +52,21 @@ class FlatStart:
     Attributes:
         mixtures: of the states, for inputs `cepstra_of(features)`.
         self_loop: probabilities, (C,).
+        are_cepstra: what the data hold are cepstra.
         utterances: how many it was trained on, over all ranks.
         log_likelihood: of a frame in the end, nats.
     """
 
     mixtures: GaussianMixtures
     self_loop: DoubleArray
+    are_cepstra: bool
     utterances: int
     log_likelihood: float
 
     def score(self, features: Iterable[FloatArray]) -> Iterator[tuple[int, FloatArray]]:
         """Yield (position, log-likelihoods (T, C)) of utterances: an `align.Scorer`."""
         for position, x in enumerate(features):
-            yield position, self.mixtures.log_likelihoods(cepstra_of(x))
+            yield position, self.mixtures.log_likelihoods(cepstra_of(x, are_cepstra=self.are_cepstra))
 
 
 @dataclass
@@ -79,25 +82,30 @@ def train_mixtures(session: Session, split: str) -> FlatStart:
 
     Raises:
         Stopped: a rank was asked to.
-        ConfigError: a word of the split is not in the lexicon.
         ShardError: a shard is damaged.
-        RunError: no utterance is long enough for its transcript.
+        RunError: no utterance is long enough for its transcript and has no unknown words, or one has features
+            that are not finite.
     """
     dataset, comm = session.dataset, session.comm
     lexicon, inventory = Lexicon.load(dataset.lexicon_path), StateInventory.load(dataset.classes_path)
-    own = _read(session, split, lexicon, inventory)
+    are_cepstra = dataset.features.kind != "log_mel"
+    own = _Reader(session, lexicon, inventory, are_cepstra).read(split)
     dim = max(comm.allgather_object(own[0].x.shape[1] if own else 0))
     sums = _sum(session, _moments(own, dim))
     frames, utterances = sums[0], int(sums[1])
     if utterances == 0:
-        raise RunError(f"{dataset.path}: no utterance of {split!r} has frames enough for its transcript")
+        raise RunError(
+            f"{dataset.path}: no utterance of {split!r} has frames enough for its transcript and only words "
+            "of the lexicon; check that transcripts, lexicon and audio belong together"
+        )
     mean = sums[2 : 2 + dim] / frames
     mixtures = GaussianMixtures(inventory.num_classes, mean, sums[2 + dim :] / frames - mean**2)
     self_loop = np.full(inventory.num_classes, 0.5)
+    spoken = lexicon.restrict({word for utterance in own for word in utterance.words})
     statistics = Statistics.empty(0, dim)
     for number in range(_ROUNDS):
         if number in _ALIGNING:
-            aligner = Aligner(LexiconTransducer(lexicon, inventory, self_loop))
+            aligner = Aligner(LexiconTransducer(spoken, inventory, self_loop))
             _align(session, own, aligner, mixtures)
         statistics, self_loop = _count(session, own, mixtures)
         mixtures.update(statistics)
@@ -105,41 +113,64 @@ def train_mixtures(session: Session, split: str) -> FlatStart:
             share = (number + 1 - _FIRST_SPLIT) / (_LAST_SPLIT - _FIRST_SPLIT)
             wanted = inventory.num_classes * (1 + share * (_GAUSSIANS_PER_CLASS - 1))
             mixtures.split(int(wanted), statistics)
-    return FlatStart(mixtures, self_loop, utterances, statistics.log_likelihood / frames)
+    return FlatStart(mixtures, self_loop, are_cepstra, utterances, statistics.log_likelihood / frames)
 
 
-def _read(session: Session, split: str, lexicon: Lexicon, inventory: StateInventory) -> list[_Utterance]:
-    """Read this rank's utterances, with uniform alignments: the shortest, up to its share of the frames."""
-    comm = session.comm
-    left = _MAX_FRAMES // comm.size
-    result = []
-    with ExitStack() as stack:
-        paths = session.dataset.shard_paths(split)[comm.rank :: comm.size]
-        shards = [stack.enter_context(Shard(path)) for path in paths]
-        preprocessors = [Preprocessor.for_shard(shard.header, FEATURES_ALONE) for shard in shards]
-        lengths = [
-            (int(n), s, u) for s, shard in enumerate(shards) for u, n in enumerate(np.diff(shard.offsets))
-        ]
-        for num_frames, s, u in sorted(lengths):
-            left -= num_frames
-            if left < 0:
-                break
-            words = shards[s].text(u).split()
-            alignment = _uniform(words, num_frames, lexicon, inventory)
-            if len(alignment):
-                x = cepstra_of(preprocessors[s].read(shards[s], u)[0])
-                result.append(_Utterance(words, _classes_of(words, lexicon, inventory), x, alignment))
-    return result
+@dataclass(frozen=True)
+class _Reader:
+    """Reads this rank's utterances of a split, with uniform alignments."""
 
+    session: Session
+    lexicon: Lexicon
+    inventory: StateInventory
+    are_cepstra: bool
 
-def _classes_of(words: Sequence[str], lexicon: Lexicon, inventory: StateInventory) -> frozenset[int]:
-    phones = {phone for word in words for variant in lexicon.pronunciations[word] for phone in variant}
-    return frozenset(states_of([SILENCE, *phones], inventory))
+    def read(self, split: str) -> list[_Utterance]:
+        """Read those that are short enough to be among the 20 hours, and that the lexicon can spell."""
+        comm = self.session.comm
+        with ExitStack() as stack:
+            paths = self.session.dataset.shard_paths(split)[comm.rank :: comm.size]
+            shards = [stack.enter_context(Shard(path)) for path in paths]
+            longest = self._longest(shards)
+            read = (
+                self._utterance(shard, u)
+                for shard in shards
+                for u, num_frames in enumerate(np.diff(shard.offsets).tolist())
+                if num_frames <= longest
+            )
+            return [utterance for utterance in read if utterance is not None]
+
+    def _longest(self, shards: Sequence[Shard]) -> int:
+        """Return up to which length all ranks' utterances have not more frames than wanted.  Collective."""
+        frames = np.zeros(_LONGEST + 1)
+        for shard in shards:
+            lengths = np.diff(shard.offsets)
+            np.add.at(frames, lengths[lengths <= _LONGEST], lengths[lengths <= _LONGEST])
+        total = np.cumsum(_sum(self.session, frames))
+        return int(np.searchsorted(total, _MAX_FRAMES, side="right")) - 1
+
+    def _utterance(self, shard: Shard, u: int) -> _Utterance | None:
+        spoken = shard.text(u).split()
+        words = self.lexicon.pronounceable(spoken)
+        if len(words) < len(spoken):
+            return None
+        features, _ = Preprocessor.for_shard(shard.header, FEATURES_ALONE).read(shard, u)
+        if not np.isfinite(features).all():
+            raise RunError(
+                f"{shard.path}: utterance {shard.utterance_id(u)} has features that are NaN or infinite; "
+                "leave it out and prepare again"
+            )
+        alignment = _uniform(words, len(features), self.lexicon, self.inventory)
+        if len(alignment) == 0:
+            return None
+        phones = {phone for w in words for variant in self.lexicon.pronunciations[w] for phone in variant}
+        classes = frozenset(states_of([SILENCE, *phones], self.inventory))
+        return _Utterance(words, classes, cepstra_of(features, are_cepstra=self.are_cepstra), alignment)
 
 
 def _uniform(words: Sequence[str], num_frames: int, lexicon: Lexicon, inventory: StateInventory) -> IntArray:
     """Spread silence, the words and silence over the frames; nothing where there are too few frames."""
-    states = STATES_PER_PHONE * sum(len(lexicon.pronunciations[word][0]) for word in words if word in lexicon)
+    states = STATES_PER_PHONE * sum(len(lexicon.pronunciations[word][0]) for word in words)
     if num_frames < states:
         return np.empty(0, dtype=np.int32)
     silence = STATES_PER_PHONE * num_frames // (states + 2 * STATES_PER_PHONE)

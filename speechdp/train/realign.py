@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +18,9 @@ from speechdp.data.transforms.preprocess import inputs_of
 from speechdp.decode.align import Aligner, AlignmentJob, AlignmentReport, Scorer, align_shards
 from speechdp.decode.graph import LexiconTransducer
 from speechdp.decode.scoring import AcousticScorer
-from speechdp.errors import RunError
+from speechdp.errors import ConfigError, RunError
+from speechdp.files import cannot_be_read
+from speechdp.json_input import parse_json
 from speechdp.labels.hmm import FloatArray, StateInventory
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.labels.lexicon import Lexicon
@@ -25,7 +29,7 @@ from speechdp.parallel.run_files import RunDirectory
 from speechdp.process.ending import Stopped
 from speechdp.tasks.model_file import LoadedModel, load_model
 from speechdp.train.flat_start import train_mixtures
-from speechdp.train.run import train_run
+from speechdp.train.run import check_beginning, train_run
 from speechdp.train.session import Session
 
 
@@ -39,6 +43,8 @@ def train_with_realignment(
     Raises:
         as `train_run`.
     """
+    if options.aligns:
+        check_beginning(session, options, run_dir, resume=resume)
     proper = with_alignments(options, make_alignments(session, options, run_dir))
     train_run(session, proper, run_dir, resume=resume)
 
@@ -71,20 +77,22 @@ def make_alignments(session: Session, options: TrainOptions, out_dir: Path) -> P
             refuse_kaldi_pdfs(session.dataset.classes_path, name)
     if options.flat_start:
         alignments = out_dir / "alignments" / "0"
-        if not session.comm.broadcast_object(RunDirectory(alignments).is_complete):
+        if not _is_made(session, alignments, {"flat_start": True}):
             align_from_nothing(session, options, alignments)
     for number in range(1, options.realign + 1):
         output = out_dir / "alignments" / str(number)
         round_dir = out_dir / "realign" / str(number)
-        if not session.comm.broadcast_object(RunDirectory(output).is_complete):
-            epochs = options.realign_epochs or options.num_epochs
+        epochs = options.realign_epochs or options.num_epochs
+        criterion = options.realign_criterion if number == 1 else None
+        made_by = {"flat_start": options.flat_start, "epochs": epochs, "realign_criterion": criterion}
+        if not _is_made(session, output, made_by):
             model = options.first_round_model() if number == 1 else options.model
             round_options = dataclasses.replace(
                 with_alignments(options, alignments), epochs=epochs, model=model
             )
             session.reporter.notice(f"round {number} of {options.realign} before the alignment: {round_dir}")
             train_or_go_on(session, round_options, round_dir)
-            report = align(session, options, round_dir, alignments, output)
+            report = align(session, options, round_dir, alignments, output, made_by)
             session.reporter.notice(_describe(number, report))
         alignments = output
     return alignments
@@ -104,12 +112,49 @@ def train_or_go_on(session: Session, options: TrainOptions, run_dir: Path) -> No
         train_run(session, options, run_dir, resume=begun)
 
 
+def _is_made(session: Session, folder: Path, made_by: Mapping[str, Any]) -> bool:
+    """Tell whether an alignment is complete.  Collective.
+
+    Args:
+        session: rank 0 looks.
+        folder: of the alignment.
+        made_by: the options that it has to be made by; versions that recorded none are believed.
+
+    Raises:
+        ConfigError: it was made by others.
+    """
+    found = None
+    path = folder / "completed.json"
+    if session.comm.rank == 0 and path.is_file():
+        try:
+            found = dict(parse_json(path.read_text(encoding="utf-8"))).get("made_by", dict(made_by))
+        except (OSError, ValueError, TypeError) as error:
+            raise RunError(cannot_be_read(path, error, "delete its folder to align again")) from error
+    found = session.comm.broadcast_object(found)
+    if found is not None and found != dict(made_by):
+        raise ConfigError(
+            f"{folder}: was made with other options ({_shown(found)}); repeat the command it was made by, or "
+            "choose another folder"
+        )
+    return found is not None
+
+
+def _shown(made_by: Mapping[str, Any]) -> str:
+    given = (f"--{n.replace('_', '-')}{'' if v is True else f' {v}'}" for n, v in made_by.items() if v)
+    return " ".join(given) or "none"
+
+
 def align(
-    session: Session, options: TrainOptions, run_dir: Path, previous: Path | None, output: Path
+    session: Session,
+    options: TrainOptions,
+    run_dir: Path,
+    previous: Path | None,
+    output: Path,
+    made_by: Mapping[str, Any] = MappingProxyType({}),
 ) -> AlignmentReport:
     """Align the training and held-out splits with the model in `run_dir`.  Collective.
 
-    Each rank aligns some of the shards; the report counts all of them.
+    Each rank aligns some of the shards; the report counts all of them.  `made_by` is recorded.
 
     Raises:
         Stopped: a rank was asked to; it aligned no further.
@@ -118,7 +163,7 @@ def align(
     trained = load_model(run_dir, session.device)
     scorer = _scorer(trained, session)
     aligner = _aligner(session.dataset, trained.self_loop.numpy())
-    how = _HowToAlign(f"realigned-{output.name}", aligner, scorer.score, inputs_of(trained.config))
+    how = _HowToAlign(f"realigned-{output.name}", aligner, scorer.score, inputs_of(trained.config), made_by)
     return _align(session, options, how, previous, output)
 
 
@@ -130,7 +175,8 @@ def align_from_nothing(session: Session, options: TrainOptions, output: Path) ->
     """
     session.reporter.notice(f"flat start: training Gaussian mixtures to align {options.train_split!r} with")
     found = train_mixtures(session, options.train_split)
-    how = _HowToAlign("flat-start", _aligner(session.dataset, found.self_loop), found.score, FEATURES_ALONE)
+    aligner = _aligner(session.dataset, found.self_loop)
+    how = _HowToAlign("flat-start", aligner, found.score, FEATURES_ALONE, {"flat_start": True})
     report = _align(session, options, how, None, output)
     text = f"flat start: {found.mixtures.num_gaussians} Gaussians, trained on {found.utterances} utterances"
     session.reporter.notice(f"{text}; {_describe(0, report)}")
@@ -138,12 +184,13 @@ def align_from_nothing(session: Session, options: TrainOptions, output: Path) ->
 
 @dataclass(frozen=True)
 class _HowToAlign:
-    """What aligns utterances: `align_shards` says what each is."""
+    """What aligns utterances: `align_shards` says what each is; and the options that it comes from."""
 
     name: str
     aligner: Aligner
     score: Scorer
     inputs: InputOptions
+    made_by: Mapping[str, Any]
 
 
 def _align(
@@ -167,12 +214,12 @@ def _align(
     if any(part["stopped"] for part in parts):
         raise Stopped
     merged = AlignmentReport.merge(part["report"] for part in parts)
-    if merged.failed == merged.utterances:
-        raise RunError(f"{output}: no utterance could be aligned; train more --realign-epochs")
+    if merged.failed + merged.too_short + merged.unknown == merged.utterances:
+        remedy = "train more --realign-epochs" if merged.failed else "check transcripts, lexicon and audio"
+        raise RunError(f"{output}: no utterance could be aligned; {remedy}")
     if comm.rank == 0:
-        RunDirectory(output).complete(
-            {"utterances": merged.utterances, "changed_frames": merged.changed_frames}
-        )
+        counts = {"utterances": merged.utterances, "changed_frames": merged.changed_frames}
+        RunDirectory(output).complete({**counts, "made_by": dict(how.made_by)})
     comm.barrier()
     return merged
 

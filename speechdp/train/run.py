@@ -67,11 +67,8 @@ def _train_run(
     strategy = options.strategy.parsed
     begin_tolerating(session, options, strategy)
     strategy.check_ranks(session.comm)
-    if session.dataset.alignment == UNALIGNED:
-        raise ConfigError(f"{session.dataset.path}: has no alignment (prepare --like) and can only be scored")
-    check_task(session.dataset, resolved)
+    _check_data(session, resolved, strategy)  # before a run is begun, which would be in the way later
     origin = describe_data(session.dataset, options)
-    check_sources(session, resolved, strategy)  # before a run is begun, which would be in the way later
     run = RunDirectory(run_dir)
     if resume and session.comm.broadcast_object(run.is_complete):
         _keep_complete(session, options, run)
@@ -98,6 +95,32 @@ def _train_run(
         with sampled(session, options.loading.sample_hz, run_dir, trainer.parts.timeline):
             _run_to_end(session, trainer, loader, dealing)
         _conclude(session, run, trainer, sources, origin)
+
+
+def check_beginning(session: Session, options: TrainOptions, run_dir: Path, *, resume: bool) -> None:
+    """Refuse, before targets are made for it, a run that `train_run` would refuse afterwards.  Collective.
+
+    Raises:
+        as `train_run`.
+    """
+    resolved = options.resolve(training_ranks(options, session.comm.size))
+    _check_data(session, resolved, options.strategy.parsed)
+    if session.comm.rank == 0:
+        _refuse_begun(RunDirectory(run_dir), resume=resume)
+    session.comm.barrier()
+
+
+def _check_data(session: Session, resolved: TrainOptions, strategy: Strategy) -> None:
+    """Refuse data that cannot be trained on like this."""
+    if session.dataset.alignment == UNALIGNED:
+        raise ConfigError(f"{session.dataset.path}: has no alignment (prepare --like) and can only be scored")
+    check_task(session.dataset, resolved)
+    check_sources(session, resolved, strategy)
+
+
+def _refuse_begun(run: RunDirectory, *, resume: bool) -> None:
+    if not resume and run.is_begun:
+        raise ConfigError(f"{run.path}: already holds a run; continue with --resume, or --overwrite it")
 
 
 def _run_to_end(session: Session, trainer: Trainer, loader: StepLoader, dealing: Dealing | None) -> None:
@@ -156,8 +179,7 @@ def _prepare_folder(
 ) -> RankState | None:
     comm = session.comm
     if comm.rank == 0:
-        if not resume and run.is_begun:
-            raise ConfigError(f"{run.path}: already holds a run; continue with --resume, or --overwrite it")
+        _refuse_begun(run, resume=resume)
         if run.is_begun:
             run.check_same(options.fingerprint(), session.dataset.checksum, options.to_json())
         elif resume and next(checkpoint_steps(run.path), None) is not None:

@@ -73,7 +73,7 @@ def test_a_long_recording_is_cut_and_its_times_go_on(trained: Trained, tmp_path:
     options = DecodingOptions(acoustic_scale=0.5)
     model = load_model(trained.run, torch.device("cpu"))
     found = Transcriber(model, kept_data(trained.run), options, longest_s=2.0).transcribe(
-        tmp_path / "long.wav"
+        tmp_path / "long.wav", "long"
     )
     times = [(word.start_s, word.start_s + word.duration_s) for word in found.words]
     assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(times))
@@ -93,18 +93,24 @@ def test_what_cannot_be_transcribed(
     (tmp_path / "empty").mkdir()
     kept = trained.run / "trained_on"
     for arguments, message in (
-        ((run, str(tmp_path / "no.wav")), "no.wav: unreadable audio"),
         ((run, recording, "-o", str(tmp_path / "out.txt")), "out.txt: exists; give another name"),
         ((str(tmp_path / "run"), recording), "run: no such folder"),
         ((run, str(tmp_path / "empty")), "empty: holds no audio"),
-        ((run, recording, recording, "--ctm", str(tmp_path / "ctm")), "two recordings are named"),
+        ((run, recording, recording, "--ctm", str(tmp_path / "ctm")), "are both named"),
         ((run, recording, "--longest", "0"), "--longest 0"),
+        ((run, recording, "--longest", "inf"), "--longest inf"),
+        ((run, recording, "-o", str(tmp_path / "no" / "out.txt")), "no: no such folder"),
+        ((run, recording, "-o", str(tmp_path / "a"), "--ctm", str(tmp_path / "a")), "give two files"),
     ):
         capsys.readouterr()
         assert speechdp(["transcribe", *arguments]) == 1
         printed = capsys.readouterr()
         assert message in printed.err and printed.err.count("\n") == 1 and printed.out == ""
     assert (tmp_path / "out.txt").read_text() == "mine"
+    assert speechdp(["transcribe", run, str(tmp_path / "no.wav"), recording]) == 1
+    printed = capsys.readouterr()
+    assert "no.wav: unreadable audio" in printed.err
+    assert printed.out.startswith(trained.recordings[0].stem)  # the others are not lost
     kept.rename(trained.run / "gone")
     try:
         assert speechdp(["transcribe", run, recording]) == 1

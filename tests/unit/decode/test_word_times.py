@@ -49,6 +49,14 @@ def test_words_are_found_where_they_were_put(data: st.DataObject) -> None:
         assert found == spans
 
 
+def test_a_word_may_begin_and_end_with_silence() -> None:
+    lexicon = Lexicon({"hm": ((SILENCE, "A", SILENCE),), "a": (("A",),)})
+    inventory = StateInventory(("A",))
+    classes = np.array([*range(3), *range(3, 6), *range(3), *range(3, 6)], np.int32)
+    found = word_spans(["hm", "a"], classes, lexicon, inventory)
+    assert found == [WordSpan("hm", 0, 9), WordSpan("a", 9, 12)]
+
+
 def test_another_transcripts_alignment_is_an_error() -> None:
     with pytest.raises(AssertionError, match="not one of this transcript"):
         word_spans(["b"], np.array([3, 4, 5], np.int32), LEXICON, INVENTORY)

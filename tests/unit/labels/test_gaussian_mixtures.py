@@ -103,3 +103,6 @@ def test_cepstra_are_the_cosine_transform_with_its_slopes() -> None:
     np.testing.assert_allclose(x[4:-4, 13 + 1], np.sqrt(20), rtol=1e-4)
     np.testing.assert_allclose(x[4:-4, 26:], 0, atol=1e-3)
     assert cepstra_of(np.empty((0, 40), np.float32)).shape == (0, 39)
+    mfcc = RNG.normal(size=(20, 20)).astype(np.float32)
+    taken = cepstra_of(mfcc, are_cepstra=True)
+    np.testing.assert_allclose(taken[:, :13], mfcc[:, :13] - mfcc[:, :13].mean(axis=0), atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from speechdp.parallel.run_files import RunDirectory
 from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Stopped
 from speechdp.train.flat_start import train_mixtures
-from speechdp.train.realign import make_alignments
+from speechdp.train.realign import make_alignments, train_with_realignment
 from speechdp.train.session import Session
 
 CPU = torch.device("cpu")
@@ -168,9 +169,49 @@ def with_lexicon(path: Path, changes: dict[str, tuple[tuple[str, ...], ...] | No
     return Session(dataset, SerialCommunicator(), CPU)
 
 
-def test_a_word_without_pronunciation_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no pronunciation"):
-        train_mixtures(with_lexicon(tmp_path / "data", dict.fromkeys(WORDS[:-1])), "train")
+def test_utterances_with_unknown_words_are_left_out(tmp_path: Path) -> None:
+    session = with_lexicon(tmp_path / "data", {"two": None})
+    spoken = [text.split() for path in session.dataset.shard_paths("train") for text in texts_of(path)]
+    without = sum("two" not in words for words in spoken)
+    assert 0 < without < len(spoken)
+    assert train_mixtures(session, "train").utterances == without
+
+
+def test_unknown_words_have_their_own_phone_where_the_lexicon_has_one(tmp_path: Path) -> None:
+    dataset, _ = write_spoken(tmp_path / "data", num_utterances=4)
+    lexicon = Lexicon.load(dataset.lexicon_path)
+    rest = Lexicon({word: v for word, v in lexicon.pronunciations.items() if word != "two"}).with_unknown()
+    rest.save(dataset.lexicon_path)
+    StateInventory(rest.phones).save(dataset.classes_path)
+    found = train_mixtures(Session(dataset, SerialCommunicator(), CPU), "train")
+    assert found.utterances == sum(len(texts_of(path)) for path in dataset.shard_paths("train"))
+
+
+def texts_of(path: Path) -> tuple[str, ...]:
+    with Shard(path) as shard:
+        return shard.texts
+
+
+def test_an_alignment_that_other_options_made_is_not_taken(
+    spoken: tuple[Dataset, dict[str, list[IntArray]]], tmp_path: Path
+) -> None:
+    session = Session(spoken[0], SerialCommunicator(), CPU)
+    for number, made_by in (("0", {"flat_start": True}), ("1", {"flat_start": False, "epochs": 3})):
+        folder = tmp_path / "alignments" / number
+        folder.mkdir(parents=True)
+        RunDirectory(folder).complete({"made_by": made_by})
+    with pytest.raises(ConfigError, match=r"alignments/1: was made with other options \(--epochs 3\)"):
+        make_alignments(session, dataclasses.replace(OPTIONS, realign=1), tmp_path)
+    assert make_alignments(session, OPTIONS, tmp_path) == tmp_path / "alignments" / "0"
+
+
+def test_a_run_that_is_there_is_refused_before_anything_is_aligned(
+    spoken: tuple[Dataset, dict[str, list[IntArray]]], tmp_path: Path
+) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        train_with_realignment(Session(spoken[0], SerialCommunicator(), CPU), OPTIONS, tmp_path)
+    assert not (tmp_path / "alignments").exists()
 
 
 def test_transcripts_that_no_utterance_can_hold(tmp_path: Path) -> None:
