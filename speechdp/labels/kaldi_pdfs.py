@@ -70,18 +70,22 @@ def classes_of(dataset: Dataset) -> StateInventory | KaldiPdfs:
     return classes
 
 
-def refuse_kaldi_pdfs(path: Path, what: str) -> None:
+_WITH_KALDI = (
+    "write posteriors with speechdp posteriors and decode with Kaldi, or decode with its graph, "
+    "speechdp decode --graph HCLG.fst"
+)
+
+
+def refuse_kaldi_pdfs(path: Path, what: str, remedy: str = _WITH_KALDI) -> None:
     """Refuse what needs pronunciations where the targets are Kaldi's pdfs.
 
     Args:
         path: the class list.
         what: what was asked for, e.g. "decode".
+        remedy: what to do instead.
 
     Raises:
         ConfigError: the classes are Kaldi's pdfs.
     """
     if is_kaldi_pdfs(path):
-        raise ConfigError(
-            f"{what}: {path.parent}: targets are Kaldi pdfs; write posteriors with speechdp posteriors and "
-            "decode with Kaldi, or decode with its graph, speechdp decode --graph HCLG.fst"
-        )
+        raise ConfigError(f"{what}: {path.parent}: targets are Kaldi pdfs; {remedy}")

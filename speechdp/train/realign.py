@@ -74,7 +74,7 @@ def make_alignments(session: Session, options: TrainOptions, out_dir: Path) -> P
     alignments = options.alignments
     for given, name in ((options.flat_start, "--flat-start"), (options.realign, "--realign")):
         if given:
-            refuse_kaldi_pdfs(session.dataset.classes_path, name)
+            refuse_kaldi_pdfs(session.dataset.classes_path, name, "leave it out, they are aligned already")
     if options.flat_start:
         alignments = out_dir / "alignments" / "0"
         if not _is_made(session, alignments, {"flat_start": True}):
