@@ -107,22 +107,23 @@ def test_data_without_an_alignment_are_scored_as_with_one(
 
 
 @pytest.mark.parametrize(
-    ("command", "what"),
+    ("command", "what", "remedy"),
     [
-        (["decode", "RUN", "DATA", "--split", "dev"], "decode"),
-        (["train", "DATA", "OTHER", "--realign", "1"], "--realign"),
-        (["sweep", "DATA", "OTHER", "--epochs", "1"], "--decode-split"),
+        (["decode", "RUN", "DATA", "--split", "dev"], "decode", "write posteriors with speechdp posteriors"),
+        (["train", "DATA", "OTHER", "--realign", "1"], "--realign", "leave it out"),
+        (["train", "DATA", "OTHER", "--flat-start"], "--flat-start", "leave it out"),
+        (["sweep", "DATA", "OTHER", "--epochs", "1"], "--decode-split", "write posteriors"),
     ],
 )
 def test_what_needs_pronunciations_is_refused_at_once(
-    data: Dataset, run: Path, command: list[str], what: str
+    data: Dataset, run: Path, command: list[str], what: str, remedy: str
 ) -> None:
     other = run.with_name("other")
     names = {"RUN": run, "DATA": data.path, "OTHER": other}
     ended = ended_within(120, alone(*(names.get(word, word) for word in command)))
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("speechdp: ")]
     assert ended.exit_code == 1 and line.startswith(f"speechdp: {what}")
-    assert "targets are Kaldi pdfs; write posteriors with speechdp posteriors" in line
+    assert f"targets are Kaldi pdfs; {remedy}" in line
     assert not (other / "run.json").exists()
 
 
