@@ -191,7 +191,11 @@ FULL_SUM_FAR = ModelOptions(criterion="full-sum", prior_scale=1.5)
     [
         (FULL_SUM_FAR, BatchOptions(), "--prior-scale 1.5: must be from 0"),
         (ModelOptions(prior_scale=0.5), BatchOptions(), "--prior-scale: goes with --criterion full-sum"),
-        (FULL_SUM, BatchOptions(chunk_frames=20), "whole utterances: give --chunk-frames 0"),
+        (
+            FULL_SUM,
+            BatchOptions(chunk_frames=20),
+            "whole utterances: give --chunk-frames 0 .*--criterion frame",
+        ),
         (ModelOptions("kaldi-4x800", criterion="full-sum"), BatchOptions(), "whole utterances"),
     ],
 )
@@ -317,8 +321,20 @@ def test_rounds_that_make_no_sense_are_refused(
         TrainOptions(ModelOptions(criterion=criterion), realign=realign, realign_criterion=realign_criterion)
 
 
+def test_the_scale_of_the_priors_is_the_first_rounds_alone() -> None:
+    options = TrainOptions(ModelOptions(prior_scale=0.5), realign=2, realign_criterion="full-sum")
+    assert options.first_round_model().prior_scale == 0.5
+    assert type(options.make_task()) is AcousticTask
+    later = options.on_alignments(Path("alignments/1"))
+    assert later == TrainOptions(alignments=Path("alignments/1"))
+    with pytest.raises(ConfigError, match=r"--prior-scale 1\.5: must be from 0 to 1"):
+        TrainOptions(ModelOptions(prior_scale=1.5), realign=2, realign_criterion="full-sum")
+    with pytest.raises(ConfigError, match=r"--prior-scale: goes with .*--realign-criterion full-sum"):
+        TrainOptions(ModelOptions(prior_scale=0.5), realign=2)
+
+
 def test_a_first_round_over_chunks_is_refused_before_it_begins() -> None:
-    with pytest.raises(ConfigError, match="whole utterances"):
+    with pytest.raises(ConfigError, match=r"whole utterances.*, or leave out --realign-criterion full-sum$"):
         TrainOptions(batch=BatchOptions(chunk_frames=20), realign=1, realign_criterion="full-sum")
 
 
