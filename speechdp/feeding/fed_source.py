@@ -14,6 +14,7 @@ from torch import Tensor
 from speechdp.comm.base import Communicator
 from speechdp.comm.packets import Packet
 from speechdp.data.loading.batch import Batch
+from speechdp.data.loading.left_out import LeftOut
 from speechdp.data.loading.source import SplitSource
 from speechdp.data.loading.source_options import SourceRequest
 from speechdp.data.loading.stage_times import StageTimes
@@ -70,6 +71,7 @@ class FedSource(SplitSource):
         self.feature_dim = int(replies[0].head["feature_dim"])
         shard, utterance, num_frames = (tensor.numpy() for tensor in replies[0].tensors)
         self.index = CorpusIndex(shard, utterance, num_frames)
+        self.left_out = LeftOut(self.index)
 
     def start(self, segments: Segments, place: PlanPosition | None = None) -> FedBatch:
         head = {
@@ -77,7 +79,7 @@ class FedSource(SplitSource):
             "source": self._number,
             "place": None if place is None else [place.epoch, place.part, place.index],
         }
-        return FedBatch(self, self._link.ask_for_batch(head, [pack_segments(segments)]))
+        return FedBatch(self, segments, self._link.ask_for_batch(head, [pack_segments(segments)]))
 
     def count_classes(self, num_classes: int, share: int, num_shares: int) -> npt.NDArray[np.int64]:
         # Each feeder counts every n-th shard of the share.
@@ -107,12 +109,14 @@ class FedSource(SplitSource):
         for feeder in self._link.feeders if self._link.is_open else ():
             self._ask(feeder, {"op": "close"})
 
-    def arrived(self, packet: Packet) -> Batch:
-        """Return the batch in a packet, and count it."""
+    def arrived(self, packet: Packet, segments: Segments) -> Batch:
+        """Return the batch of these segments, which is in a packet, and count it."""
         features, targets, lengths, *hmms = packet.tensors
         transcripts = TranscriptHmms(*(tensor.numpy() for tensor in hmms)) if hmms else None
         num_frames = int(packet.head["num_frames"])
         batch = Batch(features, targets, lengths, num_frames, transcripts=transcripts)
+        if transcripts is not None:
+            self.left_out.fits(segments.shard, segments.utterance, lengths.numpy(), transcripts)
         self._made_by[str(packet.source)] += 1
         self.times.count(batch.num_frames, features.shape[0] * features.shape[1])
         return batch
@@ -124,8 +128,8 @@ class FedSource(SplitSource):
 class FedBatch:
     """A batch that a feeder has been asked for, or will be."""
 
-    def __init__(self, source: FedSource, answer: Future[Packet]) -> None:
-        self._source, self._answer = source, answer
+    def __init__(self, source: FedSource, segments: Segments, answer: Future[Packet]) -> None:
+        self._source, self._segments, self._answer = source, segments, answer
         self._batch: Batch | None = None
 
     @property
@@ -136,7 +140,7 @@ class FedBatch:
     def result(self) -> Batch:
         """Wait for the batch.  Raises what went wrong on the feeder, with its rank."""
         if self._batch is None:
-            self._batch = self._source.arrived(self._answer.result())
+            self._batch = self._source.arrived(self._answer.result(), self._segments)
         return self._batch
 
 

@@ -19,10 +19,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import STATES_PER_PHONE, StateInventory, states_of
-from speechdp.labels.lexicon import SILENCE, Lexicon, Pronunciation
+from speechdp.labels.lexicon import SILENCE, Lexicon
 
 #: Log-probability of what cannot be.  Finite, so that no difference of two of them is NaN.
 LOG_ZERO = -1e30
+
+#: Frames that no recording has: the `min_frames` of a transcript that cannot be pronounced.
+NO_PATH = int(np.iinfo(np.int64).max)
 
 #: The class of CTC's blank; the other classes are the phones.
 BLANK = 0
@@ -61,7 +64,7 @@ class TranscriptHmm:
         log_probs: (S, K) log-probability of each of these arcs; LOG_ZERO where there is none.
         initial: (S,) log-probability of beginning there.
         final: (S,) log-probability of ending there.
-        min_frames: frames of the shortest path; a recording with fewer has none.
+        min_frames: frames of the shortest path; a recording with fewer has none.  NO_PATH: none has one.
     """
 
     classes: States
@@ -70,6 +73,19 @@ class TranscriptHmm:
     initial: LogProbs
     final: LogProbs
     min_frames: int
+
+    @classmethod
+    def without_path(cls) -> TranscriptHmm:
+        """Make the HMM that no recording fits: one state, which is neither entered nor left."""
+        never = np.full(1, LOG_ZERO)
+        return cls(
+            np.zeros(1, np.int64),
+            np.zeros((1, 2), np.int64),
+            np.full((1, 2), LOG_ZERO),
+            never,
+            never,
+            NO_PATH,
+        )
 
 
 @dataclass(frozen=True)
@@ -153,14 +169,19 @@ class TranscriptCompiler:
     def compile(self, words: Sequence[str]) -> TranscriptHmm:
         """Make the HMM of a transcript; without words it is silence.
 
+        A word that is not in the lexicon is its `<unk>`; where it has none, no recording fits the transcript.
+
         Raises:
-            ConfigError: a word is not in the lexicon, or there is neither a word nor silence.
+            ConfigError: there is neither a word nor silence.
         """
+        known = self._lexicon.pronounceable(words)
+        if len(known) < len(words):
+            return TranscriptHmm.without_path()
         chains = _Chains(self._stay, self._leave)
         # What leads to the next word boundary; state -1 is the beginning of the recording.
         boundary: list[_Arc] = [(-1, 0.0)]
         min_frames = 0
-        for word in words:
+        for word in known:
             hub = self._pass_boundary(chains, boundary)
             variants = self._variants_of(word)
             boundary = [chains.add(variant, hub) for variant in variants]
@@ -182,7 +203,7 @@ class TranscriptCompiler:
     def _variants_of(self, word: str) -> list[States]:
         found = self._variants.get(word)
         if found is None:
-            pronunciations = _pronunciations(self._lexicon, word)
+            pronunciations = self._lexicon.pronunciations[word]
             found = [np.array(states_of(phones, self._inventory), np.int64) for phones in pronunciations]
             self._variants[word] = found
         return found
@@ -209,14 +230,16 @@ class CtcCompiler:
     def compile(self, words: Sequence[str]) -> TranscriptHmm:
         """Make the graph of a transcript; without words it is blank.
 
-        Raises:
-            ConfigError: a word is not in the lexicon.
+        Words that are not in the lexicon: as in `TranscriptCompiler`.
         """
+        known = self._lexicon.pronounceable(words)
+        if len(known) < len(words):
+            return TranscriptHmm.without_path()
         chains = _Chains(self._certain, self._certain)
         start: _Arc = (-1, 0.0)
         # What leads to the next word boundary, and the phone that it comes from.
         boundary: list[tuple[_Arc, int]] = [(start, BLANK), (chains.add_state(BLANK, [start]), BLANK)]
-        for word in words:
+        for word in known:
             ends = [self._add_phones(chains, phones, boundary) for phones in self._variants_of(word)]
             boundary = [*ends, (chains.add_state(BLANK, [arc for arc, _ in ends]), BLANK)]
         hmm = chains.finish([arc for arc, _ in boundary], min_frames=0)
@@ -238,7 +261,7 @@ class CtcCompiler:
         classes_of = self._inventory.classes_of
         return [
             [classes_of(phone)[0] // STATES_PER_PHONE for phone in phones]
-            for phones in _pronunciations(self._lexicon, word)
+            for phones in self._lexicon.pronunciations[word]
         ]
 
 
@@ -256,13 +279,6 @@ def make_compiler(
     return TranscriptCompiler(
         lexicon, inventory, options.self_loop, options.silence_probability, options.transition_scale
     )
-
-
-def _pronunciations(lexicon: Lexicon, word: str) -> tuple[Pronunciation, ...]:
-    """Look a word up.  Raises ConfigError: it is not in the lexicon."""
-    if word not in lexicon:
-        raise ConfigError(f"word {word!r} of a transcript is not in the lexicon; add it and prepare again")
-    return lexicon.pronunciations[word]
 
 
 def _shortest_path(hmm: TranscriptHmm) -> int:

@@ -110,6 +110,8 @@ class TrainOptions:
         if self.realign_criterion and not self.realign:
             raise ConfigError("--realign-criterion: goes with --realign; leave it out")
         if self.realign:
+            if self.realign_criterion == "full-sum":
+                self._refuse_cuts("leave out --realign-criterion full-sum")
             dataclasses.replace(self, model=self.first_round_model(), realign=0, realign_criterion=None)
         batch, optimizer = self._resolve(1)  # with any number of ranks: only divisibility depends on it
         optimizer.schedule()
@@ -119,7 +121,7 @@ class TrainOptions:
         """Refuse options that the task has no use for.  Raises ConfigError."""
         task = self.task_class
         if self.make_task().transcripts is not None:
-            self._refuse_chunks()
+            self._refuse_beside_transcripts()
         if task.whole_utterances:
             self._refuse_parts(task.name)
         elif (self.realign or self.flat_start) and not task.decodes:
@@ -142,8 +144,26 @@ class TrainOptions:
             return self.model
         return dataclasses.replace(self.model, criterion=self.realign_criterion)
 
-    def _refuse_chunks(self) -> None:
-        """Refuse to cut utterances whose transcripts are to be learnt as a whole.  Raises ConfigError."""
+    def on_alignments(self, alignments: Path | None) -> TrainOptions:
+        """Return the options of a run that trains on these targets and makes none itself."""
+        return dataclasses.replace(
+            self,
+            model=self._later_model(),
+            alignments=alignments,
+            flat_start=False,
+            realign=0,
+            realign_epochs=None,
+            realign_criterion=None,
+        )
+
+    def _later_model(self) -> ModelOptions:
+        """Return the model of all but the first round of --realign, which alone may be by full-sum."""
+        if self.realign_criterion != "full-sum":
+            return self.model
+        return dataclasses.replace(self.model, prior_scale=None)
+
+    def _refuse_beside_transcripts(self) -> None:
+        """Refuse what does not go with learning transcripts as a whole.  Raises ConfigError."""
         if self.aligns:
             name, remedy = "--flat-start", ""
             if self.realign:
@@ -152,11 +172,15 @@ class TrainOptions:
                 f"{name}: not with --criterion {self.model.criterion}, which learns from no alignment; "
                 f"leave it out{remedy}"
             )
+        self._refuse_cuts("give --criterion frame")
+
+    def _refuse_cuts(self, instead: str) -> None:
+        """Refuse to cut utterances whose transcripts are to be learnt as a whole.  Raises ConfigError."""
         batches = self.batches()
         if batches.chunk_frames or batches.left_context or batches.right_context:
             raise ConfigError(
                 "transcripts are learnt over whole utterances: give --chunk-frames 0 --left-context 0 "
-                "--right-context 0, or --criterion frame"
+                f"--right-context 0, or {instead}"
             )
 
     def _refuse_parts(self, task: str) -> None:
@@ -195,7 +219,7 @@ class TrainOptions:
         Raises:
             ConfigError: another task's options, or invalid sizes.
         """
-        return self.model.make_task(self.task_class, task_options(self.task))
+        return self._later_model().make_task(self.task_class, task_options(self.task))
 
     @property
     def preset(self) -> Preset:

@@ -66,7 +66,9 @@ class AcousticTask(Task):
         if criterion == "full-sum":
             return FullSumTask(config) if prior_scale is None else FullSumTask(config, prior_scale)
         if prior_scale is not None:
-            raise ConfigError("--prior-scale: goes with --criterion full-sum; leave it out")
+            raise ConfigError(
+                "--prior-scale: goes with --criterion full-sum or --realign-criterion full-sum; leave it out"
+            )
         return CtcTask(config) if criterion == "ctc" else cls(config)
 
     @classmethod
@@ -214,7 +216,9 @@ class FullSumTask(TranscriptTask):
         assert counts is not None
         frames = model.class_prior.double().cpu().numpy() * counts.frames.sum()
         runs = frames * (1 - self.transcripts.self_loop)
-        own = ClassCounts(np.rint(frames).astype(np.int64), np.rint(runs).astype(np.int64))
+        # None has 0, which would say that its phone is unknown to the model: the average forgets rare ones.
+        frames, runs = (np.maximum(np.rint(values), 1).astype(np.int64) for values in (frames, runs))
+        own = ClassCounts(frames, runs)
         super().save(run_dir, model, facts, own)
 
     def total(self, model: Any, logits: Tensor, batch: Batch) -> Tensor:

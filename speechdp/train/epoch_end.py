@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from speechdp.comm.base import ReduceOp
+from speechdp.errors import RunError
 from speechdp.parallel.batch_statistics import average_statistics, averaged_statistics
 from speechdp.parallel.run_files import Metrics
 from speechdp.parallel.strategy import final_models
@@ -21,8 +22,14 @@ def measure_epoch(parts: TrainingParts, at: Standing, epochs_done: int, time_s: 
         at: where the epoch has ended; holds this rank's loss.
         epochs_done: with this one.
         time_s: training time of the run so far, s.
+
+    Raises:
+        RunError: no frame was learnt, or none of the held-out split scored.
     """
     loss, frames = parts.comm.allreduce(at.epoch_loss.clone(), name="epoch_loss").tolist()
+    if frames == 0:
+        why = "" if parts.task.transcripts is None else ": no utterance fits its transcript"
+        raise RunError(f"no frame of the training split was learnt{why}; choose another with --train-split")
     held_out, distance = _evaluate(parts)
     return Metrics(
         epoch=float(epochs_done),

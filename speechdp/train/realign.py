@@ -45,20 +45,8 @@ def train_with_realignment(
     """
     if options.aligns:
         check_beginning(session, options, run_dir, resume=resume)
-    proper = with_alignments(options, make_alignments(session, options, run_dir))
+    proper = options.on_alignments(make_alignments(session, options, run_dir))
     train_run(session, proper, run_dir, resume=resume)
-
-
-def with_alignments(options: TrainOptions, alignments: Path | None) -> TrainOptions:
-    """Return the options of a run that trains on these targets and makes none itself."""
-    return dataclasses.replace(
-        options,
-        alignments=alignments,
-        flat_start=False,
-        realign=0,
-        realign_epochs=None,
-        realign_criterion=None,
-    )
 
 
 def make_alignments(session: Session, options: TrainOptions, out_dir: Path) -> Path | None:
@@ -86,10 +74,9 @@ def make_alignments(session: Session, options: TrainOptions, out_dir: Path) -> P
         criterion = options.realign_criterion if number == 1 else None
         made_by = {"flat_start": options.flat_start, "epochs": epochs, "realign_criterion": criterion}
         if not _is_made(session, output, made_by):
-            model = options.first_round_model() if number == 1 else options.model
-            round_options = dataclasses.replace(
-                with_alignments(options, alignments), epochs=epochs, model=model
-            )
+            round_options = dataclasses.replace(options.on_alignments(alignments), epochs=epochs)
+            if number == 1:
+                round_options = dataclasses.replace(round_options, model=options.first_round_model())
             session.reporter.notice(f"round {number} of {options.realign} before the alignment: {round_dir}")
             train_or_go_on(session, round_options, round_dir)
             report = align(session, options, round_dir, alignments, output, made_by)

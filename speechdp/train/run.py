@@ -94,7 +94,7 @@ def _train_run(
         loader, dealing = open_loader(session, resolved, trainer, sources.training, stack)
         with sampled(session, options.loading.sample_hz, run_dir, trainer.parts.timeline):
             _run_to_end(session, trainer, loader, dealing)
-        _conclude(session, run, trainer, sources, origin)
+        _conclude(session, resolved, run, trainer, sources, origin)
 
 
 def check_beginning(session: Session, options: TrainOptions, run_dir: Path, *, resume: bool) -> None:
@@ -273,17 +273,33 @@ def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
     }
 
 
-def _tell_of_short_utterances(session: Session, readers: list[dict[str, Any]]) -> None:
-    """Say how many utterances were left out, by what those who read them have counted."""
-    count = sum(reader.get("data", {}).get("utterances_too_short", 0) for reader in readers)
-    if count:
-        session.reporter.notice(
-            f"{count} utterances have fewer frames than their transcripts have states and were left out"
-        )
+def _utterances_left_out(session: Session, options: TrainOptions, sources: Sources) -> dict[str, Any]:
+    """Count the utterances of each split that do not fit their transcripts, and say so.  Collective.
+
+    Returns:
+        What stands in timing.json as `left_out`: see `LeftOut.gather`; only splits that have such.
+    """
+    because = {
+        "too_short": "have fewer frames than their transcripts have states",
+        "unknown_words": "have words that are not in the lexicon",
+    }
+    found = {}
+    for split, source in ((options.train_split, sources.training), (options.held_out, sources.held_out)):
+        numbers = source.left_out.gather(session.comm)
+        for why, number in numbers.items():
+            session.reporter.notice(f"{number} utterances of {split!r} {because[why]} and were left out")
+        if numbers:
+            found[split] = numbers
+    return found
 
 
 def _conclude(
-    session: Session, run: RunDirectory, trainer: Trainer, sources: Sources, origin: dict[str, Any]
+    session: Session,
+    options: TrainOptions,
+    run: RunDirectory,
+    trainer: Trainer,
+    sources: Sources,
+    origin: dict[str, Any],
 ) -> None:
     parts, comm = trainer.parts, session.comm
     parts.pulse.beat("the end of the run")
@@ -292,8 +308,11 @@ def _conclude(
         parts.timeline, comm, {**trainer.traffic(), "data": data, "memory": peak_memory(session.device)}
     )
     feeders = gather_feeder_times(sources.training, comm)
-    if timing is not None:
-        _tell_of_short_utterances(session, [*timing["ranks"], *feeders])
+    left_out = {}
+    if parts.task.transcripts is not None:
+        left_out = _utterances_left_out(session, options, sources)
+    if timing is not None and left_out:
+        timing["left_out"] = left_out
     if timing is not None and feeders:
         timing["feeders"] = feeders
     # A run resumed at its very end has timed nothing; its timeline still holds all steps.

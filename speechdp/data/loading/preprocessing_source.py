@@ -45,7 +45,7 @@ class PreprocessingSource(SplitSource):
         self, reader: SplitReader, preprocessor: Preprocessor, *, num_threads: int, device: torch.device
     ) -> None:
         self._reader, self._preprocessor, self._device = reader, preprocessor, device
-        self.index, self.times = reader.index, reader.times
+        self.index, self.times, self.left_out = reader.index, reader.times, reader.left_out
         self.feature_dim = preprocessor.output_dim
         self.times.facts |= {"threads": num_threads, "preprocess_on": device.type}
         # One thread on a GPU: its kernels are queued one after the other anyway.

@@ -17,6 +17,7 @@ from torch import Tensor
 from speechdp.comm.base import Communicator
 from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.data.loading.buffers import BufferPool
+from speechdp.data.loading.left_out import LeftOut
 from speechdp.data.loading.source import Ready, SplitSource
 from speechdp.data.loading.split_files import SplitFiles
 from speechdp.data.loading.stage_times import StageTimes
@@ -90,7 +91,7 @@ class SplitReader(SplitSource):
         comm: ranks that share out the reading of the shards' indices (collective then); None reads all.
         pin: make batches in page-locked memory.
         transcripts: batches hold the HMMs of their transcripts, with these probabilities.  Segments are whole
-            utterances then; the frames of one that is too short for its transcript are not to be learnt.
+            utterances then; the frames of one that does not fit its transcript are not to be learnt.
 
     Raises:
         ConfigError: HMMs are asked for, and the lexicon or the class list cannot be used.
@@ -122,9 +123,9 @@ class SplitReader(SplitSource):
         lengths = self._files.lengths(comm)
         self.times.facts |= {"stored": dataset.stored, "storage": self._files.storage}
         self.index = CorpusIndex.of_lengths(lengths)
+        self.left_out = LeftOut(self.index)
         self._has_texts = dataset.has_texts
         self._verified = np.zeros(len(self.index.num_frames), dtype=bool)
-        self._too_short = np.zeros_like(self._verified)
         self._is_disk_slow = False
         # Where each utterance begins, counted over all shards, and the first utterance of each shard.
         self._starts = np.concatenate([[0], np.cumsum(self.index.num_frames, dtype=np.int64)])
@@ -198,11 +199,7 @@ class SplitReader(SplitSource):
         return targets
 
     def transcripts(self, rows: Rows) -> TranscriptHmms | None:
-        """Make the HMMs of the rows' transcripts, where they are asked for.
-
-        Raises:
-            ConfigError: a word is not in the lexicon.
-        """
+        """Make the HMMs of the rows' transcripts, where they are asked for."""
         if self._compiler is None or len(rows) == 0:
             return None
         places = zip(rows.shard.tolist(), rows.utterance.tolist(), strict=True)
@@ -210,15 +207,10 @@ class SplitReader(SplitSource):
         return TranscriptHmms.of([self._compiler.compile(text.split()) for text in texts])
 
     def num_learnt(self, rows: Rows, transcripts: TranscriptHmms | None) -> int:
-        """Count the frames to be learnt: not those of utterances that are too short for their transcripts.
-
-        How many different utterances were too short stands in `times.facts`.
-        """
+        """Count the frames to be learnt: not those of utterances that do not fit their transcripts."""
         if transcripts is None:
             return int(rows.learnt.sum())
-        fits = rows.length >= transcripts.min_frames
-        self._too_short[rows.position[~fits]] = True
-        self.times.facts["utterances_too_short"] = int(self._too_short.sum())
+        fits = self.left_out.fits(rows.shard, rows.utterance, rows.length, transcripts)
         return int(rows.learnt[fits].sum())
 
     def _symbols(self, rows: Rows) -> Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speechdp.data.loading.batch import Batch
+from speechdp.data.loading.left_out import LeftOut
 from speechdp.data.loading.stage_times import StageTimes
 from speechdp.data.plan.assignment import PlanPosition
 from speechdp.data.plan.epoch_plan import CorpusIndex, Segments
@@ -41,12 +42,14 @@ class SplitSource(ABC):
         index: the utterances of the split.
         feature_dim: values a frame of its batches has: the model's input.
         times: where its time goes.
+        left_out: utterances of its batches that are not learnt.
         read_ahead: batches that should be under way, lest some of those who make them stand idle.
     """
 
     index: CorpusIndex
     feature_dim: int
     times: StageTimes
+    left_out: LeftOut
     read_ahead: int = 1
 
     @abstractmethod

@@ -24,6 +24,7 @@ class ThreadedSource(SplitSource):
     def __init__(self, source: SplitSource, num_threads: int) -> None:
         self._source = source
         self.index, self.times, self.feature_dim = source.index, source.times, source.feature_dim
+        self.left_out = source.left_out
         self.read_ahead = num_threads + 1
         self.times.facts["threads"] = num_threads
         self._threads = ThreadPoolExecutor(

@@ -105,15 +105,7 @@ class OwnTraining(ComparedTraining):
             assert run.epochs is not None
             if run.epochs != options.num_epochs:
                 options = stretched(options, run.epochs)
-            options = dataclasses.replace(
-                options,
-                alignments=self._alignments,
-                flat_start=False,
-                realign=0,
-                realign_epochs=None,
-                realign_criterion=None,
-            )
-            message = self._train(run_dir, options, run.ranks)
+            message = self._train(run_dir, options.on_alignments(self._alignments), run.ranks)
             if message is not None:
                 return message
         if not request.decode_split:

@@ -19,7 +19,7 @@ from speechdp.report.runs.results import ONE_RANK
 from speechdp.tasks.model_file import load_model
 from speechdp.train.ownership import owned
 from speechdp.train.progress import Reporter
-from speechdp.train.realign import make_alignments, train_or_go_on, with_alignments
+from speechdp.train.realign import make_alignments, train_or_go_on
 from speechdp.train.session import Session
 
 
@@ -51,7 +51,7 @@ def run_sweep(
     alignments = make_alignments(
         dataclasses.replace(session, reporter=reporter_for("alignment")), options, out_dir
     )
-    options = with_alignments(options, alignments)
+    options = options.on_alignments(alignments)
     for position, name in enumerate(names, start=1):
         run_session = dataclasses.replace(session, reporter=reporter_for(f"[{position}/{len(names)}] {name}"))
         with owned(run_session, out_dir / name, "sweep"):

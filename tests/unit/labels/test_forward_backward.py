@@ -91,6 +91,22 @@ def test_gradient_is_the_occupancy() -> None:
         torch.testing.assert_close(full_sum(log_likelihoods, lengths, hmms)[0], log_probs)
 
 
+def test_what_cannot_be_pronounced_changes_nothing_else_in_the_batch() -> None:
+    lengths = torch.tensor([400, 300])
+    generator = torch.Generator().manual_seed(0)
+    log_likelihoods = 3 * torch.randn(2, 400, NUM_CLASSES, generator=generator)
+    log_likelihoods.requires_grad_()
+    alone, _ = full_sum(log_likelihoods[:1], lengths[:1], hmms_of([["c", "d"]]))
+    log_probs, fits = full_sum(log_likelihoods, lengths, hmms_of([["c", "d"], ["c", "x"]]))
+    assert fits.tolist() == [True, False]
+    assert log_probs.tolist() == [pytest.approx(alone.item()), 0.0]
+    (gradient,) = torch.autograd.grad(log_probs.sum(), log_likelihoods)
+    torch.testing.assert_close(gradient[0].sum(1), torch.ones(400))
+    assert (gradient[1] == 0).all()
+    best = best_paths(log_likelihoods, lengths, hmms_of([["c", "d"], ["c", "x"]]))
+    assert best.log_probs[1] == 0 and (best.classes[1] == -1).all()
+
+
 def test_what_is_too_short_or_padding_has_no_occupancy() -> None:
     hmms, lengths = hmms_of(TRANSCRIPTS), torch.tensor(LENGTHS)
     found = occupancies(scores(), lengths, hmms)

@@ -8,7 +8,14 @@ import pytest
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import Lexicon
-from speechdp.labels.transcript_hmm import LOG_ZERO, TranscriptCompiler, TranscriptHmm, TranscriptHmms
+from speechdp.labels.transcript_hmm import (
+    LOG_ZERO,
+    NO_PATH,
+    CtcCompiler,
+    TranscriptCompiler,
+    TranscriptHmm,
+    TranscriptHmms,
+)
 
 # Classes: silence 0-2, A 3-5, B 6-8, C 9-11.
 LEXICON = Lexicon({"ab": (("A", "B"),), "c": (("C",), ("A",))})
@@ -99,9 +106,17 @@ def test_predecessors_do_not_grow_with_both_words_pronunciations() -> None:
     assert hmm.predecessors.shape[1] == 1 + 4 + 1  # itself, the ends of the word before, the pause
 
 
-def test_a_word_that_is_unknown_is_named() -> None:
-    with pytest.raises(ConfigError, match="'x' of a transcript is not in the lexicon"):
-        compiler().compile(["ab", "x"])
+@pytest.mark.parametrize("kind", [TranscriptCompiler, CtcCompiler])
+def test_a_word_that_is_unknown_is_unk_or_leaves_no_path(
+    kind: type[TranscriptCompiler] | type[CtcCompiler],
+) -> None:
+    options = (0.6,) if kind is TranscriptCompiler else ()
+    known = kind(LEXICON.with_unknown(), StateInventory(("<unk>", "A", "B", "C")), *options)
+    as_unk, named = known.compile(["ab", "x"]), known.compile(["ab", "<unk>"])
+    for name, array in vars(named).items():
+        np.testing.assert_array_equal(getattr(as_unk, name), array)
+    without = kind(LEXICON, INVENTORY, *options).compile(["ab", "x"])
+    assert without.min_frames == NO_PATH and paths_of(without) == {}
 
 
 def test_padding_cannot_be_reached() -> None:

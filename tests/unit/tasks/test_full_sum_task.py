@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.loading.batch import IGNORED_TARGET, Batch
@@ -30,7 +31,7 @@ from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.tasks.acoustic import AcousticTask, CtcTask, FullSumTask
 from speechdp.tasks.base import TaskData
-from speechdp.tasks.model_file import load_model
+from speechdp.tasks.model_file import ClassCounts, load_model
 from speechdp.train.realign import train_with_realignment
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
@@ -191,7 +192,11 @@ FULL_SUM_FAR = ModelOptions(criterion="full-sum", prior_scale=1.5)
     [
         (FULL_SUM_FAR, BatchOptions(), "--prior-scale 1.5: must be from 0"),
         (ModelOptions(prior_scale=0.5), BatchOptions(), "--prior-scale: goes with --criterion full-sum"),
-        (FULL_SUM, BatchOptions(chunk_frames=20), "whole utterances: give --chunk-frames 0"),
+        (
+            FULL_SUM,
+            BatchOptions(chunk_frames=20),
+            "whole utterances: give --chunk-frames 0 .*--criterion frame",
+        ),
         (ModelOptions("kaldi-4x800", criterion="full-sum"), BatchOptions(), "whole utterances"),
     ],
 )
@@ -257,16 +262,59 @@ def test_a_resumed_run_goes_on_with_its_priors(dataset: Dataset, tmp_path: Path)
     assert_equal_runs(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_utterances_that_are_too_short_are_counted(tmp_path: Path) -> None:
-    """A lexicon with longer pronunciations makes all of one word too short."""
+def utterances_with(dataset: Dataset, split: str, word: str) -> int:
+    shards = map(Shard, dataset.shard_paths(split))
+    return sum(word in shard.text(u).split() for shard in shards for u in range(shard.num_utterances))
+
+
+@pytest.mark.parametrize(
+    ("times", "why"),
+    [pytest.param(20, "too_short", id="short"), pytest.param(0, "unknown_words", id="unknown")],
+)
+def test_utterances_that_do_not_fit_are_left_out_and_counted_once(
+    tmp_path: Path, times: int, why: str
+) -> None:
+    """Over all epochs and ranks, which pass them on; a long pronunciation makes all of one word too short."""
     dataset = write_tiny_data(tmp_path / "data", TinySizes(train=24, dev=6))
-    lexicon = Lexicon.load(dataset.lexicon_path)
-    longer = {w: tuple(p * 6 for p in v) if w == "one" else v for w, v in lexicon.pronunciations.items()}
-    Lexicon(longer).save(dataset.lexicon_path)
-    train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path / "run")
-    (rank,) = json.loads((tmp_path / "run" / "timing.json").read_text())["ranks"]
-    assert 0 < rank["data"]["utterances_too_short"] < 24
+    pronunciations = dict(Lexicon.load(dataset.lexicon_path).pronunciations)
+    (one,) = pronunciations.pop("one")
+    others = pronunciations | ({"one": (one * times,)} if times else {})
+    Lexicon(others).save(dataset.lexicon_path)
+    options = dataclasses.replace(OPTIONS, epochs=3)
+    run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path / "run"))
+    numbers = {split: utterances_with(dataset, split, "one") for split in ("train", "dev")}
+    assert 0 < numbers["train"] < 24 and 0 < numbers["dev"] < 6
+    left_out = json.loads((tmp_path / "run" / "timing.json").read_text())["left_out"]
+    assert left_out == {split: {why: number} for split, number in numbers.items()}
     assert evaluations(tmp_path / "run")[-1]["heldout_frames"] < dataset.num_frames("dev")
+
+
+def test_where_no_utterance_fits_every_rank_says_so(tmp_path: Path) -> None:
+    dataset = write_tiny_data(tmp_path / "data")
+    phones = StateInventory.load(dataset.classes_path).phones
+    Lexicon({"three": (phones[:2],)}).save(dataset.lexicon_path)
+
+    def refused(comm: Communicator) -> str:
+        with pytest.raises(RunError) as error:
+            train_run(Session(dataset, comm, CPU), OPTIONS, tmp_path / "run")
+        return str(error.value)
+
+    message = (
+        "no frame of the training split was learnt: no utterance fits its transcript; choose another with"
+    )
+    assert run_threads(2, refused) == [f"{message} --train-split"] * 2
+
+
+def test_a_class_that_is_hardly_met_keeps_a_frame(dataset: Dataset, tmp_path: Path) -> None:
+    """Else decoding would take it for one that the model has never seen."""
+    task = FullSumTask(SIZES)
+    model = made(dataset, task)
+    model.get_buffer("class_prior")[3] = 0.0
+    frames = np.full(dataset.num_classes, 100)
+    task.save(tmp_path, model, {}, ClassCounts(frames, frames // 3))
+    tensors = model_tensors(tmp_path)
+    assert tensors["class_frames"].min() == tensors["class_frames"][3] == 1
+    assert tensors["class_runs"].min() == 1
 
 
 # --- as a first round ---------------------------------------------------------------------------------
@@ -276,7 +324,7 @@ def test_the_first_round_alone_has_the_criterion(tmp_path: Path) -> None:
     """And finds the states that the features were made of."""
     data = write_tiny_data(tmp_path / "data", TinySizes(train=60, dev=10))
     options = TrainOptions(
-        ModelOptions(layers=1, cells=16, dropout=0.0),
+        ModelOptions(layers=1, cells=16, dropout=0.0, prior_scale=0.3),
         BatchOptions(batch_size=4),
         OptimizerOptions("adam", learning_rate=0.01),
         epochs=1,
@@ -285,11 +333,12 @@ def test_the_first_round_alone_has_the_criterion(tmp_path: Path) -> None:
         realign_criterion="full-sum",
     )
     train_with_realignment(Session(data, ALONE, CPU), options, tmp_path / "run")
-    criteria = {
-        name: json.loads((tmp_path / "run" / name / "run.json").read_text())["options"]["model"]["criterion"]
+    models = [
+        json.loads((tmp_path / "run" / name / "run.json").read_text())["options"]["model"]
         for name in ("realign/1", "realign/2", ".")
-    }
-    assert criteria == {"realign/1": "full-sum", "realign/2": None, ".": None}
+    ]
+    found = [(model["criterion"], model["prior_scale"]) for model in models]
+    assert found == [("full-sum", 0.3), (None, None), (None, None)]
     same = frames = 0
     for path in data.shard_paths("train"):
         with (
@@ -317,8 +366,20 @@ def test_rounds_that_make_no_sense_are_refused(
         TrainOptions(ModelOptions(criterion=criterion), realign=realign, realign_criterion=realign_criterion)
 
 
+def test_the_scale_of_the_priors_is_the_first_rounds_alone() -> None:
+    options = TrainOptions(ModelOptions(prior_scale=0.5), realign=2, realign_criterion="full-sum")
+    assert options.first_round_model().prior_scale == 0.5
+    assert type(options.make_task()) is AcousticTask
+    later = options.on_alignments(Path("alignments/1"))
+    assert later == TrainOptions(alignments=Path("alignments/1"))
+    with pytest.raises(ConfigError, match=r"--prior-scale 1\.5: must be from 0 to 1"):
+        TrainOptions(ModelOptions(prior_scale=1.5), realign=2, realign_criterion="full-sum")
+    with pytest.raises(ConfigError, match=r"--prior-scale: goes with .*--realign-criterion full-sum"):
+        TrainOptions(ModelOptions(prior_scale=0.5), realign=2)
+
+
 def test_a_first_round_over_chunks_is_refused_before_it_begins() -> None:
-    with pytest.raises(ConfigError, match="whole utterances"):
+    with pytest.raises(ConfigError, match=r"whole utterances.*, or leave out --realign-criterion full-sum$"):
         TrainOptions(batch=BatchOptions(chunk_frames=20), realign=1, realign_criterion="full-sum")
 
 

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from speechdp.comm.base import Communicator
+from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.loading.batch import Batch
+from speechdp.data.loading.source import SplitSource
 from speechdp.data.loading.source_options import SourceRequest, Workshop, open_local_source
 from speechdp.data.plan.epoch_plan import PlanOptions, plan_epoch
 from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import Shard
 from speechdp.data.transforms.preprocess import AugmentOptions
-from speechdp.errors import ConfigError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import Lexicon
-from speechdp.labels.transcript_hmm import TranscriptCompiler, TranscriptHmms, TranscriptOptions
+from speechdp.labels.transcript_hmm import NO_PATH, TranscriptCompiler, TranscriptHmms, TranscriptOptions
 from speechdp.options.prepare import PrepareOptions
 from tests.helpers.corpora import digit_folder, no_progress
 from tests.helpers.feeding import Trainer, fed
@@ -49,9 +52,13 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
     }
 
 
+def shards_of(dataset: Dataset) -> list[Shard]:
+    return [Shard(path) for path in dataset.shard_paths("train")]
+
+
 def batches(dataset: Dataset, request: SourceRequest, num_threads: int = 1) -> list[tuple[list[str], Batch]]:
     """Return the texts and the batches of an epoch."""
-    shards = [Shard(path) for path in dataset.shard_paths("train")]
+    shards = shards_of(dataset)
     with closing(open_local_source(dataset, request, Workshop(num_threads=num_threads))) as source:
         plan = plan_epoch(source.index, PlanOptions(5), 0, 1).ranks[0]
         found = []
@@ -124,13 +131,49 @@ def test_fed_batches_bring_the_hmms(stored: dict[str, Dataset]) -> None:
         assert_same(batch.transcripts, expected(dataset, texts))
 
 
-def test_a_word_without_a_pronunciation_is_named(stored: dict[str, Dataset], tmp_path: Path) -> None:
+@pytest.fixture
+def without_one(stored: dict[str, Dataset]) -> Iterator[Dataset]:
+    """Data whose lexicon lacks the word `one`."""
     dataset = stored["features"]
     whole = dataset.lexicon_path.read_text()
     lines = [line for line in whole.splitlines(keepends=True) if not line.startswith("one")]
     dataset.lexicon_path.write_text("".join(lines))
-    try:
-        with pytest.raises(ConfigError, match="'one' of a transcript is not in the lexicon"):
-            batches(dataset, REQUEST)
-    finally:
-        dataset.lexicon_path.write_text(whole)
+    yield dataset
+    dataset.lexicon_path.write_text(whole)
+
+
+def test_a_word_without_a_pronunciation_leaves_its_utterance_out(without_one: Dataset) -> None:
+    found = batches(without_one, REQUEST)
+    unknown = 0
+    for texts, batch in found:
+        assert batch.transcripts is not None
+        fits = np.array(["one" not in text.split() for text in texts])
+        assert ((batch.transcripts.min_frames < NO_PATH) == fits).all()
+        assert batch.num_frames == batch.lengths.numpy()[fits].sum()
+        unknown += int((~fits).sum())
+    assert 0 < unknown < without_one.num_utterances("train")
+
+
+def test_what_is_left_out_is_counted_once_whoever_reads_it(without_one: Dataset) -> None:
+    """Over ranks, epochs and feeders."""
+    texts = [shard.text(u) for shard in shards_of(without_one) for u in range(shard.num_utterances)]
+    expected = {"unknown_words": sum("one" in text.split() for text in texts)}
+
+    def read_all(source: SplitSource) -> None:
+        for _ in range(2):
+            plan = plan_epoch(source.index, PlanOptions(5), 0, 1).ranks[0]
+            for number in range(plan.num_batches):
+                source.batch(plan.batch(number))
+
+    def local(comm: Communicator) -> dict[str, int]:
+        with closing(open_local_source(without_one, REQUEST, Workshop(num_threads=2))) as source:
+            read_all(source)
+            return source.left_out.gather(comm)
+
+    def train(trainer: Trainer) -> dict[str, int]:
+        with closing(trainer.feeders.open(REQUEST)) as source:
+            read_all(source)
+            return source.left_out.gather(trainer.comm)
+
+    assert run_threads(2, local) == [expected] * 2
+    assert fed(2, 2, lambda number: without_one, train) == [expected] * 2
