@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 RUN_RECORDS = (
     "run.json",
     "sweep.json",
-    "alignments/0",
+    "alignments/0/completed.json",
+    "alignments/0/*.h5*",
     "realign/*/run.json",
     "completed.json",
     "checkpoints/step-*",

@@ -12,6 +12,7 @@ from pathlib import Path
 from speechdp.errors import RunError
 from speechdp.files import cannot_be_written
 from speechdp.launching.supervise import JobEnd, StopPolicy, run_job
+from speechdp.process.notices import WARNING
 
 #: `speechdp launch` gives its ranks 30 s to save (--grace-s), and a second signal would cut that short.
 _POLICY = StopPolicy(first_signal=signal.SIGTERM, grace_s=45.0)
@@ -103,8 +104,9 @@ def what_went_wrong(end: JobEnd, printed: str) -> str | None:
     if end.exit_code == 0:
         return None
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    of_failures = [line for line in lines if not line.startswith(WARNING)]
     for beginning in (_OURS, None, _LAUNCHERS):
-        for line in lines:
+        for line in of_failures:
             if beginning is None and _UNCAUGHT.fullmatch(line):
                 return line
             if beginning is not None and line.startswith(beginning):

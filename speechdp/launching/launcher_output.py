@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from speechdp import exit_codes
 from speechdp.launching.faults import ENDED_BY_SSH, Fault
+from speechdp.process.notices import WARNING
 
 _RULE = re.compile(r"-{74}")
 #: A rank's line without an end, and mpirun's rule right behind it.
@@ -22,7 +23,7 @@ _RULE_BEHIND = re.compile(rb"(.*[^-\n])(-{74}\r?\n)", re.DOTALL)
 _TAG = re.compile(r"^\[\d+(?:,\d+)?\]<(?:stderr|stdout)>:\s?")
 #: A rank's last word; before it knows that it is one of several it does not say which it is.
 _SAID = re.compile(
-    r"speechdp: (?!warning: )(?:rank (?P<rank>\d+)(?: \([^)]*\))? on (?P<host>[^\s:]+): )?(?P<text>.*)"
+    rf"(?!{WARNING})speechdp: (?:rank (?P<rank>\d+)(?: \([^)]*\))? on (?P<host>[^\s:]+): )?(?P<text>.*)"
 )
 #: what srun calls the signals that end a task, as strsignal has it.
 _SIGNAL_NAMES = {signal.strsignal(number): int(number) for number in signal.Signals}

@@ -156,7 +156,7 @@ def _stopped(end: JobEnd, exit_code: int, target: Target | None) -> Verdict:
         cause is not None and cause.kind == "said"
     ):  # a full disk, say: not to be taken for a stop like any other
         happened = f"{happened}, and {_what_happened(end, exit_code, cause)}"
-    elif exit_code != exit_codes.STOPPED:
+    elif exit_code not in (exit_codes.STOPPED, exit_codes.STOPPED_UNSAVED):
         exit_code = 128 + end.stop_signal
     return Verdict(exit_code, f"{happened}{_known(target)}", _how_to_go_on(target))
 

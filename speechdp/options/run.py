@@ -25,7 +25,8 @@ from speechdp.options.model import ModelOptions
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.recipe import RecipeName, find_recipe
 from speechdp.options.schedule import Schedule
-from speechdp.options.shown import STRATEGY_TEXT, heading, shown
+from speechdp.options.shown import heading, shown
+from speechdp.options.strategy import STRATEGY_TEXT
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.tasks.base import Task
 from speechdp.tasks.registry import task_class, task_options

@@ -384,7 +384,12 @@ class DataParallel:
         the data, nor random states.  Numbers and tensors only: `torch.load(..., weights_only=True)` reads it.
         """
         self._check_training("state_dict()")
+        state = self._state()
         self._has_saved = True
+        return state
+
+    def _state(self) -> dict[str, Any]:
+        """Return what `state_dict` does.  Collective."""
         self.strategy.pause()
         state = {
             "rank": self.comm.rank,
@@ -443,9 +448,10 @@ class DataParallel:
             RunError: it cannot be written.
         """
         self._check_training("save_checkpoint()")
-        state = {"run": self.state_dict(), "more": more}
+        state = {"run": self._state(), "more": more}
         with self.timeline.event(Span.CHECKPOINT):
             self._folder.write_checkpoint(state, self.steps)
+        self._has_saved = True
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """Go on from the folder's last checkpoint, if there is one.  Collective, before `with run`.

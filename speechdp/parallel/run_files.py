@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -14,12 +14,13 @@ from typing import Any
 
 from speechdp import remedies
 from speechdp.errors import ConfigError, RunError
-from speechdp.files import atomic_path, cannot_be_read, cannot_be_written, write_text_atomically
+from speechdp.files import cannot_be_read, cannot_be_written, write_text_atomically
 from speechdp.json_input import parse_json
 
 RUN_FORMAT = "speechdp-run"
 RUN_VERSION = 1
-#: Folder of a run with copies of what stands beside the shards of its data: settings, classes, lexicon.
+#: Folder of a run with copies of what stands beside the shards of its data: settings, classes, lexicon,
+#: language model.
 TRAINED_ON = "trained_on"
 #: Written where a script's job has ended well, also after its training.
 SCRIPT_ENDED = "script-ended.json"
@@ -133,19 +134,6 @@ class RunDirectory:
                 f"{self.path / 'run.json'}: does not say which data it was trained on; give a run of "
                 "speechdp train"
             ) from error
-
-    def keep_description(self, files: Mapping[str, bytes]) -> None:
-        """Write what stands beside the shards of its data, by name, into RUN/trained_on, in that order.
-
-        Raises:
-            RunError: the disk refuses.
-        """
-        folder = self.path / TRAINED_ON
-        with _disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, content in files.items():
-                with atomic_path(folder / name) as temporary:
-                    temporary.write_bytes(content)
 
     def begin(self, facts: dict[str, Any]) -> None:
         """Write run.json.  Raises RunError where the folder cannot be written."""

@@ -7,12 +7,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 FILE_NAME = "notices.txt"
+#: How a line on stderr begins that tells of no failure.
+WARNING = "speechdp: warning: "
 _RECORDS = ("run.json", "sweep.json")
 
 
 def warn(text: str) -> None:
     """Print a line to stderr; `speechdp launch` knows by its beginning that no rank has failed."""
-    print(f"speechdp: warning: {text}", file=sys.stderr, flush=True)
+    print(f"{WARNING}{text}", file=sys.stderr, flush=True)
 
 
 def add_notice(folder: Path, text: str) -> bool:

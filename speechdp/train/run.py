@@ -14,12 +14,13 @@ from speechdp.checkpoint.state import RankState, checkpoint_steps, load_checkpoi
 from speechdp.comm.startup.start_guard import StartGuard
 from speechdp.data.loading.loader import StepLoader
 from speechdp.data.shards.dataset import UNALIGNED
+from speechdp.data.shards.description import keep_description
 from speechdp.dealing.batch_client import Dealing
 from speechdp.errors import ConfigError, RunError
 from speechdp.feeding.fed_source import gather_feeder_times
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import describe
-from speechdp.parallel.run_files import RunDirectory
+from speechdp.parallel.run_files import TRAINED_ON, RunDirectory
 from speechdp.parallel.stop import StopAgreement
 from speechdp.parallel.strategy import Strategy
 from speechdp.process.ending import Stopped
@@ -196,7 +197,8 @@ def _prepare_folder(
     if comm.rank == 0 and not run.is_begun:
         run.begin(_facts(session, options))
     if comm.rank == 0:
-        run.keep_description(session.dataset.description())
+        for notice in keep_description(session.dataset, run.path / TRAINED_ON):
+            session.reporter.notice(notice)
     counters = {"step": 0, "epoch": 0} if state is None else state.values["counters"]
     step = counters["step"]
     if comm.rank == 0:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from speechdp.comm.environment import host_name
+from speechdp.process.notices import warn
 from speechdp.timing.gpu import gpu_uuid
 from speechdp.timing.sampler import Sampler
 from speechdp.timing.timeline import Timeline
@@ -65,5 +65,4 @@ def _tell(session: Session, problem: str) -> None:
     if session.comm.rank == 0:
         session.reporter.notice(problem)
         return
-    sys.stderr.write(f"speechdp: warning: rank {session.comm.rank}: {problem}\n")
-    sys.stderr.flush()
+    warn(f"rank {session.comm.rank}: {problem}")

@@ -220,6 +220,20 @@ def test_what_was_saved_before_this_start_does_not_count(tmp_path: Path) -> None
     assert not isinstance(stopped.value, StoppedUnsaved)
 
 
+def test_what_could_not_be_saved_does_not_count(tmp_path: Path) -> None:
+    def fails_to_save(comm: Communicator) -> None:
+        script = Script(comm, "gradient_averaging", tmp_path)
+        with script.run:
+            with pytest.raises(ConfigError):
+                script.run.save_checkpoint(odd=object())
+            ask(script.run)
+            while not script.run.should_stop:
+                script.step()
+
+    with pytest.raises(StoppedUnsaved):
+        run_threads(1, fails_to_save)
+
+
 @pytest.mark.parametrize(("size", "name"), [(1, "speechdp: "), (2, "speechdp: rank 0 on ")])
 def test_a_script_that_loses_its_folder_names_the_rank(
     size: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

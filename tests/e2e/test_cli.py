@@ -195,7 +195,8 @@ def test_a_folder_that_holds_a_run_is_not_written_to(
 def test_overwrite_deletes_nothing_but_runs(tmp_path: Path) -> None:
     check_run_overwrite(tmp_path / "nothing")
     corpus = tmp_path / "corpus"
-    (corpus / "alignments").mkdir(parents=True)
+    (corpus / "alignments" / "0").mkdir(parents=True)
+    (corpus / "alignments" / "0" / "ali.1.gz").write_text("")
     (corpus / "wav.scp").write_text("")
     with pytest.raises(ConfigError, match="--overwrite deletes only folders that hold a run"):
         check_run_overwrite(corpus)

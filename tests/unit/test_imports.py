@@ -169,3 +169,9 @@ def test_public_names_are_imported_when_they_are_used() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         speechdp.Nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("command", ["prepare", "shard", "inspect"])
+def test_what_only_writes_data_is_there_without_torch(command: str) -> None:
+    program = f"import sys, speechdp.cli.{command}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

@@ -14,13 +14,16 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from speechdp import exit_codes
 from speechdp.comm import environment
-from speechdp.comm.base import Communicator
 from speechdp.errors import CommunicationError, SpeechDPError
 from speechdp.files import cannot_be_used
 from speechdp.process.ending import Ended, describe_end
+
+if TYPE_CHECKING:
+    from speechdp.comm.base import Communicator
 
 #: how long a rank whose exchange failed waits for the rank that caused it to speak and to end the job.
 _CONSEQUENCE_DELAY_S = 3.0

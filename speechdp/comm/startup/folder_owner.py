@@ -7,14 +7,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from speechdp import exit_codes
 from speechdp.comm import environment
-from speechdp.comm.base import Communicator
 from speechdp.comm.startup.failure import rank_and_name
 from speechdp.ownership.claimant import Claimant
 from speechdp.ownership.owner import FolderOwner, Surroundings
 from speechdp.process.bounded import bounded
+
+if TYPE_CHECKING:  # it loads torch, which preparing data does without
+    from speechdp.comm.base import Communicator
 
 
 def _nothing() -> None:

@@ -106,8 +106,6 @@ class Manifest:
 #: A language model beside the shards: an ARPA file, or a grammar with its words; and how it fits the texts.
 ARPA_NAME, GRAMMAR_NAME, WORDS_NAME, LM_RECORD_NAME = "lm.arpa.gz", "G.fst", "words.txt", "lm.json"
 LANGUAGE_MODEL_NAMES = (ARPA_NAME, GRAMMAR_NAME, WORDS_NAME, LM_RECORD_NAME)
-#: What may stand beside the shards and says what they hold, apart from data.json.
-DESCRIPTION_NAMES = ("classes.txt", "lexicon.txt", SYMBOLS_NAME, *LANGUAGE_MODEL_NAMES)
 
 
 class Dataset:
@@ -193,21 +191,6 @@ class Dataset:
     def has_texts(self) -> bool:
         """Whether the targets of an utterance are the symbols of its text, not a class for each frame."""
         return self.stored == "spectrograms"
-
-    def description(self) -> dict[str, bytes]:
-        """Return the files that say what the shards hold, by name, data.json last.
-
-        A folder of them can be opened as a data directory, whose shards are missing.
-
-        Raises:
-            ShardError: one cannot be read.
-        """
-        paths = [self.path / name for name in DESCRIPTION_NAMES]
-        try:
-            there = [path for path in paths if path.exists()]
-            return {path.name: path.read_bytes() for path in (*there, self.path / MANIFEST_NAME)}
-        except OSError as error:
-            raise ShardError(cannot_be_read(error.filename or self.path, error)) from error
 
     def shard_paths(self, split: str) -> list[Path]:
         """Return the shards of a split, in the order of data.json."""

@@ -267,6 +267,9 @@ def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
         (137, "noise\nspeechdp launch: a rank was killed\n", "a rank was killed"),
         (139, "noise\n\nsegmentation fault \n", "exit code 139: segmentation fault"),
         (1, "", "exit code 1: it printed nothing"),
+        (1, "speechdp: warning: it begins again\nspeechdp: no such file\n", "no such file"),
+        (1, "speechdp: warning: it begins again\nValueError: wrong\n", "ValueError: wrong"),
+        (76, "speechdp: warning: saved nothing\n", "exit code 76: speechdp: warning: saved nothing"),
     ],
 )
 def test_what_went_wrong_is_one_line(exit_code: int, printed: str, expected: str | None) -> None:

@@ -188,8 +188,9 @@ def test_a_stop_on_request_is_told_as_one(tmp_path: Path) -> None:
     assert result.exit_code == 143
     assert str(result.reason).startswith("the job was stopped by SIGTERM; last checkpoint:")
     assert verdict(JobEnd(0, 15), None) == Verdict(0)
-    # The code by which the ranks say that they saved is passed on: schedulers requeue on it.
+    # The codes by which the ranks say whether they saved are passed on: schedulers requeue on one of them.
     assert verdict(JobEnd(75, 15), run_folder(tmp_path / "other", 7)).exit_code == 75
+    assert verdict(JobEnd(76, 10), None) == Verdict(76, "the job was stopped by SIGUSR1")
     assert verdict(JobEnd(75, None), None) == Verdict(
         75,
         "the job ended with exit code 75 (the ranks were asked to stop, and saved)",

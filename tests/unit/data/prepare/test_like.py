@@ -14,15 +14,17 @@ from speechdp.comm.serial import SerialCommunicator
 from speechdp.data.prepare.like import open_like
 from speechdp.data.prepare.pipeline import Prepared, prepare
 from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.description import keep_description
 from speechdp.decode.language_model import language_model_in
 from speechdp.decode.recognise import DecodingOptions, decode_split
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, RunError, ShardError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import Lexicon
 from speechdp.language.ngram import NgramModel
 from speechdp.options.prepare import LanguageModelOptions, PrepareOptions
 from speechdp.parallel.run_files import RunDirectory
 from tests.helpers.corpora import digit_folder, kaldi_folder, no_progress, write_tone
+from tests.helpers.faulty_disk import faulty_disk, full
 from tests.helpers.oracle import oracle
 from tests.helpers.tiny_speech import write_tiny_speech
 
@@ -47,7 +49,7 @@ def run_of(dataset: Dataset, folder: Path, *, keeps: bool = True) -> Path:
     run = RunDirectory(folder)
     run.begin({"data": {"path": str(dataset.path), "checksum": dataset.checksum}})
     if keeps:
-        run.keep_description(dataset.description())
+        assert keep_description(dataset, run.path / "trained_on") == []
     return folder
 
 
@@ -235,6 +237,49 @@ def test_what_a_run_keeps_is_whole(trained: Dataset, tmp_path: Path) -> None:
         assert (run / "trained_on" / name).read_bytes() == (trained.path / name).read_bytes()
     assert json.loads((run / "run.json").read_text())["data"]["checksum"] == trained.checksum
     assert np.array_equal(open_like(run).num_frames("train"), trained.num_frames("train"))
+
+
+def test_what_a_run_keeps_is_copied_again_only_where_the_data_have_changed(
+    trained: Dataset, tmp_path: Path
+) -> None:
+    (trained.path / "G.fst").write_bytes(bytes(3 << 20))
+    (trained.path / "words.txt").write_text("one 1\n")
+    kept = run_of(trained, tmp_path / "run") / "trained_on"
+    assert (kept / "G.fst").read_bytes() == bytes(3 << 20)
+    files = {path.name: path.stat().st_ino for path in kept.iterdir()}
+    assert keep_description(trained, kept) == []
+    assert {path.name: path.stat().st_ino for path in kept.iterdir()} == files
+    (trained.path / "words.txt").write_text("two 1\nthree 2\n")
+    (trained.path / "G.fst").unlink()
+    assert keep_description(trained, kept) == []
+    assert (kept / "words.txt").read_text() == "two 1\nthree 2\n"
+    assert files.keys() - {path.name for path in kept.iterdir()} == {"G.fst"}
+
+
+def test_a_language_model_that_cannot_be_read_is_left_out_of_a_run(trained: Dataset, tmp_path: Path) -> None:
+    (trained.path / "G.fst").write_text("first")
+    kept = run_of(trained, tmp_path / "run") / "trained_on"
+    (trained.path / "words.txt").mkdir()
+    (notice,) = keep_description(trained, kept)
+    assert "holds no language model: " in notice and "words.txt: cannot be read" in notice
+    assert sorted(path.name for path in kept.iterdir()) == ["classes.txt", "data.json", "lexicon.txt"]
+    (trained.path / "lexicon.txt").unlink()
+    (trained.path / "lexicon.txt").mkdir()
+    with pytest.raises(ShardError, match=r"lexicon\.txt: cannot be read \(Is a directory\)"):
+        keep_description(trained, kept)
+
+
+def test_a_full_disk_refuses_what_a_run_keeps_in_a_line(trained: Dataset, tmp_path: Path) -> None:
+    with faulty_disk(0, full()) as disk:
+        assert keep_description(trained, tmp_path / "whole") == []
+    for number in range(1, disk.num_operations + 1):
+        kept = tmp_path / str(number)
+        try:
+            with faulty_disk(number, full()):
+                keep_description(trained, kept)
+        except RunError as error:
+            assert str(error).startswith(f"{kept}: cannot be written (No space left on device)")
+            assert not (kept / "data.json").exists() and not list(kept.glob(".*"))
 
 
 def test_the_language_model_goes_along_and_may_be_another(tmp_path: Path) -> None:
