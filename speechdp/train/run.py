@@ -145,11 +145,18 @@ def _num_parameters(session: Session, resolved: TrainOptions) -> int:
 
 def _keep_complete(session: Session, options: TrainOptions, run: RunDirectory) -> None:
     """Leave a run that has ended well as it is: training no step would still replace its timing."""
-    run.check_same(options.fingerprint(), session.dataset.checksum, options.to_json())
+    _check_same(session, options, run)
     if session.comm.rank == 0:
         run.complete_again()
     session.comm.barrier()
     session.reporter.notice(f"{run.path}: is complete already")
+
+
+def _check_same(session: Session, options: TrainOptions, run: RunDirectory) -> None:
+    """Refuse to go on with a run of other options or data.  Raises ConfigError, or RunError (run.json)."""
+    run.check_same(
+        options.fingerprint(), session.dataset.checksum, options.to_json(), TrainOptions().to_json()
+    )
 
 
 def _prepare_folder(
@@ -160,7 +167,7 @@ def _prepare_folder(
         if not resume and run.is_begun:
             raise ConfigError(f"{run.path}: already holds a run; continue with --resume, or --overwrite it")
         if run.is_begun:
-            run.check_same(options.fingerprint(), session.dataset.checksum, options.to_json())
+            _check_same(session, options, run)
         elif resume and next(checkpoint_steps(run.path), None) is not None:
             raise RunError(
                 f"{run.path}: has checkpoints, but no run.json that says what run they are of; put it back, "
