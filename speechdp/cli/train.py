@@ -17,7 +17,8 @@ from speechdp.ownership.overwrite import check_overwrite, empty
 if TYPE_CHECKING:
     from speechdp.train.session import Session
 
-#: One of these every run or sweep has.  Until its targets are made, a run has only what makes them.
+#: One of these every run or sweep has.  Until its targets are made, a run has only what makes them, or a
+#: part of them, half written perhaps (.h5.PID.tmp).
 RUN_RECORDS = (
     "run.json",
     "sweep.json",

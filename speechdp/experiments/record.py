@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from speechdp.errors import ConfigError, RunError
@@ -57,17 +58,27 @@ def refuse_others(
     before: Mapping[str, Any],
     settings: Mapping[str, Any],
     named: Callable[[str], str] = "another {}".format,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Refuse to go on with what was begun with other settings.
 
     Args:
         path: the file that holds those before.
         named: names a setting that differs.
+        defaults: of settings, or of parts of them, that an earlier version did not have.
 
     Raises:
         ConfigError: they differ; the message names the first difference.
     """
     now = json.loads(json.dumps(settings))
     for key in sorted({*before, *now}):
-        if before.get(key) != now.get(key):
+        was, given = (
+            _whole(values.get(key, defaults.get(key)), defaults.get(key)) for values in (before, now)
+        )
+        if was != given:
             raise ConfigError(f"{path}: was begun with {named(key)}; choose another folder, or --overwrite")
+
+
+def _whole(value: Any, default: Any) -> Any:
+    """Return a setting with the defaults of the parts that it lacks."""
+    return {**default, **value} if isinstance(value, dict) and isinstance(default, dict) else value

@@ -31,6 +31,15 @@ from speechdp.parallel.registry import StrategyChoice
 from speechdp.tasks.base import Task
 from speechdp.tasks.registry import task_class, task_options
 
+#: Options that earlier versions did not have, by group: at their defaults they are left out of the
+#: fingerprint, or runs begun by those versions could not be resumed.
+_ADDED_LATER = (
+    ("", "flat_start"),
+    ("", "realign_criterion"),
+    ("model", "criterion"),
+    ("model", "prior_scale"),
+)
+
 
 @dataclass(frozen=True)
 class TrainOptions:
@@ -312,7 +321,18 @@ class TrainOptions:
         """
         loading = LoadingOptions(preprocess_on=self.loading.preprocess_on)  # a GPU rounds in another way
         values = dataclasses.replace(self, loading=loading, faults=FaultOptions()).to_json(1)
+        defaults = TrainOptions().to_json()
+        for part in (values, values["resolved"]):
+            _leave_out_added(part, defaults)
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _leave_out_added(values: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Remove options of _ADDED_LATER that have their defaults."""
+    for group, name in _ADDED_LATER:
+        own, usual = (options[group] if group else options for options in (values, defaults))
+        if own[name] == usual[name]:
+            del own[name]
 
 
 def _slow_ranks(text: str) -> dict[int, float]:

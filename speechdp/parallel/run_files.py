@@ -151,13 +151,20 @@ class RunDirectory:
             for name in ("metrics.jsonl", "timing.json", "run.json"):
                 (self.path / name).unlink(missing_ok=True)
 
-    def check_same(self, fingerprint: str, data_checksum: str, options: dict[str, Any] | None = None) -> None:
+    def check_same(
+        self,
+        fingerprint: str,
+        data_checksum: str,
+        options: dict[str, Any] | None = None,
+        defaults: dict[str, Any] | None = None,
+    ) -> None:
         """Refuse to go on with a run that was begun otherwise.
 
         Args:
             fingerprint: of the options given, which must be the run's.
             data_checksum: of the data given.
             options: those given, as they stand in run.json, to name one that differs.
+            defaults: of options that run.json lacks: an earlier version did not have them.
 
         Raises:
             ConfigError: other options or data.
@@ -173,8 +180,9 @@ class RunDirectory:
         except OSError as error:
             raise RunError(cannot_be_read(path, error, remedies.going_on())) from error
         if begun != fingerprint:
+            difference = _difference(record.get("options"), options, defaults or {})
             raise ConfigError(
-                f"{path}: the run was begun with other options{_difference(record.get('options'), options)}; "
+                f"{path}: the run was begun with other options{difference}; "
                 "repeat its command (it stands in run.json) with --resume, or choose another folder"
             )
         if not same_data:
@@ -275,14 +283,15 @@ def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def _difference(begun: Any, given: dict[str, Any] | None) -> str:
+def _difference(begun: Any, given: dict[str, Any] | None, defaults: dict[str, Any]) -> str:
     """Name the first option that differs between what run.json holds and what was given."""
     if not isinstance(begun, dict) or given is None:
         return ""
     for name, value in given.items():
-        before = begun.get(name)
+        default = defaults.get(name)
+        before = begun.get(name, default)
         if isinstance(value, dict) and isinstance(before, dict):
-            inner = _difference(before, value)
+            inner = _difference(before, value, default if isinstance(default, dict) else {})
             if inner:
                 return inner
         elif name != "resolved" and before != value:

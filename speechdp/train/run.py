@@ -168,11 +168,18 @@ def _num_parameters(session: Session, resolved: TrainOptions) -> int:
 
 def _keep_complete(session: Session, options: TrainOptions, run: RunDirectory) -> None:
     """Leave a run that has ended well as it is: training no step would still replace its timing."""
-    run.check_same(options.fingerprint(), session.dataset.checksum, options.to_json())
+    _check_same(session, options, run)
     if session.comm.rank == 0:
         run.complete_again()
     session.comm.barrier()
     session.reporter.notice(f"{run.path}: is complete already")
+
+
+def _check_same(session: Session, options: TrainOptions, run: RunDirectory) -> None:
+    """Refuse to go on with a run of other options or data.  Raises ConfigError, or RunError (run.json)."""
+    run.check_same(
+        options.fingerprint(), session.dataset.checksum, options.to_json(), TrainOptions().to_json()
+    )
 
 
 def _prepare_folder(
@@ -182,7 +189,7 @@ def _prepare_folder(
     if comm.rank == 0:
         _refuse_begun(run, resume=resume)
         if run.is_begun:
-            run.check_same(options.fingerprint(), session.dataset.checksum, options.to_json())
+            _check_same(session, options, run)
         elif resume and next(checkpoint_steps(run.path), None) is not None:
             raise RunError(
                 f"{run.path}: has checkpoints, but no run.json that says what run they are of; put it back, "

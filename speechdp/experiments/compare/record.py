@@ -108,11 +108,14 @@ def read_record(out: Path) -> CompareRecord:
     return CompareRecord(settings, runs, completed, metric)
 
 
-def check_same(out: Path, settings: dict[str, Any]) -> None:
+def check_same(out: Path, settings: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Refuse to go on in a folder whose comparison was begun with other settings.
+
+    Args:
+        defaults: of options that the comparison's record lacks: an earlier version did not have them.
 
     Raises:
         ConfigError: they differ; the message names the first difference.
     """
     if (out / FILE_NAME).is_file():
-        refuse_others(out / FILE_NAME, read_record(out).settings, settings)
+        refuse_others(out / FILE_NAME, read_record(out).settings, settings, defaults=defaults)

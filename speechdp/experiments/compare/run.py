@@ -12,6 +12,7 @@ from speechdp.experiments.compare.plan import FRAMES, TIME, ComparePlan, equal_t
 from speechdp.experiments.compare.record import CompareRecord, RunRecord, check_same, write_record
 from speechdp.experiments.compare.training import ComparedTraining
 from speechdp.experiments.record import COMPLETE, FAILED, PENDING
+from speechdp.options.run import TrainOptions
 from speechdp.report.kit import formatting
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.runs.derived import run_figures
@@ -49,7 +50,7 @@ class Comparer:
             ConfigError: the folder holds another comparison.
             RunError: what all runs need failed, or the disk is full.
         """
-        check_same(self._out, self._training.settings())
+        check_same(self._out, self._training.settings(), TrainOptions().to_json())
         self._update(self._record)
         self._training.begin()
         for mode in self._plan.modes:

@@ -29,6 +29,7 @@ from speechdp.experiments.profile.record import (
     write_record,
 )
 from speechdp.experiments.record import COMPLETE, FAILED, PENDING, refuse_others
+from speechdp.options.run import TrainOptions
 from speechdp.report.kit import formatting
 from speechdp.report.kit.formatting import milliseconds, rank_count
 
@@ -175,7 +176,7 @@ def _check_same(out: Path, before: Settings, now: Settings) -> None:
         | dict(settings.options or {})  # which has a device, too: the one that was asked for
         for settings in (before, now)
     )
-    refuse_others(out / FILE_NAME, old, new, _other)
+    refuse_others(out / FILE_NAME, old, new, _other, TrainOptions().to_json())
 
 
 def _other(key: str) -> str:

@@ -24,7 +24,7 @@ from speechdp.experiments.compare.plan import (
 from speechdp.experiments.compare.record import CompareRecord, RunRecord, read_record, write_record
 from speechdp.experiments.compare.run import estimate_left_s, plan_time_runs
 from speechdp.experiments.jobs import what_went_wrong
-from speechdp.experiments.record import COMPLETE, FAILED, PENDING
+from speechdp.experiments.record import COMPLETE, FAILED, PENDING, refuse_others
 from speechdp.launching.supervise import JobEnd
 from speechdp.options.batch import BatchOptions, LoadingOptions
 from speechdp.options.optimizer import OptimizerOptions
@@ -274,6 +274,16 @@ def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
 )
 def test_what_went_wrong_is_one_line(exit_code: int, printed: str, expected: str | None) -> None:
     assert what_went_wrong(JobEnd(exit_code, None), printed) == expected
+
+
+def test_settings_that_an_earlier_version_did_not_have_count_as_their_defaults(tmp_path: Path) -> None:
+    defaults, before = TrainOptions().to_json(), TrainOptions().to_json()
+    del before["flat_start"], before["model"]["criterion"]
+    refuse_others(tmp_path, before, TrainOptions().to_json(), defaults=defaults)
+    flat_start, ctc = TrainOptions(flat_start=True), TrainOptions(ModelOptions(criterion="ctc"))
+    for options, name in ((flat_start, "flat_start"), (ctc, "model")):
+        with pytest.raises(ConfigError, match=f"was begun with another {name}"):
+            refuse_others(tmp_path, before, options.to_json(), defaults=defaults)
 
 
 def test_settings_survive_json(tmp_path: Path) -> None:

@@ -54,6 +54,19 @@ def test_other_options_and_other_data_are_refused(tmp_path: Path) -> None:
         run.check_same("abc", "124")
 
 
+def test_options_that_an_earlier_version_did_not_have_are_not_what_differs(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    record = json.loads((tmp_path / "run.json").read_text())
+    run.renew({**record, "options": {"seed": 1, "model": {"cells": 8}}})
+    defaults = {"flat_start": False, "model": {"cells": None, "criterion": "frame"}}
+    model = {"criterion": "frame", "cells": 8}
+    given = {"flat_start": False, "model": model, "seed": 2}
+    with pytest.raises(ConfigError, match=r"\(--seed was 1, is 2\)"):
+        run.check_same("abd", "123", given, defaults)
+    with pytest.raises(ConfigError, match=r"\(--criterion was frame, is ctc\)"):
+        run.check_same("abd", "123", {**given, "model": {**model, "criterion": "ctc"}}, defaults)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", "3", '"text"', '{"fingerprint": "abc"}'])
 def test_a_damaged_record_is_named(tmp_path: Path, content: str) -> None:
     run = begun(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -134,6 +135,24 @@ def test_a_complete_run_is_left_as_it_is(dataset: Dataset, tmp_path: Path) -> No
         train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path)
     with pytest.raises(ConfigError, match="begun with other options"):
         train_run(Session(dataset, ALONE, CPU), dataclasses.replace(OPTIONS, seed=2), tmp_path, resume=True)
+
+
+def test_a_run_is_resumed_that_was_begun_before_there_were_options_for_alignment_from_nothing(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path)
+    path = tmp_path / "run.json"
+    record = json.loads(path.read_text())
+    begun = OPTIONS.to_json(1)
+    for options in (begun, begun["resolved"], record["options"], record["options"]["resolved"]):
+        del options["flat_start"], options["realign_criterion"]
+        del options["model"]["criterion"], options["model"]["prior_scale"]
+    fingerprint = hashlib.sha256(json.dumps(begun, sort_keys=True).encode()).hexdigest()[:16]
+    path.write_text(json.dumps({**record, "fingerprint": fingerprint}))
+    train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path, resume=True)
+    with pytest.raises(ConfigError, match=r"begun with other options \(--flat-start was False, is True\)"):
+        flat_start = dataclasses.replace(OPTIONS, flat_start=True)
+        train_run(Session(dataset, ALONE, CPU), flat_start, tmp_path, resume=True)
 
 
 def test_a_run_that_has_no_checkpoint_yet_begins_anew(dataset: Dataset, tmp_path: Path) -> None:
