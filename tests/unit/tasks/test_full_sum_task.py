@@ -324,7 +324,7 @@ def test_the_first_round_alone_has_the_criterion(tmp_path: Path) -> None:
     """And finds the states that the features were made of."""
     data = write_tiny_data(tmp_path / "data", TinySizes(train=60, dev=10))
     options = TrainOptions(
-        ModelOptions(layers=1, cells=16, dropout=0.0),
+        ModelOptions(layers=1, cells=16, dropout=0.0, prior_scale=0.3),
         BatchOptions(batch_size=4),
         OptimizerOptions("adam", learning_rate=0.01),
         epochs=1,
@@ -333,11 +333,12 @@ def test_the_first_round_alone_has_the_criterion(tmp_path: Path) -> None:
         realign_criterion="full-sum",
     )
     train_with_realignment(Session(data, ALONE, CPU), options, tmp_path / "run")
-    criteria = {
-        name: json.loads((tmp_path / "run" / name / "run.json").read_text())["options"]["model"]["criterion"]
+    models = [
+        json.loads((tmp_path / "run" / name / "run.json").read_text())["options"]["model"]
         for name in ("realign/1", "realign/2", ".")
-    }
-    assert criteria == {"realign/1": "full-sum", "realign/2": None, ".": None}
+    ]
+    by_round = [(model["criterion"], model["prior_scale"]) for model in models]
+    assert by_round == [("full-sum", 0.3), (None, None), (None, None)]
     same = frames = 0
     for path in data.shard_paths("train"):
         with (
