@@ -61,7 +61,7 @@ def test_an4(tmp_path: Path) -> None:
         record = json.loads(errors.read_text())
         assert record["grammar"] == "ngram" and record["tuning"]["split"] == "dev"
     assert (tmp_path / "words.ctm").read_text().count("\n") > 0
-    assert (tmp_path / "OUT" / "report").is_dir()
+    assert (tmp_path / "OUT" / "compare" / "compare.html").is_file()
 
 
 @pytest.mark.parametrize("recipe", sorted(path.name for path in RECIPES.glob("*.md")))

@@ -337,8 +337,8 @@ def test_the_first_round_alone_has_the_criterion(tmp_path: Path) -> None:
         json.loads((tmp_path / "run" / name / "run.json").read_text())["options"]["model"]
         for name in ("realign/1", "realign/2", ".")
     ]
-    found = [(model["criterion"], model["prior_scale"]) for model in models]
-    assert found == [("full-sum", 0.3), (None, None), (None, None)]
+    by_round = [(model["criterion"], model["prior_scale"]) for model in models]
+    assert by_round == [("full-sum", 0.3), (None, None), (None, None)]
     same = frames = 0
     for path in data.shard_paths("train"):
         with (
