@@ -108,9 +108,8 @@ class Lexicon:
         has_probabilities: bool | None = None
         for number, line in enumerate(text.splitlines(), start=1):
             word, *phones = line.split() or [""]
-            is_mark = word.startswith("!") or (word.startswith("<") and word.endswith(">"))
             is_unknown = word == UNKNOWN_WORD and phones[-1:] == [UNKNOWN_PHONE]
-            if not word or (is_mark and not is_unknown):
+            if not word or (is_mark(word) and not is_unknown):
                 continue
             where = f"{name}:{number}: "
             probability = _probability(phones[0]) if phones else None
@@ -167,6 +166,11 @@ class Lexicon:
             {word: self.pronunciations[word] for word in wanted},
             {word: self.probabilities[word] for word in wanted if self.probabilities},
         )
+
+
+def is_mark(word: str) -> bool:
+    """Tell whether something in a word's place is none: `<noise>`, `<unk>`, `!SIL`."""
+    return word.startswith("!") or (word.startswith("<") and word.endswith(">"))
 
 
 def digit_words() -> tuple[str, ...]:
@@ -232,13 +236,13 @@ def grapheme_lexicon(words: Iterable[str]) -> Lexicon:
     """Spell each word as its letters: a letter with its combining marks is a phone, in lower case.
 
     Signs that are neither letters nor digits, such as apostrophes, are silent; words of these alone are left
-    out.
+    out, and so are marks such as `<noise>`.
 
     Example:
         >>> grapheme_lexicon(["Größe"]).pronunciations["Größe"]
         (('g', 'r', 'ö', 'ß', 'e'),)
     """
-    spelt = {word: _graphemes(word) for word in sorted(set(words))}
+    spelt = {word: _graphemes(word) for word in sorted(set(words)) if not is_mark(word)}
     return Lexicon({word: (letters,) for word, letters in spelt.items() if letters})
 
 

@@ -156,7 +156,8 @@ class PrepareOptions:
     from_kaldi: Annotated[KaldiOptions, heading("Kaldi")] = field(default_factory=KaldiOptions)
     files: Annotated[FilesOptions, heading("files")] = field(default_factory=FilesOptions)
     like: Annotated[Path | None, shown("RUN|DATA", "none")] = None
-    """Prepare the corpus for a trained model: with features, sampling rate, classes and lexicon of its data.
+    """Prepare the corpus for a trained model: with features, sampling rate, classes, lexicon and language
+    model of its data, but for what --lexicon, --lm or --lm-order say.
     Give the model's run, or its data directory.  Transcripts may be missing; no train split is needed.
     By default all utterances go to the test split.
     With --kaldi it replaces --ali and --ali-pdf: data without targets, for `speechdp posteriors`."""
@@ -272,6 +273,8 @@ class PrepareOptions:
         self._refuse(
             ("corpus", "split", "held_out_speaker", "lexicon", "pattern"), "--synthetic, which makes its own"
         )
+        if self.unknown_words != "refuse":
+            raise ConfigError("--unknown-words does not go with --synthetic, which knows all; leave it out")
         if self.files != FilesOptions():
             raise ConfigError("--path-map, --allow-pipes and --skip-incomplete need a corpus; leave them out")
         if not 0 < hours <= _MAX_HOURS:
@@ -307,6 +310,15 @@ class PrepareOptions:
         if given != (None,) * 3 or self.feature_config() != FeatureConfig():
             raise ConfigError(
                 "--like takes all settings of the features from that run or data; leave yours out"
+            )
+        if self.lexicon == GRAPHEMES:
+            raise ConfigError(
+                "--lexicon graphemes does not go with --like, which takes the lexicon of that run or data; "
+                "leave it out, or give a file in the model's phones"
+            )
+        if self.unknown_words != "refuse":
+            raise ConfigError(
+                "--unknown-words does not go with --like, which needs no pronunciations; leave it out"
             )
         if self.from_kaldi.kaldi is not None and (self.split, self.held_out_speaker) != (None, None):
             raise ConfigError("--kaldi with --like puts all utterances into test; leave --split out")

@@ -49,7 +49,7 @@ def read_audio_folder(source: Path, pattern: str | None = None, rules: ReadingRu
         return _by_kaldi_text(source, files, rules)
     if any(source.rglob("*.trans.txt")):
         return _by_trans_txt(source, files, rules)
-    if files[0].with_suffix(".txt").is_file():
+    if any(file.with_suffix(".txt").is_file() for file in files):
         return _by_text_beside(source, files, rules)
     if 2 * sum(1 for file in files if _FSDD_NAME.fullmatch(file.stem)) > len(files):
         return _by_pattern(source, files, DEFAULT_PATTERN)

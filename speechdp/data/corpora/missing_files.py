@@ -20,27 +20,32 @@ def missing_files(paths: Iterable[Path]) -> list[Path]:
     return [path for path in dict.fromkeys(paths) if not path.exists()]
 
 
-def missing_error(missing: Sequence[Path], num_files: int, where: str, folder: Path) -> ConfigError:
+def missing_error(
+    missing: Sequence[Path], num_files: int, where: str, folder: Path | None = None
+) -> ConfigError:
     """Return the error for files that are not there; its remedy is a --path-map that would find them.
 
     Args:
         missing: the files, at least one.
         num_files: how many there are with those that exist.
         where: the table that names them, or the corpus.
-        folder: the corpus; it is searched for files of the same names.
+        folder: the corpus, which is searched for files of the same names; None: its paths are not mapped.
     """
     first = missing[0]
     if num_files == 1:
         gone = f"{first}: no such file"
     else:
         gone = f"{where}: {len(missing)} of {num_files} files do not exist, first {first}"
-    mapping = suggest_mapping(missing, folder)
+    mapping = None if folder is None else suggest_mapping(missing, folder)
     if mapping is not None:
         old, new = mapping
         num_found = sum(_mapped(path, old, new).exists() for path in missing)
         return ConfigError(f"{gone}; --path-map {old}={new} finds {num_found} of them")
     if first.is_symlink():
         return ConfigError(f"{gone}; it is a symbolic link to {first.readlink()}, which is missing")
+    if folder is None:
+        some = ", or leave them out with --skip-incomplete" if len(missing) < num_files else ""
+        return ConfigError(f"{gone}; check the paths{some}")
     return ConfigError(f"{gone}; check the paths, or say where they are now with --path-map OLD=NEW")
 
 
@@ -60,10 +65,10 @@ def suggest_mapping(missing: Sequence[Path], folder: Path) -> tuple[str, str] | 
     best: tuple[int, Path, Path] | None = None
     for path in tried:
         for candidate in found[path.name]:
-            length = _common_end(path, candidate)
-            # Something has to be left of the path that is replaced.
-            length = min(length, len(path.parts) - 1)
-            if length > 0 and (best is None or length > best[0]):
+            # Something has to be left of the path that is replaced, and "/" alone is no beginning.
+            length = min(_common_end(path, candidate), len(path.parts) - (2 if path.is_absolute() else 1))
+            # A symbolic link may be there without its file.
+            if length > 0 and (best is None or length > best[0]) and candidate.exists():
                 best = (length, path, candidate)
     if best is None:
         return None

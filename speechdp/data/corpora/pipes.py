@@ -7,9 +7,10 @@ import re
 import signal
 import subprocess
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -31,6 +32,41 @@ _TOKEN = re.compile(
 _KEPT_ESCAPE = re.compile(r"""\\(["\\$`])""")
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 _SHOWN = 100
+
+
+class _Running:
+    """The programs that run, of all threads, to end them together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._children: set[subprocess.Popen[bytes]] = set()
+        self._is_over = False
+
+    def start(
+        self, command: Sequence[str], source: int | IO[bytes], target: int | IO[bytes], errors: IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        """Start a program.  Raises OSError, ValueError, and CancelledError after `kill_all`."""
+        with self._lock:
+            if self._is_over:
+                raise CancelledError
+            child = subprocess.Popen(command, stdin=source, stdout=target, stderr=errors)
+            self._children.add(child)
+            return child
+
+    def end(self, child: subprocess.Popen[bytes]) -> None:
+        """See that a program has ended, by force if need be."""
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+        with self._lock:
+            self._children.discard(child)
+
+    def kill_all(self) -> None:
+        """Kill what runs, and start nothing any more."""
+        with self._lock:
+            self._is_over = True
+            for child in self._children:
+                child.kill()
 
 
 @dataclass(frozen=True)
@@ -67,23 +103,26 @@ class Pipe:
         """The names of the programs."""
         return tuple(command[0] for command in self.commands)
 
-    def run(self, output: Path) -> None:
+    def run(self, output: Path, running: _Running | None = None) -> None:
         """Write what the last program writes into the file `output`.
+
+        Args:
+            output: the file.
+            running: told of the programs; another thread may kill them.
 
         Raises:
             ConfigError: a program is not there or fails, or nothing is written.
             OSError: the file cannot be made.
         """
+        running = running or _Running()
         with output.open("wb") as file, tempfile.TemporaryFile() as errors:
             children: list[subprocess.Popen[bytes]] = []
             try:
-                self._start(children, file, errors)
+                self._start(running, children, file, errors)
                 codes = [child.wait() for child in children]
             finally:
                 for child in children:
-                    if child.poll() is None:
-                        child.kill()
-                        child.wait()
+                    running.end(child)
             # One that is not listened to any more ends by SIGPIPE: `head` does so to the one before it.
             for number, (command, code) in enumerate(zip(self.commands, codes, strict=True), 1):
                 if code != 0 and not (code == -signal.SIGPIPE and number < len(codes)):
@@ -94,12 +133,18 @@ class Pipe:
         if output.stat().st_size == 0:
             raise ConfigError(f"{self.where}: {self.programs[-1]} wrote nothing; run the line by hand")
 
-    def _start(self, children: list[subprocess.Popen[bytes]], file: IO[bytes], errors: IO[bytes]) -> None:
+    def _start(
+        self,
+        running: _Running,
+        children: list[subprocess.Popen[bytes]],
+        file: IO[bytes],
+        errors: IO[bytes],
+    ) -> None:
         source: int | IO[bytes] = subprocess.DEVNULL
         for number, command in enumerate(self.commands, 1):
             target: int | IO[bytes] = file if number == len(self.commands) else subprocess.PIPE
             try:
-                child = subprocess.Popen(command, stdin=source, stdout=target, stderr=errors)
+                child = running.start(command, source, target, errors)
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", None) or error
                 raise ConfigError(
@@ -138,13 +183,16 @@ class PipeRunner:
         """
         files = {key: self.folder / f"pipe-{self._num_files + n}" for n, key in enumerate(pipes)}
         self._num_files += len(pipes)
+        running = _Running()
         with ThreadPoolExecutor(self.workers or len(os.sched_getaffinity(0))) as threads:
-            futures = [threads.submit(pipe.run, files[key]) for key, pipe in pipes.items()]
+            futures: list[Future[None]] = []
             try:
+                futures.extend(threads.submit(pipe.run, files[key], running) for key, pipe in pipes.items())
                 self._await(futures)
             finally:
                 for future in futures:
                     future.cancel()
+                running.kill_all()  # else leaving the block would wait for what nobody wants any more
         for pipe in pipes.values():
             self.programs.update(pipe.programs)
         return files

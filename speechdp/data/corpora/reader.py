@@ -72,6 +72,11 @@ def corpus(name: str) -> Callable[[_Class], _Class]:
     return CORPORA.decorator(name)
 
 
+def reader_of(source: Path, given: str | None) -> str:
+    """Return what reads a corpus: what is `given`, else `kaldi` or `folder`, whichever it is."""
+    return given or ("kaldi" if is_kaldi_dir(source) else "folder")
+
+
 def read_corpus(
     source: Path, reader: str | None, pattern: str | None = None, rules: ReadingRules = PLAIN_RULES
 ) -> Corpus:
@@ -87,7 +92,7 @@ def read_corpus(
     Raises:
         ConfigError: there is no such reader, it fails, or what it reads is no corpus.
     """
-    text = reader or ("kaldi" if is_kaldi_dir(source) else "folder")
+    text = reader_of(source, reader)
     name, _, options = text.partition(":")
     if name in _OURS and options:
         raise ConfigError(f"--corpus {text}: {name} has no options; write --corpus {name}")

@@ -8,6 +8,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 from speechdp.data.corpora.corpus import SPLIT_NAMES, UNKNOWN_SPEAKER, Corpus, CorpusUtterance
@@ -98,7 +99,12 @@ class SpeakerSplit(SplitRule):
         return tuple(self.parts)
 
     def split_of(self, utterance: CorpusUtterance) -> str:
-        return next((name for name, speakers in self.parts.items() if utterance.speaker in speakers), "train")
+        return self._split_of_speaker.get(utterance.speaker, "train")
+
+    @cached_property
+    def _split_of_speaker(self) -> dict[str, str]:
+        of_first = reversed(self.parts.items())  # a speaker who is named twice is in the first
+        return {speaker: name for name, speakers in of_first for speaker in speakers}
 
 
 @dataclass(frozen=True)
@@ -248,9 +254,15 @@ def _default(corpus: Corpus, *, by_speaker: bool) -> str:
 
 
 def split_corpus(
-    corpus: Corpus, rule: SplitRule, *, needs_train: bool = True
+    corpus: Corpus, rule: SplitRule, *, needs_train: bool = True, may_be_like: bool = False
 ) -> dict[str, list[CorpusUtterance]]:
     """Divide the utterances, keeping their order; only splits that hold any are returned.
+
+    Args:
+        corpus: what is divided.
+        rule: by what.
+        needs_train: whether train may not be empty.
+        may_be_like: whether --like, which needs no train, is a remedy.
 
     Raises:
         ConfigError: train (if it is needed), or a split the rule fills, came out empty.
@@ -260,10 +272,12 @@ def split_corpus(
         splits[rule.split_of(utterance)].append(utterance)
     for name in (*(["train"] if needs_train else []), *rule.named):
         if not splits[name]:
+            remedy = "choose another --split, e.g. random:dev=0.2,test=0.2"
+            if may_be_like:
+                remedy += ", or add --like RUN to test a trained model"
             raise ConfigError(
                 f"{corpus.source}: no utterance falls into {name} by '{rule.spec}' "
-                f"(of {len(corpus.utterances)}); choose another --split, e.g. random:dev=0.2,test=0.2, "
-                "or add --like RUN to test a trained model"
+                f"(of {len(corpus.utterances)}); {remedy}"
             )
     return {name: utterances for name, utterances in splits.items() if utterances}
 

@@ -98,7 +98,9 @@ def divide(corpus: Corpus, options: PrepareOptions, *, for_model: bool = False) 
         rule = choose_rule(
             corpus, options.split, options.held_out_speaker, options.seed, by_speaker=by_speaker
         )
-    return Division(rule.spec, split_corpus(corpus, rule, needs_train=not for_model), corpus.notices)
+    may_be_like = options.task == "acoustic" and not for_model
+    splits = split_corpus(corpus, rule, needs_train=not for_model, may_be_like=may_be_like)
+    return Division(rule.spec, splits, corpus.notices)
 
 
 def warn_of_speakers(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[str, ...]:

@@ -87,6 +87,7 @@ class _Listed:
     sources: Mapping[str, AudioSource | MatrixPlace]
     speakers: Mapping[str, str]
     utterances: list[KaldiUtterance]
+    gone: Sequence[str]  # the table has them, but their file does not exist
 
     @classmethod
     def read(cls, folder: Path, rules: ReadingRules, config: FeatureConfig, *, feats: bool) -> _Listed:
@@ -94,6 +95,7 @@ class _Listed:
         table = "feats.scp" if feats else "wav.scp"
         read = _features_table(folder, rules, config) if feats else read_audio_table(folder, rules)
         sources = _with_files(folder, table, read, rules)
+        gone = [utterance for utterance in read if utterance not in sources]
         speakers = read_table(folder / "utt2spk")
         path = folder / "text"
         texts = read_table(path, may_be_empty=True) if path.exists() else {}
@@ -102,19 +104,21 @@ class _Listed:
             for u, speaker in speakers.items()
             if u in sources
         ]
-        return cls(folder, table, sources, speakers, utterances)
+        return cls(folder, table, sources, speakers, utterances, gone)
 
     def left_out(
         self, taken: Sequence[KaldiUtterance], lacking: str, aligned: Sequence[str] = ()
     ) -> tuple[str, ...]:
         """Say which utterances are not `taken`, and why; those `aligned` are not listed completely."""
         ids = {utterance.utterance_id for utterance in taken}
+        listed = {*self.sources, *self.gone}
         reasons = {
-            f"are not in {self.table}": [u for u in self.speakers if u not in self.sources],
+            f"are in {self.table}, but their file does not exist": self.gone,
+            f"are not in {self.table}": [u for u in self.speakers if u not in listed],
             "are not in utt2spk": [u for u in self.sources if u not in self.speakers],
             lacking: [u.utterance_id for u in self.utterances if u.utterance_id not in ids],
             f"are aligned, but not in {self.folder}": [
-                u for u in aligned if u not in self.sources and u not in self.speakers
+                u for u in aligned if u not in listed and u not in self.speakers
             ],
         }
         return left_out(reasons)

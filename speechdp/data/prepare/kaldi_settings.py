@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -74,9 +75,12 @@ def frame_shift_ms(folder: Path, config: FeatureConfig) -> float:
         return config.frame_shift_ms
     text = path.read_text(encoding="utf-8", errors="replace").strip()
     try:
-        return round(1000.0 * float(text), 6)
+        shift_ms = round(1000.0 * float(text), 6)
     except ValueError as error:
         raise ConfigError(f"{path}: {text[:40]!r} is not a number of seconds; write e.g. 0.01") from error
+    if not 0.0 < shift_ms < math.inf:
+        raise ConfigError(f"{path}: {text[:40]!r} is no time between frames; write e.g. 0.01 seconds")
+    return shift_ms
 
 
 def _with_edges(

@@ -16,7 +16,7 @@ from speechdp.files import write_text_atomically
 from speechdp.json_input import parse_json
 from speechdp.labels.lexicon import Lexicon
 from speechdp.language.kneser_ney import estimate
-from speechdp.language.ngram import UNKNOWN_NAMES, NgramModel, TextFit
+from speechdp.language.ngram import END, UNKNOWN_NAMES, NgramModel, TextFit
 from speechdp.options.prepare import LanguageModelOptions
 
 _FORMAT, _VERSION = "speechdp-language-model", 1
@@ -57,22 +57,34 @@ def prepare_language_model(
     if options.lm_order is not None:
         train = (lexicon.pronounceable(words) for words in texts.get("train", ()))
         model: LanguageModel = estimate(train, options.lm_order, lexicon.recognised_words)
-        origin: dict[str, Any] = {"source": "train", "left_out": 0, "without_entry": 0}
-    elif options.lm is not None:
-        model, origin = _taken_over(options.lm, lexicon)
-    else:
+        return _measured(model, {"source": "train", "left_out": 0, "without_entry": 0}, texts)
+    if options.lm is None:
         return None
-    kind = {"kind": "fst"} if isinstance(model, GrammarFst) else _sizes(model)
-    fits = {name: _fit(model, each) for name, each in texts.items() if name != "train"}
-    return PreparedLanguageModel(model, {**origin, **kind, "splits": fits})
+    prepared = take_over_language_model(options.lm, lexicon, texts)
+    if prepared is None:
+        raise ConfigError(f"{options.lm}: none of its words is in the lexicon; give one that fits it")
+    return prepared
 
 
-def _taken_over(path: Path, lexicon: Lexicon) -> tuple[LanguageModel, dict[str, Any]]:
-    """Read a user's model, its words spelt as in the lexicon; the others are left out.
+def take_over_language_model(path: Path, lexicon: Lexicon, texts: Texts) -> PreparedLanguageModel | None:
+    """Read a model that was made elsewhere, its words spelt as in the lexicon; the others are left out.
 
     Words of the lexicon that it lacks share the probability of its <unk>.
+
+    Args:
+        path: of the model.
+        lexicon: the words that can be recognised.
+        texts: those of all splits but train are measured.
+
+    Returns:
+        The model; None: it has no word of the lexicon.
+
+    Raises:
+        ConfigError: it cannot be read, or does not say how probable the end of a sentence is.
     """
     given = read_language_model(path)
+    if isinstance(given, NgramModel) and (END,) not in given.log10_probs:
+        raise ConfigError(f"{path}: has no 1-gram {END}, the end of a sentence; make it on whole sentences")
     words = given.words.difference(UNKNOWN_NAMES)
     recognised = set(lexicon.recognised_words)
 
@@ -82,14 +94,20 @@ def _taken_over(path: Path, lexicon: Lexicon) -> tuple[LanguageModel, dict[str, 
 
     model = given.respelled(spelling)
     if not model.words:
-        raise ConfigError(f"{path}: none of its {len(words)} words is in the lexicon; give one that fits it")
+        return None
     missing = sorted(recognised - model.words)
     if isinstance(given, NgramModel) and isinstance(model, NgramModel) and missing:
         unknown = next((name for name in UNKNOWN_NAMES if name in given.words), None)
         if unknown is not None:
             model, missing = model.with_words(missing, given.log10_probs[unknown,]), []
     left_out = sum(spelling(word) is None for word in words)
-    return model, {"source": path.name, "left_out": left_out, "without_entry": len(missing)}
+    return _measured(model, {"source": path.name, "left_out": left_out, "without_entry": len(missing)}, texts)
+
+
+def _measured(model: LanguageModel, origin: Mapping[str, Any], texts: Texts) -> PreparedLanguageModel:
+    kind = {"kind": "fst"} if isinstance(model, GrammarFst) else _sizes(model)
+    fits = {name: _fit(model, each) for name, each in texts.items() if name != "train"}
+    return PreparedLanguageModel(model, {**origin, **kind, "splits": fits})
 
 
 def _sizes(model: NgramModel) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A corpus for a trained model: features, sampling rate, classes and lexicon are those of its data."""
+"""A corpus for a trained model: features, rate, classes, lexicon and language model are those of its data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from speechdp.data.corpora.corpus import CorpusUtterance
 from speechdp.data.prepare.contents import Contents, ShardContent, deal_splits
 from speechdp.data.prepare.divided_corpus import DividedCorpus
 from speechdp.data.prepare.jobs import Progress
-from speechdp.data.prepare.language_model import prepare_language_model
+from speechdp.data.prepare.language_model import (
+    PreparedLanguageModel,
+    Texts,
+    prepare_language_model,
+    take_over_language_model,
+)
 from speechdp.data.prepare.reading import read_whole_corpus
 from speechdp.data.prepare.recognition import FlatShard, frames_of, lengths_of, read_samples, stored_utterance
 from speechdp.data.prepare.vocabulary import plainly_spelt
@@ -99,7 +104,7 @@ def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress)
         return FlatShard.of(part, lexicon, inventory) if is_aligned else UnalignedShard(part)
 
     texts = {name: [u.words for u in utterances] for name, utterances in divided.splits.items()}
-    model = prepare_language_model(_language_model(options, like), lexicon, texts)
+    model, lacking = _language_model(options, like, lexicon, texts)
 
     def save(directory: Path) -> None:
         lexicon.save(directory / "lexicon.txt")
@@ -107,7 +112,7 @@ def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress)
         if model is not None:
             model.save(directory)
 
-    notices = divided.notices + _without_targets(len(untold), unknown)
+    notices = divided.notices + lacking + _without_targets(len(untold), unknown)
     if is_aligned:
         notices += lengths_of(divided, num_frames, lexicon)
     return Contents(
@@ -156,12 +161,19 @@ def _lexicon(like: Dataset, given: Path | None, inventory: StateInventory) -> Le
     return lexicon
 
 
-def _language_model(options: PrepareOptions, like: Dataset) -> LanguageModelOptions:
-    """Return the language model to take over: that of the model's data where nothing else is asked for."""
+def _language_model(
+    options: PrepareOptions, like: Dataset, lexicon: Lexicon, texts: Texts
+) -> tuple[PreparedLanguageModel | None, tuple[str, ...]]:
+    """Return the language model, that of the model's data where nothing else is asked for, and notices."""
     if options.for_language_model != LanguageModelOptions():
-        return options.for_language_model
-    there = (like.path / name for name in (ARPA_NAME, GRAMMAR_NAME) if (like.path / name).exists())
-    return LanguageModelOptions(lm=next(there, None))
+        return prepare_language_model(options.for_language_model, lexicon, texts), ()
+    path = next((p for p in (like.path / ARPA_NAME, like.path / GRAMMAR_NAME) if p.exists()), None)
+    if path is None:
+        return None, ()
+    model = take_over_language_model(path, lexicon, texts)
+    if model is None:
+        return None, (f"without a language model: no word of {path} is in the lexicon; --lm takes another",)
+    return model, ()
 
 
 def _without_targets(num_untold: int, unknown: Counter[str]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from speechdp.data.corpora.corpus import Corpus
 from speechdp.data.corpora.kaldi_dir import ReadingRules, left_out, parse_path_map
 from speechdp.data.corpora.missing_files import missing_error, missing_files
 from speechdp.data.corpora.pipes import PipeRunner
-from speechdp.data.corpora.reader import read_corpus
+from speechdp.data.corpora.reader import read_corpus, reader_of
 from speechdp.data.prepare.jobs import Progress
 from speechdp.data.signal.audio import file_of
 from speechdp.options.prepare import PrepareOptions
@@ -37,20 +37,22 @@ def read_whole_corpus(
         ConfigError: it cannot be used, or names audio files that do not exist.
     """
     rules = reading_rules(options, scratch, progress, needs_text=needs_text)
-    corpus = read_corpus(options.paths[0], options.corpus, options.pattern, rules)
+    source = options.paths[0]
+    corpus = read_corpus(source, options.corpus, options.pattern, rules)
     notices = () if rules.pipes is None else rules.pipes.notices
-    return _with_audio(dataclasses.replace(corpus, notices=corpus.notices + notices), rules)
+    corpus = dataclasses.replace(corpus, notices=corpus.notices + notices)
+    return _with_audio(corpus, rules, is_kaldi=reader_of(source, options.corpus) == "kaldi")
 
 
-def _with_audio(corpus: Corpus, rules: ReadingRules) -> Corpus:
+def _with_audio(corpus: Corpus, rules: ReadingRules, *, is_kaldi: bool) -> Corpus:
     files = [file_of(utterance.audio) for utterance in corpus.utterances]
     missing = set(missing_files(files))
     if not missing:
         return corpus
     there = tuple(u for u in corpus.utterances if file_of(u.audio) not in missing)
     if not rules.skip_incomplete or not there:
-        where = str(corpus.source / "wav.scp" if (corpus.source / "wav.scp").is_file() else corpus.source)
-        raise missing_error(sorted(missing), len(set(files)), where, corpus.source)
+        where = str(corpus.source / "wav.scp" if is_kaldi else corpus.source)
+        raise missing_error(sorted(missing), len(set(files)), where, corpus.source if is_kaldi else None)
     gone = [u.utterance_id for u in corpus.utterances if file_of(u.audio) in missing]
     notices = corpus.notices + left_out({"have no audio file": gone})
     return dataclasses.replace(corpus, utterances=there, notices=notices)

@@ -14,6 +14,7 @@ from speechdp.labels.lexicon import (
     Lexicon,
     built_in_pronunciations,
     grapheme_lexicon,
+    is_mark,
     refuse_unknown,
 )
 from speechdp.labels.text_normalise import plain_transcript
@@ -41,17 +42,24 @@ def given_lexicon(path: Path | None) -> Lexicon | None:
 def plainly_spelt(corpus: Corpus, given: Lexicon | None) -> Corpus:
     """Bring transcripts of any corpus to one form: words as the lexicon spells them, in whatever case.
 
-    Other words are in lower case and without punctuation.
+    Other words are in lower case and without punctuation.  Marks such as `!SIL` stay as they are.
 
     Raises:
         ConfigError: a transcript is nothing but punctuation.
     """
-    spelling = {}
-    for word in corpus.words:
-        plain = plain_transcript(word)
-        spelt = None if given is None else given.spelling_of(word) or given.spelling_of(plain)
-        spelling[word] = spelt or plain
-    return corpus.respelled(spelling)
+    lexicon = Lexicon({}) if given is None else given
+    return corpus.respelled({word: _plain_spelling(word, lexicon) for word in corpus.words})
+
+
+def _plain_spelling(word: str, lexicon: Lexicon) -> str:
+    """Return the words that stand for one of a transcript: several where a dash joins them, or none."""
+    plain = plain_transcript(word)
+    whole = lexicon.spelling_of(word) or lexicon.spelling_of(plain)
+    if whole is not None:
+        return whole
+    if plain and is_mark(word):
+        return word
+    return " ".join(lexicon.spelling_of(part) or part for part in plain.split())
 
 
 def choose_vocabulary(
@@ -73,7 +81,7 @@ def choose_vocabulary(
     if given is not None:
         lexicon, remedy = given, f"add them to {choice}"
     elif choice == GRAPHEMES:
-        lexicon, remedy = grapheme_lexicon(words), "they have no letters: take them out of the transcripts"
+        lexicon, remedy = grapheme_lexicon(words), "they have no letters, or are marks: take them out"
     else:
         lexicon, remedy = built_in_pronunciations(words)
     unknown = sorted(words - lexicon.pronunciations.keys())

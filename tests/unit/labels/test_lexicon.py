@@ -12,6 +12,7 @@ from speechdp.labels.lexicon import (
     Lexicon,
     command_words,
     digit_words,
+    grapheme_lexicon,
     lexicon_for,
     own_lexicon,
 )
@@ -176,3 +177,7 @@ def test_words_that_are_not_in_the_lexicon_become_unk_where_it_has_it(tmp_path: 
 )
 def test_transcripts_are_plain_words(text: str, plain: str) -> None:
     assert plain_transcript(text) == plain
+
+
+def test_marks_are_not_spelled() -> None:
+    assert grapheme_lexicon(["<noise>", "<unk>", "!SIL", "yes"]).words == ("yes",)

@@ -9,7 +9,7 @@ import pytest
 
 from speechdp.data.corpora.audio_folder import read_audio_folder
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
-from speechdp.data.corpora.kaldi_dir import read_kaldi_dir
+from speechdp.data.corpora.kaldi_dir import ReadingRules, read_kaldi_dir
 from speechdp.data.corpora.reader import read_corpus
 from speechdp.errors import ConfigError
 from tests.helpers.corpora import digit_folder, kaldi_folder, shared_data, write_tone
@@ -238,3 +238,13 @@ def test_two_files_of_one_utterance_are_refused(tmp_path: Path) -> None:
     write_tone(tmp_path / "0_ann_0.flac")
     with pytest.raises(ConfigError, match="are both utterance 0_ann_0; rename one"):
         read_audio_folder(tmp_path)
+
+
+def test_transcripts_beside_audio_are_found_where_the_first_has_none(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_tone(tmp_path / f"{name}.wav", 0.1)
+    (tmp_path / "b.txt").write_text("one\n")
+    corpus = read_audio_folder(tmp_path, rules=ReadingRules(skip_incomplete=True))
+    assert [(u.utterance_id, u.text) for u in corpus.utterances] == [("b", "one")]
+    corpus = read_audio_folder(tmp_path, rules=ReadingRules(needs_text=False))
+    assert [u.text for u in corpus.utterances] == ["", "one"]

@@ -266,3 +266,13 @@ def test_ours_can_be_named(tmp_path: Path) -> None:
     assert read_corpus(source, "kaldi") == read_corpus(source, None)
     with pytest.raises(ConfigError, match="choose another"):
         speechdp.corpus("kaldi")(Careless)
+
+
+def test_maps_are_not_advised_where_paths_are_not_mapped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = table(tmp_path, audio="gone/2.wav")
+    assert run_speechdp(["prepare", str(source), str(tmp_path / "data"), "--corpus", TABLE]) == 1
+    error = capsys.readouterr().err
+    assert "1 of 5 files do not exist" in error and "path-map" not in error
+    assert "gone/2.wav; check the paths, or leave them out with --skip-incomplete" in error

@@ -79,6 +79,12 @@ def test_programs_that_fail_are_named(tmp_path: Path, text: str, reason: str) ->
     assert "\n" not in str(caught.value)
 
 
+def test_a_pipe_that_fails_ends_the_others(tmp_path: Path) -> None:
+    pipes = {text: Pipe.parse(text, "wav.scp:3") for text in ("sleep infinity | cat |", "false |")}
+    with pytest.raises(ConfigError, match="false ended with exit code 1"):
+        PipeRunner(tmp_path, 2, no_progress).run(pipes)  # else it waits for ever
+
+
 def piped(source: Path) -> Path:
     """Let the entries of wav.scp be written by programs."""
     lines = [line.split() for line in (source / "wav.scp").read_text().splitlines()]

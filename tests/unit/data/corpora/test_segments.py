@@ -213,7 +213,13 @@ def test_the_suggestion_is_the_longest_common_end(tmp_path: Path) -> None:
     assert suggest_mapping([Path("x.wav")], tmp_path) is None  # nothing is left to be replaced
     link = tmp_path / "link.wav"
     link.symlink_to("gone.wav")
-    assert "is a symbolic link to gone.wav" in str(missing_error([link], 1, "here", tmp_path / "one"))
+    assert "is a symbolic link to gone.wav" in str(missing_error([link], 1, "here", tmp_path))
+
+
+def test_the_suggestion_is_a_map_that_is_understood(tmp_path: Path) -> None:
+    write_tone(tmp_path / "audio" / "a.wav", 0.1)
+    assert suggest_mapping([Path("/audio/a.wav")], tmp_path) == ("/audio", str(tmp_path / "audio"))
+    assert suggest_mapping([Path("/a.wav")], tmp_path) is None
 
 
 def prepared(source: Path, **options: object) -> Prepared:

@@ -356,6 +356,23 @@ def test_archives_of_another_machine_are_found_by_a_map(options: PrepareOptions)
     assert len(utterances_of(prepared(changed(options, files=files)).dataset)) == len(FEATURES)
 
 
+def test_archives_that_do_not_exist_are_not_said_to_be_unlisted(options: PrepareOptions) -> None:
+    folder = kaldi_of(options)[0]
+    scp = (folder / "feats.scp").read_text()
+    (folder / "feats.scp").write_text(scp.replace(str(folder), "/gone", 1))
+    result = prepared(changed(options, files=FilesOptions(skip_incomplete=True)))
+    assert result.notices == (
+        "left out: 1 utterances that are in feats.scp, but their file does not exist, first utt0",
+    )
+
+
+@pytest.mark.parametrize("text", ["0", "nan", "-0.01", "inf"])
+def test_a_frame_shift_is_a_time(options: PrepareOptions, text: str) -> None:
+    (kaldi_of(options)[0] / "frame_shift").write_text(f"{text}\n")
+    with pytest.raises(ConfigError, match=f"frame_shift: '{text}' is no time between frames; write"):
+        prepare(options, no_progress)
+
+
 def test_a_file_that_cannot_be_read_is_not_one_that_cannot_be_written(
     options: PrepareOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:

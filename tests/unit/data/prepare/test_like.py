@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from speechdp.cli.main import run as speechdp
 from speechdp.comm.serial import SerialCommunicator
+from speechdp.data.corpora.reader import read_corpus
+from speechdp.data.prepare.divided_corpus import divide
 from speechdp.data.prepare.like import open_like
 from speechdp.data.prepare.pipeline import Prepared, prepare
 from speechdp.data.shards.dataset import Dataset
@@ -193,6 +196,8 @@ def test_audio_of_another_rate_is_resampled_and_said(trained: Dataset, tmp_path:
         (["--num-mel-bins", "24"], "--like takes all settings of the features"),
         (["--resample", "8000"], "--like takes all settings of the features"),
         (["--task", "synthesis"], "--like prepares a corpus for a recogniser"),
+        (["--lexicon", "graphemes"], "--lexicon graphemes does not go with --like"),
+        (["--unknown-words", "skip"], "--unknown-words does not go with --like"),
     ],
 )
 def test_settings_beside_like_are_refused(
@@ -304,3 +309,24 @@ def test_the_language_model_goes_along_and_may_be_another(tmp_path: Path) -> Non
     other = like(new, run, overwrite=True, for_language_model=LanguageModelOptions(lm=tmp_path / "G.arpa"))
     model = language_model_in(other.dataset.path)
     assert isinstance(model, NgramModel) and "two" in model.words and "one" not in model.words
+    (tmp_path / "lexicon.txt").write_text("uan W AH N\n")
+    without = like(new, run, overwrite=True, lexicon=tmp_path / "lexicon.txt")
+    assert language_model_in(without.dataset.path) is None
+    assert without.notices[0] == (
+        f"without a language model: no word of {run / 'trained_on' / 'lm.arpa.gz'} is in the lexicon; "
+        "--lm takes another"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "for_model", "fits"),
+    [({}, False, True), ({}, True, False), ({"task": "synthesis"}, False, False)],
+)
+def test_like_is_a_remedy_only_where_it_helps(
+    tmp_path: Path, options: dict[str, Any], for_model: bool, fits: bool
+) -> None:
+    corpus = read_corpus(digit_folder(tmp_path / "new", ("eve",), num_indices=1), None)
+    asked = PrepareOptions((tmp_path, tmp_path / "data"), split="index:test=90-99", **options)
+    with pytest.raises(ConfigError, match="falls into test by") as caught:
+        divide(corpus, asked, for_model=for_model)
+    assert ("--like RUN" in str(caught.value)) == fits

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from speechdp.cli import main
+from speechdp.data.corpora.kaldi_dir import read_kaldi_dir
 from speechdp.data.prepare.pipeline import Prepared, prepare
+from speechdp.data.prepare.vocabulary import plainly_spelt
 from speechdp.data.shards.dataset import Dataset
 from speechdp.decode.language_model import GrammarFst, language_model_in
 from speechdp.errors import ConfigError
@@ -139,6 +141,20 @@ def test_letters_serve_as_phones_in_any_language(tmp_path: Path) -> None:
         make(corpus(tmp_path / "signs", "one &", "one", "one"), tmp_path / "other", lexicon=GRAPHEMES)
 
 
+def test_marks_are_words_without_pronunciation(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "in", "one !SIL <noise>", "one", "two!")
+    with pytest.raises(ConfigError, match=r"2 word\(s\) without a pronunciation: !SIL <noise>; they have"):
+        make(source, tmp_path / "data", lexicon=GRAPHEMES)
+    prepared = make(source, tmp_path / "data", lexicon=GRAPHEMES, unknown_words="unk")
+    assert lexicon_of(prepared.dataset).words == ("one", "two", "<unk>")
+
+
+def test_words_that_a_dash_joins_are_spelt_one_by_one(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "in", "well\u2014known")
+    spelt = plainly_spelt(read_kaldi_dir(source), Lexicon({"WELL": (("A",),)}))
+    assert [u.text for u in spelt.utterances] == ["WELL known"]
+
+
 def test_language_model_of_train_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "lexicon.txt").write_text("one A\ntwo B\nthree C\n")
     source = corpus(tmp_path / "in", "one two", "three three", "two one two", "four one")
@@ -216,8 +232,11 @@ def test_language_models_that_cannot_be_used_are_one_line(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"cut\.arpa\.gz:4: is cut off"):
         make(source, tmp_path / "data", LanguageModelOptions(lm=tmp_path / "cut.arpa.gz"))
     write_arpa(estimate([["hello"]], 1), tmp_path / "other.arpa")
-    with pytest.raises(ConfigError, match=r"other\.arpa: none of its 1 words is in the lexicon"):
+    with pytest.raises(ConfigError, match=r"other\.arpa: none of its words is in the lexicon"):
         make(source, tmp_path / "data", LanguageModelOptions(lm=tmp_path / "other.arpa"))
+    (tmp_path / "endless.arpa").write_text("\\data\\\nngram 1=1\n\n\\1-grams:\n-0.3 one\n\n\\end\\\n")
+    with pytest.raises(ConfigError, match=r"endless\.arpa: has no 1-gram </s>"):
+        make(source, tmp_path / "data", LanguageModelOptions(lm=tmp_path / "endless.arpa"))
     assert not (tmp_path / "data").exists()
 
 
@@ -232,6 +251,7 @@ def test_language_models_that_cannot_be_used_are_one_line(tmp_path: Path) -> Non
         ),
         (["in", "out", "--task", "synthesis", "--unknown-words", "unk"], "--unknown-words does not go with"),
         (["out", "--kaldi", "d", "--ali", "a", "--lm-order", "3"], "do not go with --kaldi"),
+        (["out", "--synthetic", "1", "--unknown-words", "unk"], "--unknown-words does not go with --synth"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(
