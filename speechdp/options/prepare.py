@@ -225,7 +225,7 @@ class PrepareOptions:
     """Replace DATA if it is already a data directory."""
 
     def __post_init__(self) -> None:
-        if self.task == "synthesis":
+        if not self.is_for_recognition:
             self._refuse_beside_synthesis()
         else:
             self.for_synthesis.refuse()
@@ -304,7 +304,7 @@ class PrepareOptions:
             raise ConfigError("--cmvn kaldi is for Kaldi's features: add --feats, or leave --cmvn out")
 
     def _check_like(self) -> None:
-        if self.task == "synthesis" or self.synthetic is not None:
+        if not self.is_for_recognition or self.synthetic is not None:
             raise ConfigError("--like prepares a corpus for a recogniser; leave it out")
         given = self.num_mel_bins, self.resample, self.from_kaldi.cmvn
         if given != (None,) * 3 or self.feature_config() != FeatureConfig():
@@ -328,6 +328,11 @@ class PrepareOptions:
         for name in names:
             if getattr(self, name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} does not go with {beside}; leave it out")
+
+    @property
+    def is_for_recognition(self) -> bool:
+        """Whether the data are to recognise speech with; else to make it with."""
+        return self.task == "acoustic"
 
     @property
     def data(self) -> Path:

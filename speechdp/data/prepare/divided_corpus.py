@@ -64,7 +64,7 @@ class DividedCorpus:
         infos = probe_all(list(dict.fromkeys(u.audio for each in splits.values() for u in each)), progress)
         seconds = {info.source: info.num_samples / info.sampling_rate for info in infos}
         rate = common_sampling_rate(infos, options.resample) if like is None else like.sampling_rate
-        notices = division.notices + (warn_of_speakers(splits) if options.task == "acoustic" else ())
+        notices = division.notices + (warn_of_speakers(splits) if options.is_for_recognition else ())
         if like is not None:
             notices += _resampled(infos, rate)
         return cls(division.rule, splits, rate, seconds, notices)
@@ -94,11 +94,11 @@ def divide(corpus: Corpus, options: PrepareOptions, *, for_model: bool = False) 
     if for_model and not (options.split or options.held_out_speaker or corpus.has_splits):
         rule: SplitRule = OneSplit("all:test", "test")
     else:
-        by_speaker = options.task == "acoustic"
+        by_speaker = options.is_for_recognition
         rule = choose_rule(
             corpus, options.split, options.held_out_speaker, options.seed, by_speaker=by_speaker
         )
-    may_be_like = options.task == "acoustic" and not for_model
+    may_be_like = options.is_for_recognition and not for_model
     splits = split_corpus(corpus, rule, needs_train=not for_model, may_be_like=may_be_like)
     return Division(rule.spec, splits, corpus.notices)
 

@@ -70,10 +70,10 @@ def _source(options: PrepareOptions) -> Callable[[PrepareOptions, Path, Progress
     if options.from_kaldi.kaldi is not None:
         return read_kaldi
     if options.synthetic is not None:
-        return speak_for_synthesis if options.task == "synthesis" else speak_for_recognition
+        return speak_for_recognition if options.is_for_recognition else speak_for_synthesis
     if options.like is not None:
         return read_corpus_like
-    return read_corpus_for_synthesis if options.task == "synthesis" else read_corpus_for_recognition
+    return read_corpus_for_recognition if options.is_for_recognition else read_corpus_for_synthesis
 
 
 @dataclass(frozen=True)
