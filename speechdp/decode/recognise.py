@@ -136,6 +136,7 @@ class Recogniser:
     Attributes:
         grammar: the grammar used.
         words: the words that can be recognised.
+        transducer: HL, of which graphs are made.
         graph: what is searched.
         searcher: searches it.
 
@@ -158,7 +159,7 @@ class Recogniser:
         if self.grammar is Grammar.NGRAM and language_model is not None:
             self.words &= language_model.words
         self_loop = trained.self_loop.detach().cpu().double().numpy()
-        self._transducer = LexiconTransducer(lexicon, inventory, self_loop, options.silence_probability)
+        self.transducer = LexiconTransducer(lexicon, inventory, self_loop, options.silence_probability)
         self._transcripts, self._language_model = transcripts, language_model
         self._attach(trained, options)
 
@@ -172,7 +173,7 @@ class Recogniser:
 
     def _build(self, insertion_log_prob: float, lm_scale: float) -> DecodingGraph:
         return build_graph(
-            self._transducer,
+            self.transducer,
             self.grammar,
             self._transcripts,
             insertion_log_prob,
@@ -222,7 +223,7 @@ class GraphRecogniser(Recogniser):
         return self._ready
 
 
-class SplitReader:
+class SpokenSplit:
     """A split to be recognised, over N ranks: rank r takes utterances r, r + N, ...
 
     Attributes:
@@ -241,7 +242,7 @@ class SplitReader:
 
     @classmethod
     @contextmanager
-    def open(cls, dataset: Dataset, split: str, comm: Communicator) -> Iterator[SplitReader]:
+    def open(cls, dataset: Dataset, split: str, comm: Communicator) -> Iterator[SpokenSplit]:
         """Open the shards of a split.
 
         Raises:
@@ -328,7 +329,7 @@ def decode_split(
     if comm.rank == 0:
         with _results_at(run_dir):
             check_writable(path.parent)  # of somebody else's run, say: before the work
-    with SplitReader.open(dataset, split, comm) as reader:
+    with SpokenSplit.open(dataset, split, comm) as reader:
         recogniser = recogniser_for(trained, dataset, options, reader.transcripts)
         own = _recognise_own(recogniser, reader, inputs_of(trained.config), is_asked_to_stop)
     parts = comm.allgather_object(
@@ -383,7 +384,7 @@ def check_origin(config: dict[str, Any], dataset: Dataset, classes: StateInvento
 
 def _recognise_own(
     recogniser: Recogniser,
-    reader: SplitReader,
+    reader: SpokenSplit,
     inputs: InputOptions,
     is_asked_to_stop: Callable[[], bool],
 ) -> list[Hypothesis]:

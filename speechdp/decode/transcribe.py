@@ -14,8 +14,8 @@ from speechdp.data.signal.features import FeatureConfig
 from speechdp.data.signal.pieces import Piece, cut_at_pauses
 from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
 from speechdp.decode.align import Aligner
-from speechdp.decode.graph import LexiconTransducer
-from speechdp.decode.recognise import DecodingOptions, TrainedModel, recogniser_for
+from speechdp.decode.language_model import language_model_in
+from speechdp.decode.recognise import DecodingOptions, Recogniser, TrainedModel
 from speechdp.decode.word_times import confidences, word_spans
 from speechdp.errors import ConfigError, RunError
 from speechdp.labels.hmm import FloatArray, StateInventory
@@ -122,11 +122,9 @@ class Transcriber:
         self._preprocessor = Preprocessor(
             self._features, self._sampling_rate, "audio", inputs_of(trained.config)
         )
-        self._recogniser = recogniser_for(trained, kept, options, [])
-        self_loop = trained.self_loop.detach().cpu().double().numpy()
-        self._aligner = Aligner(
-            LexiconTransducer(self._lexicon, self._inventory, self_loop, options.silence_probability)
-        )
+        language_model = language_model_in(kept.path)
+        self._recogniser = Recogniser(trained, self._lexicon, self._inventory, options, [], language_model)
+        self._aligner = Aligner(self._recogniser.transducer)
         self._acoustic_scale = options.acoustic_scale
 
     def transcribe(self, path: Path, name: str) -> Transcription:

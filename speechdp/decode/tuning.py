@@ -15,7 +15,7 @@ from speechdp.decode.graph import Grammar
 from speechdp.decode.recognise import (
     DecodingOptions,
     Recogniser,
-    SplitReader,
+    SpokenSplit,
     TrainedModel,
     check_decodable,
     recogniser_for,
@@ -83,7 +83,7 @@ def tune(
         as `decode_split`, but for results, which are not written.
     """
     check_decodable(trained, dataset, options)
-    with SplitReader.open(dataset, split, comm) as reader:
+    with SpokenSplit.open(dataset, split, comm) as reader:
         recogniser = recogniser_for(trained, dataset, options, reader.transcripts)
         scored = [
             (reader.reference(position), scores)
