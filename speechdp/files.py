@@ -31,7 +31,8 @@ _REMEDIES = {
     errno.ENODEV: _NETWORK_DISK,
     errno.EHOSTDOWN: _NETWORK_DISK,
     errno.ETIMEDOUT: _NETWORK_DISK,
-    errno.ENOENT: "see that nothing removes or moves its folder",
+    # Making a folder in /proc says so, too.
+    errno.ENOENT: "see that nothing removes or moves its folder, and that it can hold files",
     errno.ENOTDIR: "give a folder whose path holds no plain file",
     errno.EEXIST: "remove the file of that name",
     errno.EISDIR: "remove the folder of that name",
@@ -88,6 +89,28 @@ def cannot_be_read(path: Path | str, error: Exception, then: str = "run again") 
     return f"{path}: cannot be read ({disk_reason(error)}); {remedy_of(error, reading=True)}, then {then}"
 
 
+def record_cannot_be_read(path: Path | str, error: Exception, remedy: str) -> str:
+    """Return one line that says why a record cannot be read: the disk refuses, or what it holds is damaged.
+
+    Args:
+        path: of the record, which a program wrote.
+        error: what opening, parsing or looking into it raised.
+        remedy: what helps where it is damaged; a disk's error has its own.
+
+    Example:
+        >>> record_cannot_be_read("run/tuned.json", KeyError("options"), "tune again, or remove it")
+        "run/tuned.json: cannot be read ('options' is missing); tune again, or remove it"
+    """
+    if is_of_disk(error):
+        return cannot_be_read(path, error)
+    return f"{path}: cannot be read ({damage(error)}); {remedy}"
+
+
+def damage(error: Exception) -> str:
+    """Return in words what parsing a record, or looking into it, has found wrong."""
+    return f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
+
+
 def cannot_be_used(error: OSError) -> str | None:
     """Return what to say of an error of the disk where nothing nearer has words; None: it names no file.
 
@@ -97,6 +120,11 @@ def cannot_be_used(error: OSError) -> str | None:
         return None
     name = os.fsdecode(error.filename)
     return f"{name}: cannot be used ({disk_reason(error)}); {remedy_of(error)}, then run again"
+
+
+def why_no_folder(path: Path) -> str:
+    """Return what is wrong with a path that is no folder, to complete "PATH: ..."."""
+    return "is a file, not a folder" if path.exists() else "no such folder"
 
 
 def _number(error: Exception) -> int:

@@ -17,11 +17,20 @@ FLUSH_INTERVAL_NS = 1_000_000_000
 
 
 class LineFile:
-    """A JSONL file that is appended to and flushed about once a second."""
+    """A JSONL file that is appended to and flushed about once a second, or after every line."""
 
-    def __init__(self, path: Path) -> None:
-        """Args: path: file to append to; its folder is made.  Raises: RunError: it cannot be written."""
+    def __init__(self, path: Path, *, flush_interval_ns: int = FLUSH_INTERVAL_NS) -> None:
+        """Open the file.
+
+        Args:
+            path: file to append to; its folder is made.
+            flush_interval_ns: how long lines may wait for the next one, ns; 0: each is flushed at once.
+
+        Raises:
+            RunError: it cannot be written.
+        """
         self._path = path
+        self._flush_interval_ns = flush_interval_ns
         self._last_flush_ns = perf_counter_ns()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +46,7 @@ class LineFile:
         try:
             self._file.write(line + "\n")
             now = perf_counter_ns()
-            if now - self._last_flush_ns >= FLUSH_INTERVAL_NS:
+            if now - self._last_flush_ns >= self._flush_interval_ns:
                 self._file.flush()
                 self._last_flush_ns = now
         except OSError as error:

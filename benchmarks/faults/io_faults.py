@@ -60,8 +60,13 @@ class Record:
     def add(self, case: str, verdict: Verdict) -> None:
         """Note a verdict; print it if something was wrong."""
         name = f"{case} {verdict.point}"
-        entry = {"point": name, "happened": verdict.happened, "hung": verdict.hung, "wrong": verdict.wrong}
-        self.seen[name] = entry
+        self.seen[name] = entry = {
+            "point": name,
+            "happened": verdict.happened,
+            "hung": verdict.hung,
+            "wrong": verdict.wrong,
+            "seconds": round(verdict.seconds, 2),
+        }
         if self._path is not None:
             with self._path.open("a") as file:
                 file.write(json.dumps(entry) + "\n")
@@ -69,6 +74,16 @@ class Record:
             print(f"python benchmarks/faults/io_faults.py --only '{name}'")
             for what in verdict.wrong:
                 print(f"    {what}", flush=True)
+
+    def slowest(self, case: str) -> tuple[float, str]:
+        """Return the longest that a command of a case took which was refused, in seconds, and its point.
+
+        On an idle machine a command without a fault takes a second or two, so this bounds the time in which
+        all ranks end after a fault.
+        """
+        refused = (entry for entry in self.seen.values() if entry["happened"] == "refused")
+        timed = ((float(str(entry.get("seconds", 0))), str(entry["point"])) for entry in refused)
+        return max((each for each in timed if each[1].startswith(f"{case} ")), default=(0.0, "none"))
 
     def count(self) -> dict[str, int]:
         """Return how many points there are, and how many were wrong."""
@@ -111,6 +126,7 @@ def try_case(
         happened["wrong"] += bool(verdict.wrong)
     seconds = time.monotonic() - begun
     print(f"{name}: {len(every)} points, {len(left)} tried in {seconds:.0f} s: {dict(happened)}", flush=True)
+    print("    the slowest refusal took {:.1f} s: {}".format(*record.slowest(name)), flush=True)
     return happened
 
 

@@ -66,25 +66,25 @@ def make_data(folder: Path) -> None:
     """Write shards of random features, lengths as of spoken digits (0.2 to 0.8 s)."""
     rng = np.random.default_rng(1)
     features = FeatureConfig()
-    entries = []
-    for shard in range(2):
-        path = folder / f"train-{shard:05d}.h5"
-        header = ShardHeader(features, 8000, NUM_CLASSES, "exact", "train")
-        with ShardWriter(path, header) as writer:
-            for number in range(1000):
-                length = int(rng.integers(20, 80))
-                writer.add(
-                    Utterance(
-                        f"{shard}-{number}",
-                        "random",
-                        "zero",
-                        rng.standard_normal((length, features.feature_dim), dtype=np.float32),
-                        rng.integers(0, NUM_CLASSES, length, dtype=np.int32),
+    splits = {}
+    for split, num_shards, num_utterances in (("train", 2, 1000), ("dev", 1, 20)):
+        header = ShardHeader(features, 8000, NUM_CLASSES, "exact", split)
+        entries = []
+        for shard in range(num_shards):
+            with ShardWriter(folder / f"{split}-{shard:05d}.h5", header) as writer:
+                for number in range(num_utterances):
+                    length = int(rng.integers(20, 80))
+                    writer.add(
+                        Utterance(
+                            f"{split}-{shard}-{number}",
+                            "random",
+                            "zero",
+                            rng.standard_normal((length, features.feature_dim), dtype=np.float32),
+                            rng.integers(0, NUM_CLASSES, length, dtype=np.int32),
+                        )
                     )
-                )
-        entries.append(ShardEntry(path.name, writer.num_utterances, writer.num_frames, writer.index_sha256))
-    split = SplitEntry(tuple(entries), 2000, sum(e.frames for e in entries), 1)
-    splits = {"train": split, "dev": split}
+            entries.append(ShardEntry.of(writer))
+        splits[split] = SplitEntry.of(entries, ["random"])
     Manifest(8000, features, NUM_CLASSES, "exact", "index:", splits).write(folder)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from speechdp.cli.support.script_options import ScriptOptions, owned_folder, say_how_many_failed
+from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
@@ -20,14 +21,13 @@ if TYPE_CHECKING:
     from speechdp.experiments.compare.training import ComparedTraining
     from speechdp.experiments.jobs import JobStarter
 
-_RECORDS = ("compare.json",)
-
 
 @dataclass(frozen=True)
 class CompareCommand:
     """Train with several strategies on several numbers of ranks, decode, and report.
 
-    It starts the ranks itself: speechdp compare DATA OUT --strategies gradient_averaging,bmuf:period=16.
+    It starts the ranks itself: speechdp compare DATA OUT --strategies gradient_averaging,bmuf:period=16
+
     For a training script of your own: speechdp compare --script train.py OUT; see compare --script --help."""
 
     data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
@@ -36,13 +36,13 @@ class CompareCommand:
     """Folder for the runs and the report.  Finished runs in it are kept, interrupted ones continue."""
     options: Annotated[TrainOptions, heading("training")] = field(default_factory=TrainOptions)
     strategies: Annotated[str, shown("STRATEGY,...")] = "gradient_averaging,model_averaging:period=16"
-    """Strategies to compare, instead of --strategy; docs/strategies.md lists them with their options.
+    """Strategies to compare; docs/strategies.md lists them with their options.
     For example, gradient_averaging,bmuf:period=16,eta=0.5,diloco are three strategies."""
     ranks: Annotated[str, shown("N,...")] = "1,2"
     """Numbers of training ranks to compare on; --feeders are started in addition.
-    On 1 rank only plain training is run, as the reference for all strategies."""
+    One rank, which has nothing to exchange, is run once, as the reference for all strategies."""
     seeds: Annotated[str, shown("SEED,...")] = "1"
-    """Seeds to train every strategy with, instead of --seed; use at least three to draw conclusions."""
+    """Seeds to train every strategy with; use at least three to draw conclusions."""
     modes: Annotated[str, shown("MODE,...")] = "frames,time"
     """What is kept equal across runs.
     frames: the number of epochs; time: the training time, about that of the slowest run in mode frames."""
@@ -54,9 +54,9 @@ class CompareCommand:
     """More options for `speechdp launch`, quoted as one argument: "--launcher horovodrun"."""
     threads: Annotated[int | None, shown("N", "cores / largest number of ranks, at least 1")] = None
     """CPU threads of each rank, the same in all runs."""
-    target: Annotated[float | None, shown("VALUE", "the value that three quarters of the runs reached")] = (
-        None
-    )
+    target: Annotated[
+        float | None, shown("VALUE", "the best value that three quarters of the runs in mode frames reached")
+    ] = None
     """Report the time each run took to reach this held-out value.
     A log-probability in nats per frame; an L1 error with --task synthesis; else the task's first metric."""
     overwrite: bool = False
@@ -79,12 +79,6 @@ class CompareCommand:
     def _plan(self) -> ComparePlan:
         from speechdp.experiments.compare.plan import ComparePlan, checked_strategies, whole_numbers  # noqa: PLC0415
 
-        if self.options.strategy != TrainOptions().strategy:
-            raise ConfigError("--strategy does not apply to compare: use --strategies")
-        if self.options.seed != TrainOptions().seed:
-            raise ConfigError("--seed does not apply to compare: use --seeds")
-        if self.options.max_steps:
-            raise ConfigError("--max-steps does not apply to compare: runs are compared after whole epochs")
         return ComparePlan(
             strategies=checked_strategies(self.strategies),
             ranks=whole_numbers("ranks", self.ranks, least=1),
@@ -131,10 +125,11 @@ class CompareScriptCommand:
     """Run a training script of your own with several strategies on several numbers of ranks, and report.
 
     It starts the ranks itself:
+
     speechdp compare --script train.py OUT --strategies gradient_averaging,bmuf:period=16 -- ARGUMENTS
 
-    The script trains with speechdp.DataParallel and is not edited: the strategy, the folder and the seed
-    (SPEECHDP_SEED) are passed in environment variables."""
+    The script trains with speechdp.DataParallel and is not edited: the strategy, the folder and
+    the seed (SPEECHDP_SEED) are passed in environment variables."""
 
     out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder for the runs and the report.  Finished runs in it are kept.
@@ -145,7 +140,7 @@ class CompareScriptCommand:
     For example, gradient_averaging,bmuf:period=16,eta=0.5,diloco are three strategies."""
     ranks: Annotated[str, shown("N,...")] = "1,2"
     """Numbers of ranks to compare on.
-    On 1 rank only gradient_averaging is run, as the reference for all strategies."""
+    One rank, which has nothing to exchange, is run once, as the reference for all strategies."""
     seeds: Annotated[str, shown("SEED,...")] = "1"
     """Seeds, one run each: a seed replaces {seed} in the script's arguments and is in SPEECHDP_SEED.
     Use at least three to draw conclusions."""
@@ -173,7 +168,7 @@ class CompareScriptCommand:
             self.out_dir,
             plan,
             lambda say: ScriptTraining(script, starter),
-            [f"{len(plan.runs())} run(s) of {self.script.script}"],
+            [f"{counted(len(plan.runs()), 'run')} of {self.script.script}"],
             overwrite=self.overwrite,
             target=self.script.target,
             metric=self.script.metric,
@@ -202,9 +197,10 @@ def _compare(
     from speechdp.experiments.compare.run import Comparer  # noqa: PLC0415
     from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
     from speechdp.experiments.record import FAILED  # noqa: PLC0415
+    from speechdp.ownership.overwrite import COMPARISON  # noqa: PLC0415
 
     say = line_printer(make_console())
-    with owned_folder(out, "compare", say, _RECORDS, overwrite=overwrite):
+    with owned_folder(out, "compare", say, COMPARISON, overwrite=overwrite):
         for line in announcement:
             say(line)
         try:
@@ -228,8 +224,8 @@ def _announcement(request: CompareRequest) -> list[str]:
         workers = {training_ranks(request.options_of(name, 0), ranks) for name in plan.strategies_on(ranks)}
         for count in sorted(workers):
             batch = request.options.resolve(count).plan().batch_size
-            words.append(f"{batch} on each of {count} training ranks ({count * batch} together)")
-    lines = [f"{len(plan.runs())} runs; segments per step: {', '.join(dict.fromkeys(words))}"]
+            words.append(f"{batch} on each of {counted(count, 'training rank')} ({count * batch} together)")
+    lines = [f"{counted(len(plan.runs()), 'run')}; segments per step: {', '.join(dict.fromkeys(words))}"]
     if len({int(word.split("(")[1].split()[0]) for word in words}) > 1:
         lines.append(
             "the batch is each rank's own: at equal frames more ranks make fewer updates "

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from speechdp.counting import counted
 from speechdp.errors import ConfigError
-from speechdp.options.shown import shown
+from speechdp.options.recognition import RecognitionOptions
+from speechdp.options.shown import heading, shown
 
 if TYPE_CHECKING:
     from speechdp.comm.base import Communicator
+    from speechdp.data.shards.dataset import Dataset
     from speechdp.decode.recognise import DecodingOptions
+    from speechdp.decode.results import DecodingResult
 
 GrammarName = Literal["auto", "ngram", "digit-loop", "word-loop", "word", "transcript-set"]
 
@@ -35,29 +40,19 @@ class DecodeCommand:
     auto: ngram if DATA has a language model; else digit-loop if all reference words are digits; else
     word-loop."""
     tune_on: Annotated[str | None, shown("SPLIT", "none")] = None
-    """Choose --acoustic-scale, --lm-scale and --insertion-log-prob by the word errors of this split first.
-    The network runs over it once; then SPLIT is decoded with the best setting."""
+    """First choose the scales and scores of the search by the word errors of this split.
+    The network runs over it once; then --split is decoded with the best values, which later decodings of RUN
+    use, too.  With the same split for both, test stays unseen while models are compared."""
     graph: Annotated[Path | None, shown("FILE", "none")] = None
     """Kaldi's HCLG.fst, for a model trained on Kaldi's alignments, in place of lexicon and grammar."""
     words: Annotated[Path | None, shown("FILE", "words.txt beside --graph")] = None
     """Symbol table of the words of --graph."""
     mdl: Annotated[Path | None, shown("FILE", "final.mdl in the folder above --graph's")] = None
     """Kaldi model that --graph was made with; its transition-ids are mapped to pdfs."""
-    beam: Annotated[float, shown("NATS")] = 16.0
-    """Search beam; smaller is faster, larger makes fewer search errors."""
-    max_active: Annotated[int, shown("PATHS")] = 10_000
-    """Maximum number of active search paths at each frame."""
-    acoustic_scale: float = 1.0
-    """Scale of the acoustic log-likelihoods."""
-    prior_scale: float = 1.0
-    """Exponent of the class priors by which the posteriors are divided, 0 (no division) to 1."""
-    insertion_log_prob: float = 0.0
-    """Word insertion score in nats, added for each word of ngram and of the loop grammars.
-    Negative values give fewer words."""
-    lm_scale: float = 1.0
-    """Scale of the language model's costs (--grammar ngram)."""
-    silence_probability: float = 0.5
-    """Probability of silence at each word boundary."""
+    search: Annotated[RecognitionOptions, heading("search")] = field(default_factory=RecognitionOptions)
+    normalise: Literal["utterance", "speaker"] = "utterance"
+    """Over what features are normalised: each utterance, as in training, or all of a speaker's in the split.
+    speaker: better for short utterances; needs data prepared with --store audio and known speakers."""
     backend: Literal["auto", "serial", "horovod", "mpi", "torch"] = "auto"
     """Library the ranks communicate with.
     auto: horovod if installed, else mpi; torch: torch.distributed; serial: a single rank."""
@@ -78,16 +73,11 @@ class DecodeCommand:
         from speechdp.decode.tuning import tune  # noqa: PLC0415
         from speechdp.tasks.model_file import load_model  # noqa: PLC0415
 
-        options = self._decoding_options()
-        if self.tune_on == self.split:
-            raise ConfigError(
-                f"--tune-on {self.tune_on}: is the split to be decoded, which judges the settings; name "
-                "another"
-            )
+        self._decoding_options(self.search)
         dataset = Dataset.open(self.data)
         check_world(comm, {"data checksum": dataset.checksum, "configuration": repr(self)})
         trained = load_model(self.run_dir, choose_device(self.device, comm.local_rank))
-        tuning = None
+        options, tuning = self._decoding_options(self._with_earlier_weights(dataset, comm)), None
         if self.tune_on is not None:
             tuned = tune(trained, dataset, self.tune_on, options, comm)
             options, tuning = tuned.options, tuned.record
@@ -95,34 +85,61 @@ class DecodeCommand:
                 print(tuned.summary())
         result = decode_split(trained, dataset, self.split, self.run_dir, options, comm, tuning=tuning)
         if comm.rank == 0:
-            print(f"{result.wer.summary()}; {result.split}, {result.grammar.value}")
-            if result.unknown_words:
-                share = 100 * result.unknown_words / result.wer.words
-                print(f"{result.unknown_words} words ({share:.1f} %) are not in the vocabulary: all errors")
-            if result.retried:
-                print(
-                    f"{result.retried} utterance(s) needed a wider beam; {result.failed} have no hypothesis"
-                )
-            print(f"hypotheses: {result.hypotheses}")
+            self._show(result, dataset)
         return 0
 
-    def _decoding_options(self) -> DecodingOptions:
+    def _with_earlier_weights(self, dataset: Dataset, comm: Communicator) -> RecognitionOptions:
+        """Return the search options, where none is given with what was tuned before.  Collective."""
+        from speechdp.decode.graph import Grammar  # noqa: PLC0415
+        from speechdp.decode.transcribe import grammar_of  # noqa: PLC0415
+        from speechdp.decode.tuning import earlier_weights  # noqa: PLC0415
+
+        if self.search.weights or self.tune_on is not None or self.graph is not None:
+            return self.search
+        found: tuple[dict[str, float], str] = {}, ""
+        if comm.rank == 0:
+            grammar = grammar_of(dataset) if self.grammar == "auto" else Grammar(self.grammar)
+            found = earlier_weights(self.run_dir, grammar, self.search.rescore_lm)
+        weights, line = comm.broadcast_object(list(found))
+        if line and comm.rank == 0:
+            print(f"speechdp: {line}", file=sys.stderr)
+        return self.search.with_weights(weights)
+
+    def _show(self, result: DecodingResult, dataset: Dataset) -> None:
+        """Print what was found, and write the page about it."""
+        from speechdp.cli.support.console import make_console  # noqa: PLC0415
+        from speechdp.report.decoding.page import write_decoding_page  # noqa: PLC0415
+
+        print(f"{result.wer.summary()}; {result.split}, {result.grammar.value}")
+        print(result.wer.sentence_summary())
+        if self.tune_on == self.split:
+            print("the scales were chosen on this split: on new speech the error rate may be higher")
+        if result.unknown_words:
+            share = 100 * result.unknown_words / result.wer.words
+            print(f"{result.unknown_words} words ({share:.1f} %) are not in the vocabulary: all errors")
+        if result.retried:
+            retried = counted(result.retried, "utterance")
+            print(f"{retried} needed a wider beam; without hypothesis: {result.failed}")
+        if result.nbest is not None:
+            print(result.nbest.summary())
+        if result.speed is not None:
+            print(result.speed.summary())
+        page = write_decoding_page(result, dataset, self.run_dir)
+        make_console().print(page.table)
+        print(f"hypotheses: {result.hypotheses}")
+        print(f"page: {page.html}")
+
+    def _decoding_options(self, search: RecognitionOptions) -> DecodingOptions:
+        """Return what the recogniser takes.  Raises ConfigError: options that do not go together."""
         from speechdp.decode.graph import Grammar  # noqa: PLC0415
         from speechdp.decode.kaldi_graph import KaldiGraphFiles  # noqa: PLC0415
-        from speechdp.decode.recognise import DecodingOptions  # noqa: PLC0415
 
         if self.graph is None and (self.words or self.mdl):
             raise ConfigError("--words and --mdl go with --graph HCLG.fst; add it or leave them out")
         if self.graph is not None and self.grammar != "auto":
             raise ConfigError(f"--graph replaces --grammar {self.grammar}; leave one of them out")
-        return DecodingOptions(
+        return search.decoding(
             graph=None if self.graph is None else KaldiGraphFiles.of(self.graph, self.words, self.mdl),
             grammar=None if self.grammar == "auto" else Grammar(self.grammar),
-            beam=self.beam,
-            max_active=self.max_active,
-            acoustic_scale=self.acoustic_scale,
-            prior_scale=self.prior_scale,
-            insertion_log_prob=self.insertion_log_prob,
-            lm_scale=self.lm_scale,
-            silence_probability=self.silence_probability,
+            normalise=self.normalise,
         )

@@ -87,8 +87,9 @@ class DoctorCommand:
             allocation = self._allocation()
             hostfile = self._hosts(allocation)
         except ConfigError as error:
-            remedy = "mend it, or name the hosts with --hostfile FILE (hostfiles/ has examples)"
-            return Examination([Finding("hosts", "fail", str(error), (), remedy)])
+            found, _, remedy = str(error).partition("; ")
+            remedy = remedy or "name the hosts with --hostfile FILE (hostfiles/ has examples)"
+            return Examination([Finding("hosts", "fail", found, (), remedy)])
         hosts = tuple(replace(host, slots=self.num_ranks) for host in hostfile.hosts)
         in_slurm = allocation is not None and allocation.scheduler == "slurm"
         return examine(self._request(hosts, hostfile, in_slurm, mpi_options), tell)

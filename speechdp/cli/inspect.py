@@ -14,10 +14,15 @@ from rich.text import Text
 
 from speechdp.cli.support.console import make_console
 from speechdp.data.prepare.language_model import describe_language_model
-from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.dataset import FLAT, Dataset
 from speechdp.data.shards.layout import Stored, printable
 from speechdp.labels.kaldi_pdfs import classes_of
 from speechdp.labels.symbols import symbols_of
+
+_FLAT_HINT = (
+    "targets only spread each transcript evenly over its frames: align them as training begins, by "
+    "train --flat-start (Gaussian mixtures) or train --realign 1"
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,8 @@ def describe(dataset: Dataset) -> RenderableType:
         table.add_row(printable(name), f"{hours:.3f}", *(f"{count:,}" for count in counts))
     model = describe_language_model(dataset)
     lines = [Text("\n".join(model))] if model else []
+    if dataset.alignment == FLAT and "train" in dataset.splits:
+        lines.append(Text(_FLAT_HINT))
     return Group(Text(str(dataset.path), style="bold"), Text(settings), table, *lines)
 
 

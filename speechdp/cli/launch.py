@@ -19,6 +19,7 @@ import tyro
 
 from speechdp import exit_codes
 from speechdp.cli.support.console import describe_terminal
+from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Allocation, find_allocation
 from speechdp.launching.command import (
@@ -39,7 +40,15 @@ from speechdp.launching.cores import available_cores
 from speechdp.launching.faults import located
 from speechdp.launching.forwarded_options import has_option, split_words
 from speechdp.launching.hostfile import Host, Hostfile, local_hosts, read_hostfile
-from speechdp.launching.outcome import Target, Verdict, find_target, last_checkpoint, verdict
+from speechdp.launching.outcome import (
+    FOLDER_VARIABLE,
+    Target,
+    Verdict,
+    find_target,
+    how_a_script_goes_on,
+    last_checkpoint,
+    verdict,
+)
 from speechdp.launching.programs import find_horovodrun, find_open_mpi
 from speechdp.launching.requeue import is_ended_unsaved, is_to_go_on, requeue
 from speechdp.launching.restarts import RESUME_VARIABLE, RestartPolicy, Restarts, find_reachable
@@ -194,8 +203,14 @@ def _run_until_done(
     target, most = restarts.target, restarts.policy.max_restarts + 1
     hosts, arguments, reason = restarts.begin(), command, ""
     while True:
+        if not reason and os.isatty(STDERR):  # until the ranks say something: imports may take long
+            _say(f"starting {_ranks_on(hosts)}")
         end = starter.run(hosts, arguments, reason)
         result = verdict(end, target)
+        if restarts.is_script:
+            folder = os.environ.get(FOLDER_VARIABLE)
+            goes_on = how_a_script_goes_on(end, result.exit_code, Path(folder) if folder else None)
+            result = replace(result, advice=result.advice + goes_on)
         why_not = restarts.why_not(end, result.exit_code)
         if result.reason is not None:
             _say(result.reason + ("" if why_not is None else result.advice))
@@ -216,7 +231,7 @@ def _run_until_done(
         arguments, reason = restarts.going_on(command), f"{result.reason or ''}{without}"
         where = ", ".join(f"{host.name} ({host.slots})" for host in hosts)
         num_ranks = sum(host.slots for host in hosts)
-        _say(f"start {restarts.number + 1} of {most}: {num_ranks} ranks on {where}{without}")
+        _say(f"start {restarts.number + 1} of {most}: {counted(num_ranks, 'rank')} on {where}{without}")
 
 
 class _Starter:
@@ -336,6 +351,11 @@ def _stop_policy(options: LaunchCommand) -> StopPolicy:
         terminate_after_fault=gloo or options.launcher == "srun",
     )
     return replace(policy, fault_grace_s=None) if has_option(options.command, "--tolerate-loss") else policy
+
+
+def _ranks_on(hosts: Sequence[Host]) -> str:
+    """Return "2 ranks on 1 host"."""
+    return f"{counted(sum(host.slots for host in hosts), 'rank')} on {counted(len(hosts), 'host')}"
 
 
 def _say(message: str) -> None:

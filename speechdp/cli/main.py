@@ -6,13 +6,14 @@ import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tyro
 
 from speechdp import __version__, exit_codes, remedies
+from speechdp.cli.support.help_text import option_rules, wrapped_paragraphs
 from speechdp.comm.environment import announced
 from speechdp.errors import ConfigError, SpeechDPError
 from speechdp.files import cannot_be_used
@@ -30,6 +31,7 @@ class Subcommand:
         class_name: its dataclass of options.
         summary: one line for the overview.
         internal: options that only our own jobs give, as one word (`--job=weak-1`); `--help` hides them.
+        refused: options of training that it has no use for, with what to do instead; `--help` hides them.
         script_class_name: the dataclass of options where `--script` is given: a training script of the
             user's, whose own arguments follow `--`; "": no such form.
     """
@@ -38,6 +40,7 @@ class Subcommand:
     class_name: str
     summary: str
     internal: tuple[str, ...] = ()
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     script_class_name: str = ""
 
 
@@ -56,12 +59,18 @@ SUBCOMMANDS = {
         "sweep",
         "SweepCommand",
         "train with several averaging periods, decode and report",
+        refused={"strategy": "use --swept, --periods and --reference"},
         script_class_name="SweepScriptCommand",
     ),
     "compare": Subcommand(
         "compare",
         "CompareCommand",
         "train with several strategies and numbers of ranks, decode and report",
+        refused={
+            "strategy": "use --strategies",
+            "seed": "use --seeds",
+            "max_steps": "runs are compared after whole epochs",
+        },
         script_class_name="CompareScriptCommand",
     ),
     "profile": Subcommand(
@@ -69,6 +78,23 @@ SUBCOMMANDS = {
         "ProfileCommand",
         "time every function of a training step on several numbers of ranks",
         internal=("job",),
+        refused={
+            "global_batch": "give --batch-size, the batch of each rank; --strong measures with a constant "
+            "batch over all ranks too",
+            "max_steps": "use --steps",
+            **dict.fromkeys(
+                (
+                    "flat_start",
+                    "realign",
+                    "realign_epochs",
+                    "realign_criterion",
+                    "realign_from",
+                    "context",
+                    "tied_states",
+                ),
+                "it measures steps of one training",
+            ),
+        },
     ),
     "report": Subcommand(
         "report", "ReportCommand", "show the results of a run, sweep, comparison or profile"
@@ -195,13 +221,17 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
     # Only the module that is needed: `speechdp --help` must not wait for torch.
     module = importlib.import_module(f"speechdp.cli.{command.module}")
     internal, shown = _take_internal(command, given)
+    refused = {} if of_script else command.refused
+    _refuse_others(name, refused, given)
     try:
-        options = tyro.cli(
-            getattr(module, command.script_class_name if of_script else command.class_name),
-            prog=f"speechdp {name}",
-            args=shown,
-            config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
-        )
+        with wrapped_paragraphs():
+            options = tyro.cli(
+                getattr(module, command.script_class_name if of_script else command.class_name),
+                prog=f"speechdp {name}",
+                args=shown,
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+                registry=option_rules(hidden=refused),
+            )
         hidden.update(internal)
         return dataclasses.replace(options, **hidden) if hidden else options
     except SystemExit as end:
@@ -246,9 +276,19 @@ def check_forwarded(arguments: Sequence[str]) -> None:
     """
     name, *rest = arguments
     if name not in SUBCOMMANDS:
-        print(f"speechdp: unknown command {name!r}; speechdp --help lists them", file=sys.stderr)
+        script = "to start a script, write python before it: -- python SCRIPT"
+        print(f"speechdp: unknown command {name!r}; speechdp --help lists them; {script}", file=sys.stderr)
         raise SystemExit(exit_codes.USAGE)
     parse(name, rest)
+
+
+def _refuse_others(name: str, refused: Mapping[str, str], arguments: Sequence[str]) -> None:
+    """Refuse options of training that a command has no use for.  Raises ConfigError."""
+    for word in arguments:
+        option = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and option in refused:
+            shown = option.replace("_", "-")
+            raise ConfigError(f"--{shown} does not apply to {name}: {refused[option]}")
 
 
 def _refuse_empty(arguments: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class PosteriorsCommand:
     """Write a model's scores of a split as a Kaldi archive, for Kaldi's decoders.
 
-    For example: speechdp posteriors RUN DATA --split dev -o OUT.ark --scp OUT.scp."""
+    For example: speechdp posteriors RUN DATA --split dev -o OUT.ark --scp OUT.scp"""
 
     run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Run directory written by `speechdp train`."""
@@ -33,7 +33,7 @@ class PosteriorsCommand:
     kind: Literal["log_likelihood", "log_posterior"] = "log_likelihood"
     """log_likelihood: log-posteriors minus log-priors, as latgen-faster-mapped expects.
     log_posterior: the model's output as it is."""
-    prior_scale: float = 1.0
+    prior_scale: Annotated[float, shown("SCALE")] = 1.0
     """Scale of the log-priors that are subtracted for log_likelihood, 0 to 1."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto: on a GPU if there is one, else on the CPU."""
@@ -49,6 +49,7 @@ class PosteriorsCommand:
     def _on_rank(self, comm: Communicator) -> int:
         from rich.console import Console  # noqa: PLC0415
 
+        from speechdp.cli.support.outputs import output_file  # noqa: PLC0415
         from speechdp.cli.support.progress import progress_bar  # noqa: PLC0415
         from speechdp.comm.startup.device import choose_device  # noqa: PLC0415
         from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
@@ -58,10 +59,9 @@ class PosteriorsCommand:
 
         if comm.size > 1:
             raise ConfigError(f"posteriors writes one archive and runs on one rank, not {comm.size}")
-        for path in filter(None, (self.out, self.scp)):
-            if path.exists() and not self.overwrite:
-                raise ConfigError(f"{path}: exists; give another name or add --overwrite")
-        options = PosteriorOptions(self.split, self.out, self.scp, self.kind, self.prior_scale)
+        out = output_file(self.out, overwrite=self.overwrite)
+        scp = None if self.scp is None else output_file(self.scp, overwrite=self.overwrite)
+        options = PosteriorOptions(self.split, out, scp, self.kind, self.prior_scale)
         dataset = Dataset.open(self.data)
         trained = load_model(self.run_dir, choose_device(self.device, comm.local_rank))
         with progress_bar(Console(stderr=True)) as progress:

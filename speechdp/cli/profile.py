@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 class ProfileCommand:
     """Time every function of a training step on several numbers of ranks.
 
-    It starts the ranks itself: speechdp profile DATA OUT --ranks 1,2,4."""
+    It starts the ranks itself: speechdp profile DATA OUT --ranks 1,2,4"""
 
     data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """Data directory written by `speechdp prepare`."""
-    out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")] = Path("profile")
+    out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[OUT]")] = Path("profile")
     """Folder for the recorded times and the report.  Finished jobs in it are kept."""
     options: Annotated[TrainOptions, heading("training")] = field(default_factory=TrainOptions)
     ranks: Annotated[str, shown("N,...")] = "1,2"
@@ -95,10 +95,11 @@ class ProfileCommand:
         from speechdp.experiments.profile.jobs import Profiler  # noqa: PLC0415
         from speechdp.experiments.profile.record import STRONG  # noqa: PLC0415
         from speechdp.experiments.record import FAILED  # noqa: PLC0415
+        from speechdp.ownership.overwrite import PROFILE  # noqa: PLC0415
 
         request, starter = self._request(self._plan()), self._starter()
         say = line_printer(make_console())
-        with owned_folder(self.out_dir, "profile", say, ("profile.json",), overwrite=self.overwrite):
+        with owned_folder(self.out_dir, "profile", say, PROFILE, overwrite=self.overwrite):
             say(f"profile in {self.out_dir.absolute()}")
             for note in request.settings.notes:
                 say(f"note: {note}")

@@ -25,7 +25,10 @@ class ReportCommand:
 
     target: Annotated[
         float | None,
-        shown("VALUE", "the best value that all runs reached; in a comparison, that three quarters reached"),
+        shown(
+            "VALUE",
+            "the best value that all runs reached; in a comparison three quarters of them",
+        ),
     ] = None
     """Report the time each run took to reach this held-out value.
     A log-probability in nats per frame; for synthesis models an L1 error; for runs of a script its metric."""

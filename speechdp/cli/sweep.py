@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class SweepCommand:
     """Train once with each averaging period, decode, and report throughput and accuracy.
 
-    On two ranks: speechdp launch -np 2 -- sweep DATA OUT.
+    On two ranks: speechdp launch -np 2 -- sweep DATA OUT
+
     For a training script of your own: speechdp sweep --script train.py OUT; see sweep --script --help."""
 
     data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
@@ -39,12 +40,12 @@ class SweepCommand:
     swept: Annotated[str, shown("NAME[:OPTION=VALUE,...]")] = "model_averaging"
     """Strategy whose period is varied, with its other options, e.g. model_averaging:momentum=average."""
     reference: Annotated[str, shown("NAME[:OPTION=VALUE,...]")] = "gradient_averaging"
-    """Strategy trained once as the reference, given here instead of by --strategy; empty: none."""
+    """Strategy trained once as the reference; empty: none."""
     one_rank_steps: Annotated[int, shown("STEPS")] = 200
     """Length of the extra run on one rank from which speed-ups are computed; 0: no such run."""
     decode_split: Annotated[str, shown("SPLIT")] = "test"
     """Split to decode for the word error rate; empty: none.  Not used with --task synthesis."""
-    target: Annotated[float | None, shown("VALUE", "the best value that every run reached")] = None
+    target: Annotated[float | None, shown("VALUE", "the best value that all runs reached")] = None
     """Report the time each run took to reach this held-out value.
     A log-probability in nats per frame; an L1 error with --task synthesis; else the task's first metric."""
     overwrite: bool = False
@@ -54,8 +55,6 @@ class SweepCommand:
         """Run the sweep; return the exit code."""
         from speechdp.cli.support.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415 - fast --help
 
-        if self.options.strategy != TrainOptions().strategy:
-            raise ConfigError("--strategy does not apply to sweep: use --swept, --periods and --reference")
         sweep = [self.swept, self.periods, self.reference, self.one_rank_steps, self.decode_split]
         others = {"OUT folder": self.out_dir, "sweep": sweep, "--overwrite": self.overwrite}
         request = SessionRequest(self.data, self.options, self.out_dir.name, others)
@@ -76,19 +75,19 @@ class SweepCommand:
 
     def _on_rank(self, session: Session) -> int:
         from speechdp.cli.report import print_report  # noqa: PLC0415
-        from speechdp.cli.train import RUN_RECORDS, check_run_overwrite  # noqa: PLC0415
+        from speechdp.cli.train import check_run_folder  # noqa: PLC0415
         from speechdp.experiments.sweep.training import run_sweep  # noqa: PLC0415
-        from speechdp.ownership.overwrite import empty  # noqa: PLC0415
+        from speechdp.ownership.overwrite import SWEEP, empty  # noqa: PLC0415
         from speechdp.process.ending import Stopped, StoppedBefore  # noqa: PLC0415
         from speechdp.train.ownership import owned  # noqa: PLC0415
 
         comm, plan = session.comm, self._plan()
-        if comm.rank == 0 and self.overwrite:
-            check_run_overwrite(self.out_dir)
+        if comm.rank == 0:
+            check_run_folder(self.out_dir, SWEEP, self.data, self.options, overwrite=self.overwrite)
         try:
             with owned(session, self.out_dir, "sweep") as owner:
-                if owner is not None and self.overwrite:
-                    empty(owner, RUN_RECORDS)
+                if owner is not None and self.overwrite and (stays := empty(owner, SWEEP)):
+                    session.reporter.notice(stays)
                 comm.barrier()
                 run_sweep(session, self.options, plan, self.out_dir, self._reporter_maker(comm))
         except Stopped as stop:
@@ -118,8 +117,8 @@ class SweepScriptCommand:
 
     It starts the ranks itself: speechdp sweep --script train.py OUT --ranks 2 --periods 1,4,16 -- ARGUMENTS
 
-    The script trains with speechdp.DataParallel and is not edited: the strategy, the folder and the seed
-    (SPEECHDP_SEED) are passed in environment variables."""
+    The script trains with speechdp.DataParallel and is not edited: the strategy, the folder and
+    the seed (SPEECHDP_SEED) are passed in environment variables."""
 
     out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder for the runs and the report.  Finished runs in it are kept.
@@ -152,6 +151,7 @@ class SweepScriptCommand:
         from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
         from speechdp.experiments.sweep.plan import SweepPlan  # noqa: PLC0415
         from speechdp.experiments.sweep.script import ScriptSweep, run_script_sweep  # noqa: PLC0415
+        from speechdp.ownership.overwrite import SWEEP  # noqa: PLC0415
 
         self.script.check()
         if self.ranks < 1:
@@ -167,7 +167,7 @@ class SweepScriptCommand:
         starter = self.script.starter("sweep --script", self.ranks)
         training = ScriptTraining(self.script.user_script(self.script_arguments), starter)
         say = line_printer(make_console())
-        with owned_folder(self.out_dir, "sweep", say, ("sweep.json",), overwrite=self.overwrite):
+        with owned_folder(self.out_dir, "sweep", say, SWEEP, overwrite=self.overwrite):
             try:
                 failed = run_script_sweep(sweep, training, say)
             except JobStopped as stopped:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from speechdp.cli.decode import GrammarName
+from speechdp.cli.support.outputs import output_file
 from speechdp.errors import ConfigError
 from speechdp.options.shown import shown
 
@@ -68,7 +69,7 @@ class SynthesizeCommand:
     dropout: bool = True
     """Keep the dropout of the decoder's pre-net on, as in training, so that each seed speaks differently.
     Without it, models trained on little speech tend to repeat themselves and to end late."""
-    seed: int = 1
+    seed: Annotated[int, shown("SEED")] = 1
     """Seed for --dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto: on a GPU if there is one, else on the CPU."""
@@ -103,13 +104,7 @@ class SynthesizeCommand:
             raise ConfigError(
                 f"{path.name[:30]}...: the name has {num_bytes} bytes; give one of at most {_MAX_NAME_BYTES}"
             )
-        try:
-            if not path.absolute().parent.is_dir():
-                raise ConfigError(f"{path}: no such folder; make it first")
-            if path.is_dir() or (path.exists() and not self.overwrite):
-                raise ConfigError(f"{path}: exists; give another name or add --overwrite")
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be used ({error.strerror}); give another file") from error
+        output_file(path, overwrite=self.overwrite)
 
     def _outputs(self) -> list[Path]:
         """List the files that are to be written, WAV by WAV, each followed by its PNG."""
@@ -148,7 +143,7 @@ class SynthesizeCommand:
 
         loaded = synthesiser.loaded
         encoded = synthesiser.encode(self.texts)
-        outputs = iter(self._outputs())
+        outputs = (output_file(path, overwrite=True) for path in self._outputs())
         for number, speech in sorted(synthesiser.say(encoded)):
             path, text = next(outputs), self.texts[number]
             samples = synthesiser.samples(speech.linear)

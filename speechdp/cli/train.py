@@ -12,21 +12,14 @@ from speechdp import exit_codes
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading
-from speechdp.ownership.overwrite import check_overwrite, empty
+from speechdp.ownership.overwrite import RUN, FolderKind, check_kind, check_overwrite, empty
 
 if TYPE_CHECKING:
     from speechdp.train.session import Session
 
-#: One of these every run or sweep has.  Until its targets are made, a run has only what makes them, or a
-#: part of them, half written perhaps (.h5.PID.tmp).
-RUN_RECORDS = (
-    "run.json",
-    "sweep.json",
-    "alignments/0/completed.json",
-    "alignments/0/*.h5*",
-    "realign/*/run.json",
-    "completed.json",
-    "checkpoints/step-*",
+_FLAT_NOTICE = (
+    "the targets in DATA only spread each transcript evenly over its frames, and are trained on as they are; "
+    "--flat-start or --realign 1 aligns them first, which lowers word errors"
 )
 
 
@@ -56,21 +49,24 @@ class TrainCommand:
         if not self.options.strategy.parsed.traits.exchanges_every_step:
             expect_rare_exchanges()
         others = {"RUN folder": self.run_dir, "--resume": self.resume, "--overwrite": self.overwrite}
-        request = SessionRequest(self.data, self.options, self.run_dir.name, others)
+        request = SessionRequest(self.data, self.options, self.run_dir.absolute().name, others)
         return train_over_ranks(request, self._on_rank)
 
     def _on_rank(self, session: Session) -> int:
+        from speechdp.data.shards.dataset import FLAT  # noqa: PLC0415
         from speechdp.process.ending import Stopped, StoppedBefore  # noqa: PLC0415
         from speechdp.train.ownership import owned  # noqa: PLC0415
         from speechdp.train.realign import train_with_realignment  # noqa: PLC0415
 
-        if session.comm.rank == 0 and self.overwrite:
-            check_run_overwrite(self.run_dir)
+        if session.comm.rank == 0:
+            check_run_folder(self.run_dir, RUN, self.data, self.options, overwrite=self.overwrite)
         try:
             with owned(session, self.run_dir, "train") as owner:
-                if owner is not None and self.overwrite:
-                    empty(owner, RUN_RECORDS)
+                if owner is not None and self.overwrite and (stays := empty(owner, RUN)):
+                    session.reporter.notice(stays)
                 session.comm.barrier()
+                if session.dataset.alignment == FLAT and self.options.trusts_alignment:
+                    session.reporter.notice(_FLAT_NOTICE)
                 train_with_realignment(session, self.options, self.run_dir, resume=self.resume)
         except Stopped as stop:
             session.reporter.end()
@@ -84,6 +80,27 @@ class TrainCommand:
         return 0
 
 
-def check_run_overwrite(run_dir: Path) -> None:
-    """Refuse to delete what holds no run or sweep, or may not be deleted.  Raises ConfigError."""
-    check_overwrite(run_dir, RUN_RECORDS, "that hold a run")
+def check_run_folder(
+    folder: Path, kind: FolderKind, data: Path, options: TrainOptions, *, overwrite: bool
+) -> None:
+    """Refuse a folder of another command, or that --overwrite must not delete, before anything is done.
+
+    Args:
+        folder: of the run or sweep.
+        kind: which of both.
+        data: the data directory to train on.
+        options: of the training.
+        overwrite: the folder is to be emptied.
+
+    Raises:
+        ConfigError: it holds something else, what is to be read lies in it, or this user may not delete it.
+    """
+    check_kind(folder, kind)
+    if not overwrite:
+        return
+    read = {"DATA": data, "--initial-model": options.initial_model, "--alignments": options.alignments}
+    for name, given in read.items():
+        if given is not None and given.resolve().is_relative_to(folder.resolve()):
+            lies = f"lies in {folder}, which --overwrite empties"
+            raise ConfigError(f"{name} {given}: {lies}; give {kind.what} another folder")
+    check_overwrite(folder, kind)

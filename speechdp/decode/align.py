@@ -123,6 +123,11 @@ class AlignmentReport:
         """Start a report with nothing counted."""
         return cls(np.zeros(num_classes, np.int64), np.zeros(num_classes, np.int64))
 
+    @property
+    def changed_share(self) -> float:
+        """Share of the frames whose class changed, 0 to 1."""
+        return self.changed_frames / max(self.frames, 1)
+
     def add(self, old: IntArray, new: IntArray) -> None:
         """Count one utterance's old and new targets, (T,) each."""
         frames, runs = count_frames_and_runs(new, len(self.frames_per_class))

@@ -21,7 +21,7 @@ from speechdp.labels.lexicon import SILENCE, Pronunciation
 
 EPSILON = 0
 
-_TOO_LARGE = "Determinization aborted since passed"  # as kaldifst says it
+_TOO_LARGE = "Determinization aborted since"  # passed so many states, or looped so often: as kaldifst says it
 
 
 def disambiguation_symbols(
@@ -43,6 +43,21 @@ def disambiguation_symbols(
     return symbols
 
 
+def determinise_within(fst: Any, max_states: int) -> bool:
+    """Determinise an FST and remove its epsilons, unless it would get more than so many states.
+
+    Returns:
+        Whether it was done; if not, what is left of the FST is of no use.
+    """
+    try:
+        kaldifst.determinize_star(fst, max_states=max_states)
+    except RuntimeError as error:
+        if _TOO_LARGE not in str(error):
+            raise
+        return False
+    return True
+
+
 def determinised(fst: Any, num_classes: int, max_states: int) -> Any | None:
     """Determinise and minimise HL o G without self-loops; remove its disambiguation symbols.
 
@@ -54,11 +69,7 @@ def determinised(fst: Any, num_classes: int, max_states: int) -> Any | None:
     Returns:
         The result, or None where it would have more states.
     """
-    try:
-        kaldifst.determinize_star(fst, max_states=max_states)
-    except RuntimeError as error:
-        if _TOO_LARGE not in str(error):
-            raise
+    if not determinise_within(fst, max_states):
         return None
     _drop_symbols(fst, num_classes)
     kaldifst.minimize_encoded(fst)

@@ -1,11 +1,12 @@
 """Decoding graphs: a lexicon-and-HMM transducer (HL) composed with a grammar (G) by kaldifst.
 
 HL reads one label a frame, `class + 1` (0 is epsilon), and writes words; G accepts word sequences.
-Costs are -log probabilities, so the decoder's best path is the most probable one.
+Costs are -log probabilities, so the decoder's best path is the most probable one.  Where states depend on
+context, the lexicon alone (L) is composed with G, and the result is turned into states (phone_context.py).
 
 Graphs of n-grams are determinised and minimised (determinise.py), so that words share what they begin with.
 Those of the other grammars are not: Viterbi search is as right on a non-deterministic graph, and loops,
-single words and transcripts are small.
+single words and transcripts are small.  With context, loops are: each of their words follows each phone.
 """
 
 from __future__ import annotations
@@ -19,12 +20,20 @@ import kaldifst
 import numpy as np
 from numpy.typing import ArrayLike
 
-from speechdp.decode.determinise import EPSILON, determinised, disambiguation_symbols, with_self_loops
+from speechdp.decode.determinise import (
+    EPSILON,
+    determinise_within,
+    determinised,
+    disambiguation_symbols,
+    with_self_loops,
+)
 from speechdp.decode.language_model import GrammarFst, LanguageModel
 from speechdp.decode.ngram_grammar import ngram_acceptor
+from speechdp.decode.phone_context import in_context
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import STATES_PER_PHONE, StateInventory, states_of
 from speechdp.labels.lexicon import SILENCE, Lexicon, Pronunciation, digit_words
+from speechdp.labels.state_tying import StateTying
 
 #: A graph of more states is not determinised: beyond it that takes minutes, and gigabytes.
 _MAX_DETERMINISED_STATES = 1_000_000
@@ -79,14 +88,15 @@ class LexiconTransducer:
     The start state is a word boundary.  From it an epsilon arc (probability 1 - silence) or the silence
     HMM (probability silence) leads to the hub; from the hub a chain for each pronunciation leads back to
     the boundary, or the utterance ends.  A state's self-loop carries its class, and so does the arc that
-    enters it: a visit of n frames costs n - 1 self-loops and one leaving.  Variants of a word have
-    probability 1 each, as in Kaldi without pronunciation probabilities.
+    enters it: a visit of n frames costs n - 1 self-loops and one leaving.  Variants of a word have the
+    probabilities of the lexicon, or 1 each where it has none, as in Kaldi.
 
     Args:
         lexicon: the words.
         inventory: numbers the states.
         self_loop: each class's self-loop probability, (C,), within (0, 1).
         silence_probability: of a pause at a word boundary, within [0, 1); 0 leaves silence out.
+        tying: which class a state has in which context; None: classes are the inventory's states.
     """
 
     def __init__(
@@ -95,22 +105,27 @@ class LexiconTransducer:
         inventory: StateInventory,
         self_loop: ArrayLike,
         silence_probability: float = 0.5,
+        tying: StateTying | None = None,
     ) -> None:
         stay = np.asarray(self_loop, dtype=np.float64)
-        if stay.shape != (inventory.num_classes,):
+        self._num_classes = inventory.num_classes if tying is None else tying.num_classes
+        if stay.shape != (self._num_classes,):
             raise ConfigError(
-                f"the model has {stay.size} classes, the lexicon {inventory.num_classes}; "
+                f"the model has {stay.size} classes, the lexicon {self._num_classes}; "
                 "decode with the data directory the model was trained on"
             )
+        assert tying is None or tying.inventory == inventory
         assert 0 <= silence_probability < 1
         assert ((stay > 0) & (stay < 1)).all()
         self.lexicon = lexicon
         self.words = lexicon.words
         self.word_ids: Mapping[str, int] = {word: i for i, word in enumerate(self.words, start=1)}
-        self._inventory = inventory
+        self._inventory, self._tying = inventory, tying
         self._stay_cost = -np.log(stay)
         self._leave_cost = -np.log1p(-stay)
+        self._entry_cost = self._leave_cost if tying is None else np.zeros(tying.num_phones)
         self._silence_probability = silence_probability
+        self._backoff = len(self.words) + 1  # the word that stands for backing off
         self._is_too_large = False  # to be determinised with the words of a language model
         self.fst = self._build({})
 
@@ -121,8 +136,15 @@ class LexiconTransducer:
         """
         kaldifst.arcsort(grammar, sort_type="ilabel")
         fst = kaldifst.compose(self.fst, grammar, connect=True)
+        if self._tying is not None:
+            fst = with_self_loops(in_context(fst, self._tying, self._leave_cost), self._stay_cost.tolist())
         kaldifst.arcsort(fst, sort_type="ilabel")
         return DecodingGraph(fst, self.words)
+
+    def compose_vocabulary(self, grammar: Any) -> DecodingGraph:
+        """Compose with a grammar of many words; with context, determinise_within, as with n-grams."""
+        found = None if self._tying is None else self._compose_determinised(grammar)
+        return self.compose(grammar) if found is None else found
 
     def compose_language_model(
         self, model: LanguageModel, scale: float, insertion_log_prob: float
@@ -151,15 +173,28 @@ class LexiconTransducer:
 
         if self._is_too_large:  # with other weights it is no smaller
             return self.compose(acceptor(EPSILON))
-        backoff = len(self.words) + 1
-        grammar = acceptor(backoff)
-        kaldifst.arcsort(grammar, sort_type="ilabel")
-        symbols = disambiguation_symbols(self.lexicon.pronunciations)
-        fst = kaldifst.compose(self._build(symbols, backoff), grammar, connect=True)
-        found = determinised(fst, self._inventory.num_classes, _MAX_DETERMINISED_STATES)
+        found = self._compose_determinised(acceptor(self._backoff))
         if found is None:
             self._is_too_large = True
             return self.compose(acceptor(EPSILON))
+        return found
+
+    def _compose_determinised(self, grammar: Any) -> DecodingGraph | None:
+        """Return min(det(HL o G)) with self-loops; None where it would be too large.
+
+        Args:
+            grammar: has `self._backoff` on arcs that read no word.
+        """
+        kaldifst.arcsort(grammar, sort_type="ilabel")
+        symbols = disambiguation_symbols(self.lexicon.pronunciations)
+        fst = kaldifst.compose(self._build(symbols, self._backoff), grammar, connect=True)
+        if self._tying is not None:
+            if not determinise_within(fst, _MAX_DETERMINISED_STATES):
+                return None
+            fst = in_context(fst, self._tying, self._leave_cost)
+        found = determinised(fst, self._num_classes, _MAX_DETERMINISED_STATES)
+        if found is None:
+            return None
         looped = with_self_loops(found, self._stay_cost.tolist())
         kaldifst.arcsort(looped, sort_type="ilabel")
         return DecodingGraph(looped, self.words, is_determinised=True)
@@ -170,7 +205,7 @@ class LexiconTransducer:
         return sum(STATES_PER_PHONE * min(map(len, v)) for v in variants)
 
     def _build(self, symbols: Mapping[tuple[str, Pronunciation], int], backoff: int | None = None) -> Any:
-        """Build the transducer, its arcs sorted by the words they write.
+        """Build the transducer, its arcs sorted by the words they write; with context, it reads phones.
 
         Args:
             symbols: disambiguation symbols of pronunciations, from 1.
@@ -182,18 +217,21 @@ class LexiconTransducer:
         fst.start = boundary
         fst.set_final(hub, 0.0)
         silence = self._silence_probability
-        chain = self._looped_chain if backoff is None else self._plain_chain
+        num_labels, units = self._num_classes, states_of
+        if self._tying is not None:
+            num_labels, units = self._tying.num_phones, _phones_of
+        chain = self._looped_chain if backoff is None and self._tying is None else self._plain_chain
         _add_arc(fst, boundary, (EPSILON, EPSILON, -np.log1p(-silence), hub))
         if silence > 0:
-            states = states_of([SILENCE], self._inventory)
+            states = units([SILENCE], self._inventory)
             chain(fst, (boundary, hub), states, (EPSILON, EPSILON, -np.log(silence)))
-        first_symbol = self._inventory.num_classes + 1
+        first_symbol = num_labels + 1
         for word, variants in self.lexicon.pronunciations.items():
-            for variant in variants:
+            for variant, log_prob in zip(variants, self.lexicon.log_probs(word), strict=True):
                 symbol = symbols.get((word, variant))
                 end = EPSILON if symbol is None else first_symbol + symbol
-                states = states_of(variant, self._inventory)
-                chain(fst, (hub, boundary), states, (self.word_ids[word], end, 0.0))
+                states = units(variant, self._inventory)
+                chain(fst, (hub, boundary), states, (self.word_ids[word], end, -log_prob))
         if backoff is not None:
             _add_arc(fst, hub, (first_symbol, backoff, 0.0, hub))
         kaldifst.arcsort(fst, sort_type="olabel")
@@ -225,14 +263,22 @@ class LexiconTransducer:
     def _plain_chain(
         self, fst: Any, ends: tuple[int, int], classes: Sequence[int], labels: tuple[int, int, float]
     ) -> None:
-        """Add an HMM without self-loops, as `_looped_chain`; entering a state costs what leaving it does."""
+        """Add a chain without self-loops, as `_looped_chain`; entering a state costs what leaving it does.
+
+        With context the chain is one of phones, at no cost.
+        """
         source, target = ends
         word, end, cost = labels
         for c in classes:
             state = fst.add_state()
-            _add_arc(fst, source, (c + 1, word, cost + self._leave_cost[c], state))
+            _add_arc(fst, source, (c + 1, word, cost + self._entry_cost[c], state))
             source, word, cost = state, EPSILON, 0.0
         _add_arc(fst, source, (end, EPSILON, 0.0, target))
+
+
+def _phones_of(phones: Iterable[str], inventory: StateInventory) -> list[int]:
+    """Return the numbers of phones; silence is 0."""
+    return [inventory.classes_of(phone)[0] // STATES_PER_PHONE for phone in phones]
 
 
 def _add_arc(fst: Any, source: int, arc: tuple[int, int, float, int]) -> None:
@@ -324,16 +370,21 @@ def build_graph(
             )
         return transducer.compose_language_model(language_model, lm_scale, insertion_log_prob)
     if grammar is Grammar.TRANSCRIPT_SET:
-        return transducer.compose(transcript_set(word_ids_of(words, ids) for words in transcripts))
-    digits = set(digit_words())
+        return transducer.compose_vocabulary(transcript_set(word_ids_of(words, ids) for words in transcripts))
     assert grammar is not Grammar.GRAPH
-    recognised = transducer.lexicon.recognised_words
-    vocabulary = [ids[w] for w in recognised if grammar is not Grammar.DIGIT_LOOP or w.lower() in digits]
+    vocabulary = [ids[word] for word in loop_vocabulary(transducer.lexicon, grammar)]
     if not vocabulary:
         raise ConfigError(f"the grammar {grammar.value} needs words that the lexicon does not have")
     if grammar is Grammar.WORD:
-        return transducer.compose(single_word(vocabulary))
-    return transducer.compose(word_loop(vocabulary, insertion_log_prob))
+        return transducer.compose_vocabulary(single_word(vocabulary))
+    return transducer.compose_vocabulary(word_loop(vocabulary, insertion_log_prob))
+
+
+def loop_vocabulary(lexicon: Lexicon, grammar: Grammar) -> list[str]:
+    """Return the words of a grammar that weighs all of them alike: digit-loop, word-loop and word."""
+    digits = set(digit_words())
+    words = lexicon.recognised_words
+    return [word for word in words if grammar is not Grammar.DIGIT_LOOP or word.lower() in digits]
 
 
 def word_ids_of(words: Sequence[str], ids: Mapping[str, int]) -> list[int]:

@@ -16,8 +16,9 @@ from speechdp.decode.fst_files import read_fst, read_symbols
 from speechdp.decode.ngram_grammar import BACKOFF_SYMBOL
 from speechdp.errors import ConfigError
 from speechdp.files import atomic_path, write_text_atomically
+from speechdp.labels.lexicon import Lexicon
 from speechdp.language.arpa import read_arpa, write_arpa
-from speechdp.language.ngram import NgramModel
+from speechdp.language.ngram import END, UNKNOWN_NAMES, NgramModel
 
 _EPSILON_NAME = "<eps>"
 
@@ -127,7 +128,54 @@ def read_language_model(path: Path) -> LanguageModel:
         return GrammarFst.load(path)
     if path.name.endswith((".arpa", ".arpa.gz")):
         return read_arpa(path)
-    raise ConfigError(f"--lm {path}: give a name that ends in .arpa, .arpa.gz or .fst")
+    raise ConfigError(f"{path}: give a name that ends in .arpa, .arpa.gz or .fst")
+
+
+@dataclass(frozen=True)
+class RespelledModel:
+    """A language model in the words of a lexicon.
+
+    Attributes:
+        model: with these words.
+        left_out: its words that the lexicon lacks.
+        without_entry: words of the lexicon that it lacks, and for which it has no <unk>.
+    """
+
+    model: LanguageModel
+    left_out: int
+    without_entry: int
+
+
+def read_respelled(path: Path, lexicon: Lexicon) -> RespelledModel | None:
+    """Read a model that was made elsewhere, its words spelt as in the lexicon; the others are left out.
+
+    Words of the lexicon that it lacks share the probability of its <unk>.
+
+    Returns:
+        The model; None: it has no word of the lexicon.
+
+    Raises:
+        ConfigError: it cannot be read, or does not say how probable the end of a sentence is.
+    """
+    given = read_language_model(path)
+    if isinstance(given, NgramModel) and (END,) not in given.log10_probs:
+        raise ConfigError(f"{path}: has no 1-gram {END}, the end of a sentence; make it on whole sentences")
+    words = given.words.difference(UNKNOWN_NAMES)
+    recognised = set(lexicon.recognised_words)
+
+    def spelling(word: str) -> str | None:
+        spelt = None if word in UNKNOWN_NAMES else lexicon.spelling_of(word)
+        return spelt if spelt in recognised else None
+
+    model = given.respelled(spelling)
+    if not model.words:
+        return None
+    missing = sorted(recognised - model.words)
+    if isinstance(given, NgramModel) and isinstance(model, NgramModel) and missing:
+        unknown = next((name for name in UNKNOWN_NAMES if name in given.words), None)
+        if unknown is not None:
+            model, missing = model.with_words(missing, given.log10_probs[unknown,]), []
+    return RespelledModel(model, sum(spelling(word) is None for word in words), len(missing))
 
 
 def save_language_model(model: LanguageModel, folder: Path) -> None:
@@ -138,13 +186,17 @@ def save_language_model(model: LanguageModel, folder: Path) -> None:
         write_arpa(model, folder / ARPA_NAME)
 
 
+def language_model_path(folder: Path) -> Path | None:
+    """Return the file that `save_language_model` wrote; None where there is none."""
+    paths = (folder / name for name in (ARPA_NAME, GRAMMAR_NAME))
+    return next((path for path in paths if path.exists()), None)
+
+
 def language_model_in(folder: Path) -> LanguageModel | None:
     """Read the language model that `save_language_model` wrote; None where there is none.
 
     Raises:
         ConfigError: it is damaged.
     """
-    for name in (ARPA_NAME, GRAMMAR_NAME):
-        if (folder / name).exists():
-            return read_language_model(folder / name)
-    return None
+    path = language_model_path(folder)
+    return None if path is None else read_language_model(path)

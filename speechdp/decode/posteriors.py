@@ -103,7 +103,7 @@ def write_posteriors(
                 _write_scp(options.scp, options.archive, starts)
         except OSError as error:
             raise RunError(cannot_be_written(options.archive, error)) from error
-    return PosteriorResult(len(starts), num_frames, dataset.num_classes)
+    return PosteriorResult(len(starts), num_frames, trained.class_log_prior.numel())
 
 
 @dataclass(frozen=True)

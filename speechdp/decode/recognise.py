@@ -2,30 +2,60 @@
 
 from __future__ import annotations
 
-import json
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from speechdp.comm.base import Communicator
+from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER
 from speechdp.data.shards.dataset import Dataset
+from speechdp.data.transforms.moments import Moments, moments_by_speaker, sums_of
 from speechdp.data.transforms.preprocess import InputOptions, Preprocessor, inputs_of
-from speechdp.decode.graph import DecodingGraph, Grammar, LexiconTransducer, build_graph, choose_grammar
+from speechdp.decode.graph import (
+    DecodingGraph,
+    Grammar,
+    LexiconTransducer,
+    build_graph,
+    choose_grammar,
+    loop_vocabulary,
+)
 from speechdp.decode.kaldi_graph import KaldiGraphFiles, read_kaldi_graph
-from speechdp.decode.language_model import LanguageModel, language_model_in
+from speechdp.decode.language_model import LanguageModel, language_model_in, read_respelled
+from speechdp.decode.nbest import (
+    Candidate,
+    NBestSearcher,
+    Rescorer,
+    SentenceCost,
+    ngram_cost,
+)
+from speechdp.decode.results import (
+    DecodingResult,
+    DecodingSpeed,
+    Hypothesis,
+    NBestLists,
+    errors_by_speaker,
+    nbest_path,
+    results_at,
+    write_results,
+)
 from speechdp.decode.scoring import AcousticScorer
-from speechdp.decode.search import Searcher, SearchOptions
-from speechdp.decode.wer import WerResult, word_error_rate
-from speechdp.errors import ConfigError, RunError
-from speechdp.files import cannot_be_written, check_writable, write_text_atomically
+from speechdp.decode.search import SearchOptions
+from speechdp.decode.wer import word_error_rate
+from speechdp.errors import ConfigError
+from speechdp.files import check_writable
 from speechdp.labels.hmm import FloatArray, StateInventory
 from speechdp.labels.kaldi_pdfs import KaldiPdfs, is_kaldi_pdfs, load_classes, refuse_kaldi_pdfs
 from speechdp.labels.lexicon import Lexicon
+from speechdp.labels.state_tying import StateTying
+from speechdp.language.ngram import NgramModel
 from speechdp.process.ending import Stopped
+from speechdp.timing.memory import peak_rss_bytes
 
 
 class TrainedModel(Protocol):
@@ -47,6 +77,16 @@ class TrainedModel(Protocol):
     def config(self) -> dict[str, Any]:
         """Tell what it was trained on: classes, features and sampling rate are compared."""
 
+    @property
+    def tying(self) -> StateTying | None:
+        """What its classes are where states depend on context."""
+
+
+#: Word sequences of an utterance that are rescored, where the user does not say how many.
+_TO_RESCORE = 100
+#: Over what features are normalised: the utterance alone, or all utterances of its speaker in the split.
+Normalise = Literal["utterance", "speaker"]
+
 
 @dataclass(frozen=True)
 class DecodingOptions:
@@ -62,8 +102,13 @@ class DecodingOptions:
         insertion_log_prob: added to each word's log-probability in loops and n-grams; negative: fewer words.
         lm_scale: factor on the costs of the language model (ngram).
         silence_probability: of a pause at a word boundary.
+        normalise: over what features of data that store audio are normalised.
         graph: Kaldi's own graph to use in place of grammar, lexicon and language model; only the beam,
             max_active and the scales of the network's scores matter then.
+        nbest: find so many word sequences for each utterance; 0: the best alone, or 100 to rescore.
+        lattice_beam: of the lattice that they are taken from, nats.
+        rescore_lm: file of a language model to weigh these anew with.
+        rescore_weight: its share in their log-probability, 0 to 1.
     """
 
     grammar: Grammar | None = None
@@ -74,10 +119,15 @@ class DecodingOptions:
     insertion_log_prob: float = 0.0
     lm_scale: float = 1.0
     silence_probability: float = 0.5
+    normalise: Normalise = "utterance"
     graph: KaldiGraphFiles | None = None
+    nbest: int = 0
+    lattice_beam: float = 10.0
+    rescore_lm: Path | None = None
+    rescore_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("beam", "acoustic_scale", "lm_scale"):
+        for name in ("beam", "acoustic_scale", "lm_scale", "lattice_beam"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be more than 0")
         if self.max_active < 2:
@@ -86,39 +136,25 @@ class DecodingOptions:
             raise ConfigError(f"--prior-scale {self.prior_scale}: must not be negative")
         if not 0 <= self.silence_probability < 1:
             raise ConfigError(f"--silence-probability {self.silence_probability}: must lie in [0, 1)")
+        if math.isinf(self.lattice_beam):
+            raise ConfigError(f"--lattice-beam {self.lattice_beam}: must be finite")
+        if self.nbest < 0:
+            raise ConfigError(f"--nbest {self.nbest}: must not be negative")
+        if not 0 <= self.rescore_weight <= 1:
+            raise ConfigError(f"--rescore-weight {self.rescore_weight}: must lie in [0, 1]")
 
+    @property
+    def num_candidates(self) -> int:
+        """Word sequences to find for each utterance; 0: the best alone, without a lattice."""
+        return self.nbest or (_TO_RESCORE if self.rescore_lm is not None else 0)
 
-@dataclass(frozen=True)
-class Hypothesis:
-    """One recognised utterance; `found` is False where no path survived and `hyp` is empty for that."""
-
-    utterance_id: str
-    ref: str
-    hyp: str
-    found: bool = True
-
-
-@dataclass(frozen=True)
-class DecodingResult:
-    """A decoded split.
-
-    Attributes:
-        split: its name.
-        grammar: the grammar used.
-        wer: word errors.
-        retried: utterances that needed a wider beam.
-        failed: utterances without any hypothesis: counted as deletions.
-        unknown_words: reference words that cannot be recognised, each of which is an error.
-        hypotheses: the file of hypotheses.
-    """
-
-    split: str
-    grammar: Grammar
-    wer: WerResult
-    retried: int
-    failed: int
-    unknown_words: int
-    hypotheses: Path
+    def record(self) -> dict[str, Any]:
+        """Return them as wer-<split>.json records them: but for the graph, which has a record of its own."""
+        values = {
+            name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()
+        }
+        del values["graph"]
+        return values
 
 
 class Recogniser:
@@ -144,6 +180,8 @@ class Recogniser:
         ConfigError: model and lexicon differ in classes, or the grammar needs words that are missing.
     """
 
+    _second: SentenceCost | None
+
     def __init__(
         self,
         trained: TrainedModel,
@@ -159,9 +197,43 @@ class Recogniser:
         if self.grammar is Grammar.NGRAM and language_model is not None:
             self.words &= language_model.words
         self_loop = trained.self_loop.detach().cpu().double().numpy()
-        self.transducer = LexiconTransducer(lexicon, inventory, self_loop, options.silence_probability)
+        self.transducer = LexiconTransducer(
+            lexicon, inventory, self_loop, options.silence_probability, trained.tying
+        )
         self._transcripts, self._language_model = transcripts, language_model
         self._attach(trained, options)
+
+    def _sentence_cost(self) -> tuple[SentenceCost, float] | None:
+        """Return what a word sequence costs by the grammar's language model, and its scale in the graph."""
+        if self.grammar is Grammar.NGRAM:
+            model = self._language_model
+            return (ngram_cost(model), self._options.lm_scale) if isinstance(model, NgramModel) else None
+        if self.grammar in (Grammar.WORD_LOOP, Grammar.DIGIT_LOOP):
+            cost = math.log(len(loop_vocabulary(self.transducer.lexicon, self.grammar)))
+            return (lambda words: len(words) * cost), 1.0
+        return None
+
+    def _rescorer(self) -> Rescorer | None:
+        options, first = self._options, self._sentence_cost()
+        if options.rescore_lm is None:
+            return None
+        if first is None:
+            raise ConfigError(
+                f"--rescore-lm {options.rescore_lm}: the grammar {self.grammar.value} has no n-grams to put "
+                "it in place of; decode with an ARPA file or estimated n-grams (prepare --lm-order) or a loop"
+            )
+        if self._second is None:
+            self._second = self._second_model(options.rescore_lm)
+        cost, scale = first
+        return Rescorer(cost, scale, self._second, options.lm_scale, options.rescore_weight)
+
+    def _second_model(self, path: Path) -> SentenceCost:
+        found = read_respelled(path, self.transducer.lexicon)
+        if found is None:
+            raise ConfigError(f"--rescore-lm {path}: none of its words is in the lexicon; give one that fits")
+        if not isinstance(found.model, NgramModel):
+            raise ConfigError(f"--rescore-lm {path}: has no n-grams; give an ARPA file")
+        return ngram_cost(found.model)
 
     def _attach(self, trained: TrainedModel, options: DecodingOptions) -> None:
         """Take the network and the options of the search."""
@@ -169,6 +241,7 @@ class Recogniser:
         device = next(trained.model.parameters(), trained.class_log_prior).device
         self._scorer = AcousticScorer(trained.model, log_prior, options.prior_scale, device)
         self._of_graph: tuple[float, float] | None = None
+        self._second = None
         self.use(options)
 
     def _build(self, insertion_log_prob: float, lm_scale: float) -> DecodingGraph:
@@ -182,7 +255,7 @@ class Recogniser:
         )
 
     def use(self, options: DecodingOptions) -> None:
-        """Search with other scales or insertion scores from now on; the other options stay.
+        """Search with other scales, insertion scores or lengths of lists from now on; other options stay.
 
         Raises:
             ConfigError: as the constructor.
@@ -191,23 +264,44 @@ class Recogniser:
         if self._of_graph != of_graph:
             self.graph = self._build(*of_graph)
             self._of_graph = of_graph
-        self.searcher = Searcher(
-            self.graph, SearchOptions(options.beam, options.max_active, options.acoustic_scale)
-        )
+        self._options = options
+        search = SearchOptions(options.beam, options.max_active, options.acoustic_scale)
+        self.searcher = NBestSearcher(self.graph, search, options.num_candidates, options.lattice_beam)
+        self._rescore = self._rescorer()
 
     def score(self, utterances: Iterable[FloatArray]) -> Iterator[tuple[int, FloatArray]]:
         """Yield (position in `utterances`, log-likelihoods (T, C)), in any order."""
         return self._scorer.score(utterances)
 
-    def recognise(self, utterances: Iterable[FloatArray]) -> Iterator[tuple[int, tuple[str, ...] | None]]:
-        """Yield (position in `utterances`, words), in any order; None where no path survived.
+    def candidates(self, log_likelihoods: FloatArray) -> list[Candidate]:
+        """Return the most probable word sequences, the best first: as many as the options ask for.
+
+        Args:
+            log_likelihoods: (T, C), nats, of one utterance.
+
+        Returns:
+            They are rescored, if that is asked for; empty where no path survived.
+        """
+        if not self._options.num_candidates:
+            path = self.searcher.search(log_likelihoods)
+            return [] if path is None else [Candidate(path.words, path.cost)]
+        return self.rescored(self.searcher.search_nbest(log_likelihoods))
+
+    def rescored(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """Return what `searcher.search_nbest` found with the costs of the language models, the best first."""
+        if self._rescore is not None:
+            return self._rescore.rescored(found)
+        first = self._sentence_cost()
+        return [each if first is None else replace(each, lm_cost=first[0](each.words)) for each in found]
+
+    def recognise(self, utterances: Iterable[FloatArray]) -> Iterator[tuple[int, list[Candidate]]]:
+        """Yield (position in `utterances`, its most probable word sequences), in any order.
 
         Args:
             utterances: features, (T, F) each.
         """
         for index, log_likelihoods in self.score(utterances):
-            path = self.searcher.search(log_likelihoods)
-            yield index, None if path is None else path.words
+            yield index, self.candidates(log_likelihoods)
 
 
 class GraphRecogniser(Recogniser):
@@ -237,8 +331,9 @@ class SpokenSplit:
         self.transcripts = [text.split() for shard in shards for text in shard.texts]
         if not any(self.transcripts):
             raise ConfigError(f"{dataset.path}: split {split!r} has no reference words; there is no WER")
-        owners = [(shard, i) for shard in shards for i in range(shard.num_utterances)]
-        self.own = owners[comm.rank :: comm.size]
+        self._all = [(shard, i) for shard in shards for i in range(shard.num_utterances)]
+        self._comm = comm
+        self.own = self._all[comm.rank :: comm.size]
 
     @classmethod
     @contextmanager
@@ -252,10 +347,31 @@ class SpokenSplit:
         with ExitStack() as stack:
             yield cls(dataset, split, comm, stack)
 
-    def features(self, inputs: InputOptions) -> Iterator[FloatArray]:
-        """Yield what the network sees of each own utterance, (T, F)."""
-        for shard, i in self.own:
-            yield Preprocessor.for_shard(shard.header, inputs).read(shard, i)[0]
+    def features(self, inputs: InputOptions, normalise: Normalise = "utterance") -> Iterator[FloatArray]:
+        """Return what the network sees of each own utterance, (T, F), one by one.  Collective.
+
+        Raises:
+            ShardError: a shard is damaged.
+        """
+        own: list[Moments | None] = [None] * len(self.own)
+        if normalise == "speaker":
+            own[:] = self._moments_by_speaker(inputs)[self._comm.rank :: self._comm.size]
+        return (
+            Preprocessor.for_shard(shard.header, inputs).read(shard, i, moments)[0]
+            for (shard, i), moments in zip(self.own, own, strict=True)
+        )
+
+    def _moments_by_speaker(self, inputs: InputOptions) -> list[Moments]:
+        """Return what each utterance of the split is normalised by.  Collective."""
+        preprocessor = Preprocessor.for_shard(self._all[0][0].header, inputs)
+        sums = torch.zeros(len(self._all), 1 + 2 * preprocessor.base_dim, dtype=torch.float64)
+        for place, (shard, i) in zip(sums[self._comm.rank :: self._comm.size], self.own, strict=True):
+            place.copy_(sums_of(preprocessor.not_normalised(shard.read_samples(i)[0])))
+        speakers = [shard.speaker(i) for shard, i in self._all]
+        known = ["" if speaker == UNKNOWN_SPEAKER else speaker for speaker in speakers]
+        if known and not any(known):
+            raise ConfigError("--normalise speaker: the data do not say who speaks; leave it out")
+        return moments_by_speaker(sums, known, self._comm)
 
     def reference(self, position: int) -> str:
         """Return the words of an own utterance."""
@@ -273,6 +389,11 @@ def check_decodable(trained: TrainedModel, dataset: Dataset, options: DecodingOp
             "a Kaldi system; leave --graph out"
         )
     check_origin(trained.config, dataset, load_classes(dataset.classes_path))
+    if options.normalise == "speaker" and dataset.stored != "audio":
+        raise ConfigError(
+            f"--normalise speaker: {dataset.path} holds features, which are normalised already; prepare it "
+            "with --store audio"
+        )
 
 
 def recogniser_for(
@@ -327,43 +448,56 @@ def decode_split(
     check_decodable(trained, dataset, options)
     path = run_dir / "hypotheses" / f"{split}.txt"
     if comm.rank == 0:
-        with _results_at(run_dir):
+        with results_at(run_dir):
             check_writable(path.parent)  # of somebody else's run, say: before the work
     with SpokenSplit.open(dataset, split, comm) as reader:
+        began = time.process_time()
         recogniser = recogniser_for(trained, dataset, options, reader.transcripts)
-        own = _recognise_own(recogniser, reader, inputs_of(trained.config), is_asked_to_stop)
+        own = _OwnUtterances(dataset.features.frame_shift_s, time.process_time() - began)
+        features = reader.features(inputs_of(trained.config), options.normalise)
+        own.recognise(recogniser, reader, features, is_asked_to_stop)
     parts = comm.allgather_object(
         {
-            "hypotheses": [asdict(h) for h in own],
+            "hypotheses": [h.to_dict() for h in own.hypotheses],
+            "speed": vars(own.speed()),
             "retried": recogniser.searcher.num_retried,
-            "stopped": len(own) < len(reader.own),
+            "stopped": len(own.hypotheses) < len(reader.own),
         }
     )
     if any(part["stopped"] for part in parts):
         raise Stopped
-    everything = (Hypothesis(**values) for part in parts for values in part["hypotheses"])
+    everything = (Hypothesis.from_dict(values) for part in parts for values in part["hypotheses"])
     hypotheses = sorted(everything, key=lambda h: h.utterance_id)  # the order Kaldi's tools expect
     wer = word_error_rate([h.ref for h in hypotheses], [h.hyp for h in hypotheses])
-    retried = sum(part["retried"] for part in parts)
-    failed = sum(not h.found for h in hypotheses)
-    unknown = sum(word not in recogniser.words for words in reader.transcripts for word in words)
-    result = DecodingResult(split, recogniser.grammar, wer, retried, failed, unknown, path)
+    result = DecodingResult(
+        split=split,
+        grammar=recogniser.grammar,
+        wer=wer,
+        speakers=errors_by_speaker(hypotheses),
+        retried=sum(part["retried"] for part in parts),
+        failed=sum(not h.candidates for h in hypotheses),
+        unknown_words=sum(word not in recogniser.words for words in reader.transcripts for word in words),
+        hypotheses=path,
+        utterances=tuple(hypotheses),
+        settings=_settings(recogniser, options, tuning),
+        nbest=NBestLists.of(hypotheses, nbest_path(path), options.num_candidates),
+        speed=DecodingSpeed.over([part["speed"] for part in parts]),
+    )
     if comm.rank == 0:
-        extra = {"graph": _graph_record(recogniser.graph, options), **({"tuning": tuning} if tuning else {})}
-        _write(run_dir, result, hypotheses, options, extra)
+        write_results(run_dir, result)
     comm.barrier()  # nobody reports success before the files are there
     return result
 
 
-def _graph_record(graph: DecodingGraph, options: DecodingOptions) -> dict[str, Any]:
+def _settings(
+    recogniser: Recogniser, options: DecodingOptions, tuning: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return what is to be recorded of the search."""
+    settings = options.record() | {"grammar": recogniser.grammar.value}
+    graph = recogniser.graph
     values = {"states": graph.num_states, "arcs": graph.num_arcs, "determinised": graph.is_determinised}
     files = {} if options.graph is None else {name: str(path) for name, path in vars(options.graph).items()}
-    return {**values, **files}
-
-
-def wer_path(run_dir: Path, split: str) -> Path:
-    """Return the record of a split's word errors: a file a split, so that none overwrites another."""
-    return run_dir / f"wer-{split}.json"
+    return {"options": settings, "graph": values | files, **({"tuning": tuning} if tuning else {})}
 
 
 def check_origin(config: dict[str, Any], dataset: Dataset, classes: StateInventory | KaldiPdfs) -> None:
@@ -382,54 +516,51 @@ def check_origin(config: dict[str, Any], dataset: Dataset, classes: StateInvento
             )
 
 
-def _recognise_own(
-    recogniser: Recogniser,
-    reader: SpokenSplit,
-    inputs: InputOptions,
-    is_asked_to_stop: Callable[[], bool],
-) -> list[Hypothesis]:
-    """Recognise this rank's utterances until asked to stop."""
-    hypotheses = []
-    for position, words in recogniser.recognise(reader.features(inputs)):
-        if is_asked_to_stop():
-            break
-        shard, i = reader.own[position]
-        hyp = " ".join(words or ())
-        ref = reader.reference(position)
-        hypotheses.append(Hypothesis(shard.utterance_id(i), ref, hyp, found=words is not None))
-    return hypotheses
+class _OwnUtterances:
+    """What this rank recognises, and what that takes.
 
+    Attributes:
+        hypotheses: in the order in which they were found.
+    """
 
-def _write(
-    run_dir: Path,
-    result: DecodingResult,
-    hypotheses: Sequence[Hypothesis],
-    options: DecodingOptions,
-    extra: Mapping[str, Any],
-) -> None:
-    settings = asdict(options) | {"grammar": result.grammar.value}
-    del settings["graph"]  # it has a record of its own
-    values = {
-        "split": result.split,
-        "grammar": result.grammar.value,
-        **asdict(result.wer),
-        "unknown_words": result.unknown_words,
-        "retried": result.retried,
-        "failed": result.failed,
-        "hypotheses": str(result.hypotheses.relative_to(run_dir)),
-        "options": settings,
-        **extra,
-    }
-    lines = (f"{h.utterance_id} {h.hyp}".rstrip() + "\n" for h in hypotheses)
-    with _results_at(run_dir):
-        write_text_atomically(result.hypotheses, "".join(lines))
-        write_text_atomically(wer_path(run_dir, result.split), json.dumps(values, indent=2) + "\n")
+    def __init__(self, frame_shift_s: float, graph_s: float) -> None:
+        self.hypotheses: list[Hypothesis] = []
+        self._frame_shift_s, self._graph_s = frame_shift_s, graph_s
+        self._frames = 0
+        self._network_s = self._search_s = 0.0
+        self._began = time.process_time()  # before features are normalised over speakers
 
+    def recognise(
+        self,
+        recogniser: Recogniser,
+        reader: SpokenSplit,
+        features: Iterable[FloatArray],
+        is_asked_to_stop: Callable[[], bool],
+    ) -> None:
+        """Recognise this rank's utterances until asked to stop."""
+        before = self._began
+        for position, log_likelihoods in recogniser.score(features):
+            if is_asked_to_stop():
+                break
+            scored = time.process_time()
+            candidates = tuple(recogniser.candidates(log_likelihoods))
+            shard, i = reader.own[position]
+            speaker = shard.speaker(i)
+            self.hypotheses.append(
+                Hypothesis(
+                    shard.utterance_id(i),
+                    "" if speaker == UNKNOWN_SPEAKER else speaker,
+                    reader.reference(position),
+                    candidates,
+                )
+            )
+            found = time.process_time()
+            self._frames += len(log_likelihoods)
+            self._network_s += scored - before
+            self._search_s += found - scored
+            before = found
 
-@contextmanager
-def _results_at(run_dir: Path) -> Iterator[None]:
-    """Raise RunError where the disk refuses results of the run."""
-    try:
-        yield
-    except OSError as error:
-        raise RunError(cannot_be_written(error.filename or run_dir, error)) from error
+    def speed(self) -> DecodingSpeed:
+        """Return what it took so far."""
+        speech = self._frames * self._frame_shift_s
+        return DecodingSpeed(speech, self._graph_s, self._network_s, self._search_s, peak_rss_bytes())

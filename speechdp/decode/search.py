@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import kaldi_decoder
 import kaldifst
@@ -11,6 +13,8 @@ import numpy as np
 from speechdp.decode.graph import DecodingGraph
 from speechdp.errors import RunError
 from speechdp.labels.hmm import FloatArray, IntArray
+
+Found = TypeVar("Found")
 
 _UNLIMITED = 2**31 - 1
 _MIN_ACTIVE = 20  # paths kept however narrow the beam; Kaldi's default
@@ -75,6 +79,17 @@ class Searcher:
         Raises:
             RunError: a value is NaN or infinite.
         """
+        return self._widening(log_likelihoods, self._search)
+
+    def _widening(
+        self, log_likelihoods: FloatArray, attempt: Callable[[FloatArray, int], Found | None]
+    ) -> Found | None:
+        """Search with wider and wider beams until something is found.
+
+        Args:
+            log_likelihoods: (T, C), nats.
+            attempt: given them, scaled, and how many times wider than asked for; None: nothing was found.
+        """
         if not np.isfinite(log_likelihoods).all():
             raise RunError(
                 "the model's output is NaN or infinite; decode an earlier checkpoint or train it again"
@@ -83,12 +98,12 @@ class Searcher:
         # DecodableCtc knows nothing of CTC: it returns matrix[t, label - 1], so labels are class + 1.
         matrix = np.multiply(log_likelihoods, self._options.acoustic_scale, dtype=np.float32, order="C")
         for doubling in range(self._options.max_beam_doublings + 1):
-            path = self._search(matrix, 2**doubling)
-            if path is not None or len(matrix) == 0:
+            found = attempt(matrix, 2**doubling)
+            if found is not None or len(matrix) == 0:
                 break
             self.num_retried += doubling == 0 and self._options.max_beam_doublings > 0
-        self.num_failed += path is None
-        return path
+        self.num_failed += found is None
+        return found
 
     def _search(self, matrix: FloatArray, widening: int) -> BestPath | None:
         if len(matrix) == 0 or self._graph.fst.num_states == 0:

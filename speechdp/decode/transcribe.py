@@ -14,7 +14,9 @@ from speechdp.data.signal.features import FeatureConfig
 from speechdp.data.signal.pieces import Piece, cut_at_pauses
 from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
 from speechdp.decode.align import Aligner
-from speechdp.decode.language_model import language_model_in
+from speechdp.decode.graph import Grammar
+from speechdp.decode.language_model import language_model_in, language_model_path
+from speechdp.decode.nbest import Candidate, joined, nbest_lines
 from speechdp.decode.recognise import DecodingOptions, Recogniser, TrainedModel
 from speechdp.decode.word_times import confidences, word_spans
 from speechdp.errors import ConfigError, RunError
@@ -45,6 +47,11 @@ def kept_data(run_dir: Path) -> Dataset:
     return Dataset.open(folder)
 
 
+def grammar_of(kept: Dataset) -> Grammar:
+    """Return which word sequences are recognised with what a run keeps."""
+    return Grammar.WORD_LOOP if language_model_path(kept.path) is None else Grammar.NGRAM
+
+
 @dataclass(frozen=True)
 class TimedWord:
     """A recognised word.
@@ -71,12 +78,16 @@ class Transcription:
         words: in order.
         duration_s: of the recording, seconds.
         failed_s: seconds of it for which nothing was found.
+        candidates: the most probable word sequences of the recording, `words` first.
+        is_too_short: there is not a single frame of features in it.
     """
 
     name: str
     words: tuple[TimedWord, ...]
     duration_s: float
     failed_s: float = 0.0
+    candidates: tuple[Candidate, ...] = ()
+    is_too_short: bool = False
 
     @property
     def text(self) -> str:
@@ -87,6 +98,10 @@ class Transcription:
         """Return its line of a text file: name and words."""
         return f"{self.name} {self.text}".rstrip() + "\n"
 
+    def nbest(self) -> str:
+        """Return its lines of a file of n-best lists."""
+        return nbest_lines(self.name, self.candidates)
+
     def ctm(self) -> str:
         """Return its lines of a CTM file: name, channel, start, duration, word, confidence."""
         lines = (
@@ -94,6 +109,15 @@ class Transcription:
             for w in self.words
         )
         return "".join(lines)
+
+
+@dataclass(frozen=True)
+class _FoundPiece:
+    """The words of a piece of a recording, None where no path was found, and the sequences to choose from."""
+
+    num_frames: int
+    words: list[TimedWord] | None
+    candidates: list[Candidate]
 
 
 class Transcriber:
@@ -116,6 +140,7 @@ class Transcriber:
             raise ConfigError(f"--longest {longest_s:g}: 1 to {_MAX_PIECE_S:g} seconds")
         self._lexicon = Lexicon.load(kept.lexicon_path)
         self._inventory = StateInventory.load(kept.classes_path)
+        self._tying = trained.tying
         self._longest_s = longest_s
         self._sampling_rate = int(trained.config["sampling_rate"])
         self._features = FeatureConfig.from_dict(trained.config["features"])
@@ -126,6 +151,7 @@ class Transcriber:
         self._recogniser = Recogniser(trained, self._lexicon, self._inventory, options, [], language_model)
         self._aligner = Aligner(self._recogniser.transducer)
         self._acoustic_scale = options.acoustic_scale
+        self._num_candidates = options.num_candidates
 
     def transcribe(self, path: Path, name: str) -> Transcription:
         """Recognise a file of one channel, of any length and sampling rate, and call it `name`.
@@ -136,34 +162,45 @@ class Transcriber:
         samples = read_audio(path, self._sampling_rate)
         pieces = cut_at_pauses(samples, self._sampling_rate, self._longest_s)
         words: list[TimedWord] = []
+        candidates: list[Candidate] = []
         failed = 0
         found = dict(self._recognise([to_int16(samples[p.first : p.end]) for p in pieces]))
         for number, piece in enumerate(pieces):
-            timed = found[number]
+            timed = found[number].words
             if timed is None:
                 failed += piece.end - piece.first
             else:
                 words += _moved(timed, piece, self._sampling_rate)
+                candidates = joined(candidates, found[number].candidates, max(self._num_candidates, 1))
         rate = self._sampling_rate
-        return Transcription(name, tuple(words), len(samples) / rate, failed / rate)
+        return Transcription(
+            name,
+            tuple(words),
+            len(samples) / rate,
+            failed / rate,
+            tuple(candidates),
+            is_too_short=not any(piece.num_frames for piece in found.values()),
+        )
 
-    def _recognise(self, pieces: Sequence[np.ndarray]) -> Iterator[tuple[int, list[TimedWord] | None]]:
-        """Yield (number of the piece, its words), in any order; None where no path was found."""
+    def _recognise(self, pieces: Sequence[np.ndarray]) -> Iterator[tuple[int, _FoundPiece]]:
+        """Yield (number of the piece, what was found in it), in any order."""
         inputs = (self._preprocessor.whole(piece) for piece in pieces)
         for number, scores in self._recogniser.score(inputs):
-            path = self._recogniser.searcher.search(scores)
+            found = self._recogniser.candidates(scores)
             if len(scores) == 0:
-                yield number, []
+                yield number, _FoundPiece(0, [], [])
             else:
-                yield number, None if path is None else self._timed(path.words, scores)
+                words = self._timed(found[0].words, scores) if found else None
+                yield number, _FoundPiece(len(scores), words, found)
 
     def _timed(self, words: tuple[str, ...], scores: FloatArray) -> list[TimedWord] | None:
         classes = self._aligner.align(words, scores * np.float32(self._acoustic_scale))
         if classes is None:
             return None
-        spans = word_spans(words, classes, self._lexicon, self._inventory)
+        states = classes if self._tying is None else self._tying.states[classes]
+        spans = word_spans(words, states, self._lexicon, self._inventory)
         shift = self._features.frame_shift_s
-        sure = confidences(spans, classes, scores)
+        sure = confidences(spans, classes, scores, self._tying)
         return [
             TimedWord(span.word, span.first * shift, (span.end - span.first) * shift, confidence)
             for span, confidence in zip(spans, sure, strict=True)

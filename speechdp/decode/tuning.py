@@ -1,11 +1,12 @@
-"""Choose scales and insertion scores on a development split, from scores that the network gives once."""
+"""Choose scales and insertion scores on a development split, from posteriors that the network gives once."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from speechdp.comm.base import Communicator
@@ -20,17 +21,30 @@ from speechdp.decode.recognise import (
     check_decodable,
     recogniser_for,
 )
+from speechdp.decode.results import TUNED_NAME
 from speechdp.decode.wer import count_errors
-from speechdp.labels.hmm import FloatArray
+from speechdp.errors import RunError
+from speechdp.files import record_cannot_be_read
+from speechdp.json_input import parse_json
+from speechdp.labels.hmm import FloatArray, scaled_log_likelihoods
 from speechdp.process.ending import Stopped
 
-#: Values tried of each option; scales are compared by their ratio, insertion scores by their difference.
+#: Values tried of each option.
 _VALUES = {
     "acoustic_scale": (0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.4, 2.0),
+    "prior_scale": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
     "lm_scale": (0.5, 0.7, 1.0, 1.4, 2.0, 2.8),
-    "insertion_log_prob": (-4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 6.0),
+    "insertion_log_prob": (-4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 6.0, 8.0),
 }
+_RESCORE_WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+#: Options compared by their ratio; the others are compared by their difference.
+_RATIOS = ("acoustic_scale", "lm_scale")
+#: Options whose values above end where they have no meaning beyond, so that a best one at the end is no sign.
+_BOUNDED = ("prior_scale",)
 _ROUNDS = 2
+_LOOPS = {Grammar.WORD_LOOP, Grammar.DIGIT_LOOP}
+#: What belongs together: values were chosen with these, and say nothing with others.
+_WEIGHTS = ("acoustic_scale", "prior_scale", "insertion_log_prob", "lm_scale", "silence_probability")
 
 
 @dataclass(frozen=True)
@@ -39,19 +53,103 @@ class Tuned:
 
     Attributes:
         options: those given, with the chosen values.
-        record: the split, the chosen values, the errors with them and all trials, for wer-<split>.json.
+        record: for wer-<split>.json: the split, the chosen values, which of them are the smallest or largest
+            tried (`at_edge`), the errors with them and all trials.
     """
 
     options: DecodingOptions
     record: dict[str, Any]
 
     def summary(self) -> str:
-        """Say in one line what was chosen and how it does."""
-        values = self.record["chosen"].items()
-        chosen = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in values)
+        """Say in one line what was chosen, how it does, and what may be better beyond the values tried."""
+        values = self.record["chosen"]
+        chosen = _listed(values)
         percent, trials = 100 * self.record["errors"] / self.record["words"], len(self.record["trials"])
         where = self.record["split"]
-        return f"tuned on {where}: {chosen}; WER {percent:.2f} % there, best of {trials} settings"
+        text = f"tuned on {where}: {chosen}; WER {percent:.2f} % there, best of {trials} settings"
+        for name, edge in self.record["at_edge"].items():
+            option, more = name.replace("_", "-"), {"smallest": "smaller", "largest": "larger"}[edge]
+            text += f"; no {more} --{option} than {values[name]:g} was tried, give one to try it too"
+        return text
+
+
+@dataclass(frozen=True)
+class EarlierTuning:
+    """What `decode --tune-on` has chosen for a run.
+
+    Attributes:
+        path: its record.
+        split: what it was tuned on.
+        grammar: what it was tuned for.
+        chosen: the values that were chosen.
+        weights: these and the others that they go with, by their names in `DecodingOptions`.
+    """
+
+    path: Path
+    split: str
+    grammar: Grammar
+    chosen: dict[str, float]
+    weights: dict[str, Any]
+
+    def is_for(self, grammar: Grammar) -> bool:
+        """Tell whether the values fit a grammar; all loops weigh words alike."""
+        return grammar is self.grammar or {grammar, self.grammar} <= _LOOPS
+
+    def summary(self) -> str:
+        """Say in one line which values are used."""
+        return f"{_listed(self.chosen)}, as decode --tune-on {self.split} chose them ({self.path})"
+
+    def refusal(self, grammar: Grammar) -> str:
+        """Say in one line why the values are not used for another grammar."""
+        return (
+            f"{self.path}: what decode --tune-on {self.split} chose is for the grammar {self.grammar.value} "
+            f"and not used; this is {grammar.value}, for which --acoustic-scale and its like set others"
+        )
+
+
+def earlier_tuning(run_dir: Path, rescore_lm: Path | None = None) -> EarlierTuning | None:
+    """Read what the latest decoding with --tune-on chose for a run; None where there was none.
+
+    Args:
+        run_dir: the run.
+        rescore_lm: the language model to rescore with; its weight is among the values if it was tuned.
+
+    Raises:
+        RunError: its record is damaged.
+    """
+    path = run_dir / TUNED_NAME
+    try:
+        values = parse_json(path.read_bytes())
+        options, tuning = values["options"], values["tuning"]
+        weights = {name: float(options[name]) for name in _WEIGHTS}
+        chosen = {name: float(value) for name, value in tuning["chosen"].items()}
+        weight = chosen.pop("rescore_weight", None)
+        if weight is not None and options["rescore_lm"] == str(rescore_lm.resolve() if rescore_lm else None):
+            chosen["rescore_weight"] = weights["rescore_weight"] = weight
+        return EarlierTuning(path, str(tuning["split"]), Grammar(values["grammar"]), chosen, weights)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(record_cannot_be_read(path, error, "tune again, or remove it")) from error
+
+
+def earlier_weights(
+    run_dir: Path, grammar: Grammar, rescore_lm: Path | None = None
+) -> tuple[dict[str, Any], str]:
+    """Return the weights that were tuned for a run, and a line that tells of them; empty: there are none.
+
+    Args:
+        run_dir: the run.
+        grammar: what is searched; weights of another are not taken, which the line says.
+        rescore_lm: as for `earlier_tuning`.
+
+    Raises:
+        RunError: the record of the tuning is damaged.
+    """
+    earlier = earlier_tuning(run_dir, rescore_lm)
+    if earlier is None:
+        return {}, ""
+    return (earlier.weights, earlier.summary()) if earlier.is_for(grammar) else ({}, earlier.refusal(grammar))
 
 
 def tune(
@@ -62,13 +160,14 @@ def tune(
     comm: Communicator,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> Tuned:
-    """Choose acoustic scale, scale of the language model and insertion score by the word errors of a split.
+    """Choose scales of scores, priors and language model and the insertion score by a split's word errors.
 
     Collective.
 
     One option after the other, twice: the value with the fewest errors, among equals that which changes
-    least.  The network runs once; its scores stay in memory, 4 bytes a frame and class, divided among the
-    ranks.  The result is the same for any number of ranks, and on every rank.
+    least; then the weight of the language model to rescore with, on the lists that these values give.  The
+    network runs once; its posteriors stay in memory, 4 bytes a frame and class, divided among the ranks.  The
+    result is the same for any number of ranks, and on every rank.
 
     Args:
         trained: the model.
@@ -84,40 +183,73 @@ def tune(
     """
     check_decodable(trained, dataset, options)
     with SpokenSplit.open(dataset, split, comm) as reader:
-        recogniser = recogniser_for(trained, dataset, options, reader.transcripts)
+        without_priors = dataclasses.replace(options, prior_scale=0.0)
+        recogniser = recogniser_for(trained, dataset, without_priors, reader.transcripts)
         scored = [
-            (reader.reference(position), scores)
-            for position, scores in recogniser.score(reader.features(inputs_of(trained.config)))
+            (reader.reference(position), log_posteriors)
+            for position, log_posteriors in recogniser.score(
+                reader.features(inputs_of(trained.config), options.normalise)
+            )
         ]
-    trials = _Trials(recogniser, scored, comm, is_asked_to_stop)
+    log_prior = trained.class_log_prior.detach().cpu().numpy()
+    trials = _Trials(recogniser, log_prior, scored, comm, is_asked_to_stop)
     best = options
     for _ in range(_ROUNDS):
         before = best
         for name in _tunable(recogniser.grammar):
-            values = sorted({*_VALUES[name], getattr(best, name)})
-            tried = [dataclasses.replace(best, **{name: value}) for value in values]
+            tried = [dataclasses.replace(best, **{name: value}) for value in _values(name, options)]
             ranked = [(trials.errors(each), _change(name, each, best), each) for each in tried]
             best = min(ranked, key=lambda ranks: ranks[:2])[2]
         if best == before:
             break
     chosen = {name: getattr(best, name) for name in _tunable(recogniser.grammar)}
-    num_words = sum(map(len, reader.transcripts))
-    record = {"split": split, "chosen": chosen, "errors": trials.errors(best), "words": num_words}
-    return Tuned(best, {**record, "trials": trials.table()})
+    edges = {name: _edge(name, value, options) for name, value in chosen.items()}
+    errors, tried_weights = trials.errors(best), []
+    if options.rescore_lm is not None:
+        tried_weights = trials.rescored(best)
+        given = best.rescore_weight
+        fewest = min(tried_weights, key=lambda t: (t["errors"], abs(t["rescore_weight"] - given)))
+        best = dataclasses.replace(best, rescore_weight=fewest["rescore_weight"])
+        chosen["rescore_weight"], errors = fewest["rescore_weight"], int(fewest["errors"])
+    record = {
+        "split": split,
+        "chosen": chosen,
+        "at_edge": {name: edge for name, edge in edges.items() if edge},
+        "errors": errors,
+        "words": sum(map(len, reader.transcripts)),
+    }
+    return Tuned(best, {**record, "trials": trials.table() + tried_weights})
 
 
 def _tunable(grammar: Grammar) -> tuple[str, ...]:
     """Return the options that matter to a grammar."""
     if grammar is Grammar.NGRAM:
         return tuple(_VALUES)
-    is_loop = grammar in (Grammar.WORD_LOOP, Grammar.DIGIT_LOOP)
-    return ("acoustic_scale", "insertion_log_prob") if is_loop else ("acoustic_scale",)
+    of_network = ("acoustic_scale", "prior_scale")
+    return (*of_network, "insertion_log_prob") if grammar in _LOOPS else of_network
+
+
+def _listed(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in values.items())
+
+
+def _values(name: str, given: DecodingOptions) -> list[Any]:
+    """Return the values of an option to be tried, in order: the usual ones and the one given."""
+    return sorted({*_VALUES[name], getattr(given, name)})
+
+
+def _edge(name: str, value: float, given: DecodingOptions) -> str:
+    """Return "smallest" or "largest" if a value is the last one tried on that side; "": neither."""
+    values = _values(name, given)
+    if name in _BOUNDED or value not in (values[0], values[-1]):
+        return ""
+    return "smallest" if value == values[0] else "largest"
 
 
 def _change(name: str, options: DecodingOptions, now: DecodingOptions) -> tuple[float, float]:
     """Return how much an option changes, and its value, so that no two are equal."""
     value, old = getattr(options, name), getattr(now, name)
-    change = value - old if name == "insertion_log_prob" else math.log(value / old)
+    change = math.log(value / old) if name in _RATIOS else value - old
     return round(abs(change), 9), value
 
 
@@ -127,11 +259,12 @@ class _Trials:
     def __init__(
         self,
         recogniser: Recogniser,
+        log_prior: FloatArray,
         scored: Sequence[tuple[str, FloatArray]],
         comm: Communicator,
         is_asked_to_stop: Callable[[], bool],
     ) -> None:
-        self._recogniser, self._scored, self._comm = recogniser, scored, comm
+        self._recogniser, self._log_prior, self._scored, self._comm = recogniser, log_prior, scored, comm
         self._is_asked_to_stop = is_asked_to_stop
         self._errors: dict[DecodingOptions, int] = {}
 
@@ -139,20 +272,48 @@ class _Trials:
         """Return the word errors of a setting.  Collective.  Raises Stopped."""
         if options not in self._errors:
             self._recogniser.use(options)
-            hypotheses = self._search()
-            own = count_errors([ref for ref, _ in self._scored[: len(hypotheses)]], hypotheses)
-            mine = {"errors": int(own[:, :3].sum()), "stopped": len(hypotheses) < len(self._scored)}
-            parts = self._comm.allgather_object(mine)
-            if any(part["stopped"] for part in parts):
-                raise Stopped
-            self._errors[options] = sum(part["errors"] for part in parts)
+            hypotheses = self._search(options.prior_scale)
+            self._errors[options] = self._count(hypotheses)
         return self._errors[options]
 
-    def _search(self) -> list[str]:
-        hypotheses: list[str] = []
-        for _, scores in self._scored:
+    def rescored(self, options: DecodingOptions) -> list[dict[str, float]]:
+        """Return the word errors with each weight of the language model to rescore with.
+
+        Collective.  The lists are found once.
+
+        Raises:
+            Stopped: a rank was asked to.
+        """
+        self._recogniser.use(options)
+        lists = []
+        for _, log_posteriors in self._scored:
             if self._is_asked_to_stop():
                 break
+            scores = scaled_log_likelihoods(log_posteriors, self._log_prior, options.prior_scale)
+            lists.append(self._recogniser.searcher.search_nbest(scores))
+        trials = []
+        for weight in sorted({*_RESCORE_WEIGHTS, options.rescore_weight}):
+            self._recogniser.use(dataclasses.replace(options, rescore_weight=weight))
+            best = [self._recogniser.rescored(each)[:1] for each in lists]
+            errors = self._count([" ".join(each[0].words) if each else "" for each in best])
+            trials.append({"rescore_weight": weight, "errors": errors})
+        return trials
+
+    def _count(self, hypotheses: Sequence[str]) -> int:
+        """Return the errors of all ranks' hypotheses; fewer than utterances: this one was asked to stop."""
+        own = count_errors([ref for ref, _ in self._scored[: len(hypotheses)]], hypotheses)
+        mine = {"errors": int(own[:, :3].sum()), "stopped": len(hypotheses) < len(self._scored)}
+        parts = self._comm.allgather_object(mine)
+        if any(part["stopped"] for part in parts):
+            raise Stopped
+        return sum(part["errors"] for part in parts)
+
+    def _search(self, prior_scale: float) -> list[str]:
+        hypotheses: list[str] = []
+        for _, log_posteriors in self._scored:
+            if self._is_asked_to_stop():
+                break
+            scores = scaled_log_likelihoods(log_posteriors, self._log_prior, prior_scale)
             path = self._recogniser.searcher.search(scores)
             hypotheses.append("" if path is None else " ".join(path.words))
         return hypotheses

@@ -1,15 +1,20 @@
-"""Word error rate with its parts (jiwer) and a bootstrap confidence interval."""
+"""Word and sentence error rates with their parts (jiwer) and bootstrap confidence intervals."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Literal
 
 import jiwer
 import numpy as np
 from numpy.typing import NDArray
 
 _LOW_PERCENT, _HIGH_PERCENT = 2.5, 97.5
+_DRAWN_AT_ONCE = 2**20  # numbers: 8 MiB, however many utterances there are
+
+ErrorKind = Literal["substitution", "deletion", "insertion"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,9 @@ class WerResult:
         wer: (insertions + deletions + substitutions) / words, a fraction.
         wer_low, wer_high: 95 % bootstrap interval of `wer`.
         insertions, deletions, substitutions: counts.
+        sentence_errors: utterances with at least one error.
+        ser: sentence_errors / utterances, a fraction.
+        ser_low, ser_high: its interval, as that of `wer`.
     """
 
     utterances: int
@@ -32,15 +40,72 @@ class WerResult:
     insertions: int
     deletions: int
     substitutions: int
+    sentence_errors: int
+    ser: float
+    ser_low: float
+    ser_high: float
+
+    @property
+    def errors(self) -> int:
+        """Word errors of all kinds."""
+        return self.insertions + self.deletions + self.substitutions
 
     def summary(self) -> str:
         """Say it in one line, as Kaldi's compute-wer does, with the interval."""
-        errors = self.insertions + self.deletions + self.substitutions
         return (
             f"WER {100 * self.wer:.2f} % [95 % interval {100 * self.wer_low:.2f}, {100 * self.wer_high:.2f}] "
-            f"({errors} / {self.words} words, {self.insertions} ins, {self.deletions} del, "
+            f"({self.errors} / {self.words} words, {self.insertions} ins, {self.deletions} del, "
             f"{self.substitutions} sub, {self.utterances} utterances)"
         )
+
+    def sentence_summary(self) -> str:
+        """Say in one line how many utterances have an error."""
+        return (
+            f"SER {100 * self.ser:.2f} % [95 % interval {100 * self.ser_low:.2f}, {100 * self.ser_high:.2f}] "
+            f"({self.sentence_errors} / {self.utterances} utterances have an error)"
+        )
+
+
+@dataclass(frozen=True)
+class AlignedWord:
+    """A word of a reference beside the one recognised in its place; "" where there is none."""
+
+    reference: str
+    hypothesis: str
+
+    @property
+    def error(self) -> ErrorKind | None:
+        """What is wrong; None where nothing is."""
+        if self.reference == self.hypothesis:
+            return None
+        if not self.reference:
+            return "insertion"
+        return "substitution" if self.hypothesis else "deletion"
+
+
+def align_words(references: Sequence[str], hypotheses: Sequence[str]) -> list[tuple[AlignedWord, ...]]:
+    """Align each hypothesis with its reference, as `count_errors` does.
+
+    Returns:
+        The words of each utterance, in order.
+    """
+    assert len(references) == len(hypotheses)
+    if not references:
+        return []
+    output = jiwer.process_words(list(references), list(hypotheses))
+    aligned = []
+    for said, heard, chunks in zip(output.references, output.hypotheses, output.alignments, strict=True):
+        pairs = (
+            AlignedWord(*pair)
+            for chunk in chunks
+            for pair in zip_longest(
+                said[chunk.ref_start_idx : chunk.ref_end_idx],
+                heard[chunk.hyp_start_idx : chunk.hyp_end_idx],
+                fillvalue="",
+            )
+        )
+        aligned.append(tuple(pair for pair in pairs if pair.reference or pair.hypothesis))
+    return aligned
 
 
 def count_errors(references: Sequence[str], hypotheses: Sequence[str]) -> NDArray[np.int64]:
@@ -64,12 +129,20 @@ def count_errors(references: Sequence[str], hypotheses: Sequence[str]) -> NDArra
     return counts
 
 
+def oracle_of(reference: str, candidates: Sequence[str]) -> str:
+    """Return the candidate with the fewest word errors, the first of several; nothing without candidates."""
+    if not candidates:
+        return ""
+    errors = count_errors([reference] * len(candidates), candidates)[:, :3].sum(axis=1)
+    return candidates[int(errors.argmin())]
+
+
 def word_error_rate(
     references: Sequence[str], hypotheses: Sequence[str], *, num_resamples: int = 1000, seed: int = 1
 ) -> WerResult:
-    """Compute the WER and its 95 % interval over utterances.
+    """Compute word and sentence error rate and their 95 % intervals over utterances.
 
-    The interval is the percentile bootstrap: utterances are drawn with replacement, and errors and
+    An interval is the percentile bootstrap: utterances are drawn with replacement, and errors and
     reference words are summed before dividing.  It covers the chance in the choice of utterances, not the
     chance in training.  Without reference words the WER is 0, or infinite if anything was inserted.
 
@@ -81,12 +154,45 @@ def word_error_rate(
         num_resamples: bootstrap samples.
         seed: of the bootstrap.
     """
-    counts = count_errors(references, hypotheses)
+    return _result(count_errors(references, hypotheses), num_resamples, seed)
+
+
+def errors_by_group(
+    groups: Sequence[str], references: Sequence[str], hypotheses: Sequence[str]
+) -> Mapping[str, WerResult]:
+    """Compute the error rates of each group of utterances that has reference words, the worst first.
+
+    Args:
+        groups: the group of each utterance, e.g. its speaker.
+        references, hypotheses: as `word_error_rate`.
+    """
+    counts, names = count_errors(references, hypotheses), np.array(groups, dtype=object)
+    results = {name: _result(counts[names == name]) for name in sorted(set(groups))}
+    spoken = {name: result for name, result in results.items() if result.words}
+    return dict(sorted(spoken.items(), key=lambda item: -item[1].wer))
+
+
+def _result(counts: NDArray[np.int64], num_resamples: int = 1000, seed: int = 1) -> WerResult:
+    """Sum up errors of utterances, (U, 4) as `count_errors` gives them."""
     insertions, deletions, substitutions, words = (int(n) for n in counts.sum(axis=0))
-    errors = insertions + deletions + substitutions
-    low, high = _interval(counts[:, :3].sum(axis=1), counts[:, 3], num_resamples, seed)
-    wer = _ratio(errors, words)
-    return WerResult(len(counts), words, wer, low, high, insertions, deletions, substitutions)
+    errors = counts[:, :3].sum(axis=1)
+    wrong = (errors > 0).astype(np.int64)
+    low, high = _interval(errors, counts[:, 3], num_resamples, seed)
+    ser_low, ser_high = _interval(wrong, np.ones_like(wrong), num_resamples, seed)
+    return WerResult(
+        utterances=len(counts),
+        words=words,
+        wer=_ratio(int(errors.sum()), words),
+        wer_low=low,
+        wer_high=high,
+        insertions=insertions,
+        deletions=deletions,
+        substitutions=substitutions,
+        sentence_errors=int(wrong.sum()),
+        ser=_ratio(int(wrong.sum()), len(counts)),
+        ser_low=ser_low,
+        ser_high=ser_high,
+    )
 
 
 def _interval(
@@ -97,11 +203,13 @@ def _interval(
         wer = _ratio(int(errors.sum()), total)
         return wer, wer
     random = np.random.default_rng(seed)
-    rates = np.empty(num_resamples)
-    for i in range(num_resamples):
-        drawn = random.integers(num_utterances, size=num_utterances)
-        rates[i] = errors[drawn].sum() / max(int(words[drawn].sum()), 1)
-    low, high = np.percentile(rates, [_LOW_PERCENT, _HIGH_PERCENT])
+    step = max(_DRAWN_AT_ONCE // num_utterances, 1)
+    rates = []
+    for start in range(0, num_resamples, step):
+        size = min(step, num_resamples - start), num_utterances
+        drawn = random.integers(num_utterances, size=size)
+        rates.append(errors[drawn].sum(axis=1) / np.maximum(words[drawn].sum(axis=1), 1))
+    low, high = np.percentile(np.concatenate(rates), [_LOW_PERCENT, _HIGH_PERCENT])
     return float(low), float(high)
 
 

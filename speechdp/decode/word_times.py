@@ -9,6 +9,7 @@ import numpy as np
 
 from speechdp.labels.hmm import STATES_PER_PHONE, FloatArray, IntArray, StateInventory, states_of
 from speechdp.labels.lexicon import SILENCE, Lexicon
+from speechdp.labels.state_tying import StateTying
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,14 @@ class WordSpan:
 
 
 def word_spans(
-    words: Sequence[str], classes: IntArray, lexicon: Lexicon, inventory: StateInventory
+    words: Sequence[str], states: IntArray, lexicon: Lexicon, inventory: StateInventory
 ) -> list[WordSpan]:
     """Find the frames of each word in an alignment of a transcript.
 
     Args:
         words: the transcript.
-        classes: the class of each frame, (T,), as `Aligner.align` gives them.
+        states: the state of each frame without context, (T,): what `Aligner.align` gives, or, of a model with
+            context, `StateTying.states` of that.
         lexicon: with the pronunciation that was spoken.
         inventory: numbers the states.
 
@@ -39,9 +41,9 @@ def word_spans(
         >>> word_spans(["a"], np.array([0, 1, 2, 3, 3, 4, 5], np.int32), lexicon, inventory)
         [WordSpan(word='a', first=3, end=7)]
     """
-    begins = np.flatnonzero(np.diff(classes, prepend=-1))  # first frame of each visit to a state
-    ends = np.append(begins[1:], len(classes))
-    visited = classes[begins].tolist()
+    begins = np.flatnonzero(np.diff(states, prepend=-1))  # first frame of each visit to a state
+    ends = np.append(begins[1:], len(states))
+    visited = states[begins].tolist()
     silence = set(inventory.classes_of(SILENCE))
     variants = [[states_of(v, inventory) for v in lexicon.pronunciations[word]] for word in words]
 
@@ -60,14 +62,16 @@ def word_spans(
                 return [WordSpan(word, int(begins[a]), int(ends[b - 1])) for word, (a, b) in pairs]
             continue
         for first in sorted({visit, after_silence(visit)}):
-            for states in reversed(variants[len(placed)]):
-                if visited[first : first + len(states)] == states:
-                    end = first + len(states)
+            for variant in reversed(variants[len(placed)]):
+                if visited[first : first + len(variant)] == variant:
+                    end = first + len(variant)
                     paths.append((end, (*placed, (first, end))))
     raise AssertionError("the alignment is not one of this transcript")
 
 
-def confidences(spans: Sequence[WordSpan], classes: IntArray, log_likelihoods: FloatArray) -> list[float]:
+def confidences(
+    spans: Sequence[WordSpan], classes: IntArray, log_likelihoods: FloatArray, tying: StateTying | None = None
+) -> list[float]:
     """Return how sure the network is of each word, 0 to 1.
 
     It is the share of a frame's scores (made to add up to 1 over all classes) that goes to the states of the
@@ -77,10 +81,12 @@ def confidences(spans: Sequence[WordSpan], classes: IntArray, log_likelihoods: F
     Args:
         spans: of the words.
         classes: the class of each frame, (T,).
-        log_likelihoods: scaled, (T, C), nats; classes in threes, one phone each.
+        log_likelihoods: scaled, (T, C), nats.
+        tying: what the classes are; None: states without context, in threes.
     """
     scores = np.exp(log_likelihoods - log_likelihoods.max(axis=1, keepdims=True, initial=-np.inf))
     shares = scores / scores.sum(axis=1, keepdims=True)
-    of_phone = shares.reshape(len(shares), -1, STATES_PER_PHONE).sum(axis=2)
-    own = of_phone[np.arange(len(classes)), classes // STATES_PER_PHONE]
+    phones = (np.arange(shares.shape[1]) if tying is None else tying.states) // STATES_PER_PHONE
+    of_phone = np.add.reduceat(shares, np.unique(phones, return_index=True)[1], axis=1)
+    own = of_phone[np.arange(len(classes)), phones[classes]]
     return [float(own[span.first : span.end].mean()) for span in spans]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.data.shards.dataset import ARPA_NAME, GRAMMAR_NAME
+from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
 
 
@@ -37,11 +38,20 @@ def _option(name: str, value: Any, kind: Any) -> list[str]:
     return [f"--{name}={value}"]
 
 
+def refuse_throughout(options: TrainOptions) -> None:
+    """Refuse to start the runs of an experiment from the model of an alignment.  Raises ConfigError."""
+    if options.realign_from == "throughout":
+        raise ConfigError(
+            "--realign-from throughout: runs that are compared start from initial weights; give another"
+        )
+
+
 def split_to_tune_on(data: Path, held_out: str, split: str) -> str | None:
     """Return the split on which experiments choose scales before they decode `split`; None: they need none.
 
     With a language model word errors depend on the scales more than on what is compared, and the best ones
-    differ between models.  Without one the defaults do.
+    differ between models.  Without one the defaults do.  Where the held-out split itself is decoded, each run
+    is judged at its best there.
     """
     has_model = any((data / name).exists() for name in (ARPA_NAME, GRAMMAR_NAME))
-    return held_out if has_model and held_out != split else None
+    return held_out if has_model and split else None

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from speechdp.errors import ConfigError, RunError
-from speechdp.files import cannot_be_written, write_text_atomically
+from speechdp.files import cannot_be_written, record_cannot_be_read, write_text_atomically
 
 #: States of a run or job.
 STATES = PENDING, COMPLETE, FAILED = "pending", "complete", "failed"
@@ -44,7 +44,7 @@ def reading(path: Path, then: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); {then}") from error
+        raise ConfigError(record_cannot_be_read(path, error, then)) from error
 
 
 def check_format(content: Mapping[str, Any], kind: str) -> None:

@@ -64,6 +64,11 @@ class StateInventory:
         first = STATES_PER_PHONE * index
         return first, first + 1, first + 2
 
+    @property
+    def silence(self) -> tuple[int, ...]:
+        """The classes of silence."""
+        return self.classes_of(SILENCE)
+
     def class_names(self) -> tuple[str, ...]:
         """Name every class `<phone>_<state>`, in class order."""
         return tuple(f"{phone}_{s}" for phone in (SILENCE, *self.phones) for s in range(STATES_PER_PHONE))

@@ -21,6 +21,11 @@ class KaldiPdfs:
     num_classes: int
 
     @property
+    def silence(self) -> tuple[int, ...]:
+        """The pdfs of silence are not known."""
+        return ()
+
+    @property
     def sha256(self) -> str:
         """Identify the list: the checksum of its `classes.txt`."""
         return hashlib.sha256(self._text().encode()).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from functools import cached_property
 from importlib import resources
 from pathlib import Path
 
+from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.files import write_text_atomically
 
@@ -52,6 +54,16 @@ class Lexicon:
         """List the words that may be recognised: all but <unk>."""
         return tuple(word for word in self.words if word != UNKNOWN_WORD)
 
+    def log_probs(self, word: str) -> tuple[float, ...]:
+        """Return the log-probability of each variant of a word; 0 for all in a lexicon without any.
+
+        Example:
+            >>> Lexicon({"a": (("EY",), ("AH",))}, {"a": (1.0, 0.5)}).log_probs("a")
+            (0.0, -0.6931471805599453)
+        """
+        variants = self.pronunciations[word]
+        return tuple(map(math.log, self.probabilities.get(word, (1.0,) * len(variants))))
+
     def __contains__(self, word: object) -> bool:
         return word in self.pronunciations
 
@@ -70,8 +82,13 @@ class Lexicon:
 
     def with_unknown(self) -> Lexicon:
         """Add <unk>, which has a phone of its own."""
-        probabilities = {**self.probabilities, UNKNOWN_WORD: (1.0,)} if self.probabilities else {}
-        return Lexicon({**self.pronunciations, UNKNOWN_WORD: ((UNKNOWN_PHONE,),)}, probabilities)
+        return self.with_words({UNKNOWN_WORD: (UNKNOWN_PHONE,)})
+
+    def with_words(self, pronunciations: Mapping[str, Pronunciation]) -> Lexicon:
+        """Add words that it lacks, each with one pronunciation."""
+        added = {word: (phones,) for word, phones in pronunciations.items()}
+        rated = {**self.probabilities, **dict.fromkeys(added, (1.0,))} if self.probabilities else {}
+        return Lexicon({**self.pronunciations, **added}, rated)
 
     @classmethod
     def load(cls, path: Path) -> Lexicon:
@@ -301,4 +318,4 @@ def refuse_unknown(words: Sequence[str], remedy: str) -> None:
         return
     shown = " ".join(itertools.islice(words, _MAX_LISTED))
     more = f" and {len(words) - _MAX_LISTED} more" if len(words) > _MAX_LISTED else ""
-    raise ConfigError(f"{len(words)} word(s) without a pronunciation: {shown}{more}; {remedy}")
+    raise ConfigError(f"{counted(len(words), 'word')} without a pronunciation: {shown}{more}; {remedy}")

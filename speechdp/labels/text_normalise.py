@@ -6,6 +6,7 @@ import re
 import unicodedata
 
 from speechdp.errors import ConfigError
+from speechdp.labels.lexicon import is_mark
 
 #: Signs that are kept, for they are heard as pauses or intonation; the apostrophe belongs to its word.
 PUNCTUATION = ("!", ",", ".", "?")
@@ -47,7 +48,18 @@ _OF_TRANSCRIPTS = str.maketrans(
 
 
 def plain_transcript(text: str) -> str:
-    """Return a transcript in lower case, without punctuation, with single spaces."""
+    """Return a transcript in lower case, without punctuation, with single spaces; marks stay as they are.
+
+    Example:
+        >>> plain_transcript("Well, !SIL it's <noise> ME!")
+        "well !SIL it's <noise> me"
+    """
+    words = ((word, without_punctuation(word)) for word in text.split())
+    return " ".join(filter(None, (word if plain and is_mark(word) else plain for word, plain in words)))
+
+
+def without_punctuation(text: str) -> str:
+    """Return a text in lower case, without punctuation, with single spaces: "!SIL" -> "sil"."""
     return " ".join(unicodedata.normalize("NFC", text).lower().translate(_OF_TRANSCRIPTS).split())
 
 

@@ -129,8 +129,8 @@ class TranscriptCompiler:
     """Makes the HMMs of transcripts; safe from several threads.
 
     Probabilities are those of `decode.graph.LexiconTransducer`: a pause has `silence_probability` at each
-    word boundary, variants of a word have probability 1 each, a visit of n frames to a state takes its
-    self-loop n - 1 times and leaves it once.
+    word boundary, variants of a word have those of the lexicon, or 1 each, a visit of n frames to a state
+    takes its self-loop n - 1 times and leaves it once.
 
     Args:
         lexicon: the words.
@@ -164,7 +164,8 @@ class TranscriptCompiler:
         if silence_probability > 0:
             self._pause = transition_scale * float(np.log(silence_probability))
         self._no_pause = transition_scale * float(np.log1p(-silence_probability))
-        self._variants: dict[str, list[States]] = {}
+        self._scale = transition_scale
+        self._variants: dict[str, list[tuple[States, float]]] = {}
 
     def compile(self, words: Sequence[str]) -> TranscriptHmm:
         """Make the HMM of a transcript; without words it is silence.
@@ -184,8 +185,11 @@ class TranscriptCompiler:
         for word in known:
             hub = self._pass_boundary(chains, boundary)
             variants = self._variants_of(word)
-            boundary = [chains.add(variant, hub) for variant in variants]
-            min_frames += min(map(len, variants))
+            boundary = [
+                chains.add(variant, [(state, arc + log_prob) for state, arc in hub])
+                for variant, log_prob in variants
+            ]
+            min_frames += min(len(variant) for variant, _ in variants)
         hub = self._pass_boundary(chains, boundary)
         if not chains.num_states:
             raise ConfigError("a transcript without words has no HMM without silence; leave it out")
@@ -200,11 +204,15 @@ class TranscriptCompiler:
         silence = chains.add(self._silence, [(state, log_prob + pause) for state, log_prob in boundary])
         return [*without, silence]
 
-    def _variants_of(self, word: str) -> list[States]:
+    def _variants_of(self, word: str) -> list[tuple[States, float]]:
+        """Return the states of each variant of a word and its log-probability."""
         found = self._variants.get(word)
         if found is None:
-            pronunciations = self._lexicon.pronunciations[word]
-            found = [np.array(states_of(phones, self._inventory), np.int64) for phones in pronunciations]
+            variants = zip(self._lexicon.pronunciations[word], self._lexicon.log_probs(word), strict=True)
+            found = [
+                (np.array(states_of(phones, self._inventory), np.int64), self._scale * log_prob)
+                for phones, log_prob in variants
+            ]
             self._variants[word] = found
         return found
 

@@ -90,6 +90,16 @@ class NgramModel:
             history = history[1:] if history else _unknown(word)
         return weight + found
 
+    def log10_sentence(self, words: Sequence[str]) -> float:
+        """Return log10 of the probability of a sentence, its end included; unknown words never happen."""
+        history: Ngram = (START,)
+        total = 0.0
+        for word in (*words, END):
+            known = (word,) in self.log10_probs
+            total += self.log10_prob(word, history) if known else NEVER
+            history = (*history[max(0, len(history) - self.order + 1) :], word) if known else ()
+        return total
+
     def fit(self, texts: Iterable[Sequence[str]]) -> TextFit:
         """Measure how well the model fits a text.
 

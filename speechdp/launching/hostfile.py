@@ -11,7 +11,9 @@ from pathlib import Path
 
 import psutil
 
+from speechdp.counting import counted
 from speechdp.errors import ConfigError
+from speechdp.files import disk_reason
 
 #: Letters, digits, dots, dashes and underscores, beginning and ending with a letter or digit: nothing
 #: that ssh or mpirun could take for an option (`-oProxyCommand=...`) or for a second host.
@@ -59,9 +61,10 @@ class Hostfile:
         if num_ranks < 1:
             raise ConfigError(f"-np {num_ranks}: at least 1 rank is needed")
         if num_ranks > self.num_slots:
+            wanted, slots = counted(num_ranks, "rank"), counted(self.num_slots, "slot")
             raise ConfigError(
-                f"{self.source}: {num_ranks} ranks wanted, but there are only {self.num_slots} slots; "
-                f"lower -np, raise slots=, add hosts or ask the scheduler for more"
+                f"{self.source}: {wanted} wanted, but it has only {slots}; "
+                "lower -np, raise slots=, add hosts or ask the scheduler for more"
             )
         left = num_ranks
         placed: list[Host] = []
@@ -82,10 +85,11 @@ def read_hostfile(path: Path) -> Hostfile:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: the hostfile is no text file; see hostfiles/ for examples") from error
+    except OSError as error:
         raise ConfigError(
-            f"{path}: the hostfile cannot be read ({reason}); see hostfiles/ for examples"
+            f"{path}: the hostfile cannot be read ({disk_reason(error)}); see hostfiles/ for examples"
         ) from error
     first_line: dict[str, int] = {}
     hosts: list[Host] = []

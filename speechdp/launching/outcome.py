@@ -17,6 +17,8 @@ from speechdp.launching.supervise import JobEnd
 
 #: Subcommands that leave a completion marker, and how they name their two folders.
 _WITH_MARKER = {"train": "DATA RUN", "sweep": "DATA OUT"}
+#: Names a script's folder in place of the script: the only one that is known here.
+FOLDER_VARIABLE = "SPEECHDP_FOLDER"
 _MPIRUN_LOST_HOST = 205
 #: Faults after which the ranks have not begun: what was said of them says what to do.
 _NOT_STARTED = ("not reached", "no program", "no folder")
@@ -83,18 +85,52 @@ def is_complete(target: Target) -> bool:
     return state is not None and state != target.marker_before
 
 
+def how_a_script_goes_on(end: JobEnd, exit_code: int, folder: Path | None) -> str:
+    """Return what follows the reason that a user's script was stopped or has failed, a clause or "".
+
+    Args:
+        end: of the job.
+        exit_code: of the launch.
+        folder: that FOLDER_VARIABLE names; None: the script's own, which is not known here.
+    """
+    is_stopped = end.stop_signal is not None and exit_code in (exit_codes.STOPPED, 128 + end.stop_signal)
+    if not is_stopped and not _has_broken_off(end, exit_code):
+        return ""  # the ranks, or what was said of them, have said what to do
+    found = None if folder is None else _last_checkpoint(folder)
+    known = "" if found is None else f"; last checkpoint: {found}"
+    if folder is not None and found is None:
+        known = f"; no checkpoint in {folder} yet"
+    if exit_code == exit_codes.STOPPED:
+        return f"{known}; the script has saved: the same command continues"
+    return f"{known}; the same command continues from what the script saves and loads itself (docs/api.md)"
+
+
+def _has_broken_off(end: JobEnd, exit_code: int) -> bool:
+    """Tell whether ranks that nobody has stopped were lost: killed, hung, crashed, or their host gone."""
+    cause = first_cause(end.faults)
+    if end.stop_signal is not None or (cause is not None and cause.kind in _NOT_STARTED):
+        return False
+    return exit_code not in (0, *_REFUSED, exit_codes.STOPPED, exit_codes.STOPPED_UNSAVED)
+
+
 def last_checkpoint(target: Target) -> Path | None:
     """Return the newest whole checkpoint of the run, its realignments or a sweep's runs; None: there is none.
 
     Checkpoints get their name when they are whole, so a name that fits is enough.
     """
+    return _last_checkpoint(target.directory)
+
+
+def _last_checkpoint(directory: Path) -> Path | None:
     found: list[Path] = []
     # Others may delete meanwhile, which ends a glob by an error.
-    for name, folders, _files in os.walk(target.directory):
+    for name, folders, _files in os.walk(directory):
         folder = Path(name)
         if folder.name == "checkpoints":
             steps = [step for step in folders if step.startswith("step-")]
-            found += [folder / step for step in steps if step.removeprefix("step-").isdigit()]
+            # A script's may have a version: step-00000003-2.
+            whole = [step for step in steps if step.removeprefix("step-").replace("-", "").isdigit()]
+            found += [folder / step for step in whole]
             folders.clear()
     return max(found, key=_age_key, default=None)
 

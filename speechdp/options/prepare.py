@@ -23,7 +23,7 @@ _MAX_LM_ORDER = 10
 #: As --lexicon: spell each word by its letters.
 GRAPHEMES = Path("graphemes")
 #: What becomes of training words without a pronunciation.
-UnknownWords = Literal["refuse", "unk", "skip"]
+UnknownWords = Literal["refuse", "unk", "skip", "g2p"]
 
 
 @dataclass(frozen=True)
@@ -212,12 +212,15 @@ class PrepareOptions:
     unknown_words: UnknownWords = "refuse"
     """What to do with words of train that have no pronunciation.
     refuse: stop and list them; unk: train the word <unk> on them, which has a phone of its own and is never
-    recognised; skip: leave out the utterances that contain them.
+    recognised; skip: leave out the utterances that contain them; g2p: guess their pronunciations by those of
+    --lexicon FILE, with the optional package phonetisaurus.
     Such words of dev and test count as errors when they are decoded."""
+    g2p_model: Annotated[Path | None, shown("FILE", "learnt from --lexicon")] = None
+    """Model of phonetisaurus-train to guess pronunciations with; for --unknown-words g2p."""
     pattern: Annotated[str | None, shown("PATTERN", "none")] = None
     """Read labels from file names, e.g. {digit}_{speaker}_{index}.
     Fields: digit, word, speaker, index."""
-    seed: int = 1
+    seed: Annotated[int, shown("SEED")] = 1
     """Seed for shuffling, the random split and synthetic speech."""
     workers: Annotated[int | None, shown("N", "one per core")] = None
     """Number of processes to use."""
@@ -241,6 +244,7 @@ class PrepareOptions:
             )
         if self.like is not None:
             self._check_like()
+        self._check_g2p()
         if self.shards < 1:
             raise ConfigError(f"--shards {self.shards}: must be at least 1")
         if self.workers is not None and self.workers < 1:
@@ -322,6 +326,20 @@ class PrepareOptions:
             )
         if self.from_kaldi.kaldi is not None and (self.split, self.held_out_speaker) != (None, None):
             raise ConfigError("--kaldi with --like puts all utterances into test; leave --split out")
+
+    def _check_g2p(self) -> None:
+        if self.unknown_words == "g2p":
+            if self.lexicon == GRAPHEMES:
+                raise ConfigError(
+                    "--unknown-words g2p does not go with --lexicon graphemes, which spells all words; leave "
+                    "one out"
+                )
+            if self.lexicon is None and self.g2p_model is None:
+                raise ConfigError(
+                    "--unknown-words g2p learns from a lexicon: add --lexicon FILE or --g2p-model"
+                )
+        elif self.g2p_model is not None:
+            raise ConfigError("--g2p-model goes with --unknown-words g2p; add it or leave the model out")
 
     def _refuse(self, names: tuple[str, ...], beside: str) -> None:
         """Refuse options that are given beside another.  Raises ConfigError naming the first."""

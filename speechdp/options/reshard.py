@@ -28,7 +28,7 @@ class ReshardOptions:
     """What is balanced across shards: their number of frames, or of utterances."""
     split: Annotated[str | None, shown("SPLIT", "all splits")] = None
     """Reshard only this split, e.g. train, and copy the others unchanged."""
-    seed: int = 1
+    seed: Annotated[int, shown("SEED")] = 1
     """Seed for the assignment of utterances to shards."""
     overwrite: bool = False
     """Replace OUT if it is already a data directory."""

@@ -31,14 +31,23 @@ from speechdp.parallel.registry import StrategyChoice
 from speechdp.tasks.base import Task
 from speechdp.tasks.registry import task_class, task_options
 
+RealignFrom = Literal["last", "throughout", "scratch"]
+
 #: Options that earlier versions did not have, by group: at their defaults they are left out of the
 #: fingerprint, or runs begun by those versions could not be resumed.
 _ADDED_LATER = (
     ("", "flat_start"),
     ("", "realign_criterion"),
+    ("", "realign_from"),
+    ("", "initial_model"),
+    ("", "context"),
+    ("", "tied_states"),
     ("model", "criterion"),
     ("model", "prior_scale"),
 )
+
+
+_TIED_STATES = 1000
 
 
 @dataclass(frozen=True)
@@ -72,8 +81,10 @@ class TrainOptions:
     """Device each rank computes on; auto: the GPU of its local rank if there is one, else the CPU."""
     epochs: Annotated[int | None, shown("N", "12; 16 with --recipe adpsgd-asr")] = None
     """Passes over the training split."""
-    seed: int = 1
+    seed: Annotated[int, shown("SEED")] = 1
     """Seed for initial weights, data order and dropout."""
+    initial_model: Annotated[Path | None, shown("RUN", "random weights")] = None
+    """Start from the weights of the model in this run folder, of the same sizes and features."""
     train_split: Annotated[str, shown("SPLIT")] = "train"
     """Split to train on."""
     held_out: Annotated[str, shown("SPLIT")] = "dev"
@@ -84,8 +95,9 @@ class TrainOptions:
     flat_start: bool = False
     """First align the transcripts from scratch, with Gaussian mixtures, instead of training on the targets in
     DATA; for data prepared without alignments, whose targets only spread each transcript evenly."""
-    realign: Annotated[int, shown("ROUNDS")] = 0
-    """Rounds of training and forced alignment before the actual training; 0: none."""
+    realign: Annotated[int | Literal["auto"], shown("{ROUNDS,auto}")] = 0
+    """Rounds of training and forced alignment before the actual training; 0: none.
+    auto: until a round changes the class of fewer than 5 % of the frames, at most 6 rounds."""
     realign_epochs: Annotated[int | None, shown("N", "--epochs")] = None
     """Epochs in each round of --realign."""
     realign_criterion: Annotated[
@@ -93,6 +105,16 @@ class TrainOptions:
     ] = None
     """Criterion of the first round of --realign.
     full-sum: that round learns from the transcripts alone, not from the targets in DATA."""
+    realign_from: RealignFrom = "last"
+    """Weights that rounds of --realign start from.
+    last: those of the round before; the actual training starts from initial weights.
+    throughout: the same, and the actual training starts from those of the last round.
+    scratch: initial weights."""
+    context: Literal["none", "left", "both"] = "none"
+    """Neighbours that the HMM states of a phone depend on in the actual training, tied by decision trees.
+    left: the phone before; both: also the one after (triphones). Needs an alignment, e.g. --flat-start."""
+    tied_states: Annotated[int | None, shown("N", "1000")] = None
+    """Classes that --context makes at most; fewer where a state would have too few frames."""
     max_steps: Annotated[int, shown("STEPS")] = 0
     """Stop after this many steps, for trials and timing; 0: train all epochs."""
     checkpoint_steps: Annotated[int, shown("STEPS")] = 0
@@ -105,24 +127,38 @@ class TrainOptions:
             ("epochs", 1),
             ("realign", 0),
             ("realign_epochs", 1),
+            ("tied_states", 1),
             ("checkpoint_steps", 0),
             ("max_steps", 0),
             ("seed", 0),
         ):
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value not in (None, "auto") and value < least:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
         _slow_ranks(self.slow_ranks)
         if self.batch.batch_frames and self.optimizer.base_batch is not None:
             raise ConfigError("--base-batch is in segments, --batch-frames in frames: give --learning-rate")
         self.make_task()  # refuses models of another task
         self._refuse_beside_task()
-        if self.realign_criterion and not self.realign:
-            raise ConfigError("--realign-criterion: goes with --realign; leave it out")
+        if self.tied_states is not None and self.context == "none":
+            raise ConfigError("--tied-states: goes with --context; leave it out")
+        if self.context != "none" and self.initial_model is not None:
+            raise ConfigError(
+                f"--context {self.context}: makes other classes than those of --initial-model; leave one of "
+                "them out"
+            )
+        if self.context != "none" and self.realign_from == "throughout":
+            raise ConfigError(
+                f"--context {self.context}: has other classes than the rounds of --realign; leave out "
+                "--realign-from throughout"
+            )
+        for name in ("realign_criterion", "realign_from"):
+            if not self.realign and getattr(self, name) not in (None, "last"):
+                raise ConfigError(f"--{name.replace('_', '-')}: goes with --realign; leave it out")
         if self.realign:
             if self.realign_criterion == "full-sum":
                 self._refuse_cuts("leave out --realign-criterion full-sum")
-            dataclasses.replace(self, model=self.first_round_model(), realign=0, realign_criterion=None)
+            self._refuse_in_first_round()
         batch, optimizer = self._resolve(1)  # with any number of ranks: only divisibility depends on it
         optimizer.schedule()
         batch.plan(self.seed)
@@ -134,11 +170,12 @@ class TrainOptions:
             self._refuse_beside_transcripts()
         if task.whole_utterances:
             self._refuse_parts(task.name)
-        elif (self.realign or self.flat_start) and not task.decodes:
-            name = "realign" if self.realign else "flat-start"
+        elif self.aligns and not task.decodes:
             raise ConfigError(
-                f"--{name}: not with --task {task.name}, whose models cannot align; leave it out"
+                f"{self.aligning[0]}: not with --task {task.name}, whose models cannot align; leave it out"
             )
+        if self.initial_model is not None and not self.make_task().decodes:
+            raise ConfigError("--initial-model: only for acoustic models that can be decoded; leave it out")
         self._refuse_two_beginnings()
 
     def _refuse_two_beginnings(self) -> None:
@@ -154,6 +191,19 @@ class TrainOptions:
             return self.model
         return dataclasses.replace(self.model, criterion=self.realign_criterion)
 
+    def _refuse_in_first_round(self) -> None:
+        """Refuse what the first round of --realign cannot have.  Raises ConfigError."""
+        model = self.first_round_model()
+        dataclasses.replace(
+            self,
+            model=model,
+            realign=0,
+            realign_criterion=None,
+            realign_from="last",
+            context="none",
+            tied_states=None,
+        )
+
     def on_alignments(self, alignments: Path | None) -> TrainOptions:
         """Return the options of a run that trains on these targets and makes none itself."""
         return dataclasses.replace(
@@ -164,6 +214,9 @@ class TrainOptions:
             realign=0,
             realign_epochs=None,
             realign_criterion=None,
+            realign_from="last",
+            context="none",
+            tied_states=None,
         )
 
     def _later_model(self) -> ModelOptions:
@@ -175,9 +228,9 @@ class TrainOptions:
     def _refuse_beside_transcripts(self) -> None:
         """Refuse what does not go with learning transcripts as a whole.  Raises ConfigError."""
         if self.aligns:
-            name, remedy = "--flat-start", ""
+            name, remedy = self.aligning[0], ""
             if self.realign:
-                name, remedy = "--realign", ", or give --realign-criterion full-sum instead of --criterion"
+                remedy = ", or give --realign-criterion full-sum instead of --criterion"
             raise ConfigError(
                 f"{name}: not with --criterion {self.model.criterion}, which learns from no alignment; "
                 f"leave it out{remedy}"
@@ -209,6 +262,7 @@ class TrainOptions:
             ("alignments", self.alignments),
             ("flat-start", self.flat_start),
             ("realign", self.realign),
+            ("context", self.context != "none"),
         ):
             if value:
                 given.append(f"--{name}")
@@ -299,7 +353,29 @@ class TrainOptions:
     @property
     def aligns(self) -> bool:
         """Whether targets are made before the actual training."""
-        return self.flat_start or self.realign > 0
+        return bool(self.aligning)
+
+    @property
+    def aligning(self) -> tuple[str, ...]:
+        """The options given that make targets before the actual training, e.g. --realign."""
+        given = (
+            ("--realign", bool(self.realign)),
+            ("--flat-start", self.flat_start),
+            ("--context", self.context != "none"),
+        )
+        return tuple(name for name, is_given in given if is_given)
+
+    @property
+    def max_classes(self) -> int:
+        """Classes that --context makes at most."""
+        return _TIED_STATES if self.tied_states is None else self.tied_states
+
+    @property
+    def trusts_alignment(self) -> bool:
+        """Whether the model learns each frame's class from the data's own alignment, as it is."""
+        task = self.make_task()
+        own = self.aligns or self.alignments is not None
+        return task.decodes and task.transcripts is None and not own
 
     def to_decode(self, split: str) -> str:
         """Return the split to decode after training; "" (none) where nothing decodes the task's models."""

@@ -1,4 +1,7 @@
-"""Empty a folder for --overwrite: checked before anything is deleted, owned meanwhile."""
+"""Folders that commands write: told from each other, and emptied for --overwrite.
+
+Only what a command writes is deleted.  Whatever else somebody keeps in the folder stays.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import shutil
 import stat
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,28 +20,119 @@ from speechdp.files import cannot_be_read, cannot_be_written, may_write
 from speechdp.ownership.owner import OWNER_FILE, FolderOwner, is_owners
 
 
-def check_overwrite(folder: Path, records: Sequence[str], what: str) -> None:
+@dataclass(frozen=True)
+class FolderKind:
+    """What one command writes into a folder of its own (docs/run-directory.md).
+
+    Attributes:
+        what: the folder holds, for messages, e.g. "a run".
+        record: the file by which it is told from folders of other commands.
+        begun: patterns besides, one of which a folder has that was left before it had its record.
+        contents: patterns of the names that may be in it, without those that `begun` begins with.
+        parts: patterns, one of which each of its parts (a run of a sweep, say) has; none: it has no parts.
+    """
+
+    what: str
+    record: str
+    begun: tuple[str, ...] = ()
+    contents: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+
+    @property
+    def records(self) -> tuple[str, ...]:
+        """Patterns, one of which every folder of this kind has."""
+        return (self.record, *self.begun)
+
+    def owns(self, path: Path) -> bool:
+        """Return whether this kind's command wrote a file or folder at the top of such a folder."""
+        name = path.name
+        beginnings = (pattern.split("/")[0] for pattern in self.records)
+        if any(fnmatch(name, pattern) for pattern in (*beginnings, *self.contents, ".*.tmp")):
+            return True
+        if not self.parts or path.is_symlink() or not path.is_dir():
+            return False
+        return any(next(path.glob(part), None) for part in self.parts) or not any(path.iterdir())
+
+
+#: Until the targets are made, a run or sweep has only what makes them, or a part of them, half written
+#: perhaps (.h5.PID.tmp).
+_TARGETS = (
+    "alignments/0/completed.json",
+    "alignments/0/*.h5*",
+    "alignments/tied/completed.json",
+    "alignments/tied/*.h5*",
+    "realign/*/run.json",
+)
+RUN = FolderKind(
+    "a run",
+    "run.json",
+    (*_TARGETS, "completed.json", "checkpoints/step-*"),
+    (
+        *("trained_on", "starts.jsonl", "metrics.jsonl", "timeline", "status", "timing.json", "tensorboard"),
+        *("model.safetensors", "notices.txt", "report"),
+        *("wer-*.json", "hypotheses", "tuned.json", "synthesis.json", "synthesis"),
+    ),
+)
+_RUNS = (*RUN.records, OWNER_FILE)
+SWEEP = FolderKind("a sweep", "sweep.json", _TARGETS, ("report", "logs", "notices.txt"), _RUNS)
+COMPARISON = FolderKind(
+    "a comparison", "compare.json", (), ("compare", "logs", "report", "notices.txt"), _RUNS
+)
+PROFILE = FolderKind(
+    "a profile",
+    "profile.json",
+    (),
+    ("logs", "report", "notices.txt"),
+    ("rank-*.jsonl", "samples-*.jsonl", "memory.json", "job.json"),
+)
+DATA = FolderKind(
+    "prepared data",
+    "data.json",
+    (),
+    ("*.h5", "classes.txt", "lexicon.txt", "symbols.json", "lm.json", "lm.arpa.gz", "G.fst", "words.txt"),
+)
+_KINDS = (RUN, SWEEP, COMPARISON, PROFILE, DATA)
+
+
+def check_kind(folder: Path, kind: FolderKind) -> None:
+    """Refuse a folder that another command writes.
+
+    Raises:
+        ConfigError: its record is that of another command.
+    """
+    for other in _KINDS:
+        if other is not kind and os.path.lexists(folder / other.record):
+            raise ConfigError(
+                f"{folder}: holds {other.what} ({other.record}); give {kind.what} another folder"
+            )
+
+
+def check_overwrite(folder: Path, kind: FolderKind) -> None:
     """Refuse what --overwrite must not, or cannot, delete.
 
     Args:
         folder: to be emptied; a symbolic link stands for the folder it leads to, and stays.
-        records: patterns, one of which every folder of the command has.
-        what: the folder holds, for the message, e.g. "that hold a run".
+        kind: what the command writes.
 
     Raises:
         ConfigError: it holds something else, or may not be deleted by this user.
     """
+    check_kind(folder, kind)
     try:
         if not folder.exists():
             return
     except OSError:
         return  # who tries to own it is told why
     try:
-        holds_what_is_said = _is_left(folder) or any(next(folder.glob(record), None) for record in records)
+        holds_what_is_said = _is_left(folder) or any(
+            next(folder.glob(record), None) for record in kind.records
+        )
     except OSError as error:
         _refuse(error)
     if not holds_what_is_said:
-        raise ConfigError(f"{folder}: --overwrite deletes only folders {what}; remove it yourself")
+        raise ConfigError(
+            f"{folder}: --overwrite deletes only folders that hold {kind.what}; remove it yourself"
+        )
     check_deletable(folder)
 
 
@@ -70,14 +166,17 @@ def _of_another_user(directory: Path, names: Sequence[str]) -> Path | None:
     return next((path for path in paths if path.lstat().st_uid != os.geteuid()), None)
 
 
-def empty(owner: FolderOwner, records: Sequence[str]) -> None:
-    """Delete all that is in a folder, but what tells of its owner.
+def empty(owner: FolderOwner, kind: FolderKind) -> str:
+    """Delete all that a command has written to a folder, but what tells of its owner.
 
     The records go last: what was cut short can be begun again.
 
     Args:
         owner: of the folder.
-        records: as in `check_overwrite`.
+        kind: as in `check_overwrite`.
+
+    Returns:
+        A line that names what is somebody else's and stays; "" if there is nothing.
 
     Raises:
         ConfigError: a folder in it is in use.
@@ -86,13 +185,28 @@ def empty(owner: FolderOwner, records: Sequence[str]) -> None:
     with ExitStack() as stack:
         for file in _list(owner.folder, f"*/{OWNER_FILE}"):
             stack.enter_context(owner.of(file.parent))
-        paths = [path for path in sorted(_list(owner.folder)) if not is_owners(path.name)]
-        last = {path for record in records for path in _list(owner.folder, record)}
+        entries = [path for path in sorted(_list(owner.folder)) if not is_owners(path.name)]
+        paths = [path for path in entries if _is_to_go(path, kind)]
+        last = {path for record in kind.records for path in _list(owner.folder, record)}
         for path in [
             *(path for path in paths if path not in last),
             *(path for path in paths if path in last),
         ]:
             _delete(path)
+    others = sorted(path.name for path in {*entries} - {*paths})
+    return f"{owner.folder}: {first_of(others)} is not of {kind.what} and stays" if others else ""
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Name the first of some files, and how many there are besides."""
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
+
+
+def _is_to_go(path: Path, kind: FolderKind) -> bool:
+    try:
+        return kind.owns(path)
+    except OSError as error:
+        raise _not_emptied(path, error) from error
 
 
 def _list(folder: Path, pattern: str = "") -> list[Path]:

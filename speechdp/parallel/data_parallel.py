@@ -125,6 +125,11 @@ class DataParallel:
                 f"{describe(strategy)}: depends on how much of the training is done; give DataParallel "
                 "num_steps=, the steps of the whole training"
             )
+        if strategy.traits.counts_epochs:
+            raise ConfigError(
+                f"{describe(strategy)}: a loop of your own does not say where its epochs end; write points "
+                "in steps, or in % with num_steps="
+            )
         if scaler is not None and strategy.traits.updates_elsewhere:
             raise ConfigError(
                 f"{strategy.name}: rank 0 cannot apply gradients that others have scaled; train in bfloat16 "
@@ -148,12 +153,13 @@ class DataParallel:
             self.timeline = Timeline(path, rank=self.comm.rank, device=self._device)
             undo.callback(self.timeline.close)
             self._joiner = BatchJoiner(self.model, self.comm, self.timeline)
+            own = None if loaded is None else self._laid_aside()
             self.strategy = self.strategy.attach(self._replica, self.comm, self.timeline)
             self._phase = _Phase.TRAINING
-            if loaded is not None:
+            if loaded is not None and own is not None:
                 with ExitStack() as abandoning:
                     abandoning.callback(self.strategy.abandon)
-                    self._take_up(loaded)
+                    self._take_up(loaded, own)
                     abandoning.pop_all()
             self.strategy.resume()
             undo.pop_all()
@@ -344,8 +350,9 @@ class DataParallel:
     def log(self, **values: float | int | str | Tensor | None) -> None:
         """Append a line to the folder's metrics.jsonl on rank 0; the other ranks' values are not used.
 
-        Not collective.  Beside `values` it holds `step`, `time_s`, `learning_rate`, and inside `evaluating`
-        and after `with run` also `frames`, the weights of all ranks so far.
+        Not collective.  Beside `values` it holds `step`, `time_s`, `learning_rate`, the `period` in force if
+        the strategy changes it, and inside `evaluating` and after `with run` also `frames`, the weights of
+        all ranks so far.
 
         Example::
 
@@ -357,6 +364,8 @@ class DataParallel:
         facts["learning_rate"] = self._replica.learning_rate
         if self._weight_of_all is not None:
             facts["frames"] = self._weight_of_all
+        if self.strategy.traits.synchronous and "period" in (shown := self.strategy.statistics()):
+            facts["period"] = shown["period"]
         plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
         self._folder.add_values({**facts, **plain})
 
@@ -416,19 +425,43 @@ class DataParallel:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned on the same rank.  Collective, before `with run`.
 
+        At once, as in plain torch, model, optimizer, scaler and `steps` are what they were; the model is this
+        rank's own, not the average of all.  What is changed between this and `with run` stays changed.
+
         Raises:
-            ConfigError: the state of another rank, number of ranks, or strategy.
+            ConfigError: the state of another rank, number of ranks, strategy, model or optimizer.
             RunError: training has begun.
         """
         self._check_new("load_state_dict")
+        self._load(state, "load_state_dict: the state", "or leave the state out")
+
+    def _load(self, state: dict[str, Any], what: str, otherwise: str) -> None:
+        """Take over the state of model and optimizer; keep the strategy's until it is attached.
+
+        Args:
+            what: names the state in messages.
+            otherwise: what may be done instead of going on from it.
+        """
+        comm = self.comm
+        if (state["rank"], state["size"]) != (comm.rank, comm.size):
+            raise ConfigError(
+                f"{what} is of rank {state['rank']} of {state['size']}, this is rank {comm.rank} of "
+                f"{comm.size}; load on each rank what it saved itself, on as many ranks"
+            )
         strategy = describe(self.strategy)
-        saved = f"rank {state['rank']} of {state['size']} with {state.get('strategy_options', strategy)}"
-        here = f"rank {self.comm.rank} of {self.comm.size} with {strategy}"
+        saved, here = _told_apart(_in_full(state.get("strategy_options", strategy)), strategy)
         if saved != here:
             raise ConfigError(
-                f"load_state_dict: {here} cannot go on from the state of {saved}; load it with the strategy, "
-                "the number of ranks and on the rank that it was saved with"
+                f"{what} was saved with the strategy {saved}, and this run has {here}; give the strategy of "
+                f"before, {otherwise}"
             )
+        with _of_same_model():
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(_copied(state["optimizer"]))
+        if self._scaler is not None and state["scaler"] is not None:
+            self._scaler.load_state_dict(state["scaler"])
+        self.steps, self._weight_here = state["steps"], state["weight_here"]
+        self._weight_per_rank = state["weight_per_rank"]
         self._loaded = state
 
     def save_checkpoint(self, **more: Any) -> None:
@@ -456,6 +489,8 @@ class DataParallel:
     def load_checkpoint(self) -> dict[str, Any] | None:
         """Go on from the folder's last checkpoint, if there is one.  Collective, before `with run`.
 
+        Takes effect at once, as `load_state_dict` does.  Make schedulers before it: they set learning rates.
+
         Returns:
             What `save_checkpoint` was given on this rank; None: there is no checkpoint.
 
@@ -468,7 +503,7 @@ class DataParallel:
             state = self._folder.read_checkpoint()
             if state is None:
                 return None
-            self.load_state_dict(state["run"])
+            self._load(state["run"], f"{self.folder}: its checkpoint", "or choose another folder")
         except BaseException:
             self._folder.release()
             raise
@@ -488,22 +523,25 @@ class DataParallel:
                     "saved together (save_checkpoint and load_checkpoint see to it)"
                 )
 
-    def _take_up(self, state: dict[str, Any]) -> None:
-        try:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+    def _laid_aside(self) -> dict[str, Any]:
+        """Return the state of model and optimizer, which strategies find as in a run that begins.
+
+        They give all ranks what rank 0 has, by exchanges that need the same state on all: a server's
+        optimizer has some, that of its workers none.
+        """
+        own: dict[str, Any] = _copied(
+            {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        )
+        self._replica.reset_optimizer()
+        return own
+
+    def _take_up(self, state: dict[str, Any], own: dict[str, Any]) -> None:
+        """Give the attached strategy its state, and this rank its own model and optimizer again."""
+        with _of_same_model():
+            self.model.load_state_dict(own["model"])
+            self.optimizer.load_state_dict(own["optimizer"])
             # After the parameters: a strategy may keep what depends on them.
             self.strategy.load_state_dict(_copied(state["strategy"]))
-        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-            said = " ".join(str(error).split())[:200]
-            raise ConfigError(
-                f"the state that was loaded is of another model or optimizer ({said}); make the model and "
-                "optimizer that it was saved with, or begin in another folder"
-            ) from error
-        if self._scaler is not None and state["scaler"] is not None:
-            self._scaler.load_state_dict(state["scaler"])
-        self.steps, self._weight_here = state["steps"], state["weight_here"]
-        self._weight_per_rank = state["weight_per_rank"]
         self.timeline.resume_at(state["time_s"])
         self._folder.go_on_after(self.steps)
 
@@ -643,6 +681,38 @@ def _check_same(model: nn.Module, optimizer: torch.optim.Optimizer, comm: Commun
 
 def _state_names(optimizer: torch.optim.Optimizer) -> str:
     return ", ".join(sorted({name for state in optimizer.state.values() for name in state}))
+
+
+def _in_full(strategy: str) -> str:
+    """Return a strategy that was saved with the options that it has got since, at their defaults."""
+    try:
+        return describe(parse_strategy(strategy))
+    except ConfigError:  # of a package that is not there, or with options that are gone
+        return strategy
+
+
+def _told_apart(saved: str, here: str) -> tuple[str, str]:
+    """Return two strategies as `describe` gives them, with what differs alone; equal ones as they are."""
+    (saved_name, _, saved_rest), (name, _, rest) = saved.partition(":"), here.partition(":")
+    if saved_name != name:
+        return saved_name, name
+    saved_options, options = saved_rest.split(","), rest.split(",")
+    saved_only = ",".join(option for option in saved_options if option not in options)
+    here_only = ",".join(option for option in options if option not in saved_options)
+    return ":".join(filter(None, [name, saved_only])), ":".join(filter(None, [name, here_only]))
+
+
+@contextmanager
+def _of_same_model() -> Iterator[None]:
+    """Turn what torch says of a state that does not fit into a line.  Raises ConfigError."""
+    try:
+        yield
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"the state that was loaded is of another model or optimizer ({said}); make the model and "
+            "optimizer that it was saved with, or begin in another folder"
+        ) from error
 
 
 def _copied(value: Any) -> Any:

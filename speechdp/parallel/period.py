@@ -52,10 +52,14 @@ class Period:
 
     def __str__(self) -> str:
         if self.unit is PeriodUnit.STEPS:
-            return _plain(self.value)
+            return plain_number(self.value)
         if self.unit is PeriodUnit.SECONDS:
-            return f"{_plain(self.value)}s"
-        return f"{_plain(self.value / 1000)}kf" if self.value % 1000 == 0 else f"{_plain(self.value)}f"
+            return f"{plain_number(self.value)}s"
+        return (
+            f"{plain_number(self.value / 1000)}kf"
+            if self.value % 1000 == 0
+            else f"{plain_number(self.value)}f"
+        )
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,6 @@ class Beginning(Period):
         return cls(0.0) if text.strip() == "0" else super().parse(text)
 
 
-def _plain(value: float) -> str:
+def plain_number(value: float) -> str:
     """Write a number so that `Period.parse` reads the same back: all its digits, no exponent."""
     return f"{Decimal(repr(value)):f}".removesuffix(".0")

@@ -37,9 +37,10 @@ class Metrics:
         time_s: training time without evaluations and checkpoints, s.
         train_loss: mean over the epoch's frames.
         learning_rate: at the end of the epoch.
-        held_out: the task's metrics by their keys; `heldout_KEY` in the file.
+        held_out: the task's metrics by their keys, `heldout_KEY` in the file; none that no frame counts for.
         heldout_frames: frames scored.
         replica_distance: largest over ranks of |w_i - w| / |w|, w the parameters evaluated.
+        period: averaging period in force, where the strategy changes it.
     """
 
     epoch: float
@@ -51,11 +52,14 @@ class Metrics:
     held_out: dict[str, float]
     heldout_frames: int
     replica_distance: float = 0.0
+    period: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the line."""
         values = asdict(self)
         held_out = {f"heldout_{key}": value for key, value in values.pop("held_out").items()}
+        if self.period is None:
+            del values["period"]
         return {**values, **held_out}
 
 
@@ -104,6 +108,26 @@ class RunDirectory:
     def id(self) -> str:
         """Return what tells a script's run from others; "": earlier versions wrote none."""
         return str(self._head().get("id") or "")
+
+    def records_option(self, name: str) -> bool:
+        """Return whether run.json says what an option of training was; that of an earlier version may not.
+
+        Raises:
+            RunError: run.json cannot be read.
+        """
+        with self._reading_record() as record:
+            return name in record["options"]
+
+    @contextmanager
+    def _reading_record(self) -> Iterator[dict[str, Any]]:
+        """Read run.json; what the block finds wrong with it is told in one line, as RunError."""
+        path = self.path / "run.json"
+        try:
+            yield dict(parse_json(path.read_text(encoding="utf-8")))
+        except (ValueError, LookupError, TypeError) as error:
+            raise RunError(f"{path}: cannot be read ({error}); start over with --overwrite") from error
+        except OSError as error:
+            raise RunError(cannot_be_read(path, error, remedies.going_on())) from error
 
     def _head(self) -> dict[str, Any]:
         """Return run.json; empty where there is none that can be read."""
@@ -171,14 +195,9 @@ class RunDirectory:
             RunError: run.json cannot be read.
         """
         path = self.path / "run.json"
-        try:
-            record = parse_json(path.read_text(encoding="utf-8"))
+        with self._reading_record() as record:
             begun, data = record["fingerprint"], record["data"]
             same_data = data["checksum"] == data_checksum
-        except (ValueError, LookupError, TypeError) as error:
-            raise RunError(f"{path}: cannot be read ({error}); start over with --overwrite") from error
-        except OSError as error:
-            raise RunError(cannot_be_read(path, error, remedies.going_on())) from error
         if begun != fingerprint:
             difference = _difference(record.get("options"), options, defaults or {})
             raise ConfigError(

@@ -24,6 +24,7 @@ from speechdp.comm.startup.folder_owner import OwningProcess, owner_of
 from speechdp.comm.startup.world import versions
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import atomic_path, cannot_be_read, cannot_be_written, is_of_disk
+from speechdp.launching.outcome import FOLDER_VARIABLE
 from speechdp.launching.restarts import RESUME_VARIABLE
 from speechdp.ownership.claimant import START_VARIABLE
 from speechdp.ownership.owner import FolderOwner
@@ -33,7 +34,7 @@ from speechdp.timing.gather import write_timing
 from speechdp.timing.gpu import gpu_facts
 
 #: Names the folder in place of the script.
-FOLDER = "SPEECHDP_FOLDER"
+FOLDER = FOLDER_VARIABLE
 #: Checkpoints kept: one may be found damaged, or be of a step after which all went wrong.
 _KEPT = 2
 

@@ -60,6 +60,7 @@ class Traits:
         partners_follow_size: who exchanges with whom follows from the number of ranks alone.
         updates_elsewhere: gradients are applied on another rank than the one that computed them.
         counts_frames: `Progress.frames_per_rank` must be the same on every rank.
+        counts_epochs: what it does depends on the epochs done, which a user's own loop does not tell.
         follows_whole_run: what it does depends on the share of the whole training that is done.
         survives_divergence: a rank's loss or parameters may stop being numbers, if there are others: the
             strategy mends that at its next exchange.
@@ -75,6 +76,7 @@ class Traits:
     partners_follow_size: bool = False
     updates_elsewhere: bool = False
     counts_frames: bool = False
+    counts_epochs: bool = False
     follows_whole_run: bool = False
     survives_divergence: bool = False
     survives_loss: bool = False
@@ -248,7 +250,10 @@ class Strategy(ABC):
         yield
 
     def statistics(self) -> dict[str, Any]:
-        """Return figures of this rank for the report, e.g. `staleness`: counts by age."""
+        """Return figures of this rank for the report, e.g. `staleness`: counts by age.
+
+        A strategy whose period changes gives that in force as `period`, which evaluations record.
+        """
         return {}
 
     @final

@@ -167,8 +167,8 @@ class ParameterwiseUpdate(Update):
         strange = [p for p in strange if p not in self._index]
         if strange:
             raise ConfigError(
-                f"the optimizer moves {len(strange)} parameter(s) that are not the model's (the first has "
-                f"shape {list(strange[0].shape)}); make one module of all that is trained, or make the "
+                f"the optimizer moves parameters that are not the model's ({len(strange)}, the first "
+                f"of shape {list(strange[0].shape)}); make one module of all that is trained, or make the "
                 "optimizer of model.parameters()"
             )
         if not any(p in self._index for g in optimizer.param_groups for p in g["params"]):

@@ -1,4 +1,4 @@
-"""Model averaging with a period that follows the training loss and the learning rate."""
+"""Model averaging with a period that follows the training loss, the learning rate, or stages of training."""
 
 from __future__ import annotations
 
@@ -12,19 +12,31 @@ from torch import Tensor
 from speechdp.errors import ConfigError
 from speechdp.parallel.period import Period, PeriodUnit
 from speechdp.parallel.strategy import Progress, Traits
+from speechdp.strategies.mechanisms.stages import PointUnit, Stages
 from speechdp.strategies.mechanisms.window_loss import WindowLoss
 from speechdp.strategies.model_averaging import ModelAveraging
 from speechdp.timing.timeline import Span
 
 #: Share of training over which learning_rate=scale raises the learning rate.
 _WARMUP_SHARE = 0.25
+#: Steps of the longest period: a learning rate near 0 asks for one without end.
+_LONGEST = 2.0**31
+#: Options that only one rule reads.
+_RULE_OF = {
+    "interval": "adacomm",
+    "halve": "adacomm",
+    "growth": "adacomm",
+    "learning_rate": "adacomm",
+    "alpha": "qsr",
+    "stages": "stages",
+}
 
 
 @dataclass(eq=False)
 class AdaptiveAveraging(ModelAveraging):
-    """Average parameters once per period; the period shrinks as the loss falls.
+    """Average parameters once per period; the period follows loss, learning rate, or stages of training.
 
-    Update rule: as model_averaging; at the first average after each `interval`
+    Update rule: as model_averaging.  rule=adacomm: at the first average after each `interval`
         K <- ceil(K0 / f * sqrt((lr0 F) / (lr F0))), at most growth * K0
     with F the mean training loss a frame of all ranks since the rule was last used, F0 that of the first
     window, lr the schedule's learning rate, lr0 that of the first window.  If K did not shrink although lr
@@ -34,15 +46,26 @@ class AdaptiveAveraging(ModelAveraging):
         f = min(max(P^2 / K0, 1), P),  P learners,
     over the first quarter of training, and divides the period by it.
 
-    Exchange: as model_averaging; an allreduce of three numbers when the rule is used (interval in seconds:
-    at every average).
+    rule=qsr: from each average to the next
+        K <- max(K0, floor((alpha / lr)^2)),
+    lr that of the first update after the average (first parameter group).  While it rises, and in the first
+    window, K = K0: the rule would give a warm-up the longest periods.  With lr = 0 K stays as it was.
 
-    Guarantee: as model_averaging, and the period is the same on every rank; with F and lr constant and
-    halve=false the same as model_averaging with that period.
+    rule=stages: K <- that of the last of `stages` whose point training has reached at an average, K0 before.
 
-    Source: AdaComm, Wang & Joshi 2018 (arXiv 1810.08313).  The rule with K0 outside the root, halving, and an
-    interval of 60 s are the paper's as recalled; PaddlePaddle's port (commit 02a032c) has K0 inside the root,
-    so that K would jump to its root without any change in loss, hence not here.  Deviations: F0 is
+    Exchange: as model_averaging; rule=adacomm: an allreduce of three numbers when the rule is used (interval
+    in seconds: at every average).
+
+    Guarantee: as model_averaging, and the period is the same on every rank, provided the learning rate is;
+    with F and lr constant and halve=false the same as model_averaging with that period, likewise with
+    rule=qsr while lr >= alpha / sqrt(K0).
+
+    Source of rule=qsr: Gu et al. 2023, quadratic synchronization rule (arXiv 2310.14423).  Deviations: in a
+    warm-up they take the period of its end, which a rate alone does not tell; here it is K0.
+
+    Source of rule=adacomm: Wang & Joshi 2018 (arXiv 1810.08313).  The rule with K0 outside the root, halving,
+    and an interval of 60 s are the paper's as recalled; PaddlePaddle's port (commit 02a032c) has K0 inside
+    the root, so that K would jump to its root without any change in loss, hence not here.  Deviations: F0 is
     measured over a window instead of before training; halving only where the learning rate did not fall.
     learning_rate=scale is our reading of the "adaptive measures" by which Cong et al. 2017 went from 4
     learners to 20: the abstract does not say what they are.  It follows from the bound of Zhou & Cong 2018
@@ -51,6 +74,12 @@ class AdaptiveAveraging(ModelAveraging):
     f = P / sqrt(K) together give the f above; for P^2 <= K0 (16: up to 4 learners) it changes nothing.
     """
 
+    #: What the period follows: loss and learning rate (AdaComm), the learning rate alone, or `stages`.
+    rule: Literal["adacomm", "qsr", "stages"] = "adacomm"
+    #: rule=qsr: learning rate at which the period would be 1; 0: not given.
+    alpha: float = 0.0
+    #: rule=stages: periods from points of training on: 32@30%+64@60%; points in %, epochs, steps or frames.
+    stages: Stages | None = None
     #: How often the rule is used: steps (256), frames per rank (600kf) or seconds (60s).
     interval: Period = field(default_factory=lambda: Period(256))
     #: Halve the period where the rule did not shrink it.
@@ -63,19 +92,50 @@ class AdaptiveAveraging(ModelAveraging):
     @property
     def traits(self) -> Traits:
         traits = super().traits
+        points = None if self.stages is None else self.stages.point_unit
         return replace(
             traits,
-            counts_frames=traits.counts_frames or self.interval.unit is PeriodUnit.FRAMES,
-            follows_whole_run=traits.follows_whole_run or self.learning_rate == "scale",
+            counts_frames=traits.counts_frames
+            or self.interval.unit is PeriodUnit.FRAMES
+            or points is PointUnit.FRAMES,
+            counts_epochs=points is PointUnit.EPOCHS,
+            follows_whole_run=traits.follows_whole_run
+            or self.learning_rate == "scale"
+            or points is PointUnit.SHARE,
         )
 
     def check_options(self) -> None:
         super().check_options()
+        self._check_rule()
         if not 1 <= self.growth < math.inf:
             raise ConfigError(f"{self.name}:growth={self.growth}: must be at least 1")
         if self.learning_rate == "scale" and self.period.unit is not PeriodUnit.STEPS:
             raise ConfigError(
                 f"{self.name}:learning_rate=scale,period={self.period}: needs a period in steps"
+            )
+
+    def _check_rule(self) -> None:
+        """Refuse what the rule lacks, and options it would not read."""
+        default = AdaptiveAveraging()
+        for name, rule in _RULE_OF.items():
+            if rule != self.rule and getattr(self, name) != getattr(default, name):
+                raise ConfigError(
+                    f"{self.name}:{name}: an option of rule={rule}, not of rule={self.rule}; leave it out "
+                    f"or give rule={rule}"
+                )
+        if self.rule == "qsr" and not 0 < self.alpha < math.inf:
+            raise ConfigError(
+                f"{self.name}:rule=qsr: needs alpha=, more than 0: the learning rate above which the period "
+                "stays as it is given, times that period's square root"
+            )
+        if self.rule == "qsr" and self.period.unit is not PeriodUnit.STEPS:
+            raise ConfigError(f"{self.name}:rule=qsr,period={self.period}: needs a period in steps")
+        if self.rule == "stages" and self.stages is None:
+            raise ConfigError(f"{self.name}:rule=stages: needs stages=, e.g. stages=32@30%+64@60%")
+        if self.stages is not None and self.stages.period_unit is not self.period.unit:
+            raise ConfigError(
+                f"{self.name}:stages={self.stages}: its periods must be in {self.period.unit.value}, as "
+                f"period={self.period} is"
             )
 
     @property
@@ -89,24 +149,50 @@ class AdaptiveAveraging(ModelAveraging):
         self._last_use = 0.0  # step, frames per rank or seconds on rank 0, as `interval` has it
         self._first_loss = 0.0  # 0: not known yet
         self._first_rate = self._last_rate = 0.0
+        self._noted = 0.0  # the period in force as this process has recorded it
 
     def observe_loss(self, total: Tensor, frames: int) -> None:
         super().observe_loss(total, frames)
-        self._loss.add(total, frames)
+        if self.rule == "adacomm":
+            self._loss.add(total, frames)
 
     def step(self, progress: Progress) -> None:
+        if self._window_steps == 0 and self._together is None:
+            # Not at the average before: only now has whoever schedules the learning rate set this window's.
+            if self.rule == "qsr":
+                self._value = self._period_of_rate(self.replica.learning_rate)
+            self._note_period(progress)
         super().step(progress)
         if self.learning_rate == "scale":
             full = min(max(self.comm.size**2 / self.period.value, 1.0), float(self.comm.size))
             done = progress.epoch / progress.num_epochs / _WARMUP_SHARE
             self.replica.learning_rate_factor = 1.0 + (full - 1.0) * min(done, 1.0)
 
+    def _period_of_rate(self, rate: float) -> float:
+        """Return the quadratic synchronisation rule's period in steps; known alike to all ranks."""
+        before, self._last_rate = self._last_rate, rate
+        if rate > before:
+            return self.period.value
+        if rate <= 0:
+            return self._value
+        ratio = self.alpha / rate
+        # Rounding of a ratio must not cost a step.
+        return max(self.period.value, math.floor(min(ratio * ratio * (1 + 1e-9), _LONGEST)))
+
+    def _note_period(self, progress: Progress) -> None:
+        if self._value != self._noted:
+            self.timeline.note_period(progress.step - 1, str(self.current_period))
+            self._noted = self._value
+
     def start_apart(self) -> None:
         super().start_apart()
         self._loss.reset()
 
     def _start_window(self, progress: Progress) -> None:
-        self._adapt(progress)
+        if self.rule == "adacomm":
+            self._adapt(progress)
+        elif self.stages is not None:
+            self._value = self.stages.period_at(progress, self.period).value
         super()._start_window(progress)
 
     def _adapt(self, progress: Progress) -> None:

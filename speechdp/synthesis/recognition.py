@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from speechdp.counting import counted
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.signal.audio import resample
 from speechdp.data.signal.compute import compute_features
@@ -82,7 +83,7 @@ class SpeechListener:
         if unknown:
             more = f" and {len(unknown) - _MAX_LISTED} more" if len(unknown) > _MAX_LISTED else ""
             raise ConfigError(
-                f"{self.dataset.lexicon_path}: lacks {len(unknown)} word(s) of the texts: "
+                f"{self.dataset.lexicon_path}: lacks {counted(len(unknown), 'word')} of the texts: "
                 f"{' '.join(unknown[:_MAX_LISTED])}{more}; give a recogniser trained on these words"
             )
         return [" ".join(spelling[word] for word in words) for words in spoken]
@@ -121,8 +122,8 @@ class Ear:
         resampled = [resample(samples, sampling_rate, own_rate) for samples in utterances]
         audible = [index for index, samples in enumerate(resampled) if self._is_audible(samples)]
         hypotheses = [""] * len(utterances)
-        for position, words in self.recogniser.recognise(self._inputs(resampled[i] for i in audible)):
-            hypotheses[audible[position]] = " ".join(words or ())
+        for position, found in self.recogniser.recognise(self._inputs(resampled[i] for i in audible)):
+            hypotheses[audible[position]] = " ".join(found[0].words) if found else ""
         return hypotheses
 
     def _is_audible(self, samples: Samples) -> bool:

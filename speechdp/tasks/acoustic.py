@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from speechdp.labels.transcript_hmm import TranscriptOptions, num_ctc_classes
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.presets import LSTM_TINY, Preset
 from speechdp.tasks.base import LOSS, FrameScores, LossSum, Stage, Task, TaskData, Values
-from speechdp.tasks.metrics import FRAME_ACCURACY, LOG_PROB, RECORDS, TRANSCRIPT_LOG_PROB
+from speechdp.tasks.metrics import FRAME_ACCURACY, LOG_PROB, RECORDS, SPEECH_ACCURACY, TRANSCRIPT_LOG_PROB
 from speechdp.tasks.model_file import ClassCounts, save_any_model, save_model
 
 #: Of all log-probabilities in --criterion full-sum.  Neighbouring frames are not independent: with scale 1
@@ -44,6 +44,7 @@ class AcousticTask(Task):
 
     Attributes:
         sizes: of the model.
+        silence: classes that are silence's; empty where they are not known.
     """
 
     name = "acoustic"
@@ -55,6 +56,7 @@ class AcousticTask(Task):
     modules = ("encoder", "output")
 
     sizes: LstmConfig = LSTM_TINY
+    silence: tuple[int, ...] = field(default=(), kw_only=True)
 
     @classmethod
     def of_preset(cls, preset: Preset, given: Mapping[str, Any]) -> AcousticTask:
@@ -76,9 +78,13 @@ class AcousticTask(Task):
         """Refuse data without the names of their classes."""
         classes_of(dataset)
 
+    def for_data(self, dataset: Dataset) -> AcousticTask:
+        """Return the task with the silence of these data, which Kaldi's pdfs do not tell."""
+        return replace(self, silence=classes_of(dataset).silence)
+
     def make_model(self, data: TaskData) -> LstmAcousticModel:
         """Return the LSTM with initial weights."""
-        return LstmAcousticModel(data.feature_dim, data.dataset.num_classes, self.sizes)
+        return LstmAcousticModel(data.feature_dim, data.num_classes, self.sizes)
 
     def loss(self, model: LstmAcousticModel, batch: Batch) -> LossSum:
         """Return the summed cross-entropy of a batch with at least one frame."""
@@ -90,9 +96,10 @@ class AcousticTask(Task):
         """Score a batch (Kaldi's log-probability per frame and frame accuracy, as sums)."""
         logits, targets = self._learnt_frames(model, batch)
         log_prob = -nn.functional.cross_entropy(logits, targets, reduction="sum")
-        correct = (logits.argmax(dim=1) == targets).sum()
-        sums = {LOG_PROB.key: log_prob.item(), FRAME_ACCURACY.key: float(correct.item())}
-        return FrameScores(sums, batch.num_frames)
+        accuracy = self._accuracy(logits.argmax(dim=1) == targets, targets, targets, batch.num_frames)
+        return FrameScores(
+            {LOG_PROB.key: log_prob.item(), **accuracy.sums}, batch.num_frames, accuracy.counts
+        )
 
     def stages(self, model: LstmAcousticModel) -> tuple[Stage, ...]:
         """Return the LSTM stack (with the choice of learnt frames), the output layer, cross-entropy."""
@@ -125,6 +132,27 @@ class AcousticTask(Task):
         encoded = model.encode(batch.features, batch.lengths)[learnt]  # (frames, H)
         return model.output(encoded), batch.targets[learnt]
 
+    def _accuracy(self, correct: Tensor, targets: Tensor, counted: Tensor, num_frames: int) -> FrameScores:
+        """Count the frames that are right, and those of them that are not silence.
+
+        Args:
+            correct: whether the class of each of `targets` was found; not where a target is ignored.
+            targets: classes.
+            counted: those of all frames that were to be found, the ignored among them.
+            num_frames: their number.
+        """
+        in_speech = (correct & self._is_speech(targets)).sum()
+        sums = {FRAME_ACCURACY.key: float(correct.sum().item()), SPEECH_ACCURACY.key: float(in_speech.item())}
+        num_speech = int(self._is_speech(counted).sum().item())
+        return FrameScores(sums, num_frames, {SPEECH_ACCURACY.key: num_speech})
+
+    def _is_speech(self, targets: Tensor) -> Tensor:
+        """Tell which targets are known not to be silence."""
+        if not self.silence:
+            return torch.zeros_like(targets, dtype=torch.bool)
+        silence = torch.tensor(self.silence, device=targets.device)
+        return (targets != IGNORED_TARGET) & ~torch.isin(targets, silence)
+
 
 class TranscriptTask(AcousticTask):
     """An acoustic model that learns transcripts as a whole, without an alignment.
@@ -148,11 +176,11 @@ class TranscriptTask(AcousticTask):
         log_probs, fits = full_sum(logits.log_softmax(2), batch.lengths, batch.transcripts)
         targets = batch.targets[fits.to(batch.targets.device)]
         correct = logits[fits.to(logits.device)].argmax(dim=2) == targets  # never where a target is ignored
-        sums = {
-            TRANSCRIPT_LOG_PROB.key: log_probs.sum().item(),
-            FRAME_ACCURACY.key: float(correct.sum().item()),
-        }
-        return FrameScores({metric.key: sums[metric.key] for metric in self.metrics}, batch.num_frames)
+        accuracy = self._accuracy(correct, targets, batch.targets, batch.num_frames)
+        sums = {TRANSCRIPT_LOG_PROB.key: log_probs.sum().item(), **accuracy.sums}
+        declared = {metric.key: sums[metric.key] for metric in self.metrics}
+        counts = {key: count for key, count in accuracy.counts.items() if key in declared}
+        return FrameScores(declared, batch.num_frames, counts)
 
     def stages(self, model: LstmAcousticModel) -> tuple[Stage, ...]:
         """Return the LSTM stack, the output layer, and the sum over state sequences."""
@@ -171,6 +199,10 @@ class TranscriptTask(AcousticTask):
     def describe_data(self, data: TaskData) -> dict[str, Any]:
         """Return what the model file says of the data; refuses data without pronunciations."""
         refuse_kaldi_pdfs(data.dataset.classes_path, "training without an alignment")
+        if data.tying is not None:
+            raise ConfigError(
+                "--alignments: has states in context, which only --criterion frame learns; leave it out"
+            )
         Lexicon.load(data.dataset.lexicon_path)
         return super().describe_data(data)
 
@@ -194,7 +226,7 @@ class FullSumTask(TranscriptTask):
         prior_scale: 0 leaves the posteriors as they are.
     """
 
-    metrics = (TRANSCRIPT_LOG_PROB, FRAME_ACCURACY)
+    metrics = (TRANSCRIPT_LOG_PROB, FRAME_ACCURACY, SPEECH_ACCURACY)
     transcripts: ClassVar[TranscriptOptions] = TranscriptOptions(transition_scale=FULL_SUM_SCALE)
 
     prior_scale: float = 0.3

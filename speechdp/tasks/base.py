@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from speechdp.data.shards.layout import Stored
 from speechdp.data.transforms.inputs import InputOptions
 from speechdp.errors import ConfigError
 from speechdp.extensions import write_options
+from speechdp.labels.state_tying import StateTying
 from speechdp.labels.transcript_hmm import TranscriptOptions
 from speechdp.models.presets import Preset
 from speechdp.tasks.metrics import Metric, TaskRecord
@@ -51,10 +52,17 @@ class FrameScores:
     Attributes:
         sums: of each of the task's metrics, by its key; divided by all ranks' frames they are its values.
         num_frames: frames scored.
+        counts: of metrics that are means over some of the frames only, how many those are, by their keys.  A
+            metric that has none on all ranks together is left out of what is recorded.
     """
 
     sums: dict[str, float]
     num_frames: int
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def count(self, key: str) -> int:
+        """Return how many frames a metric's sum is over."""
+        return self.counts.get(key, self.num_frames)
 
 
 @dataclass(frozen=True)
@@ -77,15 +85,22 @@ class TaskData:
     Attributes:
         dataset: the data directory.
         inputs: what of its features becomes the model's input.
+        tying: what the targets are where states depend on context (--context); None: the data's own classes.
     """
 
     dataset: Dataset
     inputs: InputOptions
+    tying: StateTying | None = None
 
     @property
     def feature_dim(self) -> int:
         """Size of a frame as batches hold it."""
         return self.dataset.feature_dim * self.inputs.copies
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes of the targets, or of symbols."""
+        return self.dataset.num_classes if self.tying is None else self.tying.num_classes
 
     def facts(self) -> dict[str, Any]:
         """Return what every model file says of the data."""
@@ -100,7 +115,8 @@ class TaskData:
         return {
             "feature_dim": self.feature_dim,
             "inputs": dataclasses.asdict(self.inputs),
-            "num_classes": self.dataset.num_classes,
+            "num_classes": self.num_classes,
+            **({} if self.tying is None else {"tying": self.tying.to_json()}),
         }
 
 
@@ -154,6 +170,14 @@ class Task(ABC):
         Raises:
             ConfigError, ShardError: names of classes or symbols that are missing, or other data's.
         """
+
+    def for_data(self, dataset: Dataset) -> Task:
+        """Return the task with what its scores need to know of the data; itself where that is nothing.
+
+        Raises:
+            ConfigError: as `check_data`.
+        """
+        return self
 
     @abstractmethod
     def make_model(self, data: TaskData) -> nn.Module:

@@ -15,7 +15,7 @@ _RESERVED = frozenset(
     (
         "communication_share", "efficiency", "epochs", "feeder_busy_share", "feeders", "frames",
         "frames_per_s", "loader_threads", "padding_and_context_share", "period", "preprocess_on",
-        "rank_skew", "ranks", "replica_distance", "run", "sent_bytes_per_s", "speedup", "staleness",
+        "rank_skew", "ranks", "replica_distance", "run", "sent_bytes_per_s", "ser", "speedup", "staleness",
         "status", "storage", "straggler_rank", "strategy", "time_to_target_s", "wer", "wer_high", "wer_low",
         "words",
     )
@@ -26,7 +26,7 @@ _RESERVED_PREFIXES = ("data_", "heldout_", "speech_", "target_")
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of held-out data, a mean over frames.
+    """A figure of held-out data, a mean over frames, or over some of them.
 
     Attributes:
         key: its name on disk, a word: `heldout_KEY` in metrics.jsonl.
@@ -112,6 +112,14 @@ FRAME_ACCURACY = Metric(
     "Held-out frames whose most probable state is the aligned one, at the end of training.",
     decimals=1,
 )
+SPEECH_ACCURACY = Metric(
+    "frame_accuracy_no_silence",
+    "frame acc., no silence",
+    "frame accuracy without silence",
+    PERCENT,
+    "The same without the frames that are aligned to silence.",
+    decimals=1,
+)
 TRANSCRIPT_LOG_PROB = Metric(
     "transcript_log_prob",
     "transcript log-prob",
@@ -163,7 +171,7 @@ class TaskRecord:
 
 #: Our tasks, by name; also those of runs that older versions recorded without their metrics.
 RECORDS = {
-    "acoustic": TaskRecord((LOG_PROB, FRAME_ACCURACY), decodes=True),
+    "acoustic": TaskRecord((LOG_PROB, FRAME_ACCURACY, SPEECH_ACCURACY), decodes=True),
     "synthesis": TaskRecord((L1_ERROR, ATTENTION_MAXIMUM)),
 }
 

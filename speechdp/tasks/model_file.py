@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from speechdp.data.shards.dataset import MANIFEST_NAME
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError, RunError
-from speechdp.files import atomic_path, cannot_be_read, cannot_be_written, is_of_disk
+from speechdp.files import atomic_path, cannot_be_read, cannot_be_written, is_of_disk, why_no_folder
 from speechdp.json_input import parse_json
 from speechdp.labels.hmm import log_priors, self_loop_probabilities
+from speechdp.labels.state_tying import StateTying
 from speechdp.labels.symbols import SymbolInventory
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.tacotron.config import TacotronConfig
@@ -59,12 +60,14 @@ class LoadedModel:
         class_log_prior: (C,) log-probability of each class in training.
         self_loop: (C,) probability of staying in an HMM state for another frame.
         config: sizes and the data it was trained on.
+        tying: what its classes are where states depend on context; None: they do not.
     """
 
     model: LstmAcousticModel
     class_log_prior: Tensor
     self_loop: Tensor
     config: dict[str, Any]
+    tying: StateTying | None = None
 
 
 @dataclass(frozen=True)
@@ -151,11 +154,15 @@ def load_model(run_dir: Path, device: torch.device) -> LoadedModel:
         model = file.built(lambda: LstmAcousticModel(head["feature_dim"], head["num_classes"], config))
         model.load_state_dict(file.weights)
         frames, runs = file.tensors["class_frames"].numpy(), file.tensors["class_runs"].numpy()
+        tying = StateTying.from_json(head["tying"]) if "tying" in head else None
+        if tying is not None and tying.num_classes != head["num_classes"]:
+            raise ValueError(f"{tying.num_classes} tied states for {head['num_classes']} classes")
     return LoadedModel(
         model=model.to(device).eval(),
         class_log_prior=torch.from_numpy(log_priors(frames)),
         self_loop=torch.from_numpy(self_loop_probabilities(frames, runs)),
         config=head,
+        tying=tying,
     )
 
 
@@ -237,7 +244,7 @@ def _reading(run_dir: Path) -> Iterator[_ModelFile]:
     """Read a model file; what the block finds wrong with it is told in one line."""
     path = run_dir / MODEL_NAME
     if not run_dir.is_dir():
-        raise RunError(f"{run_dir}: no such folder; give that of a finished run")
+        raise RunError(f"{run_dir}: {why_no_folder(run_dir)}; give that of a finished run")
     if (run_dir / MANIFEST_NAME).is_file():
         raise RunError(f"{run_dir}: is a data directory, not a run; give the folder that train wrote")
     if not path.is_file():

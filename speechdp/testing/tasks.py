@@ -31,7 +31,8 @@ _LENGTHS = ((17, 6), (12, 4), (9, 5), (5, 2))
 _UPDATES = 30
 _LEARNING_RATE = 1e-3
 _FEATURES = FeatureConfig(num_mel_bins=6, dtype="float32")
-_SPECTROGRAMS = FeatureConfig(
+#: Spectrograms of 6 bins: the smallest that a synthesis model takes.
+TINY_SPECTROGRAMS = FeatureConfig(
     kind="spectrogram",
     num_mel_bins=6,
     num_fft=16,
@@ -82,7 +83,7 @@ def task_contract(
         with tempfile.TemporaryDirectory() as folder:
             dataset = _speech_and_text(Path(folder)) if kind == "text" else _aligned_features(Path(folder))
             cls.check_data(dataset)
-            _Contract(task, made, dataset, tolerance, load).check(Path(folder))
+            _Contract(task, made.for_data(dataset), dataset, tolerance, load).check(Path(folder))
 
 
 def _options_are_read_as_written(text: str, made: Task) -> None:
@@ -220,11 +221,12 @@ class _Contract:
             assert torch.equal(value, before[name]), f"{self.text}: scoring changes the model ({name})"
         parts = [self._scores(model, _batch([utterance])) for utterance in utterances]
         summed: dict[str, float] = {key: sum(part.sums[key] for part in parts) for key in whole.sums}
+        counted = {key: sum(part.count(key) for part in parts) for key in whole.sums}
         again = self._scores(model, _batch(utterances))
         padded = self._scores(model, _batch(utterances[::-1], spare=3))
         for other, what in (
             (
-                FrameScores(summed, sum(part.num_frames for part in parts)),
+                FrameScores(summed, sum(part.num_frames for part in parts), counted),
                 "is not the sum of the utterances'",
             ),
             (again, "is another when it is scored again"),
@@ -235,6 +237,9 @@ class _Contract:
             )
             for key, value in whole.sums.items():
                 self._assert_close(other.sums[key], value, f"the score {key} of a batch {what}")
+                self._assert_close(
+                    other.count(key), whole.count(key), f"the frames of {key} of a batch {what}"
+                )
         return whole
 
     def _scores(self, model: nn.Module, batch: Batch) -> FrameScores:
@@ -244,6 +249,8 @@ class _Contract:
         assert given == declared, (
             f"{self.text}: metrics {sorted(declared)} are declared, {sorted(given)} scored"
         )
+        counted = set(scores.counts)
+        assert counted <= declared, f"{self.text}: {sorted(counted - declared)} are counted, but not declared"
         for key, value in scores.sums.items():
             assert isinstance(value, int | float), f"{self.text}: the score {key} is no number: {value!r}"
             assert np.isfinite(value), f"{self.text}: the score {key} is {value}"
@@ -319,5 +326,7 @@ def _speech_and_text(folder: Path) -> Dataset:
     inventory = SymbolInventory.of_kind("characters")
     inventory.save(folder / "symbols.json")
     inventory.save_classes(folder / "classes.txt")
-    Manifest(8000, _SPECTROGRAMS, inventory.num_symbols, "text", "given", {}, "spectrograms").write(folder)
+    Manifest(8000, TINY_SPECTROGRAMS, inventory.num_symbols, "text", "given", {}, "spectrograms").write(
+        folder
+    )
     return Dataset.open(folder)

@@ -20,6 +20,7 @@ import torch
 
 from speechdp.jsonl import LineFile
 from speechdp.timing.device_events import CudaEvents, DeviceEvents
+from speechdp.timing.load import LoadMeter
 from speechdp.timing.spans import EXIT, DeviceSpan, HostSpan, OverlappedSpan, innermost
 from speechdp.timing.steps import PendingStep, StepTotals
 
@@ -45,6 +46,8 @@ class Span(str, Enum):
 
 STEP_SPANS = (Span.DATA_WAIT, Span.H2D, Span.FORWARD, Span.BACKWARD, Span.COMM, Span.UPDATE)
 SPAN_NAMES = tuple(span.value for span in Span)
+#: Beside the timelines: from when on which averaging period was in force.
+PERIODS_FILE = "periods.jsonl"
 
 
 class Timeline:
@@ -103,8 +106,12 @@ class Timeline:
         self._trained_ns = 0
         self._pending: deque[PendingStep] = deque()
         self._totals = StepTotals(warmup_steps)
+        self._load: LoadMeter | None = None  # from the first step on
         self._timers = self._make_timers()
         self._file = None if path is None else LineFile(path)
+        #: Of the averaging periods, which are the same on every rank; opened when there is one.
+        self._periods_path = None if path is None or rank > 0 else path.with_name(PERIODS_FILE)
+        self._periods_file: LineFile | None = None
 
     def span(self, span: Span) -> AbstractContextManager[None]:
         """Return the context manager that times `span`; there is one object per span, created once."""
@@ -131,6 +138,7 @@ class Timeline:
         if start is None:
             start = marks[1] if marks else now
             self._boundary = self._events[0] if self._events else self._record_event()
+            self._load = LoadMeter()
         events, boundary, end = self._events, self._boundary, self._record_event()
         overlapped = [self._overlapped.popleft() for _ in range(len(self._overlapped))]
         step_start = start + self._lead_ns
@@ -156,6 +164,23 @@ class Timeline:
         self._step_start_ns, self._boundary = now, end
         self._lead_ns = self._excluded_ns = 0
         self._resolve()
+
+    def note_period(self, step: int, period: str) -> None:
+        """Record on rank 0 that an averaging period is in force from now on.
+
+        Args:
+            step: steps done.
+            period: as its option is written: `16`, `600kf`, `5s`.
+
+        Raises:
+            RunError: the file cannot be written.
+        """
+        if self._periods_path is None:
+            return
+        if self._periods_file is None:
+            self._periods_file = LineFile(self._periods_path, flush_interval_ns=0)
+        record = {"step": step, "t": round(self.training_time_s, 6), "period": period}
+        self._periods_file.write(json.dumps(record))
 
     def resume_at(self, time_s: float) -> None:
         """Continue from the run's training time, s; to be called before this process's first step."""
@@ -187,7 +212,8 @@ class Timeline:
     def summary(self) -> dict[str, Any]:
         """Return this rank's entry of timing.json.  Waits for the device."""
         self._finish_pending()
-        return {"rank": self.rank, **self._totals.as_dict()}
+        load = {} if self._load is None else {"load": self._load.so_far()}
+        return {"rank": self.rank, **self._totals.as_dict(), **load}
 
     def comm_of_steps(self) -> list[float]:
         """Return the seconds of communication of each step that `summary` sums.  Waits for the device."""
@@ -197,9 +223,10 @@ class Timeline:
     def close(self) -> None:
         """Wait for the device, write what is left and close the file.  Safe to call twice."""
         self._finish_pending()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        for file in (self._file, self._periods_file):
+            if file is not None:
+                file.close()
+        self._file = self._periods_file = self._periods_path = None
 
     def _make_timers(self) -> list[AbstractContextManager[None]]:
         timers: list[AbstractContextManager[None]] = []

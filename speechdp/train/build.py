@@ -34,7 +34,7 @@ from speechdp.process.notices import add_notice
 from speechdp.tasks.base import Task
 from speechdp.timing.timeline import Timeline
 from speechdp.train.evaluate import Evaluator
-from speechdp.train.models import make_model
+from speechdp.train.models import load_initial_weights, make_model
 from speechdp.train.scalars import Scalars
 from speechdp.train.session import Session
 from speechdp.train.tolerance import loss_notice
@@ -225,7 +225,9 @@ def build_trainer(
     options = options.resolve(training_ranks(options, comm.size))
     scoring = plan_options_for(session.dataset, options)
     sources = open_sources(session, options, stack)
-    model = make_model(session.dataset, options).to(session.device)
+    model = make_model(session.dataset, options)
+    load_initial_weights(model, session.dataset, options)
+    model = model.to(session.device)
     if session.device.type == "cuda":
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
@@ -239,7 +241,7 @@ def build_trainer(
     strategy = options.strategy.parsed.attach(replica, comm, timeline)
     # From here on ranks draw different random numbers (dropout).
     torch.manual_seed(options.seed * 65_537 + comm.rank)
-    pulse, task = Pulse(), options.make_task()
+    pulse, task = Pulse(), options.make_task().for_data(session.dataset)
     parts = TrainingParts(
         task=task,
         model=model,

@@ -41,6 +41,7 @@ def measure_epoch(parts: TrainingParts, at: Standing, epochs_done: int, time_s: 
         held_out=held_out.values,
         heldout_frames=held_out.num_frames,
         replica_distance=distance,
+        period=parts.strategy.statistics().get("period"),
     )
 
 

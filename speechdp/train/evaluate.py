@@ -29,7 +29,7 @@ class HeldOutScores:
     """Metrics over all held-out frames.
 
     Attributes:
-        values: means of the task's metrics, by their keys.
+        values: means of the task's metrics, by their keys; none that no frame counts for.
         num_frames: frames scored.
         score: the first metric, with its sign turned where smaller is better.
     """
@@ -90,7 +90,7 @@ class Evaluator:
         was_training = model.training
         model.eval()
         keys = [metric.key for metric in task.metrics]
-        sums = np.zeros(1 + len(keys))
+        sums = np.zeros(1 + 2 * len(keys))
         with torch.no_grad():
             for pending in self._batches():
                 sums += _sums(task, task.score(model, pending.result().to(self._device)))
@@ -99,9 +99,10 @@ class Evaluator:
         # One float64 vector: exact for any number of frames, and one message.
         total = self._comm.allreduce(torch.from_numpy(sums), name="held_out")
         frames, *values = total.tolist()
-        if frames == 0:
+        counted = zip(keys, values[: len(keys)], values[len(keys) :], strict=True)
+        means = {key: value / count for key, value, count in counted if count}
+        if keys[0] not in means:
             raise RunError("no frame of the held-out split was scored; choose another split with --held-out")
-        means = {key: value / frames for key, value in zip(keys, values, strict=True)}
         return HeldOutScores(means, int(frames), task.metrics[0].score(means[keys[0]]))
 
     def _batches(self) -> Iterator[Pending]:
@@ -118,14 +119,19 @@ class Evaluator:
 
 
 def _sums(task: Task, scores: FrameScores) -> list[float]:
-    """Return the frames scored and the sums of a task's metrics.  Raises ConfigError: one is missing."""
+    """Return the frames scored, the sums of a task's metrics, and the frames that each of these is over.
+
+    Raises:
+        ConfigError: a metric is missing.
+    """
     for metric in task.metrics:
         if metric.key not in scores.sums:
             raise ConfigError(
                 f"--task {task.name}: score() gives no sum of {metric.key}, a metric that the task declares; "
                 "add it to FrameScores.sums, or leave the metric out"
             )
-    return [scores.num_frames, *(scores.sums[metric.key] for metric in task.metrics)]
+    keys = [metric.key for metric in task.metrics]
+    return [scores.num_frames, *(scores.sums[key] for key in keys), *map(scores.count, keys)]
 
 
 def choose_final_model(candidates: list[Tensor], replica: Replica, score: Callable[[], HeldOutScores]) -> int:

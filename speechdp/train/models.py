@@ -12,10 +12,15 @@ from torch import nn
 from speechdp.comm.loss_tolerance import in_shares
 from speechdp.data.loading.source import SplitSource
 from speechdp.data.shards.dataset import Dataset
+from speechdp.data.transforms.preprocess import inputs_of
+from speechdp.decode.recognise import check_origin
 from speechdp.errors import ConfigError
+from speechdp.labels.hmm import StateInventory
+from speechdp.labels.kaldi_pdfs import classes_of
+from speechdp.labels.state_tying import tying_in
 from speechdp.options.run import TrainOptions
-from speechdp.tasks.base import Task, TaskData
-from speechdp.tasks.model_file import ClassCounts
+from speechdp.tasks.base import TaskData
+from speechdp.tasks.model_file import ClassCounts, load_model
 from speechdp.train.session import Session
 
 
@@ -37,7 +42,56 @@ def check_task(dataset: Dataset, options: TrainOptions) -> None:
 def make_model(dataset: Dataset, options: TrainOptions) -> nn.Module:
     """Build the model with weights that depend on the seed alone."""
     torch.manual_seed(options.seed)
-    return options.make_task().make_model(TaskData(dataset, options.inputs))
+    return options.make_task().make_model(task_data(dataset, options))
+
+
+def task_data(dataset: Dataset, options: TrainOptions) -> TaskData:
+    """Return what the task is told of the data, and of the targets it trains on.
+
+    Raises:
+        ConfigError: how the targets are tied cannot be read, or they are of other phones.
+    """
+    tying = tying_in(options.alignments)
+    if tying is not None and tying.inventory != StateInventory.load(dataset.classes_path):
+        raise ConfigError(
+            f"--alignments {options.alignments}: has other phones than {dataset.path}; give those that were "
+            "made of these data"
+        )
+    return TaskData(dataset, options.inputs, tying)
+
+
+def load_initial_weights(model: nn.Module, dataset: Dataset, options: TrainOptions) -> None:
+    """Give a model the weights of `options.initial_model`, if there is one.
+
+    Raises:
+        ConfigError: that is a model of other sizes, features or classes.
+        RunError: it is missing or damaged.
+    """
+    folder = options.initial_model
+    if folder is None:
+        return
+    trained = load_model(folder, torch.device("cpu"))
+    check_origin(trained.config, dataset, classes_of(dataset))
+    weights, own = trained.model.state_dict(), model.state_dict()
+    trees = [tying and tying.to_json() for tying in (trained.tying, tying_in(options.alignments))]
+    if trees[0] != trees[1]:
+        raise ConfigError(
+            f"--initial-model {folder}: its classes are other states in context than those to be trained; "
+            "give --alignments of that run (its alignments/tied), or leave it out"
+        )
+    same_sizes = {k: v.shape for k, v in weights.items()} == {k: v.shape for k, v in own.items()}
+    if not same_sizes or inputs_of(trained.config) != options.inputs:
+        raise ConfigError(
+            f"--initial-model {folder}: has other sizes or inputs than the model to be trained; give the "
+            "options of that run (--preset, --layers, --cells, --deltas, ...)"
+        )
+    model.load_state_dict(weights)
+
+
+def check_initial_model(dataset: Dataset, options: TrainOptions) -> None:
+    """Refuse an initial model that the training cannot start from.  Raises as `load_initial_weights`."""
+    if options.initial_model is not None:
+        load_initial_weights(make_model(dataset, options), dataset, options)
 
 
 def describe_data(dataset: Dataset, options: TrainOptions) -> dict[str, Any]:
@@ -47,7 +101,7 @@ def describe_data(dataset: Dataset, options: TrainOptions) -> dict[str, Any]:
         ConfigError: classes or symbols that are missing, or other data's; what the file cannot hold.
     """
     task = options.make_task()
-    facts = task.describe_data(TaskData(dataset, options.inputs))
+    facts = task.describe_data(task_data(dataset, options))
     try:
         json.dumps(facts)
     except (TypeError, ValueError, RecursionError) as error:
@@ -59,12 +113,17 @@ def describe_data(dataset: Dataset, options: TrainOptions) -> dict[str, Any]:
 
 
 def save_trained(
-    session: Session, task: Task, source: SplitSource, run_dir: Path, model: nn.Module, facts: dict[str, Any]
+    session: Session,
+    options: TrainOptions,
+    source: SplitSource,
+    run_dir: Path,
+    model: nn.Module,
+    facts: dict[str, Any],
 ) -> None:
     """Write the trained model with what its use needs.  Collective.
 
     Args:
-        task: what the model was trained for.
+        options: with which it was trained.
         source: the split trained on.
         run_dir: where the model file goes, written by rank 0.
         model: trained; the same on every rank.
@@ -73,17 +132,19 @@ def save_trained(
     Raises:
         RunError: the disk is full.
     """
-    counts = count_classes(source, session) if task.counts_classes else None
+    task, counts = options.make_task(), None
+    if task.counts_classes:
+        counts = count_classes(source, session, task_data(session.dataset, options).num_classes)
     if session.comm.rank == 0:
         task.save(run_dir, model, facts, counts)
 
 
-def count_classes(source: SplitSource, session: Session) -> ClassCounts:
+def count_classes(source: SplitSource, session: Session, num_classes: int) -> ClassCounts:
     """Count frames and runs of each class over a split.  Collective: each rank counts its share."""
     comm = session.comm
 
     def count(share: int, num_shares: int) -> ClassCounts:
-        counts = source.count_classes(session.dataset.num_classes, share, num_shares)
+        counts = source.count_classes(num_classes, share, num_shares)
         comm.allreduce(torch.from_numpy(counts), name="class_counts")
         return ClassCounts(counts[0], counts[1])
 

@@ -106,6 +106,7 @@ class ConsoleReporter(SilentReporter):
         judged = (
             f"{metric.name} {metric.number(metrics.held_out[metric.key])} {metric.unit}"
             for metric in held_out
+            if metric.key in metrics.held_out
         )
         self.notice(
             f"{self._label}: epoch {metrics.epoch:g}/{self._num_epochs}, "

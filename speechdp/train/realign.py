@@ -19,11 +19,13 @@ from speechdp.decode.align import Aligner, AlignmentJob, AlignmentReport, Scorer
 from speechdp.decode.graph import LexiconTransducer
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.errors import ConfigError, RunError
-from speechdp.files import cannot_be_read
+from speechdp.files import record_cannot_be_read
 from speechdp.json_input import parse_json
+from speechdp.labels.decision_tree import check_max_classes
 from speechdp.labels.hmm import FloatArray, StateInventory
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.labels.lexicon import Lexicon
+from speechdp.labels.state_tying import context_shape, tying_in
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.process.ending import Stopped
@@ -31,6 +33,15 @@ from speechdp.tasks.model_file import LoadedModel, load_model
 from speechdp.train.flat_start import train_mixtures
 from speechdp.train.run import check_beginning, train_run
 from speechdp.train.session import Session
+from speechdp.train.tied_states import tie_states
+
+#: Folder of the targets with states in context.
+_TIED = "tied"
+#: Rounds "auto" end when a round changes the class of fewer frames than this share.  Every state of a phone
+#: begins a frame earlier or later now and then without any gain.
+SETTLED_SHARE = 0.05
+#: Rounds "auto" are at most so many.
+MOST_ROUNDS = 6
 
 
 def train_with_realignment(
@@ -38,51 +49,161 @@ def train_with_realignment(
 ) -> None:
     """Train `options.realign` rounds, aligning after each, then the run proper.  Collective.
 
-    The run proper trains on the last alignment, from the same initial weights as the rounds.
+    The run proper trains on the last alignment, from initial weights or, by `options.realign_from`, from
+    those of the last round.
 
     Raises:
         as `train_run`.
     """
     if options.aligns:
         check_beginning(session, options, run_dir, resume=resume)
-    proper = options.on_alignments(make_alignments(session, options, run_dir))
+    alignments = make_alignments(session, options, run_dir)
+    proper = options.on_alignments(alignments)
+    if options.realign_from == "throughout":
+        assert alignments is not None  # there has been a round
+        proper = dataclasses.replace(proper, initial_model=_round_dir(run_dir, int(alignments.name)))
     train_run(session, proper, run_dir, resume=resume)
 
 
-def make_alignments(session: Session, options: TrainOptions, out_dir: Path) -> Path | None:
-    """Align from nothing if asked to, then train and align `options.realign` times.  Collective.
-
-    Returns the last alignment's folder: OUT/alignments/0 is the one from nothing, K that of round K, which
-    trains in OUT/realign/K; the first by the criterion of `options.realign_criterion`.  What is done already
-    is not done again.  Without either the alignment is the one in `options`.
+def last_alignment(out_dir: Path, options: TrainOptions) -> Path:
+    """Return the last alignment that `make_alignments` has made in a folder, with these options.
 
     Raises:
-        as `train_run`; ConfigError where the targets are Kaldi's pdfs, which have no pronunciations here.
+        RunError: there is none.
+    """
+    made = [path.parent for path in (out_dir / "alignments").glob("*/completed.json")]
+    tied = options.context != "none"
+    found = [folder for folder in made if (folder.name == _TIED if tied else folder.name.isdigit())]
+    if not found:
+        raise RunError(
+            f"{out_dir}/alignments: holds no whole alignment; make it with --realign or --flat-start"
+        )
+    return found[0] if tied else max(found, key=lambda folder: int(folder.name))
+
+
+def make_alignments(session: Session, options: TrainOptions, out_dir: Path) -> Path | None:
+    """Align from nothing if asked to, then train and align `options.realign` times, then tie.  Collective.
+
+    Returns the folder of the last targets: OUT/alignments/0 is the alignment from nothing, K that of round K,
+    which trains in OUT/realign/K; the first by the criterion of `options.realign_criterion`.  Rounds "auto"
+    end when fewer than SETTLED_SHARE of the frames change their class, or after MOST_ROUNDS.
+    OUT/alignments/tied has the last of these (else the one in `options`) with states in context.  What is
+    done already is not done again.  Without any of them the alignment is the one in `options`.
+
+    Raises:
+        as `train_run`; ConfigError where the targets are Kaldi's pdfs, which have no pronunciations here, or
+            cannot be tied.
     """
     alignments = options.alignments
-    for given, name in ((options.flat_start, "--flat-start"), (options.realign, "--realign")):
-        if given:
-            refuse_kaldi_pdfs(session.dataset.classes_path, name, "leave it out, they are aligned already")
+    _check_targets(session.dataset, options)
     if options.flat_start:
         alignments = out_dir / "alignments" / "0"
-        if not _is_made(session, alignments, {"flat_start": True}):
+        if _made(session, alignments, {"flat_start": True}) is None:
             align_from_nothing(session, options, alignments)
-    for number in range(1, options.realign + 1):
-        output = out_dir / "alignments" / str(number)
-        round_dir = out_dir / "realign" / str(number)
-        epochs = options.realign_epochs or options.num_epochs
-        criterion = options.realign_criterion if number == 1 else None
-        made_by = {"flat_start": options.flat_start, "epochs": epochs, "realign_criterion": criterion}
-        if not _is_made(session, output, made_by):
-            round_options = dataclasses.replace(options.on_alignments(alignments), epochs=epochs)
-            if number == 1:
-                round_options = dataclasses.replace(round_options, model=options.first_round_model())
-            session.reporter.notice(f"round {number} of {options.realign} before the alignment: {round_dir}")
-            train_or_go_on(session, round_options, round_dir)
-            report = align(session, options, round_dir, alignments, output, made_by)
-            session.reporter.notice(_describe(number, report))
-        alignments = output
-    return alignments
+    rounds = MOST_ROUNDS if options.realign == "auto" else options.realign
+    for number in range(1, rounds + 1):
+        changed_share = _make_round(session, options, out_dir, number, alignments)
+        alignments = out_dir / "alignments" / str(number)
+        if options.realign == "auto" and _is_last(session, number, changed_share):
+            break
+    if options.context == "none":
+        return alignments
+    output = out_dir / "alignments" / _TIED
+    tied_by: dict[str, Any] = {
+        "context": options.context,
+        "tied_states": options.max_classes,
+        **_origin(options),
+    }
+    if _made(session, output, tied_by) is None:
+        tie_states(session, options, alignments, output, tied_by)
+    return output
+
+
+def _origin(options: TrainOptions) -> dict[str, Any]:
+    """Return which alignment is tied."""
+    given = None if options.alignments is None else str(options.alignments)
+    return {"alignments": given, "flat_start": options.flat_start, "realign": options.realign}
+
+
+def _check_targets(dataset: Dataset, options: TrainOptions) -> None:
+    """Refuse targets that cannot be aligned anew, or tied.  Raises ConfigError."""
+    for name in options.aligning:
+        refuse_kaldi_pdfs(dataset.classes_path, name, "leave it out, they are aligned already")
+    if options.aligns and tying_in(options.alignments) is not None:
+        raise ConfigError(
+            f"{options.aligning[0]}: {options.alignments} has states in context already; leave it out, or "
+            "give an alignment without"
+        )
+    if options.context != "none":  # before hours of alignment
+        inventory = StateInventory.load(dataset.classes_path)
+        context_shape(inventory, options.context)
+        check_max_classes(inventory, options.max_classes)
+    if options.aligning == ("--context",) and options.alignments is None and dataset.alignment == "flat":
+        raise ConfigError(
+            f"--context {options.context}: {dataset.path} has no alignment, its targets only spread each "
+            "transcript evenly; add --flat-start"
+        )
+
+
+def _make_round(
+    session: Session, options: TrainOptions, out_dir: Path, number: int, previous: Path | None
+) -> float | None:
+    """Train and align once, as far as that is not done.  Collective.
+
+    Returns the share of the frames whose class changed; None: an earlier version did not record it.
+
+    Args:
+        number: of the round, from 1.
+        previous: targets to train on, if not those in the shards.
+    """
+    output, round_dir = out_dir / "alignments" / str(number), _round_dir(out_dir, number)
+    epochs = options.realign_epochs or options.num_epochs
+    made_by: dict[str, Any] = {
+        "flat_start": options.flat_start,
+        "epochs": epochs,
+        "realign_criterion": options.realign_criterion if number == 1 else None,
+        "realign_from": None if number == 1 else "scratch" if options.realign_from == "scratch" else "last",
+    }
+    made = _made(session, output, made_by)
+    if made is not None:
+        share: float | None = made.get("changed_share")
+        return share
+    round_options = dataclasses.replace(options.on_alignments(previous), epochs=epochs)
+    if number == 1:
+        round_options = dataclasses.replace(round_options, model=options.first_round_model())
+    elif _was_begun_by_earlier_version(session, round_dir):
+        del made_by["realign_from"]  # it goes on as it was begun, from initial weights
+    elif options.realign_from != "scratch":
+        round_options = dataclasses.replace(round_options, initial_model=_round_dir(out_dir, number - 1))
+    session.reporter.notice(f"round {number} of {options.realign} before the alignment: {round_dir}")
+    train_or_go_on(session, round_options, round_dir)
+    report = align(session, options, round_dir, previous, output, made_by)
+    session.reporter.notice(_describe(number, report))
+    return report.changed_share
+
+
+def _round_dir(out_dir: Path, number: int) -> Path:
+    return out_dir / "realign" / str(number)
+
+
+def _was_begun_by_earlier_version(session: Session, round_dir: Path) -> bool:
+    """Return whether a round was begun before rounds could start from the one before.  Collective."""
+    run, found = RunDirectory(round_dir), None
+    if session.comm.rank == 0:
+        found = run.is_begun and not run.records_option("initial_model")
+    return bool(session.comm.broadcast_object(found))
+
+
+def _is_last(session: Session, number: int, changed_share: float | None) -> bool:
+    """Tell whether rounds "auto" end with this one, and say why."""
+    if changed_share is not None and changed_share < SETTLED_SHARE:
+        session.reporter.notice(
+            f"alignment {number}: has settled, fewer than {SETTLED_SHARE:.0%} of the frames changed class"
+        )
+        return True
+    if number == MOST_ROUNDS:
+        session.reporter.notice(f"alignment {number}: has not settled, but {MOST_ROUNDS} rounds are the most")
+    return number == MOST_ROUNDS
 
 
 def train_or_go_on(session: Session, options: TrainOptions, run_dir: Path) -> None:
@@ -94,36 +215,39 @@ def train_or_go_on(session: Session, options: TrainOptions, run_dir: Path) -> No
     run = RunDirectory(run_dir)
     done, begun = session.comm.broadcast_object([run.is_complete, run.is_begun])
     if done:
-        run.check_same(options.fingerprint(), session.dataset.checksum)
+        given, defaults = options.to_json(), TrainOptions().to_json()
+        run.check_same(options.fingerprint(), session.dataset.checksum, given, defaults)
     else:
         train_run(session, options, run_dir, resume=begun)
 
 
-def _is_made(session: Session, folder: Path, made_by: Mapping[str, Any]) -> bool:
-    """Tell whether an alignment is complete.  Collective.
+def _made(session: Session, folder: Path, made_by: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the record of an alignment; None: it is not complete.  Collective.
 
     Args:
         session: rank 0 looks.
         folder: of the alignment.
-        made_by: the options that it has to be made by; versions that recorded none are believed.
+        made_by: the options that it has to be made by; of those that an earlier version did not record, it is
+            believed.
 
     Raises:
         ConfigError: it was made by others.
     """
-    found = None
+    found: dict[str, Any] | None = None
     path = folder / "completed.json"
     if session.comm.rank == 0 and path.is_file():
         try:
-            found = dict(parse_json(path.read_text(encoding="utf-8"))).get("made_by", dict(made_by))
+            found = dict(parse_json(path.read_text(encoding="utf-8")))
+            found["made_by"] = {**made_by, **found.get("made_by", {})}
         except (OSError, ValueError, TypeError) as error:
-            raise RunError(cannot_be_read(path, error, "delete its folder to align again")) from error
+            raise RunError(record_cannot_be_read(path, error, "delete its folder to align again")) from error
     found = session.comm.broadcast_object(found)
-    if found is not None and found != dict(made_by):
+    if found is not None and found["made_by"] != dict(made_by):
         raise ConfigError(
-            f"{folder}: was made with other options ({_shown(found)}); repeat the command it was made by, or "
-            "choose another folder"
+            f"{folder}: was made with other options ({_shown(found['made_by'])}); repeat the command it was "
+            "made by, or choose another folder"
         )
-    return found is not None
+    return found
 
 
 def _shown(made_by: Mapping[str, Any]) -> str:
@@ -205,8 +329,9 @@ def _align(
         remedy = "train more --realign-epochs" if merged.failed else "check transcripts, lexicon and audio"
         raise RunError(f"{output}: no utterance could be aligned; {remedy}")
     if comm.rank == 0:
-        counts = {"utterances": merged.utterances, "changed_frames": merged.changed_frames}
-        RunDirectory(output).complete({**counts, "made_by": dict(how.made_by)})
+        counts = {name: getattr(merged, name) for name in ("utterances", "frames", "changed_frames")}
+        share = {"changed_share": round(merged.changed_share, 6)}
+        RunDirectory(output).complete({**counts, **share, "made_by": dict(how.made_by)})
     comm.barrier()
     return merged
 
@@ -233,8 +358,8 @@ def _scorer(trained: LoadedModel, session: Session) -> AcousticScorer:
 
 
 def _describe(number: int, report: AlignmentReport) -> str:
-    changed = 100 * report.changed_frames / max(report.frames, 1)
-    text = f"alignment {number}: {report.utterances} utterances, {changed:.1f} % of the frames changed class"
+    changed = f"{100 * report.changed_share:.1f} % of the frames changed class"
+    text = f"alignment {number}: {report.utterances} utterances, {changed}"
     if report.too_short or report.failed:
         text += f"; kept the old targets of {report.too_short} too short and {report.failed} without a path"
     if report.unknown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ import torch
 
 from speechdp.checkpoint.state import RankState, checkpoint_steps, load_checkpoint
 from speechdp.comm.startup.start_guard import StartGuard
+from speechdp.counting import counted
 from speechdp.data.loading.loader import StepLoader
 from speechdp.data.shards.dataset import UNALIGNED
 from speechdp.data.shards.description import keep_description
@@ -35,7 +37,13 @@ from speechdp.train.build import (
     open_loader,
     training_ranks,
 )
-from speechdp.train.models import check_task, describe_data, make_model, save_trained
+from speechdp.train.models import (
+    check_initial_model,
+    check_task,
+    describe_data,
+    make_model,
+    save_trained,
+)
 from speechdp.train.origin import origin_facts, start_facts
 from speechdp.train.sampling import sampled
 from speechdp.train.session import Session
@@ -68,7 +76,8 @@ def _train_run(
     strategy = options.strategy.parsed
     begin_tolerating(session, options, strategy)
     strategy.check_ranks(session.comm)
-    _check_data(session, resolved, strategy)  # before a run is begun, which would be in the way later
+    # Before a run is begun, which would be in the way later.
+    _check_data(session, resolved, strategy, resume=resume)
     origin = describe_data(session.dataset, options)
     run = RunDirectory(run_dir)
     if resume and session.comm.broadcast_object(run.is_complete):
@@ -83,7 +92,8 @@ def _train_run(
         if session.comm.rank == 0:
             stack.enter_context(losses_noted_in(run_dir))
         stack.callback(session.reporter.end)  # also after a failure: a live bar hides the cursor
-        trainer, sources = build_trainer(session, options, run_dir, stack)
+        begun_from = options if state is None else dataclasses.replace(options, initial_model=None)
+        trainer, sources = build_trainer(session, begun_from, run_dir, stack)
         trainer.open_checkpoints()
         stack.enter_context(watched(session, options, run_dir, trainer))
         start.over()
@@ -105,18 +115,20 @@ def check_beginning(session: Session, options: TrainOptions, run_dir: Path, *, r
         as `train_run`.
     """
     resolved = options.resolve(training_ranks(options, session.comm.size))
-    _check_data(session, resolved, options.strategy.parsed)
+    _check_data(session, resolved, options.strategy.parsed, resume=resume)
     if session.comm.rank == 0:
         _refuse_begun(RunDirectory(run_dir), resume=resume)
     session.comm.barrier()
 
 
-def _check_data(session: Session, resolved: TrainOptions, strategy: Strategy) -> None:
-    """Refuse data that cannot be trained on like this."""
+def _check_data(session: Session, resolved: TrainOptions, strategy: Strategy, *, resume: bool) -> None:
+    """Refuse data that cannot be trained on like this, or from this model."""
     if session.dataset.alignment == UNALIGNED:
         raise ConfigError(f"{session.dataset.path}: has no alignment (prepare --like) and can only be scored")
     check_task(session.dataset, resolved)
     check_sources(session, resolved, strategy)
+    if not resume:  # a checkpoint has weights of its own, and the model may be gone
+        check_initial_model(session.dataset, resolved)
 
 
 def _refuse_begun(run: RunDirectory, *, resume: bool) -> None:
@@ -157,7 +169,8 @@ def _describe_model(session: Session, resolved: TrainOptions) -> str:
     hours = dataset.num_frames(split) * dataset.features.frame_shift_s / 3600
     return (
         f"{resolved.preset_name}, {_num_parameters(session, resolved):,} parameters; {what} a rank and step; "
-        f"{hours:.2f} h in {dataset.num_utterances(split):,} utterances; {resolved.num_epochs} epochs"
+        f"{hours:.2f} h in {counted(dataset.num_utterances(split), 'utterance')}; "
+        f"{counted(resolved.num_epochs, 'epoch')}"
     )
 
 
@@ -201,7 +214,8 @@ def _prepare_folder(
     state = load_checkpoint(run.path, comm, notices, any_size=any_size) if resume else None
     for notice in notices:
         session.reporter.notice(notice)
-    if comm.rank == 0 and not run.is_begun:
+    is_new = comm.rank == 0 and not run.is_begun
+    if is_new:
         run.begin(_facts(session, options))
     if comm.rank == 0:
         for notice in keep_description(session.dataset, run.path / TRAINED_ON):
@@ -217,7 +231,8 @@ def _prepare_folder(
     comm.barrier()
     if resume and (state is None or state.size == comm.size):
         done = "the beginning" if state is None else f"step {step}"
-        session.reporter.notice(f"{run.path}: going on from {done}")
+        happens = "holds no run to resume, a new one begins" if is_new else f"going on from {done}"
+        session.reporter.notice(f"{run.path}: {happens}")
     return state
 
 
@@ -241,8 +256,9 @@ def _take_place(
             f"{plan.num_steps} instead of {done} of {of}, and may repeat or miss segments"
         )
     session.reporter.notice(
-        f"going on from step {counters.step}, written by {begun_with} ranks, with {session.comm.size} ranks: "
-        f"{place}; every rank takes {options.batches().batch_size or 'as many'} segments per step, "
+        f"going on from step {counters.step}, written by {counted(begun_with, 'rank')}, with "
+        f"{counted(session.comm.size, 'rank')}: {place}; every rank takes "
+        f"{options.batches().batch_size or 'as many'} segments per step, "
         f"learning rate {options.schedule().learning_rate:g}"
     )
 
@@ -329,7 +345,7 @@ def _conclude(
         write_timing(run.path, timing)
     parts.reporter.end()
     parts.pulse.beat("saving the model")
-    save_trained(session, parts.task, sources.training, run.path, parts.model, origin)
+    save_trained(session, options, sources.training, run.path, parts.model, origin)
     if comm.rank == 0:
         counters = trainer.counters
         facts = {"step": counters.step, "epochs": counters.epoch, "host": socket.gethostname()}

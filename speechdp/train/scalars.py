@@ -109,7 +109,11 @@ def _records(metrics: Metrics, held_out: Sequence[Metric]) -> bytes:
         "train/loss": metrics.train_loss,
         "train/learning_rate": metrics.learning_rate,
         "train/frames_per_s": metrics.frames / max(metrics.time_s, 1e-9),
-        **{_tag(metric): metrics.held_out[metric.key] for metric in held_out},
+        **{
+            _tag(metric): metrics.held_out[metric.key]
+            for metric in held_out
+            if metric.key in metrics.held_out
+        },
     }
     summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
     return _encoded(Event(wall_time=time.time(), step=metrics.step, summary=summary))

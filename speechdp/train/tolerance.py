@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from speechdp.comm.base import Communicator
+from speechdp.counting import counted
 from speechdp.errors import ConfigError, RunError
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.strategy import Strategy
@@ -40,5 +41,4 @@ def loss_notice(session: Session, rank: int) -> str:
     hosts = session.facts.get("hosts", [])
     where = f" on {hosts[rank]}" if rank < len(hosts) else ""
     num_left = session.comm.size - len(session.comm.gone | {rank})
-    ranks = "1 rank" if num_left == 1 else f"{num_left} ranks"
-    return f"rank {rank}{where} is gone; continuing with {ranks}"
+    return f"rank {rank}{where} is gone; continuing with {counted(num_left, 'rank')}"

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from speechdp import DataParallel, exit_codes
+from speechdp.parallel import script_folder, stop
 from speechdp.parallel.registry import strategy_names
 from speechdp.report.runs.folders import read_run
+from tests.unit.parallel.test_stop import Clock
 
 DOC = Path(__file__).parents[2] / "docs" / "api.md"
+#: Of the example that resumes a loop over epochs.
+EPOCHS = 3
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", DOC.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
@@ -48,3 +55,40 @@ def test_the_example_with_checkpoints_goes_on_from_them() -> None:
     metrics.write_text(evaluated + evaluated.splitlines()[-1].replace('"step": 6', '"step": 9') + "\n")
     run_example(2)
     assert metrics.read_text() == evaluated and len(evaluated.splitlines()) == 2
+
+
+@pytest.mark.parametrize("asked_at", [3, 8, 11])
+def test_the_example_with_epochs_may_be_stopped_anywhere(
+    asked_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight batches an epoch; ranks learn of the signal some steps later."""
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    run_example(EPOCHS)
+    whole = torch.load("model.pt")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(stop, "time", Clock(1.0))
+    look = DataParallel.should_stop.fget
+    assert look is not None
+    steps: list[int] = []
+
+    def asked(run: DataParallel) -> bool:
+        is_told: bool = look(run)
+        if run.steps == asked_at:
+            assert run._stop is not None
+            run._stop._request.received = "SIGTERM"
+        if is_told:
+            steps.append(run.steps)
+        return is_told
+
+    with monkeypatch.context() as patches, pytest.raises(SystemExit) as ended:
+        patches.setattr(DataParallel, "should_stop", property(asked))
+        run_example(EPOCHS)
+    assert ended.value.code == exit_codes.STOPPED
+    assert steps[0] == steps[1] < 24 and not Path("model.pt").exists()
+    monkeypatch.setattr(script_folder, "_begun_here", set())  # of another process
+    run_example(EPOCHS)
+    resumed = torch.load("model.pt")
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    metrics = Path("runs/epochs/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in metrics] == [0, 1, 2]

@@ -387,6 +387,10 @@ def test_what_cannot_be_is_refused_in_a_line() -> None:
         DataParallel(mixed, torch.optim.SGD(mixed.parameters(), 0.1), comm)
     with _refused("num_steps="):
         Script(comm, "adaptive_averaging:learning_rate=scale")
+    with _refused("num_steps="):
+        Script(comm, "adaptive_averaging:rule=stages,stages=32@50%")
+    with _refused("does not say where its epochs end; write points in steps, or in % with num_steps="):
+        Script(comm, "adaptive_averaging:rule=stages,stages=32@2ep", options={"num_steps": 9})
     with _refused("leave out combine="):
         Script(comm, "model_averaging:combine=3")
     script = Script(comm, "gradient_averaging")

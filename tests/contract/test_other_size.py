@@ -13,6 +13,7 @@ import torch
 from speechdp.checkpoint.state import checkpoint_steps
 from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
+from speechdp.counting import counted
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import CommunicationError, RunError
 from speechdp.options.batch import BatchOptions
@@ -34,6 +35,7 @@ SYNCHRONOUS = (
     "model_averaging:period=3,momentum=average",
     "model_averaging:period=2,first=best,leave_out=0.05,combine=4",
     "adaptive_averaging:period=3,begin=2,interval=5",
+    "adaptive_averaging:rule=stages,period=3,stages=2@30%+5@60%",
     "delayed_averaging:period=6,fragments=2,delay=2",
     "bmuf:period=3",
     "slowmo:period=3",
@@ -106,9 +108,8 @@ def test_every_frame_is_trained_on_once_in_the_epochs_to_come(
     assert step == 4
     notices = go_on(dataset, options, tmp_path, after)
     (line,) = [n for n in notices if n.startswith("going on from")]
-    assert line.startswith(
-        f"going on from step 4, written by {before} ranks, with {after} ranks: epoch 1 goes"
-    )
+    sizes = f"written by {counted(before, 'rank')}, with {counted(after, 'rank')}"
+    assert line.startswith(f"going on from step 4, {sizes}: epoch 1 goes")
     lines = evaluations(tmp_path)
     num_frames = dataset.num_frames("train")
     assert [b["frames"] - a["frames"] for a, b in pairwise(lines)] == [num_frames] * 2

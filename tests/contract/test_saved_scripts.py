@@ -325,8 +325,10 @@ def test_what_cannot_be_gone_on_from_is_refused_in_a_line(tmp_path: Path) -> Non
         return lambda comm: Script(comm, strategy, tmp_path)
 
     refused("of another number of ranks (2) than this job has (3)", ConfigError, begin("bmuf:period=2"), 3)
-    refused("cannot go on from the state of rank", ConfigError, begin("slowmo:period=2"))
-    refused("of 2 with bmuf:period=2,", ConfigError, begin("bmuf:period=4"))
+    saved = f"{tmp_path}: its checkpoint was saved with the strategy bmuf"
+    remedy = "; give the strategy of before, or choose another folder"
+    refused(f"{saved}, and this run has slowmo{remedy}", ConfigError, begin("slowmo:period=2"))
+    refused(f"{saved}:period=2, and this run has bmuf:period=4{remedy}", ConfigError, begin("bmuf:period=4"))
     refused("give DataParallel folder=", ConfigError, lambda c: Script(c, "bmuf", None).run.load_checkpoint())
     for rank in range(2):
         (last / f"rank-{rank:04d}.pt").write_bytes(b"no zip")
@@ -408,6 +410,7 @@ def test_later_checkpoints_of_a_branch_that_was_left_go_with_the_first_of_the_ne
         with run:
             assert comm.rank > 0 or not (tmp_path / "completed.json").exists()
             assert names(tmp_path) == ["step-00000009", "step-00000012"]
+            comm.barrier()  # only then rank 0 begins the next
             run.save_checkpoint()
         assert names(tmp_path) == ["step-00000002"]
 
@@ -469,17 +472,20 @@ def test_a_state_goes_on_in_the_folder_of_its_run_only(tmp_path: Path) -> None:
 def test_another_model_than_the_checkpoints_is_refused_in_a_line(tmp_path: Path) -> None:
     runs: list[DataParallel] = []
 
-    def train(comm: Communicator, width: int) -> None:
+    def train(comm: Communicator, width: int, *, damages: bool = False) -> None:
         model = nn.Linear(3, width)
         run = DataParallel(model, torch.optim.AdamW(model.parameters()), comm, "dpsgd", tmp_path)
         runs.append(run)
         run.load_checkpoint()
+        if damages and run._loaded is not None:
+            run._loaded["strategy"] = {}
         with run:
             run.save_checkpoint()
 
     run_threads(2, lambda comm: train(comm, 2))
-    runs.clear()
     refused("is of another model or optimizer (", ConfigError, lambda comm: train(comm, 4))
+    runs.clear()
+    refused("is of another model or optimizer (", ConfigError, lambda comm: train(comm, 2, damages=True))
     for run in runs:  # nothing is left open
         with pytest.raises(CommunicationError, match="the channel is closed"):
             run.strategy.peers.send(torch.zeros(1), 1 - run.comm.rank)
@@ -507,6 +513,78 @@ def test_an_end_that_fails_leaves_signals_and_folder_to_others(
         assert not script.run.should_stop and signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
     assert not (tmp_path / "owner.json").exists()
+
+
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=5", "parameter_server"])
+def test_what_is_loaded_counts_at_once_and_stays_as_it_is_changed(strategy: str, tmp_path: Path) -> None:
+    def train(comm: Communicator) -> dict[str, Any]:
+        script = Script(comm, strategy, tmp_path)
+        with script.run:
+            for _ in range(3):
+                script.step()
+            script.save()
+            return script.run.state_dict()
+
+    def go_on(comm: Communicator, state: dict[str, Any], *, from_folder: bool) -> None:
+        script = Script(comm, strategy, tmp_path if from_folder else None)
+        if not from_folder:
+            script.run.load_state_dict(state)
+        run, model = script.run, script.model
+
+        def is_as_saved() -> bool:
+            return all(torch.equal(value, state["model"][name]) for name, value in model.state_dict().items())
+
+        assert run.steps == state["steps"] == 3 and is_as_saved()
+        assert run.optimizer.state_dict()["param_groups"] == state["optimizer"]["param_groups"]
+        run.optimizer.param_groups[0]["lr"] = 0.25
+        with run:
+            is_worker = strategy == "parameter_server" and comm.rank > 0  # it fetches the server's model
+            assert run.steps == 3 and (is_worker or is_as_saved())
+            assert run.optimizer.param_groups[0]["lr"] == 0.25
+            moments, saved = run.optimizer.state_dict()["state"], state["optimizer"]["state"]
+            for number, moment in saved.items():
+                assert all(torch.equal(moments[number][name], value) for name, value in moment.items())
+            comm.barrier()  # a worker's first step changes the server's model
+            script.step()
+
+    states = run_threads(2, train)
+    (tmp_path / "completed.json").unlink()
+    for from_folder in (False, True):
+        run_threads(2, lambda c: go_on(c, states[c.rank], from_folder=from_folder))  # noqa: B023
+
+
+def test_a_state_from_before_an_option_is_taken() -> None:
+    """An option that was added later has its default: what the state was trained with."""
+
+    def check(comm: Communicator) -> None:
+        script = Script(comm, "adaptive_averaging:period=2", None)
+        with script.run:
+            state = script.run.state_dict()
+        assert ",rule=adacomm," in state["strategy_options"]
+        state["strategy_options"] = "adaptive_averaging:period=2,growth=4.0"
+        Script(comm, "adaptive_averaging:period=2", None).run.load_state_dict(state)
+        with pytest.raises(ConfigError, match=r"the strategy adaptive_averaging:growth=4\.0, and this"):
+            Script(comm, "adaptive_averaging:period=2,growth=8", None).run.load_state_dict(state)
+
+    run_threads(2, check)
+
+
+def test_states_of_other_ranks_are_refused() -> None:
+    def save(comm: Communicator) -> dict[str, Any]:
+        script = Script(comm, "gradient_averaging", None)
+        with script.run:
+            return script.run.state_dict()
+
+    states = run_threads(2, save)
+
+    def check(comm: Communicator) -> None:
+        script = Script(comm, "gradient_averaging", None)
+        words = f"the state is of rank {1 - comm.rank} of 2, this is rank {comm.rank} of 2; load on each"
+        # Each rank's own refusal: which of the two comes first is a matter of chance.
+        with pytest.raises(ConfigError, match=words):
+            script.run.load_state_dict(states[1 - comm.rank])
+
+    run_threads(2, check)
 
 
 def test_states_of_different_steps_are_refused() -> None:

@@ -76,7 +76,17 @@ KALDI_OFF = ",first=average,leave_out=0.0,max_change=0.0,combine=0"
         (
             "adaptive_averaging:interval=60s,combine=5",
             "adaptive_averaging:period=16,begin=0,momentum=keep,first=average,leave_out=0.0,max_change=0.0,"
-            "combine=5,interval=60s,halve=true,growth=4.0,learning_rate=keep",
+            "combine=5,rule=adacomm,alpha=0.0,stages=none,interval=60s,halve=true,growth=4.0,learning_rate=keep",
+        ),
+        (
+            "adaptive_averaging:rule=stages,period=200kf,stages=600kf@0.5epochs+1.2mf@2.5ep",
+            f"adaptive_averaging:period=200kf,begin=0,momentum=keep{KALDI_OFF},rule=stages,alpha=0.0,"
+            "stages=600kf@0.5ep+1200kf@2.5ep,interval=256,halve=true,growth=4.0,learning_rate=keep",
+        ),
+        (
+            "adaptive_averaging:rule=stages,stages=32@33.5%+64@60%",
+            f"adaptive_averaging:period=16,begin=0,momentum=keep{KALDI_OFF},rule=stages,alpha=0.0,"
+            "stages=32@33.5%+64@60%,interval=256,halve=true,growth=4.0,learning_rate=keep",
         ),
         (
             "bmuf:begin=1.2mf",
@@ -115,6 +125,27 @@ def test_options_are_read_and_described(text: str, expected: str) -> None:
         ("adaptive_averaging:growth=nan", "must be at least 1"),
         ("adaptive_averaging:interval=0", "is not a period"),
         ("adaptive_averaging:learning_rate=scale,period=5s", "needs a period in steps"),
+        ("adaptive_averaging:rule=fast", "choose one of adacomm, qsr, stages"),
+        ("adaptive_averaging:rule=qsr", "adaptive_averaging:rule=qsr: needs alpha=, more than 0"),
+        ("adaptive_averaging:rule=qsr,alpha=nan", "needs alpha=, more than 0"),
+        ("adaptive_averaging:rule=qsr,alpha=1,period=9kf", "rule=qsr,period=9kf: needs a period in steps"),
+        ("adaptive_averaging:alpha=1", "alpha: an option of rule=qsr, not of rule=adacomm; leave it out or"),
+        (
+            "adaptive_averaging:rule=qsr,alpha=1,halve=false",
+            "halve: an option of rule=adacomm, not of rule=qs",
+        ),
+        ("adaptive_averaging:rule=stages", "rule=stages: needs stages=, e.g. stages=32@30%+64@60%"),
+        ("adaptive_averaging:stages=32@30%", "stages: an option of rule=stages, not of rule=adacomm"),
+        ("adaptive_averaging:rule=stages,stages=32", "stage '32' is none; write PERIOD@POINT"),
+        ("adaptive_averaging:rule=stages,stages=0@5", "period '0' is not a period"),
+        ("adaptive_averaging:rule=stages,stages=32@soon", "point 'soon' is no point of training"),
+        ("adaptive_averaging:rule=stages,stages=32@60s", "point '60s' is no point of training"),
+        ("adaptive_averaging:rule=stages,stages=32@100%", "point '100%' is not within training"),
+        ("adaptive_averaging:rule=stages,stages=32@0ep", "point '0ep' is not within training"),
+        ("adaptive_averaging:rule=stages,stages=32@60%+64@30%", "30% is not after 60%; put them in order"),
+        ("adaptive_averaging:rule=stages,stages=32@30%+64@5ep", "mix units"),
+        ("adaptive_averaging:rule=stages,stages=32@1ep+5s@2ep", "mix units"),
+        ("adaptive_averaging:rule=stages,stages=5s@1ep", "its periods must be in steps, as period=16 is"),
         ("bmuf:eta=1", "below 1, or -1 for 1 - 1/N"),
         ("bmuf:eta=-0.5", "below 1, or -1 for 1 - 1/N"),
         ("bmuf:zeta=0", "must be positive"),

@@ -225,7 +225,7 @@ class RoundsItsOptions(_Small):
         (Climbs, "30 updates lead from a loss of"),
         (HasNoNumber, "the gradient of output.weight is not finite"),
         (DrawsByItself, "equal seeds give different initial weights (output.bias)"),
-        (ScoresMore, "are declared, ['frame_accuracy', 'log_prob', 'loudness'] scored"),
+        (ScoresMore, "'frame_accuracy_no_silence', 'log_prob', 'loudness'] scored"),
         (ScoresMeans, "of a batch is not the sum of the utterances'"),
         (ForgetsWhenSaved, "read back from its file, the model's log_prob"),
         (RoundsItsOptions, "options are not read as they are written: faulty:cells=4 is"),

@@ -18,11 +18,10 @@ import speechdp as package
 from speechdp.cli import main
 from speechdp.cli.main import SUBCOMMANDS
 from speechdp.cli.main import run as speechdp
-from speechdp.cli.train import RUN_RECORDS, check_run_overwrite
 from speechdp.comm.startup.folder_owner import owner_of
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError, RunError
-from speechdp.ownership.overwrite import empty
+from speechdp.ownership.overwrite import RUN, check_overwrite, empty
 from tests.helpers.jobs import SPEECHDP
 from tests.helpers.mpi import REPOSITORY, job_environment
 from tests.helpers.tiny_data import TINY_MODEL, write_tiny_data
@@ -193,21 +192,21 @@ def test_a_folder_that_holds_a_run_is_not_written_to(
 
 
 def test_overwrite_deletes_nothing_but_runs(tmp_path: Path) -> None:
-    check_run_overwrite(tmp_path / "nothing")
+    check_overwrite(tmp_path / "nothing", RUN)
     corpus = tmp_path / "corpus"
     (corpus / "alignments" / "0").mkdir(parents=True)
     (corpus / "alignments" / "0" / "ali.1.gz").write_text("")
     (corpus / "wav.scp").write_text("")
     with pytest.raises(ConfigError, match="--overwrite deletes only folders that hold a run"):
-        check_run_overwrite(corpus)
-    for name in RUN_RECORDS:
+        check_overwrite(corpus, RUN)
+    for name in RUN.records:
         run = tmp_path / "run"
         record = run / name.replace("*", "1")
         record.parent.mkdir(parents=True)
         record.write_text("{}")
-        check_run_overwrite(run)
+        check_overwrite(run, RUN)
         with owner_of(run, "train", print) as owner:
-            empty(owner, RUN_RECORDS)
+            assert empty(owner, RUN) == ""
             assert [path.name for path in run.iterdir()] == ["owner.json"]
         run.rmdir()
 

@@ -65,7 +65,7 @@ def test_one_line_says_what_came_of_each_run(compared: tuple[Path, Ended]) -> No
     _, ended = compared
     lines = ended.stdout.splitlines()
     assert lines[0].startswith(
-        "3 runs; segments per step: 4 on each of 1 training ranks (4 together), 2 on each of 2"
+        "3 runs; segments per step: 4 on each of 1 training rank (4 together), 2 on each of 2"
     )
     for number in (1, 2, 3):
         mine = [line for line in lines if line.startswith(f"[{number}/3] equal frames")]
@@ -154,7 +154,7 @@ def test_overwrite_deletes_only_a_comparison(
 ) -> None:
     (tmp_path / "mine.txt").write_text("x")
     assert speechdp(["compare", str(dataset.path), str(tmp_path), *OPTIONS, "--overwrite"]) == 1
-    assert "--overwrite deletes only folders with a compare.json" in capsys.readouterr().err
+    assert "--overwrite deletes only folders that hold a comparison" in capsys.readouterr().err
     assert (tmp_path / "mine.txt").is_file()
 
 

@@ -18,6 +18,7 @@ from tests.helpers.browser import (
     assert_follows_a_dark_setting,
     assert_loads_alone,
     assert_plot_texts_are_legible,
+    assert_plots_are_no_posters,
     assert_table_needs_no_scrolling,
     browser,
     needs_chromium,
@@ -52,7 +53,20 @@ def test_tables_legend_and_plots_are_visible(browser: webdriver.Chrome, page: Pa
     figures = browser.find_elements(By.CSS_SELECTOR, "figure svg")
     assert len(figures) == 8 and all(figure.size["height"] > 200 for figure in figures)
     names = [item.text for item in browser.find_elements(By.CSS_SELECTOR, "#legend li")]
-    assert len(names) == 8 and names[-1] == "sequential" and "easgd (period=8)" in names
+    assert len(names) == 8 and names[-1] == "one rank" and "easgd (period=8)" in names
+
+
+@pytest.mark.parametrize("width", [1280, 900, 500])
+def test_the_plots_of_one_number_of_ranks_are_no_posters(
+    browser: webdriver.Chrome, tmp_path: Path, width: int
+) -> None:
+    two = write_comparison(tmp_path / "out", realistic_strategies()[:3], (1, 2), (1,), ("frames",))
+    open_page(browser, write_report(two).html, width)
+    assert_plots_are_no_posters(browser)
+    tops = script(
+        browser, "return [...document.querySelectorAll('figure')].map(f => f.getBoundingClientRect().top)"
+    )
+    assert len(tops) == 3 and len(set(tops)) == {1280: 1, 900: 2, 500: 3}[width]
 
 
 @pytest.mark.parametrize("width", [1366, 390])

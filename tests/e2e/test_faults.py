@@ -207,7 +207,5 @@ def test_a_hostfile_with_too_few_slots(
     begin = time.monotonic()
     job = ["launch", "--hostfile", str(hosts), "-np", "4", "--", "train", str(whole_data.path), str(run)]
     assert speechdp(job) == 1
-    assert capsys.readouterr().err.startswith(
-        f"speechdp: {hosts}: 4 ranks wanted, but there are only 2 slots"
-    )
+    assert capsys.readouterr().err.startswith(f"speechdp: {hosts}: 4 ranks wanted, but it has only 2 slots")
     assert time.monotonic() - begin < 5 and not run.exists()

@@ -254,5 +254,5 @@ def test_too_few_slots_is_said_before_anything_starts(start: Start, tmp_path: Pa
     hosts.write_text("localhost slots=2\n")
     code, errors = finish(start("--hostfile", str(hosts), "-np", "3", "--", "train", "DATA", str(run)))
     assert code != 0
-    assert f"{hosts}: 3 ranks wanted, but there are only 2 slots" in errors[-1]
+    assert f"{hosts}: 3 ranks wanted, but it has only 2 slots" in errors[-1]
     assert not run.exists()

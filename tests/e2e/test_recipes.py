@@ -5,62 +5,116 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
+import soundfile
 
-from tests.helpers.corpora import shared_data
-from tests.helpers.jobs import alone, ended_within
+from speechdp.data.espeak.espeak import Espeak, Voice
+from tests.helpers.corpora import needs_espeak, shared_data
+from tests.helpers.jobs import alone
+from tests.helpers.mpi import run_job
 
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
 
 
-def commands_of(recipe: str) -> list[list[str]]:
-    """Return the commands in the indented blocks of a recipe, as words."""
+def commands_of(recipe: str) -> list[str]:
+    """Return the commands in the indented blocks of a recipe."""
     text = (RECIPES / recipe).read_text(encoding="utf-8")
     blocks = re.findall(r"(?:^    .*\n)+", text, re.MULTILINE)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    commands = [shlex.split(line) for line in lines]
-    assert commands and all(words[0] == "speechdp" for words in commands)
-    return commands
+    return [line.strip() for line in "".join(blocks).replace("\\\n", " ").splitlines()]
 
 
-def part_of_an4(folder: Path) -> Path:
-    """Write a Kaldi directory with two utterances of each speaker."""
+def run_recipe(recipe: str, folder: Path) -> None:
+    """Run the commands of a recipe one after another in a folder, training in them shortened."""
+    for line in commands_of(recipe):
+        words = shlex.split(line)
+        if words[0] == "cd":
+            folder /= words[1]
+        elif words[0] == "speechdp":
+            ended = run_job([*alone(), *shortened(words[1:])], timeout_s=400, cwd=folder)
+            assert ended.exit_code == 0, f"{line}\n{ended.output}"
+        else:
+            subprocess.run(line, shell=True, check=True, cwd=folder)
+
+
+def shortened(words: list[str]) -> list[str]:
+    """Train for an epoch, with one seed and two strategies."""
+    changed = {"--epochs": "1", "--seeds": "1", "--strategies": "gradient_averaging,dpsgd"}
+    return [changed.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+
+
+def part_of_an4(folder: Path, each: slice, speakers: slice = slice(None)) -> Path:
+    """Write a Kaldi directory with some utterances of each of some speakers, beside its recordings."""
     source = shared_data("an4")
-    folder.mkdir()
-    (folder / "flac").symlink_to(source / "flac")
-    speakers = [line.split() for line in (source / "utt2spk").read_text().splitlines()]
-    kept: dict[str, list[str]] = {}
-    for utterance, speaker in speakers:
-        kept.setdefault(speaker, []).append(utterance)
-    chosen = {utterance for utterances in kept.values() for utterance in utterances[3:5]}
+    folder.mkdir(parents=True)
+    of_speaker: dict[str, list[str]] = {}
+    for line in (source / "utt2spk").read_text().splitlines():
+        utterance, speaker = line.split()
+        of_speaker.setdefault(speaker, []).append(utterance)
+    chosen = {one for name in sorted(of_speaker)[speakers] for one in of_speaker[name][each]}
     for name in ("wav.scp", "text", "utt2spk"):
         lines = (source / name).read_text().splitlines(keepends=True)
         (folder / name).write_text("".join(line for line in lines if line.split()[0] in chosen))
-    (folder / "lexicon.txt").write_bytes((source / "lexicon.txt").read_bytes())
     return folder
 
 
-def shortened(words: list[str], folder: Path) -> list[str]:
-    """Train for an epoch, with one seed and at most two strategies, and keep everything in `folder`."""
-    changed = {"--epochs": "1", "--seeds": "1", "--strategies": "gradient_averaging,dpsgd"}
-    words = [changed.get(before, word) for before, word in zip(["", *words], words, strict=False)]
-    names = {"an4", "DATA", "RUN", "OUT", "words.ctm"}
-    return [str(folder / word) if word.split("/")[0] in names else word for word in words]
+def scales_chosen_on_dev(folder: Path, decoded: str) -> int:
+    """Count the decodings of a split below a folder; each must have used a trigram with scales from dev."""
+    records = sorted(folder.glob(f"**/wer-{decoded}.json"))
+    for path in records:
+        record = json.loads(path.read_text())
+        assert record["grammar"] == "ngram" and record["tuning"]["split"] == "dev", path
+    return len(records)
 
 
 def test_an4(tmp_path: Path) -> None:
-    part_of_an4(tmp_path / "an4")
-    for words in commands_of("an4.md"):
-        ended = ended_within(400, alone(*shortened(words, tmp_path)[1:]))
-        assert ended.exit_code == 0, f"{shlex.join(words)}\n{ended.output}"
-    tuned = [*(tmp_path / "OUT").glob("**/wer-test.json"), tmp_path / "RUN" / "wer-test.json"]
-    assert len(tuned) == 3
-    for errors in tuned:
-        record = json.loads(errors.read_text())
-        assert record["grammar"] == "ngram" and record["tuning"]["split"] == "dev"
+    corpus = part_of_an4(tmp_path / "an4", slice(3, 5))
+    (corpus / "flac").symlink_to(shared_data("an4") / "flac")
+    (corpus / "lexicon.txt").symlink_to(shared_data("an4") / "lexicon.txt")
+    run_recipe("an4.md", tmp_path)
+    assert scales_chosen_on_dev(tmp_path, "test") == 3
     assert (tmp_path / "words.ctm").read_text().count("\n") > 0
+    assert (tmp_path / "OUT" / "compare" / "compare.html").is_file()
+
+
+def test_speechocean762(tmp_path: Path) -> None:
+    # Its layout with AN4's recordings: two Kaldi directories with paths that begin beside them.
+    repository = tmp_path / "speechocean762"
+    part_of_an4(repository / "train", slice(3, 5), slice(0, 40))
+    part_of_an4(repository / "test", slice(5, 9), slice(40, 50))
+    (repository / "flac").symlink_to(shared_data("an4") / "flac")
+    (repository / "resource").mkdir()
+    (repository / "resource" / "lexicon.txt").symlink_to(shared_data("an4") / "lexicon.txt")
+    run_recipe("speechocean762.md", tmp_path)
+    assert json.loads((repository / "RUN" / "wer-test.json").read_text())["unknown_words"] > 0
+    assert scales_chosen_on_dev(repository, "dev") == 3
+
+
+def german_folder(folder: Path) -> None:
+    """Write a folder for each of twelve voices, with sentences they say in German."""
+    colours, things = ("grüne", "weiße", "schöne", "große"), ("Tür", "Straße", "Bäume", "Füße")
+    espeak = Espeak()
+    for number in range(12):
+        voice = Voice(f"de+{'mf'[number % 2]}{number // 2 + 1}", 130 + 5 * number)
+        place = folder / f"sprecher{number}"
+        place.mkdir(parents=True)
+        for index in range(8):
+            words = ["zwölf", colours[(index + number) % 4], things[(index // 2 + number) % 4]]
+            samples = espeak.speak(words, voice, 1 + index).samples
+            soundfile.write(place / f"satz{index}.wav", samples, espeak.sampling_rate, subtype="PCM_16")
+            (place / f"satz{index}.txt").write_text(f"{' '.join(words)}.\n", encoding="utf-8")
+
+
+@needs_espeak
+def test_own_corpus(tmp_path: Path) -> None:
+    for name in ("CORPUS", "NEW", "OTHER"):
+        german_folder(tmp_path / name)
+    run_recipe("own-corpus.md", tmp_path)
+    assert "ü" in (tmp_path / "DATA" / "lexicon.txt").read_text(encoding="utf-8")
+    assert len((tmp_path / "words.txt").read_text(encoding="utf-8").splitlines()) == 96
+    assert (tmp_path / "TEST" / "data.json").is_file()
     assert (tmp_path / "OUT" / "compare" / "compare.html").is_file()
 
 

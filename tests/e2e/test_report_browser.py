@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from speechdp.report.sweep.report import write_report
-from tests.helpers.runs import MadeUpRun, realistic_sweep, write_sweep
+from tests.helpers.runs import MadeUpRun, add_newer_figures, realistic_sweep, write_sweep
 from tests.helpers.usage_files import GB, add_memory, write_samples
 
 pytest.importorskip("selenium", reason="selenium is not installed")
@@ -19,6 +20,7 @@ from tests.helpers.browser import (
     assert_follows_a_dark_setting,
     assert_loads_alone,
     assert_plot_texts_are_legible,
+    assert_plots_are_no_posters,
     assert_table_needs_no_scrolling,
     browser,
     needs_chromium,
@@ -90,8 +92,11 @@ def test_nothing_overflows_to_the_side(browser: webdriver.Chrome, page: Path, wi
 
 
 def test_the_realistic_table_fits_a_laptop(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    page = write_report(write_sweep(tmp_path / "sweep", realistic_sweep())).html
-    assert_table_needs_no_scrolling(browser, page)
+    runs = realistic_sweep()
+    sweep = write_sweep(tmp_path / "sweep", runs)
+    for run in runs:
+        add_newer_figures(sweep / run.name)
+    assert_table_needs_no_scrolling(browser, write_report(sweep).html)
 
 
 def test_the_data_path_is_shown_whole_on_a_laptop(browser: webdriver.Chrome, tmp_path: Path) -> None:
@@ -114,6 +119,18 @@ def test_plot_text_stays_inside_its_frame_and_legible(browser: webdriver.Chrome,
     for width in (1366, 390):
         open_page(browser, page, width)
         assert_plot_texts_are_legible(browser)
+
+
+@pytest.mark.parametrize("width", [1280, 900, 500])
+def test_a_plot_that_stands_alone_is_no_poster(browser: webdriver.Chrome, tmp_path: Path, width: int) -> None:
+    sweep = write_sweep(tmp_path / "sweep", realistic_sweep())
+    for path in sweep.glob("*/metrics.jsonl"):  # as a script's whose steps have no weight
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps({**line, "frames": None}) + "\n" for line in lines))
+    open_page(browser, write_report(sweep).html, width)
+    assert browser.find_elements(By.CSS_SELECTOR, "#plot-learning-time")
+    assert not browser.find_elements(By.CSS_SELECTOR, "#plot-learning-frames")
+    assert_plots_are_no_posters(browser)
 
 
 def test_a_heading_sorts_the_table(browser: webdriver.Chrome, page: Path) -> None:

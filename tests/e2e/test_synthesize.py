@@ -140,7 +140,7 @@ def test_part_of_a_split_and_data_without_recordings(
         (["one", "-o", "a.mp3"], "a.mp3: only WAV"),
         (["one", "-o", "nowhere/a.wav"], "no such folder"),
         (["one", "-o", "a" * 300 + ".wav"], "the name has 304 bytes; give one of at most 240"),
-        (["one", "-o", "a" * 300 + "/a.wav"], "cannot be used (File name too long)"),
+        (["one", "-o", "a" * 300 + "/a.wav"], "cannot be written (File name too long)"),
         (["drei §", "-o", "TMP/a.wav"], "'§'"),
         (["--data", "DATA", "--split", "nix"], "no split 'nix'"),
         (["--data", "DATA", "--max-utterances", "-1"], "--max-utterances -1"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
+import wave
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +17,9 @@ import torch
 from speechdp.cli.main import run as speechdp
 from speechdp.decode.recognise import DecodingOptions
 from speechdp.decode.transcribe import Transcriber, kept_data
+from speechdp.labels import decision_tree
 from speechdp.tasks.model_file import load_model
+from speechdp.train import tied_states
 from tests.helpers.corpora import some_fsdd
 
 OPTIONS = ("--layers", "1", "--cells", "32", "--epochs", "8", "--batch-size", "4", "--learning-rate", "0.01")
@@ -50,6 +55,7 @@ def test_a_file_is_heard_as_in_a_data_directory(
     ctm = tmp_path / "words.ctm"
     assert speechdp(["transcribe", str(trained.run), *files, "--ctm", str(ctm)]) == 0
     printed = capsys.readouterr()
+    assert ", peak memory " in printed.err
     hypotheses = (trained.run / "hypotheses" / "test.txt").read_text()
     assert sorted(printed.out.splitlines()) == sorted(hypotheses.splitlines())
     assert "real-time factor" in printed.err
@@ -64,13 +70,67 @@ def test_a_file_is_heard_as_in_a_data_directory(
     assert all(float(duration) > 0 and 0 <= float(sure) <= 1 for _, _, _, duration, _, sure in lines)
 
 
+def test_what_was_tuned_is_used_unless_something_is_given(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, recording = str(trained.run), str(trained.recordings[0])
+    assert speechdp(["transcribe", run, recording]) == 0
+    assert "as decode --tune-on" not in capsys.readouterr().err
+    before = (trained.run / "wer-test.json").read_bytes()
+    tuned = ["decode", run, str(trained.data), "--tune-on", "dev", "--backend", "serial"]
+    try:
+        assert speechdp(tuned) == 0
+        chosen = json.loads((trained.run / "wer-test.json").read_text())["tuning"]["chosen"]
+        capsys.readouterr()
+        assert speechdp(["transcribe", run, recording]) == 0
+        said = capsys.readouterr().err
+        assert f"speechdp: acoustic-scale {chosen['acoustic_scale']:g}, prior-scale " in said
+        assert "as decode --tune-on dev chose them" in said
+        assert speechdp(["transcribe", run, recording, "--lm-scale", "1"]) == 0
+        assert "as decode --tune-on" not in capsys.readouterr().err
+    finally:
+        (trained.run / "wer-test.json").write_bytes(before)
+        (trained.run / "tuned.json").unlink()
+
+
+def test_states_in_context(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that knows them hears files as in a data directory, and is judged on data prepared like it."""
+    monkeypatch.setattr(decision_tree, "_MIN_GAIN", 20.0)
+    monkeypatch.setattr(tied_states, "grow", functools.partial(decision_tree.grow, min_frames=20))
+    run = tmp_path / "run"
+    targets = ("--alignments", str(trained.run / "alignments" / "0"), "--context", "both")
+    assert speechdp(["train", str(trained.data), str(run), "--backend", "serial", *targets, *OPTIONS]) == 0
+    tying = load_model(run, torch.device("cpu")).tying
+    assert tying is not None and tying.num_classes > tying.inventory.num_classes
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for path in trained.recordings:
+        (corpus / path.name).symlink_to(path)
+    like = ["--like", str(run), "--workers", "1"]
+    assert speechdp(["prepare", str(corpus), str(tmp_path / "like"), *like]) == 0
+    assert speechdp(["decode", str(run), str(tmp_path / "like"), "--backend", "serial"]) == 0
+    capsys.readouterr()
+    files, ctm = [str(path) for path in trained.recordings], tmp_path / "words.ctm"
+    assert speechdp(["transcribe", str(run), *files, "--ctm", str(ctm)]) == 0
+    printed = capsys.readouterr().out
+    hypotheses = (run / "hypotheses" / "test.txt").read_text()
+    assert sorted(printed.splitlines()) == sorted(hypotheses.splitlines())
+    digits = ("zero", "one", "two", "three", "four")
+    right = [line.split()[1:] == [digits[int(line[0])]] for line in printed.splitlines()]
+    assert sum(right) > 0.6 * len(right), printed
+    sure = [float(line.split()[-1]) for line in ctm.read_text().splitlines()]
+    assert sure and all(0 <= value <= 1 for value in sure) and np.median(sure) > 0.3
+
+
 def test_a_long_recording_is_cut_and_its_times_go_on(trained: Trained, tmp_path: Path) -> None:
     pause = np.zeros(2400, np.float32)
     waves = [soundfile.read(path, dtype="float32")[0] for path in trained.recordings]
     starts = np.cumsum([0, *(len(wave) + len(pause) for wave in waves)]) / 8000
     joined = np.concatenate([part for wave in waves for part in (wave, pause)])
     soundfile.write(tmp_path / "long.wav", joined, 8000)
-    options = DecodingOptions(acoustic_scale=0.5)
+    options = DecodingOptions(acoustic_scale=0.5, nbest=4)
     model = load_model(trained.run, torch.device("cpu"))
     found = Transcriber(model, kept_data(trained.run), options, longest_s=2.0).transcribe(
         tmp_path / "long.wav", "long"
@@ -78,6 +138,10 @@ def test_a_long_recording_is_cut_and_its_times_go_on(trained: Trained, tmp_path:
     times = [(word.start_s, word.start_s + word.duration_s) for word in found.words]
     assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(times))
     assert found.duration_s == pytest.approx(starts[-1]) and times[-1][1] <= found.duration_s
+    costs = [each.cost for each in found.candidates]
+    assert 1 < len(costs) <= 4 and costs == sorted(costs)
+    assert found.candidates[0].words == tuple(word.word for word in found.words)
+    assert found.nbest().startswith(f"long-1 {costs[0]:.3f} ")
     # Nearly every recording has a word that was heard while it was spoken.
     middles = [(start + end) / 2 for start, end in times]
     heard = [any(a <= m < b for m in middles) for a, b in itertools.pairwise(starts)]
@@ -91,6 +155,9 @@ def test_what_cannot_be_transcribed(
     (tmp_path / "no.wav").write_text("no audio")
     (tmp_path / "out.txt").write_text("mine")
     (tmp_path / "empty").mkdir()
+    with wave.open(str(tmp_path / "short.wav"), "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes(bytes(20))
     kept = trained.run / "trained_on"
     for arguments, message in (
         ((run, recording, "-o", str(tmp_path / "out.txt")), "out.txt: exists; give another name"),
@@ -98,9 +165,12 @@ def test_what_cannot_be_transcribed(
         ((run, str(tmp_path / "empty")), "empty: holds no audio"),
         ((run, recording, recording, "--ctm", str(tmp_path / "ctm")), "are both named"),
         ((run, recording, "--longest", "0"), "--longest 0"),
+        ((run, recording, "--nbest", "3"), "--nbest N and --nbest-out FILE go together"),
+        ((run, recording, "--rescore-weight", "0.5"), "--rescore-weight goes with --rescore-lm FILE"),
         ((run, recording, "--longest", "inf"), "--longest inf"),
-        ((run, recording, "-o", str(tmp_path / "no" / "out.txt")), "no: no such folder"),
-        ((run, recording, "-o", str(tmp_path / "a"), "--ctm", str(tmp_path / "a")), "give two files"),
+        ((run, recording, "-o", str(tmp_path / "no" / "out.txt")), "no: no such folder; give a name in"),
+        ((run, recording, "--ctm", str(tmp_path / "no.wav" / "ctm")), "no.wav: is a file, not a folder"),
+        ((run, recording, "-o", str(tmp_path / "a"), "--ctm", str(tmp_path / "a")), "give one for each"),
     ):
         capsys.readouterr()
         assert speechdp(["transcribe", *arguments]) == 1
@@ -111,6 +181,10 @@ def test_what_cannot_be_transcribed(
     printed = capsys.readouterr()
     assert "no.wav: unreadable audio" in printed.err
     assert printed.out.startswith(trained.recordings[0].stem)  # the others are not lost
+    assert speechdp(["transcribe", run, str(tmp_path / "short.wav")]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "short\n" and "short.wav: too short to hold a word; leave it out" in printed.err
+    assert "1 recording, 0.0 s" in printed.err
     kept.rename(trained.run / "gone")
     try:
         assert speechdp(["transcribe", run, recording]) == 1

@@ -32,12 +32,14 @@ class Verdict:
         wrong: what was not as it should be; empty where all was.
         hung: whether processes had to be killed.
         happened: `went on`, `refused`, or `not reached` where the operation was not done this time.
+        seconds: from the start of the command to the end of the last of its processes.
     """
 
     point: Point
     wrong: list[str]
     hung: bool
     happened: str
+    seconds: float
 
 
 class Driver:
@@ -97,7 +99,7 @@ class Driver:
                 happened = "not reached"
             if wrong or self._keep_all:
                 place.keep(wrong)
-            return Verdict(point, wrong, end.hung, happened)
+            return Verdict(point, wrong, end.hung, happened, end.seconds)
 
     def try_order(self, rank: int, **settings: object) -> list[str]:
         """Run the case with an order to a rank's shim; return what is wrong unless it ends as ever."""

@@ -342,12 +342,12 @@ def _repeatable_in_threads(run_dir: Path) -> Iterator[dict[int, Tensor]]:
             return make(*arguments)
 
     def noted(
-        session: Session, task: Any, source: Any, folder: Path, model: torch.nn.Module, origin: Any
+        session: Session, options: Any, source: Any, folder: Path, model: torch.nn.Module, origin: Any
     ) -> None:
         if folder == run_dir:  # not a round of realignment
             flat = torch.cat([weights.detach().flatten() for weights in model.parameters()])
             parameters[session.comm.rank] = flat
-        save(session, task, source, folder, model, origin)
+        save(session, options, source, folder, model, origin)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "manual_seed", seed_alone)

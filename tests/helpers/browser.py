@@ -76,7 +76,8 @@ def assert_loads_alone(browser: webdriver.Chrome, page: Path) -> None:
     """Check that a page loads without a complaint and asks for nothing but itself."""
     open_page(browser, page, 1366)
     assert browser.get_log("browser") == []
-    assert [url for url in requested(browser) if url not in (page.as_uri(), "data:,")] == []
+    others = [url for url in requested(browser) if url != page.as_uri() and not url.startswith("data:")]
+    assert others == []
 
 
 def assert_fits_the_window(browser: webdriver.Chrome, page: Path, width: int) -> None:
@@ -92,6 +93,17 @@ def assert_plot_texts_are_legible(browser: webdriver.Chrome) -> None:
     outside, smallest = texts_out_of_frame(browser)
     assert outside == []
     assert smallest >= 6.5
+
+
+def assert_plots_are_no_posters(browser: webdriver.Chrome) -> None:
+    """Check that the texts of plots, but for wide bars, are no larger than the headings above them."""
+    sizes = script(
+        browser,
+        "return [...document.querySelectorAll('.plots svg')]"
+        ".map((s) => 10.5 * s.getBoundingClientRect().width / s.viewBox.baseVal.width)",
+    )
+    assert sizes
+    assert max(sizes) < 17
 
 
 def assert_table_needs_no_scrolling(browser: webdriver.Chrome, page: Path) -> None:

@@ -51,13 +51,17 @@ def run_horovodrun(size: int, program: Sequence[str | Path], *, timeout_s: float
 
 
 def run_job(
-    command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+    cwd: Path = REPOSITORY,
 ) -> Ended:
     """Run `command` in a process group of its own; on a time-out kill the group and fail with its output."""
     # A new session keeps the launcher and its ranks together, apart from pytest.
     with subprocess.Popen(
         command,
-        cwd=REPOSITORY,
+        cwd=cwd,
         env={**job_environment(), **(env or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

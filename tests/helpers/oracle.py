@@ -15,6 +15,7 @@ from speechdp.data.shards.shard import ShardHeader, ShardWriter, Utterance
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.labels.hmm import StateInventory, flat_alignment, log_priors
 from speechdp.labels.lexicon import lexicon_for
+from speechdp.labels.state_tying import StateTying
 
 FEATURES = FeatureConfig(num_mel_bins=4, dtype="float32")
 
@@ -41,6 +42,7 @@ class Oracle:
     class_log_prior: Tensor
     self_loop: Tensor
     config: dict[str, object]
+    tying: StateTying | None = None
 
 
 def oracle(num_classes: int) -> Oracle:
@@ -57,6 +59,11 @@ class Spoken:
     text: str
     said: str
     num_frames: int = 40
+    speaker: str = "s"
+
+
+def _num_speakers(shards: Sequence[Sequence[Spoken]]) -> int:
+    return len({spoken.speaker for shard in shards for spoken in shard})
 
 
 def write_dataset(path: Path, shards: Sequence[Sequence[Spoken]], split: str = "test") -> Dataset:
@@ -80,9 +87,11 @@ def write_dataset(path: Path, shards: Sequence[Sequence[Spoken]], split: str = "
                 features = np.zeros((spoken.num_frames, FEATURES.feature_dim), np.float32)
                 features[:, 0] = classes
                 targets = np.zeros(spoken.num_frames, np.int32)
-                writer.add(Utterance(spoken.utterance_id, "s", spoken.text, features, targets))
+                writer.add(Utterance(spoken.utterance_id, spoken.speaker, spoken.text, features, targets))
         entries.append(ShardEntry(file.name, writer.num_utterances, writer.num_frames, writer.index_sha256))
     num_utterances = sum(entry.utterances for entry in entries)
-    whole = SplitEntry(tuple(entries), num_utterances, sum(entry.frames for entry in entries), 1)
+    whole = SplitEntry(
+        tuple(entries), num_utterances, sum(entry.frames for entry in entries), _num_speakers(shards)
+    )
     Manifest(8000, FEATURES, inventory.num_classes, "flat", "given", {split: whole}).write(path)
     return Dataset.open(path)

@@ -8,23 +8,13 @@ import numpy as np
 
 from speechdp.data.shards.dataset import Dataset, Manifest, ShardEntry, SplitEntry
 from speechdp.data.shards.shard import ShardWriter, Utterance
-from speechdp.data.signal.features import FeatureConfig
 from speechdp.labels.symbols import SymbolInventory
 from speechdp.options.batch import BatchOptions
 from speechdp.options.model import ModelOptions
 from speechdp.options.run import TrainOptions
+from speechdp.testing.tasks import TINY_SPECTROGRAMS
 from tests.helpers.tiny_data import TinySizes
 
-SPECTROGRAM = FeatureConfig(
-    kind="spectrogram",
-    num_mel_bins=6,
-    num_fft=16,
-    frame_length_ms=2.0,
-    frame_shift_ms=0.5,
-    preemphasis=0.97,
-    mean_normalise=False,
-    variance_normalise=False,
-)
 #: Options of a synthesis run on these data, the smallest that command line and library take.
 TINY_SYNTHESIS = TrainOptions(
     ModelOptions(reduction=2), BatchOptions(batch_size=4), task="synthesis", epochs=2
@@ -41,8 +31,8 @@ def write_tiny_speech(path: Path, sizes: TinySizes = _SIZES, seed: int = 0) -> D
     inventory.save(path / "symbols.json")
     inventory.save_classes(path / "classes.txt")
     rng = np.random.default_rng(seed)
-    sounds = rng.random((inventory.num_symbols, SPECTROGRAM.feature_dim))
-    manifest = Manifest(8000, SPECTROGRAM, inventory.num_symbols, "text", "given", {}, "spectrograms")
+    sounds = rng.random((inventory.num_symbols, TINY_SPECTROGRAMS.feature_dim))
+    manifest = Manifest(8000, TINY_SPECTROGRAMS, inventory.num_symbols, "text", "given", {}, "spectrograms")
     splits = {}
     for split in ("train", "dev", "test"):
         utterances = [
@@ -57,7 +47,9 @@ def write_tiny_speech(path: Path, sizes: TinySizes = _SIZES, seed: int = 0) -> D
                     writer.add(utterance)
             entries.append(ShardEntry.of(writer))
         splits[split] = SplitEntry.of(entries, (u.speaker for u in utterances))
-    Manifest(8000, SPECTROGRAM, inventory.num_symbols, "text", "given", splits, "spectrograms").write(path)
+    Manifest(8000, TINY_SPECTROGRAMS, inventory.num_symbols, "text", "given", splits, "spectrograms").write(
+        path
+    )
     return Dataset.open(path)
 
 

@@ -19,6 +19,7 @@ _CAUSAL = ModelOptions(layers=2, cells=6, dropout=0.3, bidirectional=False, proj
 _BATCHES = BatchOptions(batch_size=2)
 _CHUNKS = BatchOptions(batch_size=4, chunk_frames=8, left_context=3)
 _SGD = OptimizerOptions("sgd", weight_decay=0.01, warmup_epochs=0.5, anneal_from=1)
+_ANNEALED = OptimizerOptions("adam", learning_rate=0.01, warmup_epochs=0.3, anneal_from=1)
 _ADAM = OptimizerOptions("adam", learning_rate=0.01)
 _ADAMW = OptimizerOptions("adamw", weight_decay=0.01, max_gradient_norm=0.0)
 
@@ -48,6 +49,7 @@ CASES = {
     "adaptive": _options(
         "adaptive_averaging:period=3,begin=2,interval=5,learning_rate=scale", _MODEL, _BATCHES, _SGD
     ),
+    "quadratic": _options("adaptive_averaging:rule=qsr,alpha=0.025,period=2", _MODEL, _BATCHES, _ANNEALED),
     "block-momentum": _options("bmuf:period=3,nesterov=true", _CAUSAL, _CHUNKS, _SGD),
     "diloco": _options("diloco:period=5", _DEEPER, _BATCHES, _ADAMW),
     "frames": _options("model_averaging:period=150f,momentum=reset", _DEEPER, _BATCHES, _ADAMW),

@@ -74,7 +74,11 @@ def test_a_stop_signal_ends_a_script_in_one_line(tmp_path: Path) -> None:
         running.signal(signal.SIGTERM)
         ended = running.finish()
     assert ended.exit_code == 128 + signal.SIGTERM, ended.output
-    assert ended.stderr.splitlines() == ["speechdp launch: the job was stopped by SIGTERM"]
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("speechdp launch: the job was stopped by SIGTERM; last checkpoint: ")
+    assert line.endswith(
+        "; the same command continues from what the script saves and loads itself (docs/api.md)"
+    )
 
 
 def test_a_script_saves_at_a_stop_signal_and_goes_on_from_there(tmp_path: Path) -> None:
@@ -87,7 +91,11 @@ def test_a_script_saves_at_a_stop_signal_and_goes_on_from_there(tmp_path: Path) 
         running.signal(signal.SIGTERM)
         ended = running.finish()
     assert ended.exit_code == exit_codes.STOPPED, ended.output
-    assert ended.stderr.splitlines() == ["speechdp launch: the job was stopped by SIGTERM"]
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(
+        f"speechdp launch: the job was stopped by SIGTERM; last checkpoint: {folder}/checkpoints/step-"
+    )
+    assert line.endswith("; the script has saved: the same command continues")
     stopped = re.findall(r"rank (\d) stops after step (\d+)", ended.stdout)
     assert sorted(rank for rank, _ in stopped) == ["0", "1"] and len({step for _, step in stopped}) == 1
     assert not read_run(folder).completed

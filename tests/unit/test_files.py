@@ -137,7 +137,7 @@ def test_every_error_has_its_own_remedy() -> None:
         errno.EDQUOT: "free some space",
         errno.EIO: "look at the disk (the kernel's log on that host says what failed)",
         errno.ESTALE: "see that the network disk is mounted and answers",
-        errno.ENOENT: "see that nothing removes or moves its folder",
+        errno.ENOENT: "see that nothing removes or moves its folder, and that it can hold files",
         errno.EACCES: "permit writing there",
         errno.EROFS: "have the disk mounted for writing",
         errno.EXDEV: "look at the disk and the folder's rights",

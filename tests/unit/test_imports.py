@@ -18,7 +18,7 @@ PACKAGE = Path(speechdp.__file__).parent
 #: Rooms from the bottom up: each imports itself and those above it in this table, lazily or not.  Rooms of
 #: a line know nothing of each other.  Single files stand for themselves.  docs/architecture.md repeats it.
 ORDER = """
-exit_codes json_input remedies
+counting exit_codes json_input remedies
 errors
 files extensions
 jsonl
@@ -48,7 +48,7 @@ synthesis
 experiments
 experiments/compare
 experiments/sweep experiments/profile
-report/sweep report/compare report/profile doctor
+report/sweep report/compare report/profile report/decoding doctor
 cli/support
 cli
 __main__

@@ -31,7 +31,7 @@ OPTIONS = re.compile(r"--(resume|overwrite|hang-timeout|backend|device|max-steps
 #: Imported by scripts, too, but what names options there happens in commands alone.
 OF_COMMANDS = {
     "remedies.py": {"going_on", "backend", "device", "longer_wait"},
-    "parallel/run_files.py": {"check_same"},
+    "parallel/run_files.py": {"check_same", "_reading_record"},
     "comm/base.py": {"packets", "tolerate_loss"},
     "comm/loss_tolerance.py": {"__init__", "leader_lost", "broadcast"},
     "comm/mpi/communicator.py": {"peers"},

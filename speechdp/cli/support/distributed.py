@@ -23,6 +23,7 @@ from speechdp.comm.startup.failure import guard
 from speechdp.comm.startup.feeder_roles import Roles
 from speechdp.comm.startup.start_guard import StartGuard
 from speechdp.comm.startup.world import check_sum, check_world, versions
+from speechdp.counting import counted
 from speechdp.data.shards.dataset import Dataset
 from speechdp.feeding.fed_source import Feeders
 from speechdp.feeding.feeders import open_link, serve_trainers
@@ -201,11 +202,7 @@ def _welcome(comm: Communicator, device: torch.device, hosts: list[str], num_fee
         compute = torch.cuda.get_device_name(device)
     elif torch.cuda.is_available():
         compute = "CPU (as asked for)"
-    ranks = _counted(comm.size, "rank")
+    ranks = counted(comm.size, "rank")
     if num_feeders:
-        ranks += f" and {_counted(num_feeders, 'feeder')}"
+        ranks += f" and {counted(num_feeders, 'feeder')}"
     return f"speechdp {speechdp.__version__}: {ranks} on {where}, back-end {comm.backend}, {compute}"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"1 {what}" if number == 1 else f"{number} {what}s"

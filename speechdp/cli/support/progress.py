@@ -49,16 +49,18 @@ def _bars(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 
 
 class _Lines:
-    """Print a line per stage, and one every ten seconds while it lasts."""
+    """Print a line as a stage begins, one every ten seconds while it lasts, and one when all is done."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._last = -_LINE_EVERY_S
         self._stage = ""
+        self._is_whole = False
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if stage == self._stage and now - self._last < _LINE_EVERY_S:
+        is_new, was_whole, self._is_whole = stage != self._stage, self._is_whole, done >= total
+        if not is_new and (was_whole or (not self._is_whole and now - self._last < _LINE_EVERY_S)):
             return
         self._stage, self._last = stage, now
         self._console.print(f"{stage}: {done} of {total}", highlight=False)

@@ -17,6 +17,7 @@ from speechdp.options.shown import shown
 if TYPE_CHECKING:
     from speechdp.experiments.compare.script_training import UserScript
     from speechdp.experiments.jobs import JobStarter
+    from speechdp.ownership.overwrite import FolderKind
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,11 @@ class ScriptOptions:
     """More options for `speechdp launch`, quoted as one argument: "--launcher horovodrun"."""
     threads: Annotated[int | None, shown("N", "cores / largest number of ranks, at least 1")] = None
     """CPU threads of each rank, the same in all runs."""
-    target: Annotated[float | None, shown("VALUE", "a value that most runs reached")] = None
-    """Report the time each run took until the metric reached this value."""
+    target: Annotated[
+        float | None,
+        shown("VALUE", "the best value that all runs reached; in a comparison three quarters of them"),
+    ] = None
+    """Report the time each run took to reach this value of the metric."""
 
     def check(self) -> None:
         """Refuse what no run could do anything with.  Raises ConfigError."""
@@ -82,25 +86,24 @@ def say_how_many_failed(failed: int, runs: int, out: Path, what: str = "runs") -
 
 @contextmanager
 def owned_folder(
-    out: Path, command: str, say: Callable[[str], None], records: Sequence[str], *, overwrite: bool
+    out: Path, command: str, say: Callable[[str], None], kind: FolderKind, *, overwrite: bool
 ) -> Iterator[None]:
     """Own a folder for the block, emptied before if asked.
 
     Args:
         command: of the user, for messages.
         say: takes a line of news.
-        records: files of which such a folder has one.
+        kind: what the command writes.
         overwrite: delete what is in it.
 
     Raises:
-        ConfigError: it must not be overwritten.
+        ConfigError: it is a folder of another command, or must not be overwritten.
     """
     from speechdp.comm.startup.folder_owner import owner_of  # noqa: PLC0415
-    from speechdp.ownership.overwrite import check_overwrite, empty  # noqa: PLC0415
+    from speechdp.ownership.overwrite import check_kind, check_overwrite, empty  # noqa: PLC0415
 
-    if overwrite:
-        check_overwrite(out, records, f"with a {records[0]}")
+    (check_overwrite if overwrite else check_kind)(out, kind)
     with owner_of(out, command, say) as owner:
-        if overwrite:
-            empty(owner, records)
+        if overwrite and (stays := empty(owner, kind)):
+            say(stays)
         yield

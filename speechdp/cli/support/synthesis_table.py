@@ -58,6 +58,5 @@ def _mean(value: Mean, unit: str = "") -> tuple[str, str]:
 
 
 def _errors(wer: WerResult) -> tuple[str, str, str]:
-    errors = wer.insertions + wer.deletions + wer.substitutions
     interval = f"{100 * wer.wer_low:.1f} to {100 * wer.wer_high:.1f}"
-    return f"{100 * wer.wer:.1f} %", interval, f"{errors:,} of {wer.words:,} words"
+    return f"{100 * wer.wer:.1f} %", interval, f"{wer.errors:,} of {wer.words:,} words"

@@ -10,6 +10,7 @@ from pathlib import Path
 from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER, Corpus, CorpusUtterance, file_lines
 from speechdp.data.corpora.kaldi_dir import PLAIN_RULES, ReadingRules, left_out, read_table
 from speechdp.errors import ConfigError
+from speechdp.files import why_no_folder
 from speechdp.labels.lexicon import digit_words
 from speechdp.labels.text_normalise import plain_transcript
 
@@ -68,7 +69,9 @@ def find_audio(source: Path) -> list[Path]:
         ConfigError: no such folder, or no audio in it.
     """
     if not source.is_dir():
-        raise ConfigError(f"{source}: no such folder; give a Kaldi data directory or a folder of audio")
+        raise ConfigError(
+            f"{source}: {why_no_folder(source)}; give a Kaldi data directory or a folder of audio"
+        )
     files = sorted(
         path
         for path in source.rglob("*")
@@ -91,7 +94,7 @@ def _by_pattern(source: Path, files: list[Path], pattern: str) -> Corpus:
                 f"{file}: its name does not match --pattern '{pattern}'; move it away or rename it"
             )
         matches.append((file, match))
-    ids = _utterance_ids(source, files)
+    ids = recording_names(source, files)
     return Corpus.of(source, (_labelled(ids[file], file, match.groupdict()) for file, match in matches))
 
 
@@ -124,8 +127,8 @@ def _labelled(utterance_id: str, file: Path, fields: dict[str, str]) -> CorpusUt
     )
 
 
-def _utterance_ids(source: Path, files: list[Path]) -> dict[Path, str]:
-    """Name each file by its stem, or by its path below the source where stems repeat."""
+def recording_names(source: Path, files: list[Path]) -> dict[Path, str]:
+    """Name each file by its stem, or by its path below the source where stems repeat; without blanks."""
     counts = Counter(file.stem for file in files)
     repeated = any(count > 1 for count in counts.values())
     return {
@@ -152,7 +155,7 @@ def _by_trans_txt(source: Path, files: list[Path], rules: ReadingRules) -> Corpu
 
 
 def _by_text_beside(source: Path, files: list[Path], rules: ReadingRules) -> Corpus:
-    ids = _utterance_ids(source, files)
+    ids = recording_names(source, files)
     texts: dict[str, str] = {}
     for file in files:
         path = file.with_suffix(".txt")
@@ -174,7 +177,7 @@ def _with_transcripts(
     kind: str,
     rules: ReadingRules,
 ) -> Corpus:
-    ids = _utterance_ids(source, files)
+    ids = recording_names(source, files)
     by_id = {ids[file]: file for file in files}
     normalised = {utterance: plain_transcript(text) for utterance, text in texts.items()}
     lost = sorted(texts.keys() - by_id.keys())

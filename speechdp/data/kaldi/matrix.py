@@ -74,7 +74,8 @@ def rows_of_segments(
 
     Args:
         table: features by recording; those that are there already by utterance are returned as they are.
-        segments: the stretch of each utterance; what it lacks is left out.
+        segments: the stretch of each utterance; what it lacks is left out, and what is in a file that does
+            not exist is returned whole, for the caller to miss.
         frame_shift_s: seconds between frames.
         path: of the segments, for messages.
 
@@ -84,7 +85,7 @@ def rows_of_segments(
     if not table.keys().isdisjoint(segments):
         return dict(table)
     frames_per_s = 1.0 / frame_shift_s
-    lengths: dict[str, int] = {}
+    lengths: dict[str, int | None] = {}
     cut = {}
     for utterance, segment in segments.items():
         recording = segment.recording
@@ -92,8 +93,11 @@ def rows_of_segments(
         if place is None:
             continue
         if recording not in lengths:
-            lengths[recording] = num_rows(place, recording)
+            lengths[recording] = num_rows(place, recording) if place.path.exists() else None
         num = lengths[recording]
+        if num is None:
+            cut[utterance] = place
+            continue
         start = int(segment.start_s * frames_per_s)
         end = num if segment.end_s is None else int(segment.end_s * frames_per_s)
         if start >= num or end >= num + int(MAX_OVERSHOOT_S * frames_per_s) or start >= end:

@@ -18,6 +18,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.extents import DatasetTable, Extents
 from speechdp.data.shards.shard import Shard
 from speechdp.errors import ShardError
+from speechdp.labels.state_tying import tying_in
 
 IntArray = npt.NDArray[np.int64]
 
@@ -33,6 +34,8 @@ class SplitFiles:
 
     def __init__(self, dataset: Dataset, split: str, alignments: Path | None) -> None:
         self._dataset, self._split, self._alignments = dataset, split, alignments
+        tying = tying_in(alignments)
+        self._num_classes = dataset.num_classes if tying is None else tying.num_classes
         self.num_shards = len(dataset.shard_paths(split))
         self.dtype = getattr(torch, dataset.features.dtype)
         self._lock = threading.Lock()
@@ -116,6 +119,11 @@ class SplitFiles:
         if self._alignments is None:
             return _OpenedFiles(shard, (shard.reader, shard.targets_place))
         file = open_targets(self._alignments / shard.path.name, shard)
+        if file.num_classes != self._num_classes:
+            raise ShardError(
+                f"{file.path}: has targets of {file.num_classes} classes, its folder is of "
+                f"{self._num_classes}; delete the folder and make it again"
+            )
         return _OpenedFiles(shard, file.dataset, file)
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from speechdp.data.shards.dataset import LM_RECORD_NAME, Dataset
 from speechdp.data.shards.layout import printable
-from speechdp.decode.language_model import GrammarFst, LanguageModel, read_language_model, save_language_model
+from speechdp.decode.language_model import GrammarFst, LanguageModel, read_respelled, save_language_model
 from speechdp.errors import ConfigError
-from speechdp.files import write_text_atomically
+from speechdp.files import record_cannot_be_read, write_text_atomically
 from speechdp.json_input import parse_json
 from speechdp.labels.lexicon import Lexicon
 from speechdp.language.kneser_ney import estimate
-from speechdp.language.ngram import END, UNKNOWN_NAMES, NgramModel, TextFit
+from speechdp.language.ngram import NgramModel, TextFit
 from speechdp.options.prepare import LanguageModelOptions
 
 _FORMAT, _VERSION = "speechdp-language-model", 1
@@ -82,26 +82,11 @@ def take_over_language_model(path: Path, lexicon: Lexicon, texts: Texts) -> Prep
     Raises:
         ConfigError: it cannot be read, or does not say how probable the end of a sentence is.
     """
-    given = read_language_model(path)
-    if isinstance(given, NgramModel) and (END,) not in given.log10_probs:
-        raise ConfigError(f"{path}: has no 1-gram {END}, the end of a sentence; make it on whole sentences")
-    words = given.words.difference(UNKNOWN_NAMES)
-    recognised = set(lexicon.recognised_words)
-
-    def spelling(word: str) -> str | None:
-        spelt = None if word in UNKNOWN_NAMES else lexicon.spelling_of(word)
-        return spelt if spelt in recognised else None
-
-    model = given.respelled(spelling)
-    if not model.words:
+    found = read_respelled(path, lexicon)
+    if found is None:
         return None
-    missing = sorted(recognised - model.words)
-    if isinstance(given, NgramModel) and isinstance(model, NgramModel) and missing:
-        unknown = next((name for name in UNKNOWN_NAMES if name in given.words), None)
-        if unknown is not None:
-            model, missing = model.with_words(missing, given.log10_probs[unknown,]), []
-    left_out = sum(spelling(word) is None for word in words)
-    return _measured(model, {"source": path.name, "left_out": left_out, "without_entry": len(missing)}, texts)
+    origin = {"source": path.name, "left_out": found.left_out, "without_entry": found.without_entry}
+    return _measured(found.model, origin, texts)
 
 
 def _measured(model: LanguageModel, origin: Mapping[str, Any], texts: Texts) -> PreparedLanguageModel:
@@ -138,7 +123,7 @@ def describe_language_model(dataset: Dataset) -> list[str]:
             raise ValueError(f"it is {values['format']!r}, version {values['version']!r}")
         return [_model_line(values), *(_split_line(name, fit) for name, fit in values["splits"].items())]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: damaged ({error!r}); prepare the data again") from error
+        raise ConfigError(record_cannot_be_read(path, error, "prepare the data again")) from error
 
 
 def _model_line(values: Mapping[str, Any]) -> str:

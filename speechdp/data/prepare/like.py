@@ -22,15 +22,9 @@ from speechdp.data.prepare.language_model import (
 from speechdp.data.prepare.reading import read_whole_corpus
 from speechdp.data.prepare.recognition import FlatShard, frames_of, lengths_of, read_samples, stored_utterance
 from speechdp.data.prepare.vocabulary import plainly_spelt
-from speechdp.data.shards.dataset import (
-    ARPA_NAME,
-    GRAMMAR_NAME,
-    MANIFEST_NAME,
-    UNALIGNED,
-    Dataset,
-    Manifest,
-)
+from speechdp.data.shards.dataset import FLAT, MANIFEST_NAME, UNALIGNED, Dataset, Manifest
 from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Utterance
+from speechdp.decode.language_model import language_model_path
 from speechdp.errors import ConfigError, ShardError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.kaldi_pdfs import KaldiPdfs, classes_of
@@ -93,7 +87,7 @@ def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress)
         like.sampling_rate,
         like.features,
         like.num_classes,
-        "flat" if is_aligned else UNALIGNED,
+        FLAT if is_aligned else UNALIGNED,
         divided.rule,
         {},
         stored=options.store,
@@ -167,7 +161,7 @@ def _language_model(
     """Return the language model, that of the model's data where nothing else is asked for, and notices."""
     if options.for_language_model != LanguageModelOptions():
         return prepare_language_model(options.for_language_model, lexicon, texts), ()
-    path = next((p for p in (like.path / ARPA_NAME, like.path / GRAMMAR_NAME) if p.exists()), None)
+    path = language_model_path(like.path)
     if path is None:
         return None, ()
     model = take_over_language_model(path, lexicon, texts)

@@ -17,7 +17,7 @@ from speechdp.data.prepare.language_model import PreparedLanguageModel, prepare_
 from speechdp.data.prepare.plausibility import SpokenLength, warn_of_lengths
 from speechdp.data.prepare.reading import read_whole_corpus
 from speechdp.data.prepare.vocabulary import choose_vocabulary, given_lexicon, plainly_spelt
-from speechdp.data.shards.dataset import Manifest
+from speechdp.data.shards.dataset import FLAT, Manifest
 from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Utterance
 from speechdp.data.signal.audio import AudioSource, edge_silence, read_audio, to_int16
 from speechdp.data.signal.compute import compute_features
@@ -66,7 +66,7 @@ def read_corpus_for_recognition(options: PrepareOptions, scratch: Path, progress
     corpus = read_whole_corpus(options, scratch, progress)
     given = given_lexicon(options.lexicon)
     division = divide(plainly_spelt(corpus, given), options)
-    vocabulary = choose_vocabulary(division.splits, options.lexicon, given, options.unknown_words)
+    vocabulary = choose_vocabulary(division.splits, options, given)
     lexicon = vocabulary.lexicon
     texts = {name: [u.words for u in utterances] for name, utterances in vocabulary.splits.items()}
     model = prepare_language_model(options.for_language_model, lexicon, texts)
@@ -78,7 +78,7 @@ def read_corpus_for_recognition(options: PrepareOptions, scratch: Path, progress
     states = States(lexicon, features, rate, model)
     dealt = deal_splits(divided.splits, lambda u: num_frames[u.audio], options.shards, options.seed)
     return Contents(
-        manifest=states.manifest("flat", divided.rule, options),
+        manifest=states.manifest(FLAT, divided.rule, options),
         shards={
             name: [FlatShard.of(part, lexicon, states.inventory) for part in parts]
             for name, parts in dealt.items()

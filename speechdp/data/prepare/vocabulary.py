@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from speechdp.counting import counted
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
 from speechdp.errors import ConfigError
+from speechdp.labels.g2p import guess_pronunciations
 from speechdp.labels.lexicon import (
     UNKNOWN_WORD,
     Lexicon,
@@ -17,8 +19,8 @@ from speechdp.labels.lexicon import (
     is_mark,
     refuse_unknown,
 )
-from speechdp.labels.text_normalise import plain_transcript
-from speechdp.options.prepare import GRAPHEMES, UnknownWords
+from speechdp.labels.text_normalise import without_punctuation
+from speechdp.options.prepare import GRAPHEMES, PrepareOptions
 
 Splits = Mapping[str, Sequence[CorpusUtterance]]
 
@@ -53,7 +55,7 @@ def plainly_spelt(corpus: Corpus, given: Lexicon | None) -> Corpus:
 
 def _plain_spelling(word: str, lexicon: Lexicon) -> str:
     """Return the words that stand for one of a transcript: several where a dash joins them, or none."""
-    plain = plain_transcript(word)
+    plain = without_punctuation(word)
     whole = lexicon.spelling_of(word) or lexicon.spelling_of(plain)
     if whole is not None:
         return whole
@@ -62,20 +64,18 @@ def _plain_spelling(word: str, lexicon: Lexicon) -> str:
     return " ".join(lexicon.spelling_of(part) or part for part in plain.split())
 
 
-def choose_vocabulary(
-    splits: Splits, choice: Path | None, given: Lexicon | None, policy: UnknownWords
-) -> Vocabulary:
+def choose_vocabulary(splits: Splits, options: PrepareOptions, given: Lexicon | None) -> Vocabulary:
     """Find pronunciations: all of a lexicon that is given, else those of the training words.
 
     Args:
         splits: the corpus, divided.
-        choice: what the user gives as --lexicon.
-        given: the lexicon in that file, if it is one.
-        policy: what becomes of training words without pronunciation.
+        options: the lexicon, and what becomes of training words without pronunciation.
+        given: the lexicon in the file that the user gives, if it is one.
 
     Raises:
         ConfigError: there are such words, and they are to be refused; or nothing is left to train on.
     """
+    choice, policy = options.lexicon, options.unknown_words
     training = splits.get("train", ())
     words = {word for utterance in training for word in utterance.words}
     if given is not None:
@@ -85,22 +85,38 @@ def choose_vocabulary(
     else:
         lexicon, remedy = built_in_pronunciations(words)
     unknown = sorted(words - lexicon.pronunciations.keys())
+    guessed: tuple[str, ...] = ()
+    if unknown and policy == "g2p":
+        lexicon, guessed = _guessed(unknown, lexicon, options.g2p_model)
+        unknown = [word for word in unknown if word not in lexicon]
+        remedy = f"g2p knows none either; {remedy}"
     chosen = {name: list(utterances) for name, utterances in splits.items()}
     notices: tuple[str, ...] = ()
-    if unknown and policy == "refuse":
+    if unknown and policy in ("refuse", "g2p"):
         refuse_unknown(unknown, f"{remedy}; or train without them by --unknown-words unk or skip")
     elif unknown and policy == "unk":
         lexicon = lexicon.with_unknown()
         notices = (f"{_shown(unknown)} without a pronunciation in train: {UNKNOWN_WORD}",)
     elif unknown:
         chosen["train"] = [u for u in training if all(word in lexicon for word in u.words)]
-        left_out = len(training) - len(chosen["train"])
-        notices = (
-            f"left out of train: {left_out} utterances with {_shown(unknown)} without a pronunciation",
-        )
+        left_out = counted(len(training) - len(chosen["train"]), "utterance")
+        notices = (f"left out of train: {left_out} with {_shown(unknown)} without a pronunciation",)
         if not chosen["train"]:
             raise ConfigError(f"every utterance of train has words without a pronunciation; {remedy}")
-    return Vocabulary(lexicon, chosen, (*notices, *_out_of_vocabulary(chosen, lexicon)))
+    return Vocabulary(lexicon, chosen, (*guessed, *notices, *_out_of_vocabulary(chosen, lexicon)))
+
+
+def _guessed(words: Sequence[str], lexicon: Lexicon, model: Path | None) -> tuple[Lexicon, tuple[str, ...]]:
+    """Return a lexicon with the pronunciations that g2p finds, and what to tell the user of them."""
+    found = guess_pronunciations(words, lexicon, model)
+    if not found:
+        return lexicon, ()
+    shown = [f"{word} = {' '.join(phones)}" for word, phones in list(found.items())[:_MAX_NAMED]]
+    more = ", ..." if len(found) > _MAX_NAMED else ""
+    return lexicon.with_words(found), (
+        f"pronunciations guessed (g2p) for {counted(len(found), 'word')} of train: {', '.join(shown)}{more}; "
+        "lexicon.txt has all",
+    )
 
 
 def _out_of_vocabulary(splits: Splits, lexicon: Lexicon) -> tuple[str, ...]:
@@ -122,4 +138,4 @@ def _out_of_vocabulary(splits: Splits, lexicon: Lexicon) -> tuple[str, ...]:
 
 def _shown(words: Sequence[str]) -> str:
     more = ", ..." if len(words) > _MAX_NAMED else ""
-    return f"{len(words)} word(s) ({', '.join(words[:_MAX_NAMED])}{more})"
+    return f"{counted(len(words), 'word')} ({', '.join(words[:_MAX_NAMED])}{more})"

@@ -24,7 +24,13 @@ TARGETS_VERSION = 1
 _AGAIN = "delete it and align again"
 
 
-def write_targets(path: Path, shard: Shard, targets: Sequence[npt.NDArray[np.int32]], alignment: str) -> None:
+def write_targets(
+    path: Path,
+    shard: Shard,
+    targets: Sequence[npt.NDArray[np.int32]],
+    alignment: str,
+    num_classes: int | None = None,
+) -> None:
     """Write new targets for every utterance of a shard, atomically.
 
     Args:
@@ -32,6 +38,7 @@ def write_targets(path: Path, shard: Shard, targets: Sequence[npt.NDArray[np.int
         shard: the shard the targets belong to.
         targets: per utterance (T,) class indices, T as in the shard.
         alignment: where they come from, e.g. "realigned-1".
+        num_classes: of the targets; None: as many as the shard says.
 
     Raises:
         ShardError: the disk is full or cannot be written.
@@ -48,6 +55,8 @@ def write_targets(path: Path, shard: Shard, targets: Sequence[npt.NDArray[np.int
             file.attrs["version"] = TARGETS_VERSION
             file.attrs["shard_index_sha256"] = shard.index_sha256
             file.attrs["alignment"] = alignment
+            if num_classes is not None:
+                file.attrs["num_classes"] = num_classes
             file.attrs["crc32_sha256"] = _sha256(crc32, shard.index_sha256, alignment)
             file["crc32"] = crc32
             file["targets"] = np.concatenate([np.empty(0, dtype="<i4"), *arrays])
@@ -61,12 +70,13 @@ class TargetsFile:
     Attributes:
         path: the file.
         alignment: where the targets come from, e.g. "realigned-1".
+        num_classes: of the targets.
     """
 
     def __init__(self, path: Path, shard: Shard) -> None:
         self.path = path
         self._shard = shard
-        self.alignment, self._crc32, self._place = _read_head(path, shard)
+        self.alignment, self.num_classes, self._crc32, self._place = _read_head(path, shard)
         self._reader = RowReader(path)
         self._verified = np.zeros(shard.num_utterances, dtype=bool)
 
@@ -86,8 +96,8 @@ class TargetsFile:
             self.read(utterance)
 
     def check_targets(self) -> None:
-        """Read all targets.  Raises ShardError on the first that is outside the shard's classes."""
-        check_targets(self.path, self.dataset, self._shard, _AGAIN)
+        """Read all targets.  Raises ShardError on the first that is outside the classes."""
+        check_targets(self.path, self.dataset, self._shard, self.num_classes, _AGAIN)
 
     @property
     def dataset(self) -> tuple[RowReader, ArrayPlace]:
@@ -118,7 +128,7 @@ def open_targets(path: Path, shard: Shard) -> TargetsFile:
     return TargetsFile(path, shard)
 
 
-def _read_head(path: Path, shard: Shard) -> tuple[str, npt.NDArray[np.uint32], ArrayPlace]:
+def _read_head(path: Path, shard: Shard) -> tuple[str, int, npt.NDArray[np.uint32], ArrayPlace]:
     try:
         with open_hdf5(path) as file:
             attributes = file.attributes()
@@ -139,7 +149,10 @@ def _read_head(path: Path, shard: Shard) -> tuple[str, npt.NDArray[np.uint32], A
         raise ShardError(f"{path}: its index is damaged (checksum); {_AGAIN}")
     if place.shape != (shard.num_frames,) or place.dtype != np.dtype(np.int32):
         raise ShardError(f"{path}: targets have the wrong shape or type; {_AGAIN}")
-    return alignment, crc32, place
+    num_classes = attributes.get("num_classes", shard.header.num_classes)
+    if type(num_classes) is not int or not 0 < num_classes < 1 << 31:
+        raise ShardError(f"{path}: has no number of classes that could be; {_AGAIN}")
+    return alignment, num_classes, crc32, place
 
 
 def _sha256(crc32: npt.NDArray[np.uint32], shard_index_sha256: str, alignment: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from speechdp.data.shards.dataset import MANIFEST_NAME
 from speechdp.errors import ConfigError, ShardError
 from speechdp.files import cannot_be_written, hand_over, may_write
-from speechdp.ownership.overwrite import check_deletable
+from speechdp.ownership.overwrite import DATA, check_deletable, first_of
 from speechdp.ownership.owner import OWNER_FILE
 
 
@@ -68,8 +68,8 @@ def check_target(path: Path, overwrite: bool) -> None:
     A data directory gets its name back if a run was killed that was about to replace it.
 
     Raises:
-        ConfigError: a file, another kind of folder, a data directory without `overwrite`, a link that leads
-            nowhere, or rights that this user does not have.
+        ConfigError: a file, another kind of folder, a data directory without `overwrite` or with something
+            else in it, a link that leads nowhere, or rights that this user does not have.
         ShardError: the disk refuses.
     """
     check_place(path)
@@ -96,6 +96,12 @@ def check_target(path: Path, overwrite: bool) -> None:
         )
     if not overwrite:
         raise ConfigError(f"{path}: exists; give another folder or add --overwrite")
+    others = sorted(entry.name for entry in place.iterdir() if not DATA.owns(entry))
+    if others:
+        raise ConfigError(
+            f"{path}: holds {first_of(others)} besides the data, which --overwrite would delete; move it, or "
+            "give another folder"
+        )
     check_deletable(place)
 
 

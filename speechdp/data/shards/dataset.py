@@ -15,7 +15,7 @@ from speechdp.data.shards.shard import Shard
 from speechdp.data.shards.writer import ShardWriter
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError, ShardError
-from speechdp.files import cannot_be_read, write_text_atomically
+from speechdp.files import cannot_be_read, damage, write_text_atomically
 from speechdp.json_input import parse_json
 
 DATA_FORMAT = "speechdp-data"
@@ -23,6 +23,8 @@ MANIFEST_NAME = "data.json"
 SYMBOLS_NAME = "symbols.json"
 #: What data.json says of the alignment where there is none; such data are not trained on.
 UNALIGNED = "none"
+#: Likewise, where each transcript is only spread evenly over its utterance.
+FLAT = "flat"
 #: What data are prepared for; tasks from outside train on either kind.
 TaskName = Literal["acoustic", "synthesis"]
 TASK_OF: dict[Stored, TaskName] = {"features": "acoustic", "audio": "acoustic", "spectrograms": "synthesis"}
@@ -259,8 +261,12 @@ class Dataset:
 def _parse(file: Path, content: bytes) -> Manifest:
     try:
         values: dict[str, Any] = parse_json(content)
+        if not isinstance(values, dict):
+            raise ValueError("it is no JSON object with format, version, splits and so on")
         check_format(file, values, DATA_FORMAT, *VERSION_OF.values())
         stored = stored_in(values)
+        if not isinstance(values["splits"], dict):
+            raise ValueError("splits is no JSON object of splits by name")
         splits = {name: _parse_split(name, split) for name, split in values["splits"].items()}
         files = [entry.file for split in splits.values() for entry in split.shards]
         # Both become names of files: nothing outside the directory is to be read or written.
@@ -288,7 +294,7 @@ def _parse(file: Path, content: bytes) -> Manifest:
             stored=stored,
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ShardError(f"{file}: damaged ({error}); prepare the data again") from error
+        raise ShardError(f"{file}: damaged ({damage(error)}); prepare the data again") from error
 
 
 def _parse_split(name: str, values: dict[str, Any]) -> SplitEntry:

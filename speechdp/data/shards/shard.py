@@ -168,7 +168,7 @@ class Shard:
 
     def check_targets(self) -> None:
         """Read all targets.  Raises ShardError on the first that is outside the classes."""
-        check_targets(self.path, (self.reader, self.targets_place), self, _AGAIN)
+        check_targets(self.path, (self.reader, self.targets_place), self, self.header.num_classes, _AGAIN)
 
     def damaged(self, utterance: int) -> ShardError:
         """Return the error to raise where an utterance's checksum does not match."""
@@ -297,20 +297,23 @@ def _is(place: ArrayPlace, shape: Sequence[int], dtype: np.dtype[Any]) -> bool:
     return (place.shape, place.dtype) == (tuple(shape), dtype)
 
 
-def check_targets(path: Path, targets: tuple[RowReader, ArrayPlace], shard: Shard, remedy: str) -> None:
-    """Read all targets of a shard once, some megabytes at a time, and compare them with its classes.
+def check_targets(
+    path: Path, targets: tuple[RowReader, ArrayPlace], shard: Shard, num_classes: int, remedy: str
+) -> None:
+    """Read all targets of a shard once, some megabytes at a time, and compare them with the classes.
 
     Args:
         path: the file they stand in: the shard, or one made for it.
         targets: what reads them, and where they are.
         shard: whose they are.
+        num_classes: that there are.
         remedy: what to do about a wrong one.
 
     Raises:
         ShardError: names the first utterance with a target outside the classes.
     """
     reader, place = targets
-    num_rows, num_classes = place.shape[0], shard.header.num_classes
+    num_rows = place.shape[0]
     buffer = np.empty(min(num_rows, _ROWS_A_READ), dtype=np.int32)
     for start in range(0, num_rows, _ROWS_A_READ):
         read = buffer[: num_rows - start]

@@ -99,7 +99,7 @@ def probe(source: AudioSource) -> AudioInfo:
         raise _unreadable(source, error) from error
     start, end = _stretch(source, info.channels, info.frames, info.samplerate)
     if end <= start:
-        raise ConfigError(f"{source}: unreadable audio (0 samples); {_REMEDY}")
+        raise _without_samples(source)
     return AudioInfo(source, info.samplerate, end - start)
 
 
@@ -160,6 +160,8 @@ def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float3
             samples: npt.NDArray[np.float32] = np.concatenate(pieces)
     except (soundfile.LibsndfileError, OSError) as error:
         raise _unreadable(source, error) from error
+    if end <= start:
+        raise _without_samples(source)
     if len(samples) == 0 or missing > 0:
         raise ConfigError(f"{source}: unreadable audio ({len(samples)} of {end - start} samples); {_REMEDY}")
     if not np.isfinite(samples).all():
@@ -209,10 +211,16 @@ def edge_silence(
     )
 
 
+def _without_samples(source: AudioSource) -> ConfigError:
+    return ConfigError(f"{source}: holds no samples; copy or record it again, or leave it out")
+
+
 def _unreadable(source: AudioSource, error: Exception) -> ConfigError:
     if not file_of(source).exists():
         return ConfigError(
             f"{source}: no such audio file (relative names start from the current folder); check the path"
         )
+    if file_of(source).is_file() and file_of(source).stat().st_size == 0:
+        return ConfigError(f"{source}: is empty; copy or record it again, or leave it out")
     reason = " ".join(str(getattr(error, "error_string", error)).split()).rstrip(".")
     return ConfigError(f"{source}: unreadable audio ({reason}); {_REMEDY}")

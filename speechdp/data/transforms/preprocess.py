@@ -13,11 +13,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import tyro
 from torch import Tensor
 
 from speechdp.data.plan.assignment import PlanPosition, augmentation_seed
@@ -26,6 +27,7 @@ from speechdp.data.shards.layout import ShardHeader, Stored
 from speechdp.data.signal.features import FeatureConfig, num_frames_of
 from speechdp.data.transforms.augment import SpecAugment
 from speechdp.data.transforms.inputs import FEATURES_ALONE, InputOptions
+from speechdp.data.transforms.moments import Moments
 from speechdp.data.transforms.perturb import NoiseLevel, add_noise, at_speed, draw_noise
 from speechdp.data.transforms.torch_features import normalise_rows, raw_features
 from speechdp.errors import ConfigError
@@ -48,7 +50,7 @@ class AugmentOptions:
     """Mask random frequency bands and time spans of the features (SpecAugment); helps with small corpora."""
     speed_perturb: bool = False
     """Play each utterance at 90, 100 or 110 % of its speed; needs data prepared with --store audio."""
-    noise_snr_db: str = ""
+    noise_snr_db: Annotated[str, tyro.conf.arg(metavar="A-B")] = ""
     """Add white or pink noise at a signal-to-noise ratio drawn from this range in dB, e.g. 10-30.
     Needs data prepared with --store audio; empty: no noise."""
 
@@ -193,16 +195,26 @@ class Preprocessor:
             features.masked_fill_(behind.to(features.device).unsqueeze(2), 0.0)
         return features
 
-    def whole(self, stored: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    def not_normalised(self, samples: npt.NDArray[np.int16]) -> Tensor:
+        """Compute the features (T, F) of (S,) samples as they are before they are normalised."""
+        frames = num_frames_of(len(samples), self._sampling_rate, self._features)
+        if frames == 0:
+            return torch.empty(0, self.base_dim)
+        return raw_features(_to_device([samples], _CPU), [frames], self._sampling_rate, self._features)
+
+    def whole(self, stored: npt.NDArray[Any], moments: Moments | None = None) -> npt.NDArray[np.float32]:
         """Return the model's input for an utterance, nothing random, as held-out evaluation sees it.
 
         Args:
             stored: what the shard holds of it: samples (S,) int16, or features (T, F).
+            moments: what features of samples are normalised by; None: the utterance itself.
 
         Returns:
             (T, I) float32.
         """
-        if self.stored == "audio":
+        if moments is not None:
+            features = moments.normalise(self.not_normalised(stored), self._features)
+        elif self.stored == "audio":
             features = self.compute_together([stored], [UtteranceKey(None, 0, 0)], _CPU)[0]
         else:
             features = torch.from_numpy(stored.astype(np.float32))
@@ -210,14 +222,16 @@ class Preprocessor:
         result: npt.NDArray[np.float32] = finished[0].numpy()
         return result
 
-    def read(self, shard: Shard, utterance: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+    def read(
+        self, shard: Shard, utterance: int, moments: Moments | None = None
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
         """Read the model's input (T, I) for an utterance of a shard, as `whole` has it, and its targets (T,).
 
         Raises:
             ShardError: the utterance is damaged.
         """
         stored, targets = (shard.read_samples if self.stored == "audio" else shard.read)(utterance)
-        return self.whole(stored), targets
+        return self.whole(stored, moments), targets
 
     def _compute_once(self, samples: npt.NDArray[np.int16], key: UtteranceKey) -> Tensor:
         # Without noise an utterance is the same in every epoch.

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.errors import RunError
-from speechdp.experiments.arguments import split_to_tune_on, train_arguments
+from speechdp.experiments.arguments import refuse_throughout, split_to_tune_on, train_arguments
 from speechdp.experiments.compare.plan import SEQUENTIAL, ComparePlan, stretched
 from speechdp.experiments.compare.record import RunRecord
 from speechdp.experiments.compare.training import ComparedTraining, log_of
 from speechdp.experiments.jobs import JobStarter
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.train.realign import last_alignment
 
 ALIGNMENT = "alignment"
 
@@ -59,9 +60,13 @@ class OwnTraining(ComparedTraining):
 
     Args:
         say: takes a line of progress.
+
+    Raises:
+        ConfigError: options that runs to be compared cannot have.
     """
 
     def __init__(self, request: CompareRequest, starter: JobStarter, say: Callable[[str], None]) -> None:
+        refuse_throughout(request.options)
         self._request, self._starter, self._say = request, starter, say
         self._alignments = request.options.alignments
 
@@ -75,7 +80,6 @@ class OwnTraining(ComparedTraining):
         if not options.aligns:
             return
         run_dir = (request.out / ALIGNMENT).absolute()
-        self._alignments = run_dir / "alignments" / str(options.realign)
         if not (run_dir / "completed.json").is_file():
             plan = request.plan
             ranks = min(plan.ranks)
@@ -88,6 +92,7 @@ class OwnTraining(ComparedTraining):
             message = self._train(run_dir, own, ranks)
             if message is not None:
                 raise RunError(f"{run_dir}: the alignment failed: {message}")
+        self._alignments = last_alignment(run_dir, options)
 
     def is_done(self, run_dir: Path) -> bool:
         """Tell whether a run is trained and decoded."""

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice, describe, strategy_names
+from speechdp.report.kit.formatting import rank_count, strategy_label
 
 #: Every run trains for the same number of epochs, hence on the same frames.
 FRAMES = "frames"
 #: Every run trains for about as long as the slowest run of `FRAMES` with as many ranks and the same seed.
 TIME = "time"
 MODES = (FRAMES, TIME)
-#: What is trained on one rank, whatever the strategies: plain training, the reference.
+#: What is trained on one rank, whatever the strategies: the reference.
 SEQUENTIAL = StrategyChoice("gradient_averaging")
 
 
@@ -44,9 +45,11 @@ class PlannedRun:
 
     @property
     def title(self) -> str:
-        """What a line of progress calls it."""
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        what = f"{ranks}, {self.strategy}, seed {self.seed}"
+        """What lines of progress and the page call it."""
+        label = strategy_label(self.strategy.text, self.ranks)
+        what = f"{label}, seed {self.seed}"
+        if self.ranks > 1:
+            what = f"{rank_count(self.ranks)}, {what}"
         return what if self.is_of_script else f"equal {self.mode}, {what}"
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
+from speechdp.counting import counted
 from speechdp.data.loading.loader import Step
 from speechdp.data.plan.epoch_plan import EpochPlan
 from speechdp.errors import ConfigError
@@ -53,6 +54,6 @@ def no_whole_batch(num_ranks: int, batch_size: int) -> ConfigError:
     """Return the refusal of data of which no step is whole."""
     least = max(1, batch_size)
     return ConfigError(
-        f"profile: in no step has each of {num_ranks} rank(s) a whole batch of {least} segments; "
-        "give a smaller --batch-size, or prepare more data"
+        f"profile: on {counted(num_ranks, 'rank')} there is no step in which each has a whole batch of "
+        f"{counted(least, 'segment')}; give a smaller --batch-size, or prepare more data"
     )

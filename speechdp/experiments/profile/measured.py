@@ -7,8 +7,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from speechdp.counting import counted
 from speechdp.errors import RunError
 from speechdp.experiments.profile.checked import checked_fields
+from speechdp.files import record_cannot_be_read
 from speechdp.json_input import parse_json
 from speechdp.jsonl import read_lines
 
@@ -134,7 +136,7 @@ def read_rank(path: Path) -> RankRecord:
     try:
         lines = read_lines(path)
         if lines.num_damaged:
-            raise ValueError(f"{_counted(lines.num_damaged, 'line')} damaged")
+            raise ValueError(f"{counted(lines.num_damaged, 'line')} damaged")
         if not lines.records:
             raise ValueError("it is empty")
         head, *rest = lines.records
@@ -178,12 +180,7 @@ def _function_of(values: Any) -> FunctionTime:
 
 
 def _unreadable(path: Path, error: Exception) -> RunError:
-    reason = error.strerror if isinstance(error, OSError) else error
-    return RunError(f"{path}: cannot be read ({reason}); run the profile again")
-
-
-def _counted(number: int, what: str) -> str:
-    return f"1 {what} is" if number == 1 else f"{number} {what}s are"
+    return RunError(record_cannot_be_read(path, error, "run the profile again"))
 
 
 def read_memory(path: Path) -> Memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.experiments.profile.plan import ProfilePlan
 from speechdp.launching.cores import available_cores
@@ -43,7 +44,7 @@ def _about_gpus(device: str, most_ranks: int) -> list[str]:
         return ["torch sees no GPU: everything is computed, and timed, on the CPU"]
     if most_ranks > count:
         raise ConfigError(
-            f"--ranks {most_ranks}: torch sees {count} GPU(s) here, and each rank takes one; give at most "
-            f"{count}, a --hostfile, or --device cpu"
+            f"--ranks {most_ranks}: torch sees {counted(count, 'GPU')} here, and each rank takes one; give "
+            f"at most {count}, a --hostfile, or --device cpu"
         )
     return []

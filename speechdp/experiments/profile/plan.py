@@ -139,8 +139,9 @@ def check_options(options: TrainOptions) -> None:
     if not options.task_class.modules:
         raise ConfigError(f"--task {options.task_class.name}: declares no modules that profile could time")
     if options.aligns:
-        name = "--realign" if options.realign else "--flat-start"
-        raise ConfigError(f"{name} does not apply to profile: it measures steps of one training")
+        raise ConfigError(
+            f"{options.aligning[0]} does not apply to profile: it measures steps of one training"
+        )
     if options.batch.order == "blocking-sort":
         raise ConfigError("--order blocking-sort: profile measures it by itself, in the job blocking-N")
     strategy = options.strategy.parsed

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.decode.recognise import DecodingOptions, decode_split, wer_path
+from speechdp.decode.recognise import DecodingOptions, decode_split
+from speechdp.decode.results import wer_path
 from speechdp.decode.tuning import tune
-from speechdp.experiments.arguments import split_to_tune_on
+from speechdp.experiments.arguments import refuse_throughout, split_to_tune_on
 from speechdp.experiments.sweep.plan import SweepPlan, write_sweep
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.options.run import TrainOptions
@@ -40,6 +41,7 @@ def run_sweep(
     Raises:
         as `train_run`; ConfigError where `out_dir` holds a sweep with other options.
     """
+    refuse_throughout(options)
     runs = plan.runs()
     with_baseline = session.comm.size > 1 and plan.one_rank_steps > 0
     names = [*([ONE_RANK] if with_baseline else []), *runs]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from speechdp.counting import counted
 from speechdp.experiments.compare.plan import FRAMES, TIME
 from speechdp.report.compare.groups import Group
 from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
-from speechdp.report.kit.choice import accurate_enough, metrics_note
+from speechdp.report.kit.choice import accurate_enough, several_tasks
+from speechdp.report.kit.same_machine import machine_warning
 
 #: Seeds that a claim needs.
 CLAIM_SEEDS = 3
@@ -18,7 +20,11 @@ CLAIM_SEEDS = 3
 
 @dataclass(frozen=True)
 class ComparisonAnswer(Answer):
-    """Which strategy to choose; `chosen` is the group chosen for each number of ranks."""
+    """Which strategy to choose.
+
+    Attributes:
+        chosen: the group chosen for each number of ranks; that of one rank where no strategy is faster.
+    """
 
     chosen: dict[int, Group] = field(default_factory=dict)
 
@@ -27,14 +33,20 @@ def choose(groups: Sequence[Group]) -> ComparisonAnswer:
     """Apply the rule (`rule_for`) to the groups of every number of ranks above 1."""
     chosen: dict[int, Group] = {}
     details: list[str] = []
+    one_rank = _one_rank(groups)
     for ranks in sorted({group.ranks for group in groups if group.ranks > 1}):
         rows = [group for group in groups if group.ranks == ranks and group.mode == FRAMES]
         rows = [group for group in rows if group.frames_per_s is not None and group.score is not None]
         if rows:
             best = max(rows, key=lambda group: group.score or 0.0)
-            chosen[ranks] = max(accurate_enough(rows, best, _tolerance(best)), key=_speed)
-            details += _sentences(ranks, chosen[ranks], best, groups)
-    return ComparisonAnswer(_headline(chosen, groups), tuple(details), _cautions(groups), chosen=chosen)
+            fastest = max(accurate_enough(rows, best, _tolerance(best)), key=_speed)
+            suffices = one_rank is not None and _suffices(one_rank, fastest, rows, best)
+            chosen[ranks] = one_rank if one_rank is not None and suffices else fastest
+            details += _sentences(fastest, best, rows, one_rank)
+            details += _at_equal_time(ranks, fastest, groups)
+    return ComparisonAnswer(
+        _headline(chosen, groups), tuple(details), _cautions(groups), _machine(groups), chosen=chosen
+    )
 
 
 def rule_for(groups: Sequence[Group]) -> str:
@@ -42,11 +54,24 @@ def rule_for(groups: Sequence[Group]) -> str:
     terms = group_terms(groups)
     words = ", and whose 95 % interval of the word error rate overlaps that of the lowest one"
     speed = f"{terms.amount}/s{' at equal frames' if 'epochs' in terms.kind.measures else ''}"
+    alone = "" if _one_rank(groups) is None else "; one rank where it is as fast and as near to the best"
     return (
         f"Rule, for each number of ranks: the fastest strategy ({speed}) whose mean final "
         f"{terms.metric.name} is within {terms.tolerance()} of the {terms.best}, or within the best one's "
-        f"standard deviation over seeds where that is larger{words if terms.task.decodes else ''}."
+        f"standard deviation over seeds where that is larger{words if terms.task.decodes else ''}{alone}."
     )
+
+
+def _one_rank(groups: Sequence[Group]) -> Group | None:
+    """Return the runs on one rank, which the others are measured by."""
+    found = (group for group in groups if group.ranks == 1 and group.mode == FRAMES)
+    return next((group for group in found if _speed(group) and group.score is not None), None)
+
+
+def _suffices(one_rank: Group, fastest: Group, rows: Sequence[Group], best: Group) -> bool:
+    """Say whether one rank is as fast as the fastest on several, and as accurate by the same rule."""
+    accurate = accurate_enough([*rows, one_rank], best, _tolerance(best))
+    return _speed(one_rank) >= _speed(fastest) and any(group is one_rank for group in accurate)
 
 
 def _tolerance(best: Group) -> float:
@@ -62,36 +87,48 @@ def _headline(chosen: dict[int, Group], groups: Sequence[Group]) -> str:
         )
     if not chosen:
         return "No strategy has finished on more than one rank, so there is nothing to choose from yet."
+    keeps = group_terms(groups).keeps
+    alone = [ranks for ranks, group in chosen.items() if group.ranks == 1]
     by_label: dict[str, list[int]] = {}
     for ranks, group in chosen.items():
-        by_label.setdefault(group.label, []).append(ranks)
-    if len({group.strategy for group in groups if group.ranks > 1}) == 1:
-        return f"Only {next(iter(by_label))} was trained on several ranks: there is no choice to make."
-    if len(by_label) == 1:
-        label, sizes = next(iter(by_label.items()))
+        if group.ranks > 1:
+            by_label.setdefault(group.label, []).append(ranks)
+    if not by_label:
         return (
-            f"Choose {label}: on {_listed(sizes)} ranks it is the fastest strategy that keeps the accuracy."
+            f"One rank alone {keeps}, and no strategy on {_listed(alone)} ranks that does so is faster: do "
+            "not spread this training."
         )
-    parts = [f"{label} on {_listed(sizes)}" for label, sizes in by_label.items()]
-    return (
-        f"It depends on the number of ranks. The fastest that keeps the accuracy: {'; '.join(parts)} ranks."
-    )
-
-
-def _sentences(ranks: int, chosen: Group, best: Group, groups: Sequence[Group]) -> list[str]:
-    reference = next((g for g in groups if g.ranks == 1 and g.mode == FRAMES and g.frames_per_s), None)
-    terms = group_terms([chosen])
-    text = f"{ranks} ranks: {chosen.label} with {_rate(chosen)}"
-    if reference is not None and reference.frames_per_s and chosen.frames_per_s:
-        times = formatting.times(chosen.frames_per_s.mean / reference.frames_per_s.mean)
-        text += f" ({times} times one rank, which reaches {terms.number(reference.score)})"
-    text += f", {_accuracy(chosen)}"
-    if best is chosen:
-        text += ", the best of all, too."
+    if len({group.strategy for group in groups if group.ranks > 1}) == 1:
+        text = f"Only {next(iter(by_label))} was trained on several ranks: there is no choice to make."
+    elif len(by_label) == 1:
+        label, sizes = next(iter(by_label.items()))
+        text = f"Choose {label}: on {_listed(sizes)} ranks it is the fastest strategy that {keeps}."
     else:
-        name = f"{terms.best} {terms.metric.name.removeprefix('held-out ')}"
-        text += f"; the {name} is that of {best.label}: {_accuracy(best)} at {_rate(best)}."
-    return [text, *_at_equal_time(ranks, chosen, groups)]
+        parts = [f"{label} on {_listed(sizes)}" for label, sizes in by_label.items()]
+        text = f"It depends on the number of ranks. The fastest that {keeps}: {'; '.join(parts)} ranks."
+    if alone:
+        text += f" Do not use {_listed(alone)} ranks: one rank alone {keeps}, too, and is as fast."
+    return text
+
+
+def _sentences(fastest: Group, best: Group, rows: Sequence[Group], one_rank: Group | None) -> list[str]:
+    """Say how fast and how accurate the fastest is on its number of ranks, and what the best is.
+
+    Args:
+        rows: all that were tried on as many ranks.
+    """
+    terms = group_terms([fastest])
+    text = f"{fastest.ranks} ranks: {fastest.label} with {_rate(fastest)}"
+    if one_rank is not None:
+        times = formatting.times(_speed(fastest) / _speed(one_rank))
+        text += f" ({times} times one rank, which reaches {terms.number(one_rank.score)})"
+    text += f", {_accuracy(fastest)}"
+    if best is not fastest:
+        name = f"{terms.best} {terms.short_name}"
+        text += f"; the {name} is that of {best.label}: {_accuracy(best)} at {_rate(best)}"
+    elif len(rows) > 1:
+        text += f", the {terms.best} on {fastest.ranks} ranks"
+    return [f"{text}."]
 
 
 def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[str]:
@@ -100,11 +137,12 @@ def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[s
     if len(rows) < 2:
         return []
     best = max(rows, key=lambda group: group.score or 0.0)
+    is_best = group_terms([best]).is_best
     if best.strategy == chosen.strategy:
-        return [f"In equal time it is the most accurate one: {_accuracy(best)}."]
+        return [f"In equal time it {is_best}, too: {_accuracy(best)}."]
     own = next((group for group in rows if group.strategy == chosen.strategy), None)
     beside = f", where it has {group_terms([own]).number(own.score)}" if own else ""
-    return [f"In equal time {best.label} is the most accurate: {_accuracy(best)}{beside}."]
+    return [f"In equal time {best.label} {is_best}: {_accuracy(best)}{beside}."]
 
 
 def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
@@ -122,15 +160,29 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
     waiting = sum(not run.is_finished for group in groups for run in group.runs)
     waiting -= sum(len(group.failures) for group in groups)
     if waiting:
+        have, them = ("has", "it") if waiting == 1 else ("have", "them")
         notes.append(
-            f"{waiting} runs have not finished yet; the command of the comparison goes on with them."
+            f"{counted(waiting, 'run')} {have} not finished yet; the command of the comparison goes on with "
+            f"{them}."
         )
-    note = metrics_note([run.result for group in groups for run in group.runs if run.result is not None])
+    note = several_tasks([run.result for group in groups for run in group.runs if run.result is not None])
     if note:
         notes.append(note)
     elif groups and group_terms(groups).task.decodes and all(group.word_errors is None for group in groups):
         notes.append("No run was decoded: the word error rate played no part in the choice.")
     return tuple(notes)
+
+
+def _machine(groups: Sequence[Group]) -> str:
+    runs = {
+        run.result.name: (run.result, run.record.planned.title)
+        for group in groups
+        for run in group.finished
+        if run.result is not None
+    }
+    return machine_warning(
+        [result for result, _ in runs.values()], {name: title for name, (_, title) in runs.items()}
+    )
 
 
 def _accuracy(group: Group) -> str:

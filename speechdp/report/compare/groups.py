@@ -12,13 +12,12 @@ from typing import Any
 from speechdp.experiments.compare.plan import FRAMES, MODES
 from speechdp.experiments.compare.record import RunRecord, read_record
 from speechdp.experiments.record import COMPLETE, FAILED
+from speechdp.report.kit.formatting import strategy_label
 from speechdp.report.kit.tables import Value
 from speechdp.report.runs.derived import RunFigures, best_score, run_figures, sum_of_counts
 from speechdp.report.runs.folders import common_metric, read_run
 from speechdp.report.runs.results import RunResult, WordErrors
 
-#: What a comparison calls its runs on one rank.
-SEQUENTIAL_LABEL = "sequential"
 #: Share of the runs at equal frames that reach the target, where none is given: a strategy that fails
 #: altogether must not make the target one that all others reach at once.
 TARGET_SHARE = 0.75
@@ -108,12 +107,8 @@ class Group:
 
     @property
     def label(self) -> str:
-        """Its name for people: the strategy with its options, or `sequential`."""
-        if self.ranks == 1:
-            return SEQUENTIAL_LABEL
-        name, _, options = self.strategy.partition(":")
-        words = name.replace("_", " ")
-        return f"{words} ({options.replace(',', ', ')})" if options else words
+        """Its name for people: the strategy with its options, or `one rank`."""
+        return strategy_label(self.strategy, self.ranks)
 
     @property
     def finished(self) -> tuple[ComparedRun, ...]:

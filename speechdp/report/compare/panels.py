@@ -8,12 +8,16 @@ from functools import partial
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from speechdp.counting import counted
 from speechdp.experiments.compare.plan import FRAMES, TIME
-from speechdp.report.compare.groups import SEQUENTIAL_LABEL, Group
+from speechdp.parallel.period import PeriodUnit
+from speechdp.report.compare.groups import Group
 from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
 from speechdp.report.kit.canvas import Canvas, style_axes
+from speechdp.report.kit.formatting import ONE_RANK_LABEL
 from speechdp.report.kit.learning import curve_points, learning_axes
+from speechdp.report.kit.periods import PeriodCurve, draw_periods, period_units
 from speechdp.report.kit.svg import Panel
 from speechdp.report.kit.theme import Theme
 
@@ -24,17 +28,17 @@ Points = list[tuple[float, float]]
 
 
 def make_canvas(groups: Sequence[Group], theme: Theme) -> Canvas:
-    """Return a canvas that gives every strategy its colour on all plots; the sequential run is grey."""
+    """Return a canvas that gives every strategy its colour on all plots; one rank is grey."""
     labels = list(dict.fromkeys(group.label for group in groups if group.ranks > 1))
     colours = {label: theme.runs[index % len(theme.runs)] for index, label in enumerate(labels)}
     if any(group.ranks == 1 for group in groups):
-        colours[SEQUENTIAL_LABEL] = theme.baseline
+        colours[ONE_RANK_LABEL] = theme.baseline
     return Canvas(theme, {label: label for label in colours}, colours)
 
 
 def dashes(label: str, canvas: Canvas) -> tuple[float, ...]:
     """Return the strokes and gaps of a strategy's lines, in points: colours repeat, with other strokes."""
-    if label == SEQUENTIAL_LABEL:
+    if label == ONE_RANK_LABEL:
         return (5, 2.5)
     repeats = list(canvas.colours).index(label) // len(canvas.theme.runs)
     return ((), (3, 1.5), (1, 1.2))[min(repeats, 2)]
@@ -46,8 +50,10 @@ def make_panels(groups: Sequence[Group]) -> list[list[Panel]]:
     timed = TIME if any(group.mode == TIME and group.finished for group in groups) else FRAMES
     at_frames = [group for group in groups if group.mode == FRAMES]
     at_time = [group for group in groups if group.mode == timed]
+    name = group_terms(groups).short_name
+    units = period_units(row.run for group in at_frames if group.ranks > 1 for row in group.figures)
     lines = [
-        [_panel("speed", "speed and accuracy", r, draw_speed, at_frames) for r in sizes if r > 1],
+        [_panel("speed", f"{name} by speed", r, draw_speed, at_frames) for r in sizes if r > 1],
         [
             _panel("frames", "learning over frames", r, partial(draw_learning, over_time=False), at_frames)
             for r in sizes
@@ -61,6 +67,13 @@ def make_panels(groups: Sequence[Group]) -> list[list[Panel]]:
             for r in sizes
             if any(any(group.ages) for group in at_frames if group.ranks == r)
         ],
+        *(
+            [
+                _panel(f"periods-{unit.value}", "averaging period", r, partial(draw_period, unit), at_frames)
+                for r in sizes
+            ]
+            for unit in units
+        ),
     ]
     return [line for line in lines if line]
 
@@ -84,8 +97,7 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
     if not shown:
         return False
     terms = group_terms(groups)
-    name = terms.metric.name.removeprefix("held-out ")
-    style_axes(ax, f"{ranks} ranks: {name} by speed", terms.metric.unit, canvas.theme)
+    style_axes(ax, f"{ranks} ranks: {terms.short_name} by speed", terms.metric.unit, canvas.theme)
     for group in shown:
         assert group.frames_per_s is not None and group.scores is not None
         colour = canvas.colours[group.label]
@@ -143,6 +155,18 @@ def draw_staleness(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas
     ax.set_xlabel("updates made elsewhere meanwhile", color=canvas.theme.muted)
     ax.set_xlim(-0.6, oldest + 0.6)
     return True
+
+
+def draw_period(unit: PeriodUnit, ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) -> bool:
+    """Plot the period in force over steps, a line a seed, of the strategies that change it in this unit."""
+    curves = [
+        PeriodCurve(row.run, group.label, canvas.colours[group.label], dashes(group.label, canvas))
+        for group in groups
+        if group.ranks == ranks
+        for row in group.figures
+    ]
+    title = f"{formatting.rank_count(ranks)}: averaging period"
+    return draw_periods(ax, title, curves, unit, canvas, named=False)
 
 
 def mean_curve(curves: Sequence[Points]) -> Points:
@@ -249,4 +273,4 @@ def _tip(group: Group) -> str:
     text = f"{group.label}: {terms.with_unit(group.score)} at {speed} {terms.amount}/s"
     if group.word_errors is not None:
         text += f", WER {formatting.percent(group.word_errors.wer, 1)} %"
-    return f"{text}; {len(group.finished)} seed(s)"
+    return f"{text}; {counted(len(group.finished), 'seed')}"

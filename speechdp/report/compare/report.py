@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
+from markupsafe import Markup
 from matplotlib.lines import Line2D
 from rich.console import Group as RichGroup
 from rich.text import Text
@@ -23,6 +25,7 @@ from speechdp.report.compare.panels import dashes, make_canvas, make_panels
 from speechdp.report.compare.table import SPREAD_NOTE, csv_of_groups, make_tables
 from speechdp.report.kit import theme
 from speechdp.report.kit.canvas import Canvas
+from speechdp.report.kit.choice import metric_meanings
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.pages import WrittenReport, render_page, setting_text, stroke, write_files
 from speechdp.report.kit.svg import Panel, panel_svgs, write_png
@@ -45,7 +48,8 @@ def write_comparison(out: Path, target: float | None = None, metric: str = "") -
         RunError: the report cannot be written.
     """
     comparison = read_comparison(out, metric)
-    terms = terms_of(run.result for run in comparison.runs if run.result is not None)
+    results = [run.result for run in comparison.runs if run.result is not None]
+    terms = terms_of(results)
     target = terms.score_of_target(target)
     if target is None:
         target = common_target(comparison.runs)
@@ -60,8 +64,8 @@ def write_comparison(out: Path, target: float | None = None, metric: str = "") -
         "comparison",
         out.resolve().name,
         choice,
-        rule_for(groups) if choice.chosen else "",
-        lines=[line for line in drawn if line],
+        " ".join(filter(None, (rule_for(groups) if choice.chosen else "", metric_meanings(results)))),
+        lines=_lines([line for line in drawn if line]),
         legend=list(marks.items()),
         amount=terms.amount,
         tables=tables,
@@ -77,6 +81,11 @@ def write_comparison(out: Path, target: float | None = None, metric: str = "") -
     below = [] if until is None else [Text(f"to target: until {until}.  {SPREAD_NOTE}")]
     terminal = [replace(table, note="") for table in tables]
     return WrittenReport(html, csv, png, RichGroup(*terminal, *below), choice.sentences)
+
+
+def _lines(drawn: list[list[tuple[str, Markup]]]) -> list[list[tuple[str, Markup]]]:
+    """Return the plots as they stand on the page: those of a single number of ranks all in one line."""
+    return drawn if any(len(line) > 1 for line in drawn) else [list(chain.from_iterable(drawn))] * bool(drawn)
 
 
 def _write_png(path: Path, lines: Sequence[Sequence[Panel]], canvas: Canvas) -> bool:

@@ -10,9 +10,9 @@ from markupsafe import Markup
 from speechdp.experiments.compare.plan import FRAMES, TIME
 from speechdp.report.compare.groups import Group, Spread
 from speechdp.report.kit import formatting
-from speechdp.report.kit.columns import STEPS, FigureColumn, metric_column, throughput
+from speechdp.report.kit.columns import STEPS, FigureColumn, known_metrics, metric_column, throughput
 from speechdp.report.kit.metric_names import Terms, terms_of
-from speechdp.report.kit.tables import Column, RowHead, ShownTable, Value, csv_text
+from speechdp.report.kit.tables import Column, RowHead, ShownTable, Value, csv_text, with_figures
 
 #: Heading and note of each mode's table.
 _MODES = {
@@ -27,7 +27,7 @@ _WHOLE_RUNS = {FRAMES: ("All runs", "Every run is the whole script.")}
 SPREAD_NOTE = "Mean over seeds ± sample standard deviation; one seed has none."
 
 _TRAFFIC = FigureColumn(
-    "sent_bytes_per_s", "sent", "MB/s a rank", "What a rank sends in a second of training (mean).",
+    "sent_bytes_per_s", "sent per rank", "MB/s", "What a rank sends in a second of training (mean).",
     lambda row: row.sent_per_s, lambda value: f"{value / 1e6:.3g}",
 )  # fmt: skip
 _TO_TARGET = FigureColumn(
@@ -100,17 +100,19 @@ def measures(groups: Sequence[Group]) -> tuple[FigureColumn, ...]:
     """Return the figures of the groups, those that their task declares among them."""
     terms = group_terms(groups)
     speed = replace(throughput(terms), number=lambda value: f"{value:,.0f}")
-    metrics = [metric_column(metric, is_first=n == 0) for n, metric in enumerate(terms.task.metrics)]
+    rows = (row for group in groups for row in group.figures)
+    known = known_metrics(terms.task.metrics, rows)
+    metrics = [metric_column(metric, is_first=n == 0) for n, metric in enumerate(known)]
     recorded = [measure for measure in (_WER, _DISTANCE) if measure.key in terms.kind.measures]
     return (speed, _TRAFFIC, _TO_TARGET, *metrics, *recorded, _STALENESS)
 
 
 def shown_columns(groups: Sequence[Group]) -> tuple[Column[Group], ...]:
-    """Return the columns to show: no word error rate where the runs' task has none."""
+    """Return the columns to show: those with a figure; no word error rate where the runs' task has none."""
     terms = group_terms(groups)
     shown = [measure for measure in measures(groups) if terms.task.decodes or measure is not _WER]
     length = _EPOCHS if _EPOCHS.key in terms.kind.measures else _over_seeds(STEPS)
-    return (_RANKS, length, _SEEDS, *map(_over_seeds, shown))
+    return (_RANKS, length, _SEEDS, *with_figures(map(_over_seeds, shown), groups))
 
 
 def make_tables(

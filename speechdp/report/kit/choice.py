@@ -1,4 +1,4 @@
-"""Which of several trainings are accurate enough to be chosen, and what is to be said of their metrics."""
+"""Which of several trainings are accurate enough to be chosen, and what their metrics mean."""
 
 from __future__ import annotations
 
@@ -48,18 +48,23 @@ def accurate_enough(rows: Sequence[Row], best: Row, tolerance: float) -> list[Ro
     return kept or [best]
 
 
-def metrics_note(runs: Sequence[RunResult]) -> str:
-    """Say how the figures are to be read of tasks that are not recognition; empty where all runs are."""
+def several_tasks(runs: Sequence[RunResult]) -> str:
+    """Say which runs are not compared because they are of another task; "" where all are of one."""
     terms = terms_of(runs)
     others = [run for run in runs if run.settings and run.metric.key != terms.metric.key]
-    if others:
-        names = " and ".join(dict.fromkeys(run.metric.name for run in others))
-        return (
-            f"These runs are of several tasks. Those with a {terms.metric.name} are compared; the others "
-            f"have a {names}, which cannot be compared with it."
-        )
+    if not others:
+        return ""
+    names = " and ".join(dict.fromkeys(run.metric.name for run in others))
+    return (
+        f"These runs are of several tasks. Those with a {terms.metric.name} are compared; the others "
+        f"have a {names}, which cannot be compared with it."
+    )
+
+
+def metric_meanings(runs: Sequence[RunResult]) -> str:
+    """Say what the metrics are of tasks that are not recognition; "" where all runs are, or none has any."""
+    terms = terms_of(runs)
     if terms.task.decodes or not any(run.evaluations for run in runs):
         return ""
     meanings = "; ".join(f"{metric.name}: {metric.meaning.rstrip('.')}" for metric in terms.task.metrics)
-    near = f"A run keeps the accuracy within {terms.tolerance()} of the {terms.best}."
-    return f"{formatting.capital(meanings)}. {near}"
+    return f"{formatting.capital(meanings)}."

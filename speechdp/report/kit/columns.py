@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from speechdp.report.kit import formatting
 from speechdp.report.kit.metric_names import Terms, metric_text
 from speechdp.report.kit.tables import Column
@@ -24,6 +26,16 @@ def throughput(terms: Terms) -> FigureColumn:
         f"{terms.kind.counted} of all ranks over the longest rank's step time, warm-up left out.",
         lambda row: row.frames_per_s, formatting.count,
     )  # fmt: skip
+
+
+def known_metrics(metrics: Sequence[Metric], rows: Iterable[RunFigures]) -> tuple[Metric, ...]:
+    """Return a task's metrics, the first and those that a run has been judged by; all where none has been."""
+    judged = [row.values for row in rows if row.values]
+    return tuple(
+        metric
+        for place, metric in enumerate(metrics)
+        if place == 0 or not judged or any(values.get(metric.key) is not None for values in judged)
+    )
 
 
 def metric_column(metric: Metric, *, is_first: bool) -> FigureColumn:

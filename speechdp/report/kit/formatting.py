@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from speechdp.report.runs.results import RunResult, WordErrors
+from speechdp.counting import counted
+from speechdp.report.runs.results import Estimate, RunResult, WordErrors
 
 #: Stands where a run recorded nothing.
 MISSING = "-"
 MINUS = "\u2212"
+#: What training on one rank is called, whatever strategy it was started with.
+ONE_RANK_LABEL = "one rank"
 
 
 def count(value: float | None) -> str:
@@ -39,7 +42,7 @@ def milliseconds(seconds: float) -> str:
 
 def rank_count(ranks: int) -> str:
     """Write a number of ranks: `1 rank`, `4 ranks`."""
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return counted(ranks, "rank")
 
 
 def times(value: float | None) -> str:
@@ -76,27 +79,47 @@ def capital(text: str) -> str:
 
 def word_errors(value: WordErrors | None) -> str:
     """Write a word error rate and its interval, in percent without the sign: `1.3 [0.3, 2.7]`."""
+    return MISSING if value is None else error_rate(Estimate(value.wer, value.low, value.high))
+
+
+def error_rate(value: Estimate | None) -> str:
+    """Write a rate and its interval, in percent without the sign: `1.3 [0.3, 2.7]`."""
     if value is None:
         return MISSING
     if value.low is None or value.high is None:
-        return percent(value.wer, 1)
-    return f"{percent(value.wer, 1)} [{percent(value.low, 1)}, {percent(value.high, 1)}]"
+        return percent(value.mean, 1)
+    return f"{percent(value.mean, 1)} [{percent(value.low, 1)}, {percent(value.high, 1)}]"
+
+
+def strategy_label(strategy: str, ranks: int) -> str:
+    """Name what was trained for people: `bmuf (period=16)`, `gradient averaging`, `one rank`.
+
+    Args:
+        strategy: with its options, as it was chosen.
+        ranks: how many it was trained on; one alone has nothing to exchange.
+    """
+    if ranks == 1:
+        return ONE_RANK_LABEL
+    name, _, options = strategy.partition(":")
+    words = name.replace("_", " ")
+    return f"{words} ({options.replace(',', ', ')})" if options else words
 
 
 def run_labels(runs: Sequence[RunResult]) -> dict[str, str]:
     """Name the runs for people: `period 16`, `gradient averaging`, `one rank`.
 
-    Where several strategies have periods the strategy is said; where two runs would read alike, or a run
-    lost its settings, the folder's name stands instead.
+    The strategy is left out where several periods of one are compared; where two runs would read alike, or a
+    run lost its settings, the folder's name stands instead.
     """
-    with_period = {run.strategy for run in runs if run.model_period is not None}
+    with_period = [run.strategy for run in runs if run.model_period is not None]
+    compares_periods = len(with_period) > 1 and len(set(with_period)) == 1
     labels: dict[str, str] = {}
     for run in runs:
         strategy = run.strategy.replace("_", " ")
-        if run.is_baseline:
-            labels[run.name] = "one rank"
+        if run.is_baseline or (run.size == 1 and run.model_period is None):
+            labels[run.name] = ONE_RANK_LABEL
         elif run.model_period is not None:
-            prefix = "" if len(with_period) == 1 else f"{strategy}, "
+            prefix = "" if compares_periods else f"{strategy}, "
             labels[run.name] = f"{prefix}period {run.model_period}"
         else:
             labels[run.name] = strategy or run.name

@@ -46,6 +46,21 @@ class Terms:
         return "smallest" if self.falls else "best"
 
     @property
+    def short_name(self) -> str:
+        """What the metric is called where it is clear that the data are held out."""
+        return self.metric.name.removeprefix("held-out ")
+
+    @property
+    def keeps(self) -> str:
+        """What a run does that is near enough to the best: an error is no accuracy."""
+        return f"keeps the {self.short_name} low" if self.falls else "keeps the accuracy"
+
+    @property
+    def is_best(self) -> str:
+        """What is said of the run with the best figure."""
+        return f"has the {self.best} {self.short_name}" if self.falls else "is the most accurate"
+
+    @property
     def axis(self) -> str:
         """What stands at a plot's axis."""
         return self.metric.name if self.metric.unit in ("", "per frame") else self.metric.unit
@@ -94,7 +109,7 @@ class Terms:
             side = "above" if self.falls else "below"
             limit = metric.scale * metric.limit
             example = f"--target={limit + metric.scale * (0.45 if self.falls else -0.45):g}"
-            name = metric.name.removeprefix("held-out ")
+            name = self.short_name
             raise ConfigError(f"--target {target:g}: the {name} is {side} {limit:g}, e.g. {example}")
         return score
 
@@ -102,7 +117,9 @@ class Terms:
         """Write an evaluation's further figures: `frame accuracy 82.1 %`."""
         shown = [(metric, evaluation.values.get(metric.key)) for metric in self.task.metrics[1:]]
         return ", ".join(
-            f"{metric.name} {metric_text(metric, value)} {metric.unit}" for metric, value in shown
+            f"{metric.name} {metric_text(metric, value)} {metric.unit}"
+            for metric, value in shown
+            if value is not None
         )
 
     def finish_axis(self, ax: Axes) -> None:

@@ -165,6 +165,13 @@ class ShownTable(Generic[Row]):
             table.add_row(Text(name), *(_terminal_cell(column, row) for _, row in self.rows))
 
 
+def with_figures(columns: Iterable[Column[Row]], rows: Sequence[Row]) -> tuple[Column[Row], ...]:
+    """Return the columns in which any row has a figure; all where there is no row."""
+    if not rows:
+        return tuple(columns)
+    return tuple(column for column in columns if any(column.value(row) is not None for row in rows))
+
+
 def csv_text(head: Sequence[str], lines: Iterable[Sequence[Value]]) -> str:
     """Return lines as CSV; what is not known is empty."""
     buffer = io.StringIO()

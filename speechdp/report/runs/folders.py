@@ -11,13 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from speechdp.counting import counted
 from speechdp.errors import ConfigError, RunError
-from speechdp.files import cannot_be_read
+from speechdp.files import cannot_be_read, why_no_folder
 from speechdp.json_input import parse_json
 from speechdp.jsonl import read_lines
 from speechdp.parallel.run_files import SCRIPT_ENDED, RunDirectory
+from speechdp.report.runs.periods import read_periods
 from speechdp.report.runs.records import check_beside, files_of, number, read_object, words
-from speechdp.report.runs.results import SCRIPT, TRAINER, Evaluation, RunResult, Sweep, WordErrors
+from speechdp.report.runs.results import SCRIPT, TRAINER, Estimate, Evaluation, RunResult, Sweep, WordErrors
 from speechdp.report.runs.samples import read_samples
 from speechdp.report.runs.script_metric import (
     has_logged,
@@ -53,7 +55,7 @@ def read_sweep(out: Path, metric: str = "") -> Sweep:
     if (out / "run.json").is_file():
         return Sweep(out, (_read_with_samples(out, common_metric([out], metric)),))
     if not out.is_dir():
-        raise ConfigError(f"{out}: no such folder; give that of a run, sweep, comparison or profile")
+        raise ConfigError(f"{out}: {why_no_folder(out)}; give that of a run, sweep, comparison or profile")
     folders = [folder for folder in sorted(out.iterdir()) if (folder / "run.json").is_file()]
     metric = common_metric(folders, metric)
     runs = [_read_with_samples(folder, metric) for folder in folders]
@@ -113,7 +115,7 @@ def _read_with_samples(run_dir: Path, metric: str) -> RunResult:
             problems.append(f"timeline/{path.name}: {str(error).removeprefix(f'{path}: ')}")
             continue
         if found.num_damaged:
-            problems.append(f"timeline/{path.name}: {found.num_damaged} damaged line(s) passed over")
+            problems.append(f"timeline/{path.name}: {counted(found.num_damaged, 'damaged line')} passed over")
         samples.append(found)
     return replace(run, samples=tuple(samples), problems=tuple(problems))
 
@@ -149,13 +151,14 @@ def read_run(run_dir: Path, metric: str = "") -> RunResult:
     timing = read_timing(run_dir, problems)
     word_errors = _find_word_errors(run_dir, problems)
     spoken = read_spoken(run_dir, problems)
+    periods = read_periods(run_dir, problems)
     completed = (run_dir / "completed.json").is_file()
     if not completed:
         advice = "" if of_script else "; continue it with --resume"
         problems.append(f"completed.json: missing, so the run did not finish{advice}")
     return RunResult(
         name, run_dir, settings, evaluations, timing, word_errors, completed, True, tuple(problems),
-        spoken=spoken, script_task=task if of_script else None,
+        spoken=spoken, script_task=task if of_script else None, periods=periods,
     )  # fmt: skip
 
 
@@ -197,7 +200,7 @@ def _read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
         problems.append(f"{path.name}: cannot be read ({error.strerror})")
         return []
     if lines.num_damaged:
-        problems.append(f"{path.name}: {lines.num_damaged} damaged line(s) passed over")
+        problems.append(f"{path.name}: {counted(lines.num_damaged, 'damaged line')} passed over")
     return [record for record in lines.records if isinstance(record.get("step"), int)]
 
 
@@ -256,11 +259,13 @@ def _read_word_errors(path: Path, problems: list[str]) -> WordErrors | None:
         return None
     counts = {key: number(record, key) for key in ("words", "insertions", "deletions", "substitutions")}
     whole = {key: None if value is None else int(value) for key, value in counts.items()}
+    ser = number(record, "ser")
     return WordErrors(
         wer=wer,
         low=number(record, "wer_low"),
         high=number(record, "wer_high"),
         split=str(record.get("split", "")),
         grammar=str(record.get("grammar", "")),
+        ser=None if ser is None else Estimate(ser, number(record, "ser_low"), number(record, "ser_high")),
         **whole,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.extensions import split_options
+from speechdp.parallel.period import Period
 from speechdp.report.runs.records import words
 from speechdp.report.runs.samples import Samples
 from speechdp.tasks.metrics import Metric, TaskRecord, task_record
@@ -64,6 +65,21 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
+class HostLoad:
+    """How busy the host of a rank was while it trained, mean numbers of cores.
+
+    Attributes:
+        own: busy with the rank's process.
+        host: with any process.
+        stolen: taken from a virtual machine by its host.
+    """
+
+    own: float
+    host: float
+    stolen: float
+
+
+@dataclass(frozen=True)
 class RankTiming:
     """Sums of one rank over the steps after its warm-up; times in s.
 
@@ -74,6 +90,7 @@ class RankTiming:
         statistics: what the strategy tells besides; e.g. `staleness`: counts of exchanges by age.
         data: its data path; None where it was not recorded.
         memory: what it has held at most.
+        load: of its host; None where it was not recorded.
     """
 
     rank: int
@@ -90,6 +107,7 @@ class RankTiming:
     statistics: dict[str, Any] = field(default_factory=dict)
     data: DataTimes | None = None
     memory: RankMemory = RankMemory()
+    load: HostLoad | None = None
 
     @property
     def comm_s(self) -> float:
@@ -150,8 +168,28 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class PeriodChange:
+    """An averaging period that was in force once `step` steps were done, until the next change."""
+
+    step: int
+    period: Period
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over utterances and its 95 % interval."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
 class WordErrors:
-    """The figures of wer-<split>.json; rates 0 to 1, `low` and `high` bound the 95 % interval."""
+    """The figures of wer-<split>.json; rates 0 to 1, `low` and `high` bound the 95 % interval.
+
+    `ser` is the share of the utterances with an error; older files do not have it.
+    """
 
     wer: float
     low: float | None
@@ -162,15 +200,7 @@ class WordErrors:
     substitutions: int | None
     split: str
     grammar: str
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over utterances and its 95 % interval."""
-
-    mean: float
-    low: float | None = None
-    high: float | None = None
+    ser: Estimate | None = None
 
 
 @dataclass(frozen=True)
@@ -243,6 +273,7 @@ class RunResult:
         samples: utilisation over time, one entry a host; read with a sweep only.
         spoken: measures of its synthetic speech; None where nothing was measured.
         script_task: of a user's script: what stands for its task; None: it is in the settings.
+        periods: what was in force when, of a strategy that changes its averaging period.
     """
 
     name: str
@@ -257,6 +288,7 @@ class RunResult:
     samples: tuple[Samples, ...] = ()
     spoken: Spoken | None = None
     script_task: TaskRecord | None = None
+    periods: tuple[PeriodChange, ...] = ()
 
     @property
     def kind(self) -> RunKind:

@@ -6,9 +6,18 @@ import math
 from pathlib import Path
 from typing import Any
 
+from speechdp.counting import counted
 from speechdp.jsonl import read_lines
 from speechdp.report.runs.records import amount, files_of, finite, number, read_object, words
-from speechdp.report.runs.results import DATA_STAGES, DataTimes, Feeder, RankMemory, RankTiming, RunTiming
+from speechdp.report.runs.results import (
+    DATA_STAGES,
+    DataTimes,
+    Feeder,
+    HostLoad,
+    RankMemory,
+    RankTiming,
+    RunTiming,
+)
 
 DEFAULT_WARMUP_STEPS = 4
 
@@ -24,7 +33,11 @@ def read_timing(run_dir: Path, problems: list[str]) -> RunTiming | None:
         if record is not None:
             problems.append("timing.json: ranks missing or incomplete")
     timing = _timing_from_timelines(run_dir, problems)
-    source = f"summed timeline/ of {len(timing.ranks)} rank(s) instead" if timing else "no timeline/ either"
+    source = (
+        f"summed timeline/ of {counted(len(timing.ranks), 'rank')} instead"
+        if timing
+        else "no timeline/ either"
+    )
     problems.append(
         f"timing.json: not usable; {source}" if path.is_file() else f"timing.json: missing; {source}"
     )
@@ -85,6 +98,7 @@ def _rank_timing(entry: Any) -> RankTiming | None:
         statistics=entry["statistics"] if isinstance(entry.get("statistics"), dict) else {},
         data=_data_times(entry.get("data")),
         memory=_memory(entry.get("memory")),
+        load=_load(entry.get("load")),
     )
 
 
@@ -92,6 +106,14 @@ def _memory(entry: Any) -> RankMemory:
     if not isinstance(entry, dict):
         return RankMemory()
     return RankMemory(amount(entry, "peak_rss_bytes"), amount(entry, "gpu_peak_bytes"))
+
+
+def _load(entry: Any) -> HostLoad | None:
+    """Return how busy a rank's host was; None where it was not recorded."""
+    if not isinstance(entry, dict):
+        return None
+    cores = [amount(entry, name) for name in ("own", "host", "stolen")]
+    return None if None in cores else HostLoad(*(number or 0.0 for number in cores))
 
 
 def _data_times(entry: Any) -> DataTimes | None:
@@ -134,7 +156,7 @@ def _timing_from_timelines(run_dir: Path, problems: list[str]) -> RunTiming | No
             problems.append(f"timeline/{path.name}: cannot be read ({error.strerror})")
             continue
         if num_damaged:
-            problems.append(f"timeline/{path.name}: {num_damaged} damaged line(s) passed over")
+            problems.append(f"timeline/{path.name}: {counted(num_damaged, 'damaged line')} passed over")
         if len(steps) <= DEFAULT_WARMUP_STEPS:
             warmup_used = 0
         rank = int(path.stem.removeprefix("rank-")) if path.stem[5:].isdigit() else len(ranks)

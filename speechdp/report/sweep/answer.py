@@ -9,6 +9,7 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.choice import accurate_enough
 from speechdp.report.kit.metric_names import terms_of
+from speechdp.report.kit.same_machine import machine_warning
 from speechdp.report.runs.derived import RunFigures
 from speechdp.report.sweep.cautions import find_cautions
 from speechdp.report.sweep.data_answer import data_advice, other_runs
@@ -57,6 +58,7 @@ def find_answer(rows: Sequence[RunFigures]) -> SweepAnswer:
         _headline(chosen, comparable, labels),
         tuple(filter(None, details)),
         cautions,
+        machine_warning((row.run for row in comparable), labels),
         limit=_limit(chosen, labels),
         data=_data(rows, chosen, labels),
         chosen=chosen,
@@ -81,26 +83,46 @@ def _without_comparison(
     rows: Sequence[RunFigures], finished: Sequence[RunFigures], cautions: tuple[str, ...]
 ) -> SweepAnswer:
     timed = [row for row in finished or rows if row.frames_per_s is not None]
-    if not timed:
-        return SweepAnswer("No run was timed, so there is nothing to choose from yet.", cautions=cautions)
     labels = formatting.run_labels([row.run for row in rows])
+    if len(rows) == 1 and (rows[0].run.status != "complete" or timed):
+        headline = _of_single_run(rows[0], formatting.capital(labels[rows[0].run.name]))
+    elif not timed:
+        headline = "No run was timed, so there is nothing to choose from yet."
+    else:
+        fastest = max(timed, key=_rate)
+        headline = (
+            f"{formatting.capital(labels[fastest.run.name])} is the fastest with {_speed(fastest)}; how "
+            f"accurate the runs are is not known, because no finished run has "
+            f"{terms_of(row.run for row in rows).kind.evaluation}."
+        )
+    if not timed:
+        return SweepAnswer(headline, cautions=cautions)
     fastest = max(timed, key=_rate)
-    headline = (
-        f"{formatting.capital(labels[fastest.run.name])} is the fastest with {_speed(fastest)}; how accurate "
-        f"the runs are is not known, because no finished run has "
-        f"{terms_of(row.run for row in rows).kind.evaluation}."
-    )
     limit, data = _limit(fastest, labels), _data(rows, fastest, labels)
     return SweepAnswer(headline, cautions=cautions, limit=limit, data=data)
+
+
+def _of_single_run(row: RunFigures, label: str) -> str:
+    """Say what is known of a run beside which there is no other, and that is unfinished or was not judged."""
+    facts = [_speed(row)] if row.frames_per_s is not None else []
+    facts += [_accuracy(row)] if row.score is not None else []
+    known = ", with ".join(facts)
+    if row.run.status != "complete":
+        return f"{label} is {row.run.status}: so far {known}." if facts else f"{label} is {row.run.status}."
+    if row.score is not None:
+        return f"{label}: {known}."
+    return (
+        f"{label}: {known}; how accurate its model is is not known, because no finished run has "
+        f"{terms_of([row.run]).kind.evaluation}."
+    )
 
 
 def _headline(chosen: RunFigures, rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
     label = formatting.capital(labels[chosen.run.name])
     if len(rows) == 1:
         return f"{label}: {_speed(chosen)}, with {_accuracy(chosen)}."
-    return (
-        f"{label} is the fastest setting that keeps the accuracy: {_speed(chosen)}, with {_accuracy(chosen)}."
-    )
+    keeps = terms_of(row.run for row in rows).keeps
+    return f"{label} is the fastest setting that {keeps}: {_speed(chosen)}, with {_accuracy(chosen)}."
 
 
 def _comparison(
@@ -122,9 +144,10 @@ def _comparison(
         assert fastest.score is not None
         assert best.score is not None
         behind = terms.gap(fastest.score, best.score)
+        good = f"low in {terms.short_name}" if terms.falls else "accurate"
         sentences.append(
             f"{formatting.capital(labels[fastest.run.name])} is faster "
-            f"({formatting.count(fastest.frames_per_s)} {terms.amount}/s) but not accurate enough: {behind}"
+            f"({formatting.count(fastest.frames_per_s)} {terms.amount}/s) but not {good} enough: {behind}"
             + (f", WER {_wer(fastest)}." if fastest.word_errors else ".")
         )
     return sentences
@@ -134,12 +157,13 @@ def _best_period(rows: Sequence[RunFigures], eligible: Sequence[RunFigures], lab
     """Say which period is the best where a run without one was chosen."""
     if all(row.run.model_period is None for row in rows):
         return ""
+    keeps = terms_of(row.run for row in rows).keeps
     fitting = [row for row in eligible if row.run.model_period is not None]
     if not fitting:
-        return "No averaging period keeps the accuracy."
+        return f"No averaging period {keeps}."
     fastest = max(fitting, key=_rate)
     return (
-        f"Of the averaging periods that keep the accuracy, {labels[fastest.run.name]} is the fastest: "
+        f"{formatting.capital(labels[fastest.run.name])} is the fastest averaging period that {keeps}: "
         f"{_speed(fastest)}, with {_accuracy(fastest)}."
     )
 
@@ -168,8 +192,17 @@ def _limit(row: RunFigures, labels: dict[str, str]) -> str:
         )
     return (
         f"What holds {labels[row.run.name]} back most is {largest}: {formatting.percent(share)} % of the "
-        f"step time. The other losses: {rest}."
+        f"step time. The other losses: {rest}.{_communication(row)}"
     )
+
+
+def _communication(row: RunFigures) -> str:
+    """Say how the table's share of communication is made up of two of the losses."""
+    share = formatting.percent(row.comm_share, 1)
+    if row.run.size == 1 or row.comm_share is None or share == "0.0":
+        return ""
+    both = "communication itself and waiting for slower ranks together"
+    return f" The table's communication, {share} %, is {both}."
 
 
 def _data(rows: Sequence[RunFigures], named: RunFigures, labels: dict[str, str]) -> tuple[str, ...]:

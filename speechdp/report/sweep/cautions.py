@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from speechdp.report.kit import formatting
-from speechdp.report.kit.choice import metrics_note
+from speechdp.report.kit.choice import several_tasks
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.runs.derived import RunFigures
 
@@ -22,7 +22,7 @@ def find_cautions(
     notes = [*_left_out(rows, labels), _unequal(comparable), _improving(comparable, labels)]
     decoded = terms_of(row.run for row in rows).task.decodes
     without = [labels[row.run.name] for row in comparable if decoded and row.word_errors is None]
-    notes.insert(0, metrics_note([row.run for row in rows]))
+    notes.insert(0, several_tasks([row.run for row in rows]))
     if without and len(without) == len(comparable):
         notes.append("No run was decoded: the word error rate played no part in the choice.")
     elif without:
@@ -41,8 +41,9 @@ def last_gain(row: RunFigures) -> float | None:
 
 
 def _left_out(rows: Sequence[RunFigures], labels: dict[str, str]) -> list[str]:
+    """Name the runs that are not compared; of a single run the answer itself says in what state it is."""
     notes: list[str] = []
-    for status in ("missing", "unfinished"):
+    for status in ("missing", "unfinished") if len(rows) > 1 else ():
         names = [labels[row.run.name] for row in rows if row.run.status == status]
         if names:
             notes.append(f"Not compared, because {status}: {', '.join(names)}.")
@@ -56,7 +57,7 @@ def _unequal(comparable: Sequence[RunFigures]) -> str:
     kind = comparable[0].run.kind
     return (
         f"The runs trained on different amounts of {kind.material} ({formatting.count(min(trained))} to "
-        f"{formatting.count(max(trained))} {kind.amount}), so their accuracies are not strictly comparable."
+        f"{formatting.count(max(trained))} {kind.amount}), so their models are not strictly comparable."
     )
 
 

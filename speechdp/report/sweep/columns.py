@@ -5,16 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from speechdp.report.kit import formatting
-from speechdp.report.kit.columns import STEPS, FigureColumn, metric_column, throughput
+from speechdp.report.kit.columns import STEPS, FigureColumn, known_metrics, metric_column, throughput
+from speechdp.report.kit.formatting import ONE_RANK_LABEL
 from speechdp.report.kit.metric_names import Terms, terms_of
-from speechdp.report.kit.tables import Column, Value, csv_text
+from speechdp.report.kit.tables import Column, Value, csv_text, with_figures
 from speechdp.report.runs.derived import RunFigures, task_of
+from speechdp.report.runs.results import Estimate
 from speechdp.report.sweep.data_columns import DATA_WAIT
 
 WER = FigureColumn(
     "wer", "WER", "%", "Word error rate of the final model and its 95 % bootstrap interval.",
     lambda row: row.wer, cell=lambda row: formatting.word_errors(row.word_errors),
 )  # fmt: skip
+
+
+def _ser(row: RunFigures) -> Estimate | None:
+    return None if row.word_errors is None else row.word_errors.ser
+
+
+SER = FigureColumn(
+    "ser", "SER", "%", "Sentence error rate: share of the utterances with at least one word error.",
+    lambda row: None if (ser := _ser(row)) is None else ser.mean, lambda ser: formatting.percent(ser, 1),
+)  # fmt: skip
+
+
+def _strategy(row: RunFigures) -> str:
+    label = ONE_RANK_LABEL if row.run.is_baseline else row.run.strategy.replace("_", " ")
+    return label or formatting.MISSING
 
 
 def _skew(row: RunFigures) -> str:
@@ -29,11 +46,11 @@ def _before_metrics(terms: Terms) -> tuple[FigureColumn, ...]:
     return (
         Column(
             "strategy", "strategy", "", "How the ranks keep one model.", lambda row: row.run.strategy,
-            lambda name: name.replace("_", " ") or formatting.MISSING, is_number=False,
+            cell=_strategy, is_number=False,
         ),
         Column(
             "period", "period", "", "Steps between averages, unless a unit is given.",
-            lambda row: row.run.period or formatting.MISSING,
+            lambda row: row.run.period,
         ),
         Column("ranks", "ranks", "", "Number of ranks.", lambda row: row.run.size),
         throughput(terms),
@@ -47,7 +64,8 @@ def _before_metrics(terms: Terms) -> tuple[FigureColumn, ...]:
         ),
         Column(
             "communication_share", "communi\u00adcation", "%",
-            "Share of the step time in exchanges, waiting for other ranks included; mean over ranks.",
+            "Share of the step time in exchanges, mean over ranks: communication itself and waiting for "
+            "slower ranks together, which the answer tells apart.",
             lambda row: row.comm_share, lambda share: formatting.percent(share, 1),
         ),
         DATA_WAIT,
@@ -72,16 +90,17 @@ def all_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
     )  # fmt: skip
     metrics: dict[str, FigureColumn] = {}
     for task in [row.run.task for row in rows if row.run.settings] or [terms.task]:
-        for place, metric in enumerate(task.metrics):
+        for place, metric in enumerate(known_metrics(task.metrics, rows)):
             metrics.setdefault(metric.key, metric_column(metric, is_first=place == 0))
-    steps, wer = ([column] if column.key in terms.kind.measures else [] for column in (STEPS, WER))
-    return (*_before_metrics(terms), *steps, *metrics.values(), *wer, to_target)
+    steps = [STEPS] if STEPS.key in terms.kind.measures else []
+    errors = [WER, SER] if WER.key in terms.kind.measures else []
+    return (*_before_metrics(terms), *steps, *metrics.values(), *errors, to_target)
 
 
 def main_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
-    """Return the columns to show: no word error rate where no run's task has one."""
-    decodes = any(row.run.task.decodes for row in rows)
-    return tuple(column for column in all_columns(rows) if decodes or column is not WER)
+    """Return the columns to show: those in which any run has something; no WER where no task has one."""
+    hidden = [] if any(row.run.task.decodes for row in rows) else [WER]
+    return with_figures((column for column in all_columns(rows) if column not in hidden), rows)
 
 
 def csv_of_runs(rows: Sequence[RunFigures], target: float | None, more: Sequence[FigureColumn]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from speechdp.report.kit import formatting
 from speechdp.report.runs.data_path import BLOCKING_ORDER, Bottleneck, DataFigures, FeederLoad
 from speechdp.report.runs.derived import RunFigures
+from speechdp.report.runs.results import TRAINER
 
 #: A larger share of the step time spent waiting for data is too much (of the rank that waits most).
 DATA_WAIT_AIM = 0.02
@@ -36,7 +37,7 @@ def data_advice(row: RunFigures, label: str) -> list[str]:
     if row.run.order == BLOCKING_ORDER:
         sentences.append(standing_still(row, label))
     if waits_too_long(row):
-        sentences.append(f"{_waiting(row, label)} {_cause(row)}")
+        sentences.append(f"{_waiting(row, label)} {_cause(row)}".rstrip())
     if row.data is not None and row.data.is_slow_storage:
         sentences.append(_slow_storage(row.data, label))
     return sentences
@@ -51,13 +52,14 @@ def other_runs(rows: Sequence[RunFigures], labels: dict[str, str]) -> list[str]:
 
 def _other_waits(rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
     named = [
-        f"{labels[row.run.name]} {formatting.percent(row.data_wait.largest, 1)}\u00a0%"
+        f"{labels[row.run.name]} ({formatting.percent(row.data_wait.largest, 1)}\u00a0%)"
         for row in rows
         if row.data_wait is not None and waits_too_long(row)
     ]
     if not named:
         return ""
-    return f"Other runs with a rank that waits for data more than {_aim()}: {', '.join(named)}."
+    share = f"over {_aim()} of the step time"
+    return f"In these other runs a rank waits for data for {share}: {', '.join(named)}."
 
 
 def path_sentences(row: RunFigures, label: str) -> list[str]:
@@ -98,10 +100,11 @@ def standing_still(row: RunFigures, label: str) -> str:
 
 
 def _cause(row: RunFigures) -> str:
-    """Name the stage that holds the batches up, and the remedies for it."""
+    """Name the stage that holds the batches up, and the remedies for it; "" of a script's own loader."""
     data = row.data
     if data is None or data.bottleneck is None:
-        return "Which stage of the data path is slow was not recorded."
+        is_ours = row.run.kind is TRAINER
+        return "Which stage of the data path is slow was not recorded." if is_ours else ""
     stage, busy = STAGE_TITLES[data.bottleneck.stage], data.bottleneck.busy
     if row.run.order == BLOCKING_ORDER:
         return f"Most of it is {stage}: try --order pooled."

@@ -7,7 +7,7 @@ from typing import Any
 
 from speechdp.report.kit import formatting
 from speechdp.report.kit.columns import FigureColumn
-from speechdp.report.kit.tables import Column, Value
+from speechdp.report.kit.tables import Column, Value, with_figures
 from speechdp.report.runs.data_path import DataFigures
 from speechdp.report.runs.derived import RunFigures
 from speechdp.report.runs.results import DATA_STAGES
@@ -186,6 +186,6 @@ _TABLE: tuple[FigureColumn, ...] = (
 )
 
 
-def shown_columns(rows: Sequence[RunFigures]) -> list[FigureColumn]:
+def shown_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
     """Return the columns of the data path's table in which any of these runs has something."""
-    return [column for column in _TABLE if any(column.value(row) is not None for row in rows)]
+    return with_figures(_TABLE, rows)

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
+from speechdp.parallel.period import PeriodUnit
 from speechdp.report.kit import formatting
 from speechdp.report.kit.canvas import Canvas
 from speechdp.report.kit.metric_names import terms_of
+from speechdp.report.kit.periods import PeriodCurve, draw_periods, period_units
 from speechdp.report.kit.svg import Panel
 from speechdp.report.runs.derived import RunFigures
 from speechdp.report.sweep import plots
@@ -23,6 +25,7 @@ def make_panels(rows: Sequence[RunFigures]) -> dict[str, list[Panel]]:
     return {
         "plots_by_period": _by_period(rows),
         "plots_of_learning": _learning(rows),
+        "plots_of_periods": _periods(rows),
         "plot_of_shares": [_shares(rows)],
         "plot_of_data": _data_path(rows),
         "plots_of_resources": _resources(rows),
@@ -67,6 +70,22 @@ def _learning(rows: Sequence[RunFigures]) -> list[Panel]:
         panel("learning-frames", f"the {terms.amount} trained on", over_time=False),
         panel("learning-time", "the training time", over_time=True),
     ]
+
+
+def _periods(rows: Sequence[RunFigures]) -> list[Panel]:
+    """Return the plots of the period in force, one a unit; none where no strategy changes its period."""
+
+    def panel(unit: PeriodUnit) -> Panel:
+        def draw(ax: Axes, canvas: Canvas) -> bool:
+            curves = [
+                PeriodCurve(row.run, canvas.labels[row.run.name], canvas.colours[row.run.name])
+                for row in rows
+            ]
+            return draw_periods(ax, "Averaging period in force", curves, unit, canvas, named=True)
+
+        return Panel(f"periods-{unit.value}", "Averaging period in force over the steps", _MEDIUM, draw)
+
+    return [panel(unit) for unit in period_units(row.run for row in rows)]
 
 
 def _shares(rows: Sequence[RunFigures]) -> Panel:

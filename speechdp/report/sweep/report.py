@@ -10,6 +10,7 @@ from rich.console import Group
 
 from speechdp.report.kit import formatting, theme
 from speechdp.report.kit.canvas import make_canvas
+from speechdp.report.kit.choice import metric_meanings
 from speechdp.report.kit.columns import FigureColumn
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.pages import WrittenReport, render_page, setting_text, swatch, write_files
@@ -88,11 +89,12 @@ def _page(
     panels: dict[str, list[Panel]],
     until: str | None,
 ) -> str:
+    rule = rule_for(rows) if answer.chosen and len(rows) > 1 else ""
     return render_page(
         "report",
         sweep.path.resolve().name,
         answer,
-        rule_for(rows) if answer.chosen and len(rows) > 1 else "",
+        " ".join(filter(None, (rule, metric_meanings(sweep.runs)))),
         target=until,
         **{name: tables.get(name) for name in ("figures", "speech", "data_path")},
         **{

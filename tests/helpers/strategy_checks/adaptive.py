@@ -9,7 +9,16 @@ import torch
 
 from speechdp.comm.base import Communicator
 from speechdp.parallel.strategy import Progress
-from speechdp.testing import Sgd, StrategyRun, assert_close, make_batch, make_replica, plain_sgd
+from speechdp.testing import (
+    Sgd,
+    StrategyRun,
+    assert_close,
+    assert_resumes,
+    make_batch,
+    make_replica,
+    plain_sgd,
+)
+from tests.helpers.strategy_checks.periodic import allreduced
 
 
 def a_constant_schedule_is_model_averaging(comm: Communicator) -> None:
@@ -155,6 +164,92 @@ def the_loss_before_training_apart_does_not_count(comm: Communicator) -> None:
     assert run.strategy.statistics() == {"period": "2"}, run.strategy.statistics()
 
 
+def _ends_at_rates(run: StrategyRun, rank: int, rates: list[float]) -> list[int]:
+    """Train a step with each learning rate; return the steps after which there was an exchange."""
+    ends = []
+    for step, rate in enumerate(rates):
+        run.replica.set_learning_rate(rate)
+        run.step([make_batch(rank, step)])
+        if run.strategy.state_dict()["window_steps"] == 0:
+            ends.append(run.steps)
+    return ends
+
+
+def the_quadratic_rule_follows_the_rate_of_a_window_s_first_step(comm: Communicator) -> None:
+    """(0.6/0.3)^2 = 4, (0.6/0.2)^2 = 9; the rate falls with the first step of the third window."""
+    run = StrategyRun(comm, "adaptive_averaging:rule=qsr,alpha=0.6,period=2")
+    ends = _ends_at_rates(run, comm.rank, [0.3] * 6 + [0.2] * 9 + [0.3] * 6)
+    assert ends[:3] == [2, 6, 15], ends
+    assert ends[3:] == [17, 21], "a rate that rises again gives the first period, then its own"
+    assert run.strategy.statistics() == {"period": "4"}
+
+
+def the_quadratic_rule_keeps_the_first_period_in_a_warm_up(comm: Communicator) -> None:
+    """A rate near 0 would ask for a period without end, at the start and at the end of training."""
+    run = StrategyRun(comm, "adaptive_averaging:rule=qsr,alpha=0.6,period=2")
+    warm_up = [0.0, 1e-9, 0.1, 0.2, 0.25, 0.28]
+    ends = _ends_at_rates(run, comm.rank, warm_up + [0.3] * 6 + [0.0] * 4)
+    assert ends == [2, 4, 6, 8, 12, 16], ends
+    _ends_at_rates(run, comm.rank, [1e-300])
+    assert run.strategy.statistics()["period"] == "2", "from a rate of 0 it rises"
+    run = StrategyRun(comm, "adaptive_averaging:rule=qsr,alpha=0.6,period=2")
+    _ends_at_rates(run, comm.rank, [0.3, 0.3, 1e-300])
+    assert int(run.strategy.statistics()["period"]) > 10**9
+
+
+def the_quadratic_rule_never_shortens_the_period(comm: Communicator) -> None:
+    quadratic = StrategyRun(comm, "adaptive_averaging:rule=qsr,alpha=0.3,period=3")
+    usual = StrategyRun(comm, "model_averaging:period=3")
+    for run in (quadratic, usual):
+        run.train(comm.rank)
+    assert torch.equal(quadratic.finish(), usual.finish()), "a high rate, yet not the first period"
+
+
+def the_quadratic_rule_and_stages_add_no_exchange(comm: Communicator) -> None:
+    for rule in ("rule=qsr,alpha=0.6", "rule=stages,stages=4@2"):
+        run = StrategyRun(comm, f"adaptive_averaging:{rule},period=2")
+        sent = allreduced(comm, lambda run=run: run.train(comm.rank, 0, 6))
+        num_averages = 0 if comm.size == 1 else 2
+        assert sent == [run.replica.parameters.whole.numel()] * num_averages, (rule, sent)
+
+
+def the_quadratic_rule_resumes_bitwise(comm: Communicator) -> None:
+    for saved_after in (1, 2, 3, 6):
+        assert_resumes(comm, "adaptive_averaging:rule=qsr,alpha=0.6,period=2", saved_after)
+
+
+def stages_begin_with_the_average_after_their_points(comm: Communicator) -> None:
+    half = [1, 2, 3, 4, 7, 10, 13]  # of 7 steps, each of 10 frames: the fourth is the first beyond it
+    for options, expected in (
+        ("period=1,stages=2@3+4@8", [1, 2, 3, 5, 7, 9, 13]),
+        ("period=4,stages=1@6", [4, 8, 9, 10, 11, 12, 13]),  # a window is not cut short
+        ("period=1,stages=3@50%", half),
+        ("period=1,stages=3@0.5ep", half),
+        ("period=1,stages=3@35f", half),
+        ("period=1,stages=4@2+3@4", [1, 2, 6, 9, 12]),
+        ("period=10f,stages=30f@50%", half),
+        ("begin=5,period=1,stages=3@2", [8, 11]),  # points count from the start of training
+    ):
+        run = StrategyRun(comm, f"adaptive_averaging:rule=stages,{options}")
+        ends = []
+        for step in range(13):
+            run.step([make_batch(comm.rank, step)])
+            has_begun = "begin=5" not in options or run.steps > 5
+            if has_begun and run.strategy.state_dict()["window_steps"] == 0:
+                ends.append(run.steps)
+        assert ends == expected, (options, ends)
+
+
+def stages_in_seconds_are_agreed(comm: Communicator) -> None:
+    run = StrategyRun(comm, "adaptive_averaging:rule=stages,period=2s,stages=4s@5")
+    ends = []
+    for step in range(13):  # rank 0 needs 1 s a step, the others believe in other times
+        run.step([make_batch(comm.rank, step)], time_s=float((step + 1) * (1 + 3 * comm.rank)))
+        if run.strategy.state_dict()["window_steps"] == 0:
+            ends.append(run.steps)
+    assert ends == [1, 3, 5, 9, 13], ends
+
+
 CHECKS: tuple[Callable[[Communicator], None], ...] = (
     a_constant_schedule_is_model_averaging,
     the_period_follows_the_loss,
@@ -167,4 +262,11 @@ CHECKS: tuple[Callable[[Communicator], None], ...] = (
     what_was_adapted_is_saved,
     the_loss_of_an_interval_survives_a_checkpoint,
     the_loss_before_training_apart_does_not_count,
+    the_quadratic_rule_follows_the_rate_of_a_window_s_first_step,
+    the_quadratic_rule_keeps_the_first_period_in_a_warm_up,
+    the_quadratic_rule_never_shortens_the_period,
+    the_quadratic_rule_and_stages_add_no_exchange,
+    the_quadratic_rule_resumes_bitwise,
+    stages_begin_with_the_average_after_their_points,
+    stages_in_seconds_are_agreed,
 )

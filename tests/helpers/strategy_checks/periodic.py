@@ -32,6 +32,8 @@ STRATEGIES = (
     "bmuf:eta=0.5,nesterov=true",
     "slowmo:beta=0.5,momentum=keep",
     "diloco:outer_learning_rate=0.7",
+    "adaptive_averaging:rule=qsr,alpha=0.52",
+    "adaptive_averaging:rule=stages,stages=2@4",
 )
 
 
@@ -73,16 +75,16 @@ def parameters_are_exchanged_once_a_period(comm: Communicator) -> None:
     """PyTorch's post-local SGD once averaged once a parameter group: count the exchanges."""
     for strategy in STRATEGIES:
         keeping = strategy.replace("momentum=average", "momentum=keep")
-        period = "period=3,halve=false,growth=1" if keeping.startswith("adaptive") else "period=3"
+        period = "period=3,halve=false,growth=1" if "interval=" in keeping else "period=3"
         run = StrategyRun(comm, f"{keeping},{period}")
-        sent = _allreduced(comm, lambda run=run: run.train(comm.rank, 0, 6))
+        sent = allreduced(comm, lambda run=run: run.train(comm.rank, 0, 6))
         large = [size for size in sent if size >= run.replica.parameters.values.numel()]
         # One rank has nobody to average with.
         assert len(large) == (0 if comm.size == 1 else 2), f"{keeping}: {len(large)} exchanges, not 2"
         assert all(size <= max(comm.size, 3) for size in sent if size not in large), sent
 
 
-def _allreduced(comm: Communicator, function: Callable[[], None]) -> list[int]:
+def allreduced(comm: Communicator, function: Callable[[], None]) -> list[int]:
     """Return the sizes of the tensors that are summed over ranks while `function` runs."""
     sizes: list[int] = []
     original = comm.allreduce_async

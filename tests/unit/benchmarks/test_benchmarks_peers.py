@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
 from benchmarks.strategies import peers
+from benchmarks.strategies.contenders import make_data
 from benchmarks.strategies.peer_loops import PEER_LOOPS
+from speechdp.data.shards.dataset import Dataset
 
 
 def test_every_peer_has_a_loop_and_every_loop_is_a_peer() -> None:
@@ -62,3 +65,9 @@ def test_each_is_compared_with_its_kind_and_overlapped_ones_with_the_best_of_all
         "gradient_averaging_vs_best_peer": 1.5,
         "ad_psgd_vs_best_peer": 1.75,
     }
+
+
+def test_contenders_train_on_whole_data(tmp_path: Path) -> None:
+    make_data(tmp_path)
+    dataset = Dataset.open(tmp_path)
+    assert dataset.splits["train"].utterances == 2000 and dataset.splits["dev"].utterances == 20

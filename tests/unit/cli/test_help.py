@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import io
+import itertools
 import re
 import sys
 import typing
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 
 from speechdp.cli.main import _HEADINGS, SUBCOMMANDS, parse, run
+from speechdp.cli.support.help_text import reflowed
+from speechdp.errors import ConfigError
 
 #: Literal or inward phrases that were once in a help text.
 _BANNED = (
@@ -37,9 +40,9 @@ _TITLE = re.compile("^╭─ (.+?) ─", re.MULTILINE)
 _OPTION = re.compile("│ -{1,2}[a-z]")
 
 
-def help_of(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the lines of the help of one of FORMS."""
-    monkeypatch.setenv("COLUMNS", "129")  # from 130 on there are two columns of boxes
+def help_of(name: str, monkeypatch: pytest.MonkeyPatch, columns: int = 129) -> list[str]:
+    """Return the lines of the help of one of FORMS; from 130 columns on there are two of boxes."""
+    monkeypatch.setenv("COLUMNS", str(columns))
     out = io.TextIOWrapper(io.BytesIO(), "utf-8")  # tyro draws no boxes in other encodings
     with monkeypatch.context() as patches, pytest.raises(SystemExit) as ended:
         patches.setattr(sys, "stdout", out)
@@ -89,18 +92,64 @@ def test_internal_options_are_hidden_and_the_others_shown(name: str, monkeypatch
     command = SUBCOMMANDS[name.split(maxsplit=1)[0]]
     class_name = command.script_class_name if name.endswith("--script") else command.class_name
     kind = getattr(importlib.import_module(f"speechdp.cli.{command.module}"), class_name)
-    hidden = (*command.internal, "script_arguments")
+    hidden = [*command.internal, "script_arguments"]
+    if not name.endswith("--script"):
+        hidden += command.refused
     lines = "\n".join(help_of(name, monkeypatch))
     for field in fields_of(kind):
         if "Positional" in str(field.type) or field.name == "num_ranks":
             continue
-        is_shown = re.search(rf"--{field.name.replace('_', '-')}\b(?!-)", lines) is not None
+        # Texts of other options may name one: --strategy.
+        option = rf"^│ (?:.*, )?--{field.name.replace('_', '-')}\b(?!-)"
+        is_shown = re.search(option, lines, re.MULTILINE) is not None
         assert is_shown == (field.name not in hidden), field.name
 
 
 def test_an_internal_option_is_still_taken() -> None:
     command = parse("profile", ["DATA", "OUT", "--job=weak-2", "--steps", "4"])
     assert (command.job, command.steps) == ("weak-2", 4)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("columns", [80, 118, 160])
+def test_lines_are_as_wide_as_the_terminal(name: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = help_of(name, monkeypatch, columns)
+    assert max(map(len, lines)) <= columns
+    for line, after in itertools.pairwise(lines):
+        # One short word alone, with the sentence going on below: a line break of the source.
+        text, below = re.match("│ {9,}([^ │]{1,16}) *│", line), re.match(r"│ {9,}([a-z]\S*)", after)
+        ends = text is None or text[1].endswith((".", ")"))
+        assert ends or below is None or len(below[1]) > 30, line
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_values_are_named_as_in_other_options(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not re.search(r"--\S+ (INT|FLOAT|STR)\b", "\n".join(help_of(name, monkeypatch)))
+
+
+def test_paragraphs_are_joined_and_lists_of_values_are_not() -> None:
+    text = """What is read, however long,
+    it is.  It goes on.
+    all, most (the usual): the whole
+    file; none: nothing.
+    Else nothing."""
+    assert reflowed(text) == (
+        "What is read, however long, it is. It goes on.\n"
+        "all, most (the usual): the whole file; none: nothing.\nElse nothing."
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["compare", "--seed=2"], "--seed does not apply to compare: use --seeds"),
+        (["sweep", "--strategy", "bmuf"], "--strategy does not apply to sweep: use --swept, --periods and"),
+        (["profile", "--realign_epochs", "1"], "--realign-epochs does not apply to profile: it measures"),
+    ],
+)
+def test_what_help_hides_is_refused_with_what_to_do(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        parse(words[0], ["DATA", "OUT", *words[1:]])
 
 
 def test_the_overview_has_every_command_under_one_heading() -> None:
@@ -110,3 +159,18 @@ def test_the_overview_has_every_command_under_one_heading() -> None:
 def test_none_and_its_default_are_still_taken() -> None:
     command = parse("train", ["DATA", "RUN", "--epochs", "None", "--bidirectional", "True"])
     assert command.options.epochs is None and command.options.model.bidirectional is True
+
+
+def test_a_folder_with_a_default_is_optional_in_the_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert help_of("profile", monkeypatch)[0].endswith("[OPTIONS] DATA [OUT]")
+
+
+@pytest.mark.parametrize(("option", "expected"), [("--epochs", "a whole number"), ("--momentum", "a number")])
+def test_what_is_no_number_is_told_without_pythons_types(
+    option: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(["train", "DATA", "RUN", option, "two"])
+    printed = capsys.readouterr().err
+    assert f"Error parsing {option}: expected {expected}, got 'two'" in printed
+    assert "NoneType" not in printed and "instantiated" not in printed

@@ -9,16 +9,21 @@ import numpy as np
 import pytest
 import torch
 
+from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER
+from speechdp.data.shards.dataset import Dataset, Manifest, ShardEntry, SplitEntry
 from speechdp.data.shards.shard import AudioUtterance, Shard, ShardHeader, ShardWriter
 from speechdp.data.signal.compute import compute_features
-from speechdp.data.signal.features import FeatureConfig, num_frames_of
+from speechdp.data.signal.features import FeatureConfig, kaldi_features, num_frames_of
 from speechdp.data.transforms.inputs import InputOptions
 from speechdp.data.transforms.preprocess import Preprocessor
 from speechdp.decode.align import Aligner, AlignmentJob, AlignmentReport, align_shards
 from speechdp.decode.graph import LexiconTransducer
-from speechdp.decode.recognise import DecodingOptions, decode_split
+from speechdp.decode.recognise import DecodingOptions, SpokenSplit, decode_split
 from speechdp.decode.scoring import AcousticScorer
+from speechdp.errors import ConfigError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import Lexicon
 from tests.helpers.oracle import FEATURES, Oracle, OracleModel, Spoken, oracle, write_dataset
@@ -79,3 +84,65 @@ def test_an_utterance_of_audio_is_read_as_the_models_input(tmp_path: Path, input
     expected = Preprocessor(config, 8000, "features", inputs).whole(features)
     assert found.shape == (25, 12 * inputs.copies)
     np.testing.assert_allclose(found, expected, atol=5e-4)
+
+
+#: Speaker and number of samples of each utterance of a split.
+RECORDED = [
+    ("ann", 2000),
+    ("bob", 1200),
+    ("ann", 400),
+    (UNKNOWN_SPEAKER, 800),
+    ("bob", 600),
+    (UNKNOWN_SPEAKER, 900),
+]
+
+
+def write_recordings(path: Path, config: FeatureConfig) -> tuple[Dataset, list[np.ndarray]]:
+    """Write a test split that stores audio, in two shards; return the samples."""
+    dataset = write_dataset(path, [SPOKEN])
+    manifest = Manifest(8000, config, dataset.num_classes, "flat", "given", {}, "audio")
+    rng, samples, entries = np.random.default_rng(0), [], []
+    for number, some in enumerate((RECORDED[:4], RECORDED[4:])):
+        writer = ShardWriter(path / f"test-{number:05}.h5", manifest.header("test"))
+        with writer:
+            for speaker, length in some:
+                samples.append(rng.normal(0, rng.uniform(100, 3000), length).astype(np.int16))
+                targets = np.zeros(num_frames_of(length, 8000, config), np.int32)
+                name = f"{number}-{len(samples)}"
+                writer.add(AudioUtterance(name, speaker, "one", samples[-1], targets))
+        entries.append(ShardEntry.of(writer))
+    splits = {"test": SplitEntry.of(entries, (speaker for speaker, _ in RECORDED))}
+    dataclasses.replace(manifest, splits=splits).write(path)
+    return Dataset.open(path), samples
+
+
+@pytest.mark.parametrize("variance", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_features_are_normalised_over_a_speaker(tmp_path: Path, size: int, variance: bool) -> None:
+    config = FeatureConfig(num_mel_bins=12, variance_normalise=variance)
+    dataset, samples = write_recordings(tmp_path / "data", config)
+
+    def read(comm: Communicator) -> list[np.ndarray]:
+        with SpokenSplit.open(dataset, "test", comm) as split:
+            return list(split.features(INPUTS, "speaker"))
+
+    by_rank = run_threads(size, read)
+    found = [by_rank[number % size][number // size] for number in range(len(RECORDED))]
+    raw = [kaldi_features(x.astype(np.float32), 8000, config) for x in samples]
+    by_speaker = [
+        speaker if speaker != UNKNOWN_SPEAKER else str(n) for n, (speaker, _) in enumerate(RECORDED)
+    ]
+    alone = Preprocessor(config, 8000, "features", INPUTS)
+    for rows, speaker, features in zip(raw, by_speaker, found, strict=True):
+        pooled = np.concatenate([x for x, other in zip(raw, by_speaker, strict=True) if other == speaker])
+        expected = rows - pooled.mean(axis=0)
+        expected = expected / pooled.std(axis=0) if variance else expected
+        np.testing.assert_allclose(features, alone.whole(expected.astype(np.float32)), atol=2e-3)
+    np.testing.assert_array_equal(np.concatenate(found), np.concatenate(run_threads(1, read)[0]))
+
+
+def test_features_that_are_normalised_already_are_not_normalised_anew(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path / "data", [SPOKEN])
+    options, comm = DecodingOptions(normalise="speaker"), SerialCommunicator()
+    with pytest.raises(ConfigError, match=r"--normalise speaker: .* holds features"):
+        decode_split(oracle(dataset.num_classes), dataset, "test", tmp_path / "run", options, comm)

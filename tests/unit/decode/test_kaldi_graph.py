@@ -84,7 +84,7 @@ def test_what_was_said_is_recognised(files: KaldiGraphFiles, tmp_path: Path) -> 
     assert values["grammar"] == "graph" and values["graph"]["graph"] == str(files.graph)
     assert values["graph"]["states"] == 5 and "graph" not in values["options"]
     tuned = tune(oracle(NUM_PDFS), dataset, "test", options, SerialCommunicator())
-    assert set(tuned.record["chosen"]) == {"acoustic_scale"}
+    assert set(tuned.record["chosen"]) == {"acoustic_scale", "prior_scale"}
 
 
 def test_files_that_do_not_belong_together_are_refused(files: KaldiGraphFiles, tmp_path: Path) -> None:
@@ -114,4 +114,4 @@ def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ({"graph": Path("HCLG.fst"), "grammar": "word-loop"}, "replaces --grammar word-loop"),
     ):
         with pytest.raises(ConfigError, match=about):
-            DecodeCommand(tmp_path, tmp_path, **options)._decoding_options()  # type: ignore[arg-type]
+            DecodeCommand(tmp_path, tmp_path, **options)._on_rank(SerialCommunicator())  # type: ignore[arg-type]

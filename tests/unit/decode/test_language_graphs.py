@@ -97,6 +97,24 @@ def test_a_cost_of_a_path_is_that_of_its_ngrams() -> None:
     assert best_cost(graph.fst, frames) == pytest.approx(expected, abs=0.02)
 
 
+@pytest.mark.parametrize("grammar", [Grammar.WORD, Grammar.NGRAM])
+def test_a_rare_pronunciation_costs_its_log_probability(grammar: Grammar) -> None:
+    variants = {"either": (("A",), ("B",)), "or": (("C",),)}
+    inventory = StateInventory(("A", "B", "C"))
+    model = estimate([["either"], ["or"]], 1)
+    costs = {}
+    for name, probabilities in (("none", {}), ("some", {"either": (1.0, 0.25), "or": (0.5,)})):
+        hl = LexiconTransducer(Lexicon(variants, probabilities), inventory, np.full(12, 0.5), 0.2)
+        graph = build_graph(hl, grammar, language_model=model)
+        for phone in "ABC":
+            frames = np.full((6, 12), -50.0, np.float32)
+            frames[np.arange(6), np.repeat(inventory.classes_of(phone), 2)] = 0.0
+            costs[name, phone] = best_cost(graph.fst, frames)
+    for phone, probability in (("A", 1.0), ("B", 0.25), ("C", 0.5)):
+        expected = costs["none", phone] - np.log(probability)
+        assert costs["some", phone] == pytest.approx(expected, abs=5e-3)
+
+
 def test_a_graph_that_would_be_too_large_is_not_determinised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_module, "_MAX_DETERMINISED_STATES", 10)
     model = estimate(TEXTS, 2)

@@ -14,7 +14,8 @@ from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.shards.dataset import Dataset
 from speechdp.decode.graph import Grammar
-from speechdp.decode.recognise import DecodingOptions, DecodingResult, decode_split
+from speechdp.decode.recognise import DecodingOptions, decode_split
+from speechdp.decode.results import DecodingResult, DecodingSpeed
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.errors import ConfigError, RunError
 from speechdp.labels.hmm import StateInventory
@@ -56,6 +57,22 @@ def test_hypotheses_errors_and_files(dataset: Dataset, tmp_path: Path) -> None:
     assert expected.items() <= values.items()
     assert values["failed"] == 1 and values["options"]["beam"] == 16.0
     assert 0 <= values["wer_low"] <= 0.5 <= values["wer_high"]
+    assert (values["sentence_errors"], values["ser"]) == (3, 0.6)
+    assert [(row["speaker"], row["words"], row["wer"]) for row in values["speakers"]] == [("s", 6, 0.5)]
+
+
+def test_speakers_stand_by_their_error_rates_where_they_are_known(tmp_path: Path) -> None:
+    utterances = [
+        Spoken("a", "one two", "one two", speaker="ann"),
+        Spoken("b", "three", "four", speaker="bob"),
+        Spoken("c", "four", "two", speaker="unknown"),
+    ]
+    dataset = write_dataset(tmp_path / "data", [utterances])
+    result = decode(dataset, tmp_path / "run")
+    assert {name: errors.wer for name, errors in result.speakers.items()} == {"bob": 1.0, "ann": 0.0}
+    values = json.loads((tmp_path / "run" / "wer-test.json").read_text())
+    assert [row["speaker"] for row in values["speakers"]] == ["bob", "ann"]
+    assert values["words"] == 4  # those of unknown speakers count, but for nobody
 
 
 @pytest.mark.parametrize("size", [2, 4, 7])
@@ -71,6 +88,16 @@ def test_any_number_of_ranks_gives_the_same_files(dataset: Dataset, tmp_path: Pa
     assert all(result.wer == alone.wer and result.retried == alone.retried for result in results)
     for name in ("wer-test.json", "hypotheses/test.txt"):
         assert (together / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+
+
+def test_speeds_of_ranks_are_summed() -> None:
+    mine, other = DecodingSpeed(10.0, 2.0, 0.5, 0.25, 2**20), DecodingSpeed(30.0, 1.0, 1.5, 0.75, 3 * 2**20)
+    both = DecodingSpeed.over([vars(mine), vars(other)])
+    assert both == DecodingSpeed(40.0, 2.0, 2.0, 1.0, 3 * 2**20)
+    assert both.summary() == (
+        "real-time factor 0.075 a core (network 0.050, search 0.025), 40.0 s of speech; graph in 2.0 s; "
+        "peak memory 3 MiB a rank"
+    )
 
 
 def test_transcripts_as_grammar_correct_what_was_said(dataset: Dataset, tmp_path: Path) -> None:
@@ -132,6 +159,9 @@ def test_full_disk_is_one_line(dataset: Dataset, tmp_path: Path) -> None:
         ({"max_active": 1}, "--max-active 1"),
         ({"prior_scale": -0.5}, "--prior-scale -0.5"),
         ({"silence_probability": 1.0}, "--silence-probability 1.0"),
+        ({"lattice_beam": float("inf")}, "--lattice-beam inf"),
+        ({"nbest": -1}, "--nbest -1"),
+        ({"rescore_weight": 1.5}, "--rescore-weight 1.5"),
     ],
 )
 def test_options_out_of_range_are_named(options: dict[str, float], option: str) -> None:
@@ -176,5 +206,11 @@ def test_command_prints_the_error_rate_and_the_file(
     out = capsys.readouterr().out
     assert asked == [run_dir]
     assert "WER 50.00 % [95 % interval " in out and "1 ins, 1 del, 1 sub" in out
-    assert "test, word-loop" in out and "1 utterance(s) needed a wider beam; 1 have no hypothesis" in out
+    assert "test, word-loop" in out and "1 utterance needed a wider beam; without hypothesis: 1" in out
+    assert "SER 60.00 % [95 % interval " in out and "(3 / 5 utterances have an error)" in out
+    # 139 frames of 10 ms
+    assert re.search(r"real-time factor \d+\.\d{3} a core \(.*\), 1\.4 s of speech; .* MiB a rank", out)
     assert f"hypotheses: {run_dir / 'hypotheses' / 'test.txt'}" in out
+    assert f"page: {run_dir / 'report' / 'decoding-test.html'}" in out
+    assert "by speaker" not in out  # there is one
+    assert (run_dir / "report" / "decoding-test.html").is_file()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -16,9 +19,11 @@ from speechdp.decode import tuning
 from speechdp.decode.graph import Grammar
 from speechdp.decode.language_model import save_language_model
 from speechdp.decode.recognise import DecodingOptions, decode_split
-from speechdp.decode.tuning import tune
-from speechdp.errors import ConfigError
+from speechdp.decode.tuning import earlier_tuning, tune
+from speechdp.errors import RunError
+from speechdp.labels.hmm import StateInventory, states_of
 from speechdp.language.kneser_ney import estimate
+from speechdp.options.recognition import RecognitionOptions
 from speechdp.process.ending import Stopped
 from tests.helpers.oracle import Oracle, OracleModel, Spoken, oracle, write_dataset
 
@@ -54,9 +59,9 @@ def test_the_best_setting_is_found_and_does_what_it_promises(
     model, comm, start = unsure(dataset.num_classes), SerialCommunicator(), DecodingOptions(grammar=grammar)
     tuned = tune(model, dataset, "dev", start, comm)
     tried = {
-        None: {"acoustic_scale", "lm_scale", "insertion_log_prob"},
-        Grammar.WORD_LOOP: {"acoustic_scale", "insertion_log_prob"},
-        Grammar.TRANSCRIPT_SET: {"acoustic_scale"},
+        None: {"acoustic_scale", "prior_scale", "lm_scale", "insertion_log_prob"},
+        Grammar.WORD_LOOP: {"acoustic_scale", "prior_scale", "insertion_log_prob"},
+        Grammar.TRANSCRIPT_SET: {"acoustic_scale", "prior_scale"},
     }[grammar]
     assert set(tuned.record["chosen"]) == tried
     result = decode_split(model, dataset, "dev", tmp_path / "run", tuned.options, comm, tuning=tuned.record)
@@ -77,10 +82,49 @@ def test_tuning_helps_where_words_are_inserted(tmp_path: Path) -> None:
     start = DecodingOptions(grammar=Grammar.WORD_LOOP, insertion_log_prob=20.0)
     tuned = tune(unsure(dataset.num_classes), dataset, "dev", start, SerialCommunicator())
     before = next(
-        t for t in tuned.record["trials"] if (t["acoustic_scale"], t["insertion_log_prob"]) == (1.0, 20.0)
+        t
+        for t in tuned.record["trials"]
+        if (t["acoustic_scale"], t["prior_scale"], t["insertion_log_prob"]) == (1.0, 1.0, 20.0)
     )
     assert tuned.record["errors"] < before["errors"]
     assert tuned.summary().startswith("tuned on dev: acoustic-scale ")
+
+
+def test_priors_that_mislead_are_found_out(tmp_path: Path) -> None:
+    """Divided out, they make the phones of `four` likely everywhere, which the network knows nothing of."""
+    right = [[Spoken("a", "one two", "one two", 60), Spoken("b", "two", "two"), Spoken("c", "four", "four")]]
+    dataset = write_dataset(tmp_path / "data", right, "dev")
+    model, comm = unsure(dataset.num_classes), SerialCommunicator()
+    inventory = StateInventory.load(dataset.classes_path)
+    model.class_log_prior[states_of(["F", "AO", "R"], inventory)] -= 1.5
+    tuned = tune(model, dataset, "dev", DecodingOptions(grammar=Grammar.WORD_LOOP), comm)
+    assert tuned.options.prior_scale < 1 and tuned.record["errors"] == 0
+    result = decode_split(model, dataset, "dev", tmp_path / "run", tuned.options, comm)
+    assert result.wer.wer == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "edges"),
+    [
+        ((-2.0, 0.0, 2.0), {}),
+        ((0.0, 2.0), {"insertion_log_prob": "smallest"}),
+        ((-2.0, -1.0), {"insertion_log_prob": "largest"}),
+    ],
+)
+def test_a_best_value_at_the_edge_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: tuple[float, ...], edges: dict[str, str]
+) -> None:
+    dataset = write_dataset(tmp_path / "data", [[Spoken("a", "four", "four")]], "dev")
+    monkeypatch.setitem(tuning._VALUES, "insertion_log_prob", values)
+    start = DecodingOptions(grammar=Grammar.WORD_LOOP, insertion_log_prob=max(values, key=lambda v: -abs(v)))
+    tuned = tune(oracle(dataset.num_classes), dataset, "dev", start, SerialCommunicator())
+    assert tuned.record["at_edge"] == edges
+    told = {
+        "smallest": "; no smaller --insertion-log-prob than",
+        "largest": "; no larger --insertion-log-prob",
+    }
+    assert all(told[edge] in tuned.summary() for edge in edges.values())
+    assert ("was tried" in tuned.summary()) == bool(edges)
 
 
 def test_where_nothing_helps_nothing_is_changed(tmp_path: Path) -> None:
@@ -136,7 +180,11 @@ def test_command_tunes_and_says_so(
         return model
 
     monkeypatch.setattr("speechdp.tasks.model_file.load_model", load_model)
-    monkeypatch.setattr(tuning, "_VALUES", {"acoustic_scale": (0.5, 1.0), "insertion_log_prob": (0.0, -3.0)})
+    monkeypatch.setattr(
+        tuning,
+        "_VALUES",
+        {"acoustic_scale": (0.5, 1.0), "prior_scale": (1.0,), "insertion_log_prob": (0.0, -3.0)},
+    )
     run_dir, where = tmp_path / "run", {"backend": "serial", "device": "cpu"}
     assert DecodeCommand(run_dir, dataset.path, tune_on="dev", **where).run() == 0  # type: ignore[arg-type]
     out = capsys.readouterr().out
@@ -144,5 +192,57 @@ def test_command_tunes_and_says_so(
     assert out.startswith("tuned on dev: acoustic-scale ") and "; test, digit-loop" in out
     assert values["tuning"]["split"] == "dev" and len(values["tuning"]["trials"]) >= 3
     assert not (run_dir / "wer-dev.json").exists()
-    with pytest.raises(ConfigError, match="--tune-on test: "):
-        DecodeCommand(run_dir, dataset.path, tune_on="test", **where)._on_rank(SerialCommunicator())  # type: ignore[arg-type]
+    DecodeCommand(run_dir, dataset.path, **where)._on_rank(SerialCommunicator())  # type: ignore[arg-type]
+    again, printed = json.loads((run_dir / "wer-test.json").read_text()), capsys.readouterr()
+    assert "as decode --tune-on dev chose them" in printed.err
+    assert again["options"] == values["options"] and again["wer"] == values["wer"]
+    search = RecognitionOptions(acoustic_scale=1.0)
+    DecodeCommand(run_dir, dataset.path, search=search, **where)._on_rank(SerialCommunicator())  # type: ignore[arg-type]
+    assert "as decode --tune-on" not in capsys.readouterr().err
+    DecodeCommand(run_dir, dataset.path, tune_on="test", **where)._on_rank(SerialCommunicator())  # type: ignore[arg-type]
+    assert "the scales were chosen on this split" in capsys.readouterr().out
+
+
+def test_what_was_tuned_last_is_found_again(dataset: Dataset, tmp_path: Path) -> None:
+    model, comm, run_dir = unsure(dataset.num_classes), SerialCommunicator(), tmp_path / "run"
+    start = DecodingOptions(grammar=Grammar.WORD_LOOP, prior_scale=0.5)
+    assert earlier_tuning(run_dir) is None
+    decode_split(model, dataset, "dev", run_dir, start, comm)
+    assert earlier_tuning(run_dir) is None
+    tuned = tune(model, dataset, "dev", start, comm)
+    decode_split(model, dataset, "dev", run_dir, tuned.options, comm, tuning=tuned.record)
+    earlier = earlier_tuning(run_dir)
+    assert earlier is not None and earlier.path == run_dir / "tuned.json" and earlier.split == "dev"
+    assert earlier.chosen == tuned.record["chosen"]
+    assert dataclasses.replace(start, **earlier.weights) == tuned.options
+    assert earlier.is_for(Grammar.DIGIT_LOOP) and not earlier.is_for(Grammar.NGRAM)
+    assert "is for the grammar word-loop" in earlier.refusal(Grammar.NGRAM)
+    # A decoding with other values does not change what was chosen.
+    decode_split(model, dataset, "dev", run_dir, start, comm)
+    assert earlier_tuning(run_dir) == earlier
+    later = dataclasses.replace(tuned.options, acoustic_scale=0.123)
+    record = {**tuned.record, "chosen": {**tuned.record["chosen"], "acoustic_scale": 0.123}}
+    decode_split(model, dataset, "dev", run_dir, later, comm, tuning=record)
+    earlier = earlier_tuning(run_dir)
+    assert earlier is not None and earlier.weights["acoustic_scale"] == 0.123
+    assert earlier.summary().startswith("acoustic-scale 0.123, ")
+    (run_dir / "tuned.json").write_text('{"tuning": {}}')
+    with pytest.raises(RunError, match=r"tuned\.json: cannot be read \('options' is missing\); tune again"):
+        earlier_tuning(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.EIO, "look at the disk"), (errno.ESTALE, "mount"), (errno.EACCES, "permit reading it")],
+)
+def test_a_disk_that_refuses_the_weights_is_not_advised_to_tune_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    def refuse(path: Path) -> bytes:
+        raise OSError(number, os.strerror(number), str(path))
+
+    (tmp_path / "tuned.json").write_text("{}")
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(RunError, match=rf"tuned\.json: cannot be read .*{remedy}") as error:
+        earlier_tuning(tmp_path)
+    assert "tune again" not in str(error.value) and "\n" not in str(error.value)

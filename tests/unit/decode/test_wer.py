@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from speechdp.decode.wer import count_errors, word_error_rate
+from speechdp.decode.wer import align_words, count_errors, errors_by_group, word_error_rate
 
 
 def test_errors_are_counted_by_kind_and_utterance() -> None:
@@ -52,3 +52,33 @@ def test_summary_is_one_line_with_everything() -> None:
     summary = word_error_rate(["a b", "c"], ["a", "c d"]).summary()
     assert summary.startswith("WER 66.67 % [95 % interval ")
     assert "(2 / 3 words, 1 ins, 1 del, 0 sub, 2 utterances)" in summary
+
+
+def test_sentence_errors_are_utterances_with_any_error() -> None:
+    result = word_error_rate(["a b", "c", "d", ""], ["a", "c", "x y z", ""])
+    assert (result.sentence_errors, result.utterances, result.ser) == (2, 4, 0.5)
+    assert 0 <= result.ser_low < 0.5 < result.ser_high <= 1
+    assert result.sentence_summary().startswith("SER 50.00 % [95 % interval ")
+    assert "(2 / 4 utterances have an error)" in result.sentence_summary()
+    assert word_error_rate([], []).ser == 0.0
+
+
+def test_alignment_has_every_word_once_and_the_errors_that_are_counted() -> None:
+    references = ["a b c", "a b", "a", "", "", "a b c d"]
+    hypotheses = ["a x c d", "", "a", "x y", "", "x y"]
+    aligned = align_words(references, hypotheses)
+    for reference, hypothesis, words in zip(references, hypotheses, aligned, strict=True):
+        assert " ".join(word.reference for word in words if word.reference) == reference
+        assert " ".join(word.hypothesis for word in words if word.hypothesis) == hypothesis
+    kinds = ("insertion", "deletion", "substitution")
+    counts = [[sum(word.error == kind for word in words) for kind in kinds] for words in aligned]
+    assert counts == count_errors(references, hypotheses)[:, :3].tolist()
+    assert align_words([], []) == []
+
+
+def test_errors_of_groups_are_those_of_their_utterances_the_worst_first() -> None:
+    references, hypotheses = ["a b", "c", "d e", ""], ["a b", "x", "d", "y"]
+    groups = errors_by_group(["ann", "bob", "ann", "eve"], references, hypotheses)
+    assert list(groups) == ["bob", "ann"]  # nothing is known of one who said no word
+    assert groups["ann"] == word_error_rate(["a b", "d e"], ["a b", "d"])
+    assert groups["bob"].wer == 1.0

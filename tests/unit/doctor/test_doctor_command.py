@@ -40,6 +40,9 @@ def test_an_allocation_that_cannot_be_read_is_passed_over_for_a_hostfile(
     assert "SLURM_JOB_NODELIST" in said and "--hostfile" in said
     assert requests == []
     hostfile = tmp_path / "hosts"
+    assert DoctorCommand(hostfile=hostfile).run() == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("hostfiles/") == 1 and "--hostfile" not in said  # one remedy
     hostfile.write_text("n1 slots=4\nn2 slots=4\n")
     assert DoctorCommand(hostfile=hostfile, num_ranks=3).run() == 0
     assert [(host.name, host.slots) for host in requests[0].hosts] == [("n1", 3), ("n2", 3)]

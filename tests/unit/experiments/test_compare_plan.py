@@ -56,6 +56,16 @@ def test_an_option_of_nothing_is_refused(text: str) -> None:
         split_strategies(text)
 
 
+def test_runs_are_called_as_the_table_calls_them() -> None:
+    asked = (StrategyChoice("gradient_averaging"), StrategyChoice("bmuf:period=4,momentum=reset"))
+    assert [run.title for run in ComparePlan(asked, (1, 2), (3,), ("frames",), 6).runs()] == [
+        "equal frames, one rank, seed 3",
+        "equal frames, 2 ranks, gradient averaging, seed 3",
+        "equal frames, 2 ranks, bmuf (period=4, momentum=reset), seed 3",
+    ]
+    assert PlannedRun(asked[1], 1, 3, "frames", None).title == "one rank, seed 3"  # of a script
+
+
 def test_strategies_are_read_once_for_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = checked_strategies("bmuf:period=4,easgd")
     assert chosen == (StrategyChoice("bmuf:period=4"), StrategyChoice("easgd"))
@@ -212,6 +222,9 @@ def test_the_time_left_is_that_of_runs_with_as_many_ranks() -> None:
             ),
             strategy=StrategyChoice("model_averaging:period=16,momentum=reset"),
             alignments=Path("/a b/c"),
+            initial_model=Path("/a b/d"),
+            realign="auto",
+            realign_from="scratch",
             epochs=7,
             seed=3,
             slow_ranks="0:2.5",

@@ -131,5 +131,5 @@ def test_a_missing_gpu_is_said_or_refused(monkeypatch: pytest.MonkeyPatch) -> No
         notes_on(plan, options_with(device="cuda"), on_this_machine=True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="--ranks 2: torch sees 1 GPU"):
+    with pytest.raises(ConfigError, match="--ranks 2: torch sees 1 GPU here"):
         notes_on(ProfilePlan((1, 2)), TrainOptions(), on_this_machine=True)

@@ -101,8 +101,8 @@ def test_a_damaged_rank_is_named(out: Path, damage: str) -> None:
         ),
         ('"functions": [', '"functions": 3, "was": [', "functions is not a list"),
         ('"host": "node-a"', '"host": 5', "line 1: host is 5, not a word"),
-        ('{"step": ', '{"step"', r"\(8 lines are damaged\)"),
-        ('{"step": 8', '{"step" 8', r"\(1 line is damaged\)"),
+        ('{"step": ', '{"step"', r"\(8 lines damaged\)"),
+        ('{"step": 8', '{"step" 8', r"\(1 line damaged\)"),
     ],
 )
 def test_values_that_cannot_be_are_named(out: Path, old: str, new: str, message: str) -> None:

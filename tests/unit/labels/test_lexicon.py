@@ -128,7 +128,7 @@ def test_unknown_words_are_listed_in_one_line(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError) as caught:
         lexicon_for(["yes", *words])
     message = str(caught.value)
-    assert message.startswith("25 word(s) without a pronunciation: word00 ")
+    assert message.startswith("25 words without a pronunciation: word00 ")
     assert "word19 and 5 more" in message and "word20" not in message
     assert "--lexicon" in message and "cmudict" in message and "\n" not in message
 
@@ -173,6 +173,7 @@ def test_words_that_are_not_in_the_lexicon_become_unk_where_it_has_it(tmp_path: 
         ("yes\u2014no\u2026 \u00bfqu\u00e9?", "yes no qu\u00e9"),
         ("e\u0301te\u0301 \u4f60\u597d\u3002", "\u00e9t\u00e9 \u4f60\u597d"),
         (" . - ", "-"),
+        ("Well, !SIL ! <Noise> THAT!", "well !SIL <Noise> that"),
     ],
 )
 def test_transcripts_are_plain_words(text: str, plain: str) -> None:

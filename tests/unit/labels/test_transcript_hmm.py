@@ -61,6 +61,17 @@ def test_pronunciations_stand_side_by_side_and_silence_is_optional() -> None:
     }
 
 
+def test_pronunciations_have_the_probabilities_of_the_lexicon() -> None:
+    rated = Lexicon(LEXICON.pronunciations, {"ab": (0.9,), "c": (1.0, 0.25)})
+    for scale in (1.0, 0.3):
+        plain = paths_of(compiler(scale=scale).compile(["c", "ab", "c"]))
+        found = paths_of(TranscriptCompiler(rated, INVENTORY, 0.6, 0.2, scale).compile(["c", "ab", "c"]))
+        for path, probability in plain.items():
+            spoken = [phone for phone in path[::3] if phone != SIL[0]]  # C or A, A B, C or A
+            of_words = 0.9 * 0.25 ** ((spoken[0] == A[0]) + (spoken[-1] == A[0]))
+            assert found[path] == pytest.approx(probability * of_words**scale)
+
+
 def test_words_follow_each_other_with_and_without_a_pause() -> None:
     found = paths_of(compiler().compile(["ab", "c"]))
     assert len(found) == 2**3 * 2

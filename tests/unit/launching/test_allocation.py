@@ -120,7 +120,7 @@ def test_slurm() -> None:
     assert (allocation.scheduler, allocation.job_id, allocation.restarts) == ("slurm", "4711", 0)
     assert allocation.hostfile.hosts == (Host("n1", 2), Host("n2", 2), Host("n3", 1))
     assert allocation.hostfile.source == "SLURM_JOB_NODELIST"
-    with pytest.raises(ConfigError, match=r"^SLURM_JOB_NODELIST: 6 ranks wanted, but there are only 5 slots"):
+    with pytest.raises(ConfigError, match=r"^SLURM_JOB_NODELIST: 6 ranks wanted, but it has only 5 slots"):
         allocation.hostfile.allocate(6)
     again = find_allocation({**SLURM, "SLURM_RESTART_COUNT": "2"})
     assert again is not None and again.restarts == 2

@@ -85,14 +85,16 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         read_hostfile(tmp_path)
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="binary: the hostfile cannot be read"):
+    with pytest.raises(ConfigError, match="binary: the hostfile is no text file; see"):
         read_hostfile(binary)
 
 
 def test_too_few_slots_names_file_slots_and_ranks(tmp_path: Path) -> None:
     hostfile = read_hostfile(write(tmp_path, "a slots=2\nb slots=1\n"))
-    with pytest.raises(ConfigError, match=r"hosts: 4 ranks wanted, but there are only 3 slots"):
+    with pytest.raises(ConfigError, match=r"hosts: 4 ranks wanted, but it has only 3 slots; lower"):
         hostfile.allocate(4)
+    with pytest.raises(ConfigError, match="2 ranks wanted, but it has only 1 slot; lower"):
+        read_hostfile(write(tmp_path, "a slots=1\n")).allocate(2)
     with pytest.raises(ConfigError, match="at least 1 rank"):
         hostfile.allocate(0)
 

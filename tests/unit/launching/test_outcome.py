@@ -11,7 +11,14 @@ import pytest
 
 from speechdp.errors import ConfigError
 from speechdp.launching.faults import Fault
-from speechdp.launching.outcome import Target, Verdict, find_target, last_checkpoint, verdict
+from speechdp.launching.outcome import (
+    Target,
+    Verdict,
+    find_target,
+    how_a_script_goes_on,
+    last_checkpoint,
+    verdict,
+)
 from speechdp.launching.supervise import JobEnd
 
 
@@ -195,3 +202,34 @@ def test_a_stop_on_request_is_told_as_one(tmp_path: Path) -> None:
         75,
         "the job ended with exit code 75 (the ranks were asked to stop, and saved)",
     )
+
+
+def test_a_script_that_was_stopped_is_told_how_it_goes_on(tmp_path: Path) -> None:
+    killed, saved = JobEnd(143, 15), JobEnd(75, 2)
+    itself = "; the same command continues from what the script saves and loads itself (docs/api.md)"
+    here = "; the script has saved: the same command continues"
+    assert how_a_script_goes_on(killed, 143, None) == itself
+    assert how_a_script_goes_on(saved, 75, None) == here
+    assert how_a_script_goes_on(killed, 143, tmp_path) == f"; no checkpoint in {tmp_path} yet{itself}"
+    last = tmp_path / "checkpoints" / "step-00000009-2"
+    last.mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000010.1a2b.tmp").mkdir()
+    assert how_a_script_goes_on(saved, 75, tmp_path) == f"; last checkpoint: {last}{here}"
+    # It has said so itself; nobody has stopped it.
+    assert how_a_script_goes_on(JobEnd(76, 15), 76, tmp_path) == ""
+    assert how_a_script_goes_on(JobEnd(1, None), 1, tmp_path) == ""
+
+
+def test_a_script_that_lost_a_rank_is_told_how_it_goes_on(tmp_path: Path) -> None:
+    killed = JobEnd(137, None, (Fault("killed", 1, "n2", signal=9),))
+    itself = "; the same command continues from what the script saves and loads itself (docs/api.md)"
+    assert how_a_script_goes_on(killed, 137, None) == itself
+    assert how_a_script_goes_on(killed, 137, tmp_path) == f"; no checkpoint in {tmp_path} yet{itself}"
+    last = tmp_path / "checkpoints" / "step-00000009"
+    last.mkdir(parents=True)
+    assert how_a_script_goes_on(killed, 137, tmp_path) == f"; last checkpoint: {last}{itself}"
+    assert how_a_script_goes_on(JobEnd(124, None), 124, None) == itself
+    # What is wrong has to be mended first; nothing has failed.
+    unreached = JobEnd(255, None, (Fault("not reached", None, "n2"),))
+    for end in (unreached, JobEnd(73, None), JobEnd(75, None), JobEnd(0, None)):
+        assert how_a_script_goes_on(end, end.exit_code, tmp_path) == ""

@@ -190,7 +190,8 @@ def test_a_command_that_cannot_work_is_not_submitted(
 def test_an_unknown_command_is_not_submitted(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^2$"):
         run(["submit", *RESOURCES, "--scheduler", "slurm", "--", "trian", "D", "R"])
-    assert "unknown command 'trian'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "unknown command 'trian'" in said and "write python before it: -- python SCRIPT" in said
     assert list(work.iterdir()) == []
 
 

@@ -30,7 +30,7 @@ from speechdp.experiments.sweep.plan import SweepPlan
 from speechdp.experiments.sweep.training import run_sweep
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.ownership.claimant import Claimant
-from speechdp.ownership.overwrite import check_overwrite, empty
+from speechdp.ownership.overwrite import RUN, check_overwrite, empty
 from speechdp.ownership.owner import OWNER_FILE, FolderOwner, Surroundings
 from speechdp.parallel.run_files import Metrics
 from speechdp.parallel.stop import StopRequest
@@ -215,14 +215,15 @@ def test_a_signal_ends_the_waiting_for_a_sign_of_life(
         def notice(self, text: str) -> None:
             said.append(text)
 
-    (tmp_path / "run.json").write_text("{}")
+    record = "run.json" if command is TrainCommand else "sweep.json"
+    (tmp_path / record).write_text("{}")
     owner(tmp_path, boot="another", host="another").acquire()
     with StopRequest() as stop:
         session = Session(dataset, SerialCommunicator(), torch.device("cpu"), Noting(), stop)
         os.kill(os.getpid(), signal.SIGTERM)
         assert command(dataset.path, tmp_path, overwrite=True)._on_rank(session) == 75
     assert said[-1] == f"stopped as requested before it began; repeat the command: {tmp_path}"
-    assert sorted(os.listdir(tmp_path)) == [OWNER_FILE, "run.json"]  # noqa: PTH208
+    assert sorted(os.listdir(tmp_path)) == [OWNER_FILE, record]  # noqa: PTH208
 
 
 # --- links and rights -------------------------------------------------------------------------------------
@@ -239,9 +240,10 @@ def test_a_run_behind_a_link_is_overwritten_where_it_is(
         assert f"{link}: is a symbolic link to {scratch}, where there is no folder" in one_line(capsys)
     scratch.mkdir()
     assert speechdp(command) == 0
-    (scratch / "other").mkdir()
+    (scratch / "hypotheses").mkdir()
     assert speechdp([*command, "--overwrite"]) == 0
-    assert link.is_symlink() and (scratch / "completed.json").is_file() and not (scratch / "other").exists()
+    assert link.is_symlink() and (scratch / "completed.json").is_file()
+    assert not (scratch / "hypotheses").exists()
 
 
 def test_data_behind_a_link_are_made_where_it_leads(dataset: Dataset, tmp_path: Path) -> None:
@@ -254,8 +256,9 @@ def test_data_behind_a_link_are_made_where_it_leads(dataset: Dataset, tmp_path: 
         with new_data_dir(link, overwrite=True) as directory:
             assert directory == tmp_path / "disk" / ".mine.partial"
             shutil.copytree(dataset.path, directory, dirs_exist_ok=True)
-            (directory / str(number)).touch()
-        assert link.is_symlink() and (disk / "1").exists() == (number == 1) and (disk / str(number)).is_file()
+            (directory / f"{number}.h5").touch()
+        assert link.is_symlink() and (disk / f"{number}.h5").is_file()
+        assert (disk / "1.h5").exists() == (number == 1)
     assert os.listdir(disk.parent) == ["mine"]  # noqa: PTH208
     with pytest.raises(ConfigError, match="File name too long"):
         check_target(tmp_path / ("long" * 99), overwrite=False)
@@ -349,10 +352,10 @@ def test_what_may_not_be_listed_is_refused_and_nothing_of_it_deleted(shared: Pat
         folder.chmod(0o311)
         with as_nobody():
             with pytest.raises(ConfigError, match=f"^{folder}: this user may not delete .*0311"):
-                check_overwrite(run, ["run.json"], "that hold a run")
+                check_overwrite(run, RUN)
             if folder == run:
                 with pytest.raises(RunError, match=f"^{folder}: cannot be written"):
-                    empty(owner(run), ["run.json"])
+                    empty(owner(run), RUN)
     (run / "status").chmod(0o755)
     assert sorted(tree(run)) == ["run.json", "status/0.json"]
 

@@ -128,6 +128,17 @@ def test_different_choices_are_named_by_ranks(tmp_path: Path) -> None:
     assert "This rests on one seed" in choice.cautions[0] and "A claim needs 3" in choice.cautions[0]
 
 
+def test_one_rank_is_as_fast_on_some_numbers_of_ranks_alone(tmp_path: Path) -> None:
+    strategies = [MadeUpStrategy("a", 5_000), MadeUpStrategy("b", 4_000)]  # of a rank; one rank alone: 10,670
+    out = write_comparison(tmp_path / "out", strategies, (1, 2, 4), (1,), ("frames",))
+    choice = choose(list(_groups(out).values()))
+    assert choice.headline == (
+        "Choose a: on 4 ranks it is the fastest strategy that keeps the accuracy. Do not use 2 ranks: one "
+        "rank alone keeps the accuracy, too, and is as fast."
+    )
+    assert [(ranks, group.label) for ranks, group in choice.chosen.items()] == [(2, "one rank"), (4, "a")]
+
+
 def test_failed_and_pending_runs_are_shown_as_such(tmp_path: Path) -> None:
     out = write_comparison(
         tmp_path / "out", [MadeUpStrategy("a"), MadeUpStrategy("b")], (2,), (1, 2), ("frames",)
@@ -138,7 +149,10 @@ def test_failed_and_pending_runs_are_shown_as_such(tmp_path: Path) -> None:
     write_record(out, entries, completed=False)
     report = write_report(out)
     assert "Failed: equal frames, 2 ranks, b, seed 1: rank 1 on vm: the loss is nan" in report.answer
-    assert any("1 runs have not finished yet" in sentence for sentence in report.answer)
+    assert any(
+        "1 run has not finished yet; the command of the comparison goes on with it." in sentence
+        for sentence in report.answer
+    )
     rows = {row["strategy"]: row for row in csv.DictReader(io.StringIO(report.csv.read_text()))}
     assert (rows["b"]["seeds"], rows["b"]["finished"], rows["b"]["failed"]) == ("2", "1", "1")
     assert "1 failed" in report.html.read_text()

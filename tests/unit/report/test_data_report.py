@@ -222,7 +222,7 @@ def test_nothing_is_said_where_nothing_waits(tmp_path: Path) -> None:
 
 def test_slow_storage_is_named_though_nothing_waits(tmp_path: Path) -> None:
     said = _said(tmp_path, MadeUpRun("a", data=_entry({"read": 6.0}, storage="chunked gzip")))
-    assert said.startswith("The shards of period 16 are stored chunked gzip and")
+    assert said.startswith("The shards of model averaging, period 16 are stored chunked gzip and")
     assert "are read at 200 MB/s; `speechdp shard` rewrites them, contiguous" in said
 
 
@@ -238,7 +238,7 @@ def test_other_runs_that_wait_are_named(tmp_path: Path) -> None:
     blocking = _late(None, "blocking-sort", period="4", frames_per_s=10.0)
     said = _said(tmp_path, MadeUpRun("a", period="16"), blocking)
     assert "With --order blocking-sort training of period 4 stands still" in said
-    assert "waits for data more than 2 %: period 4 12.0\u00a0%." in said
+    assert "a rank waits for data for over 2 % of the step time: period 4 (12.0\u00a0%)." in said
 
 
 @pytest.mark.parametrize(

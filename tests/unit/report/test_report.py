@@ -25,7 +25,7 @@ from speechdp.report.sweep.bars import shown_ranks
 from speechdp.report.sweep.report import write_report
 from speechdp.tasks.metrics import LOG_PROB
 from tests.helpers.page_reader import PageReader
-from tests.helpers.runs import MadeUpRun, realistic_sweep, write_run, write_sweep
+from tests.helpers.runs import MadeUpRun, add_newer_figures, realistic_sweep, write_run, write_sweep
 
 HOSTILE = '<script>alert("x")</script>$x_1$&[red]'
 
@@ -69,7 +69,7 @@ def test_where_no_period_is_chosen_the_best_period_is_named(tmp_path: Path) -> N
     gradient = MadeUpRun("g", "gradient_averaging", None, frames_per_s=30_000.0)
     answer = _answer(tmp_path / "a", [gradient, MadeUpRun("p1", period="1", final_log_prob=-0.41)])
     assert answer.headline.startswith("Gradient averaging is the fastest setting")
-    assert "Of the averaging periods that keep the accuracy, period 1 is the fastest" in answer.details[-1]
+    assert "Model averaging, period 1 is the fastest averaging period that keeps" in answer.details[-1]
     answer = _answer(tmp_path / "b", [gradient, MadeUpRun("p1", period="1", final_log_prob=-0.51)])
     assert answer.details[-1] == "No averaging period keeps the accuracy."
 
@@ -96,7 +96,7 @@ def test_a_run_whose_word_error_interval_lies_above_the_best_is_not_chosen(tmp_p
             {1: (0.01, 0, 0.4, 0.5, 0.05, 0.04)},
             "is waiting for slower ranks (the slowest is rank 1 on node-a): 15 %",
         ),
-        ((0.005, 0, 0.3, 0.6, 0.01, 0.08), {}, "Nothing in particular holds period 16 back"),
+        ((0.005, 0, 0.3, 0.6, 0.01, 0.08), {}, "Nothing in particular holds model averaging, period 16 back"),
     ],
 )
 def test_what_holds_the_job_back(tmp_path: Path, spans: Any, rank_spans: Any, words: str) -> None:
@@ -124,7 +124,41 @@ def test_cautions_name_what_was_not_compared(tmp_path: Path) -> None:
 def test_runs_without_evaluations_have_a_speed_but_no_choice(tmp_path: Path) -> None:
     answer = _answer(tmp_path, [MadeUpRun("a", num_evaluations=0, wer=None)])
     assert answer.chosen is None
-    assert "how accurate the runs are is not known" in answer.headline
+    assert answer.headline.startswith("Model averaging, period 16: 20,000 frames/s on 2 ranks; how accurate")
+
+
+def test_of_a_single_unfinished_run_it_is_said_what_it_is(tmp_path: Path) -> None:
+    answer = _answer(tmp_path / "a", [MadeUpRun("run", "bmuf", "8", completed=False)])
+    assert answer.headline.startswith(
+        "Bmuf, period 8 is unfinished: so far 20,000 frames/s on 2 ranks, with \u22120.400 nats/frame"
+    )
+    assert "What holds bmuf, period 8 back most" in answer.limit
+    assert not any("compared" in sentence or "fastest" in sentence for sentence in answer.sentences)
+    answer = _answer(tmp_path / "b", [], missing=("gone",))
+    assert answer.sentences == ("gone is missing.",)
+
+
+def test_the_shares_of_communication_are_put_together(tmp_path: Path) -> None:
+    late = MadeUpRun("a", spans=(0, 0, 0.3, 0.3, 0.33, 0.07), rank_spans={1: (0, 0, 0.4, 0.5, 0.03, 0.07)})
+    limit = _answer(tmp_path, [late]).limit.replace("\u00a0", " ")
+    assert "15 % of the step time. The other losses: communication itself 3 %" in limit
+    assert "The table's communication, 18.0 %, is communication itself and waiting for slower ranks" in limit
+
+
+def test_what_no_run_has_makes_no_column(tmp_path: Path) -> None:
+    out = write_sweep(tmp_path / "sweep", [MadeUpRun("a", "ad_psgd", None), MadeUpRun("b", period="4")])
+    report = write_report(out)
+    assert "speed-up" not in _printed(report) and "period" in _printed(report)
+    assert _csv(report)["a"]["speedup"] == ""
+    for run in ("a", "b"):
+        (out / run / "metrics.jsonl").unlink()
+    assert "log-prob" not in _printed(write_report(out))
+
+
+def test_one_rank_has_one_name(realistic: WrittenReport) -> None:
+    (line,) = (line for line in _printed(realistic).splitlines() if line.strip().startswith("one-rank"))
+    assert "one rank" in line and "gradient averaging" not in line
+    assert _csv(realistic)["one-rank"]["strategy"] == "gradient_averaging"
 
 
 def test_the_three_files_and_the_table(realistic: WrittenReport) -> None:
@@ -147,6 +181,19 @@ def test_the_three_files_and_the_table(realistic: WrittenReport) -> None:
         r"model_averaging-16 .* 16 .* 21,650 .* 1\.74 .* 87 .* 3\.5 .* 1\.7 \[0\.3, 3\.3\]", printed
     )
     assert re.search(r"one-rank .* - ", printed)
+
+
+def test_figures_that_older_runs_lack_are_shown_where_runs_have_them(tmp_path: Path) -> None:
+    old, new = (write_run(MadeUpRun(name), tmp_path / name) for name in ("old", "new"))
+    assert not any(title in _printed(write_report(old)) for title in ("SER", "no silence"))
+    add_newer_figures(new)
+    report = write_report(new)
+    (row,) = _csv(report).values()
+    assert (row["ser"], row["frame_accuracy_no_silence"]) == ("0.25", "0.625")
+    printed = _printed(report)
+    assert re.search(r" 62\.5 .* 25\.0 ", printed)
+    page = report.html.read_text()
+    assert "frame accuracy without silence 62.5 %" in page
 
 
 def test_a_narrow_terminal_gets_a_figure_a_line(tmp_path: Path, realistic: WrittenReport) -> None:
@@ -228,7 +275,7 @@ def test_the_page_stands_alone_and_its_ids_are_its_own(realistic: WrittenReport)
 def test_one_run_and_a_folder_of_runs(tmp_path: Path) -> None:
     run = write_run(MadeUpRun("alone", period="600kf"), tmp_path)
     report = write_report(run)
-    assert "Period 600kf: 20,000 frames/s on 2 ranks, with" in report.answer[0]
+    assert "Model averaging, period 600kf: 20,000 frames/s on 2 ranks, with" in report.answer[0]
     assert PageReader(report.html.read_text()).tags.count("svg") == 3  # no period axis for one run
     write_run(MadeUpRun("other", period="5s"), tmp_path)
     folder = write_report(tmp_path)

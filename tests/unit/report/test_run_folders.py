@@ -118,11 +118,12 @@ def test_the_shortest_communication_of_each_step_is_gathered() -> None:
             with timeline.span(Span.COMM):
                 time.sleep(nap_s)
             timeline.end_step(step, 0, 10)
-        return gather_timing(timeline, comm)
+        return gather_timing(timeline, comm), timeline.comm_of_steps()
 
-    gathered = run_threads(2, record)[0]
+    (gathered, first), (_, second) = run_threads(2, record)
     assert all(rank["spans_s"]["comm"] >= 0.06 for rank in gathered["ranks"])
-    assert gathered["exchange_s"] < 0.03
+    # On a busy machine a nap of 0 takes its time, too: what counts are the times that were taken.
+    assert gathered["exchange_s"] == pytest.approx(sum(map(min, first, second)), abs=1e-5)
 
 
 def test_time_to_target_takes_the_first_evaluation_there_and_interpolates_nothing() -> None:
@@ -228,7 +229,7 @@ def test_repeated_evaluations_and_torn_lines_of_a_resumed_run(tmp_path: Path) ->
     assert [evaluation.step for evaluation in run.evaluations] == [60, 120, 180]
     assert run.evaluations[1].score == -0.33
     assert run.evaluations[1].frames is None
-    assert "metrics.jsonl: 1 damaged line(s) passed over" in run.problems
+    assert "metrics.jsonl: 1 damaged line passed over" in run.problems
 
 
 def test_malformed_spans_of_a_timeline_do_not_stop_the_reader(tmp_path: Path) -> None:
@@ -275,6 +276,10 @@ def test_a_sweep_that_names_other_folders_is_refused(tmp_path: Path, names: str)
 def test_nothing_to_report_names_the_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         read_sweep(tmp_path / "gone")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file, not a folder; give that of a run"):
+        read_sweep(tmp_path / "file")
+    (tmp_path / "file").unlink()
     with pytest.raises(ConfigError, match=str(tmp_path)):
         read_sweep(tmp_path)
 

@@ -200,7 +200,7 @@ def test_a_damaged_file_is_a_problem_not_an_error(tmp_path: Path) -> None:
     assert "Not read: GPU 0: power: &lt;b&gt;Not Supported" in page
     problems = read_sweep(run).runs[0].problems
     assert [re.sub(r"\(.*", "", problem).strip() for problem in problems] == [
-        "timeline/samples-a.jsonl: 1 damaged line",
+        "timeline/samples-a.jsonl: 1 damaged line passed over",
         "timeline/samples-b.jsonl: holds no samples",
     ]
     assert read_run(run).samples == ()

@@ -82,7 +82,7 @@ def test_references_are_spelt_as_the_lexicon_has_them(listener: SpeechListener) 
     assert listener.references(["One, 2: six!", "6"]) == ["one two six", "six"]
     shouting = Lexicon({word.upper(): variants for word, variants in LEXICON.pronunciations.items()})
     assert dataclasses.replace(listener, lexicon=shouting).references(["one 2."]) == ["ONE TWO"]
-    with pytest.raises(ConfigError, match=r"lexicon\.txt: lacks 2 word\(s\) of the texts: nine three; "):
+    with pytest.raises(ConfigError, match=r"lexicon\.txt: lacks 2 words of the texts: nine three; "):
         listener.references(["one three", "nine"])
 
 

@@ -240,7 +240,9 @@ def test_it_learns_the_states_without_an_alignment(dataset: Dataset, tmp_path: P
     assert last["heldout_frame_accuracy"] > 0.6
     assert -0.8 < last["heldout_transcript_log_prob"] < 0
     metrics = json.loads((tmp_path / "run.json").read_text())["metrics"]
-    assert [metric["key"] for metric in metrics] == ["transcript_log_prob", "frame_accuracy"]
+    keys = ["transcript_log_prob", "frame_accuracy", "frame_accuracy_no_silence"]
+    assert [metric["key"] for metric in metrics] == keys
+    assert last["heldout_frame_accuracy_no_silence"] > 0.6
     trained = load_model(tmp_path, CPU)  # as decoding and alignment do
     assert trained.self_loop.numpy() == pytest.approx(np.full(dataset.num_classes, 0.6), abs=0.02)
     counts = model_tensors(tmp_path)["class_frames"].numpy()

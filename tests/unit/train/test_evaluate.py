@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ from speechdp.train.evaluate import Evaluator, HeldOutScores
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 
 CPU = torch.device("cpu")
+#: A phone of these data, taken for silence: they have none.
+PAUSE = (3, 4, 5)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +43,7 @@ def make_model(dataset: Dataset, *, bidirectional: bool = True) -> LstmAcousticM
 
 def by_hand(dataset: Dataset, model: LstmAcousticModel) -> HeldOutScores:
     """Score utterance by utterance."""
-    log_prob, correct, frames = 0.0, 0, 0
+    log_prob, correct, frames, speech_correct, speech_frames = 0.0, 0, 0, 0, 0
     model.eval()
     for index in range(len(dataset.shard_paths("dev"))):
         with dataset.open_shard("dev", index) as shard, torch.no_grad():
@@ -51,7 +54,15 @@ def by_hand(dataset: Dataset, model: LstmAcousticModel) -> HeldOutScores:
                 log_prob += float(scores[np.arange(len(targets)), targets].sum(dtype=np.float64))
                 correct += int((scores.argmax(1) == targets).sum())
                 frames += len(targets)
-    values = {"log_prob": log_prob / frames, "frame_accuracy": correct / frames}
+                speech = ~np.isin(targets, PAUSE)
+                speech_correct += int((scores.argmax(1) == targets)[speech].sum())
+                speech_frames += int(speech.sum())
+    assert 0 < speech_frames < frames
+    values = {
+        "log_prob": log_prob / frames,
+        "frame_accuracy": correct / frames,
+        "frame_accuracy_no_silence": speech_correct / speech_frames,
+    }
     return HeldOutScores(values, frames, log_prob / frames)
 
 
@@ -61,9 +72,12 @@ def evaluate(
     comm: Communicator,
     options: PlanOptions,
     context: Context | None = None,
+    silence: tuple[int, ...] = PAUSE,
 ) -> HeldOutScores:
     with closing(SplitReader(dataset, "dev", context=context)) as reader:
-        return Evaluator(reader, options, comm, CPU).evaluate(copy.deepcopy(model), AcousticTask())
+        return Evaluator(reader, options, comm, CPU).evaluate(
+            copy.deepcopy(model), AcousticTask(silence=silence)
+        )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
@@ -72,7 +86,8 @@ def test_any_number_of_ranks_gives_the_figures_of_all_frames(dataset: Dataset, s
     expected = by_hand(dataset, model)
     for result in run_threads(size, lambda comm: evaluate(dataset, model, comm, PlanOptions(2))):
         assert result.num_frames == expected.num_frames == dataset.num_frames("dev")
-        assert result.values["frame_accuracy"] == expected.values["frame_accuracy"]
+        for key in ("frame_accuracy", "frame_accuracy_no_silence"):
+            assert result.values[key] == expected.values[key]
         assert result.score == result.values["log_prob"] == pytest.approx(expected.score, rel=1e-6)
 
 
@@ -84,7 +99,22 @@ def test_chunks_with_their_context_score_every_frame_once(dataset: Dataset) -> N
     result = evaluate(dataset, model, SerialCommunicator(), chunks, Context(left=1000))
     assert result.num_frames == expected.num_frames
     assert result.score == result.values["log_prob"] == pytest.approx(expected.score, rel=1e-6)
-    assert result.values["frame_accuracy"] == expected.values["frame_accuracy"]
+    for key in ("frame_accuracy", "frame_accuracy_no_silence"):
+        assert result.values[key] == expected.values[key]
+
+
+@pytest.mark.parametrize("silence", [(), tuple(range(1000))], ids=["unknown", "everything"])
+def test_a_metric_that_no_frame_counts_for_is_absent(dataset: Dataset, silence: tuple[int, ...]) -> None:
+    result = evaluate(dataset, make_model(dataset), SerialCommunicator(), PlanOptions(2), silence=silence)
+    assert set(result.values) == {"log_prob", "frame_accuracy"}
+
+
+def test_the_classes_of_silence_are_those_of_the_data(tmp_path: Path) -> None:
+    dataset = write_tiny_data(tmp_path / "data")
+    assert AcousticTask().for_data(dataset).silence == (0, 1, 2)
+    pdfs = "".join(f"{index} pdf-{index}\n" for index in range(dataset.num_classes))
+    dataset.classes_path.write_text(pdfs)
+    assert AcousticTask().for_data(dataset).silence == ()  # which of them are silence only Kaldi knows
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -14,12 +14,11 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.shards.alignment_file import open_targets
-from speechdp.data.shards.dataset import Dataset, Manifest, ShardEntry, SplitEntry
-from speechdp.data.shards.shard import Shard, ShardHeader, ShardWriter, Utterance
-from speechdp.data.signal.features import FeatureConfig
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.shard import Shard
 from speechdp.errors import ConfigError, RunError
-from speechdp.labels.hmm import IntArray, StateInventory, flat_alignment, states_of
-from speechdp.labels.lexicon import SILENCE, Lexicon, lexicon_for
+from speechdp.labels.hmm import IntArray, StateInventory
+from speechdp.labels.lexicon import Lexicon
 from speechdp.options.batch import BatchOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.run_files import RunDirectory
@@ -28,56 +27,10 @@ from speechdp.process.ending import Stopped
 from speechdp.train.flat_start import train_mixtures
 from speechdp.train.realign import make_alignments, train_with_realignment
 from speechdp.train.session import Session
+from tests.helpers.spoken_states import WORDS, write_spoken
 
 CPU = torch.device("cpu")
-FEATURES = FeatureConfig(num_mel_bins=20, mean_normalise=False, variance_normalise=False, dtype="float32")
-WORDS = ("one", "two", "three", "four", "five", "six")
 OPTIONS = TrainOptions(ModelOptions(layers=1, cells=4), BatchOptions(batch_size=8), epochs=1, flat_start=True)
-
-
-def exact_states(words: list[str], lexicon: Lexicon, inventory: StateInventory, seed: int) -> IntArray:
-    """Speak `words`: every state lasts 1 to 12 frames, silence stands at both ends and in some gaps."""
-    rng = np.random.default_rng(seed)
-    phones = [SILENCE]
-    for word in words:
-        phones += [*lexicon.pronunciations[word][0], *([SILENCE] if rng.random() < 0.3 else [])]
-    states = states_of(phones + ([] if phones[-1] == SILENCE else [SILENCE]), inventory)
-    return np.repeat(states, rng.integers(1, 13, len(states))).astype(np.int32)
-
-
-def write_spoken(path: Path, num_utterances: int = 40) -> tuple[Dataset, dict[str, list[IntArray]]]:
-    """Write utterances whose states sound different; return the data and the true states by shard."""
-    path.mkdir()
-    lexicon = lexicon_for(set(WORDS))
-    inventory = StateInventory(lexicon.phones)
-    lexicon.save(path / "lexicon.txt")
-    inventory.save(path / "classes.txt")
-    sound = np.random.default_rng(5).normal(0, 2.0, (inventory.num_classes, FEATURES.feature_dim))
-    truth: dict[str, list[IntArray]] = {}
-    splits = {}
-    for split, shards in (("train", 3), ("dev", 1)):
-        header = ShardHeader(FEATURES, 8000, inventory.num_classes, "flat", split)
-        entries = []
-        for number in range(shards):
-            file = path / f"{split}-{number:05}.h5"
-            truth[file.name] = []
-            writer = ShardWriter(file, header)
-            with writer:
-                for u in range(num_utterances // 4):
-                    seed = 1000 * number + u + (500 if split == "dev" else 0)
-                    rng = np.random.default_rng(seed)
-                    words = rng.choice(WORDS, rng.integers(2, 6)).tolist()
-                    states = exact_states(words, lexicon, inventory, seed)
-                    features = (sound[states] + rng.normal(0, 1.0, (len(states), 20))).astype(np.float32)
-                    flat = flat_alignment(words, len(states), lexicon, inventory)
-                    writer.add(Utterance(f"{split}{number}-{u}", "s", " ".join(words), features, flat))
-                    truth[file.name].append(states)
-            entry = ShardEntry(file.name, writer.num_utterances, writer.num_frames, writer.index_sha256)
-            entries.append(entry)
-        counts = (sum(e.utterances for e in entries), sum(e.frames for e in entries))
-        splits[split] = SplitEntry(tuple(entries), *counts, 1)
-    Manifest(8000, FEATURES, inventory.num_classes, "flat", "given", splits).write(path)
-    return Dataset.open(path), truth
 
 
 @pytest.fixture(scope="module")

@@ -21,11 +21,12 @@ from speechdp.parallel.batch_statistics import average_statistics, averaged_stat
 from speechdp.parallel.registry import StrategyChoice, parse_strategy
 from speechdp.report.runs.folders import read_run
 from speechdp.tasks.model_file import load_model, load_synthesis_model
+from speechdp.testing.tasks import TINY_SPECTROGRAMS
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from tests.helpers.finished_run import model_tensors
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
-from tests.helpers.tiny_speech import SPECTROGRAM, TINY_SYNTHESIS, write_tiny_speech
+from tests.helpers.tiny_speech import TINY_SYNTHESIS, write_tiny_speech
 
 CPU = torch.device("cpu")
 STRATEGIES = (
@@ -47,7 +48,7 @@ def test_strategies_train_synthesis_as_well(dataset: Dataset, tmp_path: Path, st
     options = dataclasses.replace(TINY_SYNTHESIS, strategy=StrategyChoice(strategy), epochs=4)
     run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path))
     loaded = load_synthesis_model(tmp_path, CPU)
-    assert (loaded.sampling_rate, loaded.features) == (8000, SPECTROGRAM)
+    assert (loaded.sampling_rate, loaded.features) == (8000, TINY_SPECTROGRAMS)
     assert loaded.symbols.num_symbols == dataset.num_classes == loaded.model.num_symbols
     evaluations = read_run(tmp_path).evaluations
     assert len(evaluations) == 4

@@ -15,7 +15,6 @@ import torch
 
 from speechdp.checkpoint.state import RankState, checkpoint_steps, load_checkpoint
 from speechdp.checkpoint.writer import CheckpointWriter
-from speechdp.cli.train import check_run_overwrite
 from speechdp.comm.base import Communicator, ReduceOp, Work
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import ThreadsCommunicator, run_threads
@@ -27,7 +26,9 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.sweep.plan import SweepPlan
 from speechdp.experiments.sweep.training import run_sweep
 from speechdp.options.batch import BatchOptions
+from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.ownership.overwrite import RUN, check_overwrite
 from speechdp.parallel import stop
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.stop import StopRequest
@@ -104,6 +105,28 @@ def test_all_frames_are_trained_on_once_an_epoch(
     assert sum(frames) == 2 * num_frames
 
 
+@pytest.mark.parametrize(
+    ("rule", "changes", "evaluated"),
+    [
+        # (0.2/0.1)^2 = 4; from epoch 1 on, after step 6, (0.2/0.05)^2 = 16.
+        ("rule=qsr,alpha=0.2", [(0, 2), (2, 4), (6, 16)], ["4", "16"]),
+        ("rule=stages,stages=3@1ep", [(0, 2), (6, 3)], ["3", "3"]),
+        ("rule=stages,stages=1@25%+3@75%", [(0, 2), (4, 1), (9, 3)], ["1", "3"]),
+    ],
+)
+def test_the_period_in_force_is_recorded(
+    dataset: Dataset, tmp_path: Path, rule: str, changes: list[tuple[int, int]], evaluated: list[str]
+) -> None:
+    strategy = StrategyChoice(f"adaptive_averaging:{rule},period=2")
+    optimizer = OptimizerOptions("sgd", learning_rate=0.1, anneal_from=1, anneal_factor=0.5)
+    options = dataclasses.replace(OPTIONS, strategy=strategy, optimizer=optimizer)
+    train_run(Session(dataset, ALONE, CPU), options, tmp_path)
+    run = read_run(tmp_path)
+    assert run.problems == ()
+    assert [(change.step, change.period.value) for change in run.periods] == changes
+    assert [line["period"] for line in evaluations(tmp_path)] == evaluated
+
+
 def test_the_marker_of_completion_comes_last(dataset: Dataset, tmp_path: Path) -> None:
     def look() -> None:
         assert not (tmp_path / "completed.json").exists()
@@ -114,6 +137,19 @@ def test_the_marker_of_completion_comes_last(dataset: Dataset, tmp_path: Path) -
     assert reporter.num_steps == 2 * STEPS_AN_EPOCH
     times = {name: (tmp_path / name).stat().st_mtime_ns for name in ("model.safetensors", "timing.json")}
     assert (tmp_path / "completed.json").stat().st_mtime_ns >= max(times.values())
+
+
+def test_a_run_to_resume_that_is_not_there_is_said_to_be_new(dataset: Dataset, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Kept(SilentReporter):
+        def notice(self, text: str) -> None:
+            said.append(text)
+
+    options = dataclasses.replace(OPTIONS, max_steps=1)
+    train_run(Session(dataset, ALONE, CPU, Kept()), options, tmp_path / "run", resume=True)
+    assert f"{tmp_path / 'run'}: holds no run to resume, a new one begins" in said
+    assert not any("going on" in line for line in said)
 
 
 def test_a_run_keeps_what_describes_its_data(dataset: Dataset, tmp_path: Path) -> None:
@@ -145,7 +181,9 @@ def test_a_run_is_resumed_that_was_begun_before_there_were_options_for_alignment
     record = json.loads(path.read_text())
     begun = OPTIONS.to_json(1)
     for options in (begun, begun["resolved"], record["options"], record["options"]["resolved"]):
-        del options["flat_start"], options["realign_criterion"]
+        added = ("flat_start", "realign_criterion", "realign_from", "initial_model", "context", "tied_states")
+        for name in added:
+            del options[name]
         del options["model"]["criterion"], options["model"]["prior_scale"]
     fingerprint = hashlib.sha256(json.dumps(begun, sort_keys=True).encode()).hexdigest()[:16]
     path.write_text(json.dumps({**record, "fingerprint": fingerprint}))
@@ -175,7 +213,7 @@ def test_checkpoints_without_a_record_are_not_resumed(dataset: Dataset, tmp_path
     with pytest.raises(RunError, match=r"has checkpoints, but no run\.json .*; put it back, or start"):
         train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path, resume=True)
     assert not (tmp_path / "run.json").exists()
-    check_run_overwrite(tmp_path)  # as the line advises
+    check_overwrite(tmp_path, RUN)  # as the line advises
 
 
 def test_it_ends_after_max_steps_also_when_resumed_there(dataset: Dataset, tmp_path: Path) -> None:

@@ -213,6 +213,10 @@ def test_a_text_beside_each_audio_file(tmp_path: Path) -> None:
 def test_folders_without_audio_or_transcripts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         read_corpus(tmp_path / "gone", None)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file, not a folder; give a Kaldi data directory"):
+        read_corpus(tmp_path / "file", None)
+    (tmp_path / "file").unlink()
     with pytest.raises(ConfigError, match="holds no audio"):
         read_corpus(tmp_path, None)
     write_tone(tmp_path / "0_1_0_0_1_1_0_1.wav")  # yesno's form, which must not pass for FSDD's

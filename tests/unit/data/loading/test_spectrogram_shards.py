@@ -20,9 +20,10 @@ from speechdp.data.shards.shard import Shard
 from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
 from speechdp.errors import ConfigError, ShardError
 from speechdp.options.reshard import ReshardOptions
+from speechdp.testing.tasks import TINY_SPECTROGRAMS
 from tests.helpers.corpora import no_progress
 from tests.helpers.tiny_data import TinySizes
-from tests.helpers.tiny_speech import SPECTROGRAM, write_tiny_speech
+from tests.helpers.tiny_speech import write_tiny_speech
 
 
 @pytest.fixture(scope="module")
@@ -144,4 +145,4 @@ def test_what_changes_inputs_is_refused(
 
 
 def test_sizes_of_a_row(dataset: Dataset) -> None:
-    assert dataset.feature_dim == SPECTROGRAM.num_mel_bins + SPECTROGRAM.num_fft // 2 + 1
+    assert dataset.feature_dim == TINY_SPECTROGRAMS.num_mel_bins + TINY_SPECTROGRAMS.num_fft // 2 + 1

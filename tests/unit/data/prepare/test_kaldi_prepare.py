@@ -366,6 +366,22 @@ def test_archives_that_do_not_exist_are_not_said_to_be_unlisted(options: Prepare
     )
 
 
+def test_recordings_whose_archive_does_not_exist_have_no_segments(options: PrepareOptions) -> None:
+    folder = kaldi_of(options)[0]
+    write_feats(folder, {"rec": np.concatenate(list(FEATURES.values()))})
+    ends = np.cumsum([0, *LENGTHS])
+    lines = [f"utt{n} rec {ends[n] / 100 + 1e-6} {ends[n + 1] / 100 + 1e-6}\n" for n in range(len(LENGTHS))]
+    (folder / "segments").write_text("utt0 lost 0 0.1\n" + "".join(lines[1:]))
+    with (folder / "feats.scp").open("a") as scp:
+        scp.write("lost /gone/feats.ark:5\n")
+    with pytest.raises(ConfigError, match=r"1 of 2 files do not exist, first /gone/feats\.ark; "):
+        prepare(options, no_progress)
+    result = prepared(changed(options, files=FilesOptions(skip_incomplete=True)))
+    assert result.notices == (
+        "left out: 1 utterances that are in feats.scp, but their file does not exist, first utt0",
+    )
+
+
 @pytest.mark.parametrize("text", ["0", "nan", "-0.01", "inf"])
 def test_a_frame_shift_is_a_time(options: PrepareOptions, text: str) -> None:
     (kaldi_of(options)[0] / "frame_shift").write_text(f"{text}\n")

@@ -120,6 +120,12 @@ def _renamed(values: dict[str, Any]) -> None:
     values["splits"]["train"]["shards"][1]["frames"] -= 1
 
 
+def test_a_data_json_that_is_no_object(dataset: Dataset) -> None:
+    (dataset.path / "data.json").write_text("[]")
+    with pytest.raises(ShardError, match=r"damaged \(it is no JSON object with format, version, splits"):
+        Dataset.open(dataset.path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -130,6 +136,8 @@ def _renamed(values: dict[str, Any]) -> None:
         (_set("num_classes", value=1 << 61), "2305843009213693952 is no number of classes"),
         (_set("num_classes", value=0), "0 is no number of classes"),
         (_set("num_classes", value=True), "True is no number of classes"),
+        (lambda values: values.pop("splits"), "'splits' is missing"),
+        (_set("splits", value=[]), "splits is no JSON object of splits by name"),
         (_set("feature_dim", value=7), "it says 7 values a frame, its features have 6"),
     ],
 )  # fmt: skip

@@ -1,0 +1,217 @@
+"""What a decoding comes to: its figures, the recognised words, and their files in the run's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from speechdp.decode.graph import Grammar
+from speechdp.decode.nbest import Candidate, nbest_lines
+from speechdp.decode.wer import WerResult, errors_by_group, oracle_of, word_error_rate
+from speechdp.errors import RunError
+from speechdp.files import cannot_be_written, write_text_atomically
+
+#: What the latest decoding with --tune-on chose for a run.
+TUNED_NAME = "tuned.json"
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One recognised utterance.
+
+    Attributes:
+        utterance_id: its name.
+        speaker: "" where the data do not know.
+        ref: what was said.
+        candidates: what was found, the best first; empty where no path survived.
+    """
+
+    utterance_id: str
+    speaker: str
+    ref: str
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def hyp(self) -> str:
+        """The best words; none where no path survived."""
+        return " ".join(self.candidates[0].words) if self.candidates else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for `Communicator.allgather_object`."""
+        return {**vars(self), "candidates": [vars(candidate) for candidate in self.candidates]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Hypothesis:
+        """Undo `to_dict`."""
+        candidates = (Candidate(**{**each, "words": tuple(each["words"])}) for each in values["candidates"])
+        return cls(**{**values, "candidates": tuple(candidates)})
+
+
+@dataclass(frozen=True)
+class DecodingResult:
+    """A decoded split.
+
+    Attributes:
+        split: its name.
+        grammar: the grammar used.
+        wer: word errors.
+        speakers: those of each speaker, the worst first; empty where the data know none.
+        retried: utterances that needed a wider beam.
+        failed: utterances without any hypothesis: counted as deletions.
+        unknown_words: reference words that cannot be recognised, each of which is an error.
+        hypotheses: the file of hypotheses.
+        utterances: what was recognised, by utterance id.
+        settings: what was searched (`graph`), how (`options`), and how that was chosen (`tuning`).
+        nbest: the lists of the most probable word sequences, if they were asked for.
+        speed: what it took.
+    """
+
+    split: str
+    grammar: Grammar
+    wer: WerResult
+    speakers: Mapping[str, WerResult]
+    retried: int
+    failed: int
+    unknown_words: int
+    hypotheses: Path
+    utterances: tuple[Hypothesis, ...]
+    settings: Mapping[str, Any]
+    nbest: NBestLists | None = None
+    speed: DecodingSpeed | None = None
+
+
+@dataclass(frozen=True)
+class DecodingSpeed:
+    """What decoding took, over all ranks.
+
+    Attributes:
+        speech_s: seconds of speech.
+        graph_s: CPU seconds of one rank until the graph was there.
+        network_s: CPU seconds of all ranks and their threads for reading and scoring.
+        search_s: CPU seconds of all ranks for the search, and for rescoring.
+        peak_bytes: largest memory of a rank.
+    """
+
+    speech_s: float
+    graph_s: float
+    network_s: float
+    search_s: float
+    peak_bytes: int
+
+    @classmethod
+    def over(cls, parts: Sequence[Mapping[str, float]]) -> DecodingSpeed:
+        """Join what ranks took, each given by `vars` of its own."""
+        speech, network, search = (
+            sum(part[name] for part in parts) for name in ("speech_s", "network_s", "search_s")
+        )
+        graph, peak = (max(part[name] for part in parts) for name in ("graph_s", "peak_bytes"))
+        return cls(speech, graph, network, search, int(peak))
+
+    def summary(self) -> str:
+        """Say it in one line."""
+        network, search = (
+            seconds / self.speech_s if self.speech_s else 0.0 for seconds in (self.network_s, self.search_s)
+        )
+        return (
+            f"real-time factor {network + search:.3f} a core (network {network:.3f}, search {search:.3f}), "
+            f"{self.speech_s:,.1f} s of speech; graph in {self.graph_s:.1f} s; peak memory "
+            f"{self.peak_bytes / 2**20:,.0f} MiB a rank"
+        )
+
+
+@dataclass(frozen=True)
+class NBestLists:
+    """The most probable word sequences of a split.
+
+    Attributes:
+        path: the file of all lists.
+        size: the longest that a list may be.
+        mean: how many a list has on average.
+        oracle: word errors of the best sequence of each list, by whoever knows the reference.
+    """
+
+    path: Path
+    size: int
+    mean: float
+    oracle: WerResult
+
+    @classmethod
+    def of(cls, hypotheses: Sequence[Hypothesis], path: Path, size: int) -> NBestLists | None:
+        """Judge lists; None where they were not asked for (`size` 0)."""
+        if size == 0:
+            return None
+        best = [oracle_of(h.ref, [" ".join(c.words) for c in h.candidates]) for h in hypotheses]
+        mean = sum(len(h.candidates) for h in hypotheses) / max(len(hypotheses), 1)
+        return cls(path, size, mean, word_error_rate([h.ref for h in hypotheses], best))
+
+    def summary(self) -> str:
+        """Say in one line how good the lists are."""
+        return (
+            f"{self.size}-best lists ({self.mean:.1f} sequences on average): oracle WER "
+            f"{100 * self.oracle.wer:.2f} %, {self.path}"
+        )
+
+
+def errors_by_speaker(hypotheses: Sequence[Hypothesis]) -> Mapping[str, WerResult]:
+    """Count the errors of each speaker that the data know, the worst first."""
+    known = [h for h in hypotheses if h.speaker]
+    return errors_by_group([h.speaker for h in known], [h.ref for h in known], [h.hyp for h in known])
+
+
+def nbest_path(hypotheses: Path) -> Path:
+    """Return the file of the n-best lists beside that of the hypotheses."""
+    return hypotheses.with_suffix(".nbest")
+
+
+def wer_path(run_dir: Path, split: str) -> Path:
+    """Return the record of a split's word errors: a file a split, so that none overwrites another."""
+    return run_dir / f"wer-{split}.json"
+
+
+def write_results(run_dir: Path, result: DecodingResult) -> None:
+    """Write all that a decoding leaves in the run's folder.  Raises RunError (disk)."""
+    nbest = result.nbest
+    values = {
+        "split": result.split,
+        "grammar": result.grammar.value,
+        **asdict(result.wer),
+        "unknown_words": result.unknown_words,
+        "retried": result.retried,
+        "failed": result.failed,
+        "hypotheses": str(result.hypotheses.relative_to(run_dir)),
+        **result.settings,
+        "speakers": [{"speaker": name, **asdict(errors)} for name, errors in result.speakers.items()],
+    }
+    if nbest is not None:
+        values["nbest"] = {
+            "size": nbest.size,
+            "mean": nbest.mean,
+            "oracle_wer": nbest.oracle.wer,
+            "path": str(nbest.path.relative_to(run_dir)),
+        }
+    lines = (f"{h.utterance_id} {h.hyp}".rstrip() + "\n" for h in result.utterances)
+    earlier = nbest_path(result.hypotheses)
+    with results_at(run_dir):
+        if nbest is None and earlier.exists():
+            earlier.unlink()  # of another decoding
+        if nbest is not None:
+            lists = (nbest_lines(h.utterance_id, h.candidates) for h in result.utterances)
+            write_text_atomically(nbest.path, "".join(lists))
+        write_text_atomically(result.hypotheses, "".join(lines))
+        write_text_atomically(wer_path(run_dir, result.split), json.dumps(values, indent=2) + "\n")
+        if "tuning" in result.settings:  # apart: a later decoding of this split may use other values
+            tuned = {name: values[name] for name in ("grammar", "options", "tuning")}
+            write_text_atomically(run_dir / TUNED_NAME, json.dumps(tuned, indent=2) + "\n")
+
+
+@contextmanager
+def results_at(run_dir: Path) -> Iterator[None]:
+    """Raise RunError where the disk refuses results of the run."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(cannot_be_written(error.filename or run_dir, error)) from error

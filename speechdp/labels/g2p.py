@@ -1,0 +1,161 @@
+"""Guess pronunciations from spellings with Phonetisaurus: joint n-grams of letters and phones.
+
+    phonetisaurus-align -> estimate-ngram -> phonetisaurus-arpa2wfst -> phonetisaurus-g2pfst
+
+The optional package phonetisaurus brings these programs.  They learn from a lexicon, or are given a model;
+no network is used.
+
+Source: Novak, Minematsu & Hirose, "Phonetisaurus: exploring grapheme-to-phoneme conversion with joint n-gram
+models in the WFST framework", Natural Language Engineering 22, 2016.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from speechdp.errors import ConfigError
+from speechdp.labels.lexicon import Lexicon, Pronunciation, is_mark
+
+_ORDER = 8  # of the n-grams, as phonetisaurus-train has it
+#: One or two letters are one or two phones, or none.
+_ALIGNING = ("--seq1_del=false", "--seq2_del=true", "--seq1_max=2", "--seq2_max=2", "--grow=false")
+_APPLYING = "phonetisaurus-g2pfst"
+#: What Phonetisaurus writes between letters and phones.
+_RESERVED = frozenset("}|_")
+
+
+def guess_pronunciations(
+    words: Collection[str], lexicon: Lexicon, model: Path | None = None
+) -> dict[str, Pronunciation]:
+    """Guess the pronunciation of each word, in any case.
+
+    Args:
+        words: the words.
+        lexicon: to learn from where there is no model.
+        model: that `phonetisaurus-train` made, of words in lower case; its phones must be the lexicon's.
+
+    Returns:
+        One pronunciation a word; marks and words with letters that were never learnt have none.
+
+    Raises:
+        ConfigError: Phonetisaurus is not installed, fails, or gives phones that the lexicon lacks.
+    """
+    wanted = [word for word in sorted(words) if not is_mark(word) and not _RESERVED & set(word)]
+    programs = _Programs()
+    with tempfile.TemporaryDirectory(prefix="speechdp-g2p-") as folder:
+        if model is not None:
+            if not model.is_file():
+                raise ConfigError(f"--g2p-model {model}: no such file; give what phonetisaurus-train wrote")
+            found = _apply(programs, Path(folder), wanted, model)
+        else:
+            # Phones have names of our own there: those of a lexicon may be made of reserved signs.
+            codes = {phone: f"P{i}" for i, phone in enumerate(_phones(lexicon))}
+            letters = _write_entries(Path(folder) / "entries", lexicon, codes)
+            wanted = [word for word in wanted if set(word.lower()) <= letters]
+            names = {code: phone for phone, code in codes.items()}
+            coded = _apply(programs, Path(folder), wanted, _learn(programs, Path(folder)))
+            found = {word: tuple(names[code] for code in phones) for word, phones in coded.items()}
+    strange = sorted({phone for phones in found.values() for phone in phones} - set(_phones(lexicon)))
+    if strange and lexicon.pronunciations:
+        raise ConfigError(
+            f"--g2p-model {model}: {len(strange)} of its phones are not in the lexicon, first {strange[0]}; "
+            "give one that was made of a lexicon with these phones"
+        )
+    return found
+
+
+def _phones(lexicon: Lexicon) -> list[str]:
+    """Return all phones of a lexicon, sorted; silence within a word is one, too."""
+    return sorted(
+        {p for variants in lexicon.pronunciations.values() for variant in variants for p in variant}
+    )
+
+
+def _write_entries(path: Path, lexicon: Lexicon, codes: Mapping[str, str]) -> set[str]:
+    """Write what is to be learnt; return all letters."""
+    entries = [
+        (word.lower(), " ".join(codes[phone] for phone in variant))
+        for word, variants in lexicon.pronunciations.items()
+        if not is_mark(word) and not _RESERVED & set(word)
+        for variant in variants
+    ]
+    path.write_text("".join(f"{word}\t{phones}\n" for word, phones in entries), encoding="utf-8")
+    return {letter for word, _ in entries for letter in word}
+
+
+def _learn(programs: _Programs, folder: Path) -> Path:
+    entries, corpus, arpa, model = (folder / name for name in ("entries", "corpus", "arpa", "model.fst"))
+    if entries.stat().st_size:
+        programs.run("phonetisaurus-align", f"--input={entries}", f"--ofile={corpus}", *_ALIGNING)
+    aligned = corpus.read_text(encoding="utf-8").splitlines() if corpus.exists() else []
+    if not any(aligned):
+        raise ConfigError(
+            "g2p has no pronunciation to learn from: there is none with a phone or two for a letter; give a "
+            "larger lexicon, or --g2p-model"
+        )
+    # n-grams that are longer than any entry end that program by a segmentation fault.
+    longest = max(len(line.split()) for line in aligned)
+    programs.run("estimate-ngram", "-o", str(min(_ORDER, longest)), "-t", str(corpus), "-wl", str(arpa))
+    programs.run("phonetisaurus-arpa2wfst", f"--lm={arpa}", f"--ofile={model}")
+    return model
+
+
+def _apply(programs: _Programs, folder: Path, words: Sequence[str], model: Path) -> dict[str, Pronunciation]:
+    """Return the pronunciation of each word by a model, in its phones."""
+    listed = folder / "words"
+    listed.write_text("".join(f"{word.lower()}\n" for word in words), encoding="utf-8")
+    if not words:
+        return {}
+    said = programs.run(_APPLYING, f"--model={model}", f"--wordlist={listed}", "--nbest=1")
+    # Letters that it does not know are left out, which it says on standard error, each in quotation marks.
+    unheard = {line.split("'")[1] for line in said.stderr.splitlines() if line.startswith("Symbol: '")}
+    rows = (line.split("\t") for line in said.stdout.splitlines())
+    found = {row[0]: tuple(row[2].split()) for row in rows if len(row) == 3}  # word, cost, phones
+    return {
+        word: found[word.lower()]
+        for word in words
+        if found.get(word.lower()) and not unheard & set(word.lower())
+    }
+
+
+class _Programs:
+    """The programs of the package phonetisaurus.  Raises ConfigError where it is not installed."""
+
+    def __init__(self) -> None:
+        try:
+            # By name: it has no types, and is optional.
+            module: Any = importlib.import_module("phonetisaurus")
+        except ImportError as error:
+            raise ConfigError(
+                "--unknown-words g2p needs the package phonetisaurus; pip install 'speechdp[g2p]'"
+            ) from error
+        self._environment: dict[str, str] = module.guess_environment()
+        self._folder = Path(self._environment["PATH"].split(":", maxsplit=1)[0])
+
+    def run(self, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a program to its end.  Raises ConfigError where it fails."""
+        try:
+            return subprocess.run(
+                [str(self._folder / name), *arguments],
+                env=self._environment,
+                capture_output=True,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                check=True,
+            )
+        except subprocess.CalledProcessError as error:
+            said = [line for line in error.stderr.splitlines() if not line[:1].isdecimal()]  # no progress
+            reason = said[-1][:200] if said else f"exit code {error.returncode}"
+            what = "--g2p-model that phonetisaurus-train wrote" if name == _APPLYING else "larger lexicon"
+            raise ConfigError(f"{name} failed ({reason}); give a {what}, or --unknown-words unk") from error
+        except OSError as error:
+            raise ConfigError(
+                f"{self._folder / name} does not start ({error.strerror}); phonetisaurus has programs for "
+                "Linux on x86_64 alone: use --unknown-words unk"
+            ) from error

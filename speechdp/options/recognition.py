@@ -1,0 +1,93 @@
+"""Options of the search, which all commands that recognise speech share.
+
+The docstring under a field is its help on the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from speechdp.errors import ConfigError
+from speechdp.options.shown import shown
+
+if TYPE_CHECKING:
+    from speechdp.decode.recognise import DecodingOptions
+
+
+@dataclass(frozen=True)
+class RecognitionOptions:
+    """How to search, and how the scores of network, language model and lexicon are weighed."""
+
+    beam: Annotated[float, shown("NATS")] = 16.0
+    """Search beam; smaller is faster, larger makes fewer search errors."""
+    max_active: Annotated[int, shown("PATHS")] = 10_000
+    """Maximum number of active search paths at each frame."""
+    acoustic_scale: Annotated[float | None, shown("FACTOR", "1; or as tuned before")] = None
+    """Scale of the acoustic log-likelihoods.
+    Unless one of the scales and scores is given, those that decode --tune-on chose for RUN are used."""
+    prior_scale: Annotated[float | None, shown("EXPONENT", "1; or as tuned before")] = None
+    """Exponent of the class priors by which the posteriors are divided, 0 (no division) to 1."""
+    insertion_log_prob: Annotated[float | None, shown("NATS", "0; or as tuned before")] = None
+    """Word insertion score, added for each word of ngram and of the loop grammars.
+    Negative values give fewer words."""
+    lm_scale: Annotated[float | None, shown("FACTOR", "1; or as tuned before")] = None
+    """Scale of the language model's log-probabilities (grammar ngram)."""
+    silence_probability: Annotated[float | None, shown("P", "0.5; or as tuned before")] = None
+    """Probability of silence at each word boundary."""
+
+    nbest: Annotated[int, shown("N", "0: none; 100 with --rescore-lm")] = 0
+    """Also find the N most probable word sequences of each utterance, from a lattice."""
+    lattice_beam: Annotated[float, shown("NATS")] = 10.0
+    """Beam of the lattice for --nbest and --rescore-lm; larger finds more word sequences."""
+    rescore_lm: Annotated[Path | None, shown("FILE", "none")] = None
+    """Weigh the most probable word sequences anew with this language model (ARPA, plain or gzipped)."""
+    rescore_weight: Annotated[float | None, shown("SHARE", "1; decode --tune-on: tuned")] = None
+    """Share of --rescore-lm in the log-probability of a word sequence, 0 to 1.
+    The rest is the share of the language model that was searched with; 1 replaces that."""
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """Those of the scales, scores and probabilities that are given."""
+        every = {
+            "acoustic_scale": self.acoustic_scale,
+            "prior_scale": self.prior_scale,
+            "insertion_log_prob": self.insertion_log_prob,
+            "lm_scale": self.lm_scale,
+            "silence_probability": self.silence_probability,
+        }
+        return {name: value for name, value in every.items() if value is not None}
+
+    def with_weights(self, weights: Mapping[str, Any]) -> RecognitionOptions:
+        """Return them with other weights; a --rescore-weight that is given stays."""
+        own = {} if self.rescore_weight is None else {"rescore_weight": self.rescore_weight}
+        return replace(self, **{**weights, **own})
+
+    def decoding(self, **others: Any) -> DecodingOptions:
+        """Return what the recogniser takes, which has the defaults.
+
+        Args:
+            others: those of its options that these do not have.
+
+        Raises:
+            ConfigError: a value out of range.
+        """
+        from speechdp.decode.recognise import DecodingOptions  # noqa: PLC0415 - keeps --help fast
+
+        rescoring: dict[str, Any] = (
+            {} if self.rescore_weight is None else {"rescore_weight": self.rescore_weight}
+        )
+        if rescoring and self.rescore_lm is None:
+            raise ConfigError("--rescore-weight goes with --rescore-lm FILE; add it or leave the weight out")
+        return DecodingOptions(
+            beam=self.beam,
+            max_active=self.max_active,
+            nbest=self.nbest,
+            lattice_beam=self.lattice_beam,
+            rescore_lm=None if self.rescore_lm is None else self.rescore_lm.resolve(),
+            **rescoring,
+            **self.weights,
+            **others,
+        )

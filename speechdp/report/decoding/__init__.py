@@ -1,0 +1,1 @@
+"""The page of a decoding: what was recognised wrongly, and where."""

@@ -1,0 +1,100 @@
+"""Find what a decoding got wrong: words taken for others, words lost and added, the worst utterances."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from speechdp.decode.wer import AlignedWord, ErrorKind
+
+
+@dataclass(frozen=True)
+class AlignedUtterance:
+    """An utterance as it was recognised.
+
+    Attributes:
+        speaker: "" where it is not known.
+        words: said and recognised, in order.
+    """
+
+    utterance_id: str
+    speaker: str
+    words: tuple[AlignedWord, ...]
+
+    @property
+    def num_said(self) -> int:
+        """Reference words."""
+        return sum(bool(word.reference) for word in self.words)
+
+    @property
+    def num_errors(self) -> int:
+        """Words substituted, deleted or inserted."""
+        return sum(word.error is not None for word in self.words)
+
+    def count(self, error: ErrorKind) -> int:
+        """Return how many errors are of one kind."""
+        return sum(word.error == error for word in self.words)
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """A word that was taken for another.
+
+    Attributes:
+        times: how often.
+        said: how often the word was said.
+    """
+
+    reference: str
+    hypothesis: str
+    times: int
+    said: int
+
+
+@dataclass(frozen=True)
+class LostOrAdded:
+    """A word that was deleted or inserted.
+
+    Attributes:
+        said: how often it was said.
+    """
+
+    word: str
+    deleted: int
+    inserted: int
+    said: int
+
+
+def confusions(utterances: Sequence[AlignedUtterance], most: int) -> list[Confusion]:
+    """Return the most frequent substitutions, at most `most`."""
+    said = _said(utterances)
+    pairs = Counter(
+        (word.reference, word.hypothesis)
+        for utterance in utterances
+        for word in utterance.words
+        if word.error == "substitution"
+    )
+    frequent = sorted(pairs.items(), key=lambda item: (-item[1], item[0]))[:most]
+    return [Confusion(*pair, times, said[pair[0]]) for pair, times in frequent]
+
+
+def lost_and_added(utterances: Sequence[AlignedUtterance], most: int) -> list[LostOrAdded]:
+    """Return the words that were deleted or inserted most often, at most `most`."""
+    said = _said(utterances)
+    words = [word for utterance in utterances for word in utterance.words]
+    deleted = Counter(word.reference for word in words if word.error == "deletion")
+    inserted = Counter(word.hypothesis for word in words if word.error == "insertion")
+    both = deleted + inserted
+    frequent = sorted(both, key=lambda word: (-both[word], word))[:most]
+    return [LostOrAdded(word, deleted[word], inserted[word], said[word]) for word in frequent]
+
+
+def worst(utterances: Sequence[AlignedUtterance], most: int) -> list[AlignedUtterance]:
+    """Return the utterances with most errors, at most `most`; among equals the shortest ones first."""
+    wrong = [utterance for utterance in utterances if utterance.num_errors]
+    return sorted(wrong, key=lambda one: (-one.num_errors, one.num_said, one.utterance_id))[:most]
+
+
+def _said(utterances: Sequence[AlignedUtterance]) -> Counter[str]:
+    return Counter(word.reference for utterance in utterances for word in utterance.words if word.reference)

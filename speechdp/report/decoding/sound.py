@@ -1,0 +1,49 @@
+"""Put recordings into a page."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import soundfile
+
+from speechdp.data.shards.dataset import Dataset
+
+
+def embedded_audio(
+    dataset: Dataset, split: str, utterance_ids: Sequence[str], max_bytes: int
+) -> dict[str, str]:
+    """Return recordings as data: addresses of 16-bit WAV, by utterance id.
+
+    Args:
+        utterance_ids: whose recordings; the first ones are taken where not all fit.
+        max_bytes: of all samples together; a page has a third more, in base64.
+
+    Returns:
+        Nothing where the data store features, whose recordings may be anywhere.
+
+    Raises:
+        ShardError: a shard is damaged.
+    """
+    if dataset.stored != "audio":
+        return {}
+    found: dict[str, str] = {}
+    with ExitStack() as stack:
+        shards = [
+            stack.enter_context(dataset.open_shard(split, index))
+            for index in range(len(dataset.shard_paths(split)))
+        ]
+        places = {name: (shard, i) for shard in shards for i, name in enumerate(shard.utterance_ids)}
+        for utterance_id in utterance_ids:
+            shard, position = places[utterance_id]
+            samples, _ = shard.read_samples(position)
+            max_bytes -= samples.nbytes
+            if max_bytes < 0:
+                break
+            file = io.BytesIO()
+            soundfile.write(file, samples, dataset.sampling_rate, format="WAV", subtype="PCM_16")
+            encoded = base64.b64encode(file.getvalue()).decode("ascii")
+            found[utterance_id] = f"data:audio/wav;base64,{encoded}"
+    return found

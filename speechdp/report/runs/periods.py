@@ -1,0 +1,59 @@
+"""Which averaging period was in force when: timeline/periods.jsonl of a run whose strategy changes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from speechdp.counting import counted
+from speechdp.errors import ConfigError
+from speechdp.jsonl import read_lines
+from speechdp.parallel.period import Period
+from speechdp.report.runs.records import amount, words
+from speechdp.report.runs.results import PeriodChange
+from speechdp.timing.timeline import PERIODS_FILE
+
+#: Of steps and of what a period counts; more can only be damage, and cannot be drawn.
+_MOST = 1e15
+
+
+def read_periods(run_dir: Path, problems: list[str]) -> tuple[PeriodChange, ...]:
+    """Return the changes of the averaging period in the order of their steps; none where it was constant.
+
+    Args:
+        problems: gets a line for a file that is damaged or cannot be read.
+    """
+    path = run_dir / "timeline" / PERIODS_FILE
+    if not path.is_file():
+        return ()
+    try:
+        lines = read_lines(path)
+    except OSError as error:
+        problems.append(f"timeline/{path.name}: cannot be read ({error.strerror})")
+        return ()
+    changes: list[PeriodChange] = []
+    num_damaged = lines.num_damaged
+    for record in lines.records:
+        change = _change(record)
+        if change is None:
+            num_damaged += 1
+            continue
+        # A resumed run repeats what came after its checkpoint.
+        while changes and changes[-1].step >= change.step:
+            changes.pop()
+        if not changes or changes[-1].period != change.period:
+            changes.append(change)
+    if num_damaged:
+        problems.append(f"timeline/{path.name}: {counted(num_damaged, 'damaged line')} passed over")
+    return tuple(changes)
+
+
+def _change(record: dict[str, Any]) -> PeriodChange | None:
+    step = amount(record, "step")
+    try:
+        period = Period.parse(words(record.get("period")))
+    except ConfigError:
+        return None
+    if step is None or max(step, period.value) > _MOST:
+        return None
+    return PeriodChange(int(step), period)

@@ -1,0 +1,58 @@
+"""How busy a host's cores are while a rank trains: with the rank, and with everything else."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from time import perf_counter
+
+import psutil
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """What a host's cores have done since some time before, core-seconds.
+
+    Attributes:
+        at_s: the time, by `time.perf_counter`.
+        own_s: spent on this process, all its threads.
+        busy_s: spent on any process.
+        stolen_s: a virtual machine's cores wanted to run, but its host ran others.
+    """
+
+    at_s: float
+    own_s: float
+    busy_s: float
+    stolen_s: float
+
+    @classmethod
+    def now(cls) -> CpuTimes:
+        """Read the counters: some 50 microseconds."""
+        times = psutil.cpu_times()
+        busy_s = sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
+        return cls(perf_counter(), time.process_time(), busy_s, getattr(times, "steal", 0.0))
+
+
+class LoadMeter:
+    """Measures from when it is made."""
+
+    def __init__(self) -> None:
+        self._begun = CpuTimes.now()
+
+    def so_far(self) -> dict[str, float]:
+        """Return mean numbers of cores since then.
+
+        Returns:
+            `own`: busy with this process; `host`: with any, this one among them; `stolen`: taken from a
+            virtual machine by its host.  Empty where no time has passed.
+        """
+        begun, now = self._begun, CpuTimes.now()
+        seconds = now.at_s - begun.at_s
+        if seconds <= 0:
+            return {}
+        spent = {
+            "own": now.own_s - begun.own_s,
+            "host": now.busy_s - begun.busy_s,
+            "stolen": now.stolen_s - begun.stolen_s,
+        }
+        return {name: round(core_s / seconds, 3) for name, core_s in spent.items()}

@@ -1,0 +1,213 @@
+"""Training on states in context: their targets, by any number of ranks, the model, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from speechdp.cli.main import run as speechdp
+from speechdp.comm.base import Communicator
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.shards.alignment_file import open_targets
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.shard import Shard
+from speechdp.errors import ConfigError, ShardError
+from speechdp.experiments.arguments import train_arguments
+from speechdp.labels.hmm import FloatArray, IntArray
+from speechdp.labels.state_tying import TYING_NAME, contexts_of, tying_in
+from speechdp.options.batch import BatchOptions
+from speechdp.options.optimizer import OptimizerOptions
+from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.parallel.run_files import RunDirectory
+from speechdp.parallel.stop import StopRequest
+from speechdp.process.ending import Stopped
+from speechdp.tasks.model_file import MODEL_NAME, load_model
+from speechdp.train.realign import last_alignment, make_alignments, train_with_realignment
+from speechdp.train.session import Session
+from tests.helpers.spoken_states import write_spoken
+
+CPU = torch.device("cpu")
+SMALL = ModelOptions(layers=1, cells=24, dropout=0.0)
+OPTIONS = TrainOptions(
+    SMALL, BatchOptions(batch_size=8), OptimizerOptions("adam", learning_rate=0.02), epochs=12, context="both"
+)
+SOUNDS = np.random.default_rng(6).normal(0, 2.0, (3, 80, 20))
+
+
+def sounds_in_context(states: IntArray) -> FloatArray:
+    """Let a state sound as it and its neighbours say, the nearer of them most."""
+    at = contexts_of(states)
+    return np.asarray(SOUNDS[0, states] + SOUNDS[1, at.left] + 0.5 * SOUNDS[2, at.right], np.float32)
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    path = tmp_path_factory.mktemp("exact") / "data"
+    return write_spoken(path, 240, alignment="exact", sound_of=sounds_in_context)[0]
+
+
+def session(dataset: Dataset, comm: Communicator | None = None) -> Session:
+    return Session(dataset, comm or SerialCommunicator(), CPU)
+
+
+def targets_in(dataset: Dataset, folder: Path | None) -> Iterator[IntArray]:
+    for split in ("train", "dev"):
+        for path in dataset.shard_paths(split):
+            with Shard(path) as shard:
+                if folder is None:
+                    yield from (shard.read(u)[1] for u in range(shard.num_utterances))
+                    continue
+                with closing(open_targets(folder / path.name, shard)) as targets:
+                    yield from (targets.read(u) for u in range(shard.num_utterances))
+
+
+def test_targets_are_those_without_context_tied(exact: Dataset, tmp_path: Path) -> None:
+    folder = make_alignments(session(exact), OPTIONS, tmp_path)
+    assert folder == tmp_path / "alignments" / "tied" and RunDirectory(folder).is_complete
+    tying = tying_in(folder)
+    assert tying is not None and tying.num_classes > exact.num_classes + 5
+    for tied, states in zip(targets_in(exact, folder), targets_in(exact, None), strict=True):
+        np.testing.assert_array_equal(tied, tying.tied(states))
+    written = (folder / TYING_NAME).stat().st_mtime_ns
+    make_alignments(session(exact), OPTIONS, tmp_path)  # what is done is not done again
+    assert (folder / TYING_NAME).stat().st_mtime_ns == written
+    with pytest.raises(ConfigError, match=r"other options \(--context both --tied-states 1000\)"):
+        make_alignments(session(exact), dataclasses.replace(OPTIONS, context="left"), tmp_path)
+
+
+def test_any_number_of_ranks_grows_the_same_trees(exact: Dataset, tmp_path: Path) -> None:
+    make_alignments(session(exact), OPTIONS, tmp_path / "1")
+    # More ranks than shards: some have seen nothing.
+    run_threads(5, lambda comm: make_alignments(session(exact, comm), OPTIONS, tmp_path / "5"))
+    trees = [(tmp_path / n / "alignments/tied" / TYING_NAME).read_text() for n in ("1", "5")]
+    assert trees[0] == trees[1]
+
+
+def test_all_ranks_stop_where_one_is_asked(exact: Dataset, tmp_path: Path) -> None:
+    def on_rank(comm: Communicator) -> bool:
+        stop = StopRequest()
+        if comm.rank == 1:
+            stop.received = "SIGTERM"
+        with pytest.raises(Stopped):
+            make_alignments(Session(exact, comm, CPU, stop=stop), OPTIONS, tmp_path)
+        return True
+
+    assert run_threads(2, on_rank) == [True, True]
+    assert not (tmp_path / "alignments/tied/completed.json").exists()
+
+
+@pytest.mark.parametrize("context", ["left", "both"])
+def test_a_model_of_states_in_context_recognises(exact: Dataset, tmp_path: Path, context: str) -> None:
+    """What it was trained for is in its file: decoding needs no option, nor do posteriors."""
+    options = dataclasses.replace(OPTIONS, context=context)
+    train_with_realignment(session(exact), options, tmp_path / "run")
+    tying = tying_in(tmp_path / "run/alignments/tied")
+    trained = load_model(tmp_path / "run", CPU)
+    assert tying is not None and trained.tying is not None
+    assert trained.tying.to_json() == tying.to_json()
+    assert trained.model.output.out_features == len(trained.self_loop) == tying.num_classes
+    counts = sum(
+        np.bincount(t, minlength=tying.num_classes)
+        for t in targets_in(exact, tmp_path / "run/alignments/tied")
+    )
+    assert ((np.asarray(counts) > 0) >= (trained.class_log_prior.numpy() < 0)).all()
+    data, run = str(exact.path), str(tmp_path / "run")
+    assert speechdp(["decode", run, data, "--split", "dev", "--backend", "serial"]) == 0
+    record = json.loads((tmp_path / "run/wer-dev.json").read_text())
+    assert record["wer"] < 0.05, record
+    archive = tmp_path / "scores.ark"
+    assert speechdp(["posteriors", run, data, "-o", str(archive), "--split", "dev"]) == 0
+    frames = exact.num_frames("dev")
+    assert 4 * frames * tying.num_classes < archive.stat().st_size < 4.2 * frames * tying.num_classes
+
+
+def test_another_run_trains_on_the_same_targets(exact: Dataset, tmp_path: Path) -> None:
+    folder = make_alignments(session(exact), OPTIONS, tmp_path)
+    assert folder is not None
+    again = dataclasses.replace(OPTIONS, context="none", alignments=folder, epochs=1)
+    train_with_realignment(session(exact), again, tmp_path / "run")
+    found, tying = load_model(tmp_path / "run", CPU).tying, tying_in(folder)
+    assert found is not None and tying is not None and found.num_classes == tying.num_classes
+    for options in (
+        dataclasses.replace(again, context="left"),
+        dataclasses.replace(again, realign=1),
+        dataclasses.replace(again, model=dataclasses.replace(SMALL, criterion="full-sum")),
+    ):
+        with pytest.raises(ConfigError, match="states in context"):
+            train_with_realignment(session(exact), options, tmp_path / "other")
+    (folder / TYING_NAME).write_text("{}")
+    with pytest.raises(ConfigError, match=r"tying\.json: damaged .*; delete .* and make it again"):
+        train_with_realignment(session(exact), again, tmp_path / "other")
+    (folder / TYING_NAME).unlink()  # as the targets of other data, then
+    with pytest.raises(ShardError, match=r"has targets of \d+ classes, its folder is of 48"):
+        train_with_realignment(session(exact), again, tmp_path / "other")
+
+
+def test_what_has_no_alignment_is_not_tied(tmp_path: Path) -> None:
+    flat = write_spoken(tmp_path / "data", 8)[0]
+    with pytest.raises(ConfigError, match=r"--context both: .*; add --flat-start") as error:
+        make_alignments(session(flat), OPTIONS, tmp_path / "run")
+    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+def test_sizes_are_refused_before_any_alignment(exact: Dataset, tmp_path: Path) -> None:
+    few = dataclasses.replace(OPTIONS, tied_states=3, realign=1)
+    with pytest.raises(ConfigError, match="--tied-states 3: there are "):
+        make_alignments(session(exact), few, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_other_tied_states_is_no_beginning(exact: Dataset, tmp_path: Path) -> None:
+    train_with_realignment(session(exact), dataclasses.replace(OPTIONS, epochs=1), tmp_path / "run")
+    plain = dataclasses.replace(OPTIONS, epochs=1, context="none", initial_model=tmp_path / "run")
+    with pytest.raises(ConfigError, match="its classes are other states in context"):
+        train_with_realignment(session(exact), plain, tmp_path / "other")
+    own = dataclasses.replace(plain, alignments=tmp_path / "run" / "alignments" / "tied")
+    train_with_realignment(session(exact), own, tmp_path / "next")
+
+
+def test_options_that_do_not_go_with_it() -> None:
+    for options in (
+        {"initial_model": Path("RUN"), "context": "both"},
+        {"tied_states": 9},
+        {"tied_states": 0, "context": "left"},
+        {"task": "synthesis", "context": "left"},
+    ):
+        with pytest.raises(ConfigError, match=r"--tied-states|--context"):
+            TrainOptions(**options)  # type: ignore[arg-type]
+    for criterion in ("ctc", "full-sum"):
+        with pytest.raises(ConfigError, match=f"--context: not with --criterion {criterion}"):
+            TrainOptions(ModelOptions(criterion=criterion), context="left")  # type: ignore[arg-type]
+    TrainOptions(context="both", realign=1, realign_criterion="full-sum")
+
+
+def test_experiments_tie_once_and_train_on_that(tmp_path: Path) -> None:
+    options = TrainOptions(realign=2, context="both", tied_states=400)
+    for name in ("1", "2", "tied"):
+        (tmp_path / "alignments" / name).mkdir(parents=True)
+        (tmp_path / "alignments" / name / "completed.json").touch()
+    assert last_alignment(tmp_path, options).name == "tied"
+    assert options.aligning == ("--realign", "--context")
+    assert {"--context=both", "--tied-states=400"} <= set(train_arguments(options))
+    run = options.on_alignments(Path("OUT/alignment/alignments/tied"))
+    assert not run.aligns and run == TrainOptions(alignments=run.alignments)
+
+
+def test_a_damaged_head_is_one_line(exact: Dataset, tmp_path: Path) -> None:
+    train_with_realignment(session(exact), dataclasses.replace(OPTIONS, epochs=1), tmp_path)
+    content = (tmp_path / MODEL_NAME).read_bytes()
+    assert content.count(b'\\"context\\": \\"both\\"') == 1
+    (tmp_path / MODEL_NAME).write_bytes(
+        content.replace(b'\\"context\\": \\"both\\"', b'\\"context\\": \\"left\\"')
+    )
+    with pytest.raises(Exception, match="damaged") as error:
+        load_model(tmp_path, CPU)
+    assert "\n" not in str(error.value)
