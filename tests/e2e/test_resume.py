@@ -91,6 +91,17 @@ def kill_rank_1(job: Job, run: Path, begun_at: int) -> None:
         assert f"{run}/checkpoints/step-" in line and line.endswith("; start again with --resume")
 
 
+def test_a_job_waits_at_its_gate_until_that_is_opened(dataset: Dataset, tmp_path: Path) -> None:
+    """Else the interruptions here would come too late where the machine is busy."""
+    run, closed = tmp_path / "run", Gates(tmp_path / "gates", 60)
+    options = [*OPTIONS[:-2], "--checkpoint-steps", "50", "--max-steps", "600"]
+    with started(alone("train", dataset.path, run, *options), run, closed) as job:
+        job.wait_until(lambda: last_step(run) == 50, "a checkpoint")  # which soon would not be the last
+        closed.open()
+        ended = job.finish()
+    assert ended.exit_code == 0 and last_step(run) == 600, ended.output
+
+
 def test_on_mpi(dataset: Dataset, undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with started(by_launch(2, *train(dataset, run, "mpi")), run, gates(run)) as job:

@@ -11,13 +11,13 @@ _FOLDER = Path(__file__).with_name("gated")
 
 
 class Gates:
-    """Steps after which the ranks of a job wait until they are let through, asked to stop, or killed.
+    """Steps in which the ranks of a job wait until they are let through, asked to stop, or killed.
 
     A job that is to be interrupted is over in seconds, in which a busy machine may not run the test at all.
 
     Args:
         folder: on all hosts of the job; is made.
-        steps: of the run, in order; after the last the job goes on to its end.
+        steps: of the run, in order; each comes before the checkpoint that may be due after it.
     """
 
     def __init__(self, folder: Path, *steps: int) -> None:
