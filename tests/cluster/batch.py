@@ -16,11 +16,14 @@ from tests.helpers.tiny_data import TINY_MODEL
 #: Long: everything on the nodes shares the few cores of one machine.
 WAIT_S = 240.0
 _POLL_S = 0.2
-#: Some hundred steps on two ranks, and a checkpoint soon after the start: long enough to be interrupted.
+#: Some hundred steps on two ranks, and a checkpoint soon after the start.
 OPTIONS = (
     *TINY_MODEL, "--batch-size", "1", "--epochs", "10", "--checkpoint-steps", "37",
     "--strategy", "model_averaging:period=5",
 )  # fmt: skip
+#: The step at which a job of these waits to be interrupted: behind a checkpoint, and early enough that ranks,
+#: which agree on a stop at ever rarer steps, do so before the last.
+GATE = 100
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from tests.cluster.groups import Groups, remove_leftovers, why_no_quota
 from tests.cluster.node import Node, write_files
-from tests.helpers.jobs import Job
+from tests.helpers.gates import Gates
+from tests.helpers.jobs import DEADLINE_S, Job
 from tests.helpers.mpi import REPOSITORY, Ended, run_job
 
 #: Debian's package of each program needed.
@@ -132,16 +133,20 @@ class Lab:
         argv: Sequence[str | Path],
         *,
         env: Mapping[str, str] | None = None,
-        timeout_s: float = 60,
+        timeout_s: float = 240,
     ) -> Ended:
         """Run a command on a node to its end; on a time-out kill it and fail with its output."""
         return run_job(self.command(name, argv), env=env, timeout_s=timeout_s)
 
     def start(
-        self, name: str, argv: Sequence[str | Path], *, env: Mapping[str, str] | None = None, mark: str | Path
+        self, name: str, argv: Sequence[str | Path], *, mark: str | Path, gates: Gates | None = None
     ) -> NodeJob:
-        """Start a command on a node; `mark` is a word that only the ranks' command lines have."""
-        return NodeJob(self.command(name, argv), str(mark), env)
+        """Start a command on a node, a job that waits at its gates.
+
+        Args:
+            mark: a word that only the ranks' command lines have.
+        """
+        return NodeJob(self.command(name, argv), str(mark), None if gates is None else gates.env)
 
     def pids(self, name: str) -> list[int]:
         """Return the processes that were started on a node and still run, as the machine counts them."""
@@ -271,7 +276,7 @@ class NodeJob(Job):
     def pid(self) -> int:
         """The launcher; it is a child of the program that went into the node's namespaces."""
         outer = self._process.pid
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + DEADLINE_S
         while self._process.poll() is None and time.monotonic() < deadline:
             children = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()
             if children:

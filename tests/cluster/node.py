@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _INIT = Path(__file__).with_name("node_init.sh")
-_READY_S = 20.0
+_READY_S = 120.0
 
 _SSH_CONFIG = """\
 Host *
@@ -22,7 +22,7 @@ Host *
   GlobalKnownHostsFile /dev/null
   StrictHostKeyChecking yes
   BatchMode yes
-  ConnectTimeout 5
+  ConnectTimeout 30
   LogLevel ERROR
 """
 _SSHD_CONFIG = """\

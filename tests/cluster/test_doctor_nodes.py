@@ -14,7 +14,7 @@ from tests.cluster.lab import Lab
 from tests.helpers.jobs import SPEECHDP
 from tests.helpers.mpi import Ended
 
-SECONDS = 240.0
+SECONDS = 480.0
 Findings = dict[str, dict[str, Any]]
 
 
@@ -90,7 +90,7 @@ def test_one_address_and_one_name_on_two_nodes(lab: Lab) -> None:
     for name in ("n1", "n2"):
         assert lab.on(name, ["sh", "-c", f"{docker0} && hostname twin"]).exit_code == 0
     try:
-        ended, findings = doctor(lab, hosts_file(lab, "n1", "n2"), "--part-limit-s", "10")
+        ended, findings = doctor(lab, hosts_file(lab, "n1", "n2"), "--part-limit-s", "30")
     finally:
         for name in ("n1", "n2"):
             lab.on(name, ["sh", "-c", f"ip link del docker0; hostname {name}"])

@@ -11,6 +11,7 @@ import pytest
 
 from speechdp.data.shards.dataset import Dataset
 from tests.cluster.lab import Lab
+from tests.helpers.gates import Gates
 from tests.helpers.jobs import our_lines, started
 from tests.helpers.killed import last_step
 from tests.helpers.mpi import Ended
@@ -18,6 +19,8 @@ from tests.helpers.open_mpi_5 import NoOpenMpi5Error, python_with_open_mpi_5
 from tests.helpers.tiny_data import TINY_MODEL
 
 NUM_EPOCHS = 5
+#: Of 150 steps and more, the one at which a job waits for its rank to be killed.
+GATE = 70
 TRAIN = (*TINY_MODEL, "--batch-size", "1", "--epochs", str(NUM_EPOCHS), "--checkpoint-steps", "13")
 TOLERANT = ("--strategy", "ad_psgd", "--backend", "mpi", "--tolerate-loss")
 
@@ -51,9 +54,11 @@ def assert_went_on(ended: Ended, run: Path, dataset: Dataset, notice: str) -> No
 
 def test_a_killed_rank_is_done_without(python: Path, dataset: Dataset, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with started(command(python, ("-np", "4"), dataset, run), run) as job:
+    gates = Gates(tmp_path / "gates", GATE)
+    with started(command(python, ("-np", "4"), dataset, run), run, gates) as job:
         job.wait_until(lambda: last_step(run), "a checkpoint")
         job.signal(signal.SIGKILL, job.rank_pid(2))
+        gates.open()
         ended = job.finish()
     assert_went_on(ended, run, dataset, f"rank 2 on {host()} is gone; continuing with 3 ranks")
 
@@ -64,10 +69,12 @@ def host() -> str:
 
 def test_without_rank_0_the_job_ends_and_says_so(python: Path, dataset: Dataset, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with started(command(python, ("-np", "3"), dataset, run), run) as job:
+    gates = Gates(tmp_path / "gates", GATE)
+    with started(command(python, ("-np", "3"), dataset, run), run, gates) as job:
         job.wait_until(lambda: last_step(run), "a checkpoint")
         job.signal(signal.SIGKILL, job.rank_pid(0))
-        ended = job.finish(within_s=20)
+        gates.open()
+        ended = job.finish()
     assert ended.exit_code != 0 and not (run / "completed.json").exists(), ended.output
     assert "rank 0 is gone, which deals the batches, evaluates and saves" in ended.stderr, ended.output
 
@@ -75,10 +82,12 @@ def test_without_rank_0_the_job_ends_and_says_so(python: Path, dataset: Dataset,
 def test_a_rank_of_another_node_is_done_without(python: Path, lab: Lab, dataset: Dataset) -> None:
     run = lab.folder / "run-loss"
     hosts = ("--hostfile", str(lab.hostfile(2, ("n1", "n2"))))
-    job = lab.start("n1", command(python, hosts, dataset, run), mark=run)
+    gates = Gates(lab.folder / "gates-loss", GATE)
+    job = lab.start("n1", command(python, hosts, dataset, run), mark=run, gates=gates)
     try:
         job.wait_until(lambda: last_step(run), "a checkpoint")
         os.kill(job.rank_pid(3), signal.SIGKILL)
+        gates.open()
         ended = job.finish()
     finally:
         job.kill()

@@ -22,10 +22,11 @@ from tests.cluster.training import (
 )
 from tests.helpers.tiny_data import flip_byte
 
-#: The promise is 10 s; the rest is for machines that have other things to do.
-SECONDS = 20.0
-#: A cut link is noticed after 7 s: keepalive probes (launching/command.py).
-SECONDS_AFTER_A_CUT = 30.0
+#: The promise is 10 s, or 7 s more after a cut link (keepalive probes, launching/command.py); the rest is for
+#: a machine that has other things to do.  Left to itself no such job would end in minutes.
+SECONDS = 120.0
+#: Of --hang-timeout: nodes that share few cores may do nothing for some, and do not hang.
+HANG_S = 15
 LAUNCHERS = [
     pytest.param(MPIRUN, "mpi", id="mpirun"),
     pytest.param(HOROVODRUN_MPI, "horovod", id="horovodrun-mpi"),
@@ -86,18 +87,18 @@ def test_a_node_dies(lab: Lab, dataset: Dataset, run: Path) -> None:
 def test_a_link_is_cut(lab: Lab, dataset: Dataset, run: Path) -> None:
     with endless(lab, dataset).begun(run) as job:
         lab.cut("n2")
-        ended = job.finish(within_s=SECONDS_AFTER_A_CUT)
+        ended = job.finish(within_s=SECONDS)
         # The node that is cut off notices by its own daemon's keepalive.
-        assert_nothing_left(lab, within_s=SECONDS_AFTER_A_CUT)
+        assert_nothing_left(lab, within_s=SECONDS)
     assert last_word(ended, run).startswith("speechdp launch: host n2 was lost")
 
 
 def test_a_node_is_frozen(lab: Lab, dataset: Dataset, run: Path) -> None:
     if lab.why_not_freeze is not None:
         pytest.skip(lab.why_not_freeze)
-    with endless(lab, dataset, "--hang-timeout", "5").begun(run) as job:
+    with endless(lab, dataset, "--hang-timeout", str(HANG_S)).begun(run) as job:
         lab.freeze("n2")
-        ended = job.finish(within_s=5 + SECONDS)
+        ended = job.finish(within_s=HANG_S + SECONDS)
         lab.thaw("n2")
         assert_nothing_left(lab)
     assert ended.exit_code == 124, ended.output

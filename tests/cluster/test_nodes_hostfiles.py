@@ -12,7 +12,7 @@ from tests.cluster.lab import Lab
 from tests.cluster.training import HOROVODRUN_GLOO, MPIRUN, Training
 from tests.helpers.jobs import our_lines
 
-SECONDS = 60.0
+SECONDS = 240.0
 LAUNCHERS = [pytest.param(MPIRUN, "mpi", id="mpirun"), pytest.param(HOROVODRUN_GLOO, "horovod", id="gloo")]
 
 

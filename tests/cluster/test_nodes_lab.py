@@ -33,15 +33,20 @@ with Lab(1, Path(sys.argv[1])) as lab:
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
+    deadline = time.monotonic() + 240
+    while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return condition()
+    return holds
 
 
 def reaches(lab: Lab, name: str) -> bool:
-    """Tell whether n1 can log in to a node."""
+    """Tell whether n1 can log in to a node within a second."""
     return lab.on("n1", ["ssh", "-o", "ConnectTimeout=1", name, "true"]).exit_code == 0
+
+
+def comes_to_reach(lab: Lab, name: str) -> bool:
+    """Tell whether n1 can log in to a node, which may take a busy one a while."""
+    return wait_until(lambda: reaches(lab, name))
 
 
 def test_a_node_has_a_name_processes_and_tmp_of_its_own(lab: Lab, tmp_path: Path) -> None:
@@ -60,9 +65,9 @@ def test_links_are_cut_and_mended_and_nodes_killed_and_revived(lab: Lab) -> None
     assert not reaches(lab, "n2")
     lab.mend("n2")
     lab.kill_node("n3")
-    assert reaches(lab, "n2") and not reaches(lab, "n3")
+    assert comes_to_reach(lab, "n2") and not reaches(lab, "n3")
     lab.revive("n3")
-    assert reaches(lab, "n3")
+    assert comes_to_reach(lab, "n3")
 
 
 def test_nothing_is_put_on_the_machine_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +93,7 @@ def test_what_was_started_on_a_node_is_found_and_ended(lab: Lab) -> None:
     assert job.pid in lab.pids("n1")
     lab.end_jobs()
     assert wait_until(lambda: not lab.pids("n1") and not lab.pids("n2"))
-    job.finish(within_s=10)
+    job.finish()
 
 
 def test_a_machine_without_the_programs_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

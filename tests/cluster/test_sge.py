@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from speechdp.data.shards.dataset import Dataset
-from tests.cluster.batch import OPTIONS, hosts_of, in_folder, submit_train
+from tests.cluster.batch import GATE, OPTIONS, hosts_of, in_folder, submit_train
 from tests.cluster.lab import Lab
 from tests.cluster.sge import GridEngine, why_not
 from tests.helpers.finished_run import assert_equal_runs
+from tests.helpers.gates import Gates
 from tests.helpers.killed import last_step
 from tests.helpers.mpi import REPOSITORY
 
@@ -30,10 +31,17 @@ class Site:
     folder: Path
     data: Path
 
-    def submit(self, name: str, *more: str) -> tuple[str, Path, Path]:
-        """Submit the training of OPTIONS over two nodes; return job id, run and output of the job."""
+    def submit(self, name: str, *more: str, gates: Gates | None = None) -> tuple[str, Path, Path]:
+        """Submit the training of OPTIONS over two nodes, which waits at its gates.
+
+        Returns:
+            Job id, run and output of the job.
+        """
         run = self.folder / name
-        job_id = self.engine.submit([*submit_train("sge", self.data, run, "--name", "job"), *more])
+        # Grid Engine hands a job no variable that it is not told of.
+        told = ",".join(f"{name}={value}" for name, value in ({} if gates is None else gates.env).items())
+        options = ["--name", "job", *([f"--scheduler-args=-v {told}"] if told else [])]
+        job_id = self.engine.submit([*submit_train("sge", self.data, run, *options), *more])
         return job_id, run, self.folder / f"speechdp-job.{job_id}.out"
 
 
@@ -64,13 +72,17 @@ def test_a_submitted_job_trains_over_its_nodes(site: Site, undisturbed: Path) ->
 
 
 def test_a_suspended_job_starts_again_and_ends_with_the_same_model(site: Site, undisturbed: Path) -> None:
-    job_id, run, output = site.submit("suspended")
+    gates = Gates(site.folder.parent / "gates-suspended", GATE)
+    job_id, run, output = site.submit("suspended", gates=gates)
     site.engine.wait_until(job_id, output, lambda _: last_step(run), "a checkpoint")
     site.engine.suspend(job_id)
+    has_stopped = "stopped as requested"
+    site.engine.wait_until(job_id, output, lambda _: has_stopped in output.read_text(), "the stop")
+    gates.open()
     job = site.engine.wait(job_id, output)
     said = output.read_text()
     assert (job.exit_code, job.restarts) == (0, 1), said
-    assert "stopped as requested" in said and f"{run}: going on from step " in said
+    assert has_stopped in said and f"{run}: going on from step " in said
     assert_equal_runs(run, undisturbed)
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from speechdp.data.shards.dataset import Dataset
-from tests.cluster.batch import OPTIONS, BatchJob, hosts_of, in_folder, submit_train
+from tests.cluster.batch import GATE, OPTIONS, BatchJob, hosts_of, in_folder, submit_train
 from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm, why_not
 from tests.helpers.finished_run import assert_equal_runs
+from tests.helpers.gates import Gates
 from tests.helpers.killed import last_step
 from tests.helpers.mpi import REPOSITORY
 
@@ -27,10 +28,11 @@ class Site:
     folder: Path
     data: Path
 
-    def submit(self, name: str, *options: str) -> tuple[str, Path]:
-        """Submit the training of OPTIONS over two nodes; return job id and run."""
+    def submit(self, name: str, *options: str, gates: Gates | None = None) -> tuple[str, Path]:
+        """Submit the training of OPTIONS over two nodes, which waits at its gates; return job id and run."""
         run = self.folder / name
-        return self.slurm.submit(submit_train("slurm", self.data, run, *options)), run
+        env = None if gates is None else gates.env
+        return self.slurm.submit(submit_train("slurm", self.data, run, *options), env), run
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +108,12 @@ def test_srun_without_pmix_is_refused_on_every_rank(site: Site) -> None:
 
 
 def test_a_preempted_job_ends_with_the_same_model(site: Site, undisturbed: Undisturbed) -> None:
-    job_id, run = site.submit("preempted")
+    gates = Gates(site.folder / "gates-preempted", GATE)
+    job_id, run = site.submit("preempted", gates=gates)
     site.slurm.wait_until(job_id, lambda _: last_step(run), "a checkpoint")
     site.slurm.signal_script(job_id, "USR1")  # what --signal=B:USR1@TIME sends
     site.slurm.start_now(job_id)
+    gates.open()
     job = site.slurm.wait(job_id)
     assert_same(site, job, run, undisturbed)
     output = site.slurm.output(job_id)
@@ -120,7 +124,7 @@ def test_a_preempted_job_ends_with_the_same_model(site: Site, undisturbed: Undis
 
 def test_a_job_is_stopped_and_requeued_before_its_time_limit(site: Site) -> None:
     run = site.folder / "out-of-time"
-    command = submit_train("slurm", site.data, run, "--time", "0:01:00", "--signal-s", "20")
+    command = submit_train("slurm", site.data, run, "--time", "0:02:00", "--signal-s", "80")
     job_id = site.slurm.submit([*command, "--epochs", "100000"])
     site.slurm.wait_until(job_id, lambda job: job.restarts == 1, "the requeue before the time limit")
     output = site.slurm.output(job_id)
@@ -154,11 +158,13 @@ def test_a_hostile_folder_is_but_a_name(site: Site) -> None:
 
 
 def test_a_job_goes_on_elsewhere_when_its_first_node_is_lost(site: Site, undisturbed: Undisturbed) -> None:
-    job_id, run = site.submit("node-lost")
+    gates = Gates(site.folder / "gates-node-lost", GATE)
+    job_id, run = site.submit("node-lost", gates=gates)
     site.slurm.wait_until(job_id, lambda _: last_step(run), "a checkpoint")
     site.slurm.lab.kill_node("n2")  # with the job's script and launcher on it
     try:
         site.slurm.start_now(job_id)
+        gates.open()
         job = site.slurm.wait(job_id)
         assert_same(site, job, run, undisturbed)
         assert job.hosts == "n[1,3]"

@@ -14,7 +14,8 @@ from safetensors.numpy import load_file
 
 from speechdp.data.shards.dataset import Dataset
 from tests.cluster.lab import Lab, NodeJob
-from tests.helpers.jobs import SPEECHDP
+from tests.helpers.gates import Gates
+from tests.helpers.jobs import DEADLINE_S, SPEECHDP
 from tests.helpers.killed import last_step
 from tests.helpers.mpi import Ended
 from tests.helpers.tiny_data import TINY_MODEL
@@ -62,15 +63,15 @@ class Training:
 
     def to_the_end(self, run: Path) -> Path:
         """Train; return the folder of the run, which is complete."""
-        ended = self.lab.on("n1", self.command(run), timeout_s=120)
+        ended = self.lab.on("n1", self.command(run), timeout_s=DEADLINE_S)
         assert ended.exit_code == 0, ended.output
         assert (run / "completed.json").exists(), ended.output
         return run
 
     @contextmanager
-    def begun(self, run: Path) -> Iterator[NodeJob]:
+    def begun(self, run: Path, gates: Gates | None = None) -> Iterator[NodeJob]:
         """Train in the background from the first checkpoint on; nothing is left of it after the block."""
-        job = self.lab.start("n1", self.command(run), mark=run)
+        job = self.lab.start("n1", self.command(run), mark=run, gates=gates)
         try:
             job.wait_until(lambda: last_step(run), "a checkpoint")
             yield job
@@ -115,7 +116,7 @@ def last_word(ended: Ended, run: Path) -> str:
     return line
 
 
-def assert_nothing_left(lab: Lab, names: Sequence[str] = (), within_s: float = 10.0) -> None:
+def assert_nothing_left(lab: Lab, names: Sequence[str] = (), within_s: float = 60.0) -> None:
     """Check that soon after a job's end nothing of it runs on the nodes any more.
 
     Sessions of sshd do not count: behind a cut link they wait for their client, with nothing to do.

@@ -11,6 +11,7 @@ import pytest
 
 from speechdp.cli.main import run as speechdp
 from speechdp.data.shards.dataset import Dataset
+from tests.helpers.gates import Gates
 from tests.helpers.jobs import alone, ended_within, started
 from tests.helpers.mpi import Ended
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
@@ -28,7 +29,7 @@ FOLDERS = [
 ]
 
 #: A dozen processes that load torch, one after another: 50 s on 2 idle cores, minutes on busy ones.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 #: Exit code of a job that was asked to stop and saved.
 STOPPED = 75
 
@@ -186,10 +187,10 @@ def test_a_stop_saves_the_run_under_way_and_the_same_command_goes_on(
             "2",
         ),
     )
-    with started(command, out) as job:
+    with started(command, out, Gates(tmp_path / "gates", 100)) as job:
         job.wait_until(lambda: list(out.glob("*/checkpoints/step-*")), "a checkpoint")
         job.signal(signal.SIGTERM)
-        stopped = job.finish(within_s=120)
+        stopped = job.finish()
     assert stopped.exit_code == STOPPED, stopped.output
     assert "stopped as requested; the same command continues" in stopped.stdout
     (run,) = json.loads((out / "compare.json").read_text())["runs"]

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,14 +17,12 @@ from speechdp.comm.environment import host_name
 from speechdp.data.shards.dataset import Dataset
 from tests.helpers.begun_run import begin_run, load_last_checkpoint
 from tests.helpers.corpora import digit_folder
-from tests.helpers.jobs import by_launch, ended_within, our_lines, under_mpirun
+from tests.helpers.jobs import DEADLINE_S, by_launch, ended_within, our_lines, under_mpirun
 from tests.helpers.mpi import Ended
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, flip_byte, truncate, write_tiny_data
 from tests.parallel.test_communicator_backends import needs_horovod
 
 OPTIONS = (*TINY_MODEL, "--batch-size", "2", "--epochs", "3", "--backend", "mpi")
-#: A rank's start takes most of it; the machine may be busy with other things.
-SECONDS = 90.0
 ANY_RANK = rf"speechdp: rank [01] on {re.escape(host_name())}: "
 
 
@@ -43,7 +40,7 @@ def data(whole_data: Dataset, tmp_path: Path) -> Dataset:
 
 def resume(data: Dataset, run: Path, *options: str) -> Ended:
     """Go on over two ranks with a run that must fail."""
-    return ended_within(SECONDS, under_mpirun(2, "train", data.path, run, *OPTIONS, *options, "--resume"))
+    return ended_within(DEADLINE_S, under_mpirun(2, "train", data.path, run, *OPTIONS, *options, "--resume"))
 
 
 def assert_one_line(ended: Ended, pattern: str) -> None:
@@ -126,7 +123,7 @@ def test_a_loss_that_is_not_finite(whole_data: Dataset, tmp_path: Path) -> None:
     run = tmp_path / "run"
     diverging = ["--optimizer", "sgd", "--learning-rate", "1e37", "--max-gradient-norm", "0"]
     arguments = ["train", whole_data.path, run, *OPTIONS, *diverging, "--checkpoint-steps", "1"]
-    ended = ended_within(SECONDS, under_mpirun(2, *arguments))
+    ended = ended_within(DEADLINE_S, under_mpirun(2, *arguments))
     what = r"(the loss is (nan|inf) at step \d+|a parameter is not finite after step \d+)"
     remedy = "lower --learning-rate or --max-gradient-norm, or inspect the data"
     assert_one_line(ended, rf"{what} \(epoch 1\) on rank [01]: {remedy}; last checkpoint: {run}/.*")
@@ -152,7 +149,7 @@ def test_a_full_disk_at_a_checkpoint(whole_data: Dataset, small_disk: Path) -> N
     """Two checkpoints of 480 kB fit, the third does not; the run goes on when there is room."""
     run = small_disk / "run"
     options = [*OPTIONS, "--cells", "64", "--checkpoint-steps", "3"]
-    ended = ended_within(SECONDS, by_launch(2, "train", whole_data.path, run, *options))
+    ended = ended_within(DEADLINE_S, by_launch(2, "train", whole_data.path, run, *options))
     assert ended.exit_code == 1, ended.output
     first, last = our_lines(ended)
     assert re.fullmatch(
@@ -166,7 +163,7 @@ def test_a_full_disk_at_a_checkpoint(whole_data: Dataset, small_disk: Path) -> N
     assert_whole(run, 6)
 
     subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
-    ended = ended_within(SECONDS, by_launch(2, "train", whole_data.path, run, *options, "--resume"))
+    ended = ended_within(DEADLINE_S, by_launch(2, "train", whole_data.path, run, *options, "--resume"))
     assert ended.exit_code == 0, ended.output
     assert "going on from step 6" in ended.stdout and (run / "completed.json").is_file()
     assert [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".")] == []
@@ -179,7 +176,7 @@ def differing(data: Dataset, one: list[str | Path], other: list[str | Path]) -> 
     """Start rank 0 with one command line and rank 1 with another."""
     rank_0 = under_mpirun(1, "train", data.path, *one)
     rank_1 = under_mpirun(1, "train", data.path, *other)
-    return ended_within(SECONDS, [*rank_0, ":", *rank_1[2:]])
+    return ended_within(DEADLINE_S, [*rank_0, ":", *rank_1[2:]])
 
 
 def test_ranks_with_different_options(whole_data: Dataset, tmp_path: Path) -> None:
@@ -204,8 +201,7 @@ def test_a_hostfile_with_too_few_slots(
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost slots=2\n")
     run = tmp_path / "run"
-    begin = time.monotonic()
     job = ["launch", "--hostfile", str(hosts), "-np", "4", "--", "train", str(whole_data.path), str(run)]
     assert speechdp(job) == 1
     assert capsys.readouterr().err.startswith(f"speechdp: {hosts}: 4 ranks wanted, but it has only 2 slots")
-    assert time.monotonic() - begin < 5 and not run.exists()
+    assert not run.exists()

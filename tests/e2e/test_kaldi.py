@@ -17,7 +17,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.decode.graph import DecodingGraph
 from speechdp.decode.search import Searcher
 from tests.helpers.corpora import shared_data
-from tests.helpers.jobs import alone, by_launch, ended_within
+from tests.helpers.jobs import DEADLINE_S, alone, by_launch, ended_within
 from tests.helpers.kaldi_files import yesno_data_dir, yesno_system
 
 #: Kaldi's data/lang/words.txt numbers the words.
@@ -30,7 +30,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     folder = tmp_path_factory.mktemp("kaldi")
     kaldi = yesno_data_dir(folder / "train_yesno")
     command = alone("prepare", "--kaldi", kaldi, "--ali", yesno_system(), folder / "data", "--shards", "2")
-    ended = ended_within(120, [*command, "--split", "random:dev=0.2"])
+    ended = ended_within(DEADLINE_S, [*command, "--split", "random:dev=0.2"])
     assert ended.exit_code == 0, ended.output
     assert "11 classes, kaldi alignment" in ended.stdout and "left out" not in ended.stdout
     return Dataset.open(folder / "data")
@@ -39,7 +39,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 @pytest.fixture(scope="module")
 def run(data: Dataset) -> Path:
     run = data.path.with_name("run")
-    ended = ended_within(120, by_launch(2, "train", data.path, run, *OPTIONS, "--backend", "mpi"))
+    ended = ended_within(DEADLINE_S, by_launch(2, "train", data.path, run, *OPTIONS, "--backend", "mpi"))
     assert ended.exit_code == 0, ended.output
     return run
 
@@ -49,7 +49,7 @@ def scores(data: Dataset, run: Path) -> dict[str, npt.NDArray[np.float32]]:
     """The scaled log-likelihoods of the held-out part, read by kaldi_native_io."""
     ark, scp = run.with_name("dev.ark"), run.with_name("dev.scp")
     command = alone("posteriors", run, data.path, "--split", "dev", "-o", ark, "--scp", scp)
-    ended = ended_within(120, command)
+    ended = ended_within(DEADLINE_S, command)
     assert ended.exit_code == 0, ended.output
     assert ended.stdout == f"{ark}: 7 utterances, 4,304 frames, 11 classes, log_likelihood\n"
     with kaldi_native_io.SequentialFloatMatrixReader(f"scp:{scp}") as reader:
@@ -93,16 +93,16 @@ def test_data_without_an_alignment_are_scored_as_with_one(
     data: Dataset, run: Path, scores: dict[str, npt.NDArray[np.float32]]
 ) -> None:
     kaldi, test, ark = (run.with_name(name) for name in ("train_yesno", "test", "test.ark"))
-    ended = ended_within(120, alone("prepare", "--kaldi", kaldi, "--like", data.path, test))
+    ended = ended_within(DEADLINE_S, alone("prepare", "--kaldi", kaldi, "--like", data.path, test))
     assert ended.exit_code == 0, ended.output
-    ended = ended_within(120, alone("posteriors", run, test, "-o", ark))
+    ended = ended_within(DEADLINE_S, alone("posteriors", run, test, "-o", ark))
     assert ended.exit_code == 0, ended.output
     with kaldi_native_io.SequentialFloatMatrixReader(f"ark:{ark}") as reader:
         found = {key: np.array(matrix) for key, matrix in reader}
     assert len(found) == 31
     for name, expected in scores.items():
         np.testing.assert_allclose(found[name], expected, atol=1e-4)
-    ended = ended_within(120, alone("train", test, run.with_name("other"), "--train-split", "test"))
+    ended = ended_within(DEADLINE_S, alone("train", test, run.with_name("other"), "--train-split", "test"))
     assert ended.exit_code == 1 and "has no alignment (prepare --like)" in ended.stderr
 
 
@@ -120,7 +120,7 @@ def test_what_needs_pronunciations_is_refused_at_once(
 ) -> None:
     other = run.with_name("other")
     names = {"RUN": run, "DATA": data.path, "OTHER": other}
-    ended = ended_within(120, alone(*(names.get(word, word) for word in command)))
+    ended = ended_within(DEADLINE_S, alone(*(names.get(word, word) for word in command)))
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("speechdp: ")]
     assert ended.exit_code == 1 and line.startswith(f"speechdp: {what}")
     assert f"targets are Kaldi pdfs; {remedy}" in line
@@ -147,7 +147,7 @@ def test_kaldis_compressed_features_with_pdfs_by_file(tmp_path: Path) -> None:
     )
     data = tmp_path / "data"
     arguments = ["prepare", "--kaldi", source, "--feats", "--ali-pdf", pdfs, data, "--split", "random:dev=0"]
-    ended = ended_within(120, alone(*arguments))
+    ended = ended_within(DEADLINE_S, alone(*arguments))
     assert ended.exit_code == 0, ended.output
     assert "kaldi x 13 float16" in ended.stdout and "3 pdfs, by the largest in" in ended.stdout
     dataset = Dataset.open(data)

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from speechdp.data.shards.dataset import Dataset
-from tests.helpers.jobs import alone, ended_within, our_lines
+from tests.helpers.jobs import DEADLINE_S, alone, ended_within, our_lines
 from tests.helpers.tiny_data import TINY_MODEL, write_tiny_data
-
-SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +33,7 @@ def test_the_reason_and_the_remedy_are_one_line(
 ) -> None:
     run = tmp_path / "run"
     options = (*TINY_MODEL, "--strategy", strategy, "--backend", "mpi", "--tolerate-loss")
-    ended = ended_within(SECONDS, alone("train", dataset.path, run, *options))
+    ended = ended_within(DEADLINE_S, alone("train", dataset.path, run, *options))
     (line,) = our_lines(ended)
     assert ended.exit_code == 1 and not run.exists(), ended.output
     assert re.match(f"speechdp: --tolerate-loss: {reason}", line), ended.output

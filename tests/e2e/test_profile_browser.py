@@ -16,9 +16,9 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.common.print_page_options import PrintOptions
 from selenium.webdriver.remote.webelement import WebElement
-from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.helpers.browser import (
+    assert_comes_to,
     assert_fits_the_window,
     assert_follows_a_dark_setting,
     assert_loads_alone,
@@ -112,16 +112,16 @@ def test_the_wheel_zooms_where_the_pointer_is(browser: webdriver.Chrome, page: P
     before = script(browser, f"return [{point}, scrollY]")
     origin = webdriver.common.actions.wheel_input.ScrollOrigin.from_element(frame, quarter, 0)
     ActionChains(browser).scroll_from_origin(origin, 0, -400).perform()
-    assert _zoom(browser) > 1.3 and _left(browser) > 0
+    assert_comes_to(browser, lambda: _zoom(browser) > 1.3 and _left(browser) > 0)
     after = script(browser, f"return [{point}, scrollY]")
     assert after[0] == pytest.approx(before[0], abs=0.01)
     assert after[1] == before[1]
     # At full extent the wheel goes on to scroll the page; the driver brings back what has left the window.
     ActionChains(browser).scroll_from_origin(origin, 0, 400).perform()
-    assert _zoom(browser) == pytest.approx(1)
+    assert_comes_to(browser, lambda: _zoom(browser) == pytest.approx(1))
     assert script(browser, "return scrollY") == before[1]
     ActionChains(browser).scroll_from_origin(origin, 0, 100).perform()
-    WebDriverWait(browser, 20).until(lambda driver: script(driver, "return scrollY") > before[1])
+    assert_comes_to(browser, lambda: script(browser, "return scrollY") > before[1])
 
 
 def test_zoom_by_buttons_draws_finer_ticks_and_more_names(browser: webdriver.Chrome, page: Path) -> None:
@@ -131,12 +131,12 @@ def test_zoom_by_buttons_draws_finer_ticks_and_more_names(browser: webdriver.Chr
     few, coarse = script(browser, names), script(browser, ticks)
     for _ in range(5):
         browser.find_element(By.CSS_SELECTOR, ".gantt button[aria-label='zoom in']").click()
-    assert _zoom(browser) == pytest.approx(1.5**5, rel=0.01)
+    assert_comes_to(browser, lambda: _zoom(browser) == pytest.approx(1.5**5, rel=0.01))
     fine = script(browser, ticks)
     assert script(browser, names) > few
     assert fine[2] - fine[1] < coarse[2] - coarse[1]
     browser.find_element(By.CSS_SELECTOR, ".gantt button[aria-label='zoom out']").click()
-    assert _zoom(browser) == pytest.approx(1.5**4, rel=0.01)
+    assert_comes_to(browser, lambda: _zoom(browser) == pytest.approx(1.5**4, rel=0.01))
     browser.find_element(By.XPATH, "//button[text()='all']").click()
     assert _zoom(browser) == pytest.approx(1) and script(browser, names) == few
 
@@ -146,7 +146,7 @@ def test_dragging_pans(browser: webdriver.Chrome, page: Path) -> None:
     browser.find_element(By.CSS_SELECTOR, ".gantt button[aria-label='zoom in']").click()
     start = _left(browser)
     ActionChains(browser).click_and_hold(frame).move_by_offset(-90, 0).release().perform()
-    assert _left(browser) == pytest.approx(start + 90, abs=2)
+    assert_comes_to(browser, lambda: _left(browser) == pytest.approx(start + 90, abs=2))
     ActionChains(browser).move_by_offset(60, 0).perform()  # let go of
     assert _left(browser) == pytest.approx(start + 90, abs=2)
 
@@ -156,20 +156,22 @@ def test_the_keyboard_reaches_every_function(browser: webdriver.Chrome, page: Pa
     browser.find_element(By.XPATH, "//button[text()='all']").send_keys(Keys.TAB)
     assert script(browser, f"return document.activeElement === {FRAME}")
     frame.send_keys(Keys.ARROW_RIGHT)
-    assert "rank 0, step" in _readout(browser) and "trainloader" in _readout(browser)
+    assert_comes_to(browser, lambda: "trainloader" in _readout(browser))
+    assert "rank 0, step" in _readout(browser)
     frame.send_keys(Keys.ARROW_RIGHT)
-    assert "rank 0" in _readout(browser) and "encoder forward" in _readout(browser)
+    assert_comes_to(browser, lambda: "encoder forward" in _readout(browser))
+    assert "rank 0" in _readout(browser)
     assert _readout(browser).endswith(" ms")
     frame.send_keys(Keys.ARROW_DOWN)
-    assert "rank 1" in _readout(browser)
+    assert_comes_to(browser, lambda: "rank 1" in _readout(browser))
     frame.send_keys("+")
-    assert _zoom(browser) > 1.4
+    assert_comes_to(browser, lambda: _zoom(browser) > 1.4)
     frame.send_keys(Keys.END)
-    assert "update" in _readout(browser) and _left(browser) > 0
+    assert_comes_to(browser, lambda: "update" in _readout(browser) and _left(browser) > 0)
     frame.send_keys("0")
-    assert _zoom(browser) == pytest.approx(1)
+    assert_comes_to(browser, lambda: _zoom(browser) == pytest.approx(1))
     frame.send_keys(Keys.ESCAPE)
-    assert "Wheel" in _readout(browser)
+    assert_comes_to(browser, lambda: "Wheel" in _readout(browser))
 
 
 def test_pointing_names_function_phase_and_time(browser: webdriver.Chrome, page: Path) -> None:
@@ -178,8 +180,9 @@ def test_pointing_names_function_phase_and_time(browser: webdriver.Chrome, page:
         By.CSS_SELECTOR, ".lane[data-rank='2'] .bar[data-label='decoder'][data-phase='backward'] rect"
     )
     ActionChains(browser).move_to_element(bar).perform()
+    assert_comes_to(browser, lambda: _readout(browser).startswith("rank 2, step "))
     text = _readout(browser)
-    assert text.startswith("rank 2, step ") and "decoder backward" in text and text.endswith(" ms")
+    assert "decoder backward" in text and text.endswith(" ms")
     titles = script(
         browser, "return [...document.querySelectorAll('.gantt .bar title')].map(t => t.textContent)"
     )
@@ -199,7 +202,7 @@ def test_two_fingers_zoom(browser: webdriver.Chrome, page: Path) -> None:
                       for i, sign in enumerate((-1, 1))]  # fmt: skip
             browser.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
         browser.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
-        assert _zoom(browser) == pytest.approx(3, rel=0.15)
+        assert_comes_to(browser, lambda: _zoom(browser) == pytest.approx(3, rel=0.15))
         assert script(browser, "return visualViewport.scale") == 1
     finally:
         browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})

@@ -10,11 +10,14 @@ import safetensors.torch
 import torch
 
 from speechdp.data.shards.dataset import Dataset
-from tests.helpers.jobs import SPEECHDP, ended_within, our_lines, started
+from tests.helpers.gates import Gates
+from tests.helpers.jobs import DEADLINE_S, SPEECHDP, ended_within, our_lines, started
 from tests.helpers.killed import last_step
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
 
 OPTIONS = (*TINY_MODEL, "--batch-size", "1", "--epochs", "6", "--checkpoint-steps", "29", "--backend", "mpi")
+#: Steps at which the first and the second start wait to be killed; there are 600.
+GATES = (100, 400)
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +35,17 @@ def model(run: Path) -> dict[str, torch.Tensor]:
 
 def test_killed_ranks_change_nothing(dataset: Dataset, tmp_path: Path) -> None:
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    ended = ended_within(180, launched(["-np", "2"], dataset, undisturbed))
+    ended = ended_within(DEADLINE_S, launched(["-np", "2"], dataset, undisturbed))
     assert ended.exit_code == 0, ended.output
-    with started(launched(["-np", "2", "--max-restarts", "2"], dataset, disturbed), disturbed) as job:
-        for rank in (1, 0):
-            before = last_step(disturbed)
+    # The first start comes no further than the first gate: a checkpoint behind it is the second one's.
+    gates = Gates(tmp_path / "gates", *GATES)
+    command = launched(["-np", "2", "--max-restarts", "2"], dataset, disturbed)
+    with started(command, disturbed, gates) as job:
+        for rank, before, gate in zip((1, 0), (0, GATES[0]), GATES, strict=True):
             job.wait_until(lambda before=before: last_step(disturbed) > before, "a checkpoint")
             job.signal(signal.SIGKILL, job.rank_pid(rank))
-        ended = job.finish(within_s=120)
+            gates.open(gate)
+        ended = job.finish()
     assert ended.exit_code == 0, ended.output
     lines = our_lines(ended)
     assert sum("was killed by SIGKILL" in line for line in lines) == 2, ended.output
@@ -54,7 +60,7 @@ def test_what_is_refused_is_not_started_again(dataset: Dataset, tmp_path: Path) 
     arguments = launched(
         ["-np", "2", "--max-restarts", "5"], dataset, tmp_path / "run", "--held-out", "nothing"
     )
-    ended = ended_within(120, arguments)
+    ended = ended_within(DEADLINE_S, arguments)
     assert ended.exit_code == 1, ended.output
     assert ended.stderr.count("has no split 'nothing'") == 1
     assert "not started again: it would fail in the same way" in our_lines(ended)[-1], ended.output

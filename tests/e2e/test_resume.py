@@ -12,14 +12,27 @@ from speechdp.comm.environment import host_name
 from speechdp.data.shards.dataset import Dataset
 from tests.helpers.begun_run import begin_run
 from tests.helpers.finished_run import assert_equal_runs, evaluations
-from tests.helpers.jobs import Job, alone, by_launch, ended_within, our_lines, started, under_mpirun
+from tests.helpers.gates import Gates
+from tests.helpers.jobs import (
+    DEADLINE_S,
+    Job,
+    alone,
+    by_launch,
+    ended_within,
+    our_lines,
+    started,
+    under_mpirun,
+)
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
 from tests.parallel.test_communicator_backends import needs_horovod
 
-#: About 1,000 steps on two ranks: long enough to be interrupted on the way, three seconds of training.
+#: About 1,000 steps on two ranks, three seconds of training; jobs to be interrupted wait for it at gates.
 OPTIONS = (*TINY_MODEL, "--batch-size", "1", "--epochs", "10", "--checkpoint-steps", "37")
 AVERAGING = ("--strategy", "model_averaging:period=5")
 STOPPED = 75
+#: Steps from its first at which a job waits to be interrupted: two checkpoints behind it, and early enough
+#: that ranks, which agree on a stop at ever rarer steps, do so before the last.
+WAITS_AFTER = 100
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +44,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def undisturbed(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on two ranks: the sum of two numbers is the same bits on every back-end."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    ended = ended_within(120, under_mpirun(2, *train(dataset, run, "mpi")))
+    ended = ended_within(DEADLINE_S, under_mpirun(2, *train(dataset, run, "mpi")))
     assert ended.exit_code == 0, ended.output
     return run
 
@@ -60,12 +73,16 @@ def stop(job: Job, run: Path, number: signal.Signals) -> None:
     assert_not_complete(run)
 
 
-def kill_rank_1(job: Job, run: Path) -> None:
+def gates(run: Path, begun_at: int = 0) -> Gates:
+    """Return the gate of a job to be interrupted that begins at a step."""
+    return Gates(run.with_name(f"gates-{begun_at}"), begun_at + WAITS_AFTER)
+
+
+def kill_rank_1(job: Job, run: Path, begun_at: int) -> None:
     """Kill a rank, without warning, some steps after a checkpoint later than that the job began from."""
-    begun_at = last_step(run)
     job.wait_until(lambda: last_step(run) > begun_at + 37, "a later checkpoint")
     job.signal(signal.SIGKILL, job.rank_pid(1))
-    ended = job.finish(within_s=120)
+    ended = job.finish()
     assert ended.exit_code == 137, ended.output
     assert_not_complete(run)
     if "launch" in ended.stderr:
@@ -74,13 +91,26 @@ def kill_rank_1(job: Job, run: Path) -> None:
         assert f"{run}/checkpoints/step-" in line and line.endswith("; start again with --resume")
 
 
+def test_a_job_waits_at_its_gate_until_that_is_opened(dataset: Dataset, tmp_path: Path) -> None:
+    """Else the interruptions here would come too late where the machine is busy."""
+    run, closed = tmp_path / "run", Gates(tmp_path / "gates", 60)
+    options = [*OPTIONS[:-2], "--checkpoint-steps", "50", "--max-steps", "600"]
+    with started(alone("train", dataset.path, run, *options), run, closed) as job:
+        job.wait_until(lambda: last_step(run) == 50, "a checkpoint")  # which soon would not be the last
+        closed.open()
+        ended = job.finish()
+    assert ended.exit_code == 0 and last_step(run) == 600, ended.output
+
+
 def test_on_mpi(dataset: Dataset, undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with started(by_launch(2, *train(dataset, run, "mpi")), run) as job:
+    with started(by_launch(2, *train(dataset, run, "mpi")), run, gates(run)) as job:
         stop(job, run, signal.SIGTERM)
-    with started(under_mpirun(2, *train(dataset, run, "mpi", "--resume")), run) as job:
-        kill_rank_1(job, run)
-    ended = ended_within(120, by_launch(2, *train(dataset, run, "mpi", "--resume")))
+    saved = last_step(run)
+    command = under_mpirun(2, *train(dataset, run, "mpi", "--resume"))
+    with started(command, run, gates(run, saved)) as job:
+        kill_rank_1(job, run, saved)
+    ended = ended_within(DEADLINE_S, by_launch(2, *train(dataset, run, "mpi", "--resume")))
     assert ended.exit_code == 0, ended.output
     assert f"{run}: going on from step " in ended.stdout, ended.output
     assert_equal_runs(run, undisturbed)
@@ -89,11 +119,13 @@ def test_on_mpi(dataset: Dataset, undisturbed: Path, tmp_path: Path) -> None:
 @needs_horovod
 def test_on_horovod(dataset: Dataset, undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with started(under_mpirun(2, *train(dataset, run, "horovod")), run) as job:
+    with started(under_mpirun(2, *train(dataset, run, "horovod")), run, gates(run)) as job:
         stop(job, run, signal.SIGUSR1)  # mpirun passes it on to every rank
-    with started(by_launch(2, *train(dataset, run, "horovod", "--resume")), run) as job:
-        kill_rank_1(job, run)
-    ended = ended_within(120, under_mpirun(2, *train(dataset, run, "horovod", "--resume")))
+    saved = last_step(run)
+    command = by_launch(2, *train(dataset, run, "horovod", "--resume"))
+    with started(command, run, gates(run, saved)) as job:
+        kill_rank_1(job, run, saved)
+    ended = ended_within(DEADLINE_S, under_mpirun(2, *train(dataset, run, "horovod", "--resume")))
     assert ended.exit_code == 0, ended.output
     assert_equal_runs(run, undisturbed)
 
@@ -101,14 +133,15 @@ def test_on_horovod(dataset: Dataset, undisturbed: Path, tmp_path: Path) -> None
 def test_with_more_ranks_and_with_fewer(dataset: Dataset, tmp_path: Path) -> None:
     run = tmp_path / "run"
     begin_run(dataset, run, (*OPTIONS, *AVERAGING, "--backend", "mpi"))  # on two ranks
-    with started(by_launch(3, *train(dataset, run, "mpi", "--resume")), run) as job:
-        begun_at = last_step(run)
+    begun_at = last_step(run)
+    command = by_launch(3, *train(dataset, run, "mpi", "--resume"))
+    with started(command, run, gates(run, begun_at)) as job:
         job.wait_until(lambda: last_step(run) > begun_at, "a checkpoint of three ranks")
         job.signal(signal.SIGTERM)
         ended = job.finish()
     assert ended.exit_code == STOPPED, ended.output
     assert "written by 2 ranks, with 3 ranks: the next epoch begins" in " ".join(ended.stdout.split())
-    ended = ended_within(120, under_mpirun(2, *train(dataset, run, "mpi", "--resume")))
+    ended = ended_within(DEADLINE_S, under_mpirun(2, *train(dataset, run, "mpi", "--resume")))
     assert ended.exit_code == 0, ended.output
     assert "written by 3 ranks, with 2 ranks: epoch" in " ".join(ended.stdout.split()), ended.output
     frames = [line["frames"] for line in evaluations(run)]
@@ -116,12 +149,12 @@ def test_with_more_ranks_and_with_fewer(dataset: Dataset, tmp_path: Path) -> Non
 
 
 def test_a_single_process(dataset: Dataset, tmp_path: Path) -> None:
-    options = [*OPTIONS[:-2], "--checkpoint-steps", "100", "--max-steps", "600"]
-    whole = ended_within(120, alone("train", dataset.path, tmp_path / "whole", *options))
+    options = [*OPTIONS[:-2], "--checkpoint-steps", "50", "--max-steps", "600"]
+    whole = ended_within(DEADLINE_S, alone("train", dataset.path, tmp_path / "whole", *options))
     assert whole.exit_code == 0, whole.output
     run = tmp_path / "run"
-    with started(alone("train", dataset.path, run, *options), run) as job:
+    with started(alone("train", dataset.path, run, *options), run, gates(run)) as job:
         stop(job, run, signal.SIGTERM)
-    ended = ended_within(120, alone("train", dataset.path, run, *options, "--resume"))
+    ended = ended_within(DEADLINE_S, alone("train", dataset.path, run, *options, "--resume"))
     assert ended.exit_code == 0, ended.output
     assert_equal_runs(run, tmp_path / "whole")

@@ -12,10 +12,11 @@ import pytest
 from speechdp.cli.main import run as speechdp
 from speechdp.data.shards.dataset import Dataset
 from speechdp.report.runs.folders import read_sweep
-from tests.helpers.jobs import by_launch, ended_within, started
+from tests.helpers.gates import Gates
+from tests.helpers.jobs import DEADLINE_S, by_launch, ended_within, started
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 
-#: The run on one rank is long, so that the stop comes while the other rank waits for it.
+#: The run on one rank waits at a gate, so that the stop comes while the other rank waits for it.
 OPTIONS = (
     *("--layers", "1", "--cells", "12", "--learning-rate", "0.02", "--batch-size", "1", "--epochs", "2"),
     *("--periods", "1,4", "--one-rank-steps", "150", "--checkpoint-steps", "10", "--backend", "mpi"),
@@ -33,15 +34,16 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def swept(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A sweep that was stopped in its first run and then went on to its end; and what it printed."""
     out = tmp_path_factory.mktemp("out") / "sweep"
+    gates = Gates(out.with_name("gates"), 50)
     command = by_launch(2, "sweep", dataset.path, out, *OPTIONS)
-    with started(command, out) as job:
+    with started(command, out, gates) as job:
         job.wait_until(lambda: list(out.glob("one-rank/checkpoints/step-*")), "a checkpoint of one-rank")
         job.signal(signal.SIGTERM)
-        stopped = job.finish(within_s=120)
+        stopped = job.finish()
     assert stopped.exit_code == STOPPED, stopped.output
     assert "stopped as requested; the same command continues" in stopped.stdout, stopped.output
     assert json.loads((out / "sweep.json").read_text())["completed"] is False
-    ended = ended_within(120, command)
+    ended = ended_within(DEADLINE_S, command)
     assert ended.exit_code == 0, ended.output
     return out, ended.stdout
 
@@ -82,7 +84,7 @@ def test_the_same_command_again_keeps_what_is_finished(dataset: Dataset, swept: 
     out, _ = swept
     kept = [p for name in RUNS for p in (out / name).rglob("*") if p.is_file()]
     before = {path: path.stat().st_mtime_ns for path in kept}
-    ended = ended_within(120, by_launch(2, "sweep", dataset.path, out, *OPTIONS))
+    ended = ended_within(DEADLINE_S, by_launch(2, "sweep", dataset.path, out, *OPTIONS))
     assert ended.exit_code == 0, ended.output
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert json.loads((out / "sweep.json").read_text())["completed"] is True

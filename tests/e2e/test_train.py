@@ -14,7 +14,7 @@ from speechdp.data.shards.alignment_file import open_targets
 from speechdp.data.shards.dataset import Dataset
 from speechdp.report.runs.folders import read_run
 from tests.helpers.finished_run import evaluations
-from tests.helpers.jobs import by_launch, ended_within, our_lines, under_mpirun
+from tests.helpers.jobs import DEADLINE_S, by_launch, ended_within, our_lines, under_mpirun
 from tests.helpers.tiny_data import TinySizes, flip_byte, write_tiny_data
 
 OPTIONS = ("--layers", "1", "--cells", "16", "--dropout", "0", "--learning-rate", "0.02", "--batch-size", "4")
@@ -31,7 +31,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def trained(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run with a round of realignment on two ranks, and what it printed."""
     run = tmp_path_factory.mktemp("run") / "run"
-    ended = ended_within(180, by_launch(2, "train", dataset.path, run, *OPTIONS, *ROUNDS))
+    ended = ended_within(DEADLINE_S, by_launch(2, "train", dataset.path, run, *OPTIONS, *ROUNDS))
     assert ended.exit_code == 0, ended.output
     assert our_lines(ended) == [] and "Traceback" not in ended.stderr, ended.output
     return run, ended.stdout
@@ -115,7 +115,9 @@ def test_damage_found_by_one_rank_in_decoding_ends_both(
     shutil.copytree(dataset.path, tmp_path / "data")
     path = tmp_path / "data" / dataset.shard_paths("test")[0].name
     name = flip_byte(path, 1)
-    ended = ended_within(180, under_mpirun(2, "decode", trained[0], tmp_path / "data", "--backend", "mpi"))
+    ended = ended_within(
+        DEADLINE_S, under_mpirun(2, "decode", trained[0], tmp_path / "data", "--backend", "mpi")
+    )
     assert ended.exit_code == 1, ended.output
     (line,) = our_lines(ended)
     assert f"{path}: utterance {name} is damaged (checksum)" in line and "rank 1 on" in line
@@ -124,7 +126,7 @@ def test_damage_found_by_one_rank_in_decoding_ends_both(
 def test_the_same_command_again_does_nothing_over(dataset: Dataset, trained: tuple[Path, str]) -> None:
     run, _ = trained
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file() and p.name != "completed.json"}
-    ended = ended_within(120, by_launch(2, "train", dataset.path, run, *OPTIONS, *ROUNDS, "--resume"))
+    ended = ended_within(DEADLINE_S, by_launch(2, "train", dataset.path, run, *OPTIONS, *ROUNDS, "--resume"))
     assert ended.exit_code == 0, ended.output
     assert f"{run}: is complete already" in ended.stdout
     for path, time_ns in before.items():

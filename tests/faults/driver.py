@@ -18,9 +18,9 @@ from tests.faults.verdict import faults_of_output, faults_of_refusal, summary
 from tests.helpers.jobs import by_launch
 from tests.helpers.mpi import run_job
 
-#: Seconds after which a job hangs: it takes half a second, launched or launching others 5 to 20 s.
-#: Ranks look for rank 0's files for 65 s.
-_FORKED_LIMIT_S, _LAUNCHED_LIMIT_S = 100.0, 240.0
+#: Seconds after which a job hangs: it takes half a second, launched or launching others 5 to 20 s; ranks look
+#: for rank 0's files for 65 s; and other tests run beside it.
+_LIMIT_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,10 @@ class Driver:
         arguments = [*case.arguments(place.work), *more]
         if case.start == "launched":
             return self._launch(arguments, orders)
-        processes, limit_s = ranks(case.size, arguments, orders, self._spoilt), _FORKED_LIMIT_S
-        if case.start == "launching":
-            limit_s = _LAUNCHED_LIMIT_S
+        processes = ranks(case.size, arguments, orders, self._spoilt)
         if case.child:
             processes = [Process(arguments, env=self._environment(orders))]
-        return self._server.run(processes, place.folder / what, limit_s=limit_s)
+        return self._server.run(processes, place.folder / what, limit_s=_LIMIT_S)
 
     def _launch(self, arguments: Iterable[str], orders: Mapping[int, str]) -> JobEnd:
         begun = time.monotonic()
@@ -164,10 +162,10 @@ class Driver:
             ended = run_job(
                 by_launch(self._case.size, *arguments),
                 env={"LD_PRELOAD": str(self._server.shim), **self._environment(orders)},
-                timeout_s=_LAUNCHED_LIMIT_S,
+                timeout_s=_LIMIT_S,
             )
         except AssertionError as hung:
-            return JobEnd([-9], [""], [str(hung)], _LAUNCHED_LIMIT_S, hung=True)
+            return JobEnd([-9], [""], [str(hung)], _LIMIT_S, hung=True)
         seconds = time.monotonic() - begun
         return JobEnd([ended.exit_code], [ended.stdout], [ended.stderr], seconds, hung=False)
 

@@ -110,7 +110,7 @@ class ForkServer:
         self.shim = shim
         self._address = address
 
-    def run(self, processes: Sequence[Process], folder: Path, *, limit_s: float = 60.0) -> JobEnd:
+    def run(self, processes: Sequence[Process], folder: Path, *, limit_s: float = 240.0) -> JobEnd:
         """Run a job, which may take `limit_s`; what its processes print goes to files in `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         request = {

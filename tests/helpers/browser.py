@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("selenium", reason="selenium is not installed")
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.support.ui import WebDriverWait
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -28,6 +29,9 @@ FLAGS = (
     "--disable-sync",
     "--disable-dev-shm-usage",
 )
+
+#: Seconds, long enough for whatever must happen: the browser shares few cores with other tests.
+_PATIENCE_S = 100.0
 
 #: For `pytestmark` of a module of such tests.
 needs_chromium = pytest.mark.skipif(
@@ -48,6 +52,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
     options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    driver.set_script_timeout(_PATIENCE_S)
     yield driver
     driver.quit()
 
@@ -70,6 +75,11 @@ def requested(browser: webdriver.Chrome) -> list[str]:
 def script(browser: webdriver.Chrome, code: str) -> Any:
     """Run JavaScript in the page; return its result."""
     return browser.execute_script(code)  # type: ignore[no-untyped-call]
+
+
+def assert_comes_to(browser: webdriver.Chrome, look: Callable[[], object]) -> None:
+    """Wait until what is looked at is so: the page may answer an input only a moment later."""
+    WebDriverWait(browser, _PATIENCE_S).until(lambda _: look())
 
 
 def assert_loads_alone(browser: webdriver.Chrome, page: Path) -> None:

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.helpers.gates import Gates
 from tests.helpers.mpi import BIN, REPOSITORY, Ended, job_environment, run_job
 
 SPEECHDP = (sys.executable, "-m", "speechdp")
-DEADLINE_S = 180.0
+#: Only a job that hangs takes so long: others run beside it.
+DEADLINE_S = 240.0
 
 
 def under_mpirun(size: int, *arguments: str | Path) -> list[str]:
@@ -75,8 +77,10 @@ class Job:
         """Wait until something has come true; fail if the job ends first."""
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"waited in vain for {what}\n{self.finish().output}")
+            has_ended = self._process.poll() is not None
+            if has_ended or time.monotonic() > deadline:
+                why = "the job ended" if has_ended else f"not in {DEADLINE_S:g} s"
+                raise AssertionError(f"waited in vain for {what}: {why}\n{self._killed().output}")
             time.sleep(0.01)
 
     def rank_pid(self, rank: int) -> int:
@@ -85,7 +89,7 @@ class Job:
             # horovodrun with gloo sets a name of its own.
             if {f"OMPI_COMM_WORLD_RANK={rank}", f"HOROVOD_RANK={rank}"} & set(_words(pid, "environ")):
                 return pid
-        raise AssertionError(f"there is no rank {rank}\n{self.finish().output}")
+        raise AssertionError(f"there is no rank {rank}\n{self._killed().output}")
 
     def signal(self, number: signal.Signals, pid: int | None = None) -> None:
         """Send a signal to a process of the job, else to the one that was started."""
@@ -96,10 +100,14 @@ class Job:
         try:
             stdout, stderr = self._process.communicate(timeout=within_s)
         except subprocess.TimeoutExpired:
-            self.kill()
-            stdout, stderr = self._process.communicate()
-            ended = Ended(-signal.SIGKILL, stdout, stderr)
-            raise AssertionError(f"{self._command} did not end in {within_s:g} s\n{ended.output}") from None
+            output = self._killed().output
+            raise AssertionError(f"{self._command} did not end in {within_s:g} s\n{output}") from None
+        return Ended(self._process.returncode, stdout, stderr)
+
+    def _killed(self) -> Ended:
+        """Kill what is left of the job; return what it has printed."""
+        self.kill()
+        stdout, stderr = self._process.communicate()
         return Ended(self._process.returncode, stdout, stderr)
 
     def kill(self) -> None:
@@ -123,9 +131,9 @@ def _words(pid: int, file: str) -> list[str]:
 
 
 @contextmanager
-def started(command: Sequence[str], mark: str | Path) -> Iterator[Job]:
-    """Start a job; nothing of it outlives the block."""
-    job = Job(command, str(mark))
+def started(command: Sequence[str], mark: str | Path, gates: Gates | None = None) -> Iterator[Job]:
+    """Start a job, which waits at its gates; nothing of it outlives the block."""
+    job = Job(command, str(mark), None if gates is None else gates.env)
     try:
         yield job
     finally:

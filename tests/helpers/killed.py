@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from speechdp.checkpoint.state import checkpoint_steps
-from tests.helpers.jobs import ended_within, our_lines
+from tests.helpers.jobs import DEADLINE_S, ended_within, our_lines
 from tests.helpers.mpi import Ended
 
 
@@ -30,7 +30,7 @@ def assert_goes_on_to_the_end(command: Sequence[str], run: Path, frames: int) ->
     """Resume a run of 10 epochs of so many frames: it goes on from its checkpoint, nothing is missing."""
     saved = last_step(run)
     assert saved > 0
-    ended = ended_within(120, [*command, "--resume"])
+    ended = ended_within(DEADLINE_S, [*command, "--resume"])
     assert ended.exit_code == 0, ended.output
     assert f"{run}: going on from step {saved}" in ended.stdout, ended.output
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

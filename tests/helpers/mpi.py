@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 #: could not start its daemons on other hosts, and another MPI might come first.
 BIN = Path(sys.prefix) / "bin"
 #: a hang is waited for so long: other tests run beside this one.
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
-"""One rank fails while the others wait for it: all end within seconds, non-zero, and the rank is named."""
+"""One rank fails while the others wait for it: all end, though they would wait on, and the rank is named."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-import time
 
 import pytest
 
@@ -20,11 +19,9 @@ BACKENDS = ["mpi", "torch", pytest.param("horovod", marks=needs_horovod)]
 RANK_1 = rf"speechdp: rank 1 on {re.escape(host_name())}: "
 
 
-def ended_soon(how: str, backend: str, size: int = 2) -> Ended:
-    start_s = time.monotonic()
-    ended = run_mpi(size, [*PROGRAM, how, backend], timeout_s=90)
-    assert time.monotonic() - start_s < 60, ended.output  # most of it is Python's start on shared cores
-    return ended
+def failed(how: str, backend: str, size: int = 2) -> Ended:
+    """Return how a job ended whose other ranks would wait for longer than it is waited for here."""
+    return run_mpi(size, [*PROGRAM, how, backend])
 
 
 def our_lines(ended: Ended) -> list[str]:
@@ -33,7 +30,7 @@ def our_lines(ended: Ended) -> list[str]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_error_of_the_users_making_is_one_line(backend: str) -> None:
-    ended = ended_soon("user_error", backend)
+    ended = failed("user_error", backend)
     assert ended.exit_code == 1, ended.output
     assert len(our_lines(ended)) == 1, ended.output
     assert re.search(RANK_1 + r"train-00003\.h5 is truncated; prepare the data again$", our_lines(ended)[0])
@@ -42,7 +39,7 @@ def test_an_error_of_the_users_making_is_one_line(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_defect_shows_its_traceback_first_and_names_the_rank(backend: str) -> None:
-    ended = ended_soon("defect", backend)
+    ended = failed("defect", backend)
     assert ended.exit_code == exit_codes.CRASHED, ended.output
     assert len(our_lines(ended)) == 1, ended.output
     assert re.search(RANK_1 + "ended by an unexpected ValueError: a defect$", our_lines(ended)[0])
@@ -51,38 +48,38 @@ def test_a_defect_shows_its_traceback_first_and_names_the_rank(backend: str) -> 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sys_exit_ends_all_with_its_code(backend: str) -> None:
-    ended = ended_soon("exit", backend)
+    ended = failed("exit", backend)
     assert ended.exit_code == 3, ended.output
     assert re.search(RANK_1 + "ended with exit code 3$", our_lines(ended)[0]), ended.output
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sigkill_of_one_rank_ends_all(backend: str) -> None:
-    ended = ended_soon("kill", backend)
+    ended = failed("kill", backend)
     assert ended.exit_code == 137, ended.output
     assert re.search(r"process rank 1 .*on node .*exited on signal 9", ended.stderr), ended.output
 
 
 def test_one_of_four_ranks_is_enough() -> None:
-    ended = ended_soon("user_error", "mpi", size=4)
+    ended = failed("user_error", "mpi", size=4)
     assert ended.exit_code == 1, ended.output
     assert len(our_lines(ended)) == 1 and "rank 3 on" in our_lines(ended)[0], ended.output
 
 
 def test_an_exception_in_a_thread_ends_all() -> None:
-    ended = ended_soon("thread", "mpi")
+    ended = failed("thread", "mpi")
     assert ended.exit_code == exit_codes.CRASHED, ended.output
     assert re.search(RANK_1 + "ended by an unexpected KeyError", ended.stderr), ended.output
 
 
 def test_an_interrupt_ends_all() -> None:
-    ended = ended_soon("interrupt", "mpi")
+    ended = failed("interrupt", "mpi")
     assert ended.exit_code == 130, ended.output
     assert re.search(RANK_1 + "interrupted$", our_lines(ended)[0]), ended.output
 
 
 def test_what_all_ranks_have_to_say_is_said_once() -> None:
-    ended = ended_soon("seed", "mpi", size=2)
+    ended = failed("seed", "mpi", size=2)
     assert ended.exit_code == 1, ended.output
     assert len(our_lines(ended)) == 1, ended.output
     assert "differ in the seed: 0 and 1; start every rank with the same command line" in our_lines(ended)[0]
@@ -111,7 +108,7 @@ runpy.run_module("tests.helpers.rank_programs.fail", run_name="__main__")
 @needs_horovod
 @pytest.mark.parametrize("how", ["user_error", "exit", "kill"])
 def test_failures_under_horovodrun_without_mpi(how: str) -> None:
-    ended = run_horovodrun(2, [*PROGRAM, how, "horovod"], timeout_s=90)
+    ended = run_horovodrun(2, [*PROGRAM, how, "horovod"])
     assert ended.exit_code != 0, ended.output
     assert "Process name: 1" in ended.stderr, ended.output
     if how != "kill":

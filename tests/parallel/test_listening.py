@@ -51,7 +51,7 @@ def test_who_listens_and_lets_in_whom(
     dataset: Dataset, tmp_path: Path, backend: str, launcher: str, options: tuple[str, ...]
 ) -> None:
     run = tmp_path / "run"
-    training = (*TINY_MODEL, "--batch-size", "1", "--epochs", "200", "--backend", backend)
+    training = (*TINY_MODEL, "--batch-size", "1", "--epochs", "20000", "--backend", backend)
     job_of_two = [*SPEECHDP, "launch", "-np", "2", *options, "--", "train"]
     documented = dict(_table())
     with started([*job_of_two, str(dataset.path), str(run), *training], run) as job:

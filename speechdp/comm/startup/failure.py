@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 #: how long a rank whose exchange failed waits for the rank that caused it to speak and to end the job.
 _CONSEQUENCE_DELAY_S = 3.0
-#: how long ranks other than 0 wait before they print what probably all ranks have to say.
-_OTHERS_DELAY_S = 0.5
+#: how long ranks other than 0 wait before they print what probably all ranks have to say: until rank 0, on a
+#: busy machine as well, has come to it, has given its checkpoint time to become whole, and has ended the job.
+_OTHERS_DELAY_S = 2.0
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from speechdp.errors import ShardError
 
 def fail_in_a_thread() -> None:
     threading.Thread(target=lambda: {}["a key"]).start()
-    time.sleep(100)
+    time.sleep(1000)
 
 
 def user_error() -> None:
@@ -46,7 +46,7 @@ def main(comm: Communicator) -> None:
     if comm.rank == comm.size - 1:
         FAILURES[how]()
     comm.allreduce(torch.ones(1000), name="never")
-    time.sleep(100)
+    time.sleep(1000)
 
 
 sys.exit(guard(lambda: create_communicator(sys.argv[2]), main))

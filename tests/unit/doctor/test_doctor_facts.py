@@ -67,7 +67,7 @@ def test_facts_of_data(tmp_path: Path) -> None:
 
 
 def together(size: int, function: Any) -> list[Any]:
-    return run_threads(size, function, timeout_s=30)
+    return run_threads(size, function, timeout_s=240)
 
 
 def test_a_shared_folder_is_seen_by_all_and_left_clean(tmp_path: Path) -> None:

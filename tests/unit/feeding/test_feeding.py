@@ -142,20 +142,22 @@ def link(channel: ByHand) -> Iterator[FeederLink]:
 
 
 BATCH = {"op": "batch", "source": 0}
+#: Seconds, long enough for whatever must happen.
+DEADLINE_S = 120.0
 
 
 def test_batches_wait_until_a_feeder_has_room(channel: ByHand, link: FeederLink) -> None:
     answers = [link.ask_for_batch(dict(BATCH), []) for _ in range(3 * DEPTH)]
     assert (channel.asked(5), channel.asked(7)) == ([0, 2], [1, 3])
     channel.answer(1)
-    answers[1].result(5)
+    answers[1].result(DEADLINE_S)
     assert (channel.asked(5), channel.asked(7)) == ([0, 2], [1, 3, 4])
     channel.answer(3)  # 7 is the faster one, and gets the rest
-    answers[3].result(5)
+    answers[3].result(DEADLINE_S)
     assert (channel.asked(5), channel.asked(7)) == ([0, 2], [1, 3, 4, 5])
     for number in (0, 2, 4, 5):
         channel.answer(number)
-    assert [answer.result(5).head["number"] for answer in answers] == list(range(6))
+    assert [answer.result(DEADLINE_S).head["number"] for answer in answers] == list(range(6))
 
 
 def test_what_is_closed_is_asked_of_nobody(channel: ByHand, link: FeederLink) -> None:
@@ -168,7 +170,9 @@ def test_what_is_closed_is_asked_of_nobody(channel: ByHand, link: FeederLink) ->
         while number not in channel.asked(5) + channel.asked(7):
             threading.Event().wait(0.001)
         channel.answer(number)
-    assert other.result(5).head["number"] == 2 * DEPTH and all(answer.result(5) for answer in kept)
+    assert other.result(DEADLINE_S).head["number"] == 2 * DEPTH and all(
+        answer.result(DEADLINE_S) for answer in kept
+    )
 
 
 @pytest.mark.parametrize(("name", "kind"), [("ShardError", ShardError), ("RunError", RunError)])
@@ -176,7 +180,7 @@ def test_errors_name_the_feeder(channel: ByHand, link: FeederLink, name: str, ki
     answer = link.ask_for_batch(dict(BATCH), [])
     channel.answer(0, error=[name, "train.h5: utterance 3 is damaged"])
     with pytest.raises(kind, match=r"^feeder rank 5: train\.h5: utterance 3 is damaged$"):
-        answer.result(5)
+        answer.result(DEADLINE_S)
 
 
 def test_goodbye_waits_for_what_is_on_its_way(channel: ByHand, link: FeederLink) -> None:
@@ -186,7 +190,7 @@ def test_goodbye_waits_for_what_is_on_its_way(channel: ByHand, link: FeederLink)
     closing.join(0.05)
     assert closing.is_alive() and not [head for _, head in channel.sent if head["op"] == "bye"]
     channel.answer(0)
-    closing.join(5)
+    closing.join(DEADLINE_S)
     assert not closing.is_alive() and answer.done()
     assert channel.sent[-2:] == [(feeder, {"op": "bye", "exit_code": 75}) for feeder in (5, 7)]
     link.close()
@@ -200,7 +204,7 @@ def test_a_broken_channel_is_told_to_all_who_wait_and_ask(channel: ByHand, link:
     channel.coming.append(CommunicationError("the cable is gone"))
     for answer in answers:
         with pytest.raises(CommunicationError, match="the cable is gone"):
-            answer.result(5)
+            answer.result(DEADLINE_S)
     assert not link.is_open
     calls = (lambda: link.ask(5, {}), lambda: link.ask_for_batch(dict(BATCH), []), link.close)
     for call in calls:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,6 +26,8 @@ end = run_job([sys.executable, "-c", sys.argv[2]], os.environ, StopPolicy())
 with open(sys.argv[1], "w") as file:
     print(end.exit_code, end.stop_signal, lost_output(), file=file)
 """
+#: Seconds, long enough for whatever must happen.
+DEADLINE_S = 300.0
 #: Prints more than any pipe holds, and minds that it cannot.
 CHATTY = "import sys; sys.stdout.write('x' * 300_000); sys.stdout.flush(); sys.stderr.write('y' * 300_000)"
 
@@ -34,7 +35,7 @@ CHATTY = "import sys; sys.stdout.write('x' * 300_000); sys.stdout.flush(); sys.s
 def run_beside(program: str, told: Path, *, stdout: int | None = None, stderr: int | None = None) -> str:
     """Supervise `program` in a process of its own; return what run_job made of it."""
     command = [sys.executable, "-c", RUN, str(told), program]
-    subprocess.run(command, stdout=stdout, stderr=stderr, text=True, timeout=60, check=True)
+    subprocess.run(command, stdout=stdout, stderr=stderr, text=True, timeout=DEADLINE_S, check=True)
     return told.read_text().strip()
 
 
@@ -69,7 +70,7 @@ def test_a_reader_that_takes_nothing_keeps_no_launch(tmp_path: Path, *, asked: b
     limits += "(1000.0, 0.2)" if asked else "(0.2, 1000.0)"
     run = f"from speechdp.launching import shown_output\n{limits}\n{RUN}"
     command = [sys.executable, "-c", run, str(tmp_path / "told"), program]
-    subprocess.run(command, stdout=writing, timeout=60, check=True)
+    subprocess.run(command, stdout=writing, timeout=DEADLINE_S, check=True)
     for descriptor in (reading, writing):
         os.close(descriptor)
     lost = "standard output: cannot be written (nobody reads it), lines are lost"
@@ -107,11 +108,9 @@ def test_signals_that_are_ignored_stay_ignored() -> None:
 
 
 def test_after_a_fault_what_is_left_is_killed() -> None:
-    program = "import sys, time; sys.stderr.write('speechdp: rank 1 on n2: a fault\\n'); time.sleep(60)"
-    begun = time.monotonic()
+    program = "import sys, time; sys.stderr.write('speechdp: rank 1 on n2: a fault\\n'); time.sleep(5000)"
     end = run_job([sys.executable, "-c", program], os.environ, StopPolicy(fault_grace_s=0.5))
     assert end == JobEnd(128 + signal.SIGKILL, None, (Fault("said", 1, "n2"),), signal.SIGKILL)
-    assert time.monotonic() - begun < 30
 
 
 def test_where_losses_are_tolerated_it_is_not() -> None:

@@ -209,7 +209,7 @@ def run_script(script: str, folder: Path, *arguments: str, **environ: str) -> li
         env={"PATH": os.environ["PATH"], "SEEN": str(seen), **environ},
         cwd=folder,
         check=True,
-        timeout=30,
+        timeout=300,
     )
     return [os.fsdecode(word) for word in seen.read_bytes().split(b"\0")[:-1]]
 
@@ -239,7 +239,7 @@ def test_any_word_survives_quoting(tmp_path: Path, words: list[str]) -> None:
     line = " ".join(quote(word) for word in words)
     assert len(line.splitlines()) <= 1
     answer = subprocess.run(
-        ["bash", "-c", f'printf "%s\\0" x {line}'], capture_output=True, check=True, timeout=30
+        ["bash", "-c", f'printf "%s\\0" x {line}'], capture_output=True, check=True, timeout=300
     )
     assert [os.fsdecode(word) for word in answer.stdout.split(b"\0")[1:-1]] == words
 
@@ -289,13 +289,19 @@ def test_a_missing_installation_is_said(tmp_path: Path) -> None:
 def test_the_script_itself_warns_where_the_batch_system_does_not(
     scheduler: Scheduler, tmp_path: Path
 ) -> None:
-    program = tmp_path / "python"
+    program, pause, ready = tmp_path / "python", tmp_path / "sleep", tmp_path / "ready"
     program.write_text(
-        f"#!{sys.executable}\nimport signal, sys, time\n"
-        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\ntime.sleep(30)\n",
+        f"#!{sys.executable}\nimport pathlib, signal, sys, time\n"
+        f"signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\npathlib.Path({str(ready)!r}).touch()\n"
+        "time.sleep(1000)\n",
         encoding="utf-8",
     )
-    program.chmod(stat.S_IRWXU)
+    # The script's time passes only once the program can be warned, as it has long been able to by then.
+    pause.write_text(f"#!/bin/sh\nuntil [ -e '{ready}' ]; do /bin/sleep 0.1; done\n/bin/sleep 0.1\n")
+    for file in (program, pause):
+        file.chmod(stat.S_IRWXU)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     job = replace(PLAIN, resources=Resources(1, 1, "0:00:03"), python=program, folder=tmp_path, signal_s=2)
-    answer = subprocess.run(["bash"], input=render(scheduler, job), text=True, check=False, timeout=25)
+    script = render(scheduler, job)
+    answer = subprocess.run(["bash"], input=script, text=True, env=environ, check=False, timeout=300)
     assert answer.returncode == 75

@@ -45,6 +45,8 @@ from tests.helpers.mpi import REPOSITORY, job_environment
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
 
 SIZES = TinySizes(train=4, dev=2, test=2, shards=1)
+#: Seconds, long enough for whatever must happen.
+DEADLINE_S = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +174,7 @@ def test_ranks_agree_on_who_owns_and_one_says_that_it_was_overtaken(
                 mine.beat()
             comm.barrier()
 
-    run_threads(2, train, timeout_s=30)
+    run_threads(2, train, timeout_s=DEADLINE_S)
     ((text, code),) = said
     assert code == 73 and text.count("\n") == 1
     assert text.startswith("speechdp: rank 0 on ") and "run: was taken over by speechdp train" in text
@@ -198,7 +200,7 @@ def test_a_print_that_hangs_keeps_no_overtaken_rank(
         owner(tmp_path).acquire()
         beating = threading.Thread(target=mine.beat, daemon=True)
         beating.start()
-        beating.join(10)
+        beating.join(DEADLINE_S)
         meanwhile = [*ended]
         is_read.set()
     assert meanwhile == [73]
@@ -387,7 +389,7 @@ def test_prepare_ends_by_a_signal_without_a_trace(
         start_new_session=True,
     ) as process:
         try:
-            deadline = time.monotonic() + 90
+            deadline = time.monotonic() + DEADLINE_S
             while not any(path.stat().st_size for path in tmp_path.glob(".data.partial/.scratch-*/*.rows")):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.01)
@@ -396,7 +398,7 @@ def test_prepare_ends_by_a_signal_without_a_trace(
                 os.killpg(process.pid, number)
             else:
                 process.send_signal(number)
-            err = process.communicate(timeout=60)[1]
+            err = process.communicate(timeout=DEADLINE_S)[1]
         finally:
             process.kill()
     said = [text for text in err.splitlines() if not text.startswith("speaking: ")]

@@ -20,7 +20,9 @@ from speechdp.watchdog.watchdog import Stillness, Watch, Watchdog
 from tests.helpers.statuses import status
 
 #: Long enough for whatever must happen.
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
+#: Seconds; ranks give signs of life through files, and a busy disk or core may hold one up for a second.
+LENIENT_S = 8.0
 
 
 class Rank:
@@ -102,8 +104,7 @@ def test_a_rank_by_itself_ends_with_its_stacks_and_a_line(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("quick")
 def test_every_rank_shows_its_stacks_and_names_the_late_one(tmp_path: Path) -> None:
-    # A thread may get no core for a second where many share few: that is no silence yet.
-    ranks = [Rank(i, 3, tmp_path, doing, 4.0) for i, doing in enumerate(("comm", "comm", "data_wait"))]
+    ranks = [Rank(i, 3, tmp_path, doing, LENIENT_S) for i, doing in enumerate(("comm", "comm", "data_wait"))]
     with ExitStack() as stack:
         for rank in ranks:
             stack.enter_context(rank.watchdog)
@@ -112,23 +113,23 @@ def test_every_rank_shows_its_stacks_and_names_the_late_one(tmp_path: Path) -> N
     for rank in ranks:
         assert rank.exit_codes == [124]
         assert rank.said[1].startswith(f"Stacks of rank {rank.status.rank} ")
-        assert re.search(r"; late: rank 2 on n3 \(in data_wait for \d s\)\n$", rank.said[2])
+        assert re.search(r"; late: rank 2 on n3 \(in data_wait for \d+ s\)\n$", rank.said[2])
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_silent_rank_is_named(tmp_path: Path) -> None:
     StatusFolder(tmp_path).write(status(1))  # and never again
-    rank = Rank(0, 3, tmp_path)
-    with rank.watchdog, Rank(2, 3, tmp_path).watchdog:
+    rank = Rank(0, 3, tmp_path, timeout_s=LENIENT_S)
+    with rank.watchdog, Rank(2, 3, tmp_path, timeout_s=LENIENT_S).watchdog:
         assert rank.has_ended.wait(DEADLINE_S)
-    assert re.search(r"late: rank 1 on n2 \(no sign of life for \d s\)\n$", rank.said[2])
+    assert re.search(r"late: rank 1 on n2 \(no sign of life for \d+ s\)\n$", rank.said[2])
 
 
 @pytest.mark.usefixtures("quick")
 def test_it_does_not_end_a_rank_that_gets_on(tmp_path: Path) -> None:
-    rank = Rank(0, 1, tmp_path, "eval")
+    rank = Rank(0, 1, tmp_path, "eval", 3.0)
     with rank.watchdog:
-        for _ in range(20):
+        for _ in range(60):  # for twice the timeout
             rank.beat()
             time.sleep(0.1)
     assert rank.exit_codes == [] and rank.said == []
@@ -137,14 +138,14 @@ def test_it_does_not_end_a_rank_that_gets_on(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quick")
 def test_a_rank_that_waits_lets_a_slower_one_get_on(tmp_path: Path) -> None:
     """Evaluation or a period of local steps may take one rank much longer than the timeout."""
-    waiting, slow = Rank(0, 2, tmp_path), Rank(1, 2, tmp_path, "eval")
+    waiting, slow = Rank(0, 2, tmp_path, timeout_s=4.0), Rank(1, 2, tmp_path, "eval", 4.0)
     with waiting.watchdog, slow.watchdog:
-        for _ in range(25):
+        for _ in range(80):  # for twice the timeout
             slow.beat()
             time.sleep(0.1)
         assert waiting.exit_codes == [] and slow.exit_codes == []
         assert waiting.has_ended.wait(DEADLINE_S)  # once it does not get on any more
-    assert re.search(r"late: rank 1 on n2 \(in eval for \d s\)\n$", waiting.said[2])
+    assert re.search(r"late: rank 1 on n2 \(in eval for \d+ s\)\n$", waiting.said[2])
 
 
 @pytest.mark.usefixtures("quick")

@@ -32,7 +32,7 @@ from tests.helpers.tiny_data import write_tiny_data
 
 CPU = torch.device("cpu")
 OPTIONS = options_with(layers=1, cells=4, batch_size=4)
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 @pytest.fixture(scope="module")
