@@ -18,9 +18,13 @@ from speechdp.watchdog.stacks import describe_stacks, innermost_module, is_anywh
 from speechdp.watchdog.status import RankStatus, StatusFolder
 from speechdp.watchdog.watchdog import Stillness, Watch, Watchdog
 from tests.helpers.statuses import status
+from tests.helpers.waiting import wait_until
 
 #: Long enough for whatever must happen.
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
+#: Time-out of ranks that look at one another: where many share few cores a thread may get none for a second,
+#: which is no silence yet.
+PATIENT_S = 4.0
 
 
 class Rank:
@@ -93,7 +97,7 @@ def test_a_rank_by_itself_ends_with_its_stacks_and_a_line(tmp_path: Path) -> Non
     assert rank.exit_codes == [124]
     before, stacks, line = rank.said
     assert before == "before"
-    what = r"no step ended for \d s \(step 12, in data_wait for \d s\)"
+    what = r"no step ended for \d+ s \(step 12, in data_wait for \d+ s\)"
     assert re.match(rf"Stacks of rank 0 on n1, {what}:\nThread MainThread \(most recent ", stacks)
     assert "test_watchdog.py" in stacks and "in test_a_rank_by_itself" in stacks
     assert re.fullmatch(rf"speechdp: rank 0 on n1: {what}\n", line)
@@ -102,8 +106,7 @@ def test_a_rank_by_itself_ends_with_its_stacks_and_a_line(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("quick")
 def test_every_rank_shows_its_stacks_and_names_the_late_one(tmp_path: Path) -> None:
-    # A thread may get no core for a second where many share few: that is no silence yet.
-    ranks = [Rank(i, 3, tmp_path, doing, 4.0) for i, doing in enumerate(("comm", "comm", "data_wait"))]
+    ranks = [Rank(i, 3, tmp_path, doing, PATIENT_S) for i, doing in enumerate(("comm", "comm", "data_wait"))]
     with ExitStack() as stack:
         for rank in ranks:
             stack.enter_context(rank.watchdog)
@@ -112,16 +115,16 @@ def test_every_rank_shows_its_stacks_and_names_the_late_one(tmp_path: Path) -> N
     for rank in ranks:
         assert rank.exit_codes == [124]
         assert rank.said[1].startswith(f"Stacks of rank {rank.status.rank} ")
-        assert re.search(r"; late: rank 2 on n3 \(in data_wait for \d s\)\n$", rank.said[2])
+        assert re.search(r"; late: rank 2 on n3 \(in data_wait for \d+ s\)\n$", rank.said[2])
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_silent_rank_is_named(tmp_path: Path) -> None:
     StatusFolder(tmp_path).write(status(1))  # and never again
-    rank = Rank(0, 3, tmp_path)
-    with rank.watchdog, Rank(2, 3, tmp_path).watchdog:
+    rank = Rank(0, 3, tmp_path, timeout_s=PATIENT_S)
+    with rank.watchdog, Rank(2, 3, tmp_path, timeout_s=PATIENT_S).watchdog:
         assert rank.has_ended.wait(DEADLINE_S)
-    assert re.search(r"late: rank 1 on n2 \(no sign of life for \d s\)\n$", rank.said[2])
+    assert re.search(r"late: rank 1 on n2 \(no sign of life for \d+ s\)\n$", rank.said[2])
 
 
 @pytest.mark.usefixtures("quick")
@@ -137,14 +140,14 @@ def test_it_does_not_end_a_rank_that_gets_on(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quick")
 def test_a_rank_that_waits_lets_a_slower_one_get_on(tmp_path: Path) -> None:
     """Evaluation or a period of local steps may take one rank much longer than the timeout."""
-    waiting, slow = Rank(0, 2, tmp_path), Rank(1, 2, tmp_path, "eval")
+    waiting, slow = (Rank(i, 2, tmp_path, doing, 2.0) for i, doing in enumerate(("comm", "eval")))
     with waiting.watchdog, slow.watchdog:
         for _ in range(25):
             slow.beat()
             time.sleep(0.1)
         assert waiting.exit_codes == [] and slow.exit_codes == []
         assert waiting.has_ended.wait(DEADLINE_S)  # once it does not get on any more
-    assert re.search(r"late: rank 1 on n2 \(in eval for \d s\)\n$", waiting.said[2])
+    assert re.search(r"late: rank 1 on n2 \(in eval for \d+ s\)\n$", waiting.said[2])
 
 
 @pytest.mark.usefixtures("quick")
@@ -224,8 +227,8 @@ def test_where_a_thread_is(tmp_path: Path) -> None:
     folder = StatusFolder(tmp_path)
     rank = Rank(0, 1, tmp_path)
     assert innermost_module(threading.get_ident()) == "watchdog/stacks.py"
-    assert not is_anywhere_in("watchdog/watchdog.py", "_run")
+    wait_until(lambda: not is_anywhere_in("watchdog/watchdog.py", "_run"), "the end of those of before")
     with rank.watchdog:
-        assert is_anywhere_in("watchdog/watchdog.py", "_run")
+        wait_until(lambda: is_anywhere_in("watchdog/watchdog.py", "_run"), "the thread that watches")
         assert not is_anywhere_in("dealing/batch_client.py", "_run")
     assert folder.path.is_dir()
