@@ -15,7 +15,7 @@ from speechdp.doctor.finding import Finding
 from speechdp.doctor.job import JobRecord, _end, run_probe
 from speechdp.doctor.judge_start import judge_job, judge_reach
 from speechdp.doctor.reach import Login, Reach, find_agent, look_at
-from speechdp.doctor.wire import Report
+from speechdp.doctor.wire import Report, to_lines
 
 HOSTS = ("n1", "n2")
 SSH = [
@@ -196,31 +196,24 @@ def test_a_launcher_that_failed_for_no_known_reason() -> None:
     assert "exit code 7 (It is late.)" in finding.found
 
 
-FAKE_LAUNCHER = """
-import os, subprocess, sys, time
-from speechdp.doctor.wire import Report, Speaker
-Speaker(0).say(Report(0, "node", is_end=False, limit_s=0.2))
-print("a word", file=sys.stderr)
-if {hangs}:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    print("child", child.pid, flush=True)
-    time.sleep(600)
-Speaker(0).say(Report(0, "node", is_end=True, facts={{"host": "n1"}}))
-sys.exit(3)
-"""
+BEGUN, ENDED = (
+    "".join(to_lines(Report(0, "node", is_end, limit_s=0.2, facts={"host": "n1"}), 0, count))
+    for count, is_end in enumerate((False, True))
+)
+#: Shells: Python may take longer for its start, on a busy machine, than these jobs are waited for.
+FAKE_LAUNCHER = ["sh", "-c", 'printf %s "$1"; echo a word >&2; printf %s "$2"; exit 3', "", BEGUN, ENDED]
+HANGING_LAUNCHER = ["sh", "-c", 'sleep 600 & echo child $!; printf %s "$1"; wait', "", BEGUN]
 
 
 def test_a_job_is_heard_to_its_end() -> None:
-    argv = [sys.executable, "-c", FAKE_LAUNCHER.format(hangs=False)]
-    record = run_probe(argv, os.environ, 1, 20.0)
+    record = run_probe(FAKE_LAUNCHER, os.environ, 1, 20.0)
     assert (record.exit_code, record.ranks[0].facts) == (3, {"node": {"host": "n1"}})
     assert record.said == ["a word"]
 
 
 def test_a_job_nothing_more_comes_from_is_ended_with_all_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("speechdp.doctor.job._MARGIN_S", 0.5)
-    argv = [sys.executable, "-c", FAKE_LAUNCHER.format(hangs=True)]
-    record = run_probe(argv, os.environ, 1, 0.5)
+    record = run_probe(HANGING_LAUNCHER, os.environ, 1, 2.0)
     assert (record.exit_code, record.ranks[0].open_part) == (None, "node")
     (child,) = (int(line.split()[1]) for line in record.said if line.startswith("child"))
     assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text()

@@ -92,7 +92,7 @@ def test_a_stopped_run_goes_on_and_trains_on_the_rest(
 
 
 def test_a_slow_rank_trains_on_less(dataset: Dataset, tmp_path: Path) -> None:
-    options = dataclasses.replace(OPTIONS, strategy=StrategyChoice("ad_psgd"), slow_ranks="1:8", epochs=1)
+    options = dataclasses.replace(OPTIONS, strategy=StrategyChoice("ad_psgd"), slow_ranks="1:100", epochs=1)
     run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path))
     fast, slow = frames_trained(tmp_path)
     assert fast + slow == dataset.num_frames("train") and slow < fast / 2
