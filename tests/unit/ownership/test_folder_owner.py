@@ -61,11 +61,11 @@ def a_clock_that_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let two signs of life have two times, on disks whose clock ticks every few milliseconds, too."""
     touch = os.utime
 
-    def later(path: Path, **options: bool) -> None:
+    def later(path: Path, times: None = None, *, follow_symlinks: bool = True) -> None:
         before_ns = path.lstat().st_mtime_ns
-        touch(path, **options)
+        touch(path, times, follow_symlinks=follow_symlinks)
         if path.lstat().st_mtime_ns == before_ns:
-            touch(path, ns=(before_ns + 1, before_ns + 1), **options)
+            touch(path, ns=(before_ns + 1, before_ns + 1), follow_symlinks=follow_symlinks)
 
     monkeypatch.setattr(os, "utime", later)
 
