@@ -10,6 +10,6 @@ from hypothesis import settings
 settings.register_profile("speechdp", deadline=None)
 settings.load_profile("speechdp")
 
-# A shell that starts the tests in the background has them ignore SIGINT, and what tests start would ignore it, too.
+# In the background of a shell tests would ignore SIGINT, and so would what they start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

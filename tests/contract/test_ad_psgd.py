@@ -11,6 +11,7 @@ from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError
 from speechdp.parallel.registry import parse_strategy
 from tests.helpers.strategy_checks.ad_psgd import Descent
+from tests.helpers.waiting import LIMIT_S, wait_until
 
 
 @pytest.mark.parametrize("size", [5, 6, 8])
@@ -82,23 +83,27 @@ def test_a_failing_exchange_ends_the_run_with_its_own_error(failing: int) -> Non
         run.descend(1000, pause_s=0.01)
 
     with pytest.raises(OSError, match="the cable is gone") as caught:
-        run_threads(2, check, timeout_s=20)
+        run_threads(2, check, timeout_s=LIMIT_S)
     assert f"raised on rank {failing} of 2" in caught.value.__notes__
+
+
+def mixings(run: Descent) -> int:
+    return int(run.strategy.statistics()["exchanges"])
 
 
 def test_staleness_counts_the_mixings_between_two_steps() -> None:
     def check(comm: Communicator) -> None:
         run = Descent(comm)
-        if comm.rank % 2 == 0:
-            run.descend(6, pause_s=0.02)
+        if comm.rank == 0:
+            run.descend(6)
         else:
-            run.descend(2, pause_s=0.2)
+            # A slow rank, whose gradient meets an exchange of the fast one.
+            run.descend(2, before_step=lambda: wait_until(lambda: mixings(run) > 0, "an exchange"))
         statistics = run.strategy.statistics()
         assert sum(statistics["staleness"]) == run.steps
         seen = sum(age * count for age, count in enumerate(statistics["staleness"]))
         run.strategy.pause()
         assert seen <= run.strategy.statistics()["exchanges"]
-        # The slow rank's gradients have met exchanges of the fast one.
         assert comm.rank == 0 or seen > 0
         run.finish()
 

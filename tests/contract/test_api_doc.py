@@ -22,6 +22,18 @@ EPOCHS = 3
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", DOC.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
+@pytest.fixture
+def _models_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models begin alike in every run: ranks that are threads draw from one generator, in any order."""
+
+    def fill(layer: torch.nn.Linear) -> None:
+        generator = torch.Generator().manual_seed(layer.in_features)
+        for parameter in layer.parameters():
+            torch.nn.init.uniform_(parameter, -0.5, 0.5, generator)
+
+    monkeypatch.setattr(torch.nn.Linear, "reset_parameters", fill)
+
+
 def run_example(number: int) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(EXAMPLES[number], f"{DOC}, example {number + 1}", "exec"), names)
@@ -57,6 +69,7 @@ def test_the_example_with_checkpoints_goes_on_from_them() -> None:
     assert metrics.read_text() == evaluated and len(evaluated.splitlines()) == 2
 
 
+@pytest.mark.usefixtures("_models_alike")
 @pytest.mark.parametrize("asked_at", [3, 8, 11])
 def test_the_example_with_epochs_may_be_stopped_anywhere(
     asked_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

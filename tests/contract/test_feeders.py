@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -37,6 +36,7 @@ from tests.helpers.corpora import digit_folder, no_progress
 from tests.helpers.feeding import Trainer, assert_same_batch, fed
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 from tests.helpers.tiny_speech import write_tiny_speech
+from tests.helpers.waiting import LIMIT_S, no_thread_left, wait_until
 
 PLAN = PlanOptions(batch_size=3, chunk_frames=11, seed=1)
 PLAIN = SourceRequest("train", context=Context(3, 2))
@@ -52,12 +52,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    before = set(threading.enumerate())
-    yield
-    deadline = time.monotonic() + 5
-    while set(threading.enumerate()) - before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert set(threading.enumerate()) - before == set()
+    with no_thread_left():
+        yield
 
 
 @pytest.fixture
@@ -188,7 +184,7 @@ class Gated(SplitSource):
         self.index, self.feature_dim, self.times = source.index, source.feature_dim, source.times
 
     def start(self, segments: Segments, place: PlanPosition | None = None) -> Pending:
-        assert self._gate.wait(30)
+        assert self._gate.wait(LIMIT_S)
         return self._source.start(segments, place)
 
     def count_classes(self, num_classes: int, share: int, num_shares: int) -> Any:
@@ -212,9 +208,7 @@ def test_a_slow_feeder_gets_fewer_batches(dataset: Dataset, monkeypatch: pytest.
     def train(trainer: Trainer) -> dict[str, int]:
         with closing(trainer.feeders.open(PLAIN)) as source:
             pendings = [source.start(segments) for segments in segments_of(source, 20)]
-            deadline = time.monotonic() + 30
-            while sum(p.is_ready for p in pendings) < 20 - DEPTH and time.monotonic() < deadline:
-                time.sleep(0.001)
+            wait_until(lambda: sum(p.is_ready for p in pendings) >= 20 - DEPTH, "the other feeder")
             assert sum(p.is_ready for p in pendings) == 20 - DEPTH
             gate.set()
             for pending in pendings:
@@ -259,7 +253,11 @@ def test_epochs_leave_nothing_behind(dataset: Dataset, monkeypatch: pytest.Monke
                         assert step.batch.features.shape[0] > 0
                     del step
                 gc.collect()
-                assert not [thing for thing in gc.get_objects() if type(thing) is Packet]
+                # A thread that has just handed one over may still be on its way to the next.
+                wait_until(
+                    lambda: not [thing for thing in gc.get_objects() if type(thing) is Packet],
+                    "the end of packets whose batches are gone",
+                )
             # 3 tensors a batch; a few batches are held at a time, and some need larger buffers than others.
             assert 0 < len(taken) <= 3 * 10 < 3 * 4 * plan.num_steps / 2
 

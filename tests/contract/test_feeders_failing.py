@@ -28,6 +28,7 @@ from tests.contract.test_feeders import PLAIN, PLAN, no_thread_is_left, segments
 from tests.helpers.feeding import Trainer, fed
 from tests.helpers.packet_checks import CHECKS
 from tests.helpers.tiny_data import TinySizes, flip_byte, truncate, write_tiny_data
+from tests.helpers.waiting import LIMIT_S
 
 __all__ = ["no_thread_is_left"]  # holds here as well
 
@@ -40,7 +41,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 def test_packets(check: Callable[[Communicator], None], size: int) -> None:
-    run_threads(size, check, timeout_s=20)
+    run_threads(size, check, timeout_s=LIMIT_S)
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated"])
@@ -142,5 +143,5 @@ def test_nobody_waits_for_an_answer_that_came_with_the_end_of_the_link() -> None
     channel.may_answer.set()
     for answer in answers:
         with pytest.raises(CommunicationError, match="the cable is gone"):
-            answer.result(timeout=20)
+            answer.result(LIMIT_S)
     link.abandon()

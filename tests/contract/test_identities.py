@@ -5,7 +5,6 @@ A user's AdamW in two groups, a scheduler, batch norm, ranks with unequal batche
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import pytest
@@ -33,6 +32,7 @@ from tests.helpers.own_script import (
     sgd,
     values,
 )
+from tests.helpers.waiting import no_thread_left
 
 ASYNCHRONOUS = ["ad_psgd", "parameter_server", "easgd:period=2"]
 
@@ -192,9 +192,8 @@ def test_asynchronous_ranks_reach_a_known_optimum_and_leave_nothing(strategy: st
                         distances.append(_distance(model[1], target))
         assert distances[0] > 0.5 and _distance(model[1], target) < 0.02
 
-    before = set(threading.enumerate())
-    run_threads(size, check)
-    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
+    with no_thread_left():
+        run_threads(size, check)
 
 
 def _distance(norm: nn.BatchNorm1d, target: Tensor) -> float:

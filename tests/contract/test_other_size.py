@@ -25,6 +25,7 @@ from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from tests.helpers.finished_run import evaluations, model_tensors
+from tests.helpers.slow_disk import checkpoints_completed
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 
 CPU = torch.device("cpu")
@@ -80,7 +81,8 @@ def kill(dataset: Dataset, options: TrainOptions, run: Path, size: int, at_step:
         with pytest.raises(KilledError):
             train_run(Session(dataset, comm, CPU, Watching(at_step)), options, run)
 
-    run_threads(size, train)
+    with checkpoints_completed():
+        run_threads(size, train)
     return next(checkpoint_steps(run))
 
 

@@ -19,6 +19,7 @@ from speechdp.tasks.metrics import Metric
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
+from tests.helpers.slow_disk import checkpoints_completed
 
 SIZE = 2
 
@@ -54,7 +55,8 @@ def begin_run(dataset: Dataset, run: Path, options: Sequence[str]) -> None:
             session = Session(dataset, comm, torch.device("cpu"), _Interrupting())
             train_run(session, command.options, run)
 
-    run_threads(SIZE, train)
+    with checkpoints_completed():
+        run_threads(SIZE, train)
     assert (run / "run.json").is_file() and not (run / "completed.json").exists()
 
 

@@ -138,11 +138,13 @@ def barrier_waits_for_the_last_without_burning_the_core(comm: Communicator) -> N
     comm.barrier()
     if comm.rank == comm.size - 1:
         time.sleep(0.5)
-    start_s, start_cpu_s = time.monotonic(), time.thread_time()
+    begun_s, begun_cpu_s = time.monotonic(), time.thread_time()
     comm.barrier()
+    ended_s, cpu_s = time.monotonic(), time.thread_time() - begun_cpu_s
+    # All are on one host, which has one such clock; how late each comes is the machine's affair.
+    assert ended_s >= max(comm.allgather_object(begun_s))
     if comm.rank != comm.size - 1:
-        assert time.monotonic() - start_s > 0.4
-        assert time.thread_time() - start_cpu_s < 0.2
+        assert cpu_s < max(0.2, 0.4 * (ended_s - begun_s))
 
 
 CHECKS: tuple[Callable[[Communicator], None], ...] = (

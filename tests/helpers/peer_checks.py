@@ -221,10 +221,11 @@ def waiting_for_a_message_keeps_no_core_busy(comm: Communicator) -> None:
             for dest in others(comm):
                 peers.send(torch.ones(100), dest)
             return
-        start_s, start_cpu_s = time.monotonic(), time.thread_time()
+        begun_s, begun_cpu_s = time.monotonic(), time.thread_time()
         peers.recv(torch.zeros(100), None if comm.rank % 2 else last)
-        assert time.monotonic() - start_s > 0.4
-        assert time.thread_time() - start_cpu_s < 0.2
+        waited_s, cpu_s = time.monotonic() - begun_s, time.thread_time() - begun_cpu_s
+        # Half a second, on a busy machine more, or less where this rank itself comes late.
+        assert cpu_s < max(0.2, 0.4 * waited_s)
 
 
 def what_cannot_be_sent_is_refused(comm: Communicator) -> None:

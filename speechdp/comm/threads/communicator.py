@@ -25,6 +25,12 @@ from speechdp.errors import CommunicationError
 
 T = TypeVar("T")
 
+#: Seconds beyond the time-out after which ranks that have not ended are taken to hang: where one has said
+#: what is wrong, and where none has, as on a machine so busy that a thread gets no core for a while.
+_FAILED_S, _SILENT_S = 1.0, 20.0
+#: Seconds between two looks at whether one has.
+_LOOK_S = 0.1
+
 
 @dataclass
 class _Exchange:
@@ -219,8 +225,7 @@ def run_threads(size: int, function: Callable[[Communicator], T], timeout_s: flo
     for thread in threads:
         thread.start()
     for thread in threads:
-        # One second more than the exchanges get, so that their message, which says more, comes first.
-        thread.join(max(0.0, job.deadline + 1.0 - time.monotonic()))
+        _join(thread, job)
     hanging = ", ".join(thread.name for thread in threads if thread.is_alive())
     if job.failure is not None:
         rank, error = job.failure
@@ -231,6 +236,17 @@ def run_threads(size: int, function: Callable[[Communicator], T], timeout_s: flo
     if hanging:
         raise CommunicationError(f"{hanging} of {size} did not end within {timeout_s:g} s")
     return [results[r] for r in range(size) if r not in job.lost]
+
+
+def _join(thread: threading.Thread, job: ThreadJob) -> None:
+    """Wait for a rank's end, but not for ever."""
+    while thread.is_alive():
+        # Ranks that wait for one another give up by themselves: their message says more, and comes first.
+        patience_s = _SILENT_S if job.failure is None else _FAILED_S
+        left_s = job.deadline + patience_s - time.monotonic()
+        if left_s <= 0:
+            return
+        thread.join(min(left_s, _LOOK_S))
 
 
 def _reduce(parts: list[Tensor], op: ReduceOp) -> Tensor:

@@ -53,12 +53,16 @@ class Descent(StrategyRun):
         self.seen = torch.ones(_SIZE, dtype=torch.float64)
         self.position: Tensor = self.replica.model.position  # type: ignore[assignment]
 
-    def descend(self, num_steps: int, pause_s: float = 0.0) -> None:
+    def descend(
+        self, num_steps: int, pause_s: float = 0.0, before_step: Callable[[], object] = lambda: None
+    ) -> None:
+        """Take steps; between gradient and update come a pause, s, and whatever `before_step` does."""
         for _ in range(num_steps):
             self.strategy.before_backward(1)
             loss = 0.5 * (self.seen * (self.position - self.goal) ** 2).sum()
             loss.backward()  # type: ignore[no-untyped-call]
             time.sleep(pause_s)
+            before_step()
             self.steps += 1
             self.strategy.step(Progress(self.steps, float(self.steps), 0.0))
 

@@ -30,6 +30,7 @@ from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import CommunicationError, RunError
 from tests.helpers.mpi import REPOSITORY
+from tests.helpers.waiting import LIMIT_S
 
 ALONE = SerialCommunicator()
 #: Where a process is killed, what the thread calls there, and before or after the call.
@@ -99,7 +100,7 @@ class Gate:
         def held(*arguments: Any, **options: Any) -> Any:
             if not rank_file or Path(str(arguments[0])).name == rank_file:
                 self.reached.set()
-                assert self.opened.wait(20)
+                assert self.opened.wait(LIMIT_S)
             return original(*arguments, **options)
 
         monkeypatch.setattr(owner, name, held)
@@ -112,7 +113,7 @@ def test_training_changes_its_state_while_the_checkpoint_is_written(
     writer = CheckpointWriter(tmp_path, ALONE)
     state = state_of(5)
     writer.start(5, state)
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(LIMIT_S)
     state.tensors["parameters"].fill_(6.0)  # the next step
     state.values["counters"]["step"] = 6
     assert list(checkpoint_steps(tmp_path)) == []
@@ -127,7 +128,7 @@ def test_the_next_checkpoint_waits_for_the_one_before(
     gate = Gate(monkeypatch, checkpoint_writer, "commit")
     writer = CheckpointWriter(tmp_path, ALONE)
     writer.start(1, state_of(1))
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(LIMIT_S)
     threading.Timer(0.1, gate.opened.set).start()
     writer.start(2, state_of(2))
     assert 1 in checkpoint_steps(tmp_path)
@@ -178,6 +179,18 @@ def test_a_rank_that_writes_nothing_is_named_with_its_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch, checkpoint_writer, "write_rank_file", rank_file="rank-0002.safetensors")
+    has_told, tell, collect = threading.Event(), checkpoint_writer.tell, CheckpointWriter._collect
+
+    def telling(*arguments: Any) -> None:
+        tell(*arguments)
+        has_told.set()
+
+    def collecting(*arguments: Any) -> None:
+        assert has_told.wait(LIMIT_S)  # rank 1, whose disk may be slower than rank 0 is patient
+        collect(*arguments)
+
+    monkeypatch.setattr(checkpoint_writer, "tell", telling)
+    monkeypatch.setattr(CheckpointWriter, "_collect", collecting)
 
     def train(comm: Communicator) -> None:
         writer = CheckpointWriter(tmp_path, comm, patience_s=0.2)
@@ -306,6 +319,8 @@ def test_the_remedy_is_that_of_the_rank_s_error(
 
 def test_a_failed_run_leaves_what_it_cannot_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_writer, "_GRACE_S", 0.2)
+    waits = Gate(monkeypatch, checkpoint_writer, "read_entries")
+    waits.opened.set()
 
     def train(comm: Communicator) -> None:
         writer = CheckpointWriter(tmp_path, comm)
@@ -313,8 +328,11 @@ def test_a_failed_run_leaves_what_it_cannot_finish(tmp_path: Path, monkeypatch: 
             writer.open()
             return  # killed
         writer.start(1, state_of(1))
+        assert waits.reached.wait(LIMIT_S)
         writer.close()
-        assert writer._thread is not None and not writer._thread.is_alive()
+        assert writer._thread is not None
+        writer._thread.join(LIMIT_S)  # at once, but for a busy machine
+        assert not writer._thread.is_alive()
 
     run_threads(2, train)
     assert list(checkpoint_steps(tmp_path)) == []
@@ -326,6 +344,7 @@ def test_a_failed_run_leaves_what_it_cannot_finish(tmp_path: Path, monkeypatch: 
 def test_a_failed_run_completes_a_checkpoint_that_takes_a_moment_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(checkpoint_writer, "_GRACE_S", LIMIT_S)  # of a disk that may be slow
     gate = Gate(monkeypatch, checkpoint_writer, "commit")
     writer = CheckpointWriter(tmp_path, ALONE)
     writer.start(1, state_of(1))
@@ -351,7 +370,7 @@ def killed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("killed")
     command = [sys.executable, "-c", KILLED, str(folder), json.dumps(STAGES)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, timeout=100)
+    subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, timeout=LIMIT_S)
     return folder
 
 
@@ -413,7 +432,7 @@ def test_ranks_whose_comrade_cannot_write_end_too(tmp_path: Path, monkeypatch: p
     def train(comm: Communicator) -> None:
         writer = CheckpointWriter(tmp_path, comm)
         writer.start(1, state_of(1))
-        for _ in range(2000):
+        while True:  # until rank 1's thread has come to it
             writer.check()
             comm.barrier()  # a step
 

@@ -41,6 +41,7 @@ from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from tests.helpers.strategy_checks.ad_psgd import Descent
 from tests.helpers.tiny_data import write_tiny_data
+from tests.helpers.waiting import LIMIT_S
 
 CPU = torch.device("cpu")
 TOLERANT = FaultOptions(tolerate_loss=True)
@@ -281,28 +282,31 @@ def test_ad_psgd_mixes_all_that_are_left_and_keeps_their_mean(kind: str, lost: i
 # --- a whole run ----------------------------------------------------------------------------------------
 
 
-class Vanishing(SilentReporter):
-    """Keeps the notices; its rank vanishes at a step."""
+class Losing(SilentReporter):
+    """Of a rank that vanishes after its first step, or of one that goes on only then; keeps the notices."""
 
-    def __init__(self, at_step: int = 0) -> None:
+    def __init__(self, is_gone: threading.Event, *, vanishes: bool = False) -> None:
         self.notices: list[str] = []
-        self._at_step, self._num_steps = at_step, 0
+        self._is_gone, self._vanishes = is_gone, vanishes
 
     def notice(self, text: str) -> None:
         self.notices.append(text)
 
     def step(self, epoch: float, frames: int, loss: float | None) -> None:
-        self._num_steps += 1
-        if self._num_steps == self._at_step:
+        if self._vanishes:
+            self._is_gone.set()
             raise Vanished
+        assert self._is_gone.wait(LIMIT_S)
 
 
 @ends_threads
 def test_a_run_ends_well_without_a_lost_rank_and_goes_on_with_it(dataset: Dataset, tmp_path: Path) -> None:
-    said = Vanishing()
+    is_gone = threading.Event()
+    said = Losing(is_gone)
 
     def work(comm: Communicator) -> None:
-        reporter = {0: said, 2: Vanishing(at_step=4)}.get(comm.rank, SilentReporter())
+        # Ranks that hurried ahead could come to the last checkpoints before it is lost.
+        reporter = said if comm.rank == 0 else Losing(is_gone, vanishes=comm.rank == 2)
         train_run(Session(dataset, comm, CPU, reporter, facts={"hosts": list("abcd")}), OPTIONS, tmp_path)
 
     assert len(run_threads(4, work)) == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from speechdp.dealing.batch_client import Dealing
 from speechdp.dealing.batch_server import DealingLimits, Desk
 from speechdp.dealing.epoch_batches import BACKLOG, Deal, Dealer
 from speechdp.parallel.roster import Roster
+from tests.helpers.waiting import no_thread_left
 
 EPOCHS = 2
 
@@ -174,9 +174,9 @@ def test_over_a_channel_all_ranks_get_what_the_desk_deals(size: int) -> None:
         dealing.close()
         return assignments
 
-    ranks = run_threads(size, work)
+    with no_thread_left():
+        ranks = run_threads(size, work)
     frames = sum(int(a.segments.num_frames.sum()) for rank in ranks for a in rank)
     assert frames == sum(int(plan(epoch).frames.sum()) for epoch in range(EPOCHS))
     meetings = [[a.meeting.kind for a in rank if a.meeting is not None] for rank in ranks]
     assert all(kinds == meetings[0] for kinds in meetings) and meetings[0][-1] is MeetingKind.END
-    assert not [t for t in threading.enumerate() if t.name == "dealing"]

@@ -19,6 +19,7 @@ from speechdp.data.plan.epoch_plan import Segments
 from speechdp.errors import CommunicationError, ConfigError, RunError, ShardError
 from speechdp.feeding.fed_source import gather_feeder_times, pack_segments, unpack_segments
 from speechdp.feeding.feeder_link import DEPTH, FeederLink
+from tests.helpers.waiting import LIMIT_S, no_thread_left, wait_until
 
 
 def test_the_last_ranks_of_each_host_feed() -> None:
@@ -134,30 +135,27 @@ def channel() -> ByHand:
 
 @pytest.fixture
 def link(channel: ByHand) -> Iterator[FeederLink]:
-    before = threading.active_count()
-    link = FeederLink(channel, [5, 7])
-    yield link
-    link.abandon()
-    assert threading.active_count() == before
+    with no_thread_left():
+        link = FeederLink(channel, [5, 7])
+        yield link
+        link.abandon()
 
 
 BATCH = {"op": "batch", "source": 0}
-#: Seconds, long enough for whatever must happen.
-DEADLINE_S = 120.0
 
 
 def test_batches_wait_until_a_feeder_has_room(channel: ByHand, link: FeederLink) -> None:
     answers = [link.ask_for_batch(dict(BATCH), []) for _ in range(3 * DEPTH)]
     assert (channel.asked(5), channel.asked(7)) == ([0, 2], [1, 3])
     channel.answer(1)
-    answers[1].result(DEADLINE_S)
+    answers[1].result(LIMIT_S)
     assert (channel.asked(5), channel.asked(7)) == ([0, 2], [1, 3, 4])
     channel.answer(3)  # 7 is the faster one, and gets the rest
-    answers[3].result(DEADLINE_S)
+    answers[3].result(LIMIT_S)
     assert (channel.asked(5), channel.asked(7)) == ([0, 2], [1, 3, 4, 5])
     for number in (0, 2, 4, 5):
         channel.answer(number)
-    assert [answer.result(DEADLINE_S).head["number"] for answer in answers] == list(range(6))
+    assert [answer.result(LIMIT_S).head["number"] for answer in answers] == list(range(6))
 
 
 def test_what_is_closed_is_asked_of_nobody(channel: ByHand, link: FeederLink) -> None:
@@ -167,12 +165,10 @@ def test_what_is_closed_is_asked_of_nobody(channel: ByHand, link: FeederLink) ->
     link.forget(0)
     assert dropped.cancelled() and not other.cancelled()
     for number in range(2 * DEPTH + 1):
-        while number not in channel.asked(5) + channel.asked(7):
-            threading.Event().wait(0.001)
+        wait_until(lambda n=number: n in channel.asked(5) + channel.asked(7), "the question")  # type: ignore[misc]
         channel.answer(number)
-    assert other.result(DEADLINE_S).head["number"] == 2 * DEPTH and all(
-        answer.result(DEADLINE_S) for answer in kept
-    )
+    assert other.result(LIMIT_S).head["number"] == 2 * DEPTH
+    assert all(answer.result(LIMIT_S) for answer in kept)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("ShardError", ShardError), ("RunError", RunError)])
@@ -180,7 +176,7 @@ def test_errors_name_the_feeder(channel: ByHand, link: FeederLink, name: str, ki
     answer = link.ask_for_batch(dict(BATCH), [])
     channel.answer(0, error=[name, "train.h5: utterance 3 is damaged"])
     with pytest.raises(kind, match=r"^feeder rank 5: train\.h5: utterance 3 is damaged$"):
-        answer.result(DEADLINE_S)
+        answer.result(LIMIT_S)
 
 
 def test_goodbye_waits_for_what_is_on_its_way(channel: ByHand, link: FeederLink) -> None:
@@ -190,7 +186,7 @@ def test_goodbye_waits_for_what_is_on_its_way(channel: ByHand, link: FeederLink)
     closing.join(0.05)
     assert closing.is_alive() and not [head for _, head in channel.sent if head["op"] == "bye"]
     channel.answer(0)
-    closing.join(DEADLINE_S)
+    closing.join(LIMIT_S)
     assert not closing.is_alive() and answer.done()
     assert channel.sent[-2:] == [(feeder, {"op": "bye", "exit_code": 75}) for feeder in (5, 7)]
     link.close()
@@ -204,7 +200,7 @@ def test_a_broken_channel_is_told_to_all_who_wait_and_ask(channel: ByHand, link:
     channel.coming.append(CommunicationError("the cable is gone"))
     for answer in answers:
         with pytest.raises(CommunicationError, match="the cable is gone"):
-            answer.result(DEADLINE_S)
+            answer.result(LIMIT_S)
     assert not link.is_open
     calls = (lambda: link.ask(5, {}), lambda: link.ask_for_batch(dict(BATCH), []), link.close)
     for call in calls:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import CommunicationError, ConfigError
 from speechdp.parallel.registry import parse_strategy
 from speechdp.testing import StrategyRun, make_batch
+from tests.helpers.waiting import no_thread_left
 
 
 @pytest.mark.parametrize(
@@ -64,8 +63,8 @@ def test_a_failing_server_ends_every_rank(strategy: str) -> None:
             run.step([make_batch(2, 0)])  # may be served before, or wait in vain
         run.strategy.pause()
 
-    with pytest.raises(CommunicationError, match="expected 32 bytes with tag 0 from rank 1"):
-        run_threads(3, work, timeout_s=20.0)
-    for thread in threading.enumerate():
-        thread.join(5.0) if thread.name == "server" else None
-    assert "server" not in [thread.name for thread in threading.enumerate()]
+    with (
+        no_thread_left(),
+        pytest.raises(CommunicationError, match="expected 32 bytes with tag 0 from rank 1"),
+    ):
+        run_threads(3, work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ from speechdp.errors import RunError
 from speechdp.report.runs.samples import Samples, read_samples
 from speechdp.timing.gpu import GpuReader, gpu_uuid, visible_gpus
 from speechdp.timing.sampler import Sampler
+from tests.helpers.waiting import wait_until
 
 NAMES = {"GPU-a": "H200", "GPU-b": "L4"}
 
@@ -97,13 +99,9 @@ def spinning() -> Iterator[int]:
 
 
 def sample_until(path: Path, enough: Callable[[Samples], bool], **options: Any) -> Samples:
-    """Sample until `enough` holds of what has been written, half a minute at most."""
+    """Sample until `enough` holds of what has been written."""
     with Sampler(path, options.pop("ranks", {0: os.getpid()}), hz=options.pop("hz", 50.0), **options):
-        end = time.monotonic() + 30
-        while time.monotonic() < end:
-            time.sleep(0.05)
-            if path.read_text().count("\n") and enough(read_samples(path)):
-                break
+        wait_until(lambda: path.read_text().count("\n") and enough(read_samples(path)), "enough samples")
     return read_samples(path)
 
 
@@ -211,11 +209,12 @@ def test_without_nvml_processes_are_sampled_alone(
 
 
 def test_its_thread_and_file_end_with_the_block_also_after_an_error(tmp_path: Path) -> None:
-    before = set(os.listdir("/proc/self/fd")), threading.active_count()  # noqa: PTH208 - names of descriptors
+    gc.collect()  # else descriptors of earlier tests may be closed meanwhile
+    before, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())  # noqa: PTH208 - descriptors
     with pytest.raises(KeyError), Sampler(tmp_path / "s.jsonl", {0: os.getpid()}, hz=1, gpus=False):
-        assert threading.active_count() == before[1] + 1
+        (thread,) = set(threading.enumerate()) - threads
         raise KeyError
-    assert (set(os.listdir("/proc/self/fd")), threading.active_count()) == before  # noqa: PTH208
+    assert not thread.is_alive() and set(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
     assert json.loads((tmp_path / "s.jsonl").read_text().splitlines()[0])["kind"] == "cpu"
 
 
@@ -238,7 +237,7 @@ def test_a_full_disk_ends_the_sampling_with_one_line(tmp_path: Path) -> None:
 
 def test_a_resumed_run_appends_a_section_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
-    sample_until(path, some, gpus=False)
+    sample_until(path, some, gpus=False, origin_s=time.perf_counter() - 1000)
     with path.open("a") as file:
         file.write('{"t_s": 4')  # killed while writing
     first = read_samples(path)

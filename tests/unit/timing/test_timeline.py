@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -345,17 +345,23 @@ def test_evaluation_waits_for_the_device_and_its_spans_are_dropped(clock: FakeCl
     assert summary["wall_s"] == pytest.approx(0.03)
 
 
-def test_the_cost_of_a_span_is_a_few_microseconds_at_most() -> None:
+def test_a_span_costs_a_few_calls() -> None:
+    """Counted, not timed: however busy the machine is."""
     timeline = Timeline(None, rank=0, device=CPU)
-    best = float("inf")
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(500):
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        for _ in range(100):
             with timeline.span(Span.FORWARD):
                 pass
-        best = min(best, (time.perf_counter() - start) / 500)
-        timeline.end_step(1, 0, 1)
-    assert best < 5e-6  # 0.5 µs on a free core; the bound is for a busy one
+    finally:
+        sys.setprofile(None)
+    assert calls / 100 < 12  # 0.5 µs on a free core
 
 
 def test_span_codes_are_the_positions_in_the_summary() -> None:

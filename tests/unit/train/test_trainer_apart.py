@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from tests.helpers.finished_run import evaluations, model_tensors
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
+from tests.helpers.waiting import LIMIT_S
 
 CPU = torch.device("cpu")
 OPTIONS = TrainOptions(ModelOptions(layers=1, cells=4), BatchOptions(batch_size=2), epochs=2)
@@ -42,6 +44,26 @@ def frames_trained(run: Path) -> list[int]:
     ]
 
 
+class After(SilentReporter):
+    """Goes on when another rank has come so far: by itself this one could train on all the data meanwhile."""
+
+    def __init__(self, other: threading.Event) -> None:
+        self._other = other
+
+    def step(self, epoch: float, frames: int, loss: float | None) -> None:
+        assert self._other.wait(LIMIT_S)
+
+
+class Begun(SilentReporter):
+    """Tells that its rank has taken a step."""
+
+    def __init__(self, has_begun: threading.Event) -> None:
+        self._has_begun = has_begun
+
+    def step(self, epoch: float, frames: int, loss: float | None) -> None:
+        self._has_begun.set()
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_all_frames_are_trained_on_once_an_epoch(
@@ -50,7 +72,15 @@ def test_all_frames_are_trained_on_once_an_epoch(
     if "dedicated" in strategy and size == 1:
         pytest.skip("a server alone has nobody to serve")
     options = dataclasses.replace(OPTIONS, strategy=StrategyChoice(strategy), checkpoint_steps=3)
-    run_threads(size, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path))
+    has_begun = threading.Event()
+    if "dedicated" in strategy:
+        has_begun.set()  # rank 0 never takes a step
+
+    def train(comm: Communicator) -> None:
+        reporter = Begun(has_begun) if comm.rank == 0 else After(has_begun)
+        train_run(Session(dataset, comm, CPU, reporter), options, tmp_path)
+
+    run_threads(size, train)
     num_frames = dataset.num_frames("train")
     assert [line["frames"] for line in evaluations(tmp_path)] == [num_frames, 2 * num_frames]
     assert sum(frames_trained(tmp_path)) == 2 * num_frames
@@ -65,6 +95,7 @@ def test_a_stopped_run_goes_on_and_trains_on_the_rest(
     dataset: Dataset, tmp_path: Path, strategy: str
 ) -> None:
     options = dataclasses.replace(OPTIONS, strategy=StrategyChoice(strategy))
+    is_asked = threading.Event()
 
     class AskLater(SilentReporter):
         """Asks to stop in the middle of the first epoch."""
@@ -76,10 +107,11 @@ def test_a_stopped_run_goes_on_and_trains_on_the_rest(
             self.steps += 1
             if self.steps == 2:
                 self.request.received = "SIGTERM"
+                is_asked.set()
 
     def train(comm: Communicator) -> None:
         request = StopRequest()
-        reporter = AskLater(request) if comm.rank == 1 else SilentReporter()
+        reporter = AskLater(request) if comm.rank == 1 else After(is_asked)
         train_run(Session(dataset, comm, CPU, reporter, request), options, tmp_path)
 
     with pytest.raises(Stopped):
@@ -92,7 +124,7 @@ def test_a_stopped_run_goes_on_and_trains_on_the_rest(
 
 
 def test_a_slow_rank_trains_on_less(dataset: Dataset, tmp_path: Path) -> None:
-    options = dataclasses.replace(OPTIONS, strategy=StrategyChoice("ad_psgd"), slow_ranks="1:50", epochs=1)
+    options = dataclasses.replace(OPTIONS, strategy=StrategyChoice("ad_psgd"), slow_ranks="1:100", epochs=1)
     run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path))
     fast, slow = frames_trained(tmp_path)
     assert fast + slow == dataset.num_frames("train") and slow < fast / 2

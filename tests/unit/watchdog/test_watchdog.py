@@ -18,6 +18,7 @@ from speechdp.watchdog.stacks import describe_stacks, innermost_module, is_anywh
 from speechdp.watchdog.status import RankStatus, StatusFolder
 from speechdp.watchdog.watchdog import Stillness, Watch, Watchdog
 from tests.helpers.statuses import status
+from tests.helpers.waiting import wait_until
 
 #: Long enough for whatever must happen.
 DEADLINE_S = 120.0
@@ -95,7 +96,7 @@ def test_a_rank_by_itself_ends_with_its_stacks_and_a_line(tmp_path: Path) -> Non
     assert rank.exit_codes == [124]
     before, stacks, line = rank.said
     assert before == "before"
-    what = r"no step ended for \d s \(step 12, in data_wait for \d s\)"
+    what = r"no step ended for \d+ s \(step 12, in data_wait for \d+ s\)"
     assert re.match(rf"Stacks of rank 0 on n1, {what}:\nThread MainThread \(most recent ", stacks)
     assert "test_watchdog.py" in stacks and "in test_a_rank_by_itself" in stacks
     assert re.fullmatch(rf"speechdp: rank 0 on n1: {what}\n", line)
@@ -225,8 +226,8 @@ def test_where_a_thread_is(tmp_path: Path) -> None:
     folder = StatusFolder(tmp_path)
     rank = Rank(0, 1, tmp_path)
     assert innermost_module(threading.get_ident()) == "watchdog/stacks.py"
-    assert not is_anywhere_in("watchdog/watchdog.py", "_run")
+    wait_until(lambda: not is_anywhere_in("watchdog/watchdog.py", "_run"), "the end of those of before")
     with rank.watchdog:
-        assert is_anywhere_in("watchdog/watchdog.py", "_run")
+        wait_until(lambda: is_anywhere_in("watchdog/watchdog.py", "_run"), "the thread that watches")
         assert not is_anywhere_in("dealing/batch_client.py", "_run")
     assert folder.path.is_dir()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
@@ -23,6 +22,7 @@ from speechdp.data.shards.alignment_file import write_targets
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ShardError
 from tests.helpers.tiny_data import TinySizes, flip_byte, truncate, write_tiny_data
+from tests.helpers.waiting import no_thread_left, wait_until
 
 OPTIONS = PlanOptions(batch_size=4, chunk_frames=0, seed=1)
 EPOCHS = 2
@@ -35,10 +35,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Any:
-    before = threading.active_count()
-    yield
-    assert threading.active_count() == before
-    assert not [t for t in threading.enumerate() if t.name.startswith("speechdp")]
+    with no_thread_left():
+        yield
 
 
 def opened(
@@ -162,21 +160,19 @@ def counting_loader(reader: CountingReader, read_ahead: int = 4) -> Loader:
     )
 
 
-def settled(reader: CountingReader) -> int:
-    """Return the number of batches read once it has stopped growing."""
-    before = -1
-    while before != reader.num_read:
-        before = reader.num_read
-        time.sleep(0.15)  # longer than the thread waits between two looks
-    return before
+def assert_reads(reader: CountingReader, num_batches: int) -> None:
+    """Wait until so many batches have been read, and see that no more are."""
+    wait_until(lambda: reader.num_read >= num_batches, f"{num_batches} batches")
+    time.sleep(0.15)  # longer than the thread waits between two looks
+    assert reader.num_read == num_batches
 
 
 def test_reading_ahead_is_bounded() -> None:
     reader = CountingReader()
     with counting_loader(reader, read_ahead=3) as loader:
-        assert settled(reader) == 3
+        assert_reads(reader, 3)
         next(loader)
-        assert settled(reader) == 3 + 1
+        assert_reads(reader, 3 + 1)
 
 
 def test_an_error_is_raised_after_the_batches_before_it_and_once() -> None:

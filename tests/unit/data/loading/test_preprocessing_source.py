@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -27,6 +26,7 @@ from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
 from speechdp.errors import ConfigError
 from speechdp.options.prepare import PrepareOptions
 from tests.helpers.corpora import digit_folder, no_progress
+from tests.helpers.waiting import no_thread_left
 
 FEATURES = FeatureConfig(num_mel_bins=12, dtype="float32")
 CHUNKS = PlanOptions(4, chunk_frames=11, seed=3)
@@ -57,9 +57,8 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    before = threading.active_count()
-    yield
-    assert threading.active_count() == before
+    with no_thread_left():
+        yield
 
 
 def opened(dataset: Dataset, request: SourceRequest, num_threads: int = 1) -> SplitSource:

@@ -11,6 +11,7 @@ import pytest
 
 from speechdp.data.plan.epoch_plan import CorpusIndex, EpochPlan, PlanOptions, plan_epoch
 from speechdp.data.plan.planner import Planner
+from tests.helpers.waiting import no_thread_left
 
 INDEX = CorpusIndex.of_lengths([np.arange(1, 30)])
 
@@ -53,12 +54,10 @@ def test_an_epoch_beyond_the_last_is_made_only_if_asked_for() -> None:
 
 
 def test_errors_are_raised_where_the_plan_is_asked_for_and_no_thread_is_left() -> None:
-    before = threading.active_count()
-
     def fail(epoch: int) -> Any:
         raise MemoryError("no room for a plan")
 
-    with closing(Planner(fail, 2)) as planner, pytest.raises(MemoryError, match="no room"):
-        planner(0)
-    planner.close()
-    assert threading.active_count() == before
+    with no_thread_left():
+        with closing(Planner(fail, 2)) as planner, pytest.raises(MemoryError, match="no room"):
+            planner(0)
+        planner.close()
