@@ -164,7 +164,7 @@ def _segment_of(values: Any, plan: RacePlan) -> Segment:
     segment = Segment(**{**given, **{key: tuple(given[key]) for key in ("frames", "seconds")}})
     frames, seconds = segment.frames, segment.seconds
     fits = len(frames) == len(seconds) == plan.ranks and segment.steps > 0
-    if not (fits and _are_amounts(frames) and _are_amounts(seconds) and sum(frames) and max(seconds)):
+    if not (fits and _are_amounts(frames) and _are_amounts(seconds) and max(frames) > 0 and max(seconds) > 0):
         raise ValueError(
             f"round {segment.round} of {segment.setting}: {frames} frames in {seconds} s cannot be of "
             f"{plan.ranks} ranks"

@@ -70,10 +70,6 @@ _EPOCHS = Column[Group](
 _SEEDS = Column[Group]("seeds", "seeds", "", "Finished runs.", lambda group: len(group.finished), cell=_seeds)
 
 
-#: The same for every seed: a race trains none of them to its end.
-_RACED: Column[Group] = replace(RACED_SPEED)  # type: ignore[assignment]
-
-
 def group_terms(groups: Sequence[Group]) -> Terms:
     """Return what the held-out figures of the groups' runs are called."""
     return terms_of(run.result for group in groups for run in group.runs if run.result is not None)
@@ -118,7 +114,7 @@ def shown_columns(groups: Sequence[Group]) -> tuple[Column[Group], ...]:
     shown = [measure for measure in measures(groups) if terms.task.decodes or measure is not _WER]
     length = _EPOCHS if _EPOCHS.key in terms.kind.measures else _over_seeds(STEPS)
     speed, *others = map(_over_seeds, shown)
-    return (_RANKS, length, _SEEDS, *with_figures([speed, _RACED, *others], groups))
+    return (_RANKS, length, _SEEDS, *with_figures([speed, RACED_SPEED, *others], groups))
 
 
 def make_tables(

