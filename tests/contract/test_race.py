@@ -57,7 +57,12 @@ def same_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def raced(
-    dataset: Dataset, out: Path, settings: list[RaceSetting], monkeypatch: pytest.MonkeyPatch, size: int = 2
+    dataset: Dataset,
+    out: Path,
+    settings: list[RaceSetting],
+    monkeypatch: pytest.MonkeyPatch,
+    size: int = 2,
+    options: TrainOptions = OPTIONS,
 ) -> tuple[RaceRecord, dict[tuple[int, str], Tensor]]:
     """Hold a race; return its record, and every rank's parameters of every strategy when it ends."""
     found: dict[tuple[int, str], Tensor] = {}
@@ -70,15 +75,22 @@ def raced(
 
     monkeypatch.setattr(Racer, "close", keep)
     plan = RaceOptions(ROUNDS, STEPS).plan(size, 3, settings, {})
-    run_threads(size, lambda comm: hold_race(Session(dataset, comm, CPU), OPTIONS, plan, out), 300.0)
+    run_threads(size, lambda comm: hold_race(Session(dataset, comm, CPU), options, plan, out), 300.0)
     race = find_race(out, size)
     assert race is not None
     return race, found
 
 
-def trained_alone(dataset: Dataset, comm: Communicator, strategy: str, steps: int, folder: Path) -> Tensor:
+def trained_alone(
+    dataset: Dataset,
+    comm: Communicator,
+    strategy: str,
+    steps: int,
+    folder: Path,
+    options: TrainOptions = OPTIONS,
+) -> Tensor:
     """Return this rank's parameters after so many ordinary steps."""
-    options = dataclasses.replace(OPTIONS, strategy=StrategyChoice(strategy), epochs=1_000_000)
+    options = dataclasses.replace(options, strategy=StrategyChoice(strategy), epochs=1_000_000)
     session = Session(dataset, comm, CPU)
     with ExitStack() as stack:
         trainer, sources = build_trainer(session, options, folder, stack)
@@ -154,6 +166,45 @@ def test_periods_of_every_unit_race(
     race, _ = raced(dataset, tmp_path, settings, monkeypatch)
     steps = {segment.steps for segment in race.segments if segment.setting == texts[1] and segment.round}
     assert len(steps) == 1 and min(steps) > 0
+
+
+def test_a_period_in_seconds_counts_its_own_turns_alone(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ("gradient_averaging", "model_averaging:period=0.05s")
+    settings = [RaceSetting(text, StrategyChoice(text)) for text in texts]
+    trained_s: dict[int, float] = {}
+    close = Racer.close
+
+    def keep(self: Racer) -> None:
+        if self.trainer.parts.strategy.name == "model_averaging":
+            trained_s[self.trainer.parts.comm.rank] = self.trainer.parts.timeline.training_time_s
+        close(self)
+
+    monkeypatch.setattr(Racer, "close", keep)
+    race, _ = raced(dataset, tmp_path, settings, monkeypatch)
+    for rank, seconds in trained_s.items():
+        own_s = sum(segment.seconds[rank] for segment in race.segments if segment.setting == texts[1])
+        assert 0 < seconds <= own_s
+
+
+def test_random_numbers_of_a_setting_are_its_own(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one rank: others that are threads would draw from the same numbers."""
+    options = options_with(layers=1, cells=6, dropout=0.4, batch_size=2)
+    texts = ("gradient_averaging", "model_averaging:period=3", "bmuf:period=2")
+    settings = [RaceSetting(text, StrategyChoice(text)) for text in texts]
+    race, found = raced(dataset, tmp_path / "out", settings, monkeypatch, 1, options)
+    for text in texts:
+        steps = sum(segment.steps for segment in race.segments if segment.setting == text)
+        alone = run_threads(
+            1,
+            lambda comm, text=text, steps=steps: trained_alone(
+                dataset, comm, text, steps, tmp_path / text.partition(":")[0], options
+            ),
+        )
+        assert torch.equal(found[0, text.partition(":")[0]], alone[0])
 
 
 def test_a_period_that_no_segment_can_hold_is_left_out(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from speechdp.experiments.race.plan import MOST_STEPS, segment_steps
 from speechdp.experiments.race.rations import AHEAD, RationedLoader, Rations
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.period import Period, PeriodUnit
-from speechdp.timing.timeline import Timeline
+from speechdp.timing.timeline import Span, Timeline
 from speechdp.train.build import build_trainer, epoch_planner, open_loader, training_ranks
 from speechdp.train.progress import SilentReporter
 from speechdp.train.session import Session
@@ -113,6 +113,7 @@ class Racer:
             self._turns = _Apart(self.trainer, loader, rations, dealing)
         stack.callback(rations.close)  # before the loader's thread, which waits for it, is joined
         self._random = _RandomState(session.device)
+        self._pause: AbstractContextManager[None] | None = None
 
     def _segment_steps(self, step_s: float | None) -> int:
         return segment_steps(
@@ -126,7 +127,7 @@ class Racer:
 
     def know_pace(self, step_s: float) -> None:
         """Let segments have whole periods, now that it is known how long a step takes, on all ranks alike."""
-        if self._period is not None and self._period.unit is PeriodUnit.SECONDS:
+        if self._counts_seconds:
             self.steps = self._segment_steps(step_s)
 
     def ready(self) -> None:
@@ -139,12 +140,29 @@ class Racer:
         Raises:
             RunError: the loss is not finite.
         """
+        self._go_on()
         with self._random:
             self.trainer.parts.strategy.resume()
             frames = self._turns.run(self.steps)
         if self._session.device.type == "cuda":
             torch.cuda.synchronize(self._session.device)
+        self._stand_still()
         return frames
+
+    def _stand_still(self) -> None:
+        """Stop the clock of its training, by which periods in seconds go."""
+        if self._counts_seconds:
+            self._pause = self.trainer.parts.timeline.event(Span.EVAL)
+            self._pause.__enter__()
+
+    def _go_on(self) -> None:
+        if self._pause is not None:
+            self._pause.__exit__(None, None, None)
+            self._pause = None
+
+    @property
+    def _counts_seconds(self) -> bool:
+        return self._period is not None and self._period.unit is PeriodUnit.SECONDS
 
     def settle(self) -> None:
         """Wait until this rank reads nothing for it any more, after a turn."""
@@ -152,6 +170,7 @@ class Racer:
 
     def close(self) -> None:
         """End its training, where the race is over.  Collective."""
+        self._go_on()
         self._turns.close()
         self.trainer.parts.strategy.close()
 

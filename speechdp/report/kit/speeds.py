@@ -84,7 +84,7 @@ RACED_SPEED: Column[Any] = Column(
     "raced_speed", "raced speed", "times",
     "Frames/s over the baseline's in the same round of the race, median and 95 % interval.",
     lambda row: None if row.raced is None else row.raced.ratio, formatting.times,
-    cell=lambda row: ratio_text(row.raced),
+    cell=lambda row: ratio_text(row.raced).replace(" ", "\u00a0"),
 )  # fmt: skip
 RACED_LOW, RACED_HIGH = (
     replace(RACED_SPEED, key=f"raced_speed_{end}", value=value, cell=None)

@@ -32,6 +32,8 @@ from speechdp.report.sweep.speech_columns import SPEECH_CAPTION, SPEECH_COLUMNS,
 
 #: Columns of a terminal that holds a run's figures, or its data path, on one line.
 _WIDE, _WIDE_DATA = 160, 230
+#: Columns more that speeds by a race take.
+_RACED = 20
 #: Settings shown for each run, in this order; run.json may hold more.
 SETTINGS = {
     "strategy": "strategy",
@@ -153,7 +155,8 @@ def _make_tables(
         return ShownTable(id_, title, columns, [(head(row, len(of)), row) for row in of], **others)
 
     note = "" if until is None else f"time to target: until {until} on held-out data"
-    tables = {"figures": table("figures", "", main_columns(rows), rows, note=note, wide_columns=_WIDE)}
+    wide = _WIDE + (_RACED if any(row.raced is not None for row in rows) else 0)
+    tables = {"figures": table("figures", "", main_columns(rows), rows, note=note, wide_columns=wide)}
     if spoken := [row for row in rows if row.run.spoken is not None]:
         speech = table(
             "speech", SPEECH_TITLE, SPEECH_COLUMNS, spoken, note=SPEECH_CAPTION, wide_columns=_WIDE

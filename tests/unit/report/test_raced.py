@@ -114,7 +114,7 @@ def test_table_page_and_csv_have_the_ratio_and_its_interval(tmp_path: Path) -> N
     assert float(row["frames_per_s"]) == pytest.approx(21_650, rel=0.01)  # beside it, as the run had it
     assert float(row["speedup"]) == pytest.approx(1.21 / 0.70, rel=0.02)
     page = report.html.read_text(encoding="utf-8")
-    assert "raced speed" in page and f"{ratio:.2f} [{low:.2f}, {high:.2f}]" in page
+    assert "raced speed" in page and f"{ratio:.2f} [{low:.2f}, {high:.2f}]" in page.replace("\u00a0", " ")
     assert "Race on 2 ranks, begun 2026-11-23 15:42 UTC: 12 rounds" in page
     assert "Meanwhile 0.1 cores were busy with other work." in page
     assert "times the baseline" in page  # the plot of speed against the period
