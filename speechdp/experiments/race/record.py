@@ -19,6 +19,8 @@ from speechdp.report.runs.raced import RacedSpeed
 
 FOLDER = "race"
 _KIND = "race"
+#: Frames and seconds that no turn has: ratios of such would be no numbers.
+_MOST, _SHORTEST_S = 1e15, 1e-9
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,8 @@ def _segment_of(values: Any, plan: RacePlan) -> Segment:
     segment = Segment(**{**given, **{key: tuple(given[key]) for key in ("frames", "seconds")}})
     frames, seconds = segment.frames, segment.seconds
     fits = len(frames) == len(seconds) == plan.ranks and segment.steps > 0
-    if not (fits and _are_amounts(frames) and _are_amounts(seconds) and max(frames) > 0 and max(seconds) > 0):
+    fits = fits and _are_amounts(frames) and _are_amounts(seconds)
+    if not fits or max(frames) <= 0 or max(seconds) <= _SHORTEST_S:
         raise ValueError(
             f"round {segment.round} of {segment.setting}: {frames} frames in {seconds} s cannot be of "
             f"{plan.ranks} ranks"
@@ -174,7 +177,7 @@ def _segment_of(values: Any, plan: RacePlan) -> Segment:
 
 def _are_amounts(values: Sequence[Any]) -> bool:
     kinds_fit = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
-    return kinds_fit and all(0 <= value < float("inf") for value in values)
+    return kinds_fit and all(0 <= value < _MOST for value in values)
 
 
 def _load_of(values: Any) -> dict[str, float]:
