@@ -1,11 +1,12 @@
 """Does a sweep rank settings as they are on a quiet machine, while others use the machine half of the time?
 
-    python benchmarks/strategies/drift.py [--tries 10] [--rounds 12] [--steps 32] [--epochs 4] [--hours 0.1]
-        [--periods 1,4,16,64] [--ranks 2] [--out OUT] [-- options of speechdp sweep]
+    python benchmarks/strategies/drift.py [--tries 10] [--rounds 12] [--quiet-rounds 48] [--steps 32]
+        [--epochs 4] [--hours 0.1] [--periods 1,4,16,64] [--ranks 2] [--out OUT]
+        [-- options of speechdp sweep]
 
-One quiet sweep is the truth: each setting's frames/s over gradient averaging's, by its race.  In each try
-the same sweep runs again while two busy loops are switched on and off at random, for half of the time.  By
-its race, and by its runs, which follow one another, it is asked
+One quiet sweep is the truth: each setting's frames/s over gradient averaging's, by a race of more rounds, so
+that its own intervals are narrow.  In each try the same sweep runs again while two busy loops are switched on
+and off at random, for half of the time.  By its race, and by its runs, which follow one another, it is asked
 
 - whether settings stand in the order of the quiet sweep: every two that the quiet race tells apart;
 - whether the intervals of the race hold the quiet ratios.
@@ -149,10 +150,10 @@ def disturbed(loops: int, seed: int) -> Iterator[None]:
         thread.join()
 
 
-def sweep(data: Path, out: Path, starter: JobStarter, given: argparse.Namespace) -> None:
-    """Run a sweep, or go on with it; one that is complete is kept."""
+def sweep(data: Path, out: Path, starter: JobStarter, given: argparse.Namespace, rounds: int) -> None:
+    """Run a sweep whose race has so many rounds, or go on with it; one that is complete is kept."""
     words = ["sweep", str(data.absolute()), str(out.absolute()), "--periods", given.periods]
-    words += ["--epochs", str(given.epochs), "--race", str(given.rounds), "--race-steps", str(given.steps)]
+    words += ["--epochs", str(given.epochs), "--race", str(rounds), "--race-steps", str(given.steps)]
     words += ["--decode-split", "", "--one-rank-steps", "0", *given.options]
     message = starter.run(given.ranks, words, out.with_name(f"{out.name}.log"))
     if message is not None:
@@ -198,6 +199,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--tries", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--quiet-rounds", type=int, default=48, help="of the quiet sweep's race")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--hours", type=float, default=0.1, help="of synthetic speech")
@@ -210,7 +212,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     end = ours.index("--") if "--" in ours else len(ours)
     given = parser.parse_args(ours[:end])
     given.options = ours[end + 1 :]
-    if given.tries < 1 or given.rounds < 6:
+    if given.tries < 1 or min(given.rounds, given.quiet_rounds) < 6:
         parser.error("--tries: at least 1, --rounds: at least 6, or there are no intervals")
     return given
 
@@ -223,12 +225,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         out = given.out or Path(temporary)
         prepare_synthetic(out / "data", starter, out / "prepare.log", given.hours)
-        sweep(out / "data", out / "quiet", starter, given)
+        sweep(out / "data", out / "quiet", starter, given, given.quiet_rounds)
         quiet = read_speeds(out / "quiet", given.ranks)
         tries = []
         for number in range(1, given.tries + 1):
             with disturbed(given.loops, given.seed * 1_000 + number):
-                sweep(out / "data", out / f"try-{number}", starter, given)
+                sweep(out / "data", out / f"try-{number}", starter, given, given.rounds)
             found = read_speeds(out / f"try-{number}", given.ranks)
             tries.append((found, judge(quiet, found)))
             print(f"try {number}/{given.tries}: {tries[-1][1]}", flush=True)

@@ -93,6 +93,14 @@ def _times_one_rank(group: Group, one_rank: Group) -> float:
     return _speed(group) / _speed(one_rank)
 
 
+def _is_like_one_rank(group: Group) -> bool:
+    """Return whether the intervals of a strategy and of one rank in its race overlap."""
+    speed, alone = group.raced, group.alone
+    if speed is None or alone is None or speed.low is None:
+        return False
+    return not speed.is_apart_from(alone)
+
+
 def _not_told_apart(chosen: Group, alike: Sequence[Group]) -> list[str]:
     """Say which strategies may be as fast as the chosen one."""
     if not alike:
@@ -150,7 +158,8 @@ def _sentences(fastest: Group, best: Group, rows: Sequence[Group], one_rank: Gro
     text = f"{fastest.ranks} ranks: {fastest.label} with {_rate(fastest)}"
     if one_rank is not None:
         times = formatting.times(_times_one_rank(fastest, one_rank))
-        text += f" ({times} times one rank, which reaches {terms.number(one_rank.score)})"
+        unsure = ", from which the race cannot tell it apart and" if _is_like_one_rank(fastest) else ","
+        text += f" ({times} times one rank{unsure} which reaches {terms.number(one_rank.score)})"
     text += f", {_accuracy(fastest)}"
     if best is not fastest:
         name = f"{terms.best} {terms.short_name}"

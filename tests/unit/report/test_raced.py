@@ -203,6 +203,14 @@ def test_strategies_that_race_alike_are_not_told_apart(tmp_path: Path) -> None:
     assert len(sentences) == 2 and "On 2 ranks" in sentences[0] and "On 4 ranks" in sentences[1]
 
 
+def test_one_rank_that_cannot_be_told_apart_is_said(tmp_path: Path) -> None:
+    speeds = {"one-rank": 1.1, "gradient_averaging": 1.0, "bmuf:period=16": 1.101}
+    answer = " ".join(
+        compared(tmp_path, {2: speeds, 4: {**speeds, "bmuf:period=16": 1.6}}, noise=0.02).answer
+    )
+    assert answer.count("times one rank, from which the race cannot tell it apart and which reaches") == 1
+
+
 def test_a_race_that_failed_is_said(tmp_path: Path) -> None:
     out = write_comparison(
         tmp_path / "out", [MadeUpStrategy("a"), MadeUpStrategy("b")], (2,), (1,), ("frames",)
