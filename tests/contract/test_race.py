@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.shards.dataset import Dataset
+from speechdp.errors import RunError
 from speechdp.experiments.race import run as race_run
 from speechdp.experiments.race.plan import RaceOptions, RaceSetting
 from speechdp.experiments.race.racer import Racer
@@ -233,6 +234,22 @@ def test_a_race_that_was_held_is_not_held_again(
     assert len(again.plan.settings) == 3 and len(first.plan.settings) == 2
     path.write_text("{", encoding="utf-8")
     assert raced(dataset, tmp_path, settings, monkeypatch)[0].plan == first.plan
+
+
+def test_a_failure_is_said_in_one_line_and_leaves_no_record(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = [RaceSetting(text, StrategyChoice(text)) for text in ("gradient_averaging", "bmuf:period=2")]
+
+    def fail(self: Racer) -> int:
+        raise RunError("the loss is nan at step 3")
+
+    monkeypatch.setattr(Racer, "run", fail)
+    with pytest.raises(RunError) as raised:
+        raced(dataset, tmp_path, settings, monkeypatch)
+    message = "the race of the settings failed: the loss is nan at step 3; --race 0 leaves it out"
+    assert str(raised.value) == message
+    assert find_race(tmp_path, 2) is None
 
 
 @pytest.mark.parametrize("asynchronous", ["ad_psgd", "easgd:period=2"])

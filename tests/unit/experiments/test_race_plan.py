@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import pytest
 from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.compare.own_training import CompareRequest
 from speechdp.experiments.compare.plan import ComparePlan, checked_strategies
+from speechdp.experiments.compare.record import RunRecord, read_record
+from speechdp.experiments.compare.run import Comparer
+from speechdp.experiments.compare.training import ComparedTraining
 from speechdp.experiments.race.plan import (
     MOST_STEPS,
     RaceOptions,
@@ -24,9 +28,11 @@ from speechdp.experiments.race.plan import (
 )
 from speechdp.experiments.race.record import find_race, is_of, race_path, read_race, write_race
 from speechdp.experiments.race.shown import read_races
+from speechdp.experiments.record import COMPLETE
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.period import Period
 from speechdp.parallel.registry import StrategyChoice, parse_strategy
+from tests.helpers.comparisons import EPOCHS, MadeUpStrategy, write_comparison
 from tests.helpers.races import made_up_race
 
 AVERAGING = RaceSetting("gradient_averaging", StrategyChoice("gradient_averaging"))
@@ -226,3 +232,38 @@ def test_what_is_no_record_is_refused_too(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(RunError, match=r"ranks-2.json"):
         read_race(path)
+
+
+class TrainedAlready(ComparedTraining):
+    """Runs that are all there, and races with an end of their own."""
+
+    def __init__(self, *messages: str | None) -> None:
+        self.messages, self.raced = list(messages), []  # type: ignore[var-annotated]
+
+    def settings(self) -> dict[str, Any]:
+        return {"epochs": EPOCHS}
+
+    def is_done(self, run_dir: Path) -> bool:
+        return True
+
+    def run(self, run: RunRecord, run_dir: Path) -> str | None:
+        raise AssertionError("it is done")
+
+    def race(self, ranks: int, strategies: Sequence[StrategyChoice]) -> str | None:
+        self.raced.append((ranks, [choice.text for choice in strategies]))
+        return self.messages.pop(0)
+
+
+def test_a_race_that_fails_leaves_the_runs_and_is_tried_again(tmp_path: Path) -> None:
+    texts = ("gradient_averaging", "bmuf:period=4")
+    write_comparison(tmp_path, [MadeUpStrategy(text) for text in texts], (1, 2, 4), (1,), ("frames",))
+    (tmp_path / "compare.json").unlink()
+    plan = ComparePlan(checked_strategies(",".join(texts)), (1, 2, 4), (1,), ("frames",), EPOCHS)
+    training = TrainedAlready(None, "rank 1: the loss is nan", None, None)
+    record = Comparer(tmp_path, plan, training, lambda line: None).run()
+    assert record.failed_races == {"4": "rank 1: the loss is nan"} and not record.completed
+    assert {run.state for run in record.runs} == {COMPLETE}
+    assert read_record(tmp_path) == record
+    again = Comparer(tmp_path, plan, training, lambda line: None).run()
+    assert again.failed_races == {} and again.completed
+    assert training.raced == [(ranks, list(texts)) for ranks in (2, 4, 2, 4)]
