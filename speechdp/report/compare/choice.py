@@ -37,6 +37,7 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
         of_races: what the reader must know of the races, a sentence each.
     """
     chosen: dict[int, Group] = {}
+    unsure: set[int] = set()
     details: list[str] = []
     one_rank = _one_rank(groups)
     for ranks in sorted({group.ranks for group in groups if group.ranks > 1}):
@@ -45,8 +46,10 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
         if rows:
             best = max(rows, key=lambda group: group.score or 0.0)
             accurate = accurate_enough(rows, best, _tolerance(best))
-            fastest, alike = choose_fastest(accurate, by_speed(rows, _speed))
-            suffices = one_rank is not None and _suffices(one_rank, fastest, rows, best)
+            speed = by_speed(rows, _speed)
+            fastest, alike = choose_fastest(accurate, speed)
+            unsure |= {ranks} if alike else set()
+            suffices = one_rank is not None and _suffices(one_rank, max(accurate, key=speed), rows, best)
             chosen[ranks] = one_rank if one_rank is not None and suffices else fastest
             details += _sentences(fastest, best, rows, one_rank)
             details += _not_told_apart(fastest, alike)
@@ -55,7 +58,8 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
     machine = _machine(groups, raced=raced)
     cautions = tuple(filter(None, (machine if raced else "", *of_races, *_cautions(groups))))
     warning = "" if raced else machine
-    return ComparisonAnswer(_headline(chosen, groups), tuple(details), cautions, warning, chosen=chosen)
+    headline = _headline(chosen, unsure, groups)
+    return ComparisonAnswer(headline, tuple(details), cautions, warning, chosen=chosen)
 
 
 def rule_for(groups: Sequence[Group]) -> str:
@@ -116,7 +120,8 @@ def _tolerance(best: Group) -> float:
     return max(group_terms([best]).metric.near_enough(best.score or 0.0), deviation or 0.0)
 
 
-def _headline(chosen: dict[int, Group], groups: Sequence[Group]) -> str:
+def _headline(chosen: dict[int, Group], unsure: set[int], groups: Sequence[Group]) -> str:
+    """Say what to choose; on numbers of ranks in `unsure` others may be as fast."""
     if not chosen and any(group.frames_per_s for group in groups if group.ranks > 1):
         return (
             f"No finished run on several ranks has {group_terms(groups).kind.evaluation}, so only speeds can "
@@ -140,9 +145,12 @@ def _headline(chosen: dict[int, Group], groups: Sequence[Group]) -> str:
     elif len(by_label) == 1:
         label, sizes = next(iter(by_label.items()))
         text = f"Choose {label}: on {_listed(sizes)} ranks it is the fastest strategy that {keeps}."
+        if unsure & set(sizes):
+            text = f"Choose {label}: on {_listed(sizes)} ranks none that {keeps} is known to be faster."
     else:
         parts = [f"{label} on {_listed(sizes)}" for label, sizes in by_label.items()]
-        text = f"It depends on the number of ranks. The fastest that {keeps}: {'; '.join(parts)} ranks."
+        fastest = "None is known to be faster of those that" if unsure & {*chosen} else "The fastest that"
+        text = f"It depends on the number of ranks. {fastest} {keeps}: {'; '.join(parts)} ranks."
     if alone:
         text += f" Do not use {_listed(alone)} ranks: one rank alone {keeps}, too, and is as fast."
     return text

@@ -201,6 +201,7 @@ def test_strategies_that_race_alike_are_not_told_apart(tmp_path: Path) -> None:
     report = compared(tmp_path, {2: speeds, 4: speeds}, noise=0.03)
     sentences = [s for s in report.answer if "cannot be told apart" in s]
     assert len(sentences) == 2 and "On 2 ranks" in sentences[0] and "On 4 ranks" in sentences[1]
+    assert "on 2 and 4 ranks none that keeps the accuracy is known to be faster." in report.answer[0]
 
 
 def test_one_rank_that_cannot_be_told_apart_is_said(tmp_path: Path) -> None:
