@@ -16,6 +16,8 @@ from benchmarks.faults.fuzz_files import Change, Files, Reader, changing, conten
 from benchmarks.faults.fuzz_inputs import damaged, other_json
 from speechdp.checkpoint.state import load_checkpoint
 from speechdp.comm.serial import SerialCommunicator
+from speechdp.experiments.race.record import read_race
+from speechdp.experiments.race.shown import ShownRaces
 from speechdp.launching.allocation import find_allocation
 from speechdp.launching.hostfile import read_hostfile
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
@@ -23,8 +25,10 @@ from speechdp.report.runs.derived import sweep_figures
 from speechdp.report.runs.folders import read_sweep
 from speechdp.report.sweep.answer import find_answer
 from speechdp.tasks.model_file import ClassCounts, load_model, save_model
+from tests.helpers.races import made_up_race, write_made_up_race
 from tests.helpers.runs import MadeUpRun, write_run
 
+_SPEEDS = {"one-rank": 0.7, "gradient_averaging": 1.0, "period 4": 1.2}
 _ALONE = SerialCommunicator()
 
 
@@ -138,7 +142,17 @@ def run_readers(scratch: Path) -> list[Reader]:
     def changes(present: Files) -> list[tuple[str, Change]]:
         return [(name, change) for name in present for change in (damaged, other_json, other_json)]
 
+    sound = write_made_up_race(scratch, made_up_race(_SPEEDS, rounds=6))
+    race = {"race/ranks-2.json": sound.read_bytes()}
+
+    def read_the_race(folder: Path) -> None:
+        found = read_race(folder / "race" / "ranks-2.json")
+        shown = ShownRaces({found.plan.ranks: found})
+        assert all(speed.ratio > 0 for speed in shown.speeds(found.plan.ranks).values())
+        assert shown.notes() and isinstance(shown.cautions({}), tuple)
+
     return [
+        changing("race record", read_the_race, race, *changes(race)),
         changing("run records", read, files, *changes(files)),
         changing("run records, untimed", read, untimed, *changes(untimed)),
     ]

@@ -148,11 +148,11 @@ def train(
         print(f"{place}: {message or f'{rate} frames/s'}", flush=True)
 
 
-def prepare_synthetic(data: Path, starter: JobStarter, log: Path) -> None:
+def prepare_synthetic(data: Path, starter: JobStarter, log: Path, hours: float = SYNTHETIC_HOURS) -> None:
     """Prepare synthetic speech, unless it is there."""
     if (data / "data.json").is_file():
         return
-    message = starter.run(1, ["prepare", "--synthetic", str(SYNTHETIC_HOURS), str(data)], log)
+    message = starter.run(1, ["prepare", "--synthetic", str(hours), str(data)], log)
     if message is not None:
         raise SystemExit(f"synthetic speech cannot be prepared: {message}")
 

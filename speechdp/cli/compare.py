@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from speechdp.experiments.compare.plan import ComparePlan
     from speechdp.experiments.compare.training import ComparedTraining
     from speechdp.experiments.jobs import JobStarter
+    from speechdp.train.session import Session
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class CompareCommand:
     frames: the number of epochs; time: the training time, about that of the slowest run in mode frames."""
     decode_split: Annotated[str, shown("SPLIT")] = "test"
     """Split to decode for the word error rate; empty: none.  Not used with --task synthesis."""
+    race: Annotated[int, shown("ROUNDS")] = 12
+    """Rounds of the race after the runs: all strategies take turns, so that their speeds can be compared.
+    One race a number of ranks.  An interval needs at least 6 rounds; 0: no race, speeds are those of runs."""
+    race_steps: Annotated[int, shown("STEPS")] = 32
+    """Steps of a turn in the race, at least: a turn has whole averaging periods."""
     hostfile: Annotated[Path | None, shown("FILE", "this machine only")] = None
     """File with a line `host slots=N` for each host."""
     launch_args: Annotated[str, shown("'OPTIONS'", "none")] = ""
@@ -61,11 +67,15 @@ class CompareCommand:
     A log-probability in nats per frame; an L1 error with --task synthesis; else the task's first metric."""
     overwrite: bool = False
     """Delete the comparison in OUT and start over."""
+    job: tyro.conf.Suppress[str] = ""
+    """Race that this process is a rank of; given by `compare` to the ranks it starts."""
 
     def run(self) -> int:
-        """Make the comparison and its report; return the exit code: 1 where a run failed."""
+        """Make the comparison and its report, or be a rank of a race; return the exit code."""
         from speechdp.experiments.compare.own_training import OwnTraining  # noqa: PLC0415 - keeps --help fast
 
+        if self.job:
+            return self._be_a_rank()
         request, starter = self._request(self._plan()), self._starter()
         return _compare(
             self.out_dir,
@@ -75,6 +85,30 @@ class CompareCommand:
             overwrite=self.overwrite,
             target=self.target,
         )
+
+    def _be_a_rank(self) -> int:
+        from speechdp.cli.support.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415
+
+        race = [self.strategies, self.ranks, self.seeds, self.race, self.race_steps]
+        others = {"OUT folder": self.out_dir, "--job": self.job, "race": race}
+        return train_over_ranks(SessionRequest(self.data, self.options, self.job, others), self._on_rank)
+
+    def _on_rank(self, session: Session) -> int:
+        from speechdp import exit_codes  # noqa: PLC0415
+        from speechdp.experiments.compare.plan import SEQUENTIAL  # noqa: PLC0415
+        from speechdp.experiments.race.run import hold_race  # noqa: PLC0415
+        from speechdp.process.ending import Stopped  # noqa: PLC0415
+
+        plan = self._plan()
+        request = self._request(plan)
+        options = request.options_of(SEQUENTIAL, plan.seeds[0])
+        race = request.race_on(session.comm.size, plan.strategies, options)
+        try:
+            hold_race(session, options, race, self.out_dir)
+        except Stopped:
+            session.reporter.notice("stopped as requested; the race is held from its beginning again")
+            return exit_codes.STOPPED
+        return 0
 
     def _plan(self) -> ComparePlan:
         from speechdp.experiments.compare.plan import ComparePlan, checked_strategies, whole_numbers  # noqa: PLC0415
@@ -90,6 +124,7 @@ class CompareCommand:
     def _request(self, plan: ComparePlan) -> CompareRequest:
         from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
         from speechdp.experiments.compare.own_training import CompareRequest  # noqa: PLC0415
+        from speechdp.experiments.race.plan import RaceOptions  # noqa: PLC0415
         from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs  # noqa: PLC0415
         from speechdp.launching.cores import available_cores  # noqa: PLC0415
 
@@ -107,6 +142,7 @@ class CompareCommand:
             plan=plan,
             decode_split=decode_split,
             most_decoding_ranks=available_cores() if self.hostfile is None else None,
+            race=RaceOptions(self.race, self.race_steps),
         )
 
     def _starter(self) -> JobStarter:
@@ -211,7 +247,7 @@ def _compare(
     print_report(out, target, metric)
     failed = sum(run.state == FAILED for run in record.runs)
     say_how_many_failed(failed, len(record.runs), out)
-    return 1 if failed else 0
+    return 1 if failed or record.failed_races else 0
 
 
 def _announcement(request: CompareRequest) -> list[str]:

@@ -66,6 +66,7 @@ SUBCOMMANDS = {
         "compare",
         "CompareCommand",
         "train with several strategies and numbers of ranks, decode and report",
+        internal=("job",),
         refused={
             "strategy": "use --strategies",
             "seed": "use --seeds",

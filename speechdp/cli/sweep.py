@@ -17,6 +17,7 @@ from speechdp.options.shown import heading, shown
 
 if TYPE_CHECKING:
     from speechdp.comm.base import Communicator
+    from speechdp.experiments.race.plan import RaceOptions
     from speechdp.experiments.sweep.plan import SweepPlan
     from speechdp.train.progress import Reporter
     from speechdp.train.session import Session
@@ -45,6 +46,11 @@ class SweepCommand:
     """Length of the extra run on one rank from which speed-ups are computed; 0: no such run."""
     decode_split: Annotated[str, shown("SPLIT")] = "test"
     """Split to decode for the word error rate; empty: none.  Not used with --task synthesis."""
+    race: Annotated[int, shown("ROUNDS")] = 12
+    """Rounds of the race after the runs: all settings take turns, so that their speeds can be compared.
+    An interval needs at least 6 rounds; 0: no race, and speeds are those of the runs."""
+    race_steps: Annotated[int, shown("STEPS")] = 32
+    """Steps of a turn in the race, at least: a turn has whole averaging periods."""
     target: Annotated[float | None, shown("VALUE", "the best value that all runs reached")] = None
     """Report the time each run took to reach this held-out value.
     A log-probability in nats per frame; an L1 error with --task synthesis; else the task's first metric."""
@@ -55,7 +61,9 @@ class SweepCommand:
         """Run the sweep; return the exit code."""
         from speechdp.cli.support.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415 - fast --help
 
+        self._race()
         sweep = [self.swept, self.periods, self.reference, self.one_rank_steps, self.decode_split]
+        sweep += [self.race, self.race_steps]
         others = {"OUT folder": self.out_dir, "sweep": sweep, "--overwrite": self.overwrite}
         request = SessionRequest(self.data, self.options, self.out_dir.name, others)
         return train_over_ranks(request, self._on_rank)
@@ -73,6 +81,11 @@ class SweepCommand:
         plan.runs()
         return plan
 
+    def _race(self) -> RaceOptions:
+        from speechdp.experiments.race.plan import RaceOptions  # noqa: PLC0415
+
+        return RaceOptions(self.race, self.race_steps)
+
     def _on_rank(self, session: Session) -> int:
         from speechdp.cli.report import print_report  # noqa: PLC0415
         from speechdp.cli.train import check_run_folder  # noqa: PLC0415
@@ -89,7 +102,8 @@ class SweepCommand:
                 if owner is not None and self.overwrite and (stays := empty(owner, SWEEP)):
                     session.reporter.notice(stays)
                 comm.barrier()
-                run_sweep(session, self.options, plan, self.out_dir, self._reporter_maker(comm))
+                reporter_for = self._reporter_maker(comm)
+                run_sweep(session, self.options, plan, self.out_dir, reporter_for, self._race())
         except Stopped as stop:
             if isinstance(stop, StoppedBefore) and stop.folder == self.out_dir:
                 text = f"stopped as requested before it began; repeat the command: {self.out_dir}"

@@ -74,9 +74,9 @@ RUN = FolderKind(
     ),
 )
 _RUNS = (*RUN.records, OWNER_FILE)
-SWEEP = FolderKind("a sweep", "sweep.json", _TARGETS, ("report", "logs", "notices.txt"), _RUNS)
+SWEEP = FolderKind("a sweep", "sweep.json", _TARGETS, ("report", "race", "logs", "notices.txt"), _RUNS)
 COMPARISON = FolderKind(
-    "a comparison", "compare.json", (), ("compare", "logs", "report", "notices.txt"), _RUNS
+    "a comparison", "compare.json", (), ("compare", "race", "logs", "report", "notices.txt"), _RUNS
 )
 PROFILE = FolderKind(
     "a profile",

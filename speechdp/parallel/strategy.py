@@ -61,6 +61,8 @@ class Traits:
         updates_elsewhere: gradients are applied on another rank than the one that computed them.
         counts_frames: `Progress.frames_per_rank` must be the same on every rank.
         counts_epochs: what it does depends on the epochs done, which a user's own loop does not tell.
+        changes_over_time: what it exchanges, or how often, is not the same in all of training: some steps of
+            it do not tell how fast the whole is.
         follows_whole_run: what it does depends on the share of the whole training that is done.
         survives_divergence: a rank's loss or parameters may stop being numbers, if there are others: the
             strategy mends that at its next exchange.
@@ -77,6 +79,7 @@ class Traits:
     updates_elsewhere: bool = False
     counts_frames: bool = False
     counts_epochs: bool = False
+    changes_over_time: bool = False
     follows_whole_run: bool = False
     survives_divergence: bool = False
     survives_loss: bool = False

@@ -98,6 +98,7 @@ class AdaptiveAveraging(ModelAveraging):
             counts_frames=traits.counts_frames
             or self.interval.unit is PeriodUnit.FRAMES
             or points is PointUnit.FRAMES,
+            changes_over_time=True,
             counts_epochs=points is PointUnit.EPOCHS,
             follows_whole_run=traits.follows_whole_run
             or self.learning_rate == "scale"

@@ -15,6 +15,7 @@ _RESERVED = frozenset(
     (
         "communication_share", "efficiency", "epochs", "feeder_busy_share", "feeders", "frames",
         "frames_per_s", "loader_threads", "padding_and_context_share", "period", "preprocess_on",
+        "raced_speed", "raced_speed_high", "raced_speed_low",
         "rank_skew", "ranks", "replica_distance", "run", "sent_bytes_per_s", "ser", "speedup", "staleness",
         "status", "storage", "straggler_rank", "strategy", "time_to_target_s", "wer", "wer_high", "wer_low",
         "words",

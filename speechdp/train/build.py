@@ -127,13 +127,19 @@ def epoch_planner(session: Session, source: SplitSource, options: TrainOptions) 
 
 
 def open_loader(
-    session: Session, options: TrainOptions, trainer: Trainer, source: SplitSource, stack: ExitStack
+    session: Session,
+    options: TrainOptions,
+    trainer: Trainer,
+    source: SplitSource,
+    stack: ExitStack,
+    pass_on: Callable[[Iterator[Assignment]], Iterator[Assignment]] = iter,
 ) -> tuple[StepLoader, Dealing | None]:
     """Start reading this rank's next batches; in an asynchronous run, open the dealing too.  Collective.
 
     Args:
         options: resolved.
         stack: closes the loader; the dealing is to be closed by all ranks together when training has ended.
+        pass_on: passes the assignments on to the loader's thread, which may have to wait for them.
     """
     comm, strategy = session.comm, trainer.parts.strategy
     plan = Planner(epoch_planner(session, source, options), options.num_epochs)
@@ -146,7 +152,7 @@ def open_loader(
     else:
         dealing = _open_dealing(session, options, trainer, plan)
         assignments = dealing.assignments()
-    loader = _make_loader(session, options, source, assignments, together=together)
+    loader = _make_loader(session, options, source, pass_on(assignments), together=together)
     stack.enter_context(loader)
     if dealing is not None:
         stack.callback(dealing.stop_asking)  # before the loader's thread, which asks, is joined
@@ -213,6 +219,7 @@ def build_trainer(
     run_dir: Path,
     stack: ExitStack,
     timeline: Timeline | None = None,
+    pulse: Pulse | None = None,
 ) -> tuple[Trainer, Sources]:
     """Build a trainer at step 0 and open the data.  Collective.
 
@@ -220,6 +227,7 @@ def build_trainer(
         run_dir: where timeline, metrics and checkpoints go.
         stack: closes what was opened.
         timeline: takes this rank's times; None: one is opened in `run_dir`.
+        pulse: is told of progress; None: one of its own.
     """
     comm = session.comm
     options = options.resolve(training_ranks(options, comm.size))
@@ -241,7 +249,7 @@ def build_trainer(
     strategy = options.strategy.parsed.attach(replica, comm, timeline)
     # From here on ranks draw different random numbers (dropout).
     torch.manual_seed(options.seed * 65_537 + comm.rank)
-    pulse, task = Pulse(), options.make_task().for_data(session.dataset)
+    pulse, task = pulse or Pulse(), options.make_task().for_data(session.dataset)
     parts = TrainingParts(
         task=task,
         model=model,

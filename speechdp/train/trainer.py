@@ -114,6 +114,21 @@ class Trainer:
 
     def _meet(self, meeting: Meeting) -> bool:
         """Do with all ranks what they meet for; return whether training ends here.  Collective."""
+        parts = self.parts
+        self.come_together(meeting)
+        if meeting.kind is MeetingKind.END:
+            return True
+        if meeting.kind is MeetingKind.EPOCH:
+            self._end_epoch(meeting.epoch)
+        else:
+            self.save()
+        if meeting.kind is MeetingKind.STOP:
+            raise Stopped
+        parts.strategy.resume()
+        return False
+
+    def come_together(self, meeting: Meeting) -> None:
+        """End the exchanges of an asynchronous strategy and wait for all ranks at a meeting.  Collective."""
         parts, counters = self.parts, self.counters
         with parts.timeline.span(Span.COMM):
             parts.strategy.pause()
@@ -126,16 +141,6 @@ class Trainer:
         counters.epoch, counters.step, counters.frames = meeting.epoch, meeting.step, meeting.frames
         counters.frames_per_rank = meeting.frames / parts.comm.size
         self._at.dealing = meeting.state
-        if meeting.kind is MeetingKind.END:
-            return True
-        if meeting.kind is MeetingKind.EPOCH:
-            self._end_epoch(meeting.epoch)
-        else:
-            self.save()
-        if meeting.kind is MeetingKind.STOP:
-            raise Stopped
-        parts.strategy.resume()
-        return False
 
     def traffic(self) -> dict[str, Any]:
         """Return what this rank has sent in how much training time, and the strategy's statistics."""

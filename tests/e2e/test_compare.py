@@ -11,6 +11,7 @@ import pytest
 
 from speechdp.cli.main import run as speechdp
 from speechdp.data.shards.dataset import Dataset
+from speechdp.experiments.race.record import find_race
 from tests.helpers.gates import Gates
 from tests.helpers.jobs import alone, ended_within, started
 from tests.helpers.mpi import Ended
@@ -20,7 +21,7 @@ OPTIONS = (
     *TINY_MODEL,
     *("--learning-rate", "0.02", "--global-batch", "4", "--epochs", "2", "--backend", "mpi"),
     *("--ranks", "1,2", "--strategies", "gradient_averaging,model_averaging:period=4,momentum=reset"),
-    *("--realign", "1", "--realign-epochs", "1", "--modes", "frames"),
+    *("--realign", "1", "--realign-epochs", "1", "--modes", "frames", "--race", "3", "--race-steps", "4"),
 )
 FOLDERS = [
     "frames-1x-gradient_averaging-seed1-2ep",
@@ -85,6 +86,21 @@ def test_it_ends_with_table_and_report(compared: tuple[Path, Ended]) -> None:
     assert all(row["heldout_log_prob_mean"] and row["wer_mean"] for row in rows)
     assert float(rows[2]["replica_distance_mean"]) > 0 == float(rows[1]["replica_distance_mean"])
     assert float(rows[1]["sent_bytes_per_s_mean"]) > 0
+
+
+def test_strategies_and_one_rank_have_raced(compared: tuple[Path, Ended]) -> None:
+    out, ended = compared
+    assert "race on 2 ranks: 3 settings in turn, started" in ended.stdout
+    assert "race on 2 ranks: done" in ended.stdout
+    race = find_race(out, 2)
+    assert race is not None and race.plan.baseline == "gradient_averaging"
+    strategies = ["gradient_averaging", "model_averaging:period=4,momentum=reset"]
+    assert [setting.name for setting in race.plan.settings] == ["one-rank", *strategies]
+    assert race.plan.training["options"]["alignments"].endswith("alignment/alignments/1")
+    with (out / "compare" / "compare.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [bool(row["raced_speed"]) for row in rows] == [False, True, True]
+    assert (out / "logs" / "race-2.log").is_file()
 
 
 def test_it_goes_on_keeps_what_is_finished_and_records_what_fails(

@@ -11,6 +11,7 @@ import pytest
 
 from speechdp.cli.main import run as speechdp
 from speechdp.data.shards.dataset import Dataset
+from speechdp.experiments.race.record import find_race
 from speechdp.report.runs.folders import read_sweep
 from tests.helpers.gates import Gates
 from tests.helpers.jobs import DEADLINE_S, by_launch, ended_within, started
@@ -20,6 +21,7 @@ from tests.helpers.tiny_data import TinySizes, write_tiny_data
 OPTIONS = (
     *("--layers", "1", "--cells", "12", "--learning-rate", "0.02", "--batch-size", "1", "--epochs", "2"),
     *("--periods", "1,4", "--one-rank-steps", "150", "--checkpoint-steps", "10", "--backend", "mpi"),
+    *("--race", "3", "--race-steps", "4"),
 )
 RUNS = ["one-rank", "gradient_averaging", "model_averaging-1", "model_averaging-4"]
 STOPPED = 75
@@ -80,9 +82,27 @@ def test_it_ends_with_the_table_and_the_report(swept: tuple[Path, str]) -> None:
     assert len(rows) == len(RUNS)
 
 
+def test_its_settings_have_raced(swept: tuple[Path, str]) -> None:
+    out, stdout = swept
+    assert "race: 4 settings in turn, 3 rounds" in stdout and "race: done in" in stdout
+    race = find_race(out, 2)
+    assert race is not None and race.plan.baseline == "gradient_averaging"
+    assert sorted(race.speeds()) == sorted(RUNS)
+    turns = [(segment.round, segment.setting) for segment in race.segments]
+    assert sorted(turns) == sorted((number, name) for number in range(4) for name in RUNS)
+    assert {segment.frames[1] for segment in race.segments if segment.setting == "one-rank"} == {0}
+    assert all(segment.steps == 4 for segment in race.segments)
+    with (out / "report" / "report.csv").open(newline="") as file:
+        rows = {row["run"]: row for row in csv.DictReader(file)}
+    assert float(rows["gradient_averaging"]["raced_speed"]) == 1.0
+    assert float(rows["model_averaging-4"]["raced_speed"]) > 0
+    assert "had 3 rounds, too few for intervals" in stdout.replace("\n", " ")
+
+
 def test_the_same_command_again_keeps_what_is_finished(dataset: Dataset, swept: tuple[Path, str]) -> None:
     out, _ = swept
     kept = [p for name in RUNS for p in (out / name).rglob("*") if p.is_file()]
+    kept.append(out / "race" / "ranks-2.json")
     before = {path: path.stat().st_mtime_ns for path in kept}
     ended = ended_within(DEADLINE_S, by_launch(2, "sweep", dataset.path, out, *OPTIONS))
     assert ended.exit_code == 0, ended.output
@@ -110,6 +130,7 @@ def test_another_sweep_in_the_same_folder_is_refused(
         (["--swept", "gradient_averaging", "--periods", "5s"], "counts its period in steps"),
         (["--strategy", "model_averaging"], "--strategy does not apply to sweep"),
         (["--reference", "no_such"], "unknown strategy 'no_such'"),
+        (["--race", "-1"], "--race -1: write a number of rounds, or 0 for no race"),
     ],
 )
 def test_what_cannot_be_swept_is_said_before_anything_is_written(

@@ -173,7 +173,7 @@ def _files_of(name: str, folder: Path) -> Result:
 
 def _sweep(cases: Cases, name: str) -> Case:
     def arguments(folder: Path) -> list[str]:
-        sizes = ["--periods", "2", "--one-rank-steps", "2", "--decode-split", "test"]
+        sizes = ["--periods", "2", "--one-rank-steps", "2", "--decode-split", "test", "--race", "0"]
         return ["sweep", str(cases.data), str(folder / "OUT"), *sizes, *_SHORT]
 
     return Case(name, 2, arguments, lambda folder: sweep_result(folder / "OUT", "sweep.json"))

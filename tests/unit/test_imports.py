@@ -46,6 +46,7 @@ report/runs
 report/kit
 synthesis
 experiments
+experiments/race
 experiments/compare
 experiments/sweep experiments/profile
 report/sweep report/compare report/profile report/decoding doctor

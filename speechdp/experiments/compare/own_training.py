@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from speechdp.counting import counted
 from speechdp.errors import RunError
 from speechdp.experiments.arguments import refuse_throughout, split_to_tune_on, train_arguments
 from speechdp.experiments.compare.plan import SEQUENTIAL, ComparePlan, stretched
 from speechdp.experiments.compare.record import RunRecord
 from speechdp.experiments.compare.training import ComparedTraining, log_of
 from speechdp.experiments.jobs import JobStarter
+from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
+from speechdp.experiments.race.record import find_race, is_of
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.report.runs.results import ONE_RANK
 from speechdp.train.realign import last_alignment
 
 ALIGNMENT = "alignment"
@@ -31,6 +35,7 @@ class CompareRequest:
         options: of every run; strategy, seed, and epochs at equal time are set run by run.
         decode_split: split whose word error rate is reported; "" for none.
         most_decoding_ranks: more than this decode nothing faster on this machine; None: any number.
+        race: how long the races last, one a number of ranks.
     """
 
     data: Path
@@ -40,6 +45,7 @@ class CompareRequest:
     plan: ComparePlan
     decode_split: str
     most_decoding_ranks: int | None = None
+    race: RaceOptions = field(default_factory=RaceOptions)
 
     def settings(self) -> dict[str, Any]:
         """Return what all runs share."""
@@ -53,6 +59,19 @@ class CompareRequest:
     def options_of(self, strategy: StrategyChoice, seed: int) -> TrainOptions:
         """Return the options of a run at equal frames."""
         return dataclasses.replace(self.options, strategy=strategy, seed=seed)
+
+    def race_on(self, ranks: int, strategies: Sequence[StrategyChoice], options: TrainOptions) -> RacePlan:
+        """Return the race of strategies on so many ranks; where one rank was compared, it races too.
+
+        Args:
+            options: what the settings share, as the ranks are given them.
+        """
+        settings = [RaceSetting(strategy.text, strategy) for strategy in strategies]
+        if 1 in self.plan.ranks:
+            settings.insert(0, RaceSetting(ONE_RANK, SEQUENTIAL, alone=True))
+        shared = {key: value for key, value in options.to_json().items() if key != "strategy"}
+        training = {"data": self.data_checksum, "options": shared}
+        return self.race.plan(ranks, self.plan.seeds[0], settings, training)
 
 
 class OwnTraining(ComparedTraining):
@@ -124,6 +143,27 @@ class OwnTraining(ComparedTraining):
             words += [f"--backend={request.options.backend}"]
         return self._starter.run(ranks, words, log_of(run_dir))
 
+    def race(self, ranks: int, strategies: Sequence[StrategyChoice]) -> str | None:
+        """Let strategies race on so many ranks, unless they have; return None, or what went wrong."""
+        request = self._request
+        options = request.options_of(SEQUENTIAL, request.plan.seeds[0]).on_alignments(self._alignments)
+        plan = request.race_on(ranks, strategies, options)
+        if not plan.is_race or _was_held(request.out, plan):
+            return None
+        self._say(f"race on {ranks} ranks: {counted(len(plan.settings), 'setting')} in turn, started")
+        words = ["compare", str(request.data.absolute()), str(request.out.absolute()), f"--job=race-{ranks}"]
+        words += [f"--strategies={','.join(choice.text for choice in strategies)}", f"--seeds={options.seed}"]
+        words += [f"--ranks={'1,' if 1 in request.plan.ranks else ''}{ranks}"]
+        words += [f"--race={request.race.rounds}", f"--race-steps={request.race.least_steps}"]
+        words += [f"--decode-split={request.decode_split}"]
+        words += train_arguments(dataclasses.replace(options, seed=TrainOptions().seed))
+        num_ranks = ranks + options.loading.feeders
+        message = self._starter.run(num_ranks, words, log_of(request.out / f"race-{ranks}"))
+        if message is None and not _was_held(request.out, plan):
+            message = "the job ended well but left no record (is OUT a shared folder?)"
+        self._say(f"race on {ranks} ranks: {'done' if message is None else f'failed: {message}'}")
+        return message
+
     def _train(self, run_dir: Path, options: TrainOptions, ranks: int) -> str | None:
         if ranks == 1:  # other back-ends have nothing to do there, and some need a launcher
             options = dataclasses.replace(options, backend="auto")
@@ -134,3 +174,12 @@ class OwnTraining(ComparedTraining):
         if message is None and not (run_dir / "completed.json").is_file():
             return "the job ended well but left no completed.json (a host may have been lost)"
         return message
+
+
+def _was_held(out: Path, plan: RacePlan) -> bool:
+    """Return whether a race is recorded; one whose record is damaged is held again."""
+    try:
+        race = find_race(out, plan.ranks)
+    except RunError:
+        return False
+    return race is not None and is_of(race, plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,14 @@ class CompareRecord:
         settings: what all runs share: data, options, batch; another comparison in the folder has others.
         runs: in the order they are trained in.
         metric: what runs of a script are judged by, as for `--metric`; "": what they log last.
+        failed_races: why, by the number of ranks.
     """
 
     settings: dict[str, Any]
     runs: tuple[RunRecord, ...] = ()
     completed: bool = False
     metric: str = ""
+    failed_races: dict[str, str] = field(default_factory=dict)
 
     def with_run(self, index: int, **changes: Any) -> CompareRecord:
         """Return the record with some fields of run `index` changed."""
@@ -86,6 +88,7 @@ def write_record(out: Path, record: CompareRecord) -> None:
         "runs": [run.to_json() for run in record.runs],
         "completed": record.completed,
         **({"metric": record.metric} if record.metric else {}),
+        **({"failed_races": record.failed_races} if record.failed_races else {}),
     }
     write_record_file(out / FILE_NAME, "compare", content)
 
@@ -102,10 +105,11 @@ def read_record(out: Path) -> CompareRecord:
         runs = tuple(RunRecord.from_json(run) for run in content["runs"])
         settings, completed = dict(content["settings"]), bool(content["completed"])
         metric = str(content.get("metric", ""))
+        failed_races = {str(ranks): str(why) for ranks, why in content.get("failed_races", {}).items()}
     for run in runs:
         if run.folder is not None:
             check_beside(path, run.folder)
-    return CompareRecord(settings, runs, completed, metric)
+    return CompareRecord(settings, runs, completed, metric, failed_races)
 
 
 def check_same(out: Path, settings: dict[str, Any], defaults: dict[str, Any]) -> None:

@@ -60,13 +60,27 @@ class Comparer:
             for index, run in enumerate(self._record.runs):
                 if run.mode == mode and run.state == PENDING:
                     self._carry_out(index)
-        done = all(run.state == COMPLETE for run in self._record.runs)
+        self._race()
+        done = all(run.state == COMPLETE for run in self._record.runs) and not self._record.failed_races
         self._update(dataclasses.replace(self._record, completed=done))
         return self._record
 
     def _update(self, record: CompareRecord) -> None:
         self._record = record
         write_record(self._out, record)
+
+    def _race(self) -> None:
+        """Let those strategies race on each number of ranks that have been trained there."""
+        failed: dict[str, str] = {}
+        for ranks in sorted({run.ranks for run in self._record.runs if run.ranks > 1}):
+            trained = dict.fromkeys(
+                run.strategy for run in self._record.runs if run.ranks == ranks and run.state == COMPLETE
+            )
+            given = [choice for choice in self._plan.strategies_on(ranks) if choice in trained]
+            message = self._training.race(ranks, given)
+            if message is not None:
+                failed[str(ranks)] = message
+            self._update(dataclasses.replace(self._record, failed_races=failed))
 
     def _say_what_needs_no_job(self) -> None:
         total = len(self._record.runs)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from speechdp.experiments.compare.record import RunRecord
+from speechdp.parallel.registry import StrategyChoice
 
 LOGS = "logs"
 
@@ -21,6 +23,15 @@ class ComparedTraining(ABC):
     def begin(self) -> None:
         """Do what all runs need before the first.  Raises RunError where that fails."""
         return
+
+    def race(self, ranks: int, strategies: Sequence[StrategyChoice]) -> str | None:
+        """Let strategies race on so many ranks; return None, or what went wrong in one line.
+
+        Raises:
+            JobStopped: a signal came meanwhile.
+            RunError: its log cannot be written.
+        """
+        return None
 
     @abstractmethod
     def is_done(self, run_dir: Path) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from speechdp.counting import counted
 from speechdp.errors import RunError
-from speechdp.experiments.profile.checked import checked_fields
+from speechdp.experiments.checked import checked_fields
 from speechdp.files import record_cannot_be_read
 from speechdp.json_input import parse_json
 from speechdp.jsonl import read_lines

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speechdp.errors import RunError
-from speechdp.experiments.profile.checked import checked_fields
+from speechdp.experiments.checked import checked_fields
 from speechdp.experiments.profile.measured import (
     FACTS_NAME,
     FUNCTIONS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from speechdp.comm.serial import SerialCommunicator
@@ -11,6 +11,8 @@ from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.decode.results import wer_path
 from speechdp.decode.tuning import tune
 from speechdp.experiments.arguments import refuse_throughout, split_to_tune_on
+from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
+from speechdp.experiments.race.run import hold_race
 from speechdp.experiments.sweep.plan import SweepPlan, write_sweep
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.options.run import TrainOptions
@@ -23,6 +25,9 @@ from speechdp.train.progress import Reporter
 from speechdp.train.realign import make_alignments, train_or_go_on
 from speechdp.train.session import Session
 
+#: What one rank alone trains with: it has nothing to exchange.
+ONE_RANK_STRATEGY = StrategyChoice("gradient_averaging")
+
 
 def run_sweep(
     session: Session,
@@ -30,13 +35,15 @@ def run_sweep(
     plan: SweepPlan,
     out_dir: Path,
     reporter_for: Callable[[str], Reporter],
+    race: RaceOptions,
 ) -> None:
-    """Train, decode and record every run of a sweep.  Collective.
+    """Train, decode and record every run of a sweep, then let their settings race.  Collective.
 
     Finished runs are kept, interrupted ones go on, so the same command can be given again.
 
     Args:
         reporter_for: makes the reporter of a run from its name.
+        race: how long the race lasts.
 
     Raises:
         as `train_run`; ConfigError where `out_dir` holds a sweep with other options.
@@ -64,9 +71,36 @@ def run_sweep(
             train_or_go_on(run_session, own, out_dir / name)
             if plan.decode_split:
                 _decode(run_session, options.held_out, plan.decode_split, out_dir / name)
+    race_session = dataclasses.replace(session, reporter=reporter_for("race"))
+    hold_race(race_session, options, race_of(session, options, names, runs, race), out_dir)
     if session.comm.rank == 0:
         write_sweep(out_dir, names, completed=True)
     session.comm.barrier()
+
+
+def race_of(
+    session: Session,
+    options: TrainOptions,
+    names: Sequence[str],
+    runs: Mapping[str, StrategyChoice],
+    race: RaceOptions,
+) -> RacePlan:
+    """Return the race of a sweep's runs.
+
+    Args:
+        options: what the runs share.
+        names: of all runs.
+        runs: the strategies of those on all ranks.
+    """
+    ranks = session.comm.size
+    settings = [
+        RaceSetting(name, runs[name])
+        if name in runs
+        else RaceSetting(name, ONE_RANK_STRATEGY, alone=True, batch_of=ranks)
+        for name in names
+    ]
+    shared = {key: value for key, value in options.to_json().items() if key != "strategy"}
+    return race.plan(ranks, options.seed, settings, {"data": session.dataset.checksum, "options": shared})
 
 
 def _train_one_rank(session: Session, options: TrainOptions, plan: SweepPlan, run_dir: Path) -> None:
@@ -79,7 +113,7 @@ def _train_one_rank(session: Session, options: TrainOptions, plan: SweepPlan, ru
         # Resolved for all ranks, so that this one has the batch of one of them, not that of all together.
         own = dataclasses.replace(
             options.resolve(session.comm.size),
-            strategy=StrategyChoice("gradient_averaging"),
+            strategy=ONE_RANK_STRATEGY,
             max_steps=plan.one_rank_steps,
         )
         try:

@@ -13,6 +13,7 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.choice import accurate_enough, several_tasks
 from speechdp.report.kit.same_machine import machine_warning
+from speechdp.report.kit.speeds import all_raced, by_speed, choose_fastest, ratio_text, speed_phrase
 
 #: Seeds that a claim needs.
 CLAIM_SEEDS = 3
@@ -29,9 +30,14 @@ class ComparisonAnswer(Answer):
     chosen: dict[int, Group] = field(default_factory=dict)
 
 
-def choose(groups: Sequence[Group]) -> ComparisonAnswer:
-    """Apply the rule (`rule_for`) to the groups of every number of ranks above 1."""
+def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> ComparisonAnswer:
+    """Apply the rule (`rule_for`) to the groups of every number of ranks above 1.
+
+    Args:
+        of_races: what the reader must know of the races, a sentence each.
+    """
     chosen: dict[int, Group] = {}
+    unsure: set[int] = set()
     details: list[str] = []
     one_rank = _one_rank(groups)
     for ranks in sorted({group.ranks for group in groups if group.ranks > 1}):
@@ -39,14 +45,21 @@ def choose(groups: Sequence[Group]) -> ComparisonAnswer:
         rows = [group for group in rows if group.frames_per_s is not None and group.score is not None]
         if rows:
             best = max(rows, key=lambda group: group.score or 0.0)
-            fastest = max(accurate_enough(rows, best, _tolerance(best)), key=_speed)
-            suffices = one_rank is not None and _suffices(one_rank, fastest, rows, best)
+            accurate = accurate_enough(rows, best, _tolerance(best))
+            speed = by_speed(rows, _speed)
+            fastest, alike = choose_fastest(accurate, speed)
+            unsure |= {ranks} if alike else set()
+            suffices = one_rank is not None and _suffices(one_rank, max(accurate, key=speed), rows, best)
             chosen[ranks] = one_rank if one_rank is not None and suffices else fastest
             details += _sentences(fastest, best, rows, one_rank)
+            details += _not_told_apart(fastest, alike)
             details += _at_equal_time(ranks, fastest, groups)
-    return ComparisonAnswer(
-        _headline(chosen, groups), tuple(details), _cautions(groups), _machine(groups), chosen=chosen
-    )
+    raced = all_raced([group for group in groups if group.ranks > 1 and group.figures])
+    machine = _machine(groups, raced=raced)
+    cautions = tuple(filter(None, (machine if raced else "", *of_races, *_cautions(groups))))
+    warning = "" if raced else machine
+    headline = _headline(chosen, unsure, groups)
+    return ComparisonAnswer(headline, tuple(details), cautions, warning, chosen=chosen)
 
 
 def rule_for(groups: Sequence[Group]) -> str:
@@ -54,6 +67,8 @@ def rule_for(groups: Sequence[Group]) -> str:
     terms = group_terms(groups)
     words = ", and whose 95 % interval of the word error rate overlaps that of the lowest one"
     speed = f"{terms.amount}/s{' at equal frames' if 'epochs' in terms.kind.measures else ''}"
+    if any(group.raced is not None for group in groups):
+        speed = "by the race; of strategies that it cannot tell apart, the most accurate"
     alone = "" if _one_rank(groups) is None else "; one rank where it is as fast and as near to the best"
     return (
         f"Rule, for each number of ranks: the fastest strategy ({speed}) whose mean final "
@@ -71,7 +86,33 @@ def _one_rank(groups: Sequence[Group]) -> Group | None:
 def _suffices(one_rank: Group, fastest: Group, rows: Sequence[Group], best: Group) -> bool:
     """Say whether one rank is as fast as the fastest on several, and as accurate by the same rule."""
     accurate = accurate_enough([*rows, one_rank], best, _tolerance(best))
-    return _speed(one_rank) >= _speed(fastest) and any(group is one_rank for group in accurate)
+    is_as_fast = _times_one_rank(fastest, one_rank) <= 1
+    return is_as_fast and any(group is one_rank for group in accurate)
+
+
+def _times_one_rank(group: Group, one_rank: Group) -> float:
+    """Return how many times as fast as one rank a strategy is: by the race, where one rank took part."""
+    if group.raced is not None and group.alone is not None:
+        return group.raced.ratio / group.alone.ratio
+    return _speed(group) / _speed(one_rank)
+
+
+def _is_like_one_rank(group: Group) -> bool:
+    """Return whether the intervals of a strategy and of one rank in its race overlap."""
+    speed, alone = group.raced, group.alone
+    if speed is None or alone is None or speed.low is None:
+        return False
+    return not speed.is_apart_from(alone)
+
+
+def _not_told_apart(chosen: Group, alike: Sequence[Group]) -> list[str]:
+    """Say which strategies may be as fast as the chosen one."""
+    if not alike:
+        return []
+    others = ", ".join(f"{group.label} ({ratio_text(group.raced)})" for group in alike)
+    return [
+        f"On {chosen.ranks} ranks the speed of {chosen.label} cannot be told apart from that of {others}."
+    ]
 
 
 def _tolerance(best: Group) -> float:
@@ -79,7 +120,8 @@ def _tolerance(best: Group) -> float:
     return max(group_terms([best]).metric.near_enough(best.score or 0.0), deviation or 0.0)
 
 
-def _headline(chosen: dict[int, Group], groups: Sequence[Group]) -> str:
+def _headline(chosen: dict[int, Group], unsure: set[int], groups: Sequence[Group]) -> str:
+    """Say what to choose; on numbers of ranks in `unsure` others may be as fast."""
     if not chosen and any(group.frames_per_s for group in groups if group.ranks > 1):
         return (
             f"No finished run on several ranks has {group_terms(groups).kind.evaluation}, so only speeds can "
@@ -103,9 +145,12 @@ def _headline(chosen: dict[int, Group], groups: Sequence[Group]) -> str:
     elif len(by_label) == 1:
         label, sizes = next(iter(by_label.items()))
         text = f"Choose {label}: on {_listed(sizes)} ranks it is the fastest strategy that {keeps}."
+        if unsure & set(sizes):
+            text = f"Choose {label}: on {_listed(sizes)} ranks none that {keeps} is known to be faster."
     else:
         parts = [f"{label} on {_listed(sizes)}" for label, sizes in by_label.items()]
-        text = f"It depends on the number of ranks. The fastest that {keeps}: {'; '.join(parts)} ranks."
+        fastest = "None is known to be faster of those that" if unsure & {*chosen} else "The fastest that"
+        text = f"It depends on the number of ranks. {fastest} {keeps}: {'; '.join(parts)} ranks."
     if alone:
         text += f" Do not use {_listed(alone)} ranks: one rank alone {keeps}, too, and is as fast."
     return text
@@ -120,8 +165,9 @@ def _sentences(fastest: Group, best: Group, rows: Sequence[Group], one_rank: Gro
     terms = group_terms([fastest])
     text = f"{fastest.ranks} ranks: {fastest.label} with {_rate(fastest)}"
     if one_rank is not None:
-        times = formatting.times(_speed(fastest) / _speed(one_rank))
-        text += f" ({times} times one rank, which reaches {terms.number(one_rank.score)})"
+        times = formatting.times(_times_one_rank(fastest, one_rank))
+        unsure = ", from which the race cannot tell it apart and" if _is_like_one_rank(fastest) else ","
+        text += f" ({times} times one rank{unsure} which reaches {terms.number(one_rank.score)})"
     text += f", {_accuracy(fastest)}"
     if best is not fastest:
         name = f"{terms.best} {terms.short_name}"
@@ -173,7 +219,7 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _machine(groups: Sequence[Group]) -> str:
+def _machine(groups: Sequence[Group], *, raced: bool) -> str:
     runs = {
         run.result.name: (run.result, run.record.planned.title)
         for group in groups
@@ -181,7 +227,9 @@ def _machine(groups: Sequence[Group]) -> str:
         if run.result is not None
     }
     return machine_warning(
-        [result for result, _ in runs.values()], {name: title for name, (_, title) in runs.items()}
+        [result for result, _ in runs.values()],
+        {name: title for name, (_, title) in runs.items()},
+        raced=raced,
     )
 
 
@@ -194,7 +242,14 @@ def _accuracy(group: Group) -> str:
 
 def _rate(group: Group) -> str:
     rate = formatting.count(group.frames_per_s.mean if group.frames_per_s else None)
-    return f"{rate} {group_terms([group]).amount}/s"
+    text = f"{rate} {group_terms([group]).amount}/s"
+    if group.raced is None or group.raced.baseline == group.strategy:
+        return text
+    return f"{speed_phrase(group.raced, group.strategy, _baseline_label(group))}, {text}"
+
+
+def _baseline_label(group: Group) -> str:
+    return "" if group.raced is None else formatting.strategy_label(group.raced.baseline, group.ranks)
 
 
 def _speed(group: Group) -> float:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from speechdp.experiments.compare.plan import FRAMES, MODES
 from speechdp.experiments.compare.record import RunRecord, read_record
+from speechdp.experiments.race.shown import ShownRaces, read_races
 from speechdp.experiments.record import COMPLETE, FAILED
 from speechdp.report.kit.formatting import strategy_label
 from speechdp.report.kit.tables import Value
 from speechdp.report.runs.derived import RunFigures, best_score, run_figures, sum_of_counts
 from speechdp.report.runs.folders import common_metric, read_run
-from speechdp.report.runs.results import RunResult, WordErrors
+from speechdp.report.runs.raced import RacedSpeed
+from speechdp.report.runs.results import ONE_RANK, RunResult, WordErrors
 
 #: Share of the runs at equal frames that reach the target, where none is given: a strategy that fails
 #: altogether must not make the target one that all others reach at once.
@@ -38,11 +40,13 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison as it was found."""
+    """A comparison as it was found; of races that failed: why, by the number of ranks."""
 
     path: Path
     settings: dict[str, Any]
     runs: tuple[ComparedRun, ...]
+    races: ShownRaces = field(default_factory=ShownRaces)
+    failed_races: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ class Group:
         runs: one a seed, unfinished and failed ones included.
         figures: of the finished ones.
         word_errors: means of rate and interval over seeds.
+        raced: its speed by the race on as many ranks; None: not all strategies there took part.
+        alone: that of one rank in the same race.
     """
 
     strategy: str
@@ -84,6 +90,8 @@ class Group:
     runs: tuple[ComparedRun, ...]
     figures: tuple[RunFigures, ...]
     word_errors: WordErrors | None
+    raced: RacedSpeed | None = None
+    alone: RacedSpeed | None = None
 
     def spread(self, figure: Callable[[RunFigures], Value]) -> Spread | None:
         """Return a figure of the finished runs; None where none has it."""
@@ -147,7 +155,7 @@ def read_comparison(out: Path, metric: str = "") -> Comparison:
         ComparedRun(run, None if run.folder is None else read_run(out / run.folder, metric))
         for run in record.runs
     ]
-    return Comparison(out, record.settings, tuple(runs))
+    return Comparison(out, record.settings, tuple(runs), read_races(out), record.failed_races)
 
 
 def common_target(runs: Sequence[ComparedRun]) -> float | None:
@@ -170,7 +178,22 @@ def make_groups(comparison: Comparison, target: float | None) -> list[Group]:
         keys.setdefault((run.record.mode, run.record.ranks, run.record.strategy.text), []).append(run)
     given = list(dict.fromkeys(run.record.strategy.text for run in comparison.runs))
     order = sorted(keys, key=lambda key: (MODES.index(key[0]), key[1], given.index(key[2])))
-    return [_group(key, keys[key], target) for key in order]
+    groups = [_group(key, keys[key], target) for key in order]
+    for ranks in comparison.races.races:
+        groups = _with_race(groups, ranks, comparison.races.speeds(ranks))
+    return groups
+
+
+def _with_race(groups: list[Group], ranks: int, speeds: Mapping[str, RacedSpeed]) -> list[Group]:
+    """Return the groups with the speeds of the race on so many ranks, if all that have finished raced."""
+    own = [group for group in groups if group.ranks == ranks and group.figures]
+    if ranks == 1 or not all(group.strategy in speeds for group in own):
+        return groups
+    alone = speeds.get(ONE_RANK)
+    return [
+        replace(group, raced=speeds.get(group.strategy), alone=alone) if group.ranks == ranks else group
+        for group in groups
+    ]
 
 
 def _group(key: tuple[str, int, str], runs: list[ComparedRun], target: float | None) -> Group:

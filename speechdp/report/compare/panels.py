@@ -18,6 +18,7 @@ from speechdp.report.kit.canvas import Canvas, style_axes
 from speechdp.report.kit.formatting import ONE_RANK_LABEL
 from speechdp.report.kit.learning import curve_points, learning_axes
 from speechdp.report.kit.periods import PeriodCurve, draw_periods, period_units
+from speechdp.report.kit.speeds import all_raced, ratio_text
 from speechdp.report.kit.svg import Panel
 from speechdp.report.kit.theme import Theme
 
@@ -96,12 +97,14 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
     shown = [group for group in groups if group.ranks == ranks and group.frames_per_s and group.scores]
     if not shown:
         return False
-    terms = group_terms(groups)
+    terms, raced = group_terms(groups), all_raced(shown)
     style_axes(ax, f"{ranks} ranks: {terms.short_name} by speed", terms.metric.unit, canvas.theme)
     for group in shown:
         assert group.frames_per_s is not None and group.scores is not None
         colour = canvas.colours[group.label]
-        if len(group.scores.values) == len(group.frames_per_s.values) > 1:
+        if raced:
+            _draw_interval(ax, group, colour)
+        elif len(group.scores.values) == len(group.frames_per_s.values) > 1:
             ax.plot(
                 group.frames_per_s.values,
                 group.scores.values,
@@ -112,19 +115,34 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
             )
         filled = not dashes(group.label, canvas)
         (dot,) = ax.plot(
-            [group.frames_per_s.mean], [group.scores.mean], "o", color=colour, markersize=8, zorder=4,
+            [_speed(group, raced=raced)], [group.scores.mean], "o", color=colour, markersize=8, zorder=4,
             markerfacecolor=colour if filled else canvas.theme.surface, markeredgewidth=1.6,
         )  # fmt: skip
         canvas.tip(dot, _tip(group))
-    ax.set_xlabel(f"{terms.amount}/s", color=canvas.theme.muted)
+    speed = "times the baseline, by the race" if raced else f"{terms.amount}/s"
+    ax.set_xlabel(speed, color=canvas.theme.muted)
     ax.margins(x=0.12, y=0.14)
     _limit(ax, [[(0.0, y)] for g in shown if g.scores for y in g.scores.values])
     _draw_reference(ax, groups, canvas)
-    _mark_what_lies_below(ax, shown, canvas)
+    _mark_what_lies_below(ax, shown, canvas, raced=raced)
     ax.xaxis.set_major_locator(MaxNLocator(5))
-    ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:.2f}" if raced else f"{x:,.0f}")
     terms.finish_axis(ax)
     return True
+
+
+def _speed(group: Group, *, raced: bool) -> float:
+    """Return where a group stands on the axis of speed."""
+    if raced:
+        return 0.0 if group.raced is None else group.raced.ratio
+    return 0.0 if group.frames_per_s is None else group.frames_per_s.mean
+
+
+def _draw_interval(ax: Axes, group: Group, colour: str) -> None:
+    """Draw the interval of a raced speed through the mean of the scores."""
+    speed, scores = group.raced, group.scores
+    if speed is not None and scores is not None and speed.low is not None and speed.high is not None:
+        ax.plot([speed.low, speed.high], [scores.mean] * 2, color=colour, linewidth=2, alpha=0.45, zorder=3)
 
 
 def draw_staleness(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) -> bool:
@@ -245,13 +263,13 @@ def _draw_reference(ax: Axes, groups: Sequence[Group], canvas: Canvas) -> None:
     canvas.tip(line, _tip(reference))
 
 
-def _mark_what_lies_below(ax: Axes, groups: Sequence[Group], canvas: Canvas) -> None:
+def _mark_what_lies_below(ax: Axes, groups: Sequence[Group], canvas: Canvas, *, raced: bool) -> None:
     """Put an arrow at the lower edge for a strategy whose accuracy lies below the picture."""
     (low, high), terms = ax.get_ylim(), group_terms(groups)
     for group in groups:
         if group.frames_per_s is None or group.score is None or group.score >= low:
             continue
-        x, y = group.frames_per_s.mean, low + 0.05 * (high - low)
+        x, y = _speed(group, raced=raced), low + 0.05 * (high - low)
         (mark,) = ax.plot(
             [x],
             [y],
@@ -271,6 +289,8 @@ def _tip(group: Group) -> str:
     speed = formatting.count(group.frames_per_s.mean if group.frames_per_s else None)
     terms = group_terms([group])
     text = f"{group.label}: {terms.with_unit(group.score)} at {speed} {terms.amount}/s"
+    if group.raced is not None:
+        text += f", {ratio_text(group.raced)} times the baseline in the race"
     if group.word_errors is not None:
         text += f", WER {formatting.percent(group.word_errors.wer, 1)} %"
     return f"{text}; {counted(len(group.finished), 'seed')}"

@@ -17,6 +17,7 @@ from speechdp.report.compare.choice import choose, rule_for
 from speechdp.report.compare.groups import (
     ComparedRun,
     Comparison,
+    Group,
     common_target,
     make_groups,
     read_comparison,
@@ -55,7 +56,8 @@ def write_comparison(out: Path, target: float | None = None, metric: str = "") -
         target = common_target(comparison.runs)
     until = None if target is None else terms.with_unit(target)
     groups = make_groups(comparison, target)
-    choice, lines = choose(groups), make_panels(groups)
+    of_races = (*_failed_races(comparison), *comparison.races.cautions(_labels(groups)))
+    choice, lines = choose(groups, of_races), make_panels(groups)
     canvas = make_canvas(groups, theme.PAGE)
     marks = {label: stroke(colour, dashes(label, canvas)) for label, colour in canvas.colours.items()}
     tables = make_tables(groups, choice.chosen.values(), marks)
@@ -65,6 +67,7 @@ def write_comparison(out: Path, target: float | None = None, metric: str = "") -
         out.resolve().name,
         choice,
         " ".join(filter(None, (rule_for(groups) if choice.chosen else "", metric_meanings(results)))),
+        race_notes=comparison.races.notes(),
         lines=_lines([line for line in drawn if line]),
         legend=list(marks.items()),
         amount=terms.amount,
@@ -81,6 +84,17 @@ def write_comparison(out: Path, target: float | None = None, metric: str = "") -
     below = [] if until is None else [Text(f"to target: until {until}.  {SPREAD_NOTE}")]
     terminal = [replace(table, note="") for table in tables]
     return WrittenReport(html, csv, png, RichGroup(*terminal, *below), choice.sentences)
+
+
+def _labels(groups: Sequence[Group]) -> dict[str, str]:
+    return {group.strategy: group.label for group in groups if group.ranks > 1}
+
+
+def _failed_races(comparison: Comparison) -> list[str]:
+    return [
+        f"The race on {ranks} ranks failed: {message}. The same command tries it again."
+        for ranks, message in comparison.failed_races.items()
+    ]
 
 
 def _lines(drawn: list[list[tuple[str, Markup]]]) -> list[list[tuple[str, Markup]]]:

@@ -12,6 +12,7 @@ from speechdp.report.compare.groups import Group, Spread
 from speechdp.report.kit import formatting
 from speechdp.report.kit.columns import STEPS, FigureColumn, known_metrics, metric_column, throughput
 from speechdp.report.kit.metric_names import Terms, terms_of
+from speechdp.report.kit.speeds import RACED_HIGH, RACED_LOW, RACED_SPEED
 from speechdp.report.kit.tables import Column, RowHead, ShownTable, Value, csv_text, with_figures
 
 #: Heading and note of each mode's table.
@@ -112,7 +113,8 @@ def shown_columns(groups: Sequence[Group]) -> tuple[Column[Group], ...]:
     terms = group_terms(groups)
     shown = [measure for measure in measures(groups) if terms.task.decodes or measure is not _WER]
     length = _EPOCHS if _EPOCHS.key in terms.kind.measures else _over_seeds(STEPS)
-    return (_RANKS, length, _SEEDS, *with_figures(map(_over_seeds, shown), groups))
+    speed, *others = map(_over_seeds, shown)
+    return (_RANKS, length, _SEEDS, *with_figures([speed, RACED_SPEED, *others], groups))
 
 
 def make_tables(
@@ -158,11 +160,14 @@ def csv_of_groups(groups: Sequence[Group], target: float | None) -> str:
             group.mode, group.ranks, group.strategy, len(group.runs), len(group.finished),
             len(group.failures), epochs.mean if epochs else None, *figures,
             errors.low if errors else None, errors.high if errors else None, until,
+            *(column.value(group) for column in (RACED_SPEED, RACED_LOW, RACED_HIGH)),
         ]  # fmt: skip
 
     head = ["mode", "ranks", "strategy", "seeds", "finished", "failed", "epochs_mean"]
     keys = [f"{measure.key}_{part}" for measure in all_measures for part in parts]
-    return csv_text([*head, *keys, "wer_low", "wer_high", f"target_{metric.key}"], map(line, groups))
+    more = ["wer_low", "wer_high", f"target_{metric.key}"]
+    raced = [column.key for column in (RACED_SPEED, RACED_LOW, RACED_HIGH)]
+    return csv_text([*head, *keys, *more, *raced], map(line, groups))
 
 
 def _parts(spread: Spread | None) -> list[Value]:

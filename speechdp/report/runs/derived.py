@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from statistics import fmean
 
 from speechdp.report.runs.data_path import DataFigures, DataWait, data_figures, data_wait
+from speechdp.report.runs.raced import RacedSpeed
 from speechdp.report.runs.results import Evaluation, RankTiming, RunResult, RunTiming, Sweep, WordErrors
 from speechdp.tasks.metrics import TaskRecord, task_record
 
@@ -51,6 +52,7 @@ class RunFigures:
     Attributes:
         score, best_score: of held-out data at the end, and the highest of all (`Evaluation.score`).
         values: the task's metrics at the end by their keys, as they are recorded.
+        raced: how fast its setting was in a race; then speedup and efficiency are by the race, too.
     """
 
     run: RunResult
@@ -69,6 +71,7 @@ class RunFigures:
     frames_trained: float | None
     training_time_s: float | None
     time_to_target_s: float | None
+    raced: RacedSpeed | None = None
 
     @property
     def data_wait_share(self) -> float | None:
@@ -244,6 +247,23 @@ def sweep_figures(sweep: Sweep, target: float | None) -> list[RunFigures]:
     return [
         run_figures(run, baseline, target if run.metric.key == metric.key else None) for run in sweep.runs
     ]
+
+
+def with_race(rows: Sequence[RunFigures], speeds: Mapping[str, RacedSpeed]) -> list[RunFigures]:
+    """Return the rows with the speeds of their race, speed-ups over one rank by it where that raced too.
+
+    Args:
+        speeds: by the names of the runs.
+    """
+    alone = next((speeds.get(row.run.name) for row in rows if row.run.is_baseline), None)
+    return [_with_speed(row, speeds.get(row.run.name), alone) for row in rows]
+
+
+def _with_speed(row: RunFigures, speed: RacedSpeed | None, alone: RacedSpeed | None) -> RunFigures:
+    if speed is None or alone is None or not row.run.size:
+        return replace(row, raced=speed)
+    speedup = speed.ratio / alone.ratio
+    return replace(row, raced=speed, speedup=speedup, efficiency=speedup / row.run.size)
 
 
 def _comm_per_step(rank: RankTiming) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from speechdp.report.kit import formatting
@@ -10,6 +10,14 @@ from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.choice import accurate_enough
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.same_machine import machine_warning
+from speechdp.report.kit.speeds import (
+    all_raced,
+    by_speed,
+    choose_fastest,
+    not_apart,
+    ratio_text,
+    speed_phrase,
+)
 from speechdp.report.runs.derived import RunFigures
 from speechdp.report.sweep.cautions import find_cautions
 from speechdp.report.sweep.data_answer import data_advice, other_runs
@@ -38,44 +46,61 @@ class SweepAnswer(Answer):
         return tuple(filter(None, (*self.details, self.limit, *self.data)))
 
 
-def find_answer(rows: Sequence[RunFigures]) -> SweepAnswer:
-    """Apply the rule (`rule_for`) to the sweep's rows; those of one task are compared."""
+def find_answer(rows: Sequence[RunFigures], of_race: tuple[str, ...] = ()) -> SweepAnswer:
+    """Apply the rule (`rule_for`) to the sweep's rows; those of one task are compared.
+
+    Args:
+        of_race: what the reader must know of the race, a sentence each.
+    """
     labels = formatting.run_labels([row.run for row in rows])
     finished = [row for row in rows if row.run.status == "complete" and not row.run.is_baseline]
-    comparable = [row for row in finished if row.frames_per_s is not None and row.score is not None]
     metric = terms_of(row.run for row in rows).metric
-    comparable = [row for row in comparable if row.run.metric.key == metric.key]
-    cautions = find_cautions(rows, comparable, labels)
+    comparable = comparable_rows(rows)
+    cautions = (*of_race, *find_cautions(rows, comparable, labels))
     if not comparable:
         return _without_comparison(rows, finished, cautions)
     best = max(comparable, key=lambda row: row.score or 0.0)
     eligible = accurate_enough(comparable, best, metric.near_enough(best.score or 0.0))
-    chosen = max(eligible, key=_rate)
-    details = _comparison(comparable, chosen, best, labels)
+    raced = all_raced(comparable)
+    rate = by_speed(comparable, _rate)
+    chosen, alike = choose_fastest(eligible, rate)
+    details = _comparison(comparable, chosen, best, rate, labels)
     if chosen.run.model_period is None:
-        details.append(_best_period(comparable, eligible, labels))
+        details.append(_best_period(comparable, eligible, rate, labels))
+    warning = machine_warning((row.run for row in comparable), labels, raced=raced)
     return SweepAnswer(
-        _headline(chosen, comparable, labels),
+        _headline(chosen, alike, comparable, labels),
         tuple(filter(None, details)),
-        cautions,
-        machine_warning((row.run for row in comparable), labels),
+        tuple(filter(None, (warning if raced else "", *cautions))),
+        "" if raced else warning,
         limit=_limit(chosen, labels),
         data=_data(rows, chosen, labels),
         chosen=chosen,
     )
 
 
+def comparable_rows(rows: Sequence[RunFigures]) -> list[RunFigures]:
+    """Return the rows that the choice is made from: finished runs of one task, timed and judged."""
+    metric = terms_of(row.run for row in rows).metric
+    finished = [row for row in rows if row.run.status == "complete" and not row.run.is_baseline]
+    judged = [row for row in finished if row.frames_per_s is not None and row.score is not None]
+    return [row for row in judged if row.run.metric.key == metric.key]
+
+
 def rule_for(rows: Sequence[RunFigures]) -> str:
     """Return the rule of the choice, in the terms of the runs' task."""
     terms = terms_of(row.run for row in rows)
+    tie = ""
+    if all_raced(comparable_rows(rows)):
+        tie = " Speed is that of the race; of settings that it cannot tell apart, the most accurate."
     near = (
         f"Rule: the fastest finished run whose final {terms.metric.name} is within {terms.tolerance()} of the"
     )
     if not terms.task.decodes:
-        return f"{near} {terms.best}."
+        return f"{near} {terms.best}.{tie}"
     return (
         f"{near} {terms.best} run's and whose 95 % interval of the word error rate overlaps that of the run "
-        "with the lowest one."
+        f"with the lowest one.{tie}"
     )
 
 
@@ -117,16 +142,31 @@ def _of_single_run(row: RunFigures, label: str) -> str:
     )
 
 
-def _headline(chosen: RunFigures, rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
-    label = formatting.capital(labels[chosen.run.name])
+def _headline(
+    chosen: RunFigures, alike: Sequence[RunFigures], rows: Sequence[RunFigures], labels: dict[str, str]
+) -> str:
+    """Name the run that is chosen, and those whose speed cannot be told from the fastest's."""
+    name = labels[chosen.run.name]
+    label = formatting.capital(name)
     if len(rows) == 1:
         return f"{label}: {_speed(chosen)}, with {_accuracy(chosen)}."
     keeps = terms_of(row.run for row in rows).keeps
-    return f"{label} is the fastest setting that {keeps}: {_speed(chosen)}, with {_accuracy(chosen)}."
+    figures = f"{_speed(chosen, labels)}, with {_accuracy(chosen)}."
+    if not alike:
+        return f"{label} is the fastest setting that {keeps}: {figures}"
+    others = ", ".join(f"{labels[row.run.name]} ({ratio_text(row.raced)})" for row in alike)
+    return (
+        f"No setting that {keeps} is known to be faster than {name}: {figures} Its speed cannot be told "
+        f"apart from that of {others}."
+    )
 
 
 def _comparison(
-    rows: Sequence[RunFigures], chosen: RunFigures, best: RunFigures, labels: dict[str, str]
+    rows: Sequence[RunFigures],
+    chosen: RunFigures,
+    best: RunFigures,
+    rate: Callable[[RunFigures], float],
+    labels: dict[str, str],
 ) -> list[str]:
     sentences: list[str] = []
     if len(rows) == 1:
@@ -137,23 +177,28 @@ def _comparison(
     else:
         sentences.append(
             f"The {terms.best} {terms.metric.name} is that of {labels[best.run.name]}: "
-            f"{_accuracy(best)}, at {formatting.count(best.frames_per_s)} {terms.amount}/s."
+            f"{_accuracy(best)}, at {_short_speed(best, labels)}."
         )
-    fastest = max(rows, key=_rate)
-    if fastest is not chosen:
+    fastest = max(rows, key=rate)
+    if fastest is not chosen and not any(fastest is row for row in not_apart(rows, chosen)):
         assert fastest.score is not None
         assert best.score is not None
         behind = terms.gap(fastest.score, best.score)
         good = f"low in {terms.short_name}" if terms.falls else "accurate"
         sentences.append(
             f"{formatting.capital(labels[fastest.run.name])} is faster "
-            f"({formatting.count(fastest.frames_per_s)} {terms.amount}/s) but not {good} enough: {behind}"
+            f"({_short_speed(fastest, labels)}) but not {good} enough: {behind}"
             + (f", WER {_wer(fastest)}." if fastest.word_errors else ".")
         )
     return sentences
 
 
-def _best_period(rows: Sequence[RunFigures], eligible: Sequence[RunFigures], labels: dict[str, str]) -> str:
+def _best_period(
+    rows: Sequence[RunFigures],
+    eligible: Sequence[RunFigures],
+    rate: Callable[[RunFigures], float],
+    labels: dict[str, str],
+) -> str:
     """Say which period is the best where a run without one was chosen."""
     if all(row.run.model_period is None for row in rows):
         return ""
@@ -161,10 +206,10 @@ def _best_period(rows: Sequence[RunFigures], eligible: Sequence[RunFigures], lab
     fitting = [row for row in eligible if row.run.model_period is not None]
     if not fitting:
         return f"No averaging period {keeps}."
-    fastest = max(fitting, key=_rate)
+    fastest = max(fitting, key=rate)
     return (
         f"{formatting.capital(labels[fastest.run.name])} is the fastest averaging period that {keeps}: "
-        f"{_speed(fastest)}, with {_accuracy(fastest)}."
+        f"{_speed(fastest, labels)}, with {_accuracy(fastest)}."
     )
 
 
@@ -218,9 +263,18 @@ def _straggler(row: RunFigures) -> str:
     return f" (the slowest is rank {row.skew.straggler}{host})"
 
 
-def _speed(row: RunFigures) -> str:
+def _short_speed(row: RunFigures, labels: dict[str, str]) -> str:
+    if row.raced is not None and row.raced.baseline != row.run.name:
+        return speed_phrase(row.raced, row.run.name, labels.get(row.raced.baseline, row.raced.baseline))
+    return f"{formatting.count(row.frames_per_s)} {row.run.kind.amount}/s"
+
+
+def _speed(row: RunFigures, labels: dict[str, str] | None = None) -> str:
+    """Say how fast a run is: beside the others by the race, if labels are given, and by itself."""
     ranks = "" if row.run.size is None else f" on {row.run.size} rank{'s' if row.run.size != 1 else ''}"
     text = f"{formatting.count(row.frames_per_s)} {row.run.kind.amount}/s{ranks}"
+    if labels is not None and row.raced is not None and row.raced.baseline != row.run.name:
+        text = f"{_short_speed(row, labels)}, {text}"
     if row.speedup is not None and row.run.size != 1:
         speedup, efficiency = formatting.times(row.speedup), formatting.percent(row.efficiency)
         text += f" ({speedup} times one rank, efficiency {efficiency} %)"

@@ -8,6 +8,7 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.columns import STEPS, FigureColumn, known_metrics, metric_column, throughput
 from speechdp.report.kit.formatting import ONE_RANK_LABEL
 from speechdp.report.kit.metric_names import Terms, terms_of
+from speechdp.report.kit.speeds import RACED_HIGH, RACED_LOW, RACED_SPEED
 from speechdp.report.kit.tables import Column, Value, csv_text, with_figures
 from speechdp.report.runs.derived import RunFigures, task_of
 from speechdp.report.runs.results import Estimate
@@ -54,6 +55,7 @@ def _before_metrics(terms: Terms) -> tuple[FigureColumn, ...]:
         ),
         Column("ranks", "ranks", "", "Number of ranks.", lambda row: row.run.size),
         throughput(terms),
+        RACED_SPEED,
         Column(
             "speedup", "speed-up", "times", f"{terms.amount.capitalize()}/s over those of one rank.",
             lambda row: row.speedup, formatting.times,
@@ -109,6 +111,7 @@ def csv_of_runs(rows: Sequence[RunFigures], target: float | None, more: Sequence
     Shares and rates are 0 to 1, times in s; what is not known is empty.
     """
     metric, columns = task_of(row.run for row in rows).metrics[0], all_columns(rows)
+    more = [RACED_LOW, RACED_HIGH, *more]
     extra = ("straggler_rank", f"{metric.recorded_as}_best", "wer_low", "wer_high", "words")
     until = None if target is None else metric.score(target)
 

@@ -41,7 +41,7 @@ def _by_period(rows: Sequence[RunFigures]) -> list[Panel]:
         def draw(ax: Axes, canvas: Canvas) -> bool:
             drawn = plots.draw_by_period(ax, rows, measure, canvas)
             if drawn and with_one_rank:
-                plots.draw_one_rank(ax, rows, canvas)
+                plots.draw_one_rank(ax, rows, measure, canvas)
             return drawn
 
         return Panel(name, f"{what} against the averaging period", _SMALL, draw)

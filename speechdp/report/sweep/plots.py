@@ -14,6 +14,7 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.canvas import Canvas, style_axes
 from speechdp.report.kit.learning import curve_points, learning_axes
 from speechdp.report.kit.metric_names import Terms, terms_of
+from speechdp.report.kit.speeds import all_raced
 from speechdp.report.runs.derived import RunFigures
 from speechdp.report.runs.results import Evaluation
 
@@ -38,6 +39,11 @@ def _wer_interval(row: RunFigures) -> tuple[float, float] | None:
     return 100 * errors.low, 100 * errors.high
 
 
+def _race_interval(row: RunFigures) -> tuple[float, float] | None:
+    speed = row.raced
+    return None if speed is None or speed.low is None or speed.high is None else (speed.low, speed.high)
+
+
 WORD_ERRORS = PlotMeasure(
     "Word error rate, 95 % interval",
     "%",
@@ -48,7 +54,16 @@ WORD_ERRORS = PlotMeasure(
 
 
 def throughput_measure(rows: Sequence[RunFigures]) -> PlotMeasure:
-    """Return the throughput, in what the runs' task counts."""
+    """Return the speed by the race where all took part in it; else the throughput of the runs."""
+    compared = [row for row in rows if not row.run.is_baseline]
+    if all_raced(compared):
+        return PlotMeasure(
+            "Speed by the race, 95 % interval",
+            "times the baseline",
+            lambda row: None if row.raced is None else row.raced.ratio,
+            lambda row: "" if row.raced is None else formatting.times(row.raced.ratio),
+            _race_interval,
+        )
     return PlotMeasure(
         "Throughput",
         f"{terms_of(row.run for row in rows).amount}/s",
@@ -93,18 +108,19 @@ def draw_by_period(ax: Axes, rows: Sequence[RunFigures], measure: PlotMeasure, c
     return True
 
 
-def draw_one_rank(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> None:
-    """Add the one-rank throughput and the ideal multiple of it as reference lines."""
-    baseline = next((row for row in rows if row.run.is_baseline and row.frames_per_s), None)
-    if baseline is None or baseline.frames_per_s is None:
+def draw_one_rank(ax: Axes, rows: Sequence[RunFigures], measure: PlotMeasure, canvas: Canvas) -> None:
+    """Add the speed of one rank and the ideal multiple of it as reference lines."""
+    baseline = next((row for row in rows if row.run.is_baseline and measure.value(row)), None)
+    speed = None if baseline is None else measure.value(baseline)
+    if baseline is None or speed is None:
         return
     sizes = {row.run.size for row in rows if not row.run.is_baseline and row.run.size}
-    lines = [(baseline.frames_per_s, "one rank")]
+    lines = [(speed, "one rank")]
     if len(sizes) == 1 and (size := sizes.pop()) > 1:
-        lines.append((size * baseline.frames_per_s, f"{size} × one rank"))  # noqa: RUF001
+        lines.append((size * speed, f"{size} × one rank"))  # noqa: RUF001
     for value, label in lines:
         line = ax.axhline(value, color=canvas.theme.baseline, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
-        canvas.tip(line, f"{label}: {formatting.count(value)} {baseline.run.kind.amount}/s")
+        canvas.tip(line, f"{label}: {formatting.count(value)} {measure.axis}")
         ax.annotate(
             label.replace("one ", "one\n"), (1, value), xycoords=("axes fraction", "data"), xytext=(4, 0),
             textcoords="offset points", ha="left", va="center", color=canvas.theme.muted, fontsize="small",

@@ -8,18 +8,20 @@ from typing import Any
 
 from rich.console import Group
 
+from speechdp.experiments.race.shown import read_races
 from speechdp.report.kit import formatting, theme
 from speechdp.report.kit.canvas import make_canvas
 from speechdp.report.kit.choice import metric_meanings
 from speechdp.report.kit.columns import FigureColumn
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.pages import WrittenReport, render_page, setting_text, swatch, write_files
+from speechdp.report.kit.speeds import all_raced
 from speechdp.report.kit.svg import Panel, panel_svgs, write_png
 from speechdp.report.kit.tables import RowHead, ShownTable
-from speechdp.report.runs.derived import RunFigures, common_target, sweep_figures
+from speechdp.report.runs.derived import RunFigures, common_target, sweep_figures, with_race
 from speechdp.report.runs.folders import read_sweep
 from speechdp.report.runs.results import Sweep
-from speechdp.report.sweep.answer import SweepAnswer, find_answer, rule_for
+from speechdp.report.sweep.answer import SweepAnswer, comparable_rows, find_answer, rule_for
 from speechdp.report.sweep.bars import SPAN_KEYS
 from speechdp.report.sweep.columns import csv_of_runs, main_columns
 from speechdp.report.sweep.data_answer import path_sentences
@@ -30,6 +32,8 @@ from speechdp.report.sweep.speech_columns import SPEECH_CAPTION, SPEECH_COLUMNS,
 
 #: Columns of a terminal that holds a run's figures, or its data path, on one line.
 _WIDE, _WIDE_DATA = 160, 230
+#: Columns more that speeds by a race take.
+_RACED = 20
 #: Settings shown for each run, in this order; run.json may hold more.
 SETTINGS = {
     "strategy": "strategy",
@@ -67,14 +71,21 @@ def write_report(out_dir: Path, target: float | None = None, metric: str = "") -
     if target is None:
         target = common_target(sweep.runs)
     until = None if target is None else terms.with_unit(target)
+    races = read_races(out_dir)
+    labels = formatting.run_labels(sweep.runs)
+    sizes = {run.size for run in sweep.runs if not run.is_baseline and run.size in races.races}
     rows = sweep_figures(sweep, target)
-    answer, panels = find_answer(rows), make_panels(rows)
+    if len(sizes) == 1:
+        raced = with_race(rows, races.speeds(sizes.pop()))
+        # A race of some of the settings compares them with none of the others.
+        rows = raced if all_raced(comparable_rows(raced)) else rows
+    answer, panels = find_answer(rows, races.cautions(labels)), make_panels(rows)
     tables = _make_tables(rows, answer.chosen, until)
     more = (*CSV_COLUMNS, *(SPEECH_COLUMNS if "speech" in tables else ()))
     html, csv, png = write_files(
         out_dir / "report",
         "report",
-        _page(sweep, rows, answer, tables, panels, until),
+        _page(sweep, rows, answer, tables, panels, until=until, race_notes=races.notes()),
         csv_of_runs(rows, target, more),
         {"report": lambda path: write_png(path, _lines(panels), make_canvas(rows, theme.PRINT))},
     )
@@ -87,7 +98,9 @@ def _page(
     answer: SweepAnswer,
     tables: dict[str, ShownTable[RunFigures]],
     panels: dict[str, list[Panel]],
+    *,
     until: str | None,
+    race_notes: Sequence[str],
 ) -> str:
     rule = rule_for(rows) if answer.chosen and len(rows) > 1 else ""
     return render_page(
@@ -96,6 +109,7 @@ def _page(
         answer,
         " ".join(filter(None, (rule, metric_meanings(sweep.runs)))),
         target=until,
+        race_notes=race_notes,
         **{name: tables.get(name) for name in ("figures", "speech", "data_path")},
         **{
             section: panel_svgs(drawn, lambda: make_canvas(rows, theme.PAGE))
@@ -141,7 +155,8 @@ def _make_tables(
         return ShownTable(id_, title, columns, [(head(row, len(of)), row) for row in of], **others)
 
     note = "" if until is None else f"time to target: until {until} on held-out data"
-    tables = {"figures": table("figures", "", main_columns(rows), rows, note=note, wide_columns=_WIDE)}
+    wide = _WIDE + (_RACED if any(row.raced is not None for row in rows) else 0)
+    tables = {"figures": table("figures", "", main_columns(rows), rows, note=note, wide_columns=wide)}
     if spoken := [row for row in rows if row.run.spoken is not None]:
         speech = table(
             "speech", SPEECH_TITLE, SPEECH_COLUMNS, spoken, note=SPEECH_CAPTION, wide_columns=_WIDE

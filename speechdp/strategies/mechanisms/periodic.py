@@ -45,6 +45,7 @@ class PeriodicStrategy(Strategy):
             period=str(self.period),
             exchanges_every_step=self.period == Period(1),
             counts_frames=PeriodUnit.FRAMES in (self.period.unit, self.begin.unit),
+            changes_over_time=self.begin.value > 0,
         )
 
     @property

@@ -26,6 +26,7 @@ from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.shards.data_dir import check_target, new_data_dir, owner_file
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError, RunError
+from speechdp.experiments.race.plan import RaceOptions
 from speechdp.experiments.sweep.plan import SweepPlan
 from speechdp.experiments.sweep.training import run_sweep
 from speechdp.options.run import ModelOptions, TrainOptions
@@ -151,7 +152,7 @@ def test_a_run_of_a_sweep_is_owned_while_it_is_trained_and_no_longer(
     plan = SweepPlan("model_averaging", ("2",), (), one_rank_steps=0, decode_split="")
     options = TrainOptions(ModelOptions(layers=1, cells=4), epochs=1)
     session = Session(dataset, SerialCommunicator(), torch.device("cpu"))
-    run_sweep(session, options, plan, tmp_path, lambda name: Noting())
+    run_sweep(session, options, plan, tmp_path, lambda name: Noting(), RaceOptions(0))
     assert seen == ["model_averaging-2"] and list(tmp_path.rglob(OWNER_FILE)) == []
 
 

@@ -23,6 +23,7 @@ from speechdp.data.plan.assignment import planned
 from speechdp.data.plan.epoch_plan import plan_epoch
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError, RunError
+from speechdp.experiments.race.plan import RaceOptions
 from speechdp.experiments.sweep.plan import SweepPlan
 from speechdp.experiments.sweep.training import run_sweep
 from speechdp.options.batch import BatchOptions
@@ -313,7 +314,7 @@ def test_a_stop_in_a_sweeps_run_on_one_rank_reaches_the_ranks_that_wait(
         session = Session(dataset, comm, CPU, SilentReporter(), request if comm.rank == 0 else None)
         plan = SweepPlan("model_averaging", ("2",), (), one_rank_steps=12, decode_split="")
         with pytest.raises(Stopped):
-            run_sweep(session, OPTIONS, plan, tmp_path, lambda name: reporter)
+            run_sweep(session, OPTIONS, plan, tmp_path, lambda name: reporter, RaceOptions(0))
         comm.barrier()
 
     run_threads(2, sweep, timeout_s=30)

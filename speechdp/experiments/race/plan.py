@@ -1,0 +1,152 @@
+"""Decide which settings race, in which order, and how long a segment of each is: pure functions."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from speechdp.errors import ConfigError
+from speechdp.parallel.period import Period, PeriodUnit
+from speechdp.parallel.registry import StrategyChoice
+from speechdp.parallel.strategy import Strategy
+
+#: Rounds of a race, its warm-up not counted, and steps of a segment, where nothing else is asked for.
+ROUNDS, LEAST_STEPS = 12, 32
+#: A segment holds as many steps at most: a race takes turns.
+MOST_STEPS = 1024
+TOO_LONG = f"its period is longer than the {MOST_STEPS} steps that a segment of a race has at most"
+#: Exchanges of a segment, at least, where a period may end anywhere in a step: one more or less says little.
+_SEVERAL = 4
+
+
+@dataclass(frozen=True)
+class RaceSetting:
+    """One of what races.
+
+    Attributes:
+        name: no other setting of the race has it.
+        alone: rank 0 trains alone while the others sleep: what speed-ups are computed from.
+        batch_of: alone, it has the batch that one of so many ranks has; 0: that of all ranks together.
+    """
+
+    name: str
+    strategy: StrategyChoice
+    alone: bool = False
+    batch_of: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what stands in the record; the strategy as it was given."""
+        return {**vars(self), "strategy": self.strategy.text}
+
+
+@dataclass(frozen=True)
+class RacePlan:
+    """A race to be held.
+
+    Attributes:
+        ranks: that train.
+        rounds: how often each setting has its turn, its warm-up not counted.
+        least_steps: of a segment.
+        seed: of the order.
+        settings: what races.
+        left_out: what does not, and why not.
+        training: what the settings share: data and options.
+    """
+
+    ranks: int
+    rounds: int
+    least_steps: int
+    seed: int
+    settings: tuple[RaceSetting, ...]
+    left_out: dict[str, str] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_race(self) -> bool:
+        """Whether there are two that can be compared."""
+        return self.rounds > 0 and sum(not setting.alone for setting in self.settings) > 1
+
+    @property
+    def baseline(self) -> str:
+        """Name of what speeds are ratios to: gradient averaging, else the setting that was given first."""
+        together = [setting for setting in self.settings if not setting.alone]
+        averaging = (setting for setting in together if setting.strategy.name == "gradient_averaging")
+        return next(averaging, together[0]).name
+
+
+@dataclass(frozen=True)
+class RaceOptions:
+    """How long a race lasts.
+
+    Attributes:
+        rounds: as in RacePlan; 0: no race is held.
+        least_steps: as in RacePlan.
+    """
+
+    rounds: int = ROUNDS
+    least_steps: int = LEAST_STEPS
+
+    def __post_init__(self) -> None:
+        if self.rounds < 0:
+            raise ConfigError(f"--race {self.rounds}: write a number of rounds, or 0 for no race")
+        if not 1 <= self.least_steps <= MOST_STEPS:
+            raise ConfigError(f"--race-steps {self.least_steps}: must be from 1 to {MOST_STEPS}")
+
+    def plan(
+        self, ranks: int, seed: int, settings: Iterable[RaceSetting], training: dict[str, Any]
+    ) -> RacePlan:
+        """Return the race of these settings; those whose speed some steps cannot tell are left out."""
+        given = list(settings)
+        reasons = {setting.name: why_left_out(setting.strategy.parsed) for setting in given}
+        left_out = {name: reason for name, reason in reasons.items() if reason}
+        racing = tuple(setting for setting in given if setting.name not in left_out)
+        return RacePlan(ranks, self.rounds, self.least_steps, seed, racing, left_out, training)
+
+
+def why_left_out(strategy: Strategy) -> str:
+    """Return why a race cannot tell the speed of a strategy; "": it can."""
+    traits = strategy.traits
+    period = None if traits.period is None else Period.parse(traits.period)
+    if traits.changes_over_time:
+        return "what it exchanges changes in the course of training, of which a race sees the beginning"
+    if period is None:
+        return ""
+    if period.unit is PeriodUnit.STEPS and period.value > MOST_STEPS:
+        return TOO_LONG
+    if period.unit is PeriodUnit.SECONDS and not traits.synchronous:
+        return "its ranks do not agree on how many steps its period in seconds has"
+    return ""
+
+
+def order_of_rounds(num_settings: int, rounds: int, seed: int) -> list[list[int]]:
+    """Return in which order the settings take turns: round 0 is the warm-up, then `rounds` that count.
+
+    The same for the same seed, on every rank.  Whatever comes and goes on the machine meets each setting as
+    often as any other.
+    """
+    drawn = random.Random(seed)
+    return [drawn.sample(range(num_settings), num_settings) for _ in range(rounds + 1)]
+
+
+def segment_steps(period: Period | None, least: int, *, frames_a_step: float, step_s: float | None) -> int:
+    """Return the steps of a segment: the fewest whole periods that have `least` steps.
+
+    Args:
+        period: of the setting; None: it has none.
+        least: steps.
+        frames_a_step: of a rank, mean.
+        step_s: how long a step takes; None: not known yet, and a period in seconds is passed over.
+
+    Returns:
+        The steps; more than MOST_STEPS where such a setting cannot race.
+    """
+    if period is None or (period.unit is PeriodUnit.SECONDS and step_s is None):
+        return least
+    if period.unit is PeriodUnit.STEPS:
+        return math.ceil(least / period.value) * int(period.value)
+    in_steps = period.value / (frames_a_step if period.unit is PeriodUnit.FRAMES else step_s or math.inf)
+    periods = max(1 if in_steps >= least else _SEVERAL, math.ceil(least / in_steps))
+    return max(1, round(periods * in_steps))

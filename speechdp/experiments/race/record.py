@@ -1,0 +1,210 @@
+"""OUT/race/ranks-N.json: what raced, in which order, and how long every rank took (docs/run-directory.md)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from speechdp.errors import RunError
+from speechdp.experiments.checked import checked_fields
+from speechdp.experiments.race.plan import RacePlan, RaceSetting
+from speechdp.experiments.record import check_format, write_record_file
+from speechdp.files import record_cannot_be_read
+from speechdp.json_input import parse_json
+from speechdp.parallel.registry import StrategyChoice
+from speechdp.report.runs.raced import RacedSpeed
+
+FOLDER = "race"
+_KIND = "race"
+#: Frames and seconds that no turn has: ratios of such would be no numbers.
+_MOST, _SHORTEST_S = 1e15, 1e-9
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One turn of a setting.
+
+    Attributes:
+        round: 0 is the warm-up, which does not count.
+        setting: its name.
+        steps: of each rank; of asynchronous settings, at an even pace.
+        frames: that each rank trained on.
+        seconds: that each rank took, from a moment at which all were ready.
+    """
+
+    round: int
+    setting: str
+    steps: int
+    frames: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def frames_per_s(self) -> float:
+        """Frames of all ranks over the slowest rank's time."""
+        return sum(self.frames) / max(self.seconds)
+
+
+@dataclass(frozen=True)
+class RaceRecord:
+    """A race that was held.
+
+    Attributes:
+        segments: in the order in which they were run.
+        hosts: of the ranks.
+        load: of each rank's host during the rounds that count, as timing.json has it (docs/timing.md).
+        begun: when, ISO 8601.
+        wall_s: how long it all took.
+    """
+
+    plan: RacePlan
+    segments: tuple[Segment, ...]
+    hosts: tuple[str, ...]
+    load: tuple[Mapping[str, float], ...]
+    begun: str
+    wall_s: float
+
+    def speeds(self) -> dict[str, RacedSpeed]:
+        """Return how fast each setting is, by its name."""
+        rates: dict[str, dict[int, float]] = {}
+        for segment in self.segments:
+            if segment.round > 0:
+                rates.setdefault(segment.setting, {})[segment.round] = segment.frames_per_s
+        baseline = self.plan.baseline
+        return {
+            name: RacedSpeed.of([rate / rates[baseline][turn] for turn, rate in of.items()], baseline)
+            for name, of in rates.items()
+        }
+
+    def frames_per_s(self, name: str) -> float:
+        """Return a setting's throughput over all its rounds, as the machine was."""
+        counted = [s for s in self.segments if s.setting == name and s.round > 0]
+        return sum(sum(s.frames) for s in counted) / sum(max(s.seconds) for s in counted)
+
+    @property
+    def elsewhere(self) -> float:
+        """Cores of the busiest host that worked for others, those stolen among them, mean."""
+        found = [0.0]
+        for host in dict.fromkeys(self.hosts):
+            here = [load for load, where in zip(self.load, self.hosts, strict=True) if where == host and load]
+            if here:
+                own = sum(load["own"] for load in here)
+                found.append(max(0.0, here[0]["host"] - own) + here[0]["stolen"])
+        return max(found)
+
+
+def race_path(out: Path, ranks: int) -> Path:
+    """Return where the race on so many ranks is recorded."""
+    return out / FOLDER / f"ranks-{ranks}.json"
+
+
+def write_race(path: Path, race: RaceRecord) -> None:
+    """Write a race's record.  Raises RunError (disk)."""
+    plan = {**vars(race.plan), "settings": [setting.to_json() for setting in race.plan.settings]}
+    content = {
+        "plan": plan,
+        "begun": race.begun,
+        "wall_s": round(race.wall_s, 3),
+        "hosts": race.hosts,
+        "load": race.load,
+        "segments": [asdict(segment) for segment in race.segments],
+    }
+    write_record_file(path, _KIND, content)
+
+
+def read_race(path: Path) -> RaceRecord:
+    """Read a race's record.
+
+    Raises:
+        RunError: it cannot be read, or is damaged; one line that names it.
+    """
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+        check_format(content, _KIND)
+        return _record_of(content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(record_cannot_be_read(path, error, "delete it to hold the race again")) from error
+
+
+def _record_of(content: Mapping[str, Any]) -> RaceRecord:
+    plan = _plan_of(content["plan"])
+    segments = tuple(_segment_of(values, plan) for values in content["segments"])
+    turns = [(segment.round, segment.setting) for segment in segments]
+    due = {(turn, s.name) for turn in range(plan.rounds + 1) for s in plan.settings}
+    if len(turns) != len(due) or set(turns) != due:
+        raise ValueError(f"it has {len(turns)} segments that are not {plan.rounds} rounds of its settings")
+    hosts, load = tuple(map(str, content["hosts"])), tuple(map(_load_of, content["load"]))
+    if not len(hosts) == len(load) == plan.ranks:
+        raise ValueError(f"hosts and load are not those of {plan.ranks} ranks")
+    own = checked_fields(RaceRecord, {**content, "plan": plan, "segments": segments, "hosts": hosts})
+    return RaceRecord(**{**own, "load": load})
+
+
+def _plan_of(values: Any) -> RacePlan:
+    settings = tuple(_setting_of(setting) for setting in values["settings"])
+    plan = RacePlan(**checked_fields(RacePlan, {**values, "settings": settings}))
+    names = [setting.name for setting in settings]
+    if plan.ranks < 1 or not plan.is_race or len(set(names)) < len(names):
+        raise ValueError(f"{len(names)} settings in {plan.rounds} rounds on {plan.ranks} ranks are no race")
+    if not isinstance(plan.left_out, dict) or not all(isinstance(v, str) for v in plan.left_out.values()):
+        raise ValueError("left_out is no list of reasons")
+    return plan
+
+
+def _setting_of(values: Any) -> RaceSetting:
+    if not isinstance(values["strategy"], str) or not isinstance(values["alone"], bool):
+        raise ValueError(f"{json.dumps(values)} is no setting")
+    return RaceSetting(
+        **checked_fields(RaceSetting, {**values, "strategy": StrategyChoice(values["strategy"])})
+    )
+
+
+def _segment_of(values: Any, plan: RacePlan) -> Segment:
+    given = checked_fields(Segment, values)
+    segment = Segment(**{**given, **{key: tuple(given[key]) for key in ("frames", "seconds")}})
+    frames, seconds = segment.frames, segment.seconds
+    fits = len(frames) == len(seconds) == plan.ranks and segment.steps > 0
+    fits = fits and _are_amounts(frames) and _are_amounts(seconds)
+    if not fits or max(frames) <= 0 or max(seconds) <= _SHORTEST_S:
+        raise ValueError(
+            f"round {segment.round} of {segment.setting}: {frames} frames in {seconds} s cannot be of "
+            f"{plan.ranks} ranks"
+        )
+    return segment
+
+
+def _are_amounts(values: Sequence[Any]) -> bool:
+    kinds_fit = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+    return kinds_fit and all(0 <= value < _MOST for value in values)
+
+
+def _load_of(values: Any) -> dict[str, float]:
+    """Return the load of a rank's host; empty where none was measured."""
+    if values and not (set(values) >= {"own", "host", "stolen"} and _are_amounts(list(values.values()))):
+        raise ValueError(f"{json.dumps(values)} is no load of a host")
+    return dict(values)
+
+
+def is_of(race: RaceRecord, plan: RacePlan) -> bool:
+    """Return whether a race that was held is the one planned; it may have had more settings."""
+    held = race.plan
+    alike = all(
+        getattr(held, key) == getattr(plan, key) for key in ("ranks", "rounds", "least_steps", "seed")
+    )
+    same_training = held.training == json.loads(json.dumps(plan.training))
+    took_part = {*held.settings}
+    # A setting may have turned out on the ranks not to fit into segments.
+    known = took_part | {s for s in plan.settings if s.name in held.left_out}
+    return alike and same_training and set(plan.settings) <= known and held.baseline == plan.baseline
+
+
+def find_race(out: Path, ranks: int) -> RaceRecord | None:
+    """Return the race on so many ranks; None: none was held.
+
+    Raises:
+        RunError: its record cannot be read.
+    """
+    path = race_path(out, ranks)
+    return read_race(path) if path.exists() else None

@@ -1,0 +1,215 @@
+"""Hold a race on all ranks: the settings take turns in short segments, round by round, in random order."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from contextlib import ExitStack
+from datetime import datetime, timezone
+from pathlib import Path
+
+from speechdp.comm.environment import host_name
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.counting import counted
+from speechdp.errors import RunError
+from speechdp.experiments.race.plan import TOO_LONG, RacePlan, RaceSetting, order_of_rounds
+from speechdp.experiments.race.racer import RaceBase, Racer, RaceSession
+from speechdp.experiments.race.record import (
+    FOLDER,
+    RaceRecord,
+    Segment,
+    is_of,
+    race_path,
+    read_race,
+    write_race,
+)
+from speechdp.options.run import TrainOptions
+from speechdp.process.ending import Stopped
+from speechdp.timing.load import LoadMeter
+from speechdp.train.session import Session
+from speechdp.train.watching import watched
+from speechdp.watchdog.status import StatusFolder
+
+#: Seconds between two lines of progress.
+_NEWS_S = 10.0
+
+
+def hold_race(session: Session, options: TrainOptions, plan: RacePlan, out: Path) -> None:
+    """Hold a race and record it in OUT/race, unless it was held and its record is whole.  Collective.
+
+    Args:
+        options: what all settings share.
+
+    Raises:
+        RunError: a training of it failed, or the record cannot be written.
+        Stopped: a signal asked for it; nothing is recorded, and the same command holds the race again.
+    """
+    if len(session.comm.alive) < session.comm.size:
+        session.reporter.notice("race: ranks were lost, so there is none")
+        return
+    if not plan.is_race or not session.comm.broadcast_object(_is_due(session, plan, out)):
+        return
+    session.reporter.notice(
+        f"race: {counted(len(plan.settings), 'setting')} in turn, {counted(plan.rounds, 'round')}, to "
+        "compare their speeds"
+    )
+    try:
+        race = _Race(session, options, plan, out).run()
+    except RunError as error:
+        raise RunError(f"the race of the settings failed: {error}; --race 0 leaves it out") from error
+    if race is not None and session.comm.rank == 0:
+        write_race(race_path(out, plan.ranks), race)
+        session.reporter.notice(f"race: done in {race.wall_s:.0f} s")
+    session.comm.barrier()
+
+
+def _is_due(session: Session, plan: RacePlan, out: Path) -> bool:
+    """Return on rank 0 whether the race is still to be held; elsewhere nothing that counts."""
+    path = race_path(out, plan.ranks)
+    if session.comm.rank > 0 or not path.exists():
+        return True
+    try:
+        return not is_of(read_race(path), plan)
+    except RunError as error:
+        session.reporter.notice(f"race: it is held again: {error}")
+        return True
+
+
+class _Race:
+    """A race under way on this rank."""
+
+    def __init__(self, session: Session, options: TrainOptions, plan: RacePlan, out: Path) -> None:
+        self._session, self._options, self._plan, self._out = session, options, plan, out
+        #: By the settings' names; None on ranks that have no part in one.
+        self._racers: dict[str, Racer | None] = {}
+        self._left_out = dict(plan.left_out)
+        self._segments: list[Segment] = []
+
+    def run(self) -> RaceRecord | None:
+        """Hold it; return its record, None where settings that do not fit left none to compare."""
+        begun, begun_s = datetime.now(timezone.utc).isoformat(timespec="seconds"), time.monotonic()
+        with ExitStack() as stack:
+            self._enter_all(stack)
+            try:
+                self._warm_up()
+                plan = self._plan_held()
+                load = self._take_turns(plan) if plan.is_race else {}
+            except Stopped:
+                self._close_all()
+                raise
+            self._close_all()
+        if not plan.is_race:
+            self._session.reporter.notice("race: fewer than two settings can take part, so there is none")
+            return None
+        facts = self._session.comm.allgather_object({"host": host_name(), "load": load})
+        names = {setting.name for setting in plan.settings}
+        return RaceRecord(
+            plan,
+            tuple(segment for segment in self._segments if segment.setting in names),
+            tuple(fact["host"] for fact in facts),
+            tuple(fact["load"] for fact in facts),
+            begun,
+            time.monotonic() - begun_s,
+        )
+
+    def _enter_all(self, stack: ExitStack) -> None:
+        """Make the trainings of all settings; have this rank ended if it hangs.  Collective."""
+        folder = self._out / FOLDER
+        base = RaceBase(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="speechdp-race-"))))
+        base.pulse.beat("the race")
+        self._group, self._alone = self._sessions()
+        for setting in self._plan.settings:
+            session = self._alone if setting.alone else self._group
+            self._racers[setting.name] = (
+                None if session is None else self._enter(setting, session, base, stack)
+            )
+        if self._session.comm.rank == 0:
+            StatusFolder(folder).clear()
+        self._session.comm.barrier()
+        trainer = next(racer.trainer for racer in self._racers.values() if racer is not None)
+        stack.enter_context(watched(self._session, self._options, folder, trainer))
+
+    def _close_all(self) -> None:
+        """End all trainings.  Collective."""
+        for session in (self._group, self._alone):
+            if session is not None:
+                session.over.set()
+        for racer in self._racers.values():
+            if racer is not None:
+                racer.close()
+
+    def _sessions(self) -> tuple[RaceSession, RaceSession | None]:
+        """Return the sessions of settings that all ranks train, and of those that rank 0 trains alone."""
+        group = RaceSession.of(self._session)
+        if self._session.comm.rank > 0:
+            return group, None
+        facts = {**self._session.facts, "hosts": self._session.facts.get("hosts", [])[:1]}
+        return group, RaceSession.of(
+            dataclasses.replace(self._session, comm=SerialCommunicator(), facts=facts)
+        )
+
+    def _enter(self, setting: RaceSetting, session: RaceSession, base: RaceBase, stack: ExitStack) -> Racer:
+        options = self._options
+        if setting.alone and setting.batch_of:
+            options = options.resolve(setting.batch_of)
+        options = dataclasses.replace(options, strategy=setting.strategy)
+        return Racer(session, options, self._plan.least_steps, base, stack)
+
+    def _warm_up(self) -> None:
+        """Give each setting its first turn, and know then how long periods in seconds are.  Collective."""
+        for name in self._order[0]:
+            racer = self._racers[name]
+            if racer is None:
+                self._turn(0, name)
+                continue
+            if racer.is_fit:
+                segment = self._turn(0, name)
+                racer.know_pace(max(segment.seconds) / segment.steps)
+            if not racer.is_fit:
+                self._left_out[name] = TOO_LONG
+
+    def _plan_held(self) -> RacePlan:
+        """Return the plan without the settings that turned out not to fit."""
+        kept = tuple(setting for setting in self._plan.settings if setting.name not in self._left_out)
+        return dataclasses.replace(self._plan, settings=kept, left_out=self._left_out)
+
+    @property
+    def _order(self) -> list[list[str]]:
+        """Names of the settings in the order of their turns, round by round, the warm-up first."""
+        names = [setting.name for setting in self._plan.settings]
+        order = order_of_rounds(len(names), self._plan.rounds, self._plan.seed)
+        return [[names[number] for number in turns] for turns in order]
+
+    def _take_turns(self, plan: RacePlan) -> dict[str, float]:
+        """Hold the rounds that count; return how busy this rank's host was.  Collective."""
+        load, told_s = LoadMeter(), time.monotonic()
+        for number, names in enumerate(self._order[1:], start=1):
+            for name in names:
+                if name not in self._left_out:
+                    self._turn(number, name)
+            if time.monotonic() - told_s > _NEWS_S and number < plan.rounds:
+                told_s = time.monotonic()
+                self._session.reporter.notice(f"race: round {number} of {plan.rounds}")
+        return load.so_far()
+
+    def _turn(self, number: int, name: str) -> Segment:
+        """Run a segment.  Collective.  Raises Stopped where a rank was asked to stop."""
+        comm, racer = self._session.comm, self._racers[name]
+        if racer is not None:
+            racer.ready()
+        comm.barrier()
+        begun_s, frames, seconds, steps = time.perf_counter(), 0, 0.0, 0
+        if racer is not None:
+            frames, steps = racer.run(), racer.steps
+            seconds = time.perf_counter() - begun_s
+        comm.barrier()
+        if racer is not None:
+            racer.settle()
+        parts = comm.allgather_object([frames, seconds, steps, self._session.is_asked_to_stop()])
+        if any(stop for _, _, _, stop in parts):
+            raise Stopped
+        frames_of, seconds_of, steps_of, _ = zip(*parts, strict=True)
+        segment = Segment(number, name, max(steps_of), frames_of, seconds_of)
+        self._segments.append(segment)
+        return segment

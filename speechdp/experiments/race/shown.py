@@ -1,0 +1,84 @@
+"""What reports show of an experiment's races."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from speechdp.counting import counted
+from speechdp.errors import RunError
+from speechdp.experiments.race.record import FOLDER, RaceRecord, read_race
+from speechdp.report.kit.formatting import capital
+from speechdp.report.runs.raced import LEAST_ROUNDS, RacedSpeed
+
+#: Cores that worked for others, above which a report names them.
+_NOTABLE_LOAD = 0.05
+
+
+@dataclass(frozen=True)
+class ShownRaces:
+    """The races of an experiment.
+
+    Attributes:
+        races: by the number of ranks.
+        problems: a sentence for each record that cannot be read.
+    """
+
+    races: Mapping[int, RaceRecord] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+    def speeds(self, ranks: int | None) -> dict[str, RacedSpeed]:
+        """Return how fast the settings are on so many ranks, by their names; none where there was no race."""
+        race = self.races.get(ranks or 0)
+        return {} if race is None else race.speeds()
+
+    def cautions(self, labels: Mapping[str, str]) -> tuple[str, ...]:
+        """Return what the reader must know of them, a sentence each.
+
+        Args:
+            labels: of settings, by their names.
+        """
+        notes = list(self.problems)
+        for ranks, race in sorted(self.races.items()):
+            where = f"the race on {counted(ranks, 'rank')}"
+            if race.plan.rounds < LEAST_ROUNDS:
+                notes.append(
+                    f"{where.capitalize()} had {counted(race.plan.rounds, 'round')}, too few for intervals "
+                    f"({LEAST_ROUNDS} are needed): which differences are chance is not known."
+                )
+            for name, reason in race.plan.left_out.items():
+                notes.append(
+                    f"{capital(labels.get(name, name))} took no part in {where}: {reason}. So speeds are "
+                    "those of the runs, which followed one another."
+                )
+        return tuple(notes)
+
+    def notes(self) -> tuple[str, ...]:
+        """Return how each race was held, a sentence each."""
+        return tuple(_described(race) for _, race in sorted(self.races.items()))
+
+
+def read_races(out: Path) -> ShownRaces:
+    """Read the races of an experiment; one that cannot be read is among the problems."""
+    races, problems = {}, []
+    for path in sorted((out / FOLDER).glob("ranks-*.json")):
+        try:
+            race = read_race(path)
+        except RunError as error:
+            problems.append(f"{error}; until then speeds are those of the runs, which followed one another.")
+            continue
+        races[race.plan.ranks] = race
+    return ShownRaces(races, tuple(problems))
+
+
+def _described(race: RaceRecord) -> str:
+    steps = [segment.steps for segment in race.segments if segment.round]
+    turns = f"{min(steps)}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
+    text = (
+        f"Race on {counted(race.plan.ranks, 'rank')}, begun {race.begun[:16].replace('T', ' ')} UTC: "
+        f"{counted(race.plan.rounds, 'round')}, in each of which every setting had a turn of {turns} steps."
+    )
+    if race.elsewhere > _NOTABLE_LOAD:
+        text += f" Meanwhile {race.elsewhere:.2g} cores were busy with other work."
+    return text

@@ -1,0 +1,224 @@
+"""Speeds by a race: the interval of the median, and what reports say of it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import random
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from speechdp.report.compare.report import write_comparison as write_comparison_report
+from speechdp.report.kit.pages import WrittenReport
+from speechdp.report.runs.raced import LEAST_ROUNDS, RacedSpeed, median_interval
+from speechdp.report.sweep.report import write_report
+from tests.helpers.comparisons import MadeUpStrategy, write_comparison
+from tests.helpers.races import made_up_race, write_made_up_race
+from tests.helpers.runs import realistic_sweep, write_sweep
+
+#: As the runs of `realistic_sweep` would race on a quiet machine; period 16 is the fastest accurate one.
+SPEEDS = {
+    "one-rank": 0.70,
+    "gradient_averaging": 1.0,
+    "model_averaging-1": 0.85,
+    "model_averaging-4": 1.11,
+    "model_averaging-16": 1.21,
+    "model_averaging-64": 1.24,
+}
+
+
+@pytest.mark.parametrize("draw", [
+    lambda d: d.gauss(1.3, 0.1), lambda d: d.lognormvariate(0, 1), lambda d: d.random(),
+    lambda d: 1 + 10 * (d.random() < 0.1) + d.random(),
+])  # fmt: skip
+@pytest.mark.parametrize("rounds", [6, 7, 12, 25])
+def test_the_interval_holds_the_median_in_95_of_100_races(
+    draw: Callable[[random.Random], float], rounds: int
+) -> None:
+    drawn = random.Random(rounds)
+    median = statistics.median(draw(drawn) for _ in range(20_000))
+    held = 0
+    for _ in range(1_000):
+        interval = median_interval([draw(drawn) for _ in range(rounds)])
+        assert interval is not None
+        held += interval[0] <= median <= interval[1]
+    assert held >= 930  # 950 on average at least; 3 standard deviations of a binomial are 21
+
+
+def test_the_interval_is_as_narrow_as_it_may_be() -> None:
+    """Order statistics as tables of the sign test have them."""
+    expected = {
+        6: (1, 6),
+        7: (1, 7),
+        8: (1, 8),
+        9: (2, 8),
+        12: (3, 10),
+        15: (4, 12),
+        20: (6, 15),
+        25: (8, 18),
+    }
+    for rounds, (low, high) in expected.items():
+        assert median_interval(random.Random(1).sample(range(1, rounds + 1), rounds)) == (low, high)
+
+
+def test_fewer_rounds_have_no_interval_and_tell_nothing_apart() -> None:
+    assert median_interval([1.0] * (LEAST_ROUNDS - 1)) is None
+    assert median_interval([1.0] * LEAST_ROUNDS) == (1.0, 1.0)
+    few, many = RacedSpeed.of([1.0] * 5, "b"), RacedSpeed.of([2.0] * 12, "b")
+    assert (few.ratio, few.low) == (1.0, None)
+    assert not few.is_apart_from(many) and not many.is_apart_from(few)
+
+
+def test_settings_are_apart_where_intervals_do_not_overlap() -> None:
+    slow, fast = RacedSpeed(1.1, 1.0, 1.2, 12, "b"), RacedSpeed(1.3, 1.21, 1.4, 12, "b")
+    touching = RacedSpeed(1.15, 1.1, 1.21, 12, "b")
+    assert slow.is_apart_from(fast) and fast.is_apart_from(slow)
+    assert not touching.is_apart_from(fast) and not slow.is_apart_from(touching)
+
+
+def test_ratios_of_a_round_do_not_drift_with_the_machine() -> None:
+    speeds = made_up_race(SPEEDS, noise=0.0).speeds()
+    assert {name: speed.ratio for name, speed in speeds.items()} == pytest.approx(SPEEDS)
+
+
+def raced_report(tmp_path: Path, speeds: dict[str, float], **changes: object) -> WrittenReport:
+    out = write_sweep(tmp_path / "sweep", realistic_sweep())
+    write_made_up_race(out, made_up_race(speeds, **changes))  # type: ignore[arg-type]
+    return write_report(out)
+
+
+def test_a_sweep_is_ranked_by_its_race(tmp_path: Path) -> None:
+    """The runs themselves say that period 4 is slower than period 16; the race says the reverse."""
+    answer = raced_report(tmp_path, {**SPEEDS, "model_averaging-4": 1.5}).answer
+    assert answer[0].startswith("Period 4 is the fastest setting that keeps the accuracy: 1.")
+    assert "times the speed of gradient averaging, 19,800 frames/s on 2 ranks (2.1" in answer[0]
+    assert not any("cannot be told apart" in sentence for sentence in answer)
+
+
+def test_what_the_race_cannot_tell_apart_is_said_and_the_most_accurate_chosen(tmp_path: Path) -> None:
+    answer = raced_report(tmp_path, {**SPEEDS, "model_averaging-4": 1.215}, noise=0.03).answer
+    assert answer[0].startswith("No setting that keeps the accuracy is known to be faster than period 4: 1.")
+    assert "Its speed cannot be told apart from that of period 16 (1.2" in answer[0]
+
+
+def test_table_page_and_csv_have_the_ratio_and_its_interval(tmp_path: Path) -> None:
+    report = raced_report(tmp_path, SPEEDS)
+    rows = {row["run"]: row for row in csv.DictReader(io.StringIO(report.csv.read_text()))}
+    row = rows["model_averaging-16"]
+    low, ratio, high = (float(row[f"raced_speed{end}"]) for end in ("_low", "", "_high"))
+    assert low < ratio < high and ratio == pytest.approx(1.21, rel=0.02)
+    assert float(row["frames_per_s"]) == pytest.approx(21_650, rel=0.01)  # beside it, as the run had it
+    assert float(row["speedup"]) == pytest.approx(1.21 / 0.70, rel=0.02)
+    page = report.html.read_text(encoding="utf-8")
+    assert "raced speed" in page and f"{ratio:.2f} [{low:.2f}, {high:.2f}]" in page.replace("\u00a0", " ")
+    assert "Race on 2 ranks, begun 2026-11-23 15:42 UTC: 12 rounds" in page
+    assert "Meanwhile 0.1 cores were busy with other work." in page
+    assert "times the baseline" in page  # the plot of speed against the period
+
+
+def test_without_a_race_everything_is_as_before(tmp_path: Path) -> None:
+    report = write_report(write_sweep(tmp_path / "sweep", realistic_sweep()))
+    page = report.html.read_text(encoding="utf-8")
+    assert "raced speed" not in page and "race" not in report.answer[0]
+    assert "21,650 frames/s on 2 ranks (1.74 times one rank" in report.answer[0]
+
+
+def test_few_rounds_and_settings_left_out_are_said(tmp_path: Path) -> None:
+    answer = raced_report(tmp_path, SPEEDS, rounds=3).answer
+    assert any(s.startswith("The race on 2 ranks had 3 rounds, too few for intervals (6") for s in answer)
+    partly = {name: speed for name, speed in SPEEDS.items() if name != "model_averaging-16"}
+    reason = {"model_averaging-16": "its period is long"}
+    report = raced_report(tmp_path / "partly", partly, left_out=reason)
+    assert "Period 16 took no part in the race on 2 ranks: its period is long." in " ".join(report.answer)
+    assert report.answer[0].startswith("Period 16 is the fastest setting")  # by the runs
+    assert "21,650 frames/s" in report.answer[0]
+
+
+def test_a_damaged_record_is_a_caution_and_the_runs_are_shown(tmp_path: Path) -> None:
+    out = write_sweep(tmp_path / "sweep", realistic_sweep())
+    path = write_made_up_race(out, made_up_race(SPEEDS))
+    path.write_text("{", encoding="utf-8")
+    answer = write_report(out).answer
+    assert answer[0].startswith("Period 16 is the fastest setting")
+    assert any(
+        str(path) in sentence and "delete it to hold the race again" in sentence for sentence in answer
+    )
+
+
+def test_a_race_answers_although_the_machine_changed_between_the_runs(tmp_path: Path) -> None:
+    out = write_sweep(tmp_path / "sweep", realistic_sweep())
+    timing = out / "model_averaging-16" / "timing.json"
+    content = json.loads(timing.read_text())
+    for rank in content["ranks"]:
+        rank["spans_s"]["forward"] *= 2
+        rank["load"]["host"] += 1.5
+    timing.write_text(json.dumps(content))
+    before = write_report(out).answer
+    assert before[0].startswith("The machine was not the same for all runs")
+    write_made_up_race(out, made_up_race(SPEEDS))
+    after = write_report(out).answer
+    assert after[0].startswith("Period 16 is the fastest setting")
+    (caution,) = [sentence for sentence in after if sentence.startswith("The machine was not the same")]
+    assert "The race's speeds do not suffer from it" in caution
+
+
+def compared(tmp_path: Path, speeds: dict[int, dict[str, float]], **changes: object) -> WrittenReport:
+    strategies = [MadeUpStrategy("gradient_averaging", 9_000), MadeUpStrategy("bmuf:period=16", 8_000)]
+    out = write_comparison(tmp_path / "out", strategies, (1, 2, 4), (1,), ("frames",))
+    for ranks, of in speeds.items():
+        texts = {"bmuf:period=16": "bmuf:period=16"}
+        race = made_up_race(of, ranks=ranks, strategies=texts, **changes)  # type: ignore[arg-type]
+        write_made_up_race(out, race)
+    return write_comparison_report(out)
+
+
+def test_a_comparison_is_ranked_by_its_races(tmp_path: Path) -> None:
+    speeds = {"one-rank": 0.8, "gradient_averaging": 1.0, "bmuf:period=16": 1.4}
+    report = compared(tmp_path, {2: speeds, 4: {**speeds, "bmuf:period=16": 1.6}})
+    assert report.answer[0].startswith("Choose bmuf (period=16): on 2 and 4 ranks it is the fastest strategy")
+    assert "times the speed of gradient averaging" in report.answer[1].replace("\u00a0", " ")
+    assert "(1.7" in report.answer[1] and "times one rank" in report.answer[1]  # 1.4 / 0.8
+    rows = list(csv.DictReader(io.StringIO(report.csv.read_text())))
+    found = {(row["ranks"], row["strategy"]): row["raced_speed"] for row in rows}
+    assert float(found["4", "bmuf:period=16"]) == pytest.approx(1.6, rel=0.02)
+    assert found["1", "gradient_averaging"] == ""
+    page = report.html.read_text(encoding="utf-8")
+    assert "raced speed" in page and "Race on 4 ranks" in page
+
+
+def test_one_rank_that_races_as_fast_is_enough(tmp_path: Path) -> None:
+    speeds = {"one-rank": 1.3, "gradient_averaging": 1.0, "bmuf:period=16": 1.1}
+    report = compared(tmp_path, {2: speeds, 4: {**speeds, "bmuf:period=16": 1.6}})
+    assert "Do not use 2 ranks: one rank alone" in report.answer[0]
+
+
+def test_strategies_that_race_alike_are_not_told_apart(tmp_path: Path) -> None:
+    speeds = {"one-rank": 0.8, "gradient_averaging": 1.0, "bmuf:period=16": 1.002}
+    report = compared(tmp_path, {2: speeds, 4: speeds}, noise=0.03)
+    sentences = [s for s in report.answer if "cannot be told apart" in s]
+    assert len(sentences) == 2 and "On 2 ranks" in sentences[0] and "On 4 ranks" in sentences[1]
+    assert "on 2 and 4 ranks none that keeps the accuracy is known to be faster." in report.answer[0]
+
+
+def test_one_rank_that_cannot_be_told_apart_is_said(tmp_path: Path) -> None:
+    speeds = {"one-rank": 1.1, "gradient_averaging": 1.0, "bmuf:period=16": 1.101}
+    answer = " ".join(
+        compared(tmp_path, {2: speeds, 4: {**speeds, "bmuf:period=16": 1.6}}, noise=0.02).answer
+    )
+    assert answer.count("times one rank, from which the race cannot tell it apart and which reaches") == 1
+
+
+def test_a_race_that_failed_is_said(tmp_path: Path) -> None:
+    out = write_comparison(
+        tmp_path / "out", [MadeUpStrategy("a"), MadeUpStrategy("b")], (2,), (1,), ("frames",)
+    )
+    content = json.loads((out / "compare.json").read_text())
+    (out / "compare.json").write_text(
+        json.dumps({**content, "failed_races": {"2": "rank 1: the loss is nan"}})
+    )
+    answer = write_comparison_report(out).answer
+    assert "The race on 2 ranks failed: rank 1: the loss is nan. The same command tries it again." in answer
