@@ -70,19 +70,19 @@ RUN = FolderKind(
     (
         *("trained_on", "starts.jsonl", "metrics.jsonl", "timeline", "status", "timing.json", "tensorboard"),
         *("model.safetensors", "notices.txt", "report"),
-        *("wer-*.json", "hypotheses", "tuned.json", "synthesis.json", "synthesis"),
+        *("simulation", "wer-*.json", "hypotheses", "tuned.json", "synthesis.json", "synthesis"),
     ),
 )
 _RUNS = (*RUN.records, OWNER_FILE)
-SWEEP = FolderKind("a sweep", "sweep.json", _TARGETS, ("report", "logs", "notices.txt"), _RUNS)
+SWEEP = FolderKind("a sweep", "sweep.json", _TARGETS, ("report", "simulation", "logs", "notices.txt"), _RUNS)
 COMPARISON = FolderKind(
-    "a comparison", "compare.json", (), ("compare", "logs", "report", "notices.txt"), _RUNS
+    "a comparison", "compare.json", (), ("compare", "logs", "report", "simulation", "notices.txt"), _RUNS
 )
 PROFILE = FolderKind(
     "a profile",
     "profile.json",
     (),
-    ("logs", "report", "notices.txt"),
+    ("logs", "report", "simulation", "notices.txt"),
     ("rank-*.jsonl", "samples-*.jsonl", "memory.json", "job.json"),
 )
 DATA = FolderKind(

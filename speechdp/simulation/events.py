@@ -9,7 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.strategies.mechanisms.topology import BipartiteKind, active_partners, is_active, passive_partners
+from speechdp.strategies.mechanisms.topology import (
+    BipartiteKind,
+    active_partners,
+    is_active,
+    passive_partners,
+)
 
 #: Share of the events that pass before anything is counted: at the start nobody waits.
 _WARM_UP = 0.3
@@ -82,7 +87,7 @@ def mixed_share(
         kind: who exchanges with whom.
         ranks_per_node: learners on a node.
     """
-    count, learners = windows.shape
+    learners = windows.shape[1]
     partners = [
         (passive_partners if is_active(rank) else active_partners)(rank, learners, kind)
         for rank in range(learners)
@@ -91,9 +96,7 @@ def mixed_share(
     if not active:
         return 1.0
     asked = np.cumsum(windows, axis=0)
-    requests = sorted(
-        (time, rank) for rank in active for time in asked[:, rank].tolist()
-    )
+    requests = sorted((time, rank) for rank in active for time in asked[:, rank].tolist())
     generator = np.random.default_rng(learners)
     draws = iter(generator.random(len(requests)).tolist())
     free = [0.0] * learners

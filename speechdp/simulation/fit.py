@@ -23,6 +23,8 @@ WITHIN_BYTES_PER_S = 5e9
 _MOST_LATENCY = 0.5
 #: Exchanges from which a link is fitted, at least.
 _LEAST_EXCHANGES = 3
+#: Exchanges whose terms differ by less than this share say nothing of latency and bandwidth apart.
+_SAME_SIZE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,9 @@ def _resampled_means(seconds: npt.NDArray[np.float64], generator: np.random.Gene
 def _fit(terms: Sequence[tuple[float, float]], seconds: Samples, assumed_s: float) -> tuple[float, float]:
     """Return alpha and beta, neither negative, with the least sum of squared relative errors."""
     table = np.array(terms) / seconds[:, None]
-    if np.linalg.matrix_rank(table, tol=1e-6 * float(np.abs(table).max())) > 1 and len(set(terms)) > 1:
-        alpha, beta = np.linalg.lstsq(table, np.ones(len(table)), rcond=None)[0]
+    scale = np.linalg.norm(table, axis=0)
+    if np.linalg.matrix_rank(table / scale, tol=_SAME_SIZE) > 1:
+        alpha, beta = np.linalg.lstsq(table / scale, np.ones(len(table)), rcond=None)[0] / scale
         if alpha >= 0 and beta > 0:
             return float(alpha), float(beta)
     per_alpha, per_beta = np.array(terms).T
@@ -149,5 +152,3 @@ def _fit(terms: Sequence[tuple[float, float]], seconds: Samples, assumed_s: floa
     weights = (per_beta / seconds) ** 2
     beta = float((weights * rest / per_beta).sum() / weights.sum())
     return alpha, max(beta, 0.0)
-
-

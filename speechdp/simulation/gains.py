@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from speechdp.errors import ConfigError
 from speechdp.parallel.registry import StrategyChoice
-from speechdp.simulation.exchanges import Exchange, exchange_of
-from speechdp.simulation.links import Cluster
+from speechdp.simulation.exchanges import Exchange, exchange_of, has_period
+from speechdp.simulation.links import Cluster, Samples
 from speechdp.simulation.measured import MeasuredRun
 from speechdp.simulation.predict import Interval, Scenario, predict_paces
 from speechdp.simulation.simulate import Request, scenario_of
@@ -18,6 +16,8 @@ from speechdp.simulation.steps import Work
 
 #: How much longer a period, and how much faster a link inside a host.
 LONGER, FASTER = 4, 10
+#: Steps between averages in place of exchanges of gradients.
+_INSTEAD = 16
 #: Links as they are sold, bytes/s by name; the next faster one than the measured is tried.
 _SOLD = {f"{rate} Gbit/s": rate * 1e9 / 8 for rate in (1, 10, 25, 100, 400)}
 #: A link that is faster by less than this is called the same.
@@ -63,10 +63,8 @@ def gains_of(run: MeasuredRun, others: Sequence[MeasuredRun] = ()) -> list[Gain]
         )
         longer = _longer(run.strategy)
         if longer is not None:
-            changes[f"with period {exchange.period * LONGER}"] = (
-                scenario,
-                exchange_of(longer, scenario.model),
-            )
+            other = exchange_of(longer, scenario.model)
+            changes[_name_of(longer, run.strategy, other)] = (scenario, other)
     if scenario.work.data_wait > 0:
         changes["without waiting for data"] = (
             replace(scenario, work=Work.of([run], loads=False)),
@@ -79,7 +77,7 @@ def gains_of(run: MeasuredRun, others: Sequence[MeasuredRun] = ()) -> list[Gain]
     return sorted(gains, key=lambda gain: -gain.times.mean)
 
 
-def _rate(scenario: Scenario, run: MeasuredRun, exchange: Exchange) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _rate(scenario: Scenario, run: MeasuredRun, exchange: Exchange) -> Samples:
     """Return steps a second of a rank, for each replicate."""
     (pace,) = predict_paces(scenario, run.ranks, [exchange])
     return 1 / pace.step_s
@@ -99,14 +97,23 @@ def _faster_link(run: MeasuredRun, cluster: Cluster) -> tuple[str, Cluster]:
 
 
 def _longer(choice: StrategyChoice) -> StrategyChoice | None:
-    """Return the strategy with a longer period; None where it has none in steps."""
-    strategy = choice.parsed
-    period = strategy.traits.period
-    options = [part for part in choice.text.partition(":")[2].split(",") if part]
-    if period is None or not period.isdigit() or not any(part.startswith("period=") for part in options):
+    """Return the strategy with a longer period; None where its period is not in steps.
+
+    Gradients have none: instead of them parameters are averaged, once in a while.
+    """
+    name, _, rest = choice.text.partition(":")
+    if name == "gradient_averaging":
+        return StrategyChoice(f"model_averaging:period={_INSTEAD}")
+    if not has_period(choice):
         return None
-    longer = ",".join(
-        f"period={LONGER * int(period)}" if part.startswith("period=") else part for part in options
-    )
-    made = StrategyChoice(f"{strategy.name}:{longer}")
-    return made
+    period = str(choice.parsed.traits.period)
+    if not period.isdigit():
+        return None
+    others = [part for part in rest.split(",") if part and not part.startswith("period=")]
+    return StrategyChoice(f"{name}:{','.join([*others, f'period={LONGER * int(period)}'])}")
+
+
+def _name_of(longer: StrategyChoice, choice: StrategyChoice, exchange: Exchange) -> str:
+    if longer.name == choice.name:
+        return f"with period {longer.parsed.traits.period}"
+    return f"with {longer.name.replace('_', ' ')} every {exchange.period} steps"

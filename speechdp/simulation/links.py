@@ -91,7 +91,10 @@ class Cluster:
             sharing: messages that leave the node at the same time.
         """
         inside = self.within.message_s(nbytes)
-        return np.maximum(self.between.message_s(sharing * nbytes), inside) if crosses else inside
+        if not crosses:
+            return inside
+        slower: Samples = np.maximum(self.between.message_s(sharing * nbytes), inside)
+        return slower
 
     def allreduce_s(self, nbytes: float, ranks: int) -> Samples:
         """Return what it takes `ranks` ranks to sum a vector of `nbytes` bytes, s; 0 for one rank."""
@@ -105,7 +108,8 @@ class Cluster:
         if self.algorithm != "auto":
             return forms[self.algorithm](nbytes, ranks)
         ring, tree, hierarchical = (form(nbytes, ranks) for form in forms.values())
-        return np.minimum(np.minimum(ring, tree), hierarchical)
+        fastest: Samples = np.minimum(np.minimum(ring, tree), hierarchical)
+        return fastest
 
     def ring_s(self, nbytes: float, ranks: int) -> Samples:
         """Return the time of a ring: 2 (N - 1) times a message of n / N bytes, node after node.

@@ -1,4 +1,4 @@
-"""Predict the speed of strategies on a cluster: from drawn steps, modelled exchanges, and who waits for whom."""
+"""Predict the speed of strategies on a cluster: drawn steps, modelled exchanges, and who waits for whom."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy.typing as npt
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.simulation.events import Served, mixed_share, serve
 from speechdp.simulation.exchanges import Exchange, Model, Pattern
-from speechdp.simulation.links import Cluster, Samples
-from speechdp.simulation.steps import REPLICATES, Draws, Drawn, Work
+from speechdp.simulation.links import Cluster
+from speechdp.simulation.steps import REPLICATES, Drawn, Draws, Work
 from speechdp.simulation.waiting import Pace, delayed, exposed_s, neighbours, together, windows_of
 
 #: Bounds of the intervals: 90 % of the resamples lie between them.

@@ -88,9 +88,7 @@ def simulate(runs: Sequence[MeasuredRun], request: Request) -> Simulation:
     """
     scenario, assumptions = scenario_of(runs, request)
     exchanges = exchanges_of(request, scenario.model)
-    found = [
-        prediction for ranks in request.ranks for prediction in predict(scenario, ranks, exchanges)
-    ]
+    found = [prediction for ranks in request.ranks for prediction in predict(scenario, ranks, exchanges)]
     order = {(choice.text, exchange.period): place for place, (choice, exchange) in enumerate(exchanges)}
     found.sort(key=lambda one: (order[one.strategy.text, one.period], one.ranks))
     return Simulation(basis(runs), request, scenario, tuple(found), assumptions)
@@ -147,9 +145,7 @@ def _within(fitted: Link | None, given: GivenLink, assumptions: list[str]) -> Li
     return _combined(fitted, given, Link.of(WITHIN_LATENCY_S, WITHIN_BYTES_PER_S))
 
 
-def _between(
-    fitted: Link | None, given: GivenLink, assumptions: list[str], *, needed: bool
-) -> Link | None:
+def _between(fitted: Link | None, given: GivenLink, assumptions: list[str], *, needed: bool) -> Link | None:
     """Return the link between nodes: given, else fitted; None where there is none.
 
     Raises:
@@ -182,7 +178,7 @@ def _combined(fitted: Link | None, given: GivenLink, otherwise: Link) -> Link:
 def _progress(
     runs: Sequence[MeasuredRun], chosen: Sequence[MeasuredRun], model: Model, cluster: Cluster
 ) -> float:
-    """Return how far exchanges went on beside backward where they were measured, over the links fitted there."""
+    """Return how far exchanges went on beside backward in the runs, over the links fitted to them."""
     crossing = chosen[0].crosses
     link = fit_link(runs, model, crosses=crossing)
     if link is None:

@@ -156,8 +156,9 @@ class Draws:
         length = -(-steps // _PARTS)
         generator = np.random.default_rng([self.seed, 0])
         starts = generator.integers(steps, size=(self.replicates, -(-steps // length)))
-        rows = (starts[..., None] + np.arange(length)) % steps
-        return rows.reshape(self.replicates, -1)[:, :steps]
+        parts = (starts[..., None] + np.arange(length)) % steps
+        rows: Rows = parts.reshape(self.replicates, -1)[:, :steps]
+        return rows
 
     @cached_property
     def columns(self) -> Rows:
@@ -177,14 +178,16 @@ class Draws:
     def alone_s(self) -> Times:
         """Mean work of a step on a rank that is neither slowed nor waits, s.  (replicates,)"""
         rows = self.resampled()
-        return self.work.common[rows].mean(axis=1) * self.work.own[rows].mean(axis=(1, 2))
+        mean: Times = self.work.common[rows].mean(axis=1) * self.work.own[rows].mean(axis=(1, 2))
+        return mean
 
     @cached_property
     def mean_s(self) -> Times:
         """Mean work of a step of each rank, s.  (replicates, ranks)"""
         rows = self.resampled()
         own = self.work.own[rows].mean(axis=1)[:, self.columns]
-        return self.work.common[rows].mean(axis=1)[:, None] * own * self.scale
+        mean: Times = self.work.common[rows].mean(axis=1)[:, None] * own * self.scale
+        return mean
 
     def together(self, steps: int) -> Iterator[tuple[slice, Drawn]]:
         """Yield steps that all ranks take with batches of the same size.

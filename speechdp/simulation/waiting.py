@@ -38,12 +38,16 @@ def windows_of(drawn: Drawn, period: int) -> npt.NDArray[np.float64]:
     """Return the work of whole windows, s.  (replicates, windows, ranks)"""
     replicates, steps, ranks = drawn.shape
     count = steps // period
-    return drawn[:, : count * period].reshape(replicates, count, period, ranks).sum(axis=2, dtype=float)
+    windows: npt.NDArray[np.float64] = (
+        drawn[:, : count * period].reshape(replicates, count, period, ranks).sum(axis=2, dtype=float)
+    )
+    return windows
 
 
 def slowest(drawn: Drawn, period: int) -> Samples:
     """Return the expected work of a window of the rank that takes longest over it, s.  (replicates,)"""
-    return windows_of(drawn, period).max(axis=2).mean(axis=1)
+    longest: Samples = windows_of(drawn, period).max(axis=2).mean(axis=1)
+    return longest
 
 
 def exposed_s(exchange: Exchange, work: Work, ranks: int, cluster: Cluster, progress: float = 1.0) -> Samples:
@@ -67,8 +71,9 @@ def exposed_s(exchange: Exchange, work: Work, ranks: int, cluster: Cluster, prog
     for nbytes, piece in zip(exchange.buckets, pieces, strict=True):
         filled += nbytes / exchange.nbytes
         ended = np.maximum(ended, filled * backward_s) + piece
-    hidden = np.maximum(ended - backward_s, 0.0)
-    return progress * hidden + (1 - progress) * whole
+    rest = np.maximum(ended - backward_s, 0.0)
+    exposed: Samples = progress * rest + (1 - progress) * whole
+    return exposed
 
 
 def _gathered_s(nbytes: float, ranks: int, cluster: Cluster) -> Samples:
@@ -105,7 +110,7 @@ def delayed(drawn: Drawn, exchange: Exchange, sum_s: Samples) -> Pace:
         arrived = np.maximum(here, done)
         waited += (arrived - here).mean(axis=1)
         clock = arrived + steps[:, delay:].sum(axis=1)
-        ends.append(clock.mean(axis=1))
+        ends.append(clock.max(axis=1))
         done = clock.max(axis=1, keepdims=True) + _column(sum_s)
     return _pace_of(ends, waited, period, sum_s)
 
@@ -138,7 +143,7 @@ def neighbours(drawn: Drawn, exchange: Exchange, work: Work, cluster: Cluster) -
         arrived = np.maximum(here, ready + _column(message_s))
         waited += (arrived - here).mean(axis=1)
         clock = arrived + steps[:, 0] * (1 - before_update) + steps[:, 1:].sum(axis=1)
-        ends.append(clock.mean(axis=1))
+        ends.append(clock.max(axis=1))
     return _pace_of(ends, waited, period, longest)
 
 
@@ -172,6 +177,7 @@ def _partners(
 def _pace_of(ends: list[Samples], waited: Samples, period: int, longest: Samples) -> Pace:
     """Return the pace from the ends of windows, the first left out, and the time waited in all of them.
 
+    It is that of the rank which is furthest behind: sooner or later its delay reaches all the others.
     The wait is counted as exchange as far as one exchange takes, and else as waiting for ranks.
     """
     step_s = (ends[-1] - ends[0]) / ((len(ends) - 1) * period)

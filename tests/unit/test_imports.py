@@ -48,7 +48,8 @@ synthesis
 experiments
 experiments/compare
 experiments/sweep experiments/profile
-report/sweep report/compare report/profile report/decoding doctor
+simulation
+report/sweep report/compare report/profile report/decoding report/simulation doctor
 cli/support
 cli
 __main__
