@@ -163,7 +163,8 @@ class Draws:
     @cached_property
     def columns(self) -> Rows:
         """The measured rank that each simulated one is like.  (ranks,)"""
-        return np.arange(self.ranks) % self.work.own.shape[1]
+        columns: Rows = np.arange(self.ranks) % self.work.own.shape[1]
+        return columns
 
     @cached_property
     def scale(self) -> Drawn:
