@@ -100,6 +100,9 @@ SUBCOMMANDS = {
     "report": Subcommand(
         "report", "ReportCommand", "show the results of a run, sweep, comparison or profile"
     ),
+    "simulate": Subcommand(
+        "simulate", "SimulateCommand", "predict the speed of strategies and periods on a larger cluster"
+    ),
     "decode": Subcommand("decode", "DecodeCommand", "recognise a split and compute the word error rate"),
     "transcribe": Subcommand("transcribe", "TranscribeCommand", "recognise audio files with a trained model"),
     "synthesize": Subcommand(
@@ -117,7 +120,7 @@ SUBCOMMANDS = {
 #: Headings of the overview, each with its subcommands.
 _HEADINGS = {
     "data": ("prepare", "inspect", "shard"),
-    "training": ("train", "sweep", "compare", "profile", "report"),
+    "training": ("train", "sweep", "compare", "profile", "report", "simulate"),
     "trained models": ("decode", "transcribe", "synthesize", "posteriors"),
     "several ranks and hosts": ("launch", "doctor", "submit"),
 }

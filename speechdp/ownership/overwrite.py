@@ -70,19 +70,25 @@ RUN = FolderKind(
     (
         *("trained_on", "starts.jsonl", "metrics.jsonl", "timeline", "status", "timing.json", "tensorboard"),
         *("model.safetensors", "notices.txt", "report"),
-        *("wer-*.json", "hypotheses", "tuned.json", "synthesis.json", "synthesis"),
+        *("simulation", "wer-*.json", "hypotheses", "tuned.json", "synthesis.json", "synthesis"),
     ),
 )
 _RUNS = (*RUN.records, OWNER_FILE)
-SWEEP = FolderKind("a sweep", "sweep.json", _TARGETS, ("report", "race", "logs", "notices.txt"), _RUNS)
+SWEEP = FolderKind(
+    "a sweep", "sweep.json", _TARGETS, ("report", "race", "simulation", "logs", "notices.txt"), _RUNS
+)
 COMPARISON = FolderKind(
-    "a comparison", "compare.json", (), ("compare", "race", "logs", "report", "notices.txt"), _RUNS
+    "a comparison",
+    "compare.json",
+    (),
+    ("compare", "race", "logs", "report", "simulation", "notices.txt"),
+    _RUNS,
 )
 PROFILE = FolderKind(
     "a profile",
     "profile.json",
     (),
-    ("logs", "report", "notices.txt"),
+    ("logs", "report", "simulation", "notices.txt"),
     ("rank-*.jsonl", "samples-*.jsonl", "memory.json", "job.json"),
 )
 DATA = FolderKind(

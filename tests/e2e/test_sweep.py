@@ -143,3 +143,17 @@ def test_what_cannot_be_swept_is_said_before_anything_is_written(
     assert speechdp(["sweep", str(dataset.path), str(tmp_path / "out"), *options]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["", "model_averaging-4"])
+def test_a_sweep_and_a_run_of_it_are_simulated(
+    name: str, swept: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = swept[0] / name
+    cluster = ("--ranks", "2,16", "--ranks-per-node", "1", "--bandwidth", "1gbit", "--latency", "50us")
+    assert speechdp(["simulate", str(folder), *cluster, "--periods", "1,16"]) == 0
+    assert "On 16 ranks over 1 Gbit/s, gradient averaging would train at" in capsys.readouterr().out
+    rows = list(csv.DictReader((folder / "simulation" / "simulation.csv").read_text().splitlines()))
+    # 11 strategies, 9 of them with a period.
+    assert len(rows) == 2 * (2 + 9 * 2)
+    assert all(float(row["frames_per_s"]) > 0 for row in rows)

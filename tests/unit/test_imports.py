@@ -49,7 +49,8 @@ experiments
 experiments/race
 experiments/compare
 experiments/sweep experiments/profile
-report/sweep report/compare report/profile report/decoding doctor
+simulation
+report/sweep report/compare report/profile report/decoding report/simulation doctor
 cli/support
 cli
 __main__

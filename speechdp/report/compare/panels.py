@@ -14,7 +14,7 @@ from speechdp.parallel.period import PeriodUnit
 from speechdp.report.compare.groups import Group
 from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
-from speechdp.report.kit.canvas import Canvas, style_axes
+from speechdp.report.kit.canvas import Canvas, dashes, style_axes
 from speechdp.report.kit.formatting import ONE_RANK_LABEL
 from speechdp.report.kit.learning import curve_points, learning_axes
 from speechdp.report.kit.periods import PeriodCurve, draw_periods, period_units
@@ -35,14 +35,6 @@ def make_canvas(groups: Sequence[Group], theme: Theme) -> Canvas:
     if any(group.ranks == 1 for group in groups):
         colours[ONE_RANK_LABEL] = theme.baseline
     return Canvas(theme, {label: label for label in colours}, colours)
-
-
-def dashes(label: str, canvas: Canvas) -> tuple[float, ...]:
-    """Return the strokes and gaps of a strategy's lines, in points: colours repeat, with other strokes."""
-    if label == ONE_RANK_LABEL:
-        return (5, 2.5)
-    repeats = list(canvas.colours).index(label) // len(canvas.theme.runs)
-    return ((), (3, 1.5), (1, 1.2))[min(repeats, 2)]
 
 
 def make_panels(groups: Sequence[Group]) -> list[list[Panel]]:

@@ -22,10 +22,10 @@ from speechdp.report.compare.groups import (
     make_groups,
     read_comparison,
 )
-from speechdp.report.compare.panels import dashes, make_canvas, make_panels
+from speechdp.report.compare.panels import make_canvas, make_panels
 from speechdp.report.compare.table import SPREAD_NOTE, csv_of_groups, make_tables
 from speechdp.report.kit import theme
-from speechdp.report.kit.canvas import Canvas
+from speechdp.report.kit.canvas import Canvas, dashes
 from speechdp.report.kit.choice import metric_meanings
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.pages import WrittenReport, render_page, setting_text, stroke, write_files

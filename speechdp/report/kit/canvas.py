@@ -42,6 +42,14 @@ def make_canvas(rows: Sequence[RunFigures], theme: Theme) -> Canvas:
     return Canvas(theme, formatting.run_labels([row.run for row in rows]), colours)
 
 
+def dashes(label: str, canvas: Canvas) -> tuple[float, ...]:
+    """Return the strokes and gaps of a line named in a legend, in points: colours repeat, strokes differ."""
+    if label == formatting.ONE_RANK_LABEL:
+        return (5, 2.5)
+    repeats = list(canvas.colours).index(label) // len(canvas.theme.runs)
+    return ((), (3, 1.5), (1, 1.2))[min(repeats, 2)]
+
+
 def style_axes(ax: Axes, title: str, axis: str, theme: Theme) -> None:
     """Leave of the frame what helps reading: light lines across, a base line, the unit at the top."""
     ax.set_title(

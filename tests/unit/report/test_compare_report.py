@@ -15,8 +15,9 @@ from rich.console import Console
 from speechdp.cli.report import ReportCommand
 from speechdp.report.compare.choice import choose
 from speechdp.report.compare.groups import Group, common_target, make_groups, read_comparison
-from speechdp.report.compare.panels import dashes, make_canvas, make_panels, mean_curve
+from speechdp.report.compare.panels import make_canvas, make_panels, mean_curve
 from speechdp.report.compare.report import write_comparison as write_report
+from speechdp.report.kit.canvas import dashes
 from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.kit.theme import PRINT
 from speechdp.report.runs.derived import mean_age

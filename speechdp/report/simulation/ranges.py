@@ -1,0 +1,71 @@
+"""Which periods are fast enough at each number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from speechdp.extensions import split_options
+from speechdp.parallel.registry import StrategyChoice
+from speechdp.simulation.predict import Prediction
+
+#: A period is among the best if it has this share of the fastest one's frames/s.
+NEAR_BEST = 0.95
+
+
+@dataclass(frozen=True)
+class Family:
+    """A strategy with all its periods.
+
+    Attributes:
+        label: its name with all options but the period.
+        predictions: by period and number of ranks.
+    """
+
+    label: str
+    predictions: tuple[Prediction, ...]
+
+    @property
+    def periods(self) -> tuple[int, ...]:
+        """The periods that were simulated, ascending."""
+        return tuple(sorted({one.period for one in self.predictions}))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The numbers of ranks that were simulated, ascending."""
+        return tuple(sorted({one.ranks for one in self.predictions}))
+
+    def at(self, ranks: int) -> tuple[Prediction, ...]:
+        """Return what is predicted for a number of ranks, by period."""
+        found = [one for one in self.predictions if one.ranks == ranks]
+        return tuple(sorted(found, key=lambda one: one.period))
+
+    def near_best(self, ranks: int) -> tuple[Prediction, ...]:
+        """Return the periods that are about as fast as the fastest, the shortest first."""
+        found = self.at(ranks)
+        fastest = max((one.frames_per_s.mean for one in found), default=0.0)
+        return tuple(one for one in found if one.frames_per_s.mean >= NEAR_BEST * fastest)
+
+
+def families_of(predictions: Sequence[Prediction]) -> list[Family]:
+    """Return the strategies, each with all its periods, in the order of the predictions."""
+    found: dict[str, list[Prediction]] = {}
+    for one in predictions:
+        found.setdefault(label_of(one.strategy), []).append(one)
+    return [Family(label, tuple(members)) for label, members in found.items()]
+
+
+def label_of(choice: StrategyChoice) -> str:
+    """Name a strategy for people without its period: `bmuf (eta=0.5)`."""
+    options = {
+        name: value
+        for name, value in split_options(choice.text.partition(":")[2]).items()
+        if name != "period"
+    }
+    words = choice.name.replace("_", " ")
+    return f"{words} ({', '.join(f'{k}={v}' for k, v in options.items())})" if options else words
+
+
+def has_periods(family: Family) -> bool:
+    """Return whether more than one period of a strategy was simulated."""
+    return len(family.periods) > 1

@@ -1,0 +1,154 @@
+"""Write the page of a simulation: CSV, PNG and one self-contained page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from matplotlib.lines import Line2D
+from rich.console import RenderableType
+
+from speechdp.counting import counted
+from speechdp.report.kit import formatting, theme
+from speechdp.report.kit.answer import Answer
+from speechdp.report.kit.canvas import Canvas, dashes
+from speechdp.report.kit.pages import WrittenReport, render_page, stroke, write_files
+from speechdp.report.kit.svg import Panel, panel_svgs, write_png
+from speechdp.report.simulation.panels import make_canvas, make_panels
+from speechdp.report.simulation.ranges import Family, families_of, has_periods
+from speechdp.report.simulation.table import csv_of, full_table, overview
+from speechdp.simulation.links import Link
+from speechdp.simulation.predict import Prediction
+from speechdp.simulation.simulate import Simulation
+
+FOLDER = "simulation"
+#: What must never be read into a prediction.
+TIME_ONLY = (
+    "Only time is predicted, never accuracy: whether a model learns as well with a longer period, or on more "
+    "ranks, a sweep or comparison has to show."
+)
+#: Lines that a terminal shows of the full table; of longer ones the overview.
+_MOST_LINES = 48
+_NO_FRAMES = 1e9
+
+
+def write_simulation(out: Path, simulation: Simulation, frames: float | None = None) -> WrittenReport:
+    """Write OUT/simulation/simulation.{csv,png,html}.
+
+    Args:
+        out: folder of the run, or of the experiment, that was simulated.
+        frames: to which GPU-hours are counted; None: as many as the largest of the runs trained on.
+
+    Raises:
+        RunError: the folder cannot be written.
+    """
+    predictions, families = simulation.predictions, families_of(simulation.predictions)
+    frames = frames or max((run.frames_trained or 0.0 for run in simulation.runs), default=0.0) or _NO_FRAMES
+    canvas = make_canvas(families, theme.PAGE)
+    marks = {label: stroke(colour, dashes(label, canvas)) for label, colour in canvas.colours.items()}
+    answer, panels = find_answer(simulation, families), make_panels(families, frames)
+    table, summary = full_table(predictions, frames, marks), overview(families, marks)
+    drawn = [panel_svgs(line, lambda: make_canvas(families, theme.PAGE)) for line in panels]
+    page = render_page(
+        "simulation",
+        out.resolve().name,
+        answer,
+        TIME_ONLY,
+        lines=[line for line in drawn if line],
+        legend=list(marks.items()),
+        overview=summary,
+        table=table,
+        settings=settings_of(simulation, frames),
+        runs=[run.name for run in simulation.runs],
+    )
+    html, csv, png = write_files(
+        out / FOLDER,
+        "simulation",
+        page,
+        csv_of(predictions, frames),
+        {"simulation": partial(_write_png, panels=panels, canvas=make_canvas(families, theme.PRINT))},
+    )
+    shown: RenderableType = table if len(predictions) <= _MOST_LINES else summary
+    return WrittenReport(html, csv, png, shown, (*answer.sentences, TIME_ONLY))
+
+
+def find_answer(simulation: Simulation, families: Sequence[Family]) -> Answer:
+    """Put the prediction for the most ranks into words."""
+    ranks = max(simulation.request.ranks)
+    found = [one for one in simulation.predictions if one.ranks == ranks]
+    if not found:
+        return Answer(
+            f"Nothing can be predicted for {formatting.rank_count(ranks)}: no strategy can use so many."
+        )
+    gradients = next((one for one in found if one.strategy.name == "gradient_averaging"), found[0])
+    amount = simulation.runs[0].amount
+    headline = (
+        f"On {formatting.rank_count(ranks)}{_link_words(simulation)}, {_name(gradients)} would train at "
+        f"{_speed(gradients, amount)}."
+    )
+    others = tuple(
+        f"{formatting.capital(family.label)} would reach {_speed(near[0], amount)} from period "
+        f"{near[0].period} on."
+        for family in families
+        if has_periods(family) and family.label in ("model averaging", families[0].label)
+        if (near := family.near_best(ranks))
+    )
+    return Answer(headline, others, simulation.assumptions)
+
+
+def settings_of(simulation: Simulation, frames: float) -> list[tuple[str, str]]:
+    """Return what was simulated as (title, text)."""
+    request, scenario = simulation.request, simulation.scenario
+    cluster, work = scenario.cluster, scenario.work
+    factors = ", ".join(f"rank {rank}: {factor:g} times as long" for rank, factor in request.factors.items())
+    most = max(run.ranks for run in simulation.runs)
+    steps = sum(int(run.times.trained.sum()) for run in simulation.runs)
+    shown = [
+        ("measured", f"{counted(steps, 'step')} on {formatting.rank_count(most)}, "
+                     f"{formatting.milliseconds(work.step_s)} ms and {work.frames:,.0f} "
+                     f"{simulation.runs[0].amount} each, as simulated"),
+        ("parameters", f"{scenario.model.nbytes / 1e6:,.1f} MB"),
+        ("ranks of a node", str(cluster.ranks_per_node)),
+        ("link between nodes", _link(cluster.between) if max(request.ranks) > cluster.ranks_per_node else ""),
+        ("link inside a node", _link(cluster.within)),
+        ("allreduce", cluster.algorithm),
+        ("computing", f"{request.speedup:g} times as fast as measured" if request.speedup != 1 else ""),
+        ("slower ranks", factors),
+        ("correlation of ranks", f"{work.alike:.2f}"),
+        ("exchange beside backward", f"{formatting.percent(scenario.progress)} % as fast as alone"),
+        ("frames to train on", f"{frames:,.0f}"),
+    ]  # fmt: skip
+    return [(title, text) for title, text in shown if text]
+
+
+def _write_png(path: Path, panels: Sequence[Sequence[Panel]], canvas: Canvas) -> bool:
+    handles = [
+        Line2D([], [], color=colour, linewidth=2, linestyle=(0, dashes(label, canvas) or (1, 0)), label=label)
+        for label, colour in canvas.colours.items()
+    ]
+    return write_png(path, panels, canvas, handles=handles)
+
+
+def _link(link: Link) -> str:
+    return f"{8e-9 * link.bytes_per_s:.3g} Gbit/s, {1e6 * float(link.latency_s.mean()):.3g} µs"
+
+
+def _link_words(simulation: Simulation) -> str:
+    cluster = simulation.scenario.cluster
+    if max(simulation.request.ranks) <= cluster.ranks_per_node:
+        return " of one node"
+    return f" over {8e-9 * cluster.between.bytes_per_s:.3g} Gbit/s"
+
+
+def _name(one: Prediction) -> str:
+    return one.strategy.name.replace("_", " ")
+
+
+def _speed(one: Prediction, amount: str) -> str:
+    rate, efficiency = one.frames_per_s, one.efficiency
+    return (
+        f"{formatting.estimate(rate.mean)} {amount}/s [{formatting.estimate(rate.low)}, "
+        f"{formatting.estimate(rate.high)}], {formatting.percent(efficiency.mean)} % of what so many ranks "
+        "could do without exchanges"
+    )

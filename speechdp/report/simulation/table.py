@@ -1,0 +1,139 @@
+"""The table of a simulation: its columns once, for the terminal, the page and as CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from markupsafe import Markup
+
+from speechdp.report.kit import formatting
+from speechdp.report.kit.tables import Column, RowHead, ShownTable, csv_text, with_figures
+from speechdp.report.simulation.ranges import Family, label_of
+from speechdp.simulation.predict import Interval, Prediction
+
+#: Columns of a terminal that holds a prediction on one line.
+_WIDE = 110
+
+
+def _between(interval: Interval, number: str = "count") -> str:
+    write = formatting.count if number == "count" else formatting.percent
+    return f"{write(interval.mean)} [{write(interval.low)}, {write(interval.high)}]"
+
+
+def _share(key: str, title: str, meaning: str) -> Column[Prediction]:
+    return Column(
+        key, title, "%", meaning, lambda one: getattr(one, key), lambda value: formatting.percent(value, 1)
+    )
+
+
+_RANKS = Column[Prediction]("ranks", "ranks", "", "Number of ranks.", lambda one: one.ranks)
+_PERIOD = Column[Prediction]("period", "period", "steps", "Steps between exchanges.", lambda one: one.period)
+_SPEED = Column[Prediction](
+    "frames_per_s", "frames/s", "", "Frames of all ranks in a second [90 % interval].",
+    lambda one: one.frames_per_s.mean, cell=lambda one: _between(one.frames_per_s),
+)  # fmt: skip
+_EFFICIENCY = Column[Prediction](
+    "efficiency", "efficiency", "%",
+    "Frames/s over those of as many ranks that neither exchange nor wait [90 % interval].",
+    lambda one: one.efficiency.mean, cell=lambda one: _between(one.efficiency, "percent"),
+)  # fmt: skip
+_STEP = Column[Prediction](
+    "step_s", "step", "ms", "From one step of a rank to its next, mean.", lambda one: one.step_s.mean,
+    formatting.milliseconds,
+)  # fmt: skip
+_SHARES = (
+    _share(
+        "computing", "com\u00adputing", "Share of a step: forward, backward, update and what lies between."
+    ),
+    _share("data_wait", "data wait", "Share of a step: no batch is ready."),
+    _share("exchange", "ex\u00adchange", "Share of a step: exchanges that nothing hides."),
+    _share("waiting", "waiting", "Share of a step: waiting for slower ranks, partners or the server."),
+)
+_MIXED = Column[Prediction](
+    "mixed", "mixings made", "%", "Exchanges made of those asked for; the others are skipped.",
+    lambda one: one.mixed, formatting.percent,
+)  # fmt: skip
+
+
+def _hours(frames: float) -> Column[Prediction]:
+    return Column(
+        "gpu_hours", "GPU-hours", "", f"Hours of all ranks together to {frames:,.0f} frames.",
+        lambda one: one.gpu_hours(frames).mean, formatting.number,
+    )  # fmt: skip
+
+
+def columns_of(predictions: Sequence[Prediction], frames: float) -> tuple[Column[Prediction], ...]:
+    """Return the columns in which any prediction has a figure."""
+    return with_figures(
+        (_RANKS, _PERIOD, _SPEED, _EFFICIENCY, _STEP, *_SHARES, _MIXED, _hours(frames)), predictions
+    )
+
+
+def full_table(
+    predictions: Sequence[Prediction], frames: float, marks: Mapping[str, Markup]
+) -> ShownTable[Prediction]:
+    """Return the table of every strategy, period and number of ranks."""
+    rows, before = [], ""
+    for one in predictions:
+        label = label_of(one.strategy)
+        rows.append((RowHead(label, mark=marks.get(label), begins=bool(before) and label != before), one))
+        before = label
+    return ShownTable(
+        "predictions", "All predictions", columns_of(predictions, frames), rows, first="strategy",
+        wide_columns=_WIDE,
+    )  # fmt: skip
+
+
+def overview(families: Sequence[Family], marks: Mapping[str, Markup]) -> ShownTable[Family]:
+    """Return the table with a line for each strategy: efficiency and shortest fast period over ranks."""
+    ranks = sorted({n for family in families for n in family.ranks})
+    columns = [_efficiency_at(n) for n in ranks]
+    rows = [(RowHead(family.label, mark=marks.get(family.label)), family) for family in families]
+    note = (
+        "Efficiency at the shortest period that has 95 % of the fastest one's frames/s; in brackets the "
+        "period, in steps."
+    )
+    return ShownTable("overview", "Efficiency over ranks", columns, rows, first="strategy", note=note)
+
+
+def _efficiency_at(ranks: int) -> Column[Family]:
+    def best(family: Family) -> Prediction | None:
+        return next(iter(family.near_best(ranks)), None)
+
+    def value(family: Family) -> float | None:
+        one = best(family)
+        return None if one is None else one.efficiency.mean
+
+    def cell(family: Family) -> str:
+        one = best(family)
+        if one is None:
+            return formatting.MISSING
+        percent = f"{formatting.percent(one.efficiency.mean)} %"
+        return f"{percent} ({one.period})" if len(family.periods) > 1 else percent
+
+    return Column(f"efficiency_{ranks}", formatting.rank_count(ranks), "", "", value, cell=cell)
+
+
+def csv_of(predictions: Sequence[Prediction], frames: float) -> str:
+    """Return every prediction in plain units: shares from 0 to 1, seconds."""
+    head = [
+        *("strategy", "period", "ranks", "frames_per_s", "frames_per_s_low", "frames_per_s_high"),
+        *("efficiency", "efficiency_low", "efficiency_high", "step_s", "step_s_low", "step_s_high"),
+        *("computing", "data_wait", "exchange", "waiting", "mixed"),
+        *("target_frames", "gpu_hours", "gpu_hours_low", "gpu_hours_high"),
+    ]
+    return csv_text(head, [_line(one, frames) for one in predictions])
+
+
+def _line(one: Prediction, frames: float) -> list[str | float | int | None]:
+    hours = one.gpu_hours(frames)
+    intervals = [
+        number
+        for interval in (one.frames_per_s, one.efficiency, one.step_s)
+        for number in (interval.mean, interval.low, interval.high)
+    ]
+    shares = [one.computing, one.data_wait, one.exchange, one.waiting, one.mixed]
+    return [
+        *(one.strategy.text, one.period, one.ranks, *intervals, *shares),
+        *(frames, hours.mean, hours.low, hours.high),
+    ]

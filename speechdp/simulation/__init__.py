@@ -1,0 +1,1 @@
+"""What a training would take on another cluster, predicted from the steps of finished runs; time only."""

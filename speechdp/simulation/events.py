@@ -1,0 +1,122 @@
+"""Asynchronous ranks, event by event: a server that serves one worker after another, and pairs that mix."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from speechdp.strategies.mechanisms.topology import (
+    BipartiteKind,
+    active_partners,
+    is_active,
+    passive_partners,
+)
+
+#: Share of the events that pass before anything is counted: at the start nobody waits.
+_WARM_UP = 0.3
+
+
+@dataclass(frozen=True)
+class Served:
+    """What came of workers and their server.
+
+    Attributes:
+        windows_per_s: windows done by all workers together in a second.
+        waited_s: mean wait of a worker for its turn, s.
+        service_s: mean time in which it was served, s.
+    """
+
+    windows_per_s: float
+    waited_s: float
+    service_s: float
+
+
+def serve(windows: npt.NDArray[np.float64], service_s: Sequence[float]) -> Served:
+    """Follow workers that work on a window, ask the server, and wait until it has served them.
+
+    The server takes one at a time, in the order of arrival: its link carries one vector at a time.
+
+    Args:
+        windows: work of each window, s, used over and over.  (windows, workers)
+        service_s: time in which each worker is served, s.  (workers,)
+    """
+    count, workers = windows.shape
+    work = windows.T.tolist()
+    service = list(map(float, service_s))
+    arrivals = [(work[worker][0], worker) for worker in range(workers)]
+    heapq.heapify(arrivals)
+    done = [0] * workers
+    total = count * workers
+    first = int(_WARM_UP * total)
+    free = began = waited = served = 0.0
+    for number in range(total):
+        arrived, worker = arrivals[0]
+        start = max(arrived, free)
+        free = start + service[worker]
+        if number == first:
+            began = free
+        elif number > first:
+            waited += start - arrived
+            served += service[worker]
+        done[worker] += 1
+        following = work[worker][done[worker] % count]
+        heapq.heapreplace(arrivals, (free + following, worker))
+    counted = max(total - first - 1, 1)
+    return Served(counted / max(free - began, 1e-12), waited / counted, served / counted)
+
+
+def mixed_share(
+    windows: npt.NDArray[np.float64],
+    message_s: Sequence[float],
+    kind: BipartiteKind,
+    ranks_per_node: int,
+) -> float:
+    """Return which share of the exchanges that learners ask for are made; the others are skipped.
+
+    An active learner asks once a window and never waits.  A request that comes while another one of the same
+    learner still waits is skipped.  An exchange needs both partners and, between nodes, the links of both,
+    each for one exchange at a time; who comes first has them.
+
+    Args:
+        windows: work between two requests, s.  (windows, learners)
+        message_s: of an exchange within a node, and between two, s.
+        kind: who exchanges with whom.
+        ranks_per_node: learners on a node.
+    """
+    learners = windows.shape[1]
+    partners = [
+        (passive_partners if is_active(rank) else active_partners)(rank, learners, kind)
+        for rank in range(learners)
+    ]
+    active = [rank for rank in range(learners) if is_active(rank) and partners[rank]]
+    if not active:
+        return 1.0
+    asked = np.cumsum(windows, axis=0)
+    requests = sorted((time, rank) for rank in active for time in asked[:, rank].tolist())
+    generator = np.random.default_rng(learners)
+    draws = iter(generator.random(len(requests)).tolist())
+    free = [0.0] * learners
+    link_free = [0.0] * (-(-learners // ranks_per_node))
+    # Of each active learner: when the exchange under way, and the one that waits for it, begin.
+    waiting_until = [0.0] * learners
+    made = 0
+    for time, rank in requests:
+        if waiting_until[rank] > time:
+            continue
+        partner = partners[rank][int(next(draws) * len(partners[rank]))]
+        here, there = rank // ranks_per_node, partner // ranks_per_node
+        begins = max(time, free[rank], free[partner])
+        if here != there:
+            begins = max(begins, link_free[here], link_free[there])
+        ends = begins + message_s[here != there]
+        # Until its thread is free to begin the next one, one request waits and others are skipped.
+        waiting_until[rank] = free[rank] if free[rank] > time else 0.0
+        free[rank] = free[partner] = ends
+        if here != there:
+            link_free[here] = link_free[there] = ends
+        made += 1
+    return made / len(requests)

@@ -1,0 +1,154 @@
+"""Fit links, and the overlap of exchanges with backward, to the exchanges that runs have measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from speechdp.simulation.exchanges import Model, Pattern, exchange_of
+from speechdp.simulation.links import Cluster, Link, Samples
+from speechdp.simulation.measured import MeasuredRun
+from speechdp.simulation.steps import REPLICATES, Work
+from speechdp.simulation.waiting import exposed_s
+
+#: Latencies where only one size of message was measured, s: a message between processes of a host, and one
+#: over Ethernet with TCP.
+WITHIN_LATENCY_S, BETWEEN_LATENCY_S = 5e-6, 5e-5
+#: Bytes/s within a host where nothing was measured: about what copying through shared memory gives.
+WITHIN_BYTES_PER_S = 5e9
+#: The latency takes no more than this share of an exchange where it is not measured but assumed.
+_MOST_LATENCY = 0.5
+#: Exchanges from which a link is fitted, at least.
+_LEAST_EXCHANGES = 3
+#: Exchanges whose terms differ by less than this share say nothing of latency and bandwidth apart.
+_SAME_SIZE = 1e-3
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Exchanges of a run that nothing hid, each from the moment at which its last rank had come.
+
+    Attributes:
+        messages: one after another in an exchange.
+        nbytes: of all of them.
+        seconds: of each exchange.  (exchanges,)
+    """
+
+    ranks: int
+    messages: int
+    nbytes: float
+    seconds: npt.NDArray[np.float64]
+
+    @property
+    def terms(self) -> tuple[float, float]:
+        """What alpha and beta are multiplied by in the time of a ring."""
+        return 2.0 * (self.ranks - 1) * self.messages, 2 * (self.ranks - 1) / self.ranks * self.nbytes
+
+
+def model_of(runs: Sequence[MeasuredRun], work: Work) -> Model:
+    """Return what the runs' model exchanges."""
+    return Model(runs[0].nbytes, runs[0].optimizer_vectors, work.frames, work.step_s)
+
+
+def fit_link(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool, seed: int = 1) -> Link | None:
+    """Fit latency and bandwidth to the exchanges of runs, for each resample of them.
+
+    With one size of exchange only, the latency is assumed and the bandwidth fitted.
+
+    Args:
+        crosses: of runs whose ranks are on several hosts; False: on one.
+
+    Returns:
+        None where no run shows what an exchange takes.
+    """
+    chosen = [run for run in runs if run.crosses == crosses and run.ranks > 1 and run.aligned]
+    observed = [seen for run in chosen if (seen := observe(run, model)) is not None]
+    if not observed:
+        return _fit_behind_backward(chosen, model, crosses=crosses)
+    generator = np.random.default_rng([seed, int(crosses)])
+    means = np.array([_resampled_means(seen.seconds, generator) for seen in observed])
+    assumed = BETWEEN_LATENCY_S if crosses else WITHIN_LATENCY_S
+    fits = [_fit([seen.terms for seen in observed], means[:, r], assumed) for r in range(REPLICATES)]
+    alpha, beta = np.array(fits).T
+    return Link(alpha, beta)
+
+
+def _fit_behind_backward(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool) -> Link | None:
+    """Fit a bandwidth to what backward did not hide of exchanges in pieces; None where all was hidden."""
+    latency_s = BETWEEN_LATENCY_S if crosses else WITHIN_LATENCY_S
+    found = []
+    for run in runs:
+        exchange = exchange_of(run.strategy, model)
+        seen_s = float(run.times.comm.min(axis=1).mean()) * exchange.period
+        if len(exchange.buckets) < 2 or seen_s <= 0:
+            continue
+        work, slow, fast = Work.of([run]), 1e5, 1e13  # bytes/s between which it is sought
+        for _ in range(60):
+            middle = float(np.sqrt(slow * fast))
+            link = Link.of(latency_s, middle)
+            cluster = Cluster(run.ranks_per_node, link, link)
+            if float(exposed_s(exchange, work, run.ranks, cluster).mean()) > seen_s:
+                slow = middle
+            else:
+                fast = middle
+        found.append(fast)
+    return Link.of(latency_s, float(np.mean(found))) if found else None
+
+
+def observe(run: MeasuredRun, model: Model) -> Observed | None:
+    """Return the exchanges of a run that computing did not hide; None where it shows none.
+
+    The rank that comes last does not wait: the shortest communication of a step is the exchange itself.
+    """
+    exchange = exchange_of(run.strategy, model)
+    if exchange.pattern is not Pattern.TOGETHER or exchange.at_server or len(exchange.buckets) > 1:
+        return None
+    shortest = run.times.comm.min(axis=1)
+    # Beside its exchanges a rank may note in `comm` a number that all agree on.
+    seconds = shortest[shortest > 0.1 * shortest.max(initial=0.0)]
+    if len(seconds) < _LEAST_EXCHANGES:
+        return None
+    return Observed(run.ranks, 1, exchange.nbytes, seconds)
+
+
+def fit_progress(runs: Sequence[MeasuredRun], work: Work, model: Model, cluster: Cluster) -> float:
+    """Return how far exchanges went on beside backward in the runs, 0 to 1; 1 where none shows it."""
+    found = []
+    for run in runs:
+        exchange = exchange_of(run.strategy, model)
+        if run.ranks == 1 or len(exchange.buckets) < 2 or exchange.pattern is not Pattern.TOGETHER:
+            continue
+        hidden, whole = (
+            float(exposed_s(exchange, work, run.ranks, cluster, progress).mean()) for progress in (1.0, 0.0)
+        )
+        shortest = run.times.comm.min(axis=1)
+        seen = float(shortest.mean()) * exchange.period
+        if whole - hidden > 0.05 * whole:
+            found.append(float(np.clip((whole - seen) / (whole - hidden), 0.0, 1.0)))
+    return float(np.mean(found)) if found else 1.0
+
+
+def _resampled_means(seconds: npt.NDArray[np.float64], generator: np.random.Generator) -> Samples:
+    """Return the mean of each resample.  (replicates,)"""
+    drawn = generator.integers(len(seconds), size=(REPLICATES, len(seconds)))
+    means: Samples = seconds[drawn].mean(axis=1)
+    return means
+
+
+def _fit(terms: Sequence[tuple[float, float]], seconds: Samples, assumed_s: float) -> tuple[float, float]:
+    """Return alpha and beta, neither negative, with the least sum of squared relative errors."""
+    table = np.array(terms) / seconds[:, None]
+    scale = np.linalg.norm(table, axis=0)
+    if np.linalg.matrix_rank(table / scale, tol=_SAME_SIZE) > 1:
+        alpha, beta = np.linalg.lstsq(table / scale, np.ones(len(table)), rcond=None)[0] / scale
+        if alpha >= 0 and beta > 0:
+            return float(alpha), float(beta)
+    per_alpha, per_beta = np.array(terms).T
+    alpha = min(assumed_s, float((_MOST_LATENCY * seconds / per_alpha).min()))
+    rest = seconds - alpha * per_alpha
+    weights = (per_beta / seconds) ** 2
+    beta = float((weights * rest / per_beta).sum() / weights.sum())
+    return alpha, max(beta, 0.0)

@@ -1,0 +1,119 @@
+"""What would make a run faster: the same run with one thing changed, by the model of the simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from speechdp.errors import ConfigError
+from speechdp.parallel.registry import StrategyChoice
+from speechdp.simulation.exchanges import Exchange, exchange_of, has_period
+from speechdp.simulation.links import Cluster, Samples
+from speechdp.simulation.measured import MeasuredRun
+from speechdp.simulation.predict import Interval, Scenario, predict_paces
+from speechdp.simulation.simulate import Request, scenario_of
+from speechdp.simulation.steps import Work
+
+#: How much longer a period, and how much faster a link inside a host.
+LONGER, FASTER = 4, 10
+#: Steps between averages in place of exchanges of gradients.
+_INSTEAD = 16
+#: Links as they are sold, bytes/s by name; the next faster one than the measured is tried.
+_SOLD = {f"{rate} Gbit/s": rate * 1e9 / 8 for rate in (1, 10, 25, 100, 400)}
+#: A link that is faster by less than this is called the same.
+_NOTABLY = 1.8
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How many times as fast a run would be with one change.
+
+    Attributes:
+        change: e.g. "at 10 Gbit/s", "with period 64".
+    """
+
+    change: str
+    times: Interval
+
+
+def gains_of(run: MeasuredRun, others: Sequence[MeasuredRun] = ()) -> list[Gain]:
+    """Return what would make a run faster, the most first; none where nothing can be said of it.
+
+    Args:
+        run: finished, on two ranks or more for all but the loading of data.
+        others: runs of the same model, from whose exchanges links are fitted too.
+    """
+    runs = [run, *(other for other in others if other is not run)]
+    request = Request(ranks=(run.ranks,), ranks_per_node=run.ranks_per_node)
+    try:
+        scenario, _ = scenario_of(runs, request)
+        exchange = exchange_of(run.strategy, scenario.model)
+    except ConfigError:  # its links show nowhere, or its strategy is not known here: nothing can be said
+        return []
+    # Steps of this run alone: it is the one that is to become faster.
+    scenario = replace(scenario, work=Work.of([run]))
+    now = _rate(scenario, run, exchange)
+    changes: dict[str, tuple[Scenario, Exchange]] = {}
+    if run.ranks > 1:
+        name, cluster = _faster_link(run, scenario.cluster)
+        changes[name] = (replace(scenario, cluster=cluster), exchange)
+        changes["without differences between the ranks"] = (
+            replace(scenario, work=scenario.work.without_stragglers()),
+            exchange,
+        )
+        longer = _longer(run.strategy)
+        if longer is not None:
+            other = exchange_of(longer, scenario.model)
+            changes[_name_of(longer, run.strategy, other)] = (scenario, other)
+    if scenario.work.data_wait > 0:
+        changes["without waiting for data"] = (
+            replace(scenario, work=Work.of([run], loads=False)),
+            exchange,
+        )
+    gains = [
+        Gain(change, Interval.of(_rate(changed, run, other) / now))
+        for change, (changed, other) in changes.items()
+    ]
+    return sorted(gains, key=lambda gain: -gain.times.mean)
+
+
+def _rate(scenario: Scenario, run: MeasuredRun, exchange: Exchange) -> Samples:
+    """Return steps a second of a rank, for each replicate."""
+    (pace,) = predict_paces(scenario, run.ranks, [exchange])
+    return 1 / pace.step_s
+
+
+def _faster_link(run: MeasuredRun, cluster: Cluster) -> tuple[str, Cluster]:
+    """Return a cluster with a faster link, and what that is called."""
+    if not run.crosses:
+        return f"with exchanges {FASTER} times as fast", replace(
+            cluster, within=cluster.within.faster(FASTER), between=cluster.between.faster(FASTER)
+        )
+    speed = cluster.between.bytes_per_s
+    for name, sold in _SOLD.items():
+        if sold > _NOTABLY * speed:
+            return f"at {name}", replace(cluster, between=cluster.between.faster(sold / speed))
+    return f"with a link {FASTER} times as fast", replace(cluster, between=cluster.between.faster(FASTER))
+
+
+def _longer(choice: StrategyChoice) -> StrategyChoice | None:
+    """Return the strategy with a longer period; None where its period is not in steps.
+
+    Gradients have none: instead of them parameters are averaged, once in a while.
+    """
+    name, _, rest = choice.text.partition(":")
+    if name == "gradient_averaging":
+        return StrategyChoice(f"model_averaging:period={_INSTEAD}")
+    if not has_period(choice):
+        return None
+    period = str(choice.parsed.traits.period)
+    if not period.isdigit():
+        return None
+    others = [part for part in rest.split(",") if part and not part.startswith("period=")]
+    return StrategyChoice(f"{name}:{','.join([*others, f'period={LONGER * int(period)}'])}")
+
+
+def _name_of(longer: StrategyChoice, choice: StrategyChoice, exchange: Exchange) -> str:
+    if longer.name == choice.name:
+        return f"with period {longer.parsed.traits.period}"
+    return f"with {longer.name.replace('_', ' ')} every {exchange.period} steps"

@@ -1,0 +1,285 @@
+"""What finished runs have measured: every step of every rank, taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from speechdp.errors import ConfigError
+from speechdp.experiments.profile import record as profile_record
+from speechdp.experiments.profile.measured import BACKWARD, FORWARD
+from speechdp.experiments.profile.record import WEAK, ProfileJob, read_profile
+from speechdp.files import cannot_be_read
+from speechdp.parallel.registry import StrategyChoice
+from speechdp.report.runs.data_path import data_figures
+from speechdp.report.runs.folders import read_sweep
+from speechdp.report.runs.records import finite
+from speechdp.report.runs.results import RunResult, RunTiming
+from speechdp.report.runs.timing_file import read_timeline
+
+Steps: TypeAlias = npt.NDArray[np.float64]
+
+#: Fewest steps after the warm-up from which anything is predicted.
+LEAST_STEPS = 8
+#: Bytes of a parameter, which every back-end exchanges in single precision.
+PARAMETER_BYTES = 4
+#: Vectors of the parameters' size that an optimizer keeps.
+_OPTIMIZER_VECTORS = {"sgd": 1, "adam": 2, "adamw": 2}
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The parts of every step of every rank, s.  (steps, ranks) each
+
+    Ranks of a run that is not `aligned` took their steps at their own pace: what stands in a row has nothing
+    in common.
+
+    Attributes:
+        forward, backward, update: computing.
+        others: copies to the device, and what no span covers.
+        data_wait: no batch was ready.
+        comm: exchanges as far as they were not hidden, with the wait for other ranks.
+        frames: of the rank's batch.
+    """
+
+    forward: Steps
+    backward: Steps
+    update: Steps
+    others: Steps
+    data_wait: Steps
+    comm: Steps
+    frames: Steps
+
+    def work(self, speedup: float = 1.0) -> Steps:
+        """Return the time of everything but exchanges, s, with computing `speedup` times as fast."""
+        computing = self.forward + self.backward + self.update
+        return computing / speedup + self.others + self.data_wait
+
+    @property
+    def trained(self) -> npt.NDArray[np.bool_]:
+        """Return of which steps every rank had a batch.  (steps,)"""
+        return np.asarray((self.frames > 0).all(axis=1))
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A finished run, as far as its speed goes.
+
+    Attributes:
+        hosts: of each rank.
+        strategy: with its options.
+        aligned: every rank took the same steps at the same time.
+        nbytes: of the parameters.
+        optimizer_vectors: as `Model` has them.
+        deliverable_per_s: frames/s of all ranks that the data path could deliver; None: not recorded.
+        frames_trained: of all ranks, of the whole run; None: not recorded.
+        amount: what its frames are called.
+        on_gpu: it ran on GPUs.
+    """
+
+    name: str
+    hosts: tuple[str, ...]
+    strategy: StrategyChoice
+    aligned: bool
+    nbytes: float
+    optimizer_vectors: int
+    times: StepTimes
+    deliverable_per_s: float | None = None
+    frames_trained: float | None = None
+    amount: str = "frames"
+    on_gpu: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.hosts)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The most ranks on a host."""
+        return max(self.hosts.count(host) for host in self.hosts)
+
+    @property
+    def crosses(self) -> bool:
+        """Whether its exchanges went over a network."""
+        return len(set(self.hosts)) > 1
+
+
+def read_measured(folder: Path) -> tuple[MeasuredRun, ...]:
+    """Read the finished runs of a folder: a run, or what sweep, compare or profile have written.
+
+    Raises:
+        ConfigError: there is none, or none with the times of its steps; the message says what to do.
+        RunError: files of a profile are damaged.
+    """
+    if (folder / profile_record.FILE_NAME).is_file():
+        runs = _runs_of_profile(folder)
+    else:
+        results = read_sweep(folder).runs
+        if len(results) == 1 and results[0].path.resolve() == folder.resolve():
+            return (measured_run(results[0]),)
+        runs = [measured_run(result) for result in results if result.status == "complete"]
+    if not runs:
+        raise ConfigError(f"{folder}: none of its runs has finished; give the command that made it again")
+    if len({run.nbytes for run in runs}) > 1:
+        raise ConfigError(f"{folder}: holds runs of models of different sizes; give the folder of one run")
+    return tuple(runs)
+
+
+def measured_run(result: RunResult) -> MeasuredRun:
+    """Return what a finished run has measured.
+
+    Raises:
+        ConfigError: it has not finished, or files of it are missing; the message names them.
+    """
+    path, timing, settings = result.path, result.timing, result.settings
+    if result.status != "complete":
+        raise ConfigError(
+            f"{path}: has not finished (no completed.json); continue it with --resume, then simulate"
+        )
+    parameters = finite(settings.get("num_parameters"))
+    if timing is None or not parameters:
+        missing = "run.json: no num_parameters" if timing is not None else "timing.json: missing or damaged"
+        raise ConfigError(f"{path}: {missing}; train it again, or give another run")
+    choice = StrategyChoice(str(settings.get("strategy", "")))
+    aligned = choice.parsed.traits.synchronous
+    times = _read_steps(path, timing, aligned=aligned)
+    figures = data_figures(timing, result.order)
+    last = result.evaluations[-1].frames if result.evaluations else None
+    return MeasuredRun(
+        name=result.name,
+        hosts=tuple(rank.host for rank in timing.ranks),
+        strategy=choice,
+        aligned=aligned,
+        nbytes=PARAMETER_BYTES * parameters,
+        optimizer_vectors=_optimizer_vectors(settings),
+        times=times,
+        deliverable_per_s=None if figures is None else figures.deliverable_per_s,
+        frames_trained=last or float(sum(rank.frames for rank in timing.ranks)) or None,
+        amount=result.kind.amount,
+        on_gpu=result.on_gpu,
+    )
+
+
+def _optimizer_vectors(settings: Mapping[str, Any]) -> int:
+    """Return how many vectors the optimizer of a run keeps; Adam's where it is not recorded."""
+    value: Any = settings.get("options")
+    for key in ("resolved", "optimizer", "optimizer"):
+        value = value.get(key) if isinstance(value, dict) else None
+    return _OPTIMIZER_VECTORS.get(str(value), 2)
+
+
+def _read_steps(path: Path, timing: RunTiming, *, aligned: bool) -> StepTimes:
+    """Read the timelines of a run, without its warm-up."""
+    ranks = []
+    for rank in timing.ranks:
+        file = path / "timeline" / f"rank-{rank.rank:04d}.jsonl"
+        try:
+            ranks.append(read_timeline(file)[0])
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{file}: missing; its steps are what a simulation is made of: train the run again, or give "
+                "another one"
+            ) from error
+        except OSError as error:
+            raise ConfigError(cannot_be_read(file, error)) from error
+    if aligned:
+        common = set.intersection(*(set(steps) for steps in ranks))
+        kept = [[steps[number] for number in sorted(common)] for steps in ranks]
+    else:
+        # A line without frames is of a rank that only waited for the others.
+        kept = [[step for step in steps.values() if finite(step.get("frames"))] for steps in ranks]
+        kept = [steps[: min(map(len, kept))] for steps in kept]
+    kept = [steps[timing.warmup_steps :] for steps in kept]
+    if len(kept[0]) < LEAST_STEPS:
+        raise ConfigError(
+            f"{path}: has {len(kept[0])} steps after its warm-up, too few to predict from (at least "
+            f"{LEAST_STEPS}); train longer"
+        )
+    return _table([[_parts(step) for step in steps] for steps in kept])
+
+
+def _parts(step: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return a step's forward, backward, update, others, data wait, comm and frames."""
+    spans = dict.fromkeys(("data_wait", "h2d", "forward", "backward", "comm", "update"), 0.0)
+    pieces = step.get("spans")
+    for piece in pieces if isinstance(pieces, list) else ():
+        if isinstance(piece, list) and len(piece) == 3 and piece[0] in spans:
+            spans[piece[0]] += finite(piece[2]) or 0.0
+    others = max((finite(step.get("wall")) or 0.0) - sum(spans.values()), 0.0) + spans["h2d"]
+    frames = finite(step.get("frames")) or 0.0
+    return (
+        *(spans[name] for name in ("forward", "backward", "update")),
+        others,
+        spans["data_wait"],
+        spans["comm"],
+        frames,
+    )
+
+
+def _table(ranks: Sequence[Sequence[tuple[float, ...]]]) -> StepTimes:
+    return StepTimes(*np.transpose(np.array(ranks), (2, 1, 0)))
+
+
+def _runs_of_profile(folder: Path) -> list[MeasuredRun]:
+    """Return the jobs of a profile that measured whole steps with a constant batch of each rank."""
+    profile = read_profile(folder)
+    warmup = profile.settings.warmup_steps
+    options = profile.settings.options or {}
+    choice = StrategyChoice(str(options.get("strategy", "gradient_averaging"))).with_default(
+        "overlap", "false"
+    )
+    found = []
+    for job in profile.of_kind(WEAK):
+        parameters = finite((job.facts or {}).get("num_parameters"))
+        if parameters is None:
+            raise ConfigError(f"{job.path}/job.json: no num_parameters; run the profile again")
+        rows = [[_profile_parts(step) for step in steps[warmup:]] for steps in job.steps]
+        if len(rows[0]) >= LEAST_STEPS:
+            found.append(
+                MeasuredRun(
+                    job.name,
+                    _hosts(job),
+                    choice,
+                    aligned=True,
+                    nbytes=PARAMETER_BYTES * parameters,
+                    optimizer_vectors=2,
+                    times=_table(rows),
+                )
+            )
+    if not found:
+        raise ConfigError(
+            f"{folder}: no job `weak` of it has finished with {LEAST_STEPS} steps after the warm-up; run "
+            "the profile with more --steps"
+        )
+    return found
+
+
+def _hosts(job: ProfileJob) -> tuple[str, ...]:
+    return tuple(record.host for record in job.rank_records)
+
+
+def _profile_parts(step: Any) -> tuple[float, ...]:
+    """Return a profiled step's parts, as `_parts` does."""
+    forward, backward = (
+        sum(f.duration_s for f in step.functions if f.phase == phase) for phase in (FORWARD, BACKWARD)
+    )
+    update, wait, comm, copy = (step.seconds(name) for name in ("update", "trainloader", "exchange", "h2d"))
+    rest = max(step.wall_s - forward - backward - update - wait - comm - copy, 0.0)
+    return (forward, backward, update, rest + copy, wait, comm, float(step.frames))
+
+
+def basis(runs: Iterable[MeasuredRun]) -> tuple[MeasuredRun, ...]:
+    """Return the runs from which steps are drawn: synchronous ones if any, on the most ranks.
+
+    Ranks that share a machine slow one another down; runs on more of them show more of that.
+    """
+    found = list(runs)
+    found = [run for run in found if run.aligned] or found
+    most = max(run.ranks for run in found)
+    return tuple(run for run in found if run.ranks == most)

@@ -1,0 +1,315 @@
+"""Predict the speed of strategies on a cluster: drawn steps, modelled exchanges, and who waits for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from speechdp.parallel.registry import StrategyChoice
+from speechdp.simulation.events import Served, mixed_share, serve
+from speechdp.simulation.exchanges import Exchange, Model, Pattern
+from speechdp.simulation.links import Cluster
+from speechdp.simulation.steps import REPLICATES, Drawn, Draws, Work
+from speechdp.simulation.waiting import Pace, delayed, exposed_s, neighbours, together, windows_of
+
+#: Bounds of the intervals: 90 % of the resamples lie between them.
+LOW, HIGH = 0.05, 0.95
+#: Steps of all ranks together from which a replicate's mean is taken, at least, and of each rank.
+_LEAST_STEPS, _LEAST_OF_RANK = 4_096, 32
+#: Windows of a period that are followed, at least, where one begins before another has ended.
+_LEAST_WINDOWS = 4
+#: Resamples of what is followed event by event, which takes longest.
+_EVENT_REPLICATES = 10
+#: Windows of all workers together that are followed event by event, and of each worker, at least.
+_EVENTS, _EVENTS_OF_WORKER = 600, 6
+#: Steps of a window that are drawn one by one there; longer windows have the same mean and variance.
+_STEPS_OF_EVENT = 16
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over resamples, and the range of 90 % of them."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: npt.ArrayLike) -> Interval:
+        """Return the interval of what the resamples gave."""
+        values = np.asarray(samples, float)
+        low, high = np.quantile(values, (LOW, HIGH))
+        return cls(float(values.mean()), float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A training on a cluster.
+
+    Attributes:
+        work: of the measured steps.
+        model: what is exchanged.
+        cluster: the links.
+        factors: of ranks that are slower than measured, by rank.
+        progress: of exchanges beside backward, 0 to 1, as measured.
+        seed: of the draws.
+    """
+
+    work: Work
+    model: Model
+    cluster: Cluster
+    factors: Mapping[int, float] = field(default_factory=dict)
+    progress: float = 1.0
+    seed: int = 1
+
+    def draws(self, ranks: int, replicates: int = REPLICATES) -> Draws:
+        """Return the steps of so many ranks."""
+        return Draws(self.work, ranks, replicates, self.factors, self.seed)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted of a strategy on so many ranks.
+
+    Attributes:
+        period: steps between its exchanges.
+        frames_per_s: of all ranks together.
+        efficiency: frames/s over those of as many ranks that neither exchange nor wait, 0 to 1.
+        step_s: from one step of a rank to its next, mean.
+        computing, data_wait, exchange, waiting: shares of a step, mean, 0 to 1; together 1.
+        mixed: share of the exchanges asked for that are made (`ad_psgd`); None: all.
+    """
+
+    strategy: StrategyChoice
+    period: int
+    ranks: int
+    frames_per_s: Interval
+    efficiency: Interval
+    step_s: Interval
+    computing: float
+    data_wait: float
+    exchange: float
+    waiting: float
+    mixed: float | None = None
+
+    def gpu_hours(self, frames: float) -> Interval:
+        """Return the hours of all ranks together until so many frames are trained on."""
+        rate = self.frames_per_s
+        hours = [self.ranks * frames / speed / 3600 for speed in (rate.mean, rate.high, rate.low)]
+        return Interval(*hours)
+
+
+def predict(
+    scenario: Scenario, ranks: int, exchanges: Sequence[tuple[StrategyChoice, Exchange]]
+) -> list[Prediction]:
+    """Predict the speed of several strategies on `ranks` ranks.
+
+    All are made of the same drawn steps, and so are those of other scenarios with the same seed: their ratios
+    are known better than they are.
+
+    Returns:
+        In the order of `exchanges`, without strategies whose groups so many ranks cannot be parted into, or
+        whose server leaves no worker.
+    """
+    possible = [(c, e) for c, e in exchanges if ranks % e.groups == 0 and ranks > e.dedicated]
+    paces = predict_paces(scenario, ranks, [exchange for _, exchange in possible])
+    return [
+        _prediction(scenario, ranks, choice, exchange, pace)
+        for (choice, exchange), pace in zip(possible, paces, strict=True)
+    ]
+
+
+def predict_paces(scenario: Scenario, ranks: int, exchanges: Sequence[Exchange]) -> list[Pace]:
+    """Return what a step takes with each exchange, the same draws for all."""
+    at_once = [e for e in exchanges if e.pattern not in (Pattern.GOSSIP, Pattern.SERVER)]
+    paces = dict(zip(map(id, at_once), _synchronous(scenario, ranks, at_once), strict=True))
+    for exchange in exchanges:
+        if exchange.pattern is Pattern.SERVER:
+            paces[id(exchange)] = _with_server(scenario, ranks, exchange)
+        elif exchange.pattern is Pattern.GOSSIP:
+            paces[id(exchange)] = _gossiping(scenario, ranks, exchange)
+    return [_fed(paces[id(exchange)], scenario.work) for exchange in exchanges]
+
+
+def _synchronous(scenario: Scenario, ranks: int, exchanges: Sequence[Exchange]) -> list[Pace]:
+    if not exchanges:
+        return []
+    found: list[list[Pace]] = [[] for _ in exchanges]
+    draws = scenario.draws(ranks)
+    for part, drawn in draws.together(_steps_needed(ranks, exchanges)):
+        cluster = scenario.cluster.part(part)
+        for exchange, paces in zip(exchanges, found, strict=True):
+            paces.append(_pace(scenario, drawn, exchange, cluster))
+    return [_joined(paces) for paces in found]
+
+
+def _pace(scenario: Scenario, drawn: Drawn, exchange: Exchange, cluster: Cluster) -> Pace:
+    ranks = drawn.shape[2]
+    if exchange.pattern is Pattern.DELAYED and ranks > 1:
+        return delayed(drawn, exchange, cluster.allreduce_s(exchange.nbytes, ranks))
+    if exchange.pattern is Pattern.NEIGHBOURS and ranks > 1:
+        return neighbours(drawn, exchange, scenario.work, cluster)
+    exposed = exposed_s(exchange, scenario.work, ranks, cluster, scenario.progress)
+    return together(drawn, exchange, exposed)
+
+
+def _steps_needed(ranks: int, exchanges: Sequence[Exchange]) -> int:
+    """Return how many steps of each rank are drawn."""
+    windows = [
+        exchange.period * (1 if exchange.pattern is Pattern.TOGETHER else _LEAST_WINDOWS)
+        for exchange in exchanges
+    ]
+    return max(_LEAST_OF_RANK, -(-_LEAST_STEPS // ranks), *windows)
+
+
+def _joined(paces: Sequence[Pace]) -> Pace:
+    return Pace(
+        np.concatenate([pace.step_s for pace in paces]),
+        np.concatenate([np.broadcast_to(pace.exchange_s, pace.step_s.shape) for pace in paces]),
+    )
+
+
+def _gossiping(scenario: Scenario, ranks: int, exchange: Exchange) -> Pace:
+    """Return the pace of learners that never wait for one another, and how many exchanges they make."""
+    draws, groups = scenario.draws(ranks), exchange.groups
+    exposed = np.zeros(1)
+    learner_s = draws.mean_s  # (replicates, learners)
+    if groups > 1:
+        # Ranks of a group are neighbours; where a node does not hold it, it goes over the network.
+        inside = replace(exchange, pattern=Pattern.TOGETHER, nbytes=exchange.nbytes)
+        exposed = exposed_s(inside, scenario.work, groups, scenario.cluster, scenario.progress)
+        steps = _steps_needed(ranks, [replace(inside, period=1)])
+        slowest = [
+            drawn.reshape(*drawn.shape[:2], -1, groups).max(axis=3).mean(axis=1, dtype=float)
+            for _, drawn in draws.together(steps)
+        ]
+        learner_s = np.concatenate(slowest) + exposed[:, None]
+    rates = (1 / learner_s).mean(axis=1)
+    mixed = _mixed(scenario, learner_s, exchange) if learner_s.shape[1] > 1 else None
+    return Pace(1 / rates, np.broadcast_to(exposed, rates.shape), mixed)
+
+
+def _mixed(scenario: Scenario, learner_s: npt.NDArray[np.float64], exchange: Exchange) -> float:
+    """Return the share of exchanges that are made, of means over resamples."""
+    learners = learner_s.shape[1]
+    count = max(_EVENTS_OF_WORKER, _EVENTS // learners)
+    cluster, per_node = scenario.cluster, max(1, scenario.cluster.ranks_per_node // exchange.groups)
+    messages = [float(cluster.message_s(exchange.nbytes, crosses=c).mean()) for c in (False, True)]
+    windows = exchange.period * _spread_of(scenario, learners, count, exchange.period)
+    windows *= learner_s.mean(axis=0)
+    kind = cast(Literal["all", "ring", "exponential"], exchange.topology)
+    return mixed_share(windows, messages, kind, per_node)
+
+
+def _spread_of(scenario: Scenario, ranks: int, count: int, period: int) -> npt.NDArray[np.float64]:
+    """Return windows of one resample as factors of their mean.  (windows, ranks)"""
+    draws = Draws(scenario.work, ranks, 1, {}, scenario.seed)
+    (windows,) = _apart(draws, count, period)
+    factors: npt.NDArray[np.float64] = windows / (period * draws.mean_s[0])
+    return factors
+
+
+def _apart(draws: Draws, count: int, period: int) -> list[npt.NDArray[np.float64]]:
+    """Return `count` windows of each rank for each replicate, s.  (windows, ranks) each"""
+    drawn_steps = min(period, _STEPS_OF_EVENT)
+    found: list[npt.NDArray[np.float64]] = []
+    for part, drawn in draws.apart(count * drawn_steps):
+        means = draws.mean_s[part][:, None, :]
+        rests = windows_of(drawn, drawn_steps) - drawn_steps * means
+        windows = period * means + np.sqrt(period / drawn_steps) * rests
+        found += list(np.maximum(windows, 0.0))
+    return found
+
+
+def _with_server(scenario: Scenario, ranks: int, exchange: Exchange) -> Pace:
+    """Return the pace of workers that ask a server on rank 0 once per period."""
+    workers = ranks - exchange.dedicated
+    draws = scenario.draws(ranks, _EVENT_REPLICATES)
+    update_s = scenario.work.update * scenario.work.step_s if exchange.at_server else 0.0
+    service = _service_s(exchange, ranks, scenario.cluster)
+    count = max(_EVENTS_OF_WORKER, _EVENTS // workers)
+    paces = []
+    for replicate, windows in enumerate(_apart(draws, count, exchange.period)):
+        own = windows[:, ranks - workers :]
+        own = own * (1 - scenario.work.update) if exchange.at_server else own
+        served = serve(own, service[min(replicate, len(service) - 1)] + update_s)
+        paces.append(_served_pace(served, exchange.period, workers))
+    return _joined(paces)
+
+
+def _service_s(exchange: Exchange, ranks: int, cluster: Cluster) -> npt.NDArray[np.float64]:
+    """Return for how long the server's link is taken by each worker, s.  (replicates or 1, workers)
+
+    A vector there and one back, each announced by a small message; a worker on rank 0 sends nothing.
+    """
+    near, far = (
+        2 * (cluster.message_s(exchange.nbytes, crosses=crosses) + cluster.message_s(0, crosses=crosses))
+        for crosses in (False, True)
+    )
+    is_near = np.arange(ranks) < cluster.ranks_per_node
+    service = np.where(is_near, near[:, None], far[:, None])
+    service[:, 0] = 0.0
+    return service[:, 1:] if exchange.dedicated else service
+
+
+def _served_pace(served: Served, period: int, workers: int) -> Pace:
+    step_s = workers / (period * served.windows_per_s)
+    return Pace(np.array([step_s]), np.array([served.service_s / period]))
+
+
+def _fed(pace: Pace, work: Work) -> Pace:
+    """Hold a pace back to what the data path delivers."""
+    return replace(pace, step_s=np.maximum(pace.step_s, work.batch_s))
+
+
+def _prediction(
+    scenario: Scenario, ranks: int, choice: StrategyChoice, exchange: Exchange, pace: Pace
+) -> Prediction:
+    draws, work = scenario.draws(ranks, len(pace.step_s)), scenario.work
+    trainers = ranks - exchange.dedicated
+    rates = trainers * work.frames / pace.step_s
+    ideal = ranks * work.frames / draws.alone_s
+    step_s = float(pace.step_s.mean())
+    loading_s = _held_back(scenario, ranks, pace)
+    own_s = min(_own_work(draws, exchange, pace, work), step_s - loading_s)
+    computing_s = own_s * (1 - work.data_wait)
+    exchange_s = min(float(np.mean(pace.exchange_s)), max(step_s - own_s - loading_s, 0.0))
+    waiting_s = max(step_s - own_s - exchange_s - loading_s, 0.0)
+    return Prediction(
+        choice,
+        exchange.period,
+        ranks,
+        Interval.of(rates),
+        Interval.of(rates / ideal),
+        Interval.of(pace.step_s),
+        computing=computing_s / step_s,
+        data_wait=(own_s * work.data_wait + loading_s) / step_s,
+        exchange=exchange_s / step_s,
+        waiting=waiting_s / step_s,
+        mixed=pace.mixed,
+    )
+
+
+def _own_work(draws: Draws, exchange: Exchange, pace: Pace, work: Work) -> float:
+    """Return a rank's own work in a step, s: the mean over ranks, of asynchronous ones over steps."""
+    means = draws.mean_s[:, int(exchange.dedicated) :]
+    if exchange.pattern is Pattern.GOSSIP and exchange.groups == 1:
+        return float((1 / (1 / means).mean(axis=1)).mean())
+    if exchange.pattern is Pattern.SERVER:
+        # A fast rank takes more of the steps, unless all wait for their turn alike.
+        mean = float((1 / (1 / means).mean(axis=1)).mean())
+        return mean * (1 - work.update) if exchange.at_server else mean
+    return float(means.mean())
+
+
+def _held_back(scenario: Scenario, ranks: int, pace: Pace) -> float:
+    """Return how much of a step is only there because the data path delivers no faster, s."""
+    held = np.isclose(pace.step_s, scenario.work.batch_s) if scenario.work.batch_s > 0 else np.zeros(1, bool)
+    if not held.any():
+        return 0.0
+    alone_s = float(scenario.draws(ranks).alone_s.mean())
+    return max(float(pace.step_s.mean()) - alone_s - float(np.mean(pace.exchange_s)), 0.0)

@@ -1,0 +1,119 @@
+"""Read what a user writes of a cluster: `100gbit`, `5us`, `8,16,...,1024`, `1:2`."""
+
+from __future__ import annotations
+
+import re
+
+from speechdp.errors import ConfigError
+
+#: Bytes a second by unit, in lower case; bits as network cards are sold, bytes as disks and buses are.
+_BYTES_PER_S = {
+    **{f"{prefix}bit": factor / 8 for prefix, factor in (("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))},
+    **{f"{prefix}b/s": factor for prefix, factor in (("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))},
+}
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+_COUNTS = {"": 1.0, "kf": 1e3, "mf": 1e6, "f": 1.0}
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-zµ/]*)")
+#: More ranks, or steps in a period, than this are taken for a mistake.
+MOST_RANKS, MOST_STEPS = 65_536, 4_096
+
+
+def bandwidth(option: str, text: str) -> float:
+    """Read a bandwidth: `1gbit`, `100gbit/s`, `25GB/s`.  Returns bytes a second.
+
+    Raises:
+        ConfigError: anything else, or 0; the message names `option`.
+    """
+    number, unit = _split(text.lower().removesuffix("ps"))
+    unit = unit.removesuffix("/s") if unit.endswith("bit/s") else unit
+    if unit not in _BYTES_PER_S or number <= 0:
+        raise ConfigError(f"{option} {text}: is no bandwidth; write 1gbit, 100gbit or 25GB/s")
+    return number * _BYTES_PER_S[unit]
+
+
+def duration(option: str, text: str) -> float:
+    """Read a duration: `5us`, `0.1ms`.  Returns seconds.
+
+    Raises:
+        ConfigError: anything else; the message names `option`.
+    """
+    number, unit = _split(text.lower())
+    if unit not in _SECONDS or number < 0:
+        raise ConfigError(f"{option} {text}: is no time; write 5us, 0.1ms or 0s")
+    return number * _SECONDS[unit]
+
+
+def frame_count(option: str, text: str) -> float:
+    """Read a number of frames: `1e9`, `600mf`.
+
+    Raises:
+        ConfigError: anything else, or less than one; the message names `option`.
+    """
+    number, unit = _split(text.lower().replace(",", ""))
+    if unit not in _COUNTS or number * _COUNTS[unit] < 1:
+        raise ConfigError(f"{option} {text}: is no number of frames; write 1e9 or 600mf")
+    return number * _COUNTS[unit]
+
+
+def numbers(option: str, text: str, most: int) -> tuple[int, ...]:
+    """Read whole numbers from 1: `4,16`; `8,16,...,1024` goes on by the ratio of the two before the dots.
+
+    Returns:
+        Them in ascending order, none twice.
+
+    Raises:
+        ConfigError: anything else, or one above `most`; the message names `option`.
+    """
+    found: list[int] = []
+    words = [word.strip() for word in text.split(",")]
+    for place, word in enumerate(words):
+        if word == "..." and 1 < place == len(words) - 2 and _is_number(words[-1]):
+            found += _between(option, text, found[-2:], int(words[-1]))
+        elif _is_number(word) and int(word) >= 1:
+            found.append(int(word))
+        else:
+            raise ConfigError(
+                f"{option} {text}: {word!r} is no whole number from 1; write 4,16,64 or 8,16,...,1024"
+            )
+    if max(found) > most:
+        raise ConfigError(f"{option} {text}: {max(found):,} is too many; at most {most:,}")
+    return tuple(sorted(set(found)))
+
+
+def slow_ranks(option: str, text: str) -> dict[int, float]:
+    """Read `RANK:FACTOR,...`: ranks whose own work takes so many times as long; "" for none.
+
+    Raises:
+        ConfigError: anything else, or a factor that is not positive; the message names `option`.
+    """
+    found = {}
+    for word in filter(None, text.split(",")):
+        rank, _, factor = word.partition(":")
+        if not _is_number(rank) or not re.fullmatch(r"\d+(\.\d+)?", factor) or float(factor) <= 0:
+            raise ConfigError(
+                f"{option} {text}: {word!r} is not RANK:FACTOR; 1:2 has rank 1 take twice as long"
+            )
+        found[int(rank)] = float(factor)
+    return found
+
+
+def _split(text: str) -> tuple[float, str]:
+    """Return number and unit; (-1, "") where it is none."""
+    match = _QUANTITY.fullmatch(text.strip())
+    return (float(match[1]), match[2]) if match else (-1.0, "")
+
+
+def _is_number(word: str) -> bool:
+    return word.isascii() and word.isdigit() and len(word) < 10
+
+
+def _between(option: str, text: str, last: list[int], end: int) -> list[int]:
+    """Return what the dots stand for: the numbers after `last`, by its ratio, below `end`."""
+    first, second = last
+    if second <= first or second % first != 0 or end <= second:
+        raise ConfigError(f"{option} {text}: unclear what the dots stand for; write 8,16,...,1024")
+    found = []
+    while (following := second * second // first) < end:
+        found.append(following)
+        first, second = second, following
+    return found

@@ -1,0 +1,187 @@
+"""Simulate a training on clusters of many sizes: every strategy, every period, every number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from speechdp.errors import ConfigError
+from speechdp.parallel.registry import StrategyChoice
+from speechdp.simulation.exchanges import KNOWN_STRATEGIES, Exchange, Model, exchange_of, has_period
+from speechdp.simulation.fit import (
+    BETWEEN_LATENCY_S,
+    WITHIN_BYTES_PER_S,
+    WITHIN_LATENCY_S,
+    fit_link,
+    fit_progress,
+    model_of,
+)
+from speechdp.simulation.links import Algorithm, Cluster, Link
+from speechdp.simulation.measured import MeasuredRun, basis
+from speechdp.simulation.predict import Prediction, Scenario, predict
+from speechdp.simulation.steps import Work
+
+
+@dataclass(frozen=True)
+class GivenLink:
+    """What the user says of a link; None: as it was measured."""
+
+    bytes_per_s: float | None = None
+    latency_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be simulated.
+
+    Attributes:
+        ranks: numbers of them.
+        ranks_per_node: None: as many as the runs had.
+        between, within: links of a node to the others, and of two ranks of a node.
+        speedup: how much faster computing is than measured.
+        factors: ranks whose own work takes so many times as long.
+        strategies: one without a period of its own is simulated with all of `periods`; empty: all.
+        periods: in steps.
+        algorithm: of allreduces; None: as the runs' back-end has it.
+    """
+
+    ranks: tuple[int, ...]
+    ranks_per_node: int | None = None
+    between: GivenLink = GivenLink()
+    within: GivenLink = GivenLink()
+    speedup: float = 1.0
+    factors: Mapping[int, float] = field(default_factory=dict)
+    strategies: tuple[StrategyChoice, ...] = ()
+    periods: tuple[int, ...] = (1, 4, 16, 64)
+    algorithm: Algorithm | None = None
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What is predicted, and from what.
+
+    Attributes:
+        runs: that steps were drawn from.
+        predictions: by strategy, period, and number of ranks, in this order.
+        assumptions: what was neither measured nor given, a sentence each.
+    """
+
+    runs: tuple[MeasuredRun, ...]
+    request: Request
+    scenario: Scenario
+    predictions: tuple[Prediction, ...]
+    assumptions: tuple[str, ...]
+
+
+def simulate(runs: Sequence[MeasuredRun], request: Request) -> Simulation:
+    """Predict the speed of strategies on clusters.
+
+    Args:
+        runs: finished runs of one model, one at least.
+
+    Raises:
+        ConfigError: a strategy that is not known or cannot be used, or a link that was neither measured nor
+            given.
+    """
+    scenario, assumptions = scenario_of(runs, request)
+    exchanges = exchanges_of(request, scenario.model)
+    found = [prediction for ranks in request.ranks for prediction in predict(scenario, ranks, exchanges)]
+    order = {(choice.text, exchange.period): place for place, (choice, exchange) in enumerate(exchanges)}
+    found.sort(key=lambda one: (order[one.strategy.text, one.period], one.ranks))
+    return Simulation(basis(runs), request, scenario, tuple(found), assumptions)
+
+
+def scenario_of(runs: Sequence[MeasuredRun], request: Request) -> tuple[Scenario, tuple[str, ...]]:
+    """Return the training and the cluster, and what of the cluster is assumed.
+
+    Raises:
+        ConfigError: a link between nodes is needed and neither measured nor given.
+    """
+    chosen = basis(runs)
+    work = Work.of(chosen, request.speedup)
+    model = model_of(chosen, work)
+    per_node = request.ranks_per_node or max(run.ranks_per_node for run in chosen)
+    # Messages take what they take, however fast ranks compute: links are fitted to steps as measured.
+    measured = model_of(chosen, Work.of(chosen))
+    assumptions: list[str] = []
+    within = _within(fit_link(runs, measured, crosses=False), request.within, assumptions)
+    needed = max(request.ranks) > per_node
+    between = _between(fit_link(runs, measured, crosses=True), request.between, assumptions, needed=needed)
+    algorithm = request.algorithm or ("auto" if any(run.on_gpu for run in chosen) else "ring")
+    cluster = Cluster(per_node, within, between or within, algorithm)
+    progress = _progress(runs, chosen, measured, cluster)
+    return Scenario(work, model, cluster, request.factors, progress), tuple(assumptions)
+
+
+def exchanges_of(request: Request, model: Model) -> list[tuple[StrategyChoice, Exchange]]:
+    """Return every strategy with every period that is to be simulated, none twice.
+
+    Raises:
+        ConfigError: a strategy that is not known here, or options that cannot be used.
+    """
+    strategies = request.strategies or tuple(map(StrategyChoice, KNOWN_STRATEGIES))
+    found: dict[str, tuple[StrategyChoice, Exchange]] = {}
+    for choice in strategies:
+        exchange_of(choice, model)  # refuses what is not known before anything else is asked of it
+        texts = [choice]
+        if has_period(choice):
+            texts = [choice.with_default("period", str(period)) for period in request.periods]
+        for text in texts:
+            found.setdefault(text.text, (text, exchange_of(text, model)))
+    return list(found.values())
+
+
+def _within(fitted: Link | None, given: GivenLink, assumptions: list[str]) -> Link:
+    """Return the link inside a node: given, else fitted, else assumed."""
+    if fitted is None and given.bytes_per_s is None:
+        assumptions.append(
+            "Exchanges inside a node were not measured: "
+            f"{WITHIN_BYTES_PER_S / 1e9:.0f} GB/s and {WITHIN_LATENCY_S * 1e6:.0f} µs are assumed "
+            "(--intra-bandwidth, --intra-latency)."
+        )
+    return _combined(fitted, given, Link.of(WITHIN_LATENCY_S, WITHIN_BYTES_PER_S))
+
+
+def _between(fitted: Link | None, given: GivenLink, assumptions: list[str], *, needed: bool) -> Link | None:
+    """Return the link between nodes: given, else fitted; None where there is none.
+
+    Raises:
+        ConfigError: it is needed, and not known.
+    """
+    if fitted is None and given.bytes_per_s is None:
+        if needed:
+            raise ConfigError(
+                "--bandwidth: the link between nodes was not measured, because all ranks of the run were on "
+                "one host; give --bandwidth and --latency, e.g. --bandwidth 25gbit --latency 20us"
+            )
+        return None
+    if fitted is None and given.latency_s is None and needed:
+        assumptions.append(
+            f"The latency between nodes was not measured: {BETWEEN_LATENCY_S * 1e6:.0f} µs are assumed "
+            "(--latency)."
+        )
+    return _combined(fitted, given, Link.of(BETWEEN_LATENCY_S, math.inf))
+
+
+def _combined(fitted: Link | None, given: GivenLink, otherwise: Link) -> Link:
+    link = fitted or otherwise
+    if given.bytes_per_s is not None:
+        link = replace(link, s_per_byte=np.array([1 / given.bytes_per_s]))
+    if given.latency_s is not None:
+        link = replace(link, latency_s=np.array([given.latency_s]))
+    return link
+
+
+def _progress(
+    runs: Sequence[MeasuredRun], chosen: Sequence[MeasuredRun], model: Model, cluster: Cluster
+) -> float:
+    """Return how far exchanges went on beside backward in the runs, over the links fitted to them."""
+    crossing = chosen[0].crosses
+    link = fit_link(runs, model, crosses=crossing)
+    if link is None:
+        return 1.0
+    as_measured = replace(cluster, ranks_per_node=chosen[0].ranks_per_node, within=link, between=link)
+    return fit_progress(chosen, Work.of(chosen), model, as_measured)

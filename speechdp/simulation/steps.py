@@ -1,0 +1,247 @@
+"""Draw the steps of many ranks from those measured on a few: the bootstrap of the simulation.
+
+A step's work has a part that all ranks share, the size of its batch (batches of a step are about equally
+long, whatever the rank), and a rest that is each rank's own.  Who waits for the slowest of N ranks waits for
+the largest of N such rests, not for a mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from speechdp.simulation.measured import MeasuredRun
+
+Times: TypeAlias = npt.NDArray[np.float64]
+Drawn: TypeAlias = npt.NDArray[np.float32]
+Rows: TypeAlias = npt.NDArray[np.intp]
+
+#: Resamples of the measured steps; an interval is made of what they give.
+REPLICATES = 40
+#: Steps that are drawn in a row: a slow step is often followed by another.
+_RUN = 8
+#: Parts into which what was measured is cut to be resampled: machines change over minutes, too.
+_PARTS = 10
+#: Steps of all ranks together that are held in memory.
+_AT_ONCE = 4_000_000
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of measured steps, everything but exchanges.
+
+    A step of measured rank r takes common[s] * own[s', r], with s' = s where ranks are alike at the same time
+    and another step where not.
+
+    Attributes:
+        common: what the size of the batches explains, s.  (steps,)
+        own: the rest as a factor, mean 1 over steps and ranks.  (steps, ranks)
+        alike: correlation of the rests of different ranks at the same step, 0 to 1.
+        frames: of a rank and step, mean.
+        backward, update, data_wait: shares of the work, 0 to 1.
+        batch_s: what the data path takes for a batch of a rank, s; 0 where that was not recorded.
+    """
+
+    common: Times
+    own: Times
+    alike: float
+    frames: float
+    backward: float
+    update: float
+    data_wait: float
+    batch_s: float = 0.0
+
+    @classmethod
+    def of(cls, runs: Sequence[MeasuredRun], speedup: float = 1.0, *, loads: bool = True) -> Work:
+        """Take the steps of runs on equally many ranks apart.
+
+        Args:
+            runs: one at least.
+            speedup: of forward, backward and update; nothing else.
+            loads: False: no rank ever waits for data.
+        """
+        times = [run.times for run in runs]
+        kept = [t.trained for t in times]
+        work = np.concatenate(
+            [(t.work(speedup) - (0 if loads else t.data_wait))[k] for t, k in zip(times, kept, strict=True)]
+        )
+        frames = np.concatenate([t.frames[k] for t, k in zip(times, kept, strict=True)])
+
+        def share(name: str, divisor: float) -> float:
+            seconds = [getattr(t, name)[k].sum() for t, k in zip(times, kept, strict=True)]
+            return float(sum(seconds) / divisor / work.sum())
+
+        common = _explained(frames, work)
+        own = work / common
+        own *= work.mean() / (common.mean() * own.mean())
+        rates = [run.deliverable_per_s / run.ranks for run in runs if run.deliverable_per_s]
+        return cls(
+            common=common.mean(axis=1),
+            own=own,
+            alike=_alike(own) if all(run.aligned for run in runs) else 0.0,
+            frames=float(frames.mean()),
+            backward=share("backward", speedup),
+            update=share("update", speedup),
+            data_wait=share("data_wait", 1.0) if loads else 0.0,
+            batch_s=float(frames.mean() / np.mean(rates)) if rates and loads else 0.0,
+        )
+
+    @property
+    def step_s(self) -> float:
+        """Mean of a step's work, s."""
+        return float(self.common.mean() * self.own.mean())
+
+    def without_stragglers(self) -> Work:
+        """Return the same with all ranks equally fast at every step."""
+        return Work(
+            self.common, np.full_like(self.own, self.own.mean()), self.alike, self.frames,
+            self.backward, self.update, self.data_wait, self.batch_s,
+        )  # fmt: skip
+
+
+def _explained(frames: Times, work: Times) -> Times:
+    """Return what a straight line in the frames of a batch says of a step's work, s.  (steps, ranks)
+
+    The mean where longer batches do not take longer, or the line would go below half the shortest step.
+    """
+    centred = frames - frames.mean()
+    variance = float((centred**2).mean())
+    slope = float((centred * (work - work.mean())).mean()) / variance if variance > 0 else 0.0
+    line = work.mean() + max(slope, 0.0) * centred
+    return line if line.min() > 0.5 * work.min() else np.full_like(work, work.mean())
+
+
+def _alike(own: Times) -> float:
+    """Return the mean correlation of different ranks' rests, 0 where there is one rank or no variation."""
+    ranks = own.shape[1]
+    centred = own - own.mean(axis=0)
+    total = float((centred**2).mean())
+    if ranks == 1 or total == 0:
+        return 0.0
+    # The variance of the ranks' mean is total * (1 + (ranks - 1) * correlation) / ranks.
+    of_mean = float((centred.mean(axis=1) ** 2).mean())
+    return float(np.clip((ranks * of_mean / total - 1) / (ranks - 1), 0.0, 1.0))
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Steps of simulated ranks.
+
+    Attributes:
+        work: what is drawn from.
+        ranks: simulated; rank i is like measured rank i modulo their number.
+        replicates: resamples of the measured steps.
+        factors: of ranks that are slower (or faster) than measured, by rank.
+        seed: the same steps for the same seed and number of ranks, whatever else is simulated.
+    """
+
+    work: Work
+    ranks: int
+    replicates: int = REPLICATES
+    factors: Mapping[int, float] | None = None
+    seed: int = 1
+
+    def resampled(self) -> Rows:
+        """Return the rows of the measured steps that each replicate has.  (replicates, steps)
+
+        They are drawn in long parts, so that what changed in the course of the measurements shows as
+        uncertainty.  The same for every number of ranks.
+        """
+        steps = len(self.work.common)
+        length = -(-steps // _PARTS)
+        generator = np.random.default_rng([self.seed, 0])
+        starts = generator.integers(steps, size=(self.replicates, -(-steps // length)))
+        parts = (starts[..., None] + np.arange(length)) % steps
+        rows: Rows = parts.reshape(self.replicates, -1)[:, :steps]
+        return rows
+
+    @cached_property
+    def columns(self) -> Rows:
+        """The measured rank that each simulated one is like.  (ranks,)"""
+        columns: Rows = np.arange(self.ranks) % self.work.own.shape[1]
+        return columns
+
+    @cached_property
+    def scale(self) -> Drawn:
+        """What each rank's work is multiplied by.  (ranks,)"""
+        scale = np.ones(self.ranks, np.float32)
+        for rank, factor in (self.factors or {}).items():
+            if rank < self.ranks:
+                scale[rank] = factor
+        return scale
+
+    @cached_property
+    def alone_s(self) -> Times:
+        """Mean work of a step on a rank that is neither slowed nor waits, s.  (replicates,)"""
+        rows = self.resampled()
+        mean: Times = self.work.common[rows].mean(axis=1) * self.work.own[rows].mean(axis=(1, 2))
+        return mean
+
+    @cached_property
+    def mean_s(self) -> Times:
+        """Mean work of a step of each rank, s.  (replicates, ranks)"""
+        rows = self.resampled()
+        own = self.work.own[rows].mean(axis=1)[:, self.columns]
+        mean: Times = self.work.common[rows].mean(axis=1)[:, None] * own * self.scale
+        return mean
+
+    def together(self, steps: int) -> Iterator[tuple[slice, Drawn]]:
+        """Yield steps that all ranks take with batches of the same size.
+
+        Yields:
+            Replicates, and the work of their steps, s.  (replicates, steps, ranks)
+        """
+        for part in self._parts(steps):
+            common, own = self._rows(part, steps, 0, 1), self._rows(part, steps, 1, self.ranks)
+            if self.work.alike > 0:
+                own = np.where(self._is_shared(part, steps), self._rows(part, steps, 2, 1), own)
+            yield part, self._common[common] * self._own[own, self.columns] * self.scale
+
+    def apart(self, steps: int) -> Iterator[tuple[slice, Drawn]]:
+        """Yield steps that ranks take at their own pace, each with a batch of its own; as `together`."""
+        for part in self._parts(steps):
+            own = self._rows(part, steps, 1, self.ranks)
+            yield part, self._common[own] * self._own[own, self.columns] * self.scale
+
+    @cached_property
+    def _common(self) -> Drawn:
+        return self.work.common.astype(np.float32)
+
+    @cached_property
+    def _own(self) -> Drawn:
+        return self.work.own.astype(np.float32)
+
+    def _parts(self, steps: int) -> Iterator[slice]:
+        """Yield replicates, as many together as fit into memory."""
+        at_once = max(1, _AT_ONCE // (steps * self.ranks))
+        for first in range(0, self.replicates, at_once):
+            yield slice(first, min(first + at_once, self.replicates))
+
+    def _rows(self, part: slice, steps: int, purpose: int, width: int) -> Rows:
+        """Draw rows of the measured steps, some in a row.  (replicates, steps, width)"""
+        drawn = []
+        for replicate, rows in zip(range(part.start, part.stop), self.resampled()[part], strict=True):
+            length = min(_RUN, len(rows))
+            shape = (-(-steps // length), 1, width)
+            starts = self._generator(replicate, purpose).integers(len(rows), size=shape)
+            places = (starts + np.arange(length)[:, None]) % len(rows)
+            drawn.append(rows[places.reshape(-1, width)[:steps]])
+        return np.stack(drawn)
+
+    def _is_shared(self, part: slice, steps: int) -> npt.NDArray[np.bool_]:
+        """Draw at which steps a rank has the rest that all share.  (replicates, steps, ranks)"""
+        shape = (steps, self.ranks)
+        return np.stack(
+            [
+                self._generator(replicate, 3).random(shape, np.float32) < self.work.alike
+                for replicate in range(part.start, part.stop)
+            ]
+        )
+
+    def _generator(self, replicate: int, purpose: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, 1 + replicate, self.ranks, purpose])

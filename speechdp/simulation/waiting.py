@@ -1,0 +1,193 @@
+"""Synchronous ranks: how long windows of steps take where some, or all, wait for one another.
+
+Everything is a sum or a maximum of what was drawn, for all ranks and replicates at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from speechdp.simulation.exchanges import Exchange
+from speechdp.simulation.links import Cluster, Samples
+from speechdp.simulation.steps import Drawn, Work
+from speechdp.strategies.mechanisms.topology import exponential_offset
+
+#: Windows that are followed one after another; more change nothing but the time it takes.
+_MOST_WINDOWS = 48
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a step takes, mean over steps and ranks, s.  (replicates,) each
+
+    Attributes:
+        step_s: from one step to the next.
+        exchange_s: of that, exchanges that are not hidden.
+        mixed: share of the exchanges asked for that were made; None: all.
+    """
+
+    step_s: Samples
+    exchange_s: Samples
+    mixed: float | None = None
+
+
+def windows_of(drawn: Drawn, period: int) -> npt.NDArray[np.float64]:
+    """Return the work of whole windows, s.  (replicates, windows, ranks)"""
+    replicates, steps, ranks = drawn.shape
+    count = steps // period
+    windows: npt.NDArray[np.float64] = (
+        drawn[:, : count * period].reshape(replicates, count, period, ranks).sum(axis=2, dtype=float)
+    )
+    return windows
+
+
+def slowest(drawn: Drawn, period: int) -> Samples:
+    """Return the expected work of a window of the rank that takes longest over it, s.  (replicates,)"""
+    longest: Samples = windows_of(drawn, period).max(axis=2).mean(axis=1)
+    return longest
+
+
+def exposed_s(exchange: Exchange, work: Work, ranks: int, cluster: Cluster, progress: float = 1.0) -> Samples:
+    """Return what an exchange of all ranks adds to a window, s.
+
+    Pieces that are exchanged during backward start when backward has filled them, one after another.
+
+    Args:
+        progress: how far exchanges really go on beside backward, from 0 (not at all) to 1, as measured.
+    """
+    if ranks == 1:
+        return np.zeros(1)
+    if exchange.at_server:
+        return _gathered_s(exchange.nbytes, ranks, cluster)
+    if not exchange.buckets:
+        return cluster.allreduce_s(exchange.nbytes, ranks)
+    pieces = [cluster.allreduce_s(nbytes, ranks) for nbytes in exchange.buckets]
+    whole = np.sum(np.broadcast_arrays(*pieces), axis=0)
+    backward_s = work.backward * work.step_s
+    filled, ended = 0.0, np.zeros(1)
+    for nbytes, piece in zip(exchange.buckets, pieces, strict=True):
+        filled += nbytes / exchange.nbytes
+        ended = np.maximum(ended, filled * backward_s) + piece
+    rest = np.maximum(ended - backward_s, 0.0)
+    exposed: Samples = progress * rest + (1 - progress) * whole
+    return exposed
+
+
+def _gathered_s(nbytes: float, ranks: int, cluster: Cluster) -> Samples:
+    """Return the time in which rank 0 gets a vector of every other rank and hands one back, one by one."""
+    near = min(ranks, cluster.ranks_per_node) - 1
+    far = ranks - 1 - near
+    return 2 * (
+        near * cluster.message_s(nbytes, crosses=False) + far * cluster.message_s(nbytes, crosses=True)
+    )
+
+
+def together(drawn: Drawn, exchange: Exchange, exposed: Samples) -> Pace:
+    """Follow ranks that all wait for all once per period."""
+    window_s = slowest(drawn, exchange.period) + exposed
+    return Pace(window_s / exchange.period, _wide(exposed / exchange.period, window_s))
+
+
+def delayed(drawn: Drawn, exchange: Exchange, sum_s: Samples) -> Pace:
+    """Follow ranks that start a sum at the end of a window and wait for it `delay` steps later.
+
+    Args:
+        drawn: two windows at least.
+        sum_s: of an exchange from the moment at which the last rank has joined it.
+    """
+    period, delay = exchange.period, exchange.delay
+    count = min(drawn.shape[1] // period, _MOST_WINDOWS)
+    clock = np.zeros((drawn.shape[0], drawn.shape[2]))
+    done = np.full((drawn.shape[0], 1), -np.inf)
+    waited = np.zeros(drawn.shape[0])
+    ends = []
+    for window in range(count):
+        steps = drawn[:, window * period : (window + 1) * period].astype(float)
+        here = clock + steps[:, :delay].sum(axis=1)
+        arrived = np.maximum(here, done)
+        waited += (arrived - here).mean(axis=1)
+        clock = arrived + steps[:, delay:].sum(axis=1)
+        ends.append(clock.max(axis=1))
+        done = clock.max(axis=1, keepdims=True) + _column(sum_s)
+    return _pace_of(ends, waited, period, sum_s)
+
+
+def neighbours(drawn: Drawn, exchange: Exchange, work: Work, cluster: Cluster) -> Pace:
+    """Follow ranks that exchange with a few others beside the first step of each window.
+
+    Args:
+        drawn: two windows at least.
+    """
+    period, ranks = exchange.period, drawn.shape[2]
+    count = min(drawn.shape[1] // period, _MOST_WINDOWS)
+    before_update = 1 - work.update
+    clock = np.zeros((drawn.shape[0], ranks))
+    waited = np.zeros(drawn.shape[0])
+    generator = np.random.default_rng(ranks)
+    ends = []
+    longest = np.zeros(1)
+    for window in range(count):
+        steps = drawn[:, window * period : (window + 1) * period].astype(float)
+        here = clock + steps[:, 0] * before_update
+        begun = clock if exchange.overlaps else here
+        partners, message_s = _partners(exchange, ranks, cluster, window, generator)
+        longest = np.maximum(longest, message_s)
+        ready = begun
+        for partner in partners:
+            ready = np.maximum(ready, begun[:, partner])
+        if exchange.topology == "complete":
+            ready = begun.max(axis=1, keepdims=True)
+        arrived = np.maximum(here, ready + _column(message_s))
+        waited += (arrived - here).mean(axis=1)
+        clock = arrived + steps[:, 0] * (1 - before_update) + steps[:, 1:].sum(axis=1)
+        ends.append(clock.max(axis=1))
+    return _pace_of(ends, waited, period, longest)
+
+
+def _partners(
+    exchange: Exchange, ranks: int, cluster: Cluster, number: int, generator: np.random.Generator
+) -> tuple[list[npt.NDArray[np.intp]], Samples]:
+    """Return whom each rank waits for at an exchange, and how long that takes once both are there, s."""
+    everyone, crosses = np.arange(ranks), cluster.nodes(ranks) > 1
+    if ranks == 1:
+        return [], np.zeros(1)
+    if exchange.topology == "complete":
+        return [], cluster.allreduce_s(exchange.nbytes, ranks)
+    sharing = min(ranks, cluster.ranks_per_node)
+    if exchange.topology == "random":
+        order, partner = generator.permutation(ranks), everyone.copy()
+        even = ranks - ranks % 2
+        partner[order[:even:2]], partner[order[1:even:2]] = order[1:even:2], order[:even:2]
+        return [partner], cluster.message_s(exchange.nbytes, crosses=crosses, sharing=sharing)
+    if exchange.topology == "exponential":
+        offset = exponential_offset(ranks, number)
+        shared = min(offset, sharing)
+        return [(everyone - offset) % ranks], cluster.message_s(
+            exchange.nbytes, crosses=crosses, sharing=shared
+        )
+    # A ring passes through each node once: one message leaves it at a time, in each direction.
+    message_s = cluster.message_s(exchange.nbytes, crosses=crosses)
+    sides = [(everyone - 1) % ranks, (everyone + 1) % ranks]
+    return sides[: min(ranks - 1, 2)], min(ranks - 1, 2) * message_s
+
+
+def _pace_of(ends: list[Samples], waited: Samples, period: int, longest: Samples) -> Pace:
+    """Return the pace from the ends of windows, the first left out, and the time waited in all of them.
+
+    It is that of the rank which is furthest behind: sooner or later its delay reaches all the others.
+    The wait is counted as exchange as far as one exchange takes, and else as waiting for ranks.
+    """
+    step_s = (ends[-1] - ends[0]) / ((len(ends) - 1) * period)
+    exchange_s = np.minimum(waited / len(ends), longest) / period
+    return Pace(step_s, exchange_s)
+
+
+def _column(values: Samples) -> npt.NDArray[np.float64]:
+    return np.asarray(values)[:, None]
+
+
+def _wide(values: Samples, like: Samples) -> Samples:
+    return np.broadcast_to(values, like.shape).copy()

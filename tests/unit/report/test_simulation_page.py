@@ -1,0 +1,139 @@
+"""The page and table of a simulation, and what `speechdp simulate` refuses."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+
+from speechdp.cli.main import run as speechdp
+from speechdp.report.runs.folders import read_sweep
+from speechdp.report.simulation.report import TIME_ONLY
+from tests.helpers.measured_runs import MadeUpSteps
+from tests.helpers.page_reader import PageReader
+
+GIVEN = ("--ranks", "4,8", "--ranks-per-node", "2", "--bandwidth", "1gbit", "--latency", "50us")
+
+
+def _refusal(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    assert speechdp(["simulate", *map(str, arguments)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return MadeUpSteps(["node-a"] * 2).write(tmp_path_factory.mktemp("runs"))
+
+
+def test_table_page_and_csv_have_every_prediction(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    strategies = "gradient_averaging,model_averaging,ad_psgd:period=8,parameter_server"
+    arguments = ["simulate", str(run), *GIVEN, "--strategies", strategies, "--periods", "1,16"]
+    assert speechdp([*arguments, "--slow", "1:2", "--target-frames", "1e9"]) == 0
+    printed = capsys.readouterr().out
+    folder = run / "simulation"
+    rows = list(csv.DictReader(io.StringIO((folder / "simulation.csv").read_text())))
+    assert [(row["strategy"], row["period"], row["ranks"]) for row in rows] == [
+        (strategy, period, ranks)
+        for strategy, period in (
+            ("gradient_averaging", "1"),
+            ("model_averaging:period=1", "1"),
+            ("model_averaging:period=16", "16"),
+            ("ad_psgd:period=8", "8"),
+            ("parameter_server", "1"),
+        )
+        for ranks in ("4", "8")
+    ]
+    for row in rows:
+        numbers = {key: float(value) for key, value in row.items() if key != "strategy" and value}
+        shares = [numbers[key] for key in ("computing", "data_wait", "exchange", "waiting")]
+        assert sum(shares) == pytest.approx(1.0)
+        assert numbers["frames_per_s_low"] <= numbers["frames_per_s"] <= numbers["frames_per_s_high"]
+        hours = numbers["ranks"] * 1e9 / numbers["frames_per_s"] / 3600
+        assert numbers["gpu_hours"] == pytest.approx(hours)
+    page = (folder / "simulation.html").read_text()
+    assert (folder / "simulation.png").stat().st_size > 10_000
+    reader = PageReader(page)
+    assert {"plot-efficiency", "plot-hours", "plot-periods", "overview", "predictions"} <= set(reader.ids)
+    assert page.count('<th scope="row"') == len(rows) + 4  # and a line for each strategy in the overview
+    for text in (page, printed):
+        assert TIME_ONLY in " ".join(text.split())
+        assert "On 8 ranks over 1 Gbit/s" in text.replace("\u00a0", " ")
+    assert "rank 1: 2 times as long" in page
+    assert str(folder / "simulation.html") in printed
+
+
+def test_assumptions_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = MadeUpSteps(["node-a"]).write(tmp_path)
+    assert speechdp(["simulate", str(path), "--ranks", "2", "--bandwidth", "1gbit"]) == 0
+    printed = capsys.readouterr().out
+    assert "The latency between nodes was not measured: 50 µs are assumed" in printed
+    assert "Exchanges inside a node were not measured" in printed
+
+
+def test_a_sweep_is_simulated_from_its_finished_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = ["node-a"] * 2
+    MadeUpSteps(hosts).write(tmp_path, "gradient_averaging")
+    MadeUpSteps(hosts, "model_averaging:period=1").write(tmp_path, "model_averaging-1")
+    MadeUpSteps(hosts, "bmuf:period=1").write(tmp_path, "unfinished", completed=False)
+    arguments = ["simulate", str(tmp_path), "--ranks", "2", "--strategies", "gradient_averaging"]
+    assert speechdp(arguments) == 0
+    page = (tmp_path / "simulation" / "simulation.html").read_text()
+    assert "Steps were drawn from: gradient_averaging, model_averaging-1." in page
+    assert len(read_sweep(tmp_path).runs) == 3  # its own folder is taken for no run
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "neither a sweep (sweep.json)" in _refusal(capsys, tmp_path)
+    assert "give that of a run" in _refusal(capsys, tmp_path / "nothing")
+
+
+def test_an_unfinished_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = MadeUpSteps(["node-a"] * 2).write(tmp_path, completed=False)
+    assert "has not finished (no completed.json); continue it with --resume" in _refusal(capsys, path)
+    assert "none of its runs has finished" in _refusal(capsys, *[_second(tmp_path)])
+
+
+def _second(folder: Path) -> Path:
+    MadeUpSteps(["node-a"] * 2).write(folder, "other", completed=False)
+    return folder
+
+
+def test_a_run_without_step_times_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = MadeUpSteps(["node-a"] * 2).write(tmp_path)
+    (path / "timeline" / "rank-0001.jsonl").unlink()
+    assert "rank-0001.jsonl: missing; its steps are what a simulation is made of" in _refusal(capsys, path)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--bandwidth", "fast", "is no bandwidth; write 1gbit, 100gbit or 25GB/s"),
+        ("--bandwidth", "0gbit", "is no bandwidth"),
+        ("--latency", "5", "is no time; write 5us"),
+        ("--intra-latency", "5gbit", "--intra-latency 5gbit: is no time"),
+        ("--ranks", "8,x", "'x' is no whole number from 1"),
+        ("--ranks", "8,...,64", "'...' is no whole number"),
+        ("--ranks", "8,12,...,64", "unclear what the dots stand for"),
+        ("--ranks", "9999999", "is too many; at most 65,536"),
+        ("--ranks-per-node", "0", "at least 1"),
+        ("--slow", "1", "is not RANK:FACTOR"),
+        ("--slow", "8:2", "there is no rank 8 among 8"),
+        ("--compute-speedup", "0", "must be positive"),
+        ("--periods", "0", "no whole number from 1"),
+        ("--target-frames", "many", "is no number of frames"),
+        ("--strategies", "gossip", "gossip"),
+    ],
+)
+def test_nonsense_is_refused(
+    run: Path, option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in _refusal(capsys, run, *GIVEN, option, value)
+
+
+def test_a_link_that_was_not_measured_must_be_given(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "give --bandwidth and --latency" in _refusal(capsys, run, "--ranks", "8")

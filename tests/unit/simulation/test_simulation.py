@@ -1,0 +1,380 @@
+"""The simulation against what is known in closed form, and how it moves with what it is given."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from speechdp import strategies
+from speechdp.errors import ConfigError
+from speechdp.parallel.registry import StrategyChoice
+from speechdp.simulation.events import mixed_share, serve
+from speechdp.simulation.exchanges import KNOWN_STRATEGIES, Exchange, Model, Pattern, exchange_of
+from speechdp.simulation.fit import fit_link, model_of
+from speechdp.simulation.gains import gains_of
+from speechdp.simulation.links import Cluster, Link
+from speechdp.simulation.measured import read_measured
+from speechdp.simulation.predict import Prediction, Scenario, predict
+from speechdp.simulation.simulate import GivenLink, Request, simulate
+from speechdp.simulation.steps import Draws, Work
+from speechdp.simulation.waiting import exposed_s, slowest
+from tests.helpers.measured_runs import FRAMES, MadeUpSteps
+
+MB = 1e6
+NETWORK = Link.of(1e-4, 1e8)
+FREE = Link.of(0.0, 1e15)
+#: Every pattern of exchange.
+STRATEGIES = (
+    "gradient_averaging",
+    "gradient_averaging:overlap=false,every=2",
+    "model_averaging:period=4",
+    "bmuf:period=4,momentum=average",
+    "delayed_averaging:period=4,delay=2",
+    "dpsgd:topology=ring",
+    "dpsgd:topology=random",
+    "dpsgd:topology=exponential",
+    "dpsgd:topology=complete",
+    "ad_psgd",
+    "ad_psgd:groups=2",
+    "parameter_server",
+    "parameter_server:mode=sync",
+    "easgd:period=4",
+    "easgd:mode=sync,period=4",
+)
+ASYNCHRONOUS = ("ad_psgd", "parameter_server", "easgd:period=4")
+
+
+def _cluster(between: Link = NETWORK, within: Link = FREE, per_node: int = 1, **others: Any) -> Cluster:
+    return Cluster(per_node, within, between, **others)
+
+
+def _scenario(steps: MadeUpSteps, cluster: Cluster, **others: Any) -> Scenario:
+    run = steps.measured()
+    work = Work.of([run])
+    return Scenario(work, model_of([run], work), cluster, **others)
+
+
+def _predicted(scenario: Scenario, ranks: int, strategy: str) -> Prediction:
+    choice = StrategyChoice(strategy)
+    (found,) = predict(scenario, ranks, [(choice, exchange_of(choice, scenario.model))])
+    return found
+
+
+def _noisy(ranks: int = 2, steps: int = 400) -> MadeUpSteps:
+    generator = np.random.default_rng(7)
+    return MadeUpSteps(["a"] * ranks, work_s=0.1 * generator.gamma(30, 1 / 30, (steps, ranks)))
+
+
+# --- links and allreduces -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("form", "seconds"),
+    [
+        # 2 (N - 1) (alpha + n / (N B))
+        (Cluster.ring_s, 14 * (1e-4 + 8 * MB / 8 / 1e8)),
+        # 2 log2(N) alpha + 2 n / B
+        (Cluster.tree_s, 6 * 1e-4 + 2 * 8 * MB / 1e8),
+    ],
+)
+def test_flat_allreduces(form: Callable[..., Any], seconds: float) -> None:
+    assert form(_cluster(), 8 * MB, 8)[0] == pytest.approx(seconds)
+
+
+def test_a_hierarchical_allreduce_is_rings_inside_between_and_inside() -> None:
+    within = Link.of(1e-6, 1e9)
+    cluster = _cluster(within=within, per_node=4)
+    inside = 6 * (1e-6 + 2 * MB / 1e9)
+    # 4 rings of 2 MB over 2 nodes share the link.
+    between = 2 * (1e-4 + 4 * (1 * MB) / 1e8)
+    assert cluster.hierarchical_s(8 * MB, 8)[0] == pytest.approx(inside + between)
+
+
+def test_auto_is_the_fastest_form() -> None:
+    cluster = _cluster(per_node=4, algorithm="auto")
+    for nbytes, ranks in ((10.0, 64), (100 * MB, 64), (100 * MB, 2)):
+        forms = [form(nbytes, ranks)[0] for form in (cluster.ring_s, cluster.tree_s, cluster.hierarchical_s)]
+        assert cluster.allreduce_s(nbytes, ranks)[0] == pytest.approx(min(forms))
+
+
+def test_inside_a_node_the_network_does_not_matter() -> None:
+    within = Link.of(1e-6, 1e9)
+    near, far = (_cluster(between, within, per_node=8) for between in (NETWORK, FREE))
+    assert near.allreduce_s(MB, 8)[0] == far.allreduce_s(MB, 8)[0]
+    assert near.allreduce_s(MB, 9)[0] > far.allreduce_s(MB, 9)[0]
+
+
+def test_latency_and_bandwidth_are_fitted_from_two_numbers_of_ranks() -> None:
+    link = Link.of(3e-4, 2e8)
+    runs = [
+        MadeUpSteps(
+            [str(rank) for rank in range(ranks)],
+            exchange_s=float(_cluster(link).ring_s(4 * MB, ranks)[0]),
+        ).measured()
+        for ranks in (2, 4)
+    ]
+    fitted = fit_link(runs, model_of(runs, Work.of(runs[:1])), crosses=True)
+    assert fitted is not None
+    assert fitted.latency_s.mean() == pytest.approx(3e-4, rel=1e-3)
+    assert fitted.bytes_per_s == pytest.approx(2e8, rel=1e-3)
+
+
+def test_exchanges_that_were_measured_are_predicted_again() -> None:
+    run = MadeUpSteps(["a", "b"], exchange_s=0.05).measured()
+    work = Work.of([run])
+    link = fit_link([run], model_of([run], work), crosses=True)
+    assert link is not None
+    assert float(_cluster(link).ring_s(run.nbytes, 2).mean()) == pytest.approx(0.05, rel=1e-3)
+
+
+# --- steps and the slowest of them ----------------------------------------------------------------------
+
+
+def test_the_slowest_of_many_ranks_is_the_expected_maximum() -> None:
+    # Of N independent exponential times the largest has the mean 1 + 1/2 + ... + 1/N.
+    generator = np.random.default_rng(3)
+    work = Work.of([MadeUpSteps(["a"], work_s=generator.exponential(1.0, 4000)).measured()])
+    means = [slowest(drawn, 1) for _, drawn in Draws(work, 16).together(600)]
+    harmonic = sum(1 / n for n in range(1, 17))
+    assert float(np.concatenate(means).mean()) == pytest.approx(harmonic, rel=0.05)
+
+
+def test_ranks_that_are_slow_together_are_drawn_together() -> None:
+    generator = np.random.default_rng(3)
+    common = 0.1 * generator.gamma(4, 1 / 4, 500)
+    work = Work.of([MadeUpSteps(["a", "a"], work_s=common).measured()])
+    assert work.alike == pytest.approx(1.0)
+    means = [slowest(drawn, 1) for _, drawn in Draws(work, 64).together(300)]
+    assert float(np.concatenate(means).mean()) == pytest.approx(work.step_s, rel=0.05)
+
+
+def test_longer_batches_are_no_noise() -> None:
+    steps = MadeUpSteps(["a"]).measured()
+    frames = np.linspace(100, 900, 100)[:, None]
+    times = replace(steps.times, frames=frames, forward=steps.times.forward * frames / FRAMES)
+    work = Work.of([replace(steps, times=times)])
+    assert work.own.std() < 1e-9
+    assert work.common.std() > 0.01
+
+
+def test_draws_are_the_same_for_the_same_seed() -> None:
+    work = Work.of([_noisy().measured()])
+    first, again = ([d for _, d in Draws(work, 4).together(20)] for _ in range(2))
+    assert np.array_equal(np.concatenate(first), np.concatenate(again))
+    other = [d for _, d in Draws(work, 4, seed=2).together(20)]
+    assert not np.array_equal(np.concatenate(first), np.concatenate(other))
+
+
+# --- strategies -----------------------------------------------------------------------------------------
+
+
+def test_every_strategy_is_known() -> None:
+    ours = {file.stem for file in Path(strategies.__file__).parent.glob("[a-z]*.py")}
+    assert set(KNOWN_STRATEGIES) == ours
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if "groups" not in s])
+def test_one_rank_exchanges_nothing(strategy: str) -> None:
+    found = _predicted(_scenario(_noisy(), _cluster()), 1, strategy)
+    # The server's own worker still updates through it, and sends nothing.
+    assert found.exchange == pytest.approx(0.0, abs=0.16 if "server" in strategy else 1e-9)
+    assert found.efficiency.mean == pytest.approx(1.0, rel=0.03)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_equal_ranks_without_a_cost_of_exchange_scale_perfectly(strategy: str) -> None:
+    if strategy == "parameter_server":  # its server updates for one worker after another
+        return
+    found = _predicted(_scenario(MadeUpSteps(), _cluster(FREE)), 8, strategy)
+    assert found.efficiency.mean == pytest.approx(1.0, rel=0.01)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("per_node", [1, 4])
+def test_shares_of_a_step_are_shares(strategy: str, per_node: int) -> None:
+    found = _predicted(_scenario(_noisy(), _cluster(per_node=per_node)), 8, strategy)
+    shares = (found.computing, found.data_wait, found.exchange, found.waiting)
+    assert sum(shares) == pytest.approx(1.0)
+    assert min(shares) >= 0
+    assert 0 < found.efficiency.low <= found.efficiency.mean <= found.efficiency.high <= 1.02
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_more_bandwidth_is_never_slower(strategy: str) -> None:
+    rates = [
+        _predicted(_scenario(_noisy(), _cluster(Link.of(1e-5, 1e6 * 4**k))), 8, strategy).frames_per_s.mean
+        for k in range(7)
+    ]
+    # Who comes first at a server may change: that is worth less than a hundredth.
+    slack = 0.99 if strategy in ASYNCHRONOUS else 1 - 1e-9
+    assert all(faster >= slack * slower for slower, faster in itertools.pairwise(rates)), rates
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["model_averaging:period={}", "dpsgd:period={}", "easgd:period={}", "delayed_averaging:period={}"],
+)
+def test_a_longer_period_costs_less_exchange(family: str) -> None:
+    scenario = _scenario(MadeUpSteps(), _cluster(Link.of(1e-4, 1e7)))
+    rates = [_predicted(scenario, 8, family.format(p)).frames_per_s.mean for p in (1, 4, 16, 64)]
+    assert rates == sorted(rates)
+    assert rates[-1] > 1.2 * rates[0]
+
+
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=16", "dpsgd"])
+def test_a_slow_rank_holds_back_those_who_wait_for_it(strategy: str) -> None:
+    scenario = _scenario(MadeUpSteps(), _cluster(FREE), factors={1: 2.0})
+    assert _predicted(scenario, 8, strategy).efficiency.mean == pytest.approx(0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("strategy", ["ad_psgd", "easgd:period=16"])
+def test_a_slow_rank_does_not_hold_back_asynchronous_ranks(strategy: str) -> None:
+    scenario = _scenario(MadeUpSteps(), _cluster(FREE), factors={1: 2.0})
+    # Seven ranks of full speed and one of half.
+    assert _predicted(scenario, 8, strategy).efficiency.mean == pytest.approx(7.5 / 8, rel=0.02)
+
+
+def test_a_saturated_server_is_as_fast_as_its_link() -> None:
+    link = Link.of(1e-3, 1e7)
+    scenario = _scenario(MadeUpSteps(), _cluster(link))
+    scenario = replace(scenario, work=replace(scenario.work, update=0.0))
+    found = _predicted(scenario, 64, "parameter_server")
+    # 4 MB there and back for each step, each announced by a small message; rank 0 sends nothing.
+    service_s = 2 * (1e-3 + 4 * MB / 1e7) + 2 * 1e-3
+    own = 1 / 0.1  # steps of rank 0 in a second, if it waited for nobody
+    steps_per_s = found.frames_per_s.mean / FRAMES
+    assert 1 / service_s * 0.98 <= steps_per_s <= 1 / service_s + own
+
+
+def test_a_server_that_is_hardly_used_costs_its_service_alone() -> None:
+    served = serve(np.full((200, 1), 1.0), [0.25])
+    assert served.windows_per_s == pytest.approx(1 / 1.25)
+    assert served.waited_s == 0.0
+    busy = serve(np.full((200, 16), 1.0), [0.25] * 16)
+    assert busy.windows_per_s == pytest.approx(4.0, rel=0.01)
+    # 16 workers share 4 windows a second: 4 s a window, of which 1 is work and 0.25 service.
+    assert busy.waited_s == pytest.approx(2.75, rel=0.02)
+
+
+def test_mixings_are_skipped_where_links_cannot_carry_them() -> None:
+    windows = np.ones((100, 8)) + np.random.default_rng(1).random((100, 8)) * 0.1
+    assert mixed_share(windows, [0.01, 0.01], "all", 1) == 1.0
+    # An exchange takes two windows: every second request of a single pair is met.
+    assert mixed_share(windows[:, :2], [2.1, 2.1], "all", 1) == pytest.approx(0.5, abs=0.03)
+    # Among more learners some ask one that is taken, and one link for all of a node is less still.
+    among_many = mixed_share(windows, [2.1, 2.1], "all", 1)
+    assert mixed_share(windows, [2.1, 2.1], "all", 4) < among_many < 0.5
+
+
+def test_exchange_during_backward_is_hidden_as_far_as_backward_goes() -> None:
+    work = Work.of([MadeUpSteps().measured()])
+    cluster = _cluster(Link.of(0.0, 1e9))
+    pieces = Exchange(Pattern.TOGETHER, 1, 10 * MB, (5 * MB, 5 * MB))
+    each = float(cluster.allreduce_s(5 * MB, 4)[0])
+    assert float(exposed_s(pieces, work, 4, cluster)[0]) == pytest.approx(each)
+    assert float(exposed_s(pieces, work, 4, cluster, progress=0.0)[0]) == pytest.approx(2 * each)
+    slow = _cluster(Link.of(0.0, 1e7))
+    half = work.backward * work.step_s / 2
+    each = float(slow.allreduce_s(5 * MB, 4)[0])
+    assert each > half
+    assert float(exposed_s(pieces, work, 4, slow)[0]) == pytest.approx(half + 2 * each - 2 * half)
+
+
+def test_a_delayed_sum_is_hidden_by_the_steps_in_between() -> None:
+    seconds = float(_cluster().ring_s(4 * MB, 8)[0])
+    assert 0.05 < seconds < 0.1  # less than a step
+    found = _predicted(_scenario(MadeUpSteps(), _cluster()), 8, "delayed_averaging:period=4,delay=1")
+    assert found.efficiency.mean == pytest.approx(1.0, rel=0.01)
+    found = _predicted(_scenario(MadeUpSteps(), _cluster()), 8, "delayed_averaging:period=4,delay=0")
+    assert found.step_s.mean == pytest.approx(0.1 + seconds / 4, rel=0.01)
+
+
+def test_periods_in_frames_and_seconds_are_steps() -> None:
+    model = Model(4 * MB, 2, FRAMES, 0.1)
+    for text in ("model_averaging:period=16", "model_averaging:period=8kf", "model_averaging:period=1.6s"):
+        assert exchange_of(StrategyChoice(text), model).period == 16
+
+
+def test_computing_faster_leaves_loading_as_it_is() -> None:
+    run = MadeUpSteps(data_wait_s=0.01).measured()
+    fast = Work.of([run], speedup=20)
+    # 95 of 100 ms are computing.
+    assert fast.step_s == pytest.approx(0.095 / 20 + 0.005 + 0.01)
+    assert fast.data_wait == pytest.approx(0.01 / fast.step_s)
+    slow_loader = replace(run, deliverable_per_s=2 * FRAMES / 0.05)
+    work = Work.of([slow_loader], speedup=20)
+    found = _predicted(Scenario(work, model_of([run], work), _cluster(FREE)), 4, "gradient_averaging")
+    assert found.step_s.mean == pytest.approx(0.05)
+    assert found.data_wait > 0.5
+
+
+# --- what would help ------------------------------------------------------------------------------------
+
+
+def test_gains_name_what_holds_a_run_back() -> None:
+    run = MadeUpSteps(["a", "b"], "model_averaging:period=1", exchange_s=0.1).measured()
+    gains = {gain.change: gain.times for gain in gains_of(run)}
+    assert gains["with period 4"].mean == pytest.approx(0.2 / 0.125, rel=0.01)
+    assert gains["without differences between the ranks"].mean == pytest.approx(1.0, rel=0.01)
+    (link,) = [change for change in gains if change.startswith("at ")]
+    assert link == "at 1 Gbit/s"
+    assert 1 < gains[link].mean < 2
+    assert all(times.low <= times.mean <= times.high for times in gains.values())
+
+
+def test_gains_from_even_ranks_and_from_loading() -> None:
+    work = np.full((100, 2), 0.1)
+    work[:, 1] = 0.2
+    run = MadeUpSteps(work_s=work, exchange_s=1e-4, data_wait_s=0.05).measured()
+    gains = {gain.change: gain.times.mean for gain in gains_of(run)}
+    assert gains["without differences between the ranks"] == pytest.approx(0.25 / 0.2, rel=0.02)
+    assert gains["without waiting for data"] == pytest.approx(0.25 / 0.2, rel=0.02)
+
+
+def test_no_gain_is_named_where_nothing_was_measured_of_the_links() -> None:
+    assert gains_of(MadeUpSteps(["a", "b"], "ad_psgd").measured()) == []
+
+
+# --- whole simulations ----------------------------------------------------------------------------------
+
+
+def test_1024_ranks_all_strategies_ten_periods() -> None:
+    request = Request((8, 1024), 8, GivenLink(100e9 / 8, 5e-6), periods=tuple(2**k for k in range(10)))
+    found = simulate([_noisy().measured()], request).predictions
+    assert len(found) == 2 * (2 + 9 * 10)
+    assert all(math.isfinite(one.frames_per_s.mean) for one in found)
+
+
+def test_what_was_measured_is_predicted_again() -> None:
+    steps = MadeUpSteps(["a", "b"], "model_averaging:period=1", exchange_s=0.05)
+    request = Request((2,), strategies=(StrategyChoice(steps.strategy),))
+    (found,) = simulate([steps.measured()], request).predictions
+    assert found.step_s.mean == pytest.approx(0.15, rel=0.01)
+    assert found.exchange == pytest.approx(1 / 3, rel=0.02)
+
+
+def test_a_link_that_nobody_knows_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match="give --bandwidth and --latency"):
+        simulate([MadeUpSteps().measured()], Request((8,)))
+
+
+def test_groups_that_do_not_fit_are_left_out() -> None:
+    request = Request((3, 4), 4, strategies=(StrategyChoice("ad_psgd:groups=2,period=1"),))
+    assert [one.ranks for one in simulate([MadeUpSteps().measured()], request).predictions] == [4]
+
+
+def test_a_run_is_read_as_it_was_measured(tmp_path: Path) -> None:
+    steps = MadeUpSteps(["node-a"] * 2, exchange_s=0.03)
+    (run,) = read_measured(steps.write(tmp_path))
+    made = steps.measured()
+    for part in ("forward", "backward", "update", "others", "data_wait", "comm", "frames"):
+        read, wanted = getattr(run.times, part), getattr(made.times, part)
+        np.testing.assert_allclose(read, wanted[4:], atol=1e-12)  # without the warm-up
+    assert (run.nbytes, run.hosts) == (steps.nbytes, ("node-a", "node-a"))
