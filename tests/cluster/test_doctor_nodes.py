@@ -54,9 +54,7 @@ def other_version(lab: Lab, name: str) -> Iterator[None]:
 
 def test_good_nodes_are_well(lab: Lab, dataset: Dataset) -> None:
     for name in lab.names:
-        lab.limit(
-            name, "100mbit"
-        )  # what all links keep to on a busy machine, too; all are called slow
+        lab.limit(name, "100mbit")  # what all links keep to on a busy machine, too; all are called slow
     options = ("--data", dataset.path, "--run", lab.folder / "run", "--verify", "--bandwidth-mib", "1")
     ended, findings = doctor(lab, lab.hostfile(1), *options)
     assert ended.exit_code == 0, ended.output
