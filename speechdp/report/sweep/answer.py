@@ -21,6 +21,7 @@ from speechdp.report.kit.speeds import (
 from speechdp.report.runs.derived import RunFigures
 from speechdp.report.sweep.cautions import find_cautions
 from speechdp.report.sweep.data_answer import data_advice, other_runs
+from speechdp.report.sweep.gain_answer import gain_sentence
 
 #: Shares of the step time below this hold nothing back.
 SMALL_SHARE = 0.03
@@ -33,17 +34,19 @@ class SweepAnswer(Answer):
     Attributes:
         limit: what holds the chosen run back, with figures; empty where nothing was timed.
         data: what is wrong with its data path and what to try; empty where nothing is.
+        gain: what would make it faster, and how much; empty where nothing would, or it is not known.
         chosen: the run named; None where no run allows a choice.
     """
 
     limit: str = ""
     data: tuple[str, ...] = ()
+    gain: str = ""
     chosen: RunFigures | None = None
 
     @property
     def body(self) -> tuple[str, ...]:
         """What follows the headline."""
-        return tuple(filter(None, (*self.details, self.limit, *self.data)))
+        return tuple(filter(None, (*self.details, self.limit, *self.data, self.gain)))
 
 
 def find_answer(rows: Sequence[RunFigures], of_race: tuple[str, ...] = ()) -> SweepAnswer:
@@ -75,6 +78,7 @@ def find_answer(rows: Sequence[RunFigures], of_race: tuple[str, ...] = ()) -> Sw
         "" if raced else warning,
         limit=_limit(chosen, labels),
         data=_data(rows, chosen, labels),
+        gain=gain_sentence(chosen.run, labels[chosen.run.name]),
         chosen=chosen,
     )
 
@@ -124,7 +128,8 @@ def _without_comparison(
         return SweepAnswer(headline, cautions=cautions)
     fastest = max(timed, key=_rate)
     limit, data = _limit(fastest, labels), _data(rows, fastest, labels)
-    return SweepAnswer(headline, cautions=cautions, limit=limit, data=data)
+    gain = gain_sentence(fastest.run, labels[fastest.run.name])
+    return SweepAnswer(headline, cautions=cautions, limit=limit, data=data, gain=gain)
 
 
 def _of_single_run(row: RunFigures, label: str) -> str:

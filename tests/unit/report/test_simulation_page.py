@@ -137,3 +137,24 @@ def test_nonsense_is_refused(
 
 def test_a_link_that_was_not_measured_must_be_given(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "give --bandwidth and --latency" in _refusal(capsys, run, "--ranks", "8")
+
+
+def test_a_report_says_what_would_help_most(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = MadeUpSteps(["node-a"] * 2, "model_averaging:period=1", exchange_s=0.1, data_wait_s=0.02)
+    assert speechdp(["report", str(steps.write(tmp_path))]) == 0
+    printed = " ".join(capsys.readouterr().out.replace("\u00a0", " ").split())
+    (sentence,) = [s for s in printed.split(". ") if s.startswith("What would help")]
+    # A step has 100 ms of work, 20 of waiting for data and 100 of exchange.
+    assert "with exchanges 10 times as fast 1.69 [1.69, 1.69] times as fast" in sentence
+    assert "with period 4 1.52 [1.52, 1.52] times" in sentence
+    assert "without waiting for data 1.10 [1.10, 1.10] times" in sentence
+    assert "differences" not in sentence  # its ranks are alike
+    assert "not accuracy" in sentence
+
+
+def test_nothing_would_help_a_run_that_loses_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = MadeUpSteps(["node-a"] * 2, "model_averaging:period=1", exchange_s=1e-6)
+    assert speechdp(["report", str(steps.write(tmp_path))]) == 0
+    assert "What would help" not in capsys.readouterr().out

@@ -1,0 +1,45 @@
+"""Say what would make a run faster, by the model of `speechdp simulate`."""
+
+from __future__ import annotations
+
+from speechdp.errors import ConfigError
+from speechdp.report.kit import formatting
+from speechdp.report.runs.results import RunResult
+from speechdp.simulation.gains import Gain, gains_of
+from speechdp.simulation.measured import measured_run
+
+#: Gains whose interval begins below this are not worth a word.
+_NOTABLE = 1.02
+#: Steps of all ranks together that a report reads for it; more would take minutes.
+_MOST_STEPS = 2_000_000
+
+
+def gain_sentence(run: RunResult, label: str) -> str:
+    """Return one sentence on what would help a run most; "" where its steps say nothing of that.
+
+    Args:
+        label: the run's name for people.
+    """
+    if run.status != "complete" or run.timing is None:
+        return ""
+    if sum(rank.steps for rank in run.timing.ranks) > _MOST_STEPS:
+        return ""
+    try:
+        measured = measured_run(run)
+    except ConfigError:  # of an older run, or of a short one: there are no steps to change anything in
+        return ""
+    notable = [gain for gain in gains_of(measured) if gain.times.low >= _NOTABLE]
+    if not notable:
+        return ""
+    first, *rest = map(_words, notable)
+    others = f"; {', '.join(rest)}" if rest else ""
+    return (
+        f"What would help {label} most, by the model of speechdp simulate (time alone, not accuracy): "
+        f"{first} as fast{others}."
+    )
+
+
+def _words(gain: Gain) -> str:
+    times = gain.times
+    interval = f"[{formatting.times(times.low)}, {formatting.times(times.high)}]"
+    return f"{gain.change} {formatting.times(times.mean)}\u00a0{interval} times"
