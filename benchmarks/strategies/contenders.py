@@ -26,6 +26,7 @@ from speechdp.data.shards.dataset import Dataset, Manifest, ShardEntry, SplitEnt
 from speechdp.data.shards.shard import ShardHeader, ShardWriter, Utterance
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError
+from speechdp.labels.hmm import STATES_PER_PHONE, StateInventory
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions, TrainOptions
@@ -85,6 +86,9 @@ def make_data(folder: Path) -> None:
                     )
             entries.append(ShardEntry.of(writer))
         splits[split] = SplitEntry.of(entries, ["random"])
+    StateInventory(tuple(f"phone{number}" for number in range(NUM_CLASSES // STATES_PER_PHONE - 1))).save(
+        folder / "classes.txt"
+    )
     Manifest(8000, features, NUM_CLASSES, "exact", "index:", splits).write(folder)
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.strategies import peers
-from benchmarks.strategies.contenders import make_data
+from benchmarks.strategies.contenders import NUM_CLASSES, make_data
 from benchmarks.strategies.peer_loops import PEER_LOOPS
 from speechdp.data.shards.dataset import Dataset
+from speechdp.labels.kaldi_pdfs import classes_of
 
 
 def test_every_peer_has_a_loop_and_every_loop_is_a_peer() -> None:
@@ -71,3 +72,4 @@ def test_contenders_train_on_whole_data(tmp_path: Path) -> None:
     make_data(tmp_path)
     dataset = Dataset.open(tmp_path)
     assert dataset.splits["train"].utterances == 2000 and dataset.splits["dev"].utterances == 20
+    assert classes_of(dataset).num_classes == NUM_CLASSES  # which training reads, too
