@@ -17,7 +17,7 @@ from speechdp.errors import RunError
 from speechdp.experiments.race import run as race_run
 from speechdp.experiments.race.plan import RaceOptions, RaceSetting
 from speechdp.experiments.race.racer import Racer
-from speechdp.experiments.race.record import RaceRecord, find_race
+from speechdp.experiments.race.record import RaceRecord, find_race, is_of, race_path
 from speechdp.experiments.race.run import hold_race
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice, strategy_names
@@ -217,6 +217,19 @@ def test_a_period_that_no_segment_can_hold_is_left_out(
     assert [setting.name for setting in race.plan.settings] == ["gradient_averaging", "bmuf:period=2"]
     assert sorted(race.plan.left_out) == sorted(texts[2:])
     assert all("longer than" in reason for reason in race.plan.left_out.values())
+
+
+def test_too_few_settings_that_fit_are_recorded_and_not_tried_again(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["bmuf:period=9mf", "gradient_averaging"]
+    settings = [RaceSetting(text, StrategyChoice(text)) for text in texts]
+    race, _ = raced(dataset, tmp_path, settings, monkeypatch)
+    assert "longer than" in race.plan.left_out[texts[0]] and race.speeds() == {}
+    assert is_of(race, RaceOptions(ROUNDS, STEPS).plan(2, 3, settings, {}))
+    before = race_path(tmp_path, 2).stat().st_mtime_ns
+    raced(dataset, tmp_path, settings, monkeypatch)
+    assert race_path(tmp_path, 2).stat().st_mtime_ns == before
 
 
 def test_a_race_that_was_held_is_not_held_again(

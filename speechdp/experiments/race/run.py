@@ -58,9 +58,12 @@ def hold_race(session: Session, options: TrainOptions, plan: RacePlan, out: Path
         race = _Race(session, options, plan, out).run()
     except RunError as error:
         raise RunError(f"the race of the settings failed: {error}; --race 0 leaves it out") from error
-    if race is not None and session.comm.rank == 0:
+    if session.comm.rank == 0:
         write_race(race_path(out, plan.ranks), race)
-        session.reporter.notice(f"race: done in {race.wall_s:.0f} s")
+        news = f"done in {race.wall_s:.0f} s"
+        if not race.plan.is_race:
+            news = "fewer than two settings can take part, so there is none"
+        session.reporter.notice(f"race: {news}")
     session.comm.barrier()
 
 
@@ -86,8 +89,8 @@ class _Race:
         self._left_out = dict(plan.left_out)
         self._segments: list[Segment] = []
 
-    def run(self) -> RaceRecord | None:
-        """Hold it; return its record, None where settings that do not fit left none to compare."""
+    def run(self) -> RaceRecord:
+        """Hold it; return its record, with the warm-up alone where fewer than two settings turned out to fit."""
         begun, begun_s = datetime.now(timezone.utc).isoformat(timespec="seconds"), time.monotonic()
         with ExitStack() as stack:
             self._enter_all(stack)
@@ -99,9 +102,6 @@ class _Race:
                 self._close_all()
                 raise
             self._close_all()
-        if not plan.is_race:
-            self._session.reporter.notice("race: fewer than two settings can take part, so there is none")
-            return None
         facts = self._session.comm.allgather_object({"host": host_name(), "load": load})
         names = {setting.name for setting in plan.settings}
         return RaceRecord(

@@ -42,7 +42,7 @@ class ShownRaces:
         notes = list(self.problems)
         for ranks, race in sorted(self.races.items()):
             where = f"the race on {counted(ranks, 'rank')}"
-            if race.plan.rounds < LEAST_ROUNDS:
+            if race.plan.is_race and race.plan.rounds < LEAST_ROUNDS:
                 notes.append(
                     f"{where.capitalize()} had {counted(race.plan.rounds, 'round')}, too few for intervals "
                     f"({LEAST_ROUNDS} are needed): which differences are chance is not known."
