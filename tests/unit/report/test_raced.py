@@ -8,12 +8,14 @@ import json
 import random
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from speechdp.report.compare.report import write_comparison as write_comparison_report
 from speechdp.report.kit.pages import WrittenReport
+from speechdp.report.kit.speeds import by_speed, choose_fastest
 from speechdp.report.runs.raced import LEAST_ROUNDS, RacedSpeed, median_interval
 from speechdp.report.sweep.report import write_report
 from tests.helpers.comparisons import MadeUpStrategy, write_comparison
@@ -78,6 +80,23 @@ def test_settings_are_apart_where_intervals_do_not_overlap() -> None:
     touching = RacedSpeed(1.15, 1.1, 1.21, 12, "b")
     assert slow.is_apart_from(fast) and fast.is_apart_from(slow)
     assert not touching.is_apart_from(fast) and not slow.is_apart_from(touching)
+
+
+@dataclass(frozen=True)
+class Row:
+    raced: RacedSpeed | None
+    score: float | None
+
+
+def test_none_is_chosen_than_which_another_is_known_to_be_faster() -> None:
+    """All three overlap with the fastest; the most accurate of them is slower than the second."""
+    fastest = Row(RacedSpeed(1.3, 1.1, 1.5, 12, "b"), -1.02)
+    second = Row(RacedSpeed(1.25, 1.2, 1.3, 12, "b"), -1.01)
+    accurate = Row(RacedSpeed(1.1, 1.0, 1.15, 12, "b"), -1.0)
+    rows = [fastest, second, accurate]
+    assert choose_fastest(rows, by_speed(rows, lambda row: 0.0)) == (second, [fastest])
+    rows = [fastest, accurate]
+    assert choose_fastest(rows, by_speed(rows, lambda row: 0.0)) == (accurate, [fastest])
 
 
 def test_ratios_of_a_round_do_not_drift_with_the_machine() -> None:
