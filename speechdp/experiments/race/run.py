@@ -90,7 +90,7 @@ class _Race:
         self._segments: list[Segment] = []
 
     def run(self) -> RaceRecord:
-        """Hold it; return its record, with the warm-up alone where fewer than two settings turned out to fit."""
+        """Hold it; return its record, with the warm-up alone where too few settings turned out to fit."""
         begun, begun_s = datetime.now(timezone.utc).isoformat(timespec="seconds"), time.monotonic()
         with ExitStack() as stack:
             self._enter_all(stack)

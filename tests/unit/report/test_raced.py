@@ -157,6 +157,28 @@ def test_few_rounds_and_settings_left_out_are_said(tmp_path: Path) -> None:
     assert "21,650 frames/s" in report.answer[0]
 
 
+def test_a_race_from_before_a_setting_was_added_is_not_shown(tmp_path: Path) -> None:
+    before = {name: speed for name, speed in SPEEDS.items() if name != "model_averaging-16"}
+    report = raced_report(tmp_path, before)
+    assert "Period 16 took no part in the race on 2 ranks: it was added since." in " ".join(report.answer)
+    page = report.html.read_text(encoding="utf-8")
+    assert 'id="race"' not in page and "aced speed" not in page
+
+
+def test_what_was_left_out_and_is_not_compared_is_no_caution(tmp_path: Path) -> None:
+    """Speeds of all that are compared are those of the race."""
+    report = raced_report(tmp_path, SPEEDS, left_out={"model_averaging-4096": "its period is long"})
+    assert "took no part" not in " ".join(report.answer)
+    assert "times the speed of gradient averaging" in report.answer[0].replace("\u00a0", " ")
+
+
+def test_a_comparison_where_some_raced_says_by_what_it_chooses(tmp_path: Path) -> None:
+    report = compared(tmp_path, {2: {"one-rank": 0.8, "gradient_averaging": 1.0, "bmuf:period=16": 1.4}})
+    page = report.html.read_text(encoding="utf-8")
+    assert "the most accurate; frames/s at equal frames where not all raced)" in page
+    assert "Race on 2 ranks" in page and "Race on 4 ranks" not in page
+
+
 def test_a_damaged_record_is_a_caution_and_the_runs_are_shown(tmp_path: Path) -> None:
     out = write_sweep(tmp_path / "sweep", realistic_sweep())
     path = write_made_up_race(out, made_up_race(SPEEDS))
