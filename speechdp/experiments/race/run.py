@@ -28,6 +28,7 @@ from speechdp.options.run import TrainOptions
 from speechdp.process.ending import Stopped
 from speechdp.timing.load import LoadMeter
 from speechdp.train.session import Session
+from speechdp.train.tolerance import lost_ranks
 from speechdp.train.watching import watched
 from speechdp.watchdog.status import StatusFolder
 
@@ -45,7 +46,7 @@ def hold_race(session: Session, options: TrainOptions, plan: RacePlan, out: Path
         RunError: a training of it failed, or the record cannot be written.
         Stopped: a signal asked for it; nothing is recorded, and the same command holds the race again.
     """
-    if len(session.comm.alive) < session.comm.size:
+    if lost_ranks(session.comm):
         session.reporter.notice("race: ranks were lost, so there is none")
         return
     if not plan.is_race or not session.comm.broadcast_object(_is_due(session, plan, out)):
@@ -74,8 +75,8 @@ def _is_due(session: Session, plan: RacePlan, out: Path) -> bool:
         return True
     try:
         return not is_of(read_race(path), plan)
-    except RunError as error:
-        session.reporter.notice(f"race: it is held again: {error}")
+    except RunError:
+        session.reporter.notice(f"race: {path} cannot be read, so it is held again")
         return True
 
 
@@ -194,7 +195,7 @@ class _Race:
         return load.so_far()
 
     def _turn(self, number: int, name: str) -> Segment:
-        """Run a segment.  Collective.  Raises Stopped where a rank was asked to stop."""
+        """Run a segment.  Collective.  Raises Stopped (a rank was asked to), RunError (a rank was lost)."""
         comm, racer = self._session.comm, self._racers[name]
         if racer is not None:
             racer.ready()
@@ -209,6 +210,8 @@ class _Race:
         parts = comm.allgather_object([frames, seconds, steps, self._session.is_asked_to_stop()])
         if any(stop for _, _, _, stop in parts):
             raise Stopped
+        if lost := lost_ranks(comm):  # with --tolerate-loss the others go on, but no longer at the same speed
+            raise RunError(f"rank {lost[0]} was lost")
         frames_of, seconds_of, steps_of, _ = zip(*parts, strict=True)
         segment = Segment(number, name, max(steps_of), frames_of, seconds_of)
         self._segments.append(segment)
