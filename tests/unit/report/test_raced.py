@@ -124,6 +124,15 @@ def test_what_the_race_cannot_tell_apart_is_said_and_the_most_accurate_chosen(tm
     assert "Its speed cannot be told apart from that of period 16 (1.2" in answer[0]
 
 
+def test_periods_that_are_not_chosen_are_not_told_apart_either(tmp_path: Path) -> None:
+    slow = {"model_averaging-1": 0.5, "model_averaging-4": 0.8, "model_averaging-16": 0.802}
+    speeds = {**SPEEDS, **slow, "model_averaging-64": 0.5}
+    answer = raced_report(tmp_path, speeds, noise=0.02).answer
+    assert answer[0].startswith("Gradient averaging is the fastest setting that keeps the accuracy")
+    (sentence,) = [sentence for sentence in answer if "averaging period that" in sentence]
+    assert sentence.startswith("No averaging period that keeps the accuracy is known to be faster than ")
+
+
 def test_table_page_and_csv_have_the_ratio_and_its_interval(tmp_path: Path) -> None:
     report = raced_report(tmp_path, SPEEDS)
     rows = {row["run"]: row for row in csv.DictReader(io.StringIO(report.csv.read_text()))}
