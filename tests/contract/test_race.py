@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from speechdp.comm.base import Communicator
+from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import RunError
 from speechdp.experiments.race import run as race_run
 from speechdp.experiments.race.plan import RaceOptions, RaceSetting
 from speechdp.experiments.race.racer import Racer
-from speechdp.experiments.race.record import RaceRecord, find_race
+from speechdp.experiments.race.record import RaceRecord, find_race, is_of, race_path
 from speechdp.experiments.race.run import hold_race
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice, strategy_names
@@ -25,6 +27,7 @@ from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Stopped
 from speechdp.train import build, models
 from speechdp.train.build import build_trainer, open_loader
+from speechdp.train.progress import SilentReporter
 from speechdp.train.session import Session
 from tests.helpers.options import options_with
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
@@ -219,6 +222,19 @@ def test_a_period_that_no_segment_can_hold_is_left_out(
     assert all("longer than" in reason for reason in race.plan.left_out.values())
 
 
+def test_too_few_settings_that_fit_are_recorded_and_not_tried_again(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["bmuf:period=9mf", "gradient_averaging"]
+    settings = [RaceSetting(text, StrategyChoice(text)) for text in texts]
+    race, _ = raced(dataset, tmp_path, settings, monkeypatch)
+    assert "longer than" in race.plan.left_out[texts[0]] and race.speeds() == {}
+    assert is_of(race, RaceOptions(ROUNDS, STEPS).plan(2, 3, settings, {}))
+    before = race_path(tmp_path, 2).stat().st_mtime_ns
+    raced(dataset, tmp_path, settings, monkeypatch)
+    assert race_path(tmp_path, 2).stat().st_mtime_ns == before
+
+
 def test_a_race_that_was_held_is_not_held_again(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +252,22 @@ def test_a_race_that_was_held_is_not_held_again(
     assert raced(dataset, tmp_path, settings, monkeypatch)[0].plan == first.plan
 
 
+def test_a_damaged_record_is_not_to_be_deleted_by_hand(dataset: Dataset, tmp_path: Path) -> None:
+    class Kept(SilentReporter):
+        def notice(self, text: str) -> None:
+            said.append(text)
+
+    said: list[str] = []
+    settings = [RaceSetting(text, StrategyChoice(text)) for text in ("gradient_averaging", "bmuf:period=2")]
+    path = race_path(tmp_path, 1)
+    path.parent.mkdir()
+    path.write_text("{", encoding="utf-8")
+    session = Session(dataset, SerialCommunicator(), CPU, reporter=Kept())
+    hold_race(session, OPTIONS, RaceOptions(1, 1).plan(1, 3, settings, {}), tmp_path)
+    assert said[0] == f"race: {path} cannot be read, so it is held again"
+    assert find_race(tmp_path, 1) is not None
+
+
 def test_a_failure_is_said_in_one_line_and_leaves_no_record(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +281,25 @@ def test_a_failure_is_said_in_one_line_and_leaves_no_record(
         raced(dataset, tmp_path, settings, monkeypatch)
     message = "the race of the settings failed: the loss is nan at step 3; --race 0 leaves it out"
     assert str(raised.value) == message
+    assert find_race(tmp_path, 2) is None
+
+
+def test_a_rank_that_is_lost_in_a_turn_ends_the_race(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures of the ranks that are left would be no race on all of them."""
+    settings = [RaceSetting(text, StrategyChoice(text)) for text in ("gradient_averaging", "bmuf:period=2")]
+    run, has_run = Racer.run, threading.Event()
+
+    def run_and_lose(self: Racer) -> int:
+        frames = run(self)
+        has_run.set()
+        return frames
+
+    monkeypatch.setattr(Racer, "run", run_and_lose)
+    monkeypatch.setattr(race_run, "lost_ranks", lambda comm: [1] if has_run.is_set() else [])
+    with pytest.raises(RunError, match=r"^the race of the settings failed: rank 1 was lost; --race 0 leaves"):
+        raced(dataset, tmp_path, settings, monkeypatch)
     assert find_race(tmp_path, 2) is None
 
 

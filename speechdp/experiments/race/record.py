@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -67,7 +68,9 @@ class RaceRecord:
     wall_s: float
 
     def speeds(self) -> dict[str, RacedSpeed]:
-        """Return how fast each setting is, by its name."""
+        """Return how fast each setting is, by its name; none where too few could take part."""
+        if not self.plan.is_race:
+            return {}
         rates: dict[str, dict[int, float]] = {}
         for segment in self.segments:
             if segment.round > 0:
@@ -132,9 +135,10 @@ def _record_of(content: Mapping[str, Any]) -> RaceRecord:
     plan = _plan_of(content["plan"])
     segments = tuple(_segment_of(values, plan) for values in content["segments"])
     turns = [(segment.round, segment.setting) for segment in segments]
-    due = {(turn, s.name) for turn in range(plan.rounds + 1) for s in plan.settings}
+    rounds = plan.rounds if plan.is_race else 0  # where too few fit, there was the warm-up alone
+    due = {(turn, s.name) for turn in range(rounds + 1) for s in plan.settings}
     if len(turns) != len(due) or set(turns) != due:
-        raise ValueError(f"it has {len(turns)} segments that are not {plan.rounds} rounds of its settings")
+        raise ValueError(f"it has {len(turns)} segments that are not {rounds} rounds of its settings")
     hosts, load = tuple(map(str, content["hosts"])), tuple(map(_load_of, content["load"]))
     if not len(hosts) == len(load) == plan.ranks:
         raise ValueError(f"hosts and load are not those of {plan.ranks} ranks")
@@ -146,7 +150,8 @@ def _plan_of(values: Any) -> RacePlan:
     settings = tuple(_setting_of(setting) for setting in values["settings"])
     plan = RacePlan(**checked_fields(RacePlan, {**values, "settings": settings}))
     names = [setting.name for setting in settings]
-    if plan.ranks < 1 or not plan.is_race or len(set(names)) < len(names):
+    could_race = plan.is_race or (plan.rounds > 0 and bool(values["left_out"]))
+    if plan.ranks < 1 or not could_race or len(set(names)) < len(names):
         raise ValueError(f"{len(names)} settings in {plan.rounds} rounds on {plan.ranks} ranks are no race")
     if not isinstance(plan.left_out, dict) or not all(isinstance(v, str) for v in plan.left_out.values()):
         raise ValueError("left_out is no list of reasons")
@@ -194,10 +199,14 @@ def is_of(race: RaceRecord, plan: RacePlan) -> bool:
         getattr(held, key) == getattr(plan, key) for key in ("ranks", "rounds", "least_steps", "seed")
     )
     same_training = held.training == json.loads(json.dumps(plan.training))
-    took_part = {*held.settings}
     # A setting may have turned out on the ranks not to fit into segments.
-    known = took_part | {s for s in plan.settings if s.name in held.left_out}
-    return alike and same_training and set(plan.settings) <= known and held.baseline == plan.baseline
+    fitting = dataclasses.replace(
+        plan, settings=tuple(setting for setting in plan.settings if setting.name not in held.left_out)
+    )
+    same_settings = {*fitting.settings} <= {*held.settings}
+    # Without two that fit there is no speed, and nothing that it is a ratio to.
+    same_baseline = not fitting.is_race or held.baseline == fitting.baseline
+    return alike and same_training and same_settings and same_baseline
 
 
 def find_race(out: Path, ranks: int) -> RaceRecord | None:

@@ -28,6 +28,7 @@ from speechdp.options.run import TrainOptions
 from speechdp.process.ending import Stopped
 from speechdp.timing.load import LoadMeter
 from speechdp.train.session import Session
+from speechdp.train.tolerance import lost_ranks
 from speechdp.train.watching import watched
 from speechdp.watchdog.status import StatusFolder
 
@@ -45,7 +46,7 @@ def hold_race(session: Session, options: TrainOptions, plan: RacePlan, out: Path
         RunError: a training of it failed, or the record cannot be written.
         Stopped: a signal asked for it; nothing is recorded, and the same command holds the race again.
     """
-    if len(session.comm.alive) < session.comm.size:
+    if lost_ranks(session.comm):
         session.reporter.notice("race: ranks were lost, so there is none")
         return
     if not plan.is_race or not session.comm.broadcast_object(_is_due(session, plan, out)):
@@ -58,9 +59,12 @@ def hold_race(session: Session, options: TrainOptions, plan: RacePlan, out: Path
         race = _Race(session, options, plan, out).run()
     except RunError as error:
         raise RunError(f"the race of the settings failed: {error}; --race 0 leaves it out") from error
-    if race is not None and session.comm.rank == 0:
+    if session.comm.rank == 0:
         write_race(race_path(out, plan.ranks), race)
-        session.reporter.notice(f"race: done in {race.wall_s:.0f} s")
+        news = f"done in {race.wall_s:.0f} s"
+        if not race.plan.is_race:
+            news = "fewer than two settings can take part, so there is none"
+        session.reporter.notice(f"race: {news}")
     session.comm.barrier()
 
 
@@ -71,8 +75,8 @@ def _is_due(session: Session, plan: RacePlan, out: Path) -> bool:
         return True
     try:
         return not is_of(read_race(path), plan)
-    except RunError as error:
-        session.reporter.notice(f"race: it is held again: {error}")
+    except RunError:
+        session.reporter.notice(f"race: {path} cannot be read, so it is held again")
         return True
 
 
@@ -86,8 +90,8 @@ class _Race:
         self._left_out = dict(plan.left_out)
         self._segments: list[Segment] = []
 
-    def run(self) -> RaceRecord | None:
-        """Hold it; return its record, None where settings that do not fit left none to compare."""
+    def run(self) -> RaceRecord:
+        """Hold it; return its record, with the warm-up alone where too few settings turned out to fit."""
         begun, begun_s = datetime.now(timezone.utc).isoformat(timespec="seconds"), time.monotonic()
         with ExitStack() as stack:
             self._enter_all(stack)
@@ -99,9 +103,6 @@ class _Race:
                 self._close_all()
                 raise
             self._close_all()
-        if not plan.is_race:
-            self._session.reporter.notice("race: fewer than two settings can take part, so there is none")
-            return None
         facts = self._session.comm.allgather_object({"host": host_name(), "load": load})
         names = {setting.name for setting in plan.settings}
         return RaceRecord(
@@ -194,7 +195,7 @@ class _Race:
         return load.so_far()
 
     def _turn(self, number: int, name: str) -> Segment:
-        """Run a segment.  Collective.  Raises Stopped where a rank was asked to stop."""
+        """Run a segment.  Collective.  Raises Stopped (a rank was asked to), RunError (a rank was lost)."""
         comm, racer = self._session.comm, self._racers[name]
         if racer is not None:
             racer.ready()
@@ -209,6 +210,8 @@ class _Race:
         parts = comm.allgather_object([frames, seconds, steps, self._session.is_asked_to_stop()])
         if any(stop for _, _, _, stop in parts):
             raise Stopped
+        if lost := lost_ranks(comm):  # with --tolerate-loss the others go on, but no longer at the same speed
+            raise RunError(f"rank {lost[0]} was lost")
         frames_of, seconds_of, steps_of, _ = zip(*parts, strict=True)
         segment = Segment(number, name, max(steps_of), frames_of, seconds_of)
         self._segments.append(segment)

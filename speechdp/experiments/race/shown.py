@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,30 +33,41 @@ class ShownRaces:
         race = self.races.get(ranks or 0)
         return {} if race is None else race.speeds()
 
-    def cautions(self, labels: Mapping[str, str]) -> tuple[str, ...]:
+    def covers(self, ranks: int | None, names: Collection[str]) -> bool:
+        """Return whether all these settings took part in the race on so many ranks."""
+        return {*names} <= {*self.speeds(ranks)}
+
+    def cautions(self, compared: Mapping[int, Mapping[str, str]]) -> tuple[str, ...]:
         """Return what the reader must know of them, a sentence each.
 
         Args:
-            labels: of settings, by their names.
+            compared: labels of the settings that are compared, by the number of ranks and their names.
         """
         notes = list(self.problems)
-        for ranks, race in sorted(self.races.items()):
+        for ranks, labels in sorted(compared.items()):
+            if (race := self.races.get(ranks)) is None:
+                continue
             where = f"the race on {counted(ranks, 'rank')}"
-            if race.plan.rounds < LEAST_ROUNDS:
+            if not self.covers(ranks, labels):
+                notes += _without(race, where, labels)
+            elif race.plan.rounds < LEAST_ROUNDS:
                 notes.append(
                     f"{where.capitalize()} had {counted(race.plan.rounds, 'round')}, too few for intervals "
                     f"({LEAST_ROUNDS} are needed): which differences are chance is not known."
                 )
-            for name, reason in race.plan.left_out.items():
-                notes.append(
-                    f"{capital(labels.get(name, name))} took no part in {where}: {reason}. So speeds are "
-                    "those of the runs, which followed one another."
-                )
         return tuple(notes)
 
-    def notes(self) -> tuple[str, ...]:
-        """Return how each race was held, a sentence each."""
-        return tuple(_described(race) for _, race in sorted(self.races.items()))
+    def notes(self, compared: Mapping[int, Collection[str]]) -> tuple[str, ...]:
+        """Return how each race was held whose speeds are shown, a sentence each.
+
+        Args:
+            compared: names of the settings, by the number of ranks.
+        """
+        return tuple(
+            _described(race)
+            for ranks, race in sorted(self.races.items())
+            if compared.get(ranks) and self.covers(ranks, compared[ranks])
+        )
 
 
 def read_races(out: Path) -> ShownRaces:
@@ -70,6 +81,18 @@ def read_races(out: Path) -> ShownRaces:
             continue
         races[race.plan.ranks] = race
     return ShownRaces(races, tuple(problems))
+
+
+def _without(race: RaceRecord, where: str, labels: Mapping[str, str]) -> list[str]:
+    """Say which settings a race cannot compare with the others, and why not."""
+    raced = {setting.name for setting in race.plan.settings}
+    reasons = {name: race.plan.left_out.get(name, "it was added since") for name in labels}
+    return [
+        f"{capital(labels[name])} took no part in {where}: {reason}. So speeds are those of the runs, which "
+        "followed one another."
+        for name, reason in reasons.items()
+        if name not in raced
+    ]
 
 
 def _described(race: RaceRecord) -> str:

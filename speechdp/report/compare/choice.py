@@ -68,7 +68,9 @@ def rule_for(groups: Sequence[Group]) -> str:
     words = ", and whose 95 % interval of the word error rate overlaps that of the lowest one"
     speed = f"{terms.amount}/s{' at equal frames' if 'epochs' in terms.kind.measures else ''}"
     if any(group.raced is not None for group in groups):
-        speed = "by the race; of strategies that it cannot tell apart, the most accurate"
+        by_runs = "" if all_raced([group for group in groups if group.ranks > 1 and group.figures]) else speed
+        elsewhere = f"; {by_runs} where not all raced" if by_runs else ""
+        speed = f"by the race; of strategies that it cannot tell apart, the most accurate{elsewhere}"
     alone = "" if _one_rank(groups) is None else "; one rank where it is as fast and as near to the best"
     return (
         f"Rule, for each number of ranks: the fastest strategy ({speed}) whose mean final "

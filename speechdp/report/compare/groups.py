@@ -179,16 +179,23 @@ def make_groups(comparison: Comparison, target: float | None) -> list[Group]:
     given = list(dict.fromkeys(run.record.strategy.text for run in comparison.runs))
     order = sorted(keys, key=lambda key: (MODES.index(key[0]), key[1], given.index(key[2])))
     groups = [_group(key, keys[key], target) for key in order]
-    for ranks in comparison.races.races:
-        groups = _with_race(groups, ranks, comparison.races.speeds(ranks))
+    for ranks, labels in compared_by_race(groups).items():
+        if comparison.races.covers(ranks, labels):
+            groups = _with_race(groups, ranks, comparison.races.speeds(ranks))
     return groups
 
 
+def compared_by_race(groups: Sequence[Group]) -> dict[int, dict[str, str]]:
+    """Return the labels of what has finished on several ranks, by their number and the strategies' texts."""
+    found: dict[int, dict[str, str]] = {}
+    for group in groups:
+        if group.ranks > 1 and group.figures:
+            found.setdefault(group.ranks, {})[group.strategy] = group.label
+    return found
+
+
 def _with_race(groups: list[Group], ranks: int, speeds: Mapping[str, RacedSpeed]) -> list[Group]:
-    """Return the groups with the speeds of the race on so many ranks, if all that have finished raced."""
-    own = [group for group in groups if group.ranks == ranks and group.figures]
-    if ranks == 1 or not all(group.strategy in speeds for group in own):
-        return groups
+    """Return the groups with the speeds of the race on so many ranks."""
     alone = speeds.get(ONE_RANK)
     return [
         replace(group, raced=speeds.get(group.strategy), alone=alone) if group.ranks == ranks else group

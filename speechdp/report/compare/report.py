@@ -17,8 +17,8 @@ from speechdp.report.compare.choice import choose, rule_for
 from speechdp.report.compare.groups import (
     ComparedRun,
     Comparison,
-    Group,
     common_target,
+    compared_by_race,
     make_groups,
     read_comparison,
 )
@@ -56,7 +56,7 @@ def write_comparison(out: Path, target: float | None = None, metric: str = "") -
         target = common_target(comparison.runs)
     until = None if target is None else terms.with_unit(target)
     groups = make_groups(comparison, target)
-    of_races = (*_failed_races(comparison), *comparison.races.cautions(_labels(groups)))
+    of_races = (*_failed_races(comparison), *comparison.races.cautions(compared_by_race(groups)))
     choice, lines = choose(groups, of_races), make_panels(groups)
     canvas = make_canvas(groups, theme.PAGE)
     marks = {label: stroke(colour, dashes(label, canvas)) for label, colour in canvas.colours.items()}
@@ -67,7 +67,7 @@ def write_comparison(out: Path, target: float | None = None, metric: str = "") -
         out.resolve().name,
         choice,
         " ".join(filter(None, (rule_for(groups) if choice.chosen else "", metric_meanings(results)))),
-        race_notes=comparison.races.notes(),
+        race_notes=comparison.races.notes(compared_by_race(groups)),
         lines=_lines([line for line in drawn if line]),
         legend=list(marks.items()),
         amount=terms.amount,
@@ -84,10 +84,6 @@ def write_comparison(out: Path, target: float | None = None, metric: str = "") -
     below = [] if until is None else [Text(f"to target: until {until}.  {SPREAD_NOTE}")]
     terminal = [replace(table, note="") for table in tables]
     return WrittenReport(html, csv, png, RichGroup(*terminal, *below), choice.sentences)
-
-
-def _labels(groups: Sequence[Group]) -> dict[str, str]:
-    return {group.strategy: group.label for group in groups if group.ranks > 1}
 
 
 def _failed_races(comparison: Comparison) -> list[str]:

@@ -52,14 +52,23 @@ def not_apart(rows: Sequence[Row], fastest: Row) -> list[Row]:
 
 
 def choose_fastest(rows: Sequence[Row], speed: Callable[[Row], float]) -> tuple[Row, list[Row]]:
-    """Return the row to choose, and those whose speed cannot be told from the fastest's.
+    """Return the row to choose, and those whose speed cannot be told from its.
 
-    Among these and the fastest the most accurate is chosen.
+    The most accurate is chosen of the fastest and those than which no row is known to be faster: one whose
+    interval overlaps that of the fastest, but lies below that of another row, is not among them.
     """
     fastest = max(rows, key=speed)
     alike = [fastest, *not_apart(rows, fastest)]
+    alike = [row for row in alike if not any(_is_faster(other, row) for other in rows)]
     chosen = max(alike, key=lambda row: row.score or 0.0)
     return chosen, [row for row in alike if row is not chosen]
+
+
+def _is_faster(one: Raced, other: Raced) -> bool:
+    """Return whether the race tells that one row is faster than the other."""
+    if one.raced is None or other.raced is None:
+        return False
+    return one.raced.ratio > other.raced.ratio and one.raced.is_apart_from(other.raced)
 
 
 def ratio_text(speed: RacedSpeed | None) -> str:

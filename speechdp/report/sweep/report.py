@@ -15,7 +15,6 @@ from speechdp.report.kit.choice import metric_meanings
 from speechdp.report.kit.columns import FigureColumn
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.pages import WrittenReport, render_page, setting_text, swatch, write_files
-from speechdp.report.kit.speeds import all_raced
 from speechdp.report.kit.svg import Panel, panel_svgs, write_png
 from speechdp.report.kit.tables import RowHead, ShownTable
 from speechdp.report.runs.derived import RunFigures, common_target, sweep_figures, with_race
@@ -73,19 +72,20 @@ def write_report(out_dir: Path, target: float | None = None, metric: str = "") -
     until = None if target is None else terms.with_unit(target)
     races = read_races(out_dir)
     labels = formatting.run_labels(sweep.runs)
-    sizes = {run.size for run in sweep.runs if not run.is_baseline and run.size in races.races}
     rows = sweep_figures(sweep, target)
-    if len(sizes) == 1:
-        raced = with_race(rows, races.speeds(sizes.pop()))
+    names = [row.run.name for row in comparable_rows(rows)]
+    sizes = {run.size for run in sweep.runs if not run.is_baseline and run.size}
+    compared = {size: {name: labels[name] for name in names} for size in sizes if names and len(sizes) == 1}
+    for size in compared:
         # A race of some of the settings compares them with none of the others.
-        rows = raced if all_raced(comparable_rows(raced)) else rows
-    answer, panels = find_answer(rows, races.cautions(labels)), make_panels(rows)
+        rows = with_race(rows, races.speeds(size)) if races.covers(size, names) else rows
+    answer, panels = find_answer(rows, races.cautions(compared)), make_panels(rows)
     tables = _make_tables(rows, answer.chosen, until)
     more = (*CSV_COLUMNS, *(SPEECH_COLUMNS if "speech" in tables else ()))
     html, csv, png = write_files(
         out_dir / "report",
         "report",
-        _page(sweep, rows, answer, tables, panels, until=until, race_notes=races.notes()),
+        _page(sweep, rows, answer, tables, panels, until=until, race_notes=races.notes(compared)),
         csv_of_runs(rows, target, more),
         {"report": lambda path: write_png(path, _lines(panels), make_canvas(rows, theme.PRINT))},
     )

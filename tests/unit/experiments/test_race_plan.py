@@ -141,6 +141,9 @@ def test_a_race_that_was_held_will_do_for_the_same_settings_or_fewer() -> None:
     assert not is_of(held, added)
     unfit = dataclasses.replace(held, plan=dataclasses.replace(plan, left_out={"bmuf": "its period is long"}))
     assert is_of(unfit, added)
+    first_is_unfit = dataclasses.replace(plan, settings=(BMUF, *plan.settings[1:]))
+    unfit = dataclasses.replace(held, plan=dataclasses.replace(unfit.plan, settings=plan.settings[1:]))
+    assert is_of(unfit, first_is_unfit)  # another setting had to be the baseline
     for change in ({"rounds": 9}, {"least_steps": 9}, {"seed": 9}, {"ranks": 3}, {"training": {"data": "0"}}):
         assert not is_of(held, dataclasses.replace(plan, **change))
 

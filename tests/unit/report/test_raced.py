@@ -8,12 +8,14 @@ import json
 import random
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from speechdp.report.compare.report import write_comparison as write_comparison_report
 from speechdp.report.kit.pages import WrittenReport
+from speechdp.report.kit.speeds import by_speed, choose_fastest
 from speechdp.report.runs.raced import LEAST_ROUNDS, RacedSpeed, median_interval
 from speechdp.report.sweep.report import write_report
 from tests.helpers.comparisons import MadeUpStrategy, write_comparison
@@ -80,6 +82,23 @@ def test_settings_are_apart_where_intervals_do_not_overlap() -> None:
     assert not touching.is_apart_from(fast) and not slow.is_apart_from(touching)
 
 
+@dataclass(frozen=True)
+class Row:
+    raced: RacedSpeed | None
+    score: float | None
+
+
+def test_none_is_chosen_than_which_another_is_known_to_be_faster() -> None:
+    """All three overlap with the fastest; the most accurate of them is slower than the second."""
+    fastest = Row(RacedSpeed(1.3, 1.1, 1.5, 12, "b"), -1.02)
+    second = Row(RacedSpeed(1.25, 1.2, 1.3, 12, "b"), -1.01)
+    accurate = Row(RacedSpeed(1.1, 1.0, 1.15, 12, "b"), -1.0)
+    rows = [fastest, second, accurate]
+    assert choose_fastest(rows, by_speed(rows, lambda row: 0.0)) == (second, [fastest])
+    rows = [fastest, accurate]
+    assert choose_fastest(rows, by_speed(rows, lambda row: 0.0)) == (accurate, [fastest])
+
+
 def test_ratios_of_a_round_do_not_drift_with_the_machine() -> None:
     speeds = made_up_race(SPEEDS, noise=0.0).speeds()
     assert {name: speed.ratio for name, speed in speeds.items()} == pytest.approx(SPEEDS)
@@ -103,6 +122,15 @@ def test_what_the_race_cannot_tell_apart_is_said_and_the_most_accurate_chosen(tm
     answer = raced_report(tmp_path, {**SPEEDS, "model_averaging-4": 1.215}, noise=0.03).answer
     assert answer[0].startswith("No setting that keeps the accuracy is known to be faster than period 4: 1.")
     assert "Its speed cannot be told apart from that of period 16 (1.2" in answer[0]
+
+
+def test_periods_that_are_not_chosen_are_not_told_apart_either(tmp_path: Path) -> None:
+    slow = {"model_averaging-1": 0.5, "model_averaging-4": 0.8, "model_averaging-16": 0.802}
+    speeds = {**SPEEDS, **slow, "model_averaging-64": 0.5}
+    answer = raced_report(tmp_path, speeds, noise=0.02).answer
+    assert answer[0].startswith("Gradient averaging is the fastest setting that keeps the accuracy")
+    (sentence,) = [sentence for sentence in answer if "averaging period that" in sentence]
+    assert sentence.startswith("No averaging period that keeps the accuracy is known to be faster than ")
 
 
 def test_table_page_and_csv_have_the_ratio_and_its_interval(tmp_path: Path) -> None:
@@ -136,6 +164,28 @@ def test_few_rounds_and_settings_left_out_are_said(tmp_path: Path) -> None:
     assert "Period 16 took no part in the race on 2 ranks: its period is long." in " ".join(report.answer)
     assert report.answer[0].startswith("Period 16 is the fastest setting")  # by the runs
     assert "21,650 frames/s" in report.answer[0]
+
+
+def test_a_race_from_before_a_setting_was_added_is_not_shown(tmp_path: Path) -> None:
+    before = {name: speed for name, speed in SPEEDS.items() if name != "model_averaging-16"}
+    report = raced_report(tmp_path, before)
+    assert "Period 16 took no part in the race on 2 ranks: it was added since." in " ".join(report.answer)
+    page = report.html.read_text(encoding="utf-8")
+    assert 'id="race"' not in page and "aced speed" not in page
+
+
+def test_what_was_left_out_and_is_not_compared_is_no_caution(tmp_path: Path) -> None:
+    """Speeds of all that are compared are those of the race."""
+    report = raced_report(tmp_path, SPEEDS, left_out={"model_averaging-4096": "its period is long"})
+    assert "took no part" not in " ".join(report.answer)
+    assert "times the speed of gradient averaging" in report.answer[0].replace("\u00a0", " ")
+
+
+def test_a_comparison_where_some_raced_says_by_what_it_chooses(tmp_path: Path) -> None:
+    report = compared(tmp_path, {2: {"one-rank": 0.8, "gradient_averaging": 1.0, "bmuf:period=16": 1.4}})
+    page = report.html.read_text(encoding="utf-8")
+    assert "the most accurate; frames/s at equal frames where not all raced)" in page
+    assert "Race on 2 ranks" in page and "Race on 4 ranks" not in page
 
 
 def test_a_damaged_record_is_a_caution_and_the_runs_are_shown(tmp_path: Path) -> None:
