@@ -100,6 +100,7 @@ def delayed(drawn: Drawn, exchange: Exchange, sum_s: Samples) -> Pace:
     """
     period, delay = exchange.period, exchange.delay
     count = min(drawn.shape[1] // period, _MOST_WINDOWS)
+    drawn = _first(drawn, count * period)
     clock = np.zeros((drawn.shape[0], drawn.shape[2]))
     done = np.full((drawn.shape[0], 1), -np.inf)
     waited = np.zeros(drawn.shape[0])
@@ -123,6 +124,7 @@ def neighbours(drawn: Drawn, exchange: Exchange, work: Work, cluster: Cluster) -
     """
     period, ranks = exchange.period, drawn.shape[2]
     count = min(drawn.shape[1] // period, _MOST_WINDOWS)
+    drawn = _first(drawn, count * period)
     before_update = 1 - work.update
     clock = np.zeros((drawn.shape[0], ranks))
     waited = np.zeros(drawn.shape[0])
@@ -183,6 +185,14 @@ def _pace_of(ends: list[Samples], waited: Samples, period: int, longest: Samples
     step_s = (ends[-1] - ends[0]) / ((len(ends) - 1) * period)
     exchange_s = np.minimum(waited / len(ends), longest) / period
     return Pace(step_s, exchange_s)
+
+
+def _first(drawn: Drawn, steps: int) -> Drawn:
+    """Return the first steps, with the mean of all of them: that of a few is noise."""
+    first = drawn[:, :steps]
+    level = drawn.mean(axis=(1, 2), dtype=float) / first.mean(axis=(1, 2), dtype=float)
+    levelled: Drawn = first * level[:, None, None].astype(np.float32)
+    return levelled
 
 
 def _column(values: Samples) -> npt.NDArray[np.float64]:

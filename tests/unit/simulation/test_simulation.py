@@ -200,6 +200,14 @@ def test_batches_that_differ_between_the_ranks_of_a_step_are_waited_for() -> Non
     assert found.step_s.mean == pytest.approx(times.work().max(axis=1).mean(), rel=0.03)
 
 
+@pytest.mark.parametrize("strategy", ["delayed_averaging:period=1", "dpsgd"])
+def test_a_rare_long_step_makes_nobody_faster_than_alone(strategy: str) -> None:
+    work = np.full((50, 2), 0.1)
+    work[20] = 3.0
+    found = _predicted(_scenario(MadeUpSteps(["a", "a"], work_s=work), _cluster(FREE)), 8, strategy)
+    assert found.efficiency.mean <= 1.03
+
+
 def test_few_steps_of_many_ranks_have_the_measured_mean() -> None:
     generator = np.random.default_rng(3)
     work = Work.of([MadeUpSteps(["a", "a"], work_s=0.1 * generator.exponential(1.0, 300)).measured()])
