@@ -33,7 +33,8 @@ class SimulateCommand:
     ranks_per_node: Annotated[int | None, shown("N", "as measured")] = None
     """Ranks on each node, which share its link to the other nodes."""
     bandwidth: Annotated[str, shown("RATE", "as measured")] = ""
-    """Bandwidth of a node's link to the others in each direction, e.g. 1gbit, 100gbit or 25GB/s."""
+    """Bandwidth of a node's link to the others in each direction, e.g. 1gbit, 100gbit or 25GB/s.
+    No message between nodes is faster than one inside a node (--intra-bandwidth)."""
     latency: Annotated[str, shown("TIME", "as measured")] = ""
     """Latency of a message between nodes, e.g. 5us."""
     intra_bandwidth: Annotated[str, shown("RATE", "as measured")] = ""
@@ -43,7 +44,8 @@ class SimulateCommand:
     compute_speedup: float = 1.0
     """How many times as fast ranks compute as measured.  Loading of data stays as it was measured."""
     slow: Annotated[str, shown("RANK:FACTOR,...", "none")] = ""
-    """Ranks whose own work takes FACTOR times as long as measured: 1:2 for a rank 1 of half the speed."""
+    """Ranks whose own work takes FACTOR times as long as measured: 1:2 for a rank 1 of half the speed.
+    They count from 0; smaller numbers of --ranks do without those that they do not have."""
     strategies: Annotated[str, shown("STRATEGY,...", "all")] = ""
     """Strategies to predict, with options as in --strategy; docs/strategies.md lists them.
     Each is predicted with all --periods, unless it has a period of its own."""

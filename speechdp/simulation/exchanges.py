@@ -78,6 +78,11 @@ class Model:
         return int(period.value)
 
 
+def is_known(choice: StrategyChoice) -> bool:
+    """Return whether it is known what a strategy sends and waits for; of those from outside it is not."""
+    return choice.name in _KNOWN
+
+
 def has_period(choice: StrategyChoice) -> bool:
     """Return whether a strategy has an averaging period as its option."""
     return "period" in option_kinds(type(choice.parsed))
@@ -89,13 +94,12 @@ def exchange_of(choice: StrategyChoice, model: Model) -> Exchange:
     Raises:
         ConfigError: the strategy is not known here, or its options cannot be used.
     """
-    strategy = choice.parsed
-    if strategy.name not in _KNOWN:
+    if not is_known(choice):
         raise ConfigError(
-            f"--strategies {strategy.name}: what it sends and waits for is not known here; "
+            f"--strategies {choice.text}: what it sends and waits for is not known here; "
             f"choose among {', '.join(sorted(_KNOWN))}"
         )
-    return _KNOWN[strategy.name](strategy, model)
+    return _KNOWN[choice.name](choice.parsed, model)
 
 
 def buckets_of(nbytes: float, bucket_mib: float) -> tuple[float, ...]:

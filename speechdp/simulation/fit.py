@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.simulation.exchanges import Model, Pattern, exchange_of
+from speechdp.simulation.exchanges import Model, Pattern, exchange_of, is_known
 from speechdp.simulation.links import Cluster, Link, Samples
 from speechdp.simulation.measured import MeasuredRun
 from speechdp.simulation.steps import REPLICATES, Work
@@ -32,20 +32,18 @@ class Observed:
     """Exchanges of a run that nothing hid, each from the moment at which its last rank had come.
 
     Attributes:
-        messages: one after another in an exchange.
-        nbytes: of all of them.
+        nbytes: of the vector that is summed.
         seconds: of each exchange.  (exchanges,)
     """
 
     ranks: int
-    messages: int
     nbytes: float
     seconds: npt.NDArray[np.float64]
 
     @property
     def terms(self) -> tuple[float, float]:
         """What alpha and beta are multiplied by in the time of a ring."""
-        return 2.0 * (self.ranks - 1) * self.messages, 2 * (self.ranks - 1) / self.ranks * self.nbytes
+        return 2.0 * (self.ranks - 1), 2 * (self.ranks - 1) / self.ranks * self.nbytes
 
 
 def model_of(runs: Sequence[MeasuredRun], work: Work) -> Model:
@@ -64,7 +62,11 @@ def fit_link(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool, seed: 
     Returns:
         None where no run shows what an exchange takes.
     """
-    chosen = [run for run in runs if run.crosses == crosses and run.ranks > 1 and run.aligned]
+    chosen = [
+        run
+        for run in runs
+        if run.crosses == crosses and run.ranks > 1 and run.aligned and is_known(run.strategy)
+    ]
     observed = [seen for run in chosen if (seen := observe(run, model)) is not None]
     if not observed:
         return _fit_behind_backward(chosen, model, crosses=crosses)
@@ -78,13 +80,15 @@ def fit_link(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool, seed: 
 
 def _fit_behind_backward(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool) -> Link | None:
     """Fit a bandwidth to what backward did not hide of exchanges in pieces; None where all was hidden."""
-    latency_s = BETWEEN_LATENCY_S if crosses else WITHIN_LATENCY_S
+    assumed_s = BETWEEN_LATENCY_S if crosses else WITHIN_LATENCY_S
     found = []
     for run in runs:
         exchange = exchange_of(run.strategy, model)
         seen_s = float(run.times.comm.min(axis=1).mean()) * exchange.period
         if len(exchange.buckets) < 2 or seen_s <= 0:
             continue
+        # The last piece is never hidden: its messages alone cannot take longer than what was seen.
+        latency_s = min(assumed_s, _MOST_LATENCY * seen_s / (2 * (run.ranks - 1)))
         work, slow, fast = Work.of([run]), 1e5, 1e13  # bytes/s between which it is sought
         for _ in range(60):
             middle = float(np.sqrt(slow * fast))
@@ -94,8 +98,8 @@ def _fit_behind_backward(runs: Sequence[MeasuredRun], model: Model, *, crosses: 
                 slow = middle
             else:
                 fast = middle
-        found.append(fast)
-    return Link.of(latency_s, float(np.mean(found))) if found else None
+        found.append((latency_s, fast))
+    return Link.of(*map(float, np.mean(found, axis=0))) if found else None
 
 
 def observe(run: MeasuredRun, model: Model) -> Observed | None:
@@ -107,17 +111,20 @@ def observe(run: MeasuredRun, model: Model) -> Observed | None:
     if exchange.pattern is not Pattern.TOGETHER or exchange.at_server or len(exchange.buckets) > 1:
         return None
     shortest = run.times.comm.min(axis=1)
-    # Beside its exchanges a rank may note in `comm` a number that all agree on.
-    seconds = shortest[shortest > 0.1 * shortest.max(initial=0.0)]
+    # Beside its exchanges a rank may note in `comm` a number that all agree on.  What an exchange takes is
+    # told by the middle one of as many as there were, not by the longest: that may be a hiccup.
+    changes = run.strategy.parsed.traits.changes_over_time
+    count = _LEAST_EXCHANGES if changes else max(len(shortest) // exchange.period, 1)
+    seconds = shortest[shortest > 0.1 * np.median(np.sort(shortest)[-count:])]
     if len(seconds) < _LEAST_EXCHANGES:
         return None
-    return Observed(run.ranks, 1, exchange.nbytes, seconds)
+    return Observed(run.ranks, exchange.nbytes, seconds)
 
 
 def fit_progress(runs: Sequence[MeasuredRun], work: Work, model: Model, cluster: Cluster) -> float:
     """Return how far exchanges went on beside backward in the runs, 0 to 1; 1 where none shows it."""
     found = []
-    for run in runs:
+    for run in filter(lambda run: is_known(run.strategy), runs):
         exchange = exchange_of(run.strategy, model)
         if run.ranks == 1 or len(exchange.buckets) < 2 or exchange.pattern is not Pattern.TOGETHER:
             continue

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from speechdp.errors import ConfigError
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.simulation.exchanges import Exchange, exchange_of, has_period
+from speechdp.simulation.fit import fit_link
 from speechdp.simulation.links import Cluster, Samples
 from speechdp.simulation.measured import MeasuredRun
-from speechdp.simulation.predict import Interval, Scenario, predict_paces
+from speechdp.simulation.predict import Interval, Scenario, is_too_long, predict_paces
 from speechdp.simulation.simulate import Request, scenario_of
 from speechdp.simulation.steps import Work
 
@@ -50,6 +51,10 @@ def gains_of(run: MeasuredRun, others: Sequence[MeasuredRun] = ()) -> list[Gain]
         exchange = exchange_of(run.strategy, scenario.model)
     except ConfigError:  # its links show nowhere, or its strategy is not known here: nothing can be said
         return []
+    if run.ranks > 1 and fit_link(runs, scenario.model, crosses=run.crosses) is None:
+        return []  # inside a host a link would be assumed, and what it costs made up
+    if is_too_long(exchange, run.ranks):
+        return []
     # Steps of this run alone: it is the one that is to become faster.
     scenario = replace(scenario, work=Work.of([run]))
     now = _rate(scenario, run, exchange)
@@ -64,7 +69,8 @@ def gains_of(run: MeasuredRun, others: Sequence[MeasuredRun] = ()) -> list[Gain]
         longer = _longer(run.strategy)
         if longer is not None:
             other = exchange_of(longer, scenario.model)
-            changes[_name_of(longer, run.strategy, other)] = (scenario, other)
+            if not is_too_long(other, run.ranks):
+                changes[_name_of(longer, run.strategy, other)] = (scenario, other)
     if scenario.work.data_wait > 0:
         changes["without waiting for data"] = (
             replace(scenario, work=Work.of([run], loads=False)),

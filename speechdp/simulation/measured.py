@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.experiments.profile import record as profile_record
 from speechdp.experiments.profile.measured import BACKWARD, FORWARD
@@ -21,6 +22,7 @@ from speechdp.report.runs.folders import read_sweep
 from speechdp.report.runs.records import finite
 from speechdp.report.runs.results import RunResult, RunTiming
 from speechdp.report.runs.timing_file import read_timeline
+from speechdp.simulation.exchanges import is_known
 
 Steps: TypeAlias = npt.NDArray[np.float64]
 
@@ -73,7 +75,8 @@ class MeasuredRun:
     Attributes:
         hosts: of each rank.
         strategy: with its options.
-        aligned: every rank took the same steps at the same time.
+        aligned: every rank is known to have taken the same steps at the same time.
+        times: of the ranks that train, without one that only serves.
         nbytes: of the parameters.
         optimizer_vectors: as `Model` has them.
         deliverable_per_s: frames/s of all ranks that the data path could deliver; None: not recorded.
@@ -98,6 +101,11 @@ class MeasuredRun:
     def ranks(self) -> int:
         """Number of ranks."""
         return len(self.hosts)
+
+    @property
+    def trainers(self) -> int:
+        """Number of ranks that train."""
+        return int(self.times.frames.shape[1])
 
     @property
     def ranks_per_node(self) -> int:
@@ -147,7 +155,8 @@ def measured_run(result: RunResult) -> MeasuredRun:
         missing = "run.json: no num_parameters" if timing is not None else "timing.json: missing or damaged"
         raise ConfigError(f"{path}: {missing}; train it again, or give another run")
     choice = StrategyChoice(str(settings.get("strategy", "")))
-    aligned = choice.parsed.traits.synchronous
+    # Of a strategy from outside, which may not even be found here, nobody knows who waits for whom.
+    aligned = is_known(choice) and choice.parsed.traits.synchronous
     times = _read_steps(path, timing, aligned=aligned)
     figures = data_figures(timing, result.order)
     last = result.evaluations[-1].frames if result.evaluations else None
@@ -177,7 +186,8 @@ def _optimizer_vectors(settings: Mapping[str, Any]) -> int:
 def _read_steps(path: Path, timing: RunTiming, *, aligned: bool) -> StepTimes:
     """Read the timelines of a run, without its warm-up."""
     ranks = []
-    for rank in timing.ranks:
+    # A rank without a frame only serves others, as rank 0 with dedicated=true.
+    for rank in [rank for rank in timing.ranks if rank.frames > 0] or timing.ranks:
         file = path / "timeline" / f"rank-{rank.rank:04d}.jsonl"
         try:
             ranks.append(read_timeline(file)[0])
@@ -188,6 +198,8 @@ def _read_steps(path: Path, timing: RunTiming, *, aligned: bool) -> StepTimes:
             ) from error
         except OSError as error:
             raise ConfigError(cannot_be_read(file, error)) from error
+        if not ranks[-1]:
+            raise ConfigError(f"{file}: damaged, no step of it can be read; give another run")
     if aligned:
         common = set.intersection(*(set(steps) for steps in ranks))
         kept = [[steps[number] for number in sorted(common)] for steps in ranks]
@@ -196,12 +208,13 @@ def _read_steps(path: Path, timing: RunTiming, *, aligned: bool) -> StepTimes:
         kept = [[step for step in steps.values() if finite(step.get("frames"))] for steps in ranks]
         kept = [steps[: min(map(len, kept))] for steps in kept]
     kept = [steps[timing.warmup_steps :] for steps in kept]
-    if len(kept[0]) < LEAST_STEPS:
+    times = _table([[_parts(step) for step in steps] for steps in kept])
+    if (count := int(times.trained.sum())) < LEAST_STEPS:
         raise ConfigError(
-            f"{path}: has {len(kept[0])} steps after its warm-up, too few to predict from (at least "
+            f"{path}: has {counted(count, 'step')} after its warm-up, too few to predict from (at least "
             f"{LEAST_STEPS}); train longer"
         )
-    return _table([[_parts(step) for step in steps] for steps in kept])
+    return times
 
 
 def _parts(step: Mapping[str, Any]) -> tuple[float, ...]:
@@ -209,7 +222,7 @@ def _parts(step: Mapping[str, Any]) -> tuple[float, ...]:
     spans = dict.fromkeys(("data_wait", "h2d", "forward", "backward", "comm", "update"), 0.0)
     pieces = step.get("spans")
     for piece in pieces if isinstance(pieces, list) else ():
-        if isinstance(piece, list) and len(piece) == 3 and piece[0] in spans:
+        if isinstance(piece, list) and len(piece) == 3 and str(piece[0]) in spans:
             spans[piece[0]] += finite(piece[2]) or 0.0
     others = max((finite(step.get("wall")) or 0.0) - sum(spans.values()), 0.0) + spans["h2d"]
     frames = finite(step.get("frames")) or 0.0
@@ -223,7 +236,8 @@ def _parts(step: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def _table(ranks: Sequence[Sequence[tuple[float, ...]]]) -> StepTimes:
-    return StepTimes(*np.transpose(np.array(ranks), (2, 1, 0)))
+    table = np.array(ranks).reshape(len(ranks), -1, len(fields(StepTimes)))
+    return StepTimes(*np.transpose(table, (2, 1, 0)))
 
 
 def _runs_of_profile(folder: Path) -> list[MeasuredRun]:
@@ -250,6 +264,7 @@ def _runs_of_profile(folder: Path) -> list[MeasuredRun]:
                     nbytes=PARAMETER_BYTES * parameters,
                     optimizer_vectors=2,
                     times=_table(rows),
+                    on_gpu=str((job.facts or {}).get("device", "CPU")) != "CPU",
                 )
             )
     if not found:
@@ -281,5 +296,5 @@ def basis(runs: Iterable[MeasuredRun]) -> tuple[MeasuredRun, ...]:
     """
     found = list(runs)
     found = [run for run in found if run.aligned] or found
-    most = max(run.ranks for run in found)
-    return tuple(run for run in found if run.ranks == most)
+    most = max(run.trainers for run in found)
+    return tuple(run for run in found if run.trainers == most)

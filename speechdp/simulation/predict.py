@@ -20,6 +20,8 @@ from speechdp.simulation.waiting import Pace, delayed, exposed_s, neighbours, to
 LOW, HIGH = 0.05, 0.95
 #: Steps of all ranks together from which a replicate's mean is taken, at least, and of each rank.
 _LEAST_STEPS, _LEAST_OF_RANK = 4_096, 32
+#: Steps of all ranks together that fit into memory with what is computed of them.
+_MOST_STEPS = 2**25
 #: Windows of a period that are followed, at least, where one begins before another has ended.
 _LEAST_WINDOWS = 4
 #: Resamples of what is followed event by event, which takes longest.
@@ -154,16 +156,24 @@ def _pace(scenario: Scenario, drawn: Drawn, exchange: Exchange, cluster: Cluster
     if exchange.pattern is Pattern.NEIGHBOURS and ranks > 1:
         return neighbours(drawn, exchange, scenario.work, cluster)
     exposed = exposed_s(exchange, scenario.work, ranks, cluster, scenario.progress)
-    return together(drawn, exchange, exposed)
+    return together(drawn[:, :, int(exchange.dedicated) :], exchange, exposed)
+
+
+def is_too_long(exchange: Exchange, ranks: int) -> bool:
+    """Return whether the steps of a period, of so many ranks, are too many to be drawn."""
+    return ranks * _steps_of_windows(exchange) > _MOST_STEPS
+
+
+def _steps_of_windows(exchange: Exchange) -> int:
+    """Return how many steps of a rank are drawn for an exchange, at least; events draw fewer."""
+    if exchange.pattern in (Pattern.GOSSIP, Pattern.SERVER):
+        return 1
+    return exchange.period * (1 if exchange.pattern is Pattern.TOGETHER else _LEAST_WINDOWS)
 
 
 def _steps_needed(ranks: int, exchanges: Sequence[Exchange]) -> int:
     """Return how many steps of each rank are drawn."""
-    windows = [
-        exchange.period * (1 if exchange.pattern is Pattern.TOGETHER else _LEAST_WINDOWS)
-        for exchange in exchanges
-    ]
-    return max(_LEAST_OF_RANK, -(-_LEAST_STEPS // ranks), *windows)
+    return max(_LEAST_OF_RANK, -(-_LEAST_STEPS // ranks), *map(_steps_of_windows, exchanges))
 
 
 def _joined(paces: Sequence[Pace]) -> Pace:

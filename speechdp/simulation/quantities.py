@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from speechdp.errors import ConfigError
 
-#: Bytes a second by unit, in lower case; bits as network cards are sold, bytes as disks and buses are.
+#: Bytes a second by unit; bits as network cards are sold, bytes as disks and buses are.
 _BYTES_PER_S = {
     **{f"{prefix}bit": factor / 8 for prefix, factor in (("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))},
-    **{f"{prefix}b/s": factor for prefix, factor in (("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))},
+    **{f"{prefix}B/s": factor for prefix, factor in (("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))},
 }
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _COUNTS = {"": 1.0, "kf": 1e3, "mf": 1e6, "f": 1.0}
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-zµ/]*)")
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-zµ/]*)", re.IGNORECASE)
 #: More ranks, or steps in a period, than this are taken for a mistake.
 MOST_RANKS, MOST_STEPS = 65_536, 4_096
 
@@ -24,7 +25,9 @@ def bandwidth(option: str, text: str) -> float:
     Raises:
         ConfigError: anything else, or 0; the message names `option`.
     """
-    number, unit = _split(text.lower().removesuffix("ps"))
+    # Of all letters only the b says more by its case: 25Gb/s are bits, an eighth of 25GB/s.
+    number, unit = _split(text)
+    unit = "".join(letter if letter == "B" else letter.lower() for letter in unit)
     unit = unit.removesuffix("/s") if unit.endswith("bit/s") else unit
     if unit not in _BYTES_PER_S or number <= 0:
         raise ConfigError(f"{option} {text}: is no bandwidth; write 1gbit, 100gbit or 25GB/s")
@@ -84,7 +87,8 @@ def slow_ranks(option: str, text: str) -> dict[int, float]:
     """Read `RANK:FACTOR,...`: ranks whose own work takes so many times as long; "" for none.
 
     Raises:
-        ConfigError: anything else, or a factor that is not positive; the message names `option`.
+        ConfigError: anything else, a rank twice, or a factor that is not positive; the message names
+            `option`.
     """
     found = {}
     for word in filter(None, text.split(",")):
@@ -93,6 +97,8 @@ def slow_ranks(option: str, text: str) -> dict[int, float]:
             raise ConfigError(
                 f"{option} {text}: {word!r} is not RANK:FACTOR; 1:2 has rank 1 take twice as long"
             )
+        if int(rank) in found:
+            raise ConfigError(f"{option} {text}: rank {int(rank)} is there twice")
         found[int(rank)] = float(factor)
     return found
 
@@ -100,7 +106,9 @@ def slow_ranks(option: str, text: str) -> dict[int, float]:
 def _split(text: str) -> tuple[float, str]:
     """Return number and unit; (-1, "") where it is none."""
     match = _QUANTITY.fullmatch(text.strip())
-    return (float(match[1]), match[2]) if match else (-1.0, "")
+    if match is None or not math.isfinite(float(match[1])):
+        return -1.0, ""
+    return float(match[1]), match[2]
 
 
 def _is_number(word: str) -> bool:

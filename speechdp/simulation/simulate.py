@@ -10,7 +10,14 @@ import numpy as np
 
 from speechdp.errors import ConfigError
 from speechdp.parallel.registry import StrategyChoice
-from speechdp.simulation.exchanges import KNOWN_STRATEGIES, Exchange, Model, exchange_of, has_period
+from speechdp.simulation.exchanges import (
+    KNOWN_STRATEGIES,
+    Exchange,
+    Model,
+    exchange_of,
+    has_period,
+    is_known,
+)
 from speechdp.simulation.fit import (
     BETWEEN_LATENCY_S,
     WITHIN_BYTES_PER_S,
@@ -21,7 +28,7 @@ from speechdp.simulation.fit import (
 )
 from speechdp.simulation.links import Algorithm, Cluster, Link
 from speechdp.simulation.measured import MeasuredRun, basis
-from speechdp.simulation.predict import Prediction, Scenario, predict
+from speechdp.simulation.predict import Prediction, Scenario, is_too_long, predict
 from speechdp.simulation.steps import Work
 
 
@@ -108,10 +115,12 @@ def scenario_of(runs: Sequence[MeasuredRun], request: Request) -> tuple[Scenario
     measured = model_of(chosen, Work.of(chosen))
     assumptions: list[str] = []
     within = _within(fit_link(runs, measured, crosses=False), request.within, assumptions)
-    needed = max(request.ranks) > per_node
-    between = _between(fit_link(runs, measured, crosses=True), request.between, assumptions, needed=needed)
+    between = within
+    if max(request.ranks) > per_node:
+        between = _between(runs, fit_link(runs, measured, crosses=True), request.between, assumptions)
+        assumptions += _limit_inside(within, between, request)
     algorithm = request.algorithm or ("auto" if any(run.on_gpu for run in chosen) else "ring")
-    cluster = Cluster(per_node, within, between or within, algorithm)
+    cluster = Cluster(per_node, within, between, algorithm)
     progress = _progress(runs, chosen, measured, cluster)
     return Scenario(work, model, cluster, request.factors, progress), tuple(assumptions)
 
@@ -125,45 +134,78 @@ def exchanges_of(request: Request, model: Model) -> list[tuple[StrategyChoice, E
     strategies = request.strategies or tuple(map(StrategyChoice, KNOWN_STRATEGIES))
     found: dict[str, tuple[StrategyChoice, Exchange]] = {}
     for choice in strategies:
-        exchange_of(choice, model)  # refuses what is not known before anything else is asked of it
-        texts = [choice]
-        if has_period(choice):
-            texts = [choice.with_default("period", str(period)) for period in request.periods]
-        for text in texts:
-            found.setdefault(text.text, (text, exchange_of(text, model)))
+        if not is_known(choice) or not has_period(choice):
+            found[choice.text] = (choice, exchange_of(choice, model))
+            continue
+        for period in request.periods:
+            text = choice.with_default("period", str(period))
+            try:
+                found.setdefault(text.text, (text, exchange_of(text, model)))
+            except ConfigError as error:
+                raise ConfigError(f"--strategies {choice.text} with --periods {period}: {error}") from error
+    for choice, exchange in found.values():
+        if is_too_long(exchange, max(request.ranks)):
+            raise ConfigError(
+                f"--strategies {choice.text}: {exchange.period:,} steps between exchanges on "
+                f"{max(request.ranks):,} ranks are too many to follow; shorten the period, or give "
+                "fewer --ranks"
+            )
     return list(found.values())
 
 
 def _within(fitted: Link | None, given: GivenLink, assumptions: list[str]) -> Link:
     """Return the link inside a node: given, else fitted, else assumed."""
-    if fitted is None and given.bytes_per_s is None:
+    unknown = {
+        "--intra-bandwidth": (given.bytes_per_s, f"{WITHIN_BYTES_PER_S / 1e9:.0f} GB/s"),
+        "--intra-latency": (given.latency_s, f"{WITHIN_LATENCY_S * 1e6:.0f} µs"),
+    }
+    assumed = {option: words for option, (value, words) in unknown.items() if value is None}
+    if fitted is None and assumed:
         assumptions.append(
-            "Exchanges inside a node were not measured: "
-            f"{WITHIN_BYTES_PER_S / 1e9:.0f} GB/s and {WITHIN_LATENCY_S * 1e6:.0f} µs are assumed "
-            "(--intra-bandwidth, --intra-latency)."
+            f"Exchanges inside a node were not measured: {' and '.join(assumed.values())} are assumed "
+            f"({', '.join(assumed)})."
         )
     return _combined(fitted, given, Link.of(WITHIN_LATENCY_S, WITHIN_BYTES_PER_S))
 
 
-def _between(fitted: Link | None, given: GivenLink, assumptions: list[str], *, needed: bool) -> Link | None:
-    """Return the link between nodes: given, else fitted; None where there is none.
+def _between(
+    runs: Sequence[MeasuredRun], fitted: Link | None, given: GivenLink, assumptions: list[str]
+) -> Link:
+    """Return the link between nodes: given, else fitted.
 
     Raises:
-        ConfigError: it is needed, and not known.
+        ConfigError: it is not known.
     """
     if fitted is None and given.bytes_per_s is None:
-        if needed:
-            raise ConfigError(
-                "--bandwidth: the link between nodes was not measured, because all ranks of the run were on "
-                "one host; give --bandwidth and --latency, e.g. --bandwidth 25gbit --latency 20us"
-            )
-        return None
-    if fitted is None and given.latency_s is None and needed:
+        why = (
+            "their exchanges do not show what it takes (synchronous ones show most)"
+            if any(run.crosses for run in runs)
+            else "all ranks of the run were on one host"
+        )
+        options = "--bandwidth and --latency" if given.latency_s is None else "--bandwidth"
+        example = " --latency 20us" if given.latency_s is None else ""
+        raise ConfigError(
+            f"--bandwidth: the link between nodes was not measured, because {why}; give {options}, "
+            f"e.g. --bandwidth 25gbit{example}"
+        )
+    if fitted is None and given.latency_s is None:
         assumptions.append(
             f"The latency between nodes was not measured: {BETWEEN_LATENCY_S * 1e6:.0f} µs are assumed "
             "(--latency)."
         )
     return _combined(fitted, given, Link.of(BETWEEN_LATENCY_S, math.inf))
+
+
+def _limit_inside(within: Link, between: Link, request: Request) -> list[str]:
+    """Return what to say where a bandwidth that was given cannot be used for want of one inside a node."""
+    if request.between.bytes_per_s is None or request.within.bytes_per_s is not None:
+        return []
+    if within.bytes_per_s >= between.bytes_per_s:
+        return []
+    return [
+        f"No message between nodes is faster than one inside a node, {8e-9 * within.bytes_per_s:.3g} Gbit/s: "
+        "if the cluster's nodes are faster than that, give --intra-bandwidth."
+    ]
 
 
 def _combined(fitted: Link | None, given: GivenLink, otherwise: Link) -> Link:

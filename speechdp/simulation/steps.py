@@ -8,7 +8,7 @@ the largest of N such rests, not for a mean.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -76,14 +76,17 @@ class Work:
             seconds = [getattr(t, name)[k].sum() for t, k in zip(times, kept, strict=True)]
             return float(sum(seconds) / divisor / work.sum())
 
+        aligned = all(run.aligned for run in runs)
         common = _explained(frames, work)
+        if aligned:  # batches of a step may differ between ranks, too: the longest is waited for
+            common = np.broadcast_to(common.mean(axis=1, keepdims=True), work.shape)
         own = work / common
         own *= work.mean() / (common.mean() * own.mean())
-        rates = [run.deliverable_per_s / run.ranks for run in runs if run.deliverable_per_s]
+        rates = [run.deliverable_per_s / run.trainers for run in runs if run.deliverable_per_s]
         return cls(
             common=common.mean(axis=1),
             own=own,
-            alike=_alike(own) if all(run.aligned for run in runs) else 0.0,
+            alike=_alike(own) if aligned else 0.0,
             frames=float(frames.mean()),
             backward=share("backward", speedup),
             update=share("update", speedup),
@@ -97,11 +100,9 @@ class Work:
         return float(self.common.mean() * self.own.mean())
 
     def without_stragglers(self) -> Work:
-        """Return the same with all ranks equally fast at every step."""
-        return Work(
-            self.common, np.full_like(self.own, self.own.mean()), self.alike, self.frames,
-            self.backward, self.update, self.data_wait, self.batch_s,
-        )  # fmt: skip
+        """Return the same with all ranks equally fast at every step: as fast as they are on average."""
+        own = np.broadcast_to(self.own.mean(axis=1, keepdims=True), self.own.shape)
+        return replace(self, own=own, alike=1.0)
 
 
 def _explained(frames: Times, work: Times) -> Times:
@@ -197,10 +198,14 @@ class Draws:
             Replicates, and the work of their steps, s.  (replicates, steps, ranks)
         """
         for part in self._parts(steps):
-            common, own = self._rows(part, steps, 0, 1), self._rows(part, steps, 1, self.ranks)
+            common, rows = self._rows(part, steps, 0, 1), self._rows(part, steps, 1, self.ranks)
+            own = self._own[rows, self.columns]
             if self.work.alike > 0:
-                own = np.where(self._is_shared(part, steps), self._rows(part, steps, 2, 1), own)
-            yield part, self._common[common] * self._own[own, self.columns] * self.scale
+                own = np.where(self._is_shared(part, steps), self._shared(part, steps), own)
+            drawn = self._common[common] * own * self.scale
+            # Of many ranks few steps are drawn: their mean is known better than from these.
+            level = self.mean_s[part].mean(axis=1) / drawn.mean(axis=(1, 2), dtype=float)
+            yield part, drawn * level[:, None, None].astype(np.float32)
 
     def apart(self, steps: int) -> Iterator[tuple[slice, Drawn]]:
         """Yield steps that ranks take at their own pace, each with a batch of its own; as `together`."""
@@ -234,14 +239,31 @@ class Draws:
         return np.stack(drawn)
 
     def _is_shared(self, part: slice, steps: int) -> npt.NDArray[np.bool_]:
-        """Draw at which steps a rank has the rest that all share.  (replicates, steps, ranks)"""
-        shape = (steps, self.ranks)
+        """Draw at which steps a rank has the rest that all share.  (replicates, steps, ranks)
+
+        Two ranks are alike where both have it: by the square of a rank's probability.
+        """
+        probability = np.sqrt(self.work.alike)
+        shape = (-(-steps // _RUN), self.ranks)
         return np.stack(
             [
-                self._generator(replicate, 3).random(shape, np.float32) < self.work.alike
+                np.repeat(self._generator(replicate, 3).random(shape, np.float32) < probability, _RUN, axis=0)
                 for replicate in range(part.start, part.stop)
             ]
-        )
+        )[:, :steps]
+
+    def _shared(self, part: slice, steps: int) -> Drawn:
+        """Draw the rests that all share, of one measured rank at a time.  (replicates, steps, ranks)"""
+        rows, means = self._rows(part, steps, 2, 1), self._own.mean(axis=0)
+        shape = (-(-steps // _RUN), 1)
+        like = np.stack(
+            [
+                np.repeat(self._generator(replicate, 4).integers(len(means), size=shape), _RUN, axis=0)
+                for replicate in range(part.start, part.stop)
+            ]
+        )[:, :steps]
+        shared: Drawn = (self._own / means)[rows, like] * means[self.columns]
+        return shared
 
     def _generator(self, replicate: int, purpose: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, 1 + replicate, self.ranks, purpose])

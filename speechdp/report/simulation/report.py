@@ -18,6 +18,7 @@ from speechdp.report.kit.svg import Panel, panel_svgs, write_png
 from speechdp.report.simulation.panels import make_canvas, make_panels
 from speechdp.report.simulation.ranges import Family, families_of, has_periods
 from speechdp.report.simulation.table import csv_of, full_table, overview
+from speechdp.simulation.exchanges import has_period
 from speechdp.simulation.links import Link
 from speechdp.simulation.predict import Prediction
 from speechdp.simulation.simulate import Simulation
@@ -142,7 +143,8 @@ def _link_words(simulation: Simulation) -> str:
 
 
 def _name(one: Prediction) -> str:
-    return one.strategy.name.replace("_", " ")
+    name = one.strategy.name.replace("_", " ")
+    return f"{name} with period {one.period}" if has_period(one.strategy) else name
 
 
 def _speed(one: Prediction, amount: str) -> str:

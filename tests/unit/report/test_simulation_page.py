@@ -114,6 +114,11 @@ def test_a_run_without_step_times_is_refused(tmp_path: Path, capsys: pytest.Capt
     [
         ("--bandwidth", "fast", "is no bandwidth; write 1gbit, 100gbit or 25GB/s"),
         ("--bandwidth", "0gbit", "is no bandwidth"),
+        ("--bandwidth", "25Gb/s", "is no bandwidth"),
+        ("--bandwidth", "1e999gbit", "is no bandwidth"),
+        ("--latency", "1e999s", "is no time"),
+        ("--target-frames", "1e999", "is no number of frames"),
+        ("--slow", "1:2,1:3", "rank 1 is there twice"),
         ("--latency", "5", "is no time; write 5us"),
         ("--intra-latency", "5gbit", "--intra-latency 5gbit: is no time"),
         ("--ranks", "8,x", "'x' is no whole number from 1"),
@@ -145,11 +150,34 @@ def test_a_report_says_what_would_help_most(tmp_path: Path, capsys: pytest.Captu
     printed = " ".join(capsys.readouterr().out.replace("\u00a0", " ").split())
     (sentence,) = [s for s in printed.split(". ") if s.startswith("What would help")]
     # A step has 100 ms of work, 20 of waiting for data and 100 of exchange.
-    assert "with exchanges 10 times as fast 1.69 [1.69, 1.69] times as fast" in sentence
-    assert "with period 4 1.52 [1.52, 1.52] times" in sentence
-    assert "without waiting for data 1.10 [1.10, 1.10] times" in sentence
+    assert "with exchanges 10 times as fast it would be 1.69 [1.69, 1.69] times as fast; " in sentence
+    assert "with period 4, 1.52 [1.52, 1.52] times; " in sentence
+    assert "without waiting for data, 1.10 [1.10, 1.10] times" in sentence
     assert "differences" not in sentence  # its ranks are alike
     assert "not accuracy" in sentence
+
+
+def test_a_damaged_timeline_is_no_reason_to_report_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = MadeUpSteps(["node-a"] * 2, "model_averaging:period=1", exchange_s=0.1).write(tmp_path)
+    file = path / "timeline" / "rank-0001.jsonl"
+    lines = file.read_bytes().splitlines()
+    lines[20] = b'{"step": 21, "wall": 0.1, "frames": 500, "spans": [[["comm"], 0, 1], 7]}'
+    file.write_bytes(b"\n".join([*lines[:60], b"\xff\x00 half a li", *lines[61:]]))
+    assert speechdp(["report", str(path)]) == 0
+    assert "What would help" in capsys.readouterr().out
+    file.write_bytes(b"\xff" * 100)
+    assert speechdp(["report", str(path)]) == 0
+    assert "What would help" not in capsys.readouterr().out
+    assert "rank-0001.jsonl: damaged, no step of it can be read" in _refusal(capsys, path)
+
+
+def test_the_headline_has_the_period_of_what_it_predicts(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert speechdp(["simulate", str(run), *GIVEN, "--strategies", "bmuf", "--periods", "4,16"]) == 0
+    assert "bmuf with period 4 would train at" in " ".join(capsys.readouterr().out.split())
 
 
 def test_nothing_would_help_a_run_that_loses_nothing(

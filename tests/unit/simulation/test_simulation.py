@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ from speechdp.errors import ConfigError
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.simulation.events import mixed_share, serve
 from speechdp.simulation.exchanges import KNOWN_STRATEGIES, Exchange, Model, Pattern, exchange_of
-from speechdp.simulation.fit import fit_link, model_of
+from speechdp.simulation.fit import fit_link, model_of, observe
 from speechdp.simulation.gains import gains_of
 from speechdp.simulation.links import Cluster, Link
 from speechdp.simulation.measured import read_measured
@@ -126,6 +127,24 @@ def test_latency_and_bandwidth_are_fitted_from_two_numbers_of_ranks() -> None:
     assert fitted.bytes_per_s == pytest.approx(2e8, rel=1e-3)
 
 
+def test_a_hiccup_is_not_taken_for_the_exchange() -> None:
+    run = MadeUpSteps(["a", "b"], "model_averaging:period=1", exchange_s=0.02).measured()
+    comm = run.times.comm.copy()
+    comm[10] += 1.0
+    seen = observe(run := replace(run, times=replace(run.times, comm=comm)), model_of([run], Work.of([run])))
+    assert seen is not None
+    assert len(seen.seconds) == 100
+
+
+def test_a_latency_that_is_assumed_is_less_than_what_was_seen_behind_backward() -> None:
+    # 20 us seen of 14 messages: 5 us each, as is assumed elsewhere, would be more than that.
+    run = MadeUpSteps(["a"] * 8, exchange_s=2e-5, nbytes=100 * MB).measured()
+    link = fit_link([run], model_of([run], Work.of([run])), crosses=False)
+    assert link is not None
+    assert link.bytes_per_s < 1e13
+    assert 14 * float(link.latency_s.mean()) <= 2e-5 / 2
+
+
 def test_exchanges_that_were_measured_are_predicted_again() -> None:
     run = MadeUpSteps(["a", "b"], exchange_s=0.05).measured()
     work = Work.of([run])
@@ -153,6 +172,48 @@ def test_ranks_that_are_slow_together_are_drawn_together() -> None:
     assert work.alike == pytest.approx(1.0)
     means = [slowest(drawn, 1) for _, drawn in Draws(work, 64).together(300)]
     assert float(np.concatenate(means).mean()) == pytest.approx(work.step_s, rel=0.05)
+
+
+def test_drawn_ranks_are_slow_together_as_often_as_measured_ones() -> None:
+    generator = np.random.default_rng(3)
+    shared, own = generator.gamma(30, 1 / 30, (4000, 1)), generator.gamma(30, 1 / 30, (4000, 2))
+    steps = 0.1 * (0.5 * shared + 0.5 * own)
+    work = Work.of([MadeUpSteps(["a", "a"], work_s=steps).measured()])
+    measured = np.corrcoef(steps.T)[0, 1]
+    assert measured == pytest.approx(0.5, abs=0.05)
+    for ranks in ((0, 1), (0, 2)):  # like different measured ranks, and like the same
+        found = [
+            np.corrcoef(drawn[0][:, ranks].T)[0, 1]
+            for _, drawn in Draws(work, 3, replicates=1).together(40_000)
+        ]
+        assert found == [pytest.approx(measured, abs=0.06)]
+
+
+def test_batches_that_differ_between_the_ranks_of_a_step_are_waited_for() -> None:
+    run = MadeUpSteps(["a", "a"], "model_averaging:period=1", exchange_s=1e-6).measured()
+    frames = FRAMES * np.random.default_rng(3).uniform(0.5, 1.5, (100, 2))
+    times = replace(run.times, frames=frames, forward=run.times.forward * frames / FRAMES)
+    run = replace(run, times=times)
+    found = _predicted(Scenario(work := Work.of([run]), model_of([run], work), _cluster(FREE)), 2, "bmuf")
+    assert found.efficiency.mean == pytest.approx(1.0, abs=0.1)  # once in 16 steps
+    found = _predicted(Scenario(work, model_of([run], work), _cluster(FREE)), 2, run.strategy.text)
+    assert found.step_s.mean == pytest.approx(times.work().max(axis=1).mean(), rel=0.03)
+
+
+@pytest.mark.parametrize("strategy", ["delayed_averaging:period=1", "dpsgd"])
+def test_a_rare_long_step_makes_nobody_faster_than_alone(strategy: str) -> None:
+    work = np.full((50, 2), 0.1)
+    work[20] = 3.0
+    found = _predicted(_scenario(MadeUpSteps(["a", "a"], work_s=work), _cluster(FREE)), 8, strategy)
+    assert found.efficiency.mean <= 1.03
+
+
+def test_few_steps_of_many_ranks_have_the_measured_mean() -> None:
+    generator = np.random.default_rng(3)
+    work = Work.of([MadeUpSteps(["a", "a"], work_s=0.1 * generator.exponential(1.0, 300)).measured()])
+    draws = Draws(work, 64)
+    for part, drawn in draws.together(8):
+        np.testing.assert_allclose(drawn.mean(axis=(1, 2)), draws.alone_s[part], rtol=1e-4)
 
 
 def test_longer_batches_are_no_noise() -> None:
@@ -338,8 +399,25 @@ def test_gains_from_even_ranks_and_from_loading() -> None:
     assert gains["without waiting for data"] == pytest.approx(0.25 / 0.2, rel=0.02)
 
 
-def test_no_gain_is_named_where_nothing_was_measured_of_the_links() -> None:
-    assert gains_of(MadeUpSteps(["a", "b"], "ad_psgd").measured()) == []
+@pytest.mark.parametrize("hosts", [("a", "b"), ("a", "a")])
+def test_no_gain_is_named_where_nothing_was_measured_of_the_links(hosts: tuple[str, ...]) -> None:
+    assert gains_of(MadeUpSteps(hosts, "easgd:period=1", exchange_s=0.1).measured()) == []
+
+
+def test_even_ranks_are_no_slower_than_they_are_on_average() -> None:
+    work = np.full((100, 2), 0.1)
+    work[7] = 5.0  # both: evening them out gains nothing
+    run = MadeUpSteps(work_s=work, exchange_s=1e-4).measured()
+    gains = {gain.change: gain.times for gain in gains_of(run)}
+    assert gains["without differences between the ranks"].low == pytest.approx(1.0, abs=0.01)
+    assert gains["without differences between the ranks"].high == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_period_without_end_is_not_followed() -> None:
+    run = MadeUpSteps(strategy="model_averaging:period=1000000000").measured()
+    assert gains_of(run) == []
+    with pytest.raises(ConfigError, match="are too many to follow; shorten the period"):
+        simulate([run], Request((2,), strategies=(run.strategy,)))
 
 
 # --- whole simulations ----------------------------------------------------------------------------------
@@ -361,13 +439,77 @@ def test_what_was_measured_is_predicted_again() -> None:
 
 
 def test_a_link_that_nobody_knows_is_asked_for() -> None:
-    with pytest.raises(ConfigError, match="give --bandwidth and --latency"):
+    with pytest.raises(ConfigError, match=r"on one host; give --bandwidth and --latency"):
         simulate([MadeUpSteps().measured()], Request((8,)))
+    with pytest.raises(ConfigError, match=r"give --bandwidth, e\.g\. --bandwidth 25gbit$"):
+        simulate([MadeUpSteps().measured()], Request((8,), between=GivenLink(latency_s=1e-5)))
+    with pytest.raises(ConfigError, match="their exchanges do not show what it takes"):
+        simulate([MadeUpSteps(["a", "b"], "ad_psgd").measured()], Request((8,)))
+
+
+def test_what_is_assumed_inside_a_node_is_what_was_not_given() -> None:
+    run = MadeUpSteps(["a"]).measured()
+    for given, words in (
+        (GivenLink(), "5 GB/s and 5 µs are assumed (--intra-bandwidth, --intra-latency)."),
+        (GivenLink(bytes_per_s=1e10), ": 5 µs are assumed (--intra-latency)."),
+        (GivenLink(latency_s=1e-6), ": 5 GB/s are assumed (--intra-bandwidth)."),
+    ):
+        (said,) = simulate([run], Request((2,), 2, within=given)).assumptions
+        assert said.endswith(words)
+    assert simulate([run], Request((2,), 2, within=GivenLink(1e10, 1e-6))).assumptions == ()
+
+
+def test_a_bandwidth_that_has_no_effect_for_want_of_one_inside_is_told() -> None:
+    run = MadeUpSteps(["a", "a"], "model_averaging:period=1").measured()
+    (said,) = simulate([run], Request((4,), 2, GivenLink(1e12, 1e-6))).assumptions
+    assert "give --intra-bandwidth" in said
+    request = Request((4,), 2, GivenLink(1e12, 1e-6), GivenLink(1e13))
+    assert simulate([run], request).assumptions == ()
+
+
+def test_a_period_that_a_strategy_cannot_use_is_named() -> None:
+    request = Request((4,), 4, strategies=(StrategyChoice("delayed_averaging:delay=4"),))
+    with pytest.raises(ConfigError, match="--strategies delayed_averaging:delay=4 with --periods 1: "):
+        simulate([MadeUpSteps().measured()], request)
+
+
+def test_a_server_that_does_not_train_is_not_waited_for() -> None:
+    scenario = _scenario(MadeUpSteps(), _cluster(FREE), factors={0: 3.0})
+    found = _predicted(scenario, 4, "parameter_server:mode=sync,dedicated=true")
+    assert found.step_s.mean == pytest.approx(0.1, rel=0.01)
 
 
 def test_groups_that_do_not_fit_are_left_out() -> None:
     request = Request((3, 4), 4, strategies=(StrategyChoice("ad_psgd:groups=2,period=1"),))
     assert [one.ranks for one in simulate([MadeUpSteps().measured()], request).predictions] == [4]
+
+
+@pytest.mark.parametrize("strategy", ["parameter_server:mode=sync,dedicated=true", "easgd:dedicated=true"])
+def test_a_rank_that_only_serves_is_no_measured_rank(strategy: str, tmp_path: Path) -> None:
+    path = MadeUpSteps(["node-a"] * 3, strategy).write(tmp_path)
+    file = path / "timeline" / "rank-0000.jsonl"
+    file.write_text(file.read_text().replace(f'"frames": {FRAMES}', '"frames": 0'))
+    timing = json.loads((path / "timing.json").read_text())
+    timing["ranks"][0]["frames"] = 0
+    (path / "timing.json").write_text(json.dumps(timing))
+    (run,) = read_measured(path)
+    assert (run.ranks, run.trainers) == (3, 2)
+    (found,) = simulate([run], Request((3,), strategies=(StrategyChoice("gradient_averaging"),))).predictions
+    assert found.computing > 0
+    assert all(math.isfinite(gain.times.mean) for gain in gains_of(run))
+
+
+def test_a_run_of_a_strategy_from_outside_is_simulated(tmp_path: Path) -> None:
+    (run,) = read_measured(MadeUpSteps(["node-a"] * 2).write(tmp_path))
+    settings = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps(settings | {"strategy": "lazy_averaging:period=8"}))
+    (outside,) = read_measured(tmp_path / "run")
+    assert outside.times.work().mean() == pytest.approx(run.times.work().mean())
+    (found,) = simulate(
+        [outside], Request((2,), strategies=(StrategyChoice("bmuf"),), periods=(4,))
+    ).predictions
+    assert math.isfinite(found.frames_per_s.mean)
+    assert gains_of(outside) == []
 
 
 def test_a_run_is_read_as_it_was_measured(tmp_path: Path) -> None:
