@@ -211,11 +211,12 @@ def _best_period(
     fitting = [row for row in eligible if row.run.model_period is not None]
     if not fitting:
         return f"No averaging period {keeps}."
-    fastest = max(fitting, key=rate)
-    return (
-        f"{formatting.capital(labels[fastest.run.name])} is the fastest averaging period that {keeps}: "
-        f"{_speed(fastest, labels)}, with {_accuracy(fastest)}."
-    )
+    fastest, alike = choose_fastest(fitting, rate)
+    label = labels[fastest.run.name]
+    claim = f"{formatting.capital(label)} is the fastest averaging period that {keeps}"
+    if alike:
+        claim = f"No averaging period that {keeps} is known to be faster than {label}"
+    return f"{claim}: {_speed(fastest, labels)}, with {_accuracy(fastest)}."
 
 
 def _limit(row: RunFigures, labels: dict[str, str]) -> str:
