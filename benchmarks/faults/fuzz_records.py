@@ -148,8 +148,10 @@ def run_readers(scratch: Path) -> list[Reader]:
     def read_the_race(folder: Path) -> None:
         found = read_race(folder / "race" / "ranks-2.json")
         shown = ShownRaces({found.plan.ranks: found})
-        assert all(speed.ratio > 0 for speed in shown.speeds(found.plan.ranks).values())
-        assert shown.notes() and isinstance(shown.cautions({}), tuple)
+        speeds = shown.speeds(found.plan.ranks)
+        assert all(speed.ratio > 0 for speed in speeds.values())
+        labels = {found.plan.ranks: {name: name for name in speeds}}
+        assert len(shown.notes(labels)) == bool(speeds) and isinstance(shown.cautions(labels), tuple)
 
     return [
         changing("race record", read_the_race, race, *changes(race)),
