@@ -43,11 +43,15 @@ class ReportCommand:
 
 def print_report(out: Path, target: float | None, metric: str = "") -> None:
     """Write the report of a folder; print its table, its answer and its path."""
+    show_report(_write(out, target, metric))
+
+
+def show_report(report: WrittenReport) -> None:
+    """Print the table, the answer and the paths of a report."""
     from rich.text import Text  # noqa: PLC0415 (keeps `speechdp --help` fast)
 
     from speechdp.cli.support.console import make_console  # noqa: PLC0415
 
-    report = _write(out, target, metric)
     console = make_console()
     console.print(report.table)
     for sentence in report.answer:

@@ -61,9 +61,7 @@ class SimulateCommand:
 
     def run(self) -> int:
         """Predict, print the table, write the page."""
-        from rich.text import Text  # noqa: PLC0415 (keeps `speechdp --help` fast)
-
-        from speechdp.cli.support.console import make_console  # noqa: PLC0415
+        from speechdp.cli.report import show_report  # noqa: PLC0415 (keeps `speechdp --help` fast)
         from speechdp.report.simulation.report import write_simulation  # noqa: PLC0415
         from speechdp.simulation.measured import read_measured  # noqa: PLC0415
         from speechdp.simulation.quantities import frame_count  # noqa: PLC0415
@@ -71,14 +69,7 @@ class SimulateCommand:
 
         request = self._request()
         frames = frame_count("--target-frames", self.target_frames) if self.target_frames else None
-        report = write_simulation(self.out, simulate(read_measured(self.out), request), frames)
-        console = make_console()
-        console.print(report.table)
-        for sentence in report.answer:
-            console.print(Text(sentence))
-        for path in (report.html, report.csv, report.png):
-            if path is not None:
-                console.print(Text(str(path)), soft_wrap=True)
+        show_report(write_simulation(self.out, simulate(read_measured(self.out), request), frames))
         return 0
 
     def _request(self) -> Request:

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from speechdp.simulation.exchanges import Model, Pattern, exchange_of, is_known
-from speechdp.simulation.links import Cluster, Link, Samples
+from speechdp.simulation.links import Cluster, LinkSpeed, Samples
 from speechdp.simulation.measured import MeasuredRun
-from speechdp.simulation.steps import REPLICATES, Work
+from speechdp.simulation.steps import REPLICATES, MeasuredWork
 from speechdp.simulation.waiting import exposed_s
 
 #: Latencies where only one size of message was measured, s: a message between processes of a host, and one
@@ -46,12 +46,12 @@ class Observed:
         return 2.0 * (self.ranks - 1), 2 * (self.ranks - 1) / self.ranks * self.nbytes
 
 
-def model_of(runs: Sequence[MeasuredRun], work: Work) -> Model:
+def model_of(runs: Sequence[MeasuredRun], work: MeasuredWork) -> Model:
     """Return what the runs' model exchanges."""
     return Model(runs[0].nbytes, runs[0].optimizer_vectors, work.frames, work.step_s)
 
 
-def fit_link(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool, seed: int = 1) -> Link | None:
+def fit_link(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool, seed: int = 1) -> LinkSpeed | None:
     """Fit latency and bandwidth to the exchanges of runs, for each resample of them.
 
     With one size of exchange only, the latency is assumed and the bandwidth fitted.
@@ -75,10 +75,10 @@ def fit_link(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool, seed: 
     assumed = BETWEEN_LATENCY_S if crosses else WITHIN_LATENCY_S
     fits = [_fit([seen.terms for seen in observed], means[:, r], assumed) for r in range(REPLICATES)]
     alpha, beta = np.array(fits).T
-    return Link(alpha, beta)
+    return LinkSpeed(alpha, beta)
 
 
-def _fit_behind_backward(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool) -> Link | None:
+def _fit_behind_backward(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool) -> LinkSpeed | None:
     """Fit a bandwidth to what backward did not hide of exchanges in pieces; None where all was hidden."""
     assumed_s = BETWEEN_LATENCY_S if crosses else WITHIN_LATENCY_S
     found = []
@@ -89,17 +89,17 @@ def _fit_behind_backward(runs: Sequence[MeasuredRun], model: Model, *, crosses: 
             continue
         # The last piece is never hidden: its messages alone cannot take longer than what was seen.
         latency_s = min(assumed_s, _MOST_LATENCY * seen_s / (2 * (run.ranks - 1)))
-        work, slow, fast = Work.of([run]), 1e5, 1e13  # bytes/s between which it is sought
+        work, slow, fast = MeasuredWork.of([run]), 1e5, 1e13  # bytes/s between which it is sought
         for _ in range(60):
             middle = float(np.sqrt(slow * fast))
-            link = Link.of(latency_s, middle)
+            link = LinkSpeed.of(latency_s, middle)
             cluster = Cluster(run.ranks_per_node, link, link)
             if float(exposed_s(exchange, work, run.ranks, cluster).mean()) > seen_s:
                 slow = middle
             else:
                 fast = middle
         found.append((latency_s, fast))
-    return Link.of(*map(float, np.mean(found, axis=0))) if found else None
+    return LinkSpeed.of(*map(float, np.mean(found, axis=0))) if found else None
 
 
 def observe(run: MeasuredRun, model: Model) -> Observed | None:
@@ -121,7 +121,7 @@ def observe(run: MeasuredRun, model: Model) -> Observed | None:
     return Observed(run.ranks, exchange.nbytes, seconds)
 
 
-def fit_progress(runs: Sequence[MeasuredRun], work: Work, model: Model, cluster: Cluster) -> float:
+def fit_progress(runs: Sequence[MeasuredRun], work: MeasuredWork, model: Model, cluster: Cluster) -> float:
     """Return how far exchanges went on beside backward in the runs, 0 to 1; 1 where none shows it."""
     found = []
     for run in filter(lambda run: is_known(run.strategy), runs):

@@ -13,7 +13,7 @@ from speechdp.simulation.links import Cluster, Samples
 from speechdp.simulation.measured import MeasuredRun
 from speechdp.simulation.predict import Interval, Scenario, is_too_long, predict_paces
 from speechdp.simulation.simulate import Request, scenario_of
-from speechdp.simulation.steps import Work
+from speechdp.simulation.steps import MeasuredWork
 
 #: How much longer a period, and how much faster a link inside a host.
 LONGER, FASTER = 4, 10
@@ -56,7 +56,7 @@ def gains_of(run: MeasuredRun, others: Sequence[MeasuredRun] = ()) -> list[Gain]
     if is_too_long(exchange, run.ranks):
         return []
     # Steps of this run alone: it is the one that is to become faster.
-    scenario = replace(scenario, work=Work.of([run]))
+    scenario = replace(scenario, work=MeasuredWork.of([run]))
     now = _rate(scenario, run, exchange)
     changes: dict[str, tuple[Scenario, Exchange]] = {}
     if run.ranks > 1:
@@ -73,7 +73,7 @@ def gains_of(run: MeasuredRun, others: Sequence[MeasuredRun] = ()) -> list[Gain]
                 changes[_name_of(longer, run.strategy, other)] = (scenario, other)
     if scenario.work.data_wait > 0:
         changes["without waiting for data"] = (
-            replace(scenario, work=Work.of([run], loads=False)),
+            replace(scenario, work=MeasuredWork.of([run], loads=False)),
             exchange,
         )
     gains = [

@@ -20,7 +20,7 @@ Algorithm = Literal["auto", "ring", "tree", "hierarchical"]
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """A way between two ranks: one value, or one for each replicate of the bootstrap.  (replicates,)
 
     Attributes:
@@ -32,7 +32,7 @@ class Link:
     s_per_byte: Samples
 
     @classmethod
-    def of(cls, latency_s: float, bytes_per_s: float) -> Link:
+    def of(cls, latency_s: float, bytes_per_s: float) -> LinkSpeed:
         """Return a link of known latency, s, and bandwidth, bytes/s."""
         return cls(np.array([latency_s]), np.array([1 / bytes_per_s]))
 
@@ -46,17 +46,17 @@ class Link:
         mean = float(self.s_per_byte.mean())
         return 1 / mean if mean > 0 else math.inf
 
-    def faster(self, factor: float) -> Link:
+    def faster(self, factor: float) -> LinkSpeed:
         """Return the same with `factor` times the bandwidth."""
         return replace(self, s_per_byte=self.s_per_byte / factor)
 
-    def part(self, replicates: slice) -> Link:
+    def part(self, replicates: slice) -> LinkSpeed:
         """Return the link of some replicates; one of a single value is the same for all."""
         if len(self.latency_s) == len(self.s_per_byte) == 1:
             return self
         count = max(len(self.latency_s), len(self.s_per_byte))
         latency, per_byte = (np.broadcast_to(a, (count,)) for a in (self.latency_s, self.s_per_byte))
-        return Link(latency[replicates], per_byte[replicates])
+        return LinkSpeed(latency[replicates], per_byte[replicates])
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Cluster:
     """
 
     ranks_per_node: int
-    within: Link
-    between: Link
+    within: LinkSpeed
+    between: LinkSpeed
     algorithm: Algorithm = "ring"
 
     def part(self, replicates: slice) -> Cluster:

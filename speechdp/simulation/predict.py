@@ -13,7 +13,7 @@ from speechdp.parallel.registry import StrategyChoice
 from speechdp.simulation.events import Served, mixed_share, serve
 from speechdp.simulation.exchanges import Exchange, Model, Pattern
 from speechdp.simulation.links import Cluster
-from speechdp.simulation.steps import REPLICATES, Drawn, Draws, Work
+from speechdp.simulation.steps import REPLICATES, Drawn, Draws, MeasuredWork
 from speechdp.simulation.waiting import Pace, delayed, exposed_s, neighbours, together, windows_of
 
 #: Bounds of the intervals: 90 % of the resamples lie between them.
@@ -61,7 +61,7 @@ class Scenario:
         seed: of the draws.
     """
 
-    work: Work
+    work: MeasuredWork
     model: Model
     cluster: Cluster
     factors: Mapping[int, float] = field(default_factory=dict)
@@ -271,7 +271,7 @@ def _served_pace(served: Served, period: int, workers: int) -> Pace:
     return Pace(np.array([step_s]), np.array([served.service_s / period]))
 
 
-def _fed(pace: Pace, work: Work) -> Pace:
+def _fed(pace: Pace, work: MeasuredWork) -> Pace:
     """Hold a pace back to what the data path delivers."""
     return replace(pace, step_s=np.maximum(pace.step_s, work.batch_s))
 
@@ -304,7 +304,7 @@ def _prediction(
     )
 
 
-def _own_work(draws: Draws, exchange: Exchange, pace: Pace, work: Work) -> float:
+def _own_work(draws: Draws, exchange: Exchange, pace: Pace, work: MeasuredWork) -> float:
     """Return a rank's own work in a step, s: the mean over ranks, of asynchronous ones over steps."""
     means = draws.mean_s[:, int(exchange.dedicated) :]
     if exchange.pattern is Pattern.GOSSIP and exchange.groups == 1:

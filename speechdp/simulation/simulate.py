@@ -26,10 +26,10 @@ from speechdp.simulation.fit import (
     fit_progress,
     model_of,
 )
-from speechdp.simulation.links import Algorithm, Cluster, Link
+from speechdp.simulation.links import Algorithm, Cluster, LinkSpeed
 from speechdp.simulation.measured import MeasuredRun, basis
 from speechdp.simulation.predict import Prediction, Scenario, is_too_long, predict
-from speechdp.simulation.steps import Work
+from speechdp.simulation.steps import MeasuredWork
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ def scenario_of(runs: Sequence[MeasuredRun], request: Request) -> tuple[Scenario
         ConfigError: a link between nodes is needed and neither measured nor given.
     """
     chosen = basis(runs)
-    work = Work.of(chosen, request.speedup)
+    work = MeasuredWork.of(chosen, request.speedup)
     model = model_of(chosen, work)
     per_node = request.ranks_per_node or max(run.ranks_per_node for run in chosen)
     # Messages take what they take, however fast ranks compute: links are fitted to steps as measured.
-    measured = model_of(chosen, Work.of(chosen))
+    measured = model_of(chosen, MeasuredWork.of(chosen))
     assumptions: list[str] = []
     within = _within(fit_link(runs, measured, crosses=False), request.within, assumptions)
     between = within
@@ -153,7 +153,7 @@ def exchanges_of(request: Request, model: Model) -> list[tuple[StrategyChoice, E
     return list(found.values())
 
 
-def _within(fitted: Link | None, given: GivenLink, assumptions: list[str]) -> Link:
+def _within(fitted: LinkSpeed | None, given: GivenLink, assumptions: list[str]) -> LinkSpeed:
     """Return the link inside a node: given, else fitted, else assumed."""
     unknown = {
         "--intra-bandwidth": (given.bytes_per_s, f"{WITHIN_BYTES_PER_S / 1e9:.0f} GB/s"),
@@ -165,12 +165,12 @@ def _within(fitted: Link | None, given: GivenLink, assumptions: list[str]) -> Li
             f"Exchanges inside a node were not measured: {' and '.join(assumed.values())} are assumed "
             f"({', '.join(assumed)})."
         )
-    return _combined(fitted, given, Link.of(WITHIN_LATENCY_S, WITHIN_BYTES_PER_S))
+    return _combined(fitted, given, LinkSpeed.of(WITHIN_LATENCY_S, WITHIN_BYTES_PER_S))
 
 
 def _between(
-    runs: Sequence[MeasuredRun], fitted: Link | None, given: GivenLink, assumptions: list[str]
-) -> Link:
+    runs: Sequence[MeasuredRun], fitted: LinkSpeed | None, given: GivenLink, assumptions: list[str]
+) -> LinkSpeed:
     """Return the link between nodes: given, else fitted.
 
     Raises:
@@ -193,10 +193,10 @@ def _between(
             f"The latency between nodes was not measured: {BETWEEN_LATENCY_S * 1e6:.0f} µs are assumed "
             "(--latency)."
         )
-    return _combined(fitted, given, Link.of(BETWEEN_LATENCY_S, math.inf))
+    return _combined(fitted, given, LinkSpeed.of(BETWEEN_LATENCY_S, math.inf))
 
 
-def _limit_inside(within: Link, between: Link, request: Request) -> list[str]:
+def _limit_inside(within: LinkSpeed, between: LinkSpeed, request: Request) -> list[str]:
     """Return what to say where a bandwidth that was given cannot be used for want of one inside a node."""
     if request.between.bytes_per_s is None or request.within.bytes_per_s is not None:
         return []
@@ -208,7 +208,7 @@ def _limit_inside(within: Link, between: Link, request: Request) -> list[str]:
     ]
 
 
-def _combined(fitted: Link | None, given: GivenLink, otherwise: Link) -> Link:
+def _combined(fitted: LinkSpeed | None, given: GivenLink, otherwise: LinkSpeed) -> LinkSpeed:
     link = fitted or otherwise
     if given.bytes_per_s is not None:
         link = replace(link, s_per_byte=np.array([1 / given.bytes_per_s]))
@@ -226,4 +226,4 @@ def _progress(
     if link is None:
         return 1.0
     as_measured = replace(cluster, ranks_per_node=chosen[0].ranks_per_node, within=link, between=link)
-    return fit_progress(chosen, Work.of(chosen), model, as_measured)
+    return fit_progress(chosen, MeasuredWork.of(chosen), model, as_measured)

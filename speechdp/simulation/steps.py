@@ -32,7 +32,7 @@ _AT_ONCE = 4_000_000
 
 
 @dataclass(frozen=True)
-class Work:
+class MeasuredWork:
     """The work of measured steps, everything but exchanges.
 
     A step of measured rank r takes common[s] * own[s', r], with s' = s where ranks are alike at the same time
@@ -57,7 +57,7 @@ class Work:
     batch_s: float = 0.0
 
     @classmethod
-    def of(cls, runs: Sequence[MeasuredRun], speedup: float = 1.0, *, loads: bool = True) -> Work:
+    def of(cls, runs: Sequence[MeasuredRun], speedup: float = 1.0, *, loads: bool = True) -> MeasuredWork:
         """Take the steps of runs on equally many ranks apart.
 
         Args:
@@ -99,7 +99,7 @@ class Work:
         """Mean of a step's work, s."""
         return float(self.common.mean() * self.own.mean())
 
-    def without_stragglers(self) -> Work:
+    def without_stragglers(self) -> MeasuredWork:
         """Return the same with all ranks equally fast at every step: as fast as they are on average."""
         own = np.broadcast_to(self.own.mean(axis=1, keepdims=True), self.own.shape)
         return replace(self, own=own, alike=1.0)
@@ -141,7 +141,7 @@ class Draws:
         seed: the same steps for the same seed and number of ranks, whatever else is simulated.
     """
 
-    work: Work
+    work: MeasuredWork
     ranks: int
     replicates: int = REPLICATES
     factors: Mapping[int, float] | None = None

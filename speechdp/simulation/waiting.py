@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from speechdp.simulation.exchanges import Exchange
 from speechdp.simulation.links import Cluster, Samples
-from speechdp.simulation.steps import Drawn, Work
+from speechdp.simulation.steps import Drawn, MeasuredWork
 from speechdp.strategies.mechanisms.topology import exponential_offset
 
 #: Windows that are followed one after another; more change nothing but the time it takes.
@@ -50,7 +50,9 @@ def slowest(drawn: Drawn, period: int) -> Samples:
     return longest
 
 
-def exposed_s(exchange: Exchange, work: Work, ranks: int, cluster: Cluster, progress: float = 1.0) -> Samples:
+def exposed_s(
+    exchange: Exchange, work: MeasuredWork, ranks: int, cluster: Cluster, progress: float = 1.0
+) -> Samples:
     """Return what an exchange of all ranks adds to a window, s.
 
     Pieces that are exchanged during backward start when backward has filled them, one after another.
@@ -116,7 +118,7 @@ def delayed(drawn: Drawn, exchange: Exchange, sum_s: Samples) -> Pace:
     return _pace_of(ends, waited, period, sum_s)
 
 
-def neighbours(drawn: Drawn, exchange: Exchange, work: Work, cluster: Cluster) -> Pace:
+def neighbours(drawn: Drawn, exchange: Exchange, work: MeasuredWork, cluster: Cluster) -> Pace:
     """Follow ranks that exchange with a few others beside the first step of each window.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from speechdp.experiments.race.plan import RacePlan, RaceSetting, order_of_rounds
-from speechdp.experiments.race.record import RaceRecord, Segment, race_path, write_race
+from speechdp.experiments.race.record import RaceRecord, Turn, race_path, write_race
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.results import ONE_RANK
 
@@ -44,7 +44,7 @@ def made_up_race(
             seconds = slow * abs(drawn.gauss(1, noise)) / speeds[setting.name]
             sharing = [True] + [not setting.alone] * (ranks - 1)
             segments.append(
-                Segment(
+                Turn(
                     number,
                     setting.name,
                     _STEPS,

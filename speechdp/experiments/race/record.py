@@ -25,7 +25,7 @@ _MOST, _SHORTEST_S = 1e15, 1e-9
 
 
 @dataclass(frozen=True)
-class Segment:
+class Turn:
     """One turn of a setting.
 
     Attributes:
@@ -61,7 +61,7 @@ class RaceRecord:
     """
 
     plan: RacePlan
-    segments: tuple[Segment, ...]
+    segments: tuple[Turn, ...]
     hosts: tuple[str, ...]
     load: tuple[Mapping[str, float], ...]
     begun: str
@@ -133,7 +133,7 @@ def read_race(path: Path) -> RaceRecord:
 
 def _record_of(content: Mapping[str, Any]) -> RaceRecord:
     plan = _plan_of(content["plan"])
-    segments = tuple(_segment_of(values, plan) for values in content["segments"])
+    segments = tuple(_turn_of(values, plan) for values in content["segments"])
     turns = [(segment.round, segment.setting) for segment in segments]
     rounds = plan.rounds if plan.is_race else 0  # where too few fit, there was the warm-up alone
     due = {(turn, s.name) for turn in range(rounds + 1) for s in plan.settings}
@@ -166,9 +166,9 @@ def _setting_of(values: Any) -> RaceSetting:
     )
 
 
-def _segment_of(values: Any, plan: RacePlan) -> Segment:
-    given = checked_fields(Segment, values)
-    segment = Segment(**{**given, **{key: tuple(given[key]) for key in ("frames", "seconds")}})
+def _turn_of(values: Any, plan: RacePlan) -> Turn:
+    given = checked_fields(Turn, values)
+    segment = Turn(**{**given, **{key: tuple(given[key]) for key in ("frames", "seconds")}})
     frames, seconds = segment.frames, segment.seconds
     fits = len(frames) == len(seconds) == plan.ranks and segment.steps > 0
     fits = fits and _are_amounts(frames) and _are_amounts(seconds)

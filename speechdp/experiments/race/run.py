@@ -18,7 +18,7 @@ from speechdp.experiments.race.racer import RaceBase, Racer, RaceSession
 from speechdp.experiments.race.record import (
     FOLDER,
     RaceRecord,
-    Segment,
+    Turn,
     is_of,
     race_path,
     read_race,
@@ -88,7 +88,7 @@ class _Race:
         #: By the settings' names; None on ranks that have no part in one.
         self._racers: dict[str, Racer | None] = {}
         self._left_out = dict(plan.left_out)
-        self._segments: list[Segment] = []
+        self._segments: list[Turn] = []
 
     def run(self) -> RaceRecord:
         """Hold it; return its record, with the warm-up alone where too few settings turned out to fit."""
@@ -194,7 +194,7 @@ class _Race:
                 self._session.reporter.notice(f"race: round {number} of {plan.rounds}")
         return load.so_far()
 
-    def _turn(self, number: int, name: str) -> Segment:
+    def _turn(self, number: int, name: str) -> Turn:
         """Run a segment.  Collective.  Raises Stopped (a rank was asked to), RunError (a rank was lost)."""
         comm, racer = self._session.comm, self._racers[name]
         if racer is not None:
@@ -213,6 +213,6 @@ class _Race:
         if lost := lost_ranks(comm):  # with --tolerate-loss the others go on, but no longer at the same speed
             raise RunError(f"rank {lost[0]} was lost")
         frames_of, seconds_of, steps_of, _ = zip(*parts, strict=True)
-        segment = Segment(number, name, max(steps_of), frames_of, seconds_of)
+        segment = Turn(number, name, max(steps_of), frames_of, seconds_of)
         self._segments.append(segment)
         return segment

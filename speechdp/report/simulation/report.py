@@ -19,7 +19,7 @@ from speechdp.report.simulation.panels import make_canvas, make_panels
 from speechdp.report.simulation.ranges import Family, families_of, has_periods
 from speechdp.report.simulation.table import csv_of, full_table, overview
 from speechdp.simulation.exchanges import has_period
-from speechdp.simulation.links import Link
+from speechdp.simulation.links import LinkSpeed
 from speechdp.simulation.predict import Prediction
 from speechdp.simulation.simulate import Simulation
 
@@ -131,7 +131,7 @@ def _write_png(path: Path, panels: Sequence[Sequence[Panel]], canvas: Canvas) ->
     return write_png(path, panels, canvas, handles=handles)
 
 
-def _link(link: Link) -> str:
+def _link(link: LinkSpeed) -> str:
     return f"{8e-9 * link.bytes_per_s:.3g} Gbit/s, {1e6 * float(link.latency_s.mean()):.3g} µs"
 
 

@@ -20,17 +20,17 @@ from speechdp.simulation.events import mixed_share, serve
 from speechdp.simulation.exchanges import KNOWN_STRATEGIES, Exchange, Model, Pattern, exchange_of
 from speechdp.simulation.fit import fit_link, model_of, observe
 from speechdp.simulation.gains import gains_of
-from speechdp.simulation.links import Cluster, Link
+from speechdp.simulation.links import Cluster, LinkSpeed
 from speechdp.simulation.measured import read_measured
 from speechdp.simulation.predict import Prediction, Scenario, predict
 from speechdp.simulation.simulate import GivenLink, Request, simulate
-from speechdp.simulation.steps import Draws, Work
+from speechdp.simulation.steps import Draws, MeasuredWork
 from speechdp.simulation.waiting import exposed_s, slowest
 from tests.helpers.measured_runs import FRAMES, MadeUpSteps
 
 MB = 1e6
-NETWORK = Link.of(1e-4, 1e8)
-FREE = Link.of(0.0, 1e15)
+NETWORK = LinkSpeed.of(1e-4, 1e8)
+FREE = LinkSpeed.of(0.0, 1e15)
 #: Every pattern of exchange.
 STRATEGIES = (
     "gradient_averaging",
@@ -52,13 +52,15 @@ STRATEGIES = (
 ASYNCHRONOUS = ("ad_psgd", "parameter_server", "easgd:period=4")
 
 
-def _cluster(between: Link = NETWORK, within: Link = FREE, per_node: int = 1, **others: Any) -> Cluster:
+def _cluster(
+    between: LinkSpeed = NETWORK, within: LinkSpeed = FREE, per_node: int = 1, **others: Any
+) -> Cluster:
     return Cluster(per_node, within, between, **others)
 
 
 def _scenario(steps: MadeUpSteps, cluster: Cluster, **others: Any) -> Scenario:
     run = steps.measured()
-    work = Work.of([run])
+    work = MeasuredWork.of([run])
     return Scenario(work, model_of([run], work), cluster, **others)
 
 
@@ -90,7 +92,7 @@ def test_flat_allreduces(form: Callable[..., Any], seconds: float) -> None:
 
 
 def test_a_hierarchical_allreduce_is_rings_inside_between_and_inside() -> None:
-    within = Link.of(1e-6, 1e9)
+    within = LinkSpeed.of(1e-6, 1e9)
     cluster = _cluster(within=within, per_node=4)
     inside = 6 * (1e-6 + 2 * MB / 1e9)
     # 4 rings of 2 MB over 2 nodes share the link.
@@ -106,14 +108,14 @@ def test_auto_is_the_fastest_form() -> None:
 
 
 def test_inside_a_node_the_network_does_not_matter() -> None:
-    within = Link.of(1e-6, 1e9)
+    within = LinkSpeed.of(1e-6, 1e9)
     near, far = (_cluster(between, within, per_node=8) for between in (NETWORK, FREE))
     assert near.allreduce_s(MB, 8)[0] == far.allreduce_s(MB, 8)[0]
     assert near.allreduce_s(MB, 9)[0] > far.allreduce_s(MB, 9)[0]
 
 
 def test_latency_and_bandwidth_are_fitted_from_two_numbers_of_ranks() -> None:
-    link = Link.of(3e-4, 2e8)
+    link = LinkSpeed.of(3e-4, 2e8)
     runs = [
         MadeUpSteps(
             [str(rank) for rank in range(ranks)],
@@ -121,7 +123,7 @@ def test_latency_and_bandwidth_are_fitted_from_two_numbers_of_ranks() -> None:
         ).measured()
         for ranks in (2, 4)
     ]
-    fitted = fit_link(runs, model_of(runs, Work.of(runs[:1])), crosses=True)
+    fitted = fit_link(runs, model_of(runs, MeasuredWork.of(runs[:1])), crosses=True)
     assert fitted is not None
     assert fitted.latency_s.mean() == pytest.approx(3e-4, rel=1e-3)
     assert fitted.bytes_per_s == pytest.approx(2e8, rel=1e-3)
@@ -131,7 +133,9 @@ def test_a_hiccup_is_not_taken_for_the_exchange() -> None:
     run = MadeUpSteps(["a", "b"], "model_averaging:period=1", exchange_s=0.02).measured()
     comm = run.times.comm.copy()
     comm[10] += 1.0
-    seen = observe(run := replace(run, times=replace(run.times, comm=comm)), model_of([run], Work.of([run])))
+    seen = observe(
+        run := replace(run, times=replace(run.times, comm=comm)), model_of([run], MeasuredWork.of([run]))
+    )
     assert seen is not None
     assert len(seen.seconds) == 100
 
@@ -139,7 +143,7 @@ def test_a_hiccup_is_not_taken_for_the_exchange() -> None:
 def test_a_latency_that_is_assumed_is_less_than_what_was_seen_behind_backward() -> None:
     # 20 us seen of 14 messages: 5 us each, as is assumed elsewhere, would be more than that.
     run = MadeUpSteps(["a"] * 8, exchange_s=2e-5, nbytes=100 * MB).measured()
-    link = fit_link([run], model_of([run], Work.of([run])), crosses=False)
+    link = fit_link([run], model_of([run], MeasuredWork.of([run])), crosses=False)
     assert link is not None
     assert link.bytes_per_s < 1e13
     assert 14 * float(link.latency_s.mean()) <= 2e-5 / 2
@@ -147,7 +151,7 @@ def test_a_latency_that_is_assumed_is_less_than_what_was_seen_behind_backward() 
 
 def test_exchanges_that_were_measured_are_predicted_again() -> None:
     run = MadeUpSteps(["a", "b"], exchange_s=0.05).measured()
-    work = Work.of([run])
+    work = MeasuredWork.of([run])
     link = fit_link([run], model_of([run], work), crosses=True)
     assert link is not None
     assert float(_cluster(link).ring_s(run.nbytes, 2).mean()) == pytest.approx(0.05, rel=1e-3)
@@ -159,7 +163,7 @@ def test_exchanges_that_were_measured_are_predicted_again() -> None:
 def test_the_slowest_of_many_ranks_is_the_expected_maximum() -> None:
     # Of N independent exponential times the largest has the mean 1 + 1/2 + ... + 1/N.
     generator = np.random.default_rng(3)
-    work = Work.of([MadeUpSteps(["a"], work_s=generator.exponential(1.0, 4000)).measured()])
+    work = MeasuredWork.of([MadeUpSteps(["a"], work_s=generator.exponential(1.0, 4000)).measured()])
     means = [slowest(drawn, 1) for _, drawn in Draws(work, 16).together(600)]
     harmonic = sum(1 / n for n in range(1, 17))
     assert float(np.concatenate(means).mean()) == pytest.approx(harmonic, rel=0.05)
@@ -168,7 +172,7 @@ def test_the_slowest_of_many_ranks_is_the_expected_maximum() -> None:
 def test_ranks_that_are_slow_together_are_drawn_together() -> None:
     generator = np.random.default_rng(3)
     common = 0.1 * generator.gamma(4, 1 / 4, 500)
-    work = Work.of([MadeUpSteps(["a", "a"], work_s=common).measured()])
+    work = MeasuredWork.of([MadeUpSteps(["a", "a"], work_s=common).measured()])
     assert work.alike == pytest.approx(1.0)
     means = [slowest(drawn, 1) for _, drawn in Draws(work, 64).together(300)]
     assert float(np.concatenate(means).mean()) == pytest.approx(work.step_s, rel=0.05)
@@ -178,7 +182,7 @@ def test_drawn_ranks_are_slow_together_as_often_as_measured_ones() -> None:
     generator = np.random.default_rng(3)
     shared, own = generator.gamma(30, 1 / 30, (4000, 1)), generator.gamma(30, 1 / 30, (4000, 2))
     steps = 0.1 * (0.5 * shared + 0.5 * own)
-    work = Work.of([MadeUpSteps(["a", "a"], work_s=steps).measured()])
+    work = MeasuredWork.of([MadeUpSteps(["a", "a"], work_s=steps).measured()])
     measured = np.corrcoef(steps.T)[0, 1]
     assert measured == pytest.approx(0.5, abs=0.05)
     for ranks in ((0, 1), (0, 2)):  # like different measured ranks, and like the same
@@ -194,7 +198,9 @@ def test_batches_that_differ_between_the_ranks_of_a_step_are_waited_for() -> Non
     frames = FRAMES * np.random.default_rng(3).uniform(0.5, 1.5, (100, 2))
     times = replace(run.times, frames=frames, forward=run.times.forward * frames / FRAMES)
     run = replace(run, times=times)
-    found = _predicted(Scenario(work := Work.of([run]), model_of([run], work), _cluster(FREE)), 2, "bmuf")
+    found = _predicted(
+        Scenario(work := MeasuredWork.of([run]), model_of([run], work), _cluster(FREE)), 2, "bmuf"
+    )
     assert found.efficiency.mean == pytest.approx(1.0, abs=0.1)  # once in 16 steps
     found = _predicted(Scenario(work, model_of([run], work), _cluster(FREE)), 2, run.strategy.text)
     assert found.step_s.mean == pytest.approx(times.work().max(axis=1).mean(), rel=0.03)
@@ -210,7 +216,7 @@ def test_a_rare_long_step_makes_nobody_faster_than_alone(strategy: str) -> None:
 
 def test_few_steps_of_many_ranks_have_the_measured_mean() -> None:
     generator = np.random.default_rng(3)
-    work = Work.of([MadeUpSteps(["a", "a"], work_s=0.1 * generator.exponential(1.0, 300)).measured()])
+    work = MeasuredWork.of([MadeUpSteps(["a", "a"], work_s=0.1 * generator.exponential(1.0, 300)).measured()])
     draws = Draws(work, 64)
     for part, drawn in draws.together(8):
         np.testing.assert_allclose(drawn.mean(axis=(1, 2)), draws.alone_s[part], rtol=1e-4)
@@ -220,13 +226,13 @@ def test_longer_batches_are_no_noise() -> None:
     steps = MadeUpSteps(["a"]).measured()
     frames = np.linspace(100, 900, 100)[:, None]
     times = replace(steps.times, frames=frames, forward=steps.times.forward * frames / FRAMES)
-    work = Work.of([replace(steps, times=times)])
+    work = MeasuredWork.of([replace(steps, times=times)])
     assert work.own.std() < 1e-9
     assert work.common.std() > 0.01
 
 
 def test_draws_are_the_same_for_the_same_seed() -> None:
-    work = Work.of([_noisy().measured()])
+    work = MeasuredWork.of([_noisy().measured()])
     first, again = ([d for _, d in Draws(work, 4).together(20)] for _ in range(2))
     assert np.array_equal(np.concatenate(first), np.concatenate(again))
     other = [d for _, d in Draws(work, 4, seed=2).together(20)]
@@ -270,7 +276,9 @@ def test_shares_of_a_step_are_shares(strategy: str, per_node: int) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_more_bandwidth_is_never_slower(strategy: str) -> None:
     rates = [
-        _predicted(_scenario(_noisy(), _cluster(Link.of(1e-5, 1e6 * 4**k))), 8, strategy).frames_per_s.mean
+        _predicted(
+            _scenario(_noisy(), _cluster(LinkSpeed.of(1e-5, 1e6 * 4**k))), 8, strategy
+        ).frames_per_s.mean
         for k in range(7)
     ]
     # Who comes first at a server may change: that is worth less than a hundredth.
@@ -283,7 +291,7 @@ def test_more_bandwidth_is_never_slower(strategy: str) -> None:
     ["model_averaging:period={}", "dpsgd:period={}", "easgd:period={}", "delayed_averaging:period={}"],
 )
 def test_a_longer_period_costs_less_exchange(family: str) -> None:
-    scenario = _scenario(MadeUpSteps(), _cluster(Link.of(1e-4, 1e7)))
+    scenario = _scenario(MadeUpSteps(), _cluster(LinkSpeed.of(1e-4, 1e7)))
     rates = [_predicted(scenario, 8, family.format(p)).frames_per_s.mean for p in (1, 4, 16, 64)]
     assert rates == sorted(rates)
     assert rates[-1] > 1.2 * rates[0]
@@ -303,7 +311,7 @@ def test_a_slow_rank_does_not_hold_back_asynchronous_ranks(strategy: str) -> Non
 
 
 def test_a_saturated_server_is_as_fast_as_its_link() -> None:
-    link = Link.of(1e-3, 1e7)
+    link = LinkSpeed.of(1e-3, 1e7)
     scenario = _scenario(MadeUpSteps(), _cluster(link))
     scenario = replace(scenario, work=replace(scenario.work, update=0.0))
     found = _predicted(scenario, 64, "parameter_server")
@@ -335,13 +343,13 @@ def test_mixings_are_skipped_where_links_cannot_carry_them() -> None:
 
 
 def test_exchange_during_backward_is_hidden_as_far_as_backward_goes() -> None:
-    work = Work.of([MadeUpSteps().measured()])
-    cluster = _cluster(Link.of(0.0, 1e9))
+    work = MeasuredWork.of([MadeUpSteps().measured()])
+    cluster = _cluster(LinkSpeed.of(0.0, 1e9))
     pieces = Exchange(Pattern.TOGETHER, 1, 10 * MB, (5 * MB, 5 * MB))
     each = float(cluster.allreduce_s(5 * MB, 4)[0])
     assert float(exposed_s(pieces, work, 4, cluster)[0]) == pytest.approx(each)
     assert float(exposed_s(pieces, work, 4, cluster, progress=0.0)[0]) == pytest.approx(2 * each)
-    slow = _cluster(Link.of(0.0, 1e7))
+    slow = _cluster(LinkSpeed.of(0.0, 1e7))
     half = work.backward * work.step_s / 2
     each = float(slow.allreduce_s(5 * MB, 4)[0])
     assert each > half
@@ -365,12 +373,12 @@ def test_periods_in_frames_and_seconds_are_steps() -> None:
 
 def test_computing_faster_leaves_loading_as_it_is() -> None:
     run = MadeUpSteps(data_wait_s=0.01).measured()
-    fast = Work.of([run], speedup=20)
+    fast = MeasuredWork.of([run], speedup=20)
     # 95 of 100 ms are computing.
     assert fast.step_s == pytest.approx(0.095 / 20 + 0.005 + 0.01)
     assert fast.data_wait == pytest.approx(0.01 / fast.step_s)
     slow_loader = replace(run, deliverable_per_s=2 * FRAMES / 0.05)
-    work = Work.of([slow_loader], speedup=20)
+    work = MeasuredWork.of([slow_loader], speedup=20)
     found = _predicted(Scenario(work, model_of([run], work), _cluster(FREE)), 4, "gradient_averaging")
     assert found.step_s.mean == pytest.approx(0.05)
     assert found.data_wait > 0.5
