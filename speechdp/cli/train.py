@@ -11,7 +11,7 @@ import tyro
 from speechdp import exit_codes
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
-from speechdp.options.shown import heading
+from speechdp.options.shown import heading, shown
 from speechdp.ownership.overwrite import RUN, FolderKind, check_kind, check_overwrite, empty
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ class TrainCommand:
     """Continue from the last checkpoint in RUN, if there is one."""
     overwrite: bool = False
     """Delete the run in RUN and start over."""
+    pause_at: Annotated[int, shown("STEP", "train to the end")] = 0
+    """Once the run has taken this many steps, evaluate, save and leave with exit code 75; --resume goes on.
+    Unlike --max-steps it does not make another run of it."""
 
     def run(self) -> int:
         """Train; return the exit code."""
@@ -46,9 +49,12 @@ class TrainCommand:
 
         if self.resume and self.overwrite:
             raise ConfigError("--resume and --overwrite exclude each other")
+        if self.pause_at < 0:
+            raise ConfigError(f"--pause-at {self.pause_at}: must be at least 0")
         if not self.options.strategy.parsed.traits.exchanges_every_step:
             expect_rare_exchanges()
         others = {"RUN folder": self.run_dir, "--resume": self.resume, "--overwrite": self.overwrite}
+        others["--pause-at"] = self.pause_at
         request = SessionRequest(self.data, self.options, self.run_dir.absolute().name, others)
         return train_over_ranks(request, self._on_rank)
 
@@ -67,7 +73,9 @@ class TrainCommand:
                 session.comm.barrier()
                 if session.dataset.alignment == FLAT and self.options.trusts_alignment:
                     session.reporter.notice(_FLAT_NOTICE)
-                train_with_realignment(session, self.options, self.run_dir, resume=self.resume)
+                train_with_realignment(
+                    session, self.options, self.run_dir, resume=self.resume, pause_at=self.pause_at
+                )
         except Stopped as stop:
             session.reporter.end()
             if isinstance(stop, StoppedBefore):

@@ -27,11 +27,13 @@ class DealingLimits:
         epochs: of the run.
         checkpoint_steps: steps between checkpoints, a step being a batch for every team; 0: epochs only.
         max_steps: steps of the run; 0: all.
+        pause_at: steps of the run after which all stop as if asked; 0: they do not.
     """
 
     epochs: int
     checkpoint_steps: int = 0
     max_steps: int = 0
+    pause_at: int = 0
 
 
 @dataclass
@@ -211,6 +213,9 @@ class Desk:
         if self._at.epoch >= self._limits.epochs or self._steps_done(self._at.batches):
             self._call(MeetingKind.END)
             return False
+        if self._is_pause(self._at.batches):
+            self._call(MeetingKind.STOP)
+            return False
         self._open_epoch()
         return True
 
@@ -230,11 +235,16 @@ class Desk:
         between = self._limits.checkpoint_steps * len(self._parts)
         if self._steps_done(batches):
             self._call(MeetingKind.END)
+        elif self._is_pause(batches):
+            self._call(MeetingKind.STOP)
         elif between and batches % between == 0:
             self._call(MeetingKind.CHECKPOINT)
 
     def _steps_done(self, batches: int) -> bool:
         return 0 < self._limits.max_steps * len(self._parts) <= batches
+
+    def _is_pause(self, batches: int) -> bool:
+        return 0 < self._limits.pause_at * len(self._parts) <= batches
 
     def _call(self, kind: MeetingKind) -> None:
         """Call a meeting, unless one is called already or teams have begun to leave the epoch."""

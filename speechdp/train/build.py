@@ -184,7 +184,9 @@ def _open_dealing(
     roster = trainer.parts.strategy.roster(comm.size)
     desk = None
     if comm.rank == 0:
-        limits = DealingLimits(options.num_epochs, options.checkpoint_steps, options.max_steps)
+        limits = DealingLimits(
+            options.num_epochs, options.checkpoint_steps, options.max_steps, session.pause_at
+        )
         desk = Desk(plan, roster, limits, trainer.dealing_state)
 
     def tell(rank: int) -> None:

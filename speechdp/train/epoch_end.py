@@ -1,4 +1,4 @@
-"""What ranks compute together after an epoch and at the end of training: metrics, and the best model."""
+"""What ranks compute together after an epoch, at a pause and at the end: metrics, and the best model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from speechdp.train.evaluate import HeldOutScores, choose_final_model, relative_
 from speechdp.train.trainer_state import Standing, TrainingParts
 
 
-def measure_epoch(parts: TrainingParts, at: Standing, epochs_done: int, time_s: float) -> Metrics:
-    """Return the epoch's metrics over all ranks, finite or not.  Collective.
+def measure_epoch(parts: TrainingParts, at: Standing, epochs_done: float, time_s: float) -> Metrics:
+    """Return the metrics of an epoch, or of its first part, over all ranks, finite or not.  Collective.
 
     Args:
         parts: their strategy shows the model that is scored.
-        at: where the epoch has ended; holds this rank's loss.
-        epochs_done: with this one.
+        at: where training stands; holds this rank's loss of the epoch.
+        epochs_done: with this one, or as much of it as is done.
         time_s: training time of the run so far, s.
 
     Raises:
@@ -32,7 +32,7 @@ def measure_epoch(parts: TrainingParts, at: Standing, epochs_done: int, time_s: 
         raise RunError(f"no frame of the training split was learnt{why}; choose another with --train-split")
     held_out, distance = _evaluate(parts)
     return Metrics(
-        epoch=float(epochs_done),
+        epoch=epochs_done,
         step=at.counters.step,
         frames=at.counters.frames,
         time_s=time_s,

@@ -45,12 +45,15 @@ MOST_ROUNDS = 6
 
 
 def train_with_realignment(
-    session: Session, options: TrainOptions, run_dir: Path, *, resume: bool = False
+    session: Session, options: TrainOptions, run_dir: Path, *, resume: bool = False, pause_at: int = 0
 ) -> None:
     """Train `options.realign` rounds, aligning after each, then the run proper.  Collective.
 
     The run proper trains on the last alignment, from initial weights or, by `options.realign_from`, from
     those of the last round.
+
+    Args:
+        pause_at: steps of the run proper after which it evaluates and stops as if asked; 0: it does not.
 
     Raises:
         as `train_run`.
@@ -62,7 +65,7 @@ def train_with_realignment(
     if options.realign_from == "throughout":
         assert alignments is not None  # there has been a round
         proper = dataclasses.replace(proper, initial_model=_round_dir(run_dir, int(alignments.name)))
-    train_run(session, proper, run_dir, resume=resume)
+    train_run(dataclasses.replace(session, pause_at=pause_at), proper, run_dir, resume=resume)
 
 
 def last_alignment(out_dir: Path, options: TrainOptions) -> Path:

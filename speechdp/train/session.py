@@ -26,6 +26,7 @@ class Session:
         stop: the signal that asks to stop, or None.
         facts: recorded in run.json (command, versions, hosts).
         feeders: opens sources of batches on ranks that feed this one; None: this rank reads itself.
+        pause_at: steps after which a run evaluates and stops as if asked; 0: it does not.
     """
 
     dataset: Dataset
@@ -35,6 +36,7 @@ class Session:
     stop: StopRequest | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     feeders: SourceOpener | None = None
+    pause_at: int = 0
 
     def is_asked_to_stop(self) -> bool:
         """Return whether this rank has been asked to stop; the others may not know."""

@@ -65,14 +65,19 @@ class Trainer:
         """Where the loader is to begin."""
         return Position(self.counters.epoch, self.counters.step_in_epoch)
 
-    def run(self, loader: StepLoader, stop: StopAgreement) -> None:
+    def run(self, loader: StepLoader, stop: StopAgreement, pause_at: int = 0) -> None:
         """Train to the end.  Collective.
+
+        Args:
+            pause_at: steps of the run after which it evaluates and stops as if asked; 0: it does not.
+                Asynchronous ranks stop where they are told (`dealing/batch_server.py`).
 
         Raises:
             Stopped: a signal asked for it; a checkpoint holds everything.
             RunError: the loss is not finite, or a checkpoint cannot be written.
         """
         parts = self.parts
+        self._pause_at = pause_at
         parts.model.train()
         parts.reporter.begin(self._options.num_epochs, self.counters.epoch)
         parts.pulse.beat("training")
@@ -94,17 +99,28 @@ class Trainer:
 
     def _run_together(self, loader: StepLoader, stop: StopAgreement) -> None:
         """Take every step at the same time as the other ranks."""
+        self._pause_where_due(stop)
         while not self._is_over and (step := self.advance(loader)) is not None:
             if step.ends_epoch:
                 self._paused(lambda: self._end_epoch(step.epoch + 1))
             elif self._options.checkpoint_steps and self.counters.step % self._options.checkpoint_steps == 0:
                 self._paused(self.save)
+            self._pause_where_due(stop)
             if not self._is_over and stop.reached():
                 self._paused(self.save)
                 self.parts.strategy.pause()
                 raise Stopped
         stop.drain()
         self.parts.strategy.pause()
+
+    def _pause_where_due(self, stop: StopAgreement) -> None:
+        """Evaluate and save where the run is to pause; a run that is over has nothing to go on with."""
+        if self._is_over or not 0 < self._pause_at <= self.counters.step:
+            return
+        stop.drain()
+        self._paused(self._end_part)
+        self.parts.strategy.pause()
+        raise Stopped
 
     def _run_apart(self, loader: StepLoader) -> None:
         """Take steps at this rank's own pace and meet the others where rank 0 says."""
@@ -120,6 +136,8 @@ class Trainer:
             return True
         if meeting.kind is MeetingKind.EPOCH:
             self._end_epoch(meeting.epoch)
+        elif meeting.kind is MeetingKind.STOP and 0 < self._pause_at <= meeting.step:
+            self._end_part()
         else:
             self.save()
         if meeting.kind is MeetingKind.STOP:
@@ -235,8 +253,23 @@ class Trainer:
         )
 
     _shown_loss: float | None = None
+    _pause_at = 0
 
     def _end_epoch(self, epochs_done: int) -> None:
+        self._evaluate(epochs_done)
+        self.counters.epoch, self.counters.step_in_epoch = epochs_done, 0
+        self._at.epoch_loss.zero_()
+        self.save()
+
+    def _end_part(self) -> None:
+        """Evaluate and save, unless that was just done after an epoch.  Collective."""
+        counters = self.counters
+        if counters.step_in_epoch:
+            self._evaluate(counters.epoch + counters.step_in_epoch / counters.epoch_steps)
+        self.save()
+
+    def _evaluate(self, epochs_done: float) -> None:
+        """Score the model and report it.  Collective.  Raises RunError: it or the loss is not finite."""
         parts, counters = self.parts, self.counters
         time_s = parts.timeline.training_time_s
         with parts.timeline.event(Span.EVAL):
@@ -247,12 +280,9 @@ class Trainer:
                     f"after step {counters.step} the training loss is {metrics.train_loss} "
                     f"and the {main.name} {metrics.held_out[main.key]}"
                 )
-            counters.epoch, counters.step_in_epoch = epochs_done, 0
             if parts.comm.rank == 0:
                 parts.on_metrics(metrics)
             parts.reporter.evaluated(metrics, parts.task.metrics)
-        self._at.epoch_loss.zero_()
-        self.save()
 
     def save(self) -> None:
         """Begin to write a checkpoint behind training, unless there is one of this place.  Collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -113,6 +114,23 @@ def test_on_mpi(dataset: Dataset, undisturbed: Path, tmp_path: Path) -> None:
     ended = ended_within(DEADLINE_S, by_launch(2, *train(dataset, run, "mpi", "--resume")))
     assert ended.exit_code == 0, ended.output
     assert f"{run}: going on from step " in ended.stdout, ended.output
+    assert_equal_runs(run, undisturbed)
+
+
+def test_a_paused_run_is_scored_there_and_goes_on_bitwise(
+    dataset: Dataset, undisturbed: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    ended = ended_within(DEADLINE_S, under_mpirun(2, *train(dataset, run, "mpi", "--pause-at", "130")))
+    assert ended.exit_code == STOPPED, ended.output
+    assert last_step(run) == 130
+    paused = evaluations(run)[-1]
+    assert paused["step"] == 130 and paused["epoch"] % 1 > 0
+    ended = ended_within(DEADLINE_S, under_mpirun(2, *train(dataset, run, "mpi", "--resume")))
+    assert ended.exit_code == 0, ended.output
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if json.loads(line)["step"] != 130))
     assert_equal_runs(run, undisturbed)
 
 

@@ -139,6 +139,19 @@ def test_max_steps_end_the_run() -> None:
     assert [kind for kind, *_ in logs[0].meetings] == [MeetingKind.END]
 
 
+def test_a_paused_run_stops_after_its_steps_and_goes_on_with_the_rest() -> None:
+    plan = planner(2)
+    first = play(Desk(plan, roster(2), DealingLimits(EPOCHS, pause_at=3)), 2, [0, 1])
+    assert sum(len(log.batches) for log in first) == 6
+    last = [item for item in first[0].items if isinstance(item, Meeting)][-1]
+    assert (last.kind, last.step) == (MeetingKind.STOP, 3)
+    at_once = play(Desk(plan, roster(2), DealingLimits(EPOCHS, pause_at=3), last.state), 2, [0, 1])
+    assert sum(len(log.batches) for log in at_once) <= 1  # a pause is looked for where a batch is dealt
+    rest = play(Desk(plan, roster(2), DealingLimits(EPOCHS), last.state), 2, [0, 1])
+    batches = [batch for log in (*first, *rest) for batch in log.batches]
+    assert len(batches) == len(set(batches)) == sum(int((plan(e).frames > 0).sum()) for e in range(EPOCHS))
+
+
 @pytest.mark.parametrize("slowness", [2, 5])
 def test_a_slow_rank_gets_less_and_keeps_nobody_waiting_for_long(slowness: int) -> None:
     """Simulate a rank that is slower: the epoch lasts hardly longer than the sum of the speeds allows."""

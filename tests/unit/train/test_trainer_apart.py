@@ -91,6 +91,28 @@ def test_all_frames_are_trained_on_once_an_epoch(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_paused_run_is_scored_where_it_pauses_and_goes_on(
+    dataset: Dataset, tmp_path: Path, strategy: str
+) -> None:
+    options = dataclasses.replace(OPTIONS, strategy=StrategyChoice(strategy))
+
+    def train(comm: Communicator, pause_at: int) -> None:
+        session = Session(dataset, comm, CPU, pause_at=pause_at)
+        train_run(session, options, tmp_path, resume=pause_at == 0)
+
+    with pytest.raises(Stopped):
+        run_threads(2, lambda comm: train(comm, 4))
+    (paused,) = evaluations(tmp_path)
+    assert (
+        paused["step"] == 4 and 0 < paused["epoch"] < 1 and 0 < paused["frames"] < dataset.num_frames("train")
+    )
+    run_threads(2, lambda comm: train(comm, 0))
+    epochs = [line["epoch"] for line in evaluations(tmp_path)]
+    assert epochs == [paused["epoch"], 1, 2]
+    assert evaluations(tmp_path)[-1]["frames"] == 2 * dataset.num_frames("train")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_stopped_run_goes_on_and_trains_on_the_rest(
     dataset: Dataset, tmp_path: Path, strategy: str
 ) -> None:
