@@ -247,8 +247,9 @@ class RunDirectory:
             return
         with _disk_errors(self._metrics):
             text = self._metrics.read_text(encoding="utf-8", errors="replace")
-            made = {"step": step, **({} if epochs_done is None else {"epoch": epochs_done})}
-            lines = [line for line in text.splitlines() if all(_of(line, n) <= x for n, x in made.items())]
+            lines = [line for line in text.splitlines() if _of(line, "step") <= step]
+            if epochs_done is not None:  # a paused run was evaluated within the epoch that follows
+                lines = [line for line in lines if _of(line, "epoch") < epochs_done + 1]
             write_text_atomically(self._metrics, "".join(f"{line}\n" for line in lines))
 
     @property
