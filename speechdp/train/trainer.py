@@ -13,6 +13,7 @@ from torch import Tensor
 
 from speechdp.checkpoint.state import RankState, last_checkpoint_note
 from speechdp.checkpoint.writer import PATIENCE_S, CheckpointWriter
+from speechdp.comm.base import ReduceOp
 from speechdp.data.loading.loader import Step, StepLoader
 from speechdp.data.plan.assignment import Meeting, MeetingKind, Position
 from speechdp.errors import RunError
@@ -44,6 +45,7 @@ class Trainer:
         self._writer = CheckpointWriter(run_dir, parts.comm, parts.pulse.beat, patience_s=patience_s)
         #: The place in training that the last checkpoint holds.
         self._saved_at: tuple[int, int, int] | None = None
+        self._evaluated_at: tuple[int, int, int] | None = None
         self._at = Standing(torch.zeros(2, dtype=torch.float64, device=parts.device))
         self._sent_bytes = 0.0
         self._begun_s = 0.0
@@ -258,14 +260,18 @@ class Trainer:
     def _end_epoch(self, epochs_done: int) -> None:
         self._evaluate(epochs_done)
         self.counters.epoch, self.counters.step_in_epoch = epochs_done, 0
+        self._evaluated_at = self._place
         self._at.epoch_loss.zero_()
         self.save()
 
     def _end_part(self) -> None:
         """Evaluate and save, unless that was just done after an epoch.  Collective."""
-        counters = self.counters
-        if counters.step_in_epoch:
-            self._evaluate(counters.epoch + counters.step_in_epoch / counters.epoch_steps)
+        if self._evaluated_at != self._place:
+            counters, comm = self.counters, self.parts.comm
+            share = counters.step_in_epoch / max(counters.epoch_steps, 1)
+            # A rank that only serves takes no steps.
+            done = comm.allreduce(torch.tensor([share], dtype=torch.float64), name="pause", op=ReduceOp.MAX)
+            self._evaluate(counters.epoch + done.item())
         self.save()
 
     def _evaluate(self, epochs_done: float) -> None:
