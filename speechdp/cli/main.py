@@ -74,6 +74,18 @@ SUBCOMMANDS = {
         },
         script_class_name="CompareScriptCommand",
     ),
+    "tune": Subcommand(
+        "tune",
+        "TuneCommand",
+        "find the strategy, averaging period, back-end and batch that learn fastest",
+        internal=("job", "racing"),
+        refused={
+            "strategy": "use --strategies",
+            "backend": "use --backends",
+            "seed": "use --seeds",
+            "max_steps": "use --budget",
+        },
+    ),
     "profile": Subcommand(
         "profile",
         "ProfileCommand",
@@ -120,7 +132,7 @@ SUBCOMMANDS = {
 #: Headings of the overview, each with its subcommands.
 _HEADINGS = {
     "data": ("prepare", "inspect", "shard"),
-    "training": ("train", "sweep", "compare", "profile", "report", "simulate"),
+    "training": ("train", "sweep", "compare", "tune", "profile", "report", "simulate"),
     "trained models": ("decode", "transcribe", "synthesize", "posteriors"),
     "several ranks and hosts": ("launch", "doctor", "submit"),
 }

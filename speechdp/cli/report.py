@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReportCommand:
-    """Print the results of a run, sweep, comparison or profile; write them as CSV, PNG and an HTML page."""
+    """Print the results of a run, sweep, comparison, search or profile; write CSV, PNG and an HTML page."""
 
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    """Folder of a run, of several runs, or of a sweep, comparison or profile.
-    The report is written to its sub-folder `report` (for a comparison: `compare`)."""
+    """Folder of a run, of several runs, or of a sweep, comparison, search or profile.
+    The report is written to its sub-folder `report` (of a comparison `compare`, of a search `tune`)."""
 
     target: Annotated[
         float | None,
@@ -65,6 +65,7 @@ def _write(out: Path, target: float | None, metric: str) -> WrittenReport:
     """Write the report of whatever is in a folder."""
     from speechdp.experiments.compare import record as comparison  # noqa: PLC0415
     from speechdp.experiments.profile import record as profile  # noqa: PLC0415
+    from speechdp.experiments.tune import record as search  # noqa: PLC0415
     from speechdp.report.compare.report import write_comparison  # noqa: PLC0415
     from speechdp.report.sweep.report import write_report  # noqa: PLC0415
 
@@ -76,5 +77,12 @@ def _write(out: Path, target: float | None, metric: str) -> WrittenReport:
         if metric:
             raise ConfigError(f"--metric: {out} is a profile, which has no held-out values; leave it out")
         return write_profile_page(out)
+    if (out / search.FILE_NAME).is_file():
+        from speechdp.report.tune.report import write_search  # noqa: PLC0415
+
+        for name, given in (("--target", target is not None), ("--metric", bool(metric))):
+            if given:
+                raise ConfigError(f"{name}: {out} is a search, which was made for one target; leave it out")
+        return write_search(out)
     is_comparison = (out / comparison.FILE_NAME).is_file()
     return (write_comparison if is_comparison else write_report)(out, target, metric)

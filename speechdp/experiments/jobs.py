@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from speechdp import exit_codes
 from speechdp.errors import RunError
 from speechdp.files import cannot_be_written
 from speechdp.launching.supervise import JobEnd, StopPolicy, run_job
@@ -44,7 +45,9 @@ class JobStarter:
     environment: Mapping[str, str]
     launch_options: tuple[str, ...] = ()
 
-    def run(self, num_ranks: int, arguments: Sequence[str], log: Path) -> str | None:
+    def run(
+        self, num_ranks: int, arguments: Sequence[str], log: Path, *, may_pause: bool = False
+    ) -> str | None:
         """Run a command; return None, or what went wrong in one line.
 
         Args:
@@ -52,6 +55,7 @@ class JobStarter:
                 would run on another machine than the jobs it is compared with.
             arguments: subcommand and its arguments.
             log: the command and what it prints are appended to it.
+            may_pause: it was told where to stop, so that it may end with the code for that.
 
         Raises:
             JobStopped: a signal came meanwhile.
@@ -60,7 +64,7 @@ class JobStarter:
         argv = [*self.program, *arguments]
         if num_ranks > 1 or self._names_hosts():
             argv = self._launched(num_ranks, arguments)
-        return self._run(argv, self.environment, log)
+        return self._run(argv, self.environment, log, may_pause=may_pause)
 
     def run_script(
         self, num_ranks: int, words: Sequence[str], log: Path, environment: Mapping[str, str]
@@ -80,7 +84,9 @@ class JobStarter:
     def _launched(self, num_ranks: int, words: Sequence[str]) -> list[str]:
         return [*self.program, "launch", *self.launch_options, "-np", str(num_ranks), "--", *words]
 
-    def _run(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> str | None:
+    def _run(
+        self, argv: Sequence[str], environment: Mapping[str, str], log: Path, *, may_pause: bool = False
+    ) -> str | None:
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as file:
@@ -93,6 +99,8 @@ class JobStarter:
             raise RunError(cannot_be_written(log, error)) from error
         if end.stop_signal is not None:
             raise JobStopped(end.exit_code or 128 + end.stop_signal)
+        if may_pause and end.exit_code == exit_codes.STOPPED:
+            return None
         return what_went_wrong(end, printed)
 
     def _names_hosts(self) -> bool:

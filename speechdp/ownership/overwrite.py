@@ -91,13 +91,16 @@ PROFILE = FolderKind(
     ("logs", "report", "simulation", "notices.txt"),
     ("rank-*.jsonl", "samples-*.jsonl", "memory.json", "job.json"),
 )
+TUNE = FolderKind(
+    "a search", "tune.json", (), ("measure", "runs", "alignment", "race", "logs", "tune", "notices.txt")
+)
 DATA = FolderKind(
     "prepared data",
     "data.json",
     (),
     ("*.h5", "classes.txt", "lexicon.txt", "symbols.json", "lm.json", "lm.arpa.gz", "G.fst", "words.txt"),
 )
-_KINDS = (RUN, SWEEP, COMPARISON, PROFILE, DATA)
+_KINDS = (RUN, SWEEP, COMPARISON, PROFILE, TUNE, DATA)
 
 
 def check_kind(folder: Path, kind: FolderKind) -> None:

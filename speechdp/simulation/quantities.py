@@ -12,7 +12,7 @@ _BYTES_PER_S = {
     **{f"{prefix}bit": factor / 8 for prefix, factor in (("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))},
     **{f"{prefix}B/s": factor for prefix, factor in (("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))},
 }
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _COUNTS = {"": 1.0, "kf": 1e3, "mf": 1e6, "f": 1.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-zµ/]*)", re.IGNORECASE)
 #: More ranks, or steps in a period, than this are taken for a mistake.

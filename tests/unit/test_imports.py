@@ -50,7 +50,8 @@ experiments/race
 experiments/compare
 experiments/sweep experiments/profile
 simulation
-report/sweep report/compare report/profile report/decoding report/simulation doctor
+experiments/tune
+report/sweep report/compare report/profile report/decoding report/simulation report/tune doctor
 cli/support
 cli
 __main__

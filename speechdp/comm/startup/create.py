@@ -32,6 +32,10 @@ _REMEDIES = {
 }
 
 
+#: Back-ends of several ranks, the preferred one first.
+BACKENDS = tuple(_MODULES)
+
+
 @dataclass(frozen=True)
 class BackendChoice:
     """A back-end, and what to tell the user about how it was chosen.

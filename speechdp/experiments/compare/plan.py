@@ -20,6 +20,11 @@ MODES = (FRAMES, TIME)
 SEQUENTIAL = StrategyChoice("gradient_averaging")
 
 
+def readable_name(strategy: StrategyChoice) -> str:
+    """Return a strategy's text as part of a folder's name."""
+    return re.sub(r"[^A-Za-z0-9_.=+]+", "-", strategy.text)
+
+
 @dataclass(frozen=True)
 class PlannedRun:
     """One training of a comparison.
@@ -37,7 +42,7 @@ class PlannedRun:
     @property
     def folder(self) -> str:
         """Name of its folder; a run of another length is another run."""
-        readable = re.sub(r"[^A-Za-z0-9_.=+]+", "-", self.strategy.text)
+        readable = readable_name(self.strategy)
         if self.is_of_script:
             return f"{self.ranks}x-{readable}-seed{self.seed}"
         assert self.epochs is not None

@@ -30,12 +30,14 @@ class RaceSetting:
         name: no other setting of the race has it.
         alone: rank 0 trains alone while the others sleep: what speed-ups are computed from.
         batch_of: alone, it has the batch that one of so many ranks has; 0: that of all ranks together.
+        batch_size: segments of a rank's batch; 0: the training's own.
     """
 
     name: str
     strategy: StrategyChoice
     alone: bool = False
     batch_of: int = 0
+    batch_size: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return what stands in the record; the strategy as it was given."""

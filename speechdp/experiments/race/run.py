@@ -12,7 +12,7 @@ from pathlib import Path
 from speechdp.comm.environment import host_name
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.counting import counted
-from speechdp.errors import RunError
+from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.race.plan import TOO_LONG, RacePlan, RaceSetting, order_of_rounds
 from speechdp.experiments.race.racer import RaceBase, Racer, RaceSession
 from speechdp.experiments.race.record import (
@@ -128,7 +128,10 @@ class _Race:
         if self._session.comm.rank == 0:
             StatusFolder(folder).clear()
         self._session.comm.barrier()
-        trainer = next(racer.trainer for racer in self._racers.values() if racer is not None)
+        entered = [racer for racer in self._racers.values() if racer is not None]
+        if not entered:
+            raise ConfigError(next(iter(self._left_out.values())))
+        trainer = entered[0].trainer
         stack.enter_context(watched(self._session, self._options, folder, trainer))
 
     def _close_all(self) -> None:
@@ -150,16 +153,30 @@ class _Race:
             dataclasses.replace(self._session, comm=SerialCommunicator(), facts=facts)
         )
 
-    def _enter(self, setting: RaceSetting, session: RaceSession, base: RaceBase, stack: ExitStack) -> Racer:
+    def _enter(
+        self, setting: RaceSetting, session: RaceSession, base: RaceBase, stack: ExitStack
+    ) -> Racer | None:
+        """Make a setting's training; None where all ranks refuse it, which is no reason to hold no race."""
         options = self._options
+        if setting.batch_size:
+            batch = dataclasses.replace(options.batch, batch_size=setting.batch_size)
+            options = dataclasses.replace(options, batch=batch)
         if setting.alone and setting.batch_of:
             options = options.resolve(setting.batch_of)
         options = dataclasses.replace(options, strategy=setting.strategy)
-        return Racer(session, options, self._plan.least_steps, base, stack)
+        try:
+            return Racer(session, options, self._plan.least_steps, base, stack)
+        except ConfigError as error:
+            if setting.alone:  # the other ranks do not know
+                raise
+            self._left_out[setting.name] = str(error)
+            return None
 
     def _warm_up(self) -> None:
         """Give each setting its first turn, and know then how long periods in seconds are.  Collective."""
         for name in self._order[0]:
+            if name in self._left_out:
+                continue
             racer = self._racers[name]
             if racer is None:
                 self._turn(0, name)

@@ -1,0 +1,231 @@
+"""`speechdp tune`: which strategy, averaging period, back-end and batch learn fastest on this cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from speechdp.cli.support.script_options import owned_folder
+from speechdp.errors import ConfigError
+from speechdp.options.run import TrainOptions
+from speechdp.options.shown import heading, shown
+
+if TYPE_CHECKING:
+    from speechdp.experiments.compare.own_training import CompareRequest
+    from speechdp.experiments.jobs import JobStarter
+    from speechdp.experiments.tune.plan import Setting
+    from speechdp.experiments.tune.run import TuneRequest
+    from speechdp.train.session import Session
+
+
+@dataclass(frozen=True)
+class TuneCommand:
+    """Find the setting that reaches a held-out value soonest, within a budget of time.
+
+    It starts the ranks itself: speechdp tune DATA OUT --hostfile F --budget 20m
+
+    It measures computing, data and every back-end, predicts all settings, lets the promising ones race, and
+    trains what is left rung by rung, half of it each time.  Ctrl-C shows the best so far."""
+
+    data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+    """Data directory written by `speechdp prepare`."""
+    out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Folder for the search and its report.  The same command goes on with a search that was interrupted."""
+    options: Annotated[TrainOptions, heading("training")] = field(default_factory=TrainOptions)
+    budget: Annotated[str, shown("TIME")] = "20m"
+    """Time for the whole search, e.g. 90s, 20m or 2h.  What has begun when it is over is finished."""
+    ranks: Annotated[int | None, shown("N", "all slots of --hostfile, else all cores, at least 2")] = None
+    """Number of training ranks; --feeders are started in addition."""
+    strategies: Annotated[str, shown("STRATEGY,...", "eight that are often best; docs/tune.md")] = ""
+    """Strategies to try beside gradient averaging; docs/strategies.md lists them with their options.
+    Those that average parameters are tried with each of --periods, unless they have a period of their own."""
+    periods: Annotated[str, shown("STEPS,...")] = "4,16,64"
+    """Averaging periods to try, in steps."""
+    backends: Annotated[str, shown("NAME,...")] = "horovod,mpi,torch"
+    """Back-ends to choose from, the preferred one first; one that is not installed is left out."""
+    batch_sizes: Annotated[str, shown("SEGMENTS,...", "half and twice --batch-size")] = ""
+    """Other batches of a rank to try, with gradient averaging and the fastest setting; none: no other."""
+    seeds: Annotated[str, shown("SEED,...")] = "1,2"
+    """Seeds of the last two settings; all before are trained with the first."""
+    target: Annotated[float | None, shown("VALUE", "the best that all of the last settings reached")] = None
+    """Held-out value to be reached soonest.
+    A log-probability in nats per frame; an L1 error with --task synthesis; else the task's first metric."""
+    race: Annotated[int, shown("ROUNDS")] = 12
+    """Rounds of the race, 6 at least."""
+    race_steps: Annotated[int, shown("STEPS")] = 32
+    """Steps of a turn in the race, at least: a turn has whole averaging periods."""
+    hostfile: Annotated[Path | None, shown("FILE", "this machine only")] = None
+    """File with a line `host slots=N` for each host."""
+    launch_args: Annotated[str, shown("'OPTIONS'", "none")] = ""
+    """More options for `speechdp launch`, quoted as one argument: "--launcher horovodrun"."""
+    threads: Annotated[int | None, shown("N", "cores / ranks, at least 1")] = None
+    """CPU threads of each rank."""
+    overwrite: bool = False
+    """Delete the search in OUT and start over."""
+    job: tyro.conf.Suppress[str] = ""
+    """Race that this process is a rank of; given by `tune` to the ranks it starts."""
+    racing: tyro.conf.Suppress[str] = ""
+    """Settings of that race."""
+
+    def run(self) -> int:
+        """Search and report, or be a rank of the race; return the exit code."""
+        from speechdp.cli.report import print_report  # noqa: PLC0415 - keeps --help fast
+        from speechdp.cli.support.console import make_console  # noqa: PLC0415
+        from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
+        from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
+        from speechdp.experiments.tune.run import Tuner  # noqa: PLC0415
+        from speechdp.experiments.tune.training import TunedTraining  # noqa: PLC0415
+        from speechdp.ownership.overwrite import TUNE  # noqa: PLC0415
+
+        if self.job:
+            return self._be_a_rank()
+        ranks = self._ranks()
+        compared = self._compared(ranks)
+        request, starter = self._request(compared, ranks), self._starter(ranks)
+        say = line_printer(make_console())
+        code = 0
+        with owned_folder(self.out_dir, "tune", say, TUNE, overwrite=self.overwrite):
+            try:
+                Tuner(request, TunedTraining(compared, starter, say), say).run()
+            except JobStopped as stopped:
+                say(f"stopped as requested; the same command continues {self.out_dir}")
+                code = stopped.exit_code
+        if not code or _has_best(self.out_dir):
+            print_report(self.out_dir, None)
+        return code
+
+    def _be_a_rank(self) -> int:
+        from speechdp.cli.support.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415
+
+        race = [self.racing, self.ranks, self.race, self.race_steps]
+        others = {"OUT folder": self.out_dir, "--job": self.job, "race": race}
+        return train_over_ranks(SessionRequest(self.data, self.options, self.job, others), self._on_rank)
+
+    def _on_rank(self, session: Session) -> int:
+        from speechdp import exit_codes  # noqa: PLC0415
+        from speechdp.experiments.race.run import hold_race  # noqa: PLC0415
+        from speechdp.experiments.tune.training import race_of, settings_in  # noqa: PLC0415
+        from speechdp.process.ending import Stopped  # noqa: PLC0415
+
+        ranks = session.comm.size
+        plan = race_of(self._compared(ranks), settings_in(self.racing), ranks, self.options)
+        try:
+            hold_race(session, self.options, plan, self.out_dir)
+        except Stopped:
+            session.reporter.notice("stopped as requested; the race is held from its beginning again")
+            return exit_codes.STOPPED
+        return 0
+
+    def _ranks(self) -> int:
+        from speechdp.launching.cores import available_cores  # noqa: PLC0415
+        from speechdp.launching.hostfile import read_hostfile  # noqa: PLC0415
+
+        if self.ranks is not None and self.ranks < 2:
+            raise ConfigError(f"--ranks {self.ranks}: one rank has nothing to exchange; give 2 at least")
+        if self.ranks is not None:
+            return self.ranks
+        if self.hostfile is None:
+            return max(2, available_cores() - self.options.loading.feeders)
+        ranks = read_hostfile(self.hostfile).num_slots
+        if ranks < 2:
+            raise ConfigError(f"{self.hostfile}: has one slot, and a search needs 2 ranks at least")
+        return ranks
+
+    def _compared(self, ranks: int) -> CompareRequest:
+        """Return the search in the terms of a comparison, whose jobs it runs."""
+        from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
+        from speechdp.experiments.compare.own_training import CompareRequest  # noqa: PLC0415
+        from speechdp.experiments.compare.plan import FRAMES, SEQUENTIAL, ComparePlan, whole_numbers  # noqa: PLC0415
+        from speechdp.experiments.race.plan import RaceOptions  # noqa: PLC0415
+        from speechdp.report.runs.raced import LEAST_ROUNDS  # noqa: PLC0415
+
+        if self.race < LEAST_ROUNDS:
+            raise ConfigError(f"--race {self.race}: intervals need {LEAST_ROUNDS} rounds at least")
+        dataset = Dataset.open(self.data)
+        for split in (self.options.train_split, self.options.held_out):
+            dataset.shard_paths(split)
+        seeds = (self.options.seed,) if self.job else whole_numbers("seeds", self.seeds, least=0)
+        return CompareRequest(
+            data=self.data,
+            data_checksum=dataset.checksum,
+            out=self.out_dir,
+            options=self.options,
+            plan=ComparePlan((SEQUENTIAL,), (ranks,), seeds, (FRAMES,), self.options.num_epochs),
+            decode_split="",
+            race=RaceOptions(self.race, self.race_steps),
+        )
+
+    def _request(self, compared: CompareRequest, ranks: int) -> TuneRequest:
+        from speechdp.comm.startup.create import BACKENDS  # noqa: PLC0415
+        from speechdp.experiments.tune.run import TuneRequest, other_batches  # noqa: PLC0415
+        from speechdp.report.kit.metric_names import Terms  # noqa: PLC0415
+        from speechdp.tasks.metrics import TaskRecord  # noqa: PLC0415
+
+        backends = tuple(dict.fromkeys(word.strip() for word in self.backends.split(",") if word.strip()))
+        if not backends or set(backends) - set(BACKENDS):
+            raise ConfigError(f"--backends {self.backends!r}: choose among {', '.join(BACKENDS)}")
+        own, others = other_batches(self.options, ranks, self._batch_sizes())
+        task = TaskRecord(self.options.make_task().metrics)
+        settings = {
+            **compared.settings(),
+            "ranks": ranks,
+            "strategies": [one.name for one in self._tried()],
+            "backends": list(backends),
+            "batch_sizes": list(others),
+            "seeds": list(compared.plan.seeds),
+            "target": self.target,
+            "race": [self.race, self.race_steps],
+        }
+        return TuneRequest(
+            out=self.out_dir,
+            ranks=ranks,
+            tried=self._tried(),
+            backends=backends,
+            batch_sizes=others,
+            own_batch=own,
+            budget_s=_budget_s(self.budget),
+            target=Terms(task).score_of_target(self.target),
+            seeds=compared.plan.seeds,
+            settings=settings,
+        )
+
+    def _tried(self) -> tuple[Setting, ...]:
+        from speechdp.experiments.compare.plan import checked_strategies, whole_numbers  # noqa: PLC0415
+        from speechdp.experiments.tune.plan import STRATEGIES, settings_of  # noqa: PLC0415
+
+        periods = whole_numbers("periods", self.periods, least=1)
+        return settings_of(checked_strategies(self.strategies or STRATEGIES), periods)
+
+    def _batch_sizes(self) -> tuple[int, ...] | None:
+        from speechdp.experiments.compare.plan import whole_numbers  # noqa: PLC0415
+
+        if not self.batch_sizes:
+            return None
+        return () if self.batch_sizes == "none" else whole_numbers("batch-sizes", self.batch_sizes, least=1)
+
+    def _starter(self, ranks: int) -> JobStarter:
+        from speechdp.cli.support.starting import make_starter, threads_of_a_rank  # noqa: PLC0415
+
+        feeders = self.options.loading.feeders
+        if feeders and self.hostfile is not None:
+            raise ConfigError("--feeders: tune counts them on one machine only; leave out --hostfile")
+        threads = threads_of_a_rank(self.threads, ranks + feeders, self.hostfile)
+        return make_starter("tune", self.launch_args, self.hostfile, threads)
+
+
+def _budget_s(text: str) -> float:
+    from speechdp.simulation.quantities import duration  # noqa: PLC0415
+
+    try:
+        return duration("--budget", text)
+    except ConfigError as error:
+        raise ConfigError(f"--budget {text}: is no time; write 90s, 20m or 2h") from error
+
+
+def _has_best(out: Path) -> bool:
+    from speechdp.experiments.tune.record import FILE_NAME, read_tune  # noqa: PLC0415
+
+    return (out / FILE_NAME).is_file() and bool(read_tune(out).chosen)

@@ -1,0 +1,288 @@
+"""What a search tries, how it rules settings out, and how it spends its time: pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from speechdp.errors import ConfigError
+from speechdp.parallel.registry import StrategyChoice
+from speechdp.report.kit.formatting import seconds
+from speechdp.report.runs.raced import RacedSpeed
+from speechdp.simulation.exchanges import has_period, is_known
+
+#: Strategies that are tried where none are named; those with a period, with every one of PERIODS.
+STRATEGIES = (
+    "gradient_averaging,gradient_averaging:compression=fp16,model_averaging,bmuf,slowmo,delayed_averaging,"
+    "dpsgd,ad_psgd"
+)
+PERIODS = (4, 16, 64)
+#: The gain in speed below which averaging less often is not worth trying.
+WORTH = 1.02
+#: Steps of a run in the first rung, at least: fewer say nothing of how a setting learns.
+LEAST_STEPS = 20
+#: Names of the strategies in which every step exchanges by default: their own default is the first choice.
+_EVERY_STEP = ("dpsgd", "ad_psgd")
+REFERENCE = "gradient_averaging"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One of what is tried.
+
+    Attributes:
+        batch_size: segments of a rank's batch; 0: the training's own.
+    """
+
+    strategy: StrategyChoice
+    batch_size: int = 0
+
+    @property
+    def name(self) -> str:
+        """Its name in records and on the page."""
+        return f"{self.strategy.text} batch={self.batch_size}" if self.batch_size else self.strategy.text
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is plain gradient averaging with the training's own batch."""
+        return self.strategy.text == REFERENCE and not self.batch_size
+
+    @property
+    def family(self) -> tuple[str, int]:
+        """What settings share that differ in nothing but the period (or the compression)."""
+        name, _, rest = self.strategy.text.partition(":")
+        others = [word for word in rest.split(",") if word and word.partition("=")[0] not in _LOOSER]
+        return ":".join([name, *others]), self.batch_size
+
+    @property
+    def looseness(self) -> float:
+        """Orders the settings of a family: the larger, the less is exchanged."""
+        traits = self.strategy.parsed.traits
+        period = str(traits.period) if traits.period is not None else "0"
+        compressed = "compression=" in self.strategy.text
+        return (float(period) if period.isdigit() else 0.0) + 0.5 * compressed
+
+
+_LOOSER = ("period", "compression")
+
+
+def settings_of(strategies: Sequence[StrategyChoice], periods: Sequence[int]) -> tuple[Setting, ...]:
+    """Return what is tried, gradient averaging first: all others are compared with it.
+
+    Args:
+        periods: for strategies that have a period and were given without one.
+    """
+    found = {REFERENCE: Setting(StrategyChoice(REFERENCE))}
+    for choice in strategies:
+        averages = is_known(choice) and has_period(choice) and choice.name not in _EVERY_STEP
+        texts = [choice.with_default("period", str(period)) for period in periods] if averages else [choice]
+        for text in texts:
+            found.setdefault(text.text, Setting(text))
+    return tuple(found.values())
+
+
+class Speed(Protocol):
+    """How fast a setting is, in any unit, and the range in which that lies; a range of None is not known."""
+
+    @property
+    def low(self) -> float | None: ...
+
+    @property
+    def high(self) -> float | None: ...
+
+
+def too_slow(speeds: Mapping[Setting, Speed], means: Mapping[Setting, float], how: str) -> dict[Setting, str]:
+    """Return which settings need not be trained, and why: exchanging less must be paid for in speed.
+
+    A setting is ruled out where it is surely slower than gradient averaging, which loses nothing, or where
+    another of its family exchanges more and is as fast within 2 %.
+
+    Args:
+        speeds: of settings with equal batches only the order counts.
+        means: of the same.
+        how: they were found, "predicted" or "raced".
+    """
+    reasons: dict[Setting, str] = {}
+    by_batch: dict[int, list[Setting]] = {}
+    for setting in speeds:
+        by_batch.setdefault(setting.batch_size, []).append(setting)
+    for alike in by_batch.values():
+        reference = next((one for one in alike if one.strategy.text == REFERENCE), None)
+        for setting in sorted(alike, key=lambda one: one.looseness):
+            if setting is reference:
+                continue
+            tighter = [
+                one
+                for one in alike
+                if one.family == setting.family
+                and one.looseness < setting.looseness
+                and one not in reasons
+                and means[setting] < WORTH * means[one]
+            ]
+            high, low = speeds[setting].high, None if reference is None else speeds[reference].low
+            if high is not None and low is not None and high < low:
+                reasons[setting] = f"{how} to be slower than gradient averaging, which learns as much a frame"
+            elif tighter:
+                reasons[setting] = f"{how} to be no faster than {tighter[-1].name}, which exchanges more"
+    return reasons
+
+
+def batches_of(own: int, given: Sequence[int]) -> tuple[int, ...]:
+    """Return the other batches of a rank to try: those given, else half and twice the training's own."""
+    wanted = given or (own // 2, 2 * own)
+    return tuple(dict.fromkeys(size for size in wanted if size > 0 and size != own))
+
+
+@dataclass(frozen=True)
+class Rungs:
+    """Successive halving: in each rung settings train for the same time, and half of them go on.
+
+    Attributes:
+        counts: settings in each rung.
+        seconds: training time of each by the end of each rung.
+        seeds: runs of each setting in the last rung.
+    """
+
+    counts: tuple[int, ...]
+    seconds: tuple[float, ...]
+    seeds: int
+
+    def cost_s(self, start_s: float) -> float:
+        """Return what all runs take.
+
+        Args:
+            start_s: what a run takes besides training, each time it is started.
+        """
+        before, total = 0.0, 0.0
+        for count, until in zip(self.counts, self.seconds, strict=True):
+            total += count * (until - before + start_s)
+            before = until
+        return total + (self.seeds - 1) * self.counts[-1] * (self.seconds[-1] + start_s)
+
+
+def halvings(count: int, last: int = 2) -> tuple[int, ...]:
+    """Return how many settings are in each rung: half of those before, the last with `last` at most."""
+    counts = [count]
+    while counts[-1] > last:
+        counts.append(max(last, math.ceil(counts[-1] / 2)))
+    return tuple(counts)
+
+
+def plan_rungs(counts: Sequence[int], seeds: int, budget_s: float, start_s: float, longest_s: float) -> Rungs:
+    """Spend a budget: each rung trains twice as long as the one before, from its beginning on.
+
+    Args:
+        counts: settings in each rung.
+        seeds: in the last.
+        budget_s: for all of it.
+        start_s: as in `Rungs.cost_s`.
+        longest_s: a whole training of the slowest setting; none trains longer.
+
+    Raises:
+        ConfigError: the budget is used up by starting the runs.
+    """
+    unit = Rungs(tuple(counts), tuple(2.0**k for k in range(len(counts))), seeds)
+    fixed = unit.cost_s(start_s) - unit.cost_s(0.0)
+    first = (budget_s - fixed) / unit.cost_s(0.0)
+    if first <= 0:
+        raise ConfigError(
+            f"--budget: starting {sum(counts) + (seeds - 1) * counts[-1]} runs takes {seconds(fixed)}, and "
+            f"{seconds(max(budget_s, 0.0))} are left; give a larger one, or fewer --strategies"
+        )
+    first = min(first, longest_s / unit.seconds[-1])
+    return Rungs(unit.counts, tuple(first * share for share in unit.seconds), seeds)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Held-out scores of a run over its training time at the speed of the race.
+
+    Attributes:
+        points: (seconds, score), by time.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    @property
+    def best(self) -> float:
+        """The highest score."""
+        return max(score for _, score in self.points)
+
+    @property
+    def last(self) -> float:
+        """The score at the end."""
+        return self.points[-1][1]
+
+    def time_to(self, target: float) -> float | None:
+        """Return when the score first was at `target`, s; between evaluations on a straight line.
+
+        None where it never was.  Before the first evaluation nothing is known: that is the earliest.
+        """
+        before: tuple[float, float] | None = None
+        for at, score in self.points:
+            if score >= target:
+                if before is None or score == before[1]:
+                    return at
+                share = (target - before[1]) / (score - before[1])
+                return before[0] + share * (at - before[0])
+            before = (at, score)
+        return None
+
+
+@dataclass(frozen=True)
+class Finish:
+    """How soon a setting reached the target.
+
+    Attributes:
+        times_s: by its runs, one a seed; None: that run did not.
+        scores: at the end of each.
+    """
+
+    times_s: tuple[float | None, ...]
+    scores: tuple[float, ...]
+
+    @property
+    def mean_s(self) -> float:
+        """Mean over the runs; infinite where one did not reach it."""
+        reached = [time for time in self.times_s if time is not None]
+        return sum(reached) / len(reached) if len(reached) == len(self.times_s) else math.inf
+
+    @property
+    def range_s(self) -> tuple[float, float]:
+        """The shortest and the longest; infinite where a run did not reach it."""
+        found = [math.inf if time is None else time for time in self.times_s]
+        return min(found), max(found)
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Orders settings, the best first: by time, then by score."""
+        return self.mean_s, -sum(self.scores) / len(self.scores)
+
+
+def finishes(curves: Mapping[str, Sequence[Curve]], target: float | None) -> tuple[float, dict[str, Finish]]:
+    """Return the target, and how soon each setting reached it, the soonest first.
+
+    Args:
+        curves: of each setting, one a seed.
+        target: score; None: the best that every run reached.
+    """
+    if target is None:
+        target = min(curve.best for found in curves.values() for curve in found)
+    found = {
+        name: Finish(tuple(curve.time_to(target) for curve in runs), tuple(curve.last for curve in runs))
+        for name, runs in curves.items()
+    }
+    return target, dict(sorted(found.items(), key=lambda item: item[1].rank))
+
+
+def untold(names: Sequence[str], ends: Mapping[str, Finish]) -> tuple[str, ...]:
+    """Return which settings cannot be told from the first of `names`: their runs' times overlap."""
+    _, latest = ends[names[0]].range_s
+    return tuple(name for name in names[1:] if ends[name].range_s[0] <= latest)
+
+
+def raced_means(speeds: Mapping[Setting, RacedSpeed]) -> dict[Setting, float]:
+    """Return the ratios of raced settings."""
+    return {setting: speed.ratio for setting, speed in speeds.items()}

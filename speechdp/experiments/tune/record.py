@@ -1,0 +1,217 @@
+"""tune.json: what a search has tried, ruled out and chosen so far (docs/tune.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from speechdp.experiments.checked import checked_fields
+from speechdp.experiments.record import reading, refuse_others, write_record_file
+from speechdp.json_input import parse_json
+from speechdp.report.runs.records import check_beside
+
+FILE_NAME = "tune.json"
+#: Stages in order: what is done in each.
+STAGES = MEASURE, PREDICT, RACE, HALVING = "measure", "predict", "race", "halving"
+_THEN = "give the command of the search again"
+
+
+@dataclass(frozen=True)
+class SettingRecord:
+    """What is known of a setting; what is not is None or "".
+
+    Attributes:
+        strategy: with its options.
+        batch_size: segments of a rank's batch; 0: the training's own.
+        predicted, predicted_low, predicted_high: frames/s.
+        ratio, ratio_low, ratio_high: raced speed over gradient averaging's.
+        frames_per_s, steps_per_s: by that ratio.
+        rungs: in which it was trained.
+        out_in: stage in which it was ruled out; "": it was not.
+        why: it was.
+        runs: its folders, by seed; the first is of all rungs.
+        times_s: to the target, by seed; None: not reached.
+        scores: at the end, by seed.
+    """
+
+    name: str
+    strategy: str
+    batch_size: int = 0
+    predicted: float | None = None
+    predicted_low: float | None = None
+    predicted_high: float | None = None
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    frames_per_s: float | None = None
+    steps_per_s: float | None = None
+    rungs: int = 0
+    out_in: str = ""
+    why: str = ""
+    runs: dict[str, str] = field(default_factory=dict)
+    times_s: tuple[float | None, ...] = ()
+    scores: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class RungRecord:
+    """A rung of the halving.
+
+    Attributes:
+        seconds: of training by its end, of each setting.
+        settings: trained in it, by name.
+        scores: at its end, by name; a setting that failed has none.
+    """
+
+    seconds: float
+    settings: tuple[str, ...]
+    scores: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BackendRecord:
+    """A back-end that was measured.
+
+    Attributes:
+        speed: predicted frames/s, geometric mean over the settings; None: nothing could be predicted.
+        why: it was ruled out; "": it was chosen, or is not judged yet.
+    """
+
+    name: str
+    speed: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class TuneRecord:
+    """The content of tune.json.
+
+    Attributes:
+        settings: what the search shares with no other: data, options, ranks.
+        stage: that is under way, of STAGES.
+        spent_s: by all commands so far.
+        start_s: what a job takes besides its steps, as measured.
+        backends: in the order of preference.
+        tried: in the order of being tried.
+        rungs: done or under way.
+        target: score to be reached; None: not known yet.
+        chosen: name of the best setting so far; "": none yet.
+        untold: names of those that cannot be told from it.
+        command: that trains with it, as one line.
+    """
+
+    settings: dict[str, Any]
+    stage: str = MEASURE
+    spent_s: float = 0.0
+    start_s: float = 0.0
+    completed: bool = False
+    backends: tuple[BackendRecord, ...] = ()
+    tried: tuple[SettingRecord, ...] = ()
+    rungs: tuple[RungRecord, ...] = ()
+    target: float | None = None
+    chosen: str = ""
+    untold: tuple[str, ...] = ()
+    command: str = ""
+
+    @property
+    def backend(self) -> str:
+        """The back-end chosen; "": none yet."""
+        left = [one.name for one in self.backends if not one.why]
+        return left[0] if len(left) == 1 else ""
+
+    def of(self, name: str) -> SettingRecord:
+        """Return what is known of a setting."""
+        return next(one for one in self.tried if one.name == name)
+
+    def with_setting(self, name: str, **changes: Any) -> TuneRecord:
+        """Return the record with some fields of a setting changed."""
+        return replace(
+            self, tried=tuple(replace(one, **changes) if one.name == name else one for one in self.tried)
+        )
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """Names of the settings that are not ruled out."""
+        return tuple(one.name for one in self.tried if not one.out_in)
+
+
+def write_tune(out: Path, record: TuneRecord) -> None:
+    """Write OUT/tune.json.  Raises RunError (disk)."""
+    content = {
+        **vars(record),
+        "spent_s": round(record.spent_s, 3),
+        "backends": [vars(one) for one in record.backends],
+        "tried": [vars(one) for one in record.tried],
+        "rungs": [vars(one) for one in record.rungs],
+    }
+    write_record_file(out / FILE_NAME, "tune", content)
+
+
+def read_tune(out: Path) -> TuneRecord:
+    """Read OUT/tune.json.
+
+    Raises:
+        ConfigError: it cannot be read, is damaged, or names a folder elsewhere.
+    """
+    path = out / FILE_NAME
+    with reading(path, _THEN):
+        content = parse_json(path.read_text(encoding="utf-8"))
+        if content["format"] != "speechdp-tune" or content["stage"] not in STAGES:
+            raise ValueError(f"format {content['format']!r}, stage {content['stage']!r}")
+        values = checked_fields(TuneRecord, content)
+        record = TuneRecord(
+            **{
+                **values,
+                "settings": dict(content["settings"]),
+                "completed": content["completed"] is True,
+                "backends": tuple(
+                    BackendRecord(**checked_fields(BackendRecord, one)) for one in content["backends"]
+                ),
+                "tried": tuple(_setting_of(one) for one in content["tried"]),
+                "rungs": tuple(_rung_of(one) for one in content["rungs"]),
+                "untold": tuple(values.get("untold", ())),
+            }
+        )
+        names = {one.name for one in record.tried}
+        named = {
+            *record.untold,
+            *filter(None, [record.chosen]),
+            *(n for r in record.rungs for n in r.settings),
+        }
+        if named - names:
+            raise ValueError(f"there is no setting {min(named - names)}")
+    for one in record.tried:
+        for folder in one.runs.values():
+            check_beside(path, folder)
+    return record
+
+
+def _setting_of(values: Any) -> SettingRecord:
+    found = checked_fields(SettingRecord, values)
+    runs = {str(seed): str(folder) for seed, folder in dict(found.get("runs", {})).items()}
+    times = tuple(None if time is None else float(time) for time in found.get("times_s", ()))
+    scores = tuple(float(score) for score in found.get("scores", ()))
+    return SettingRecord(**{**found, "runs": runs, "times_s": times, "scores": scores})
+
+
+def _rung_of(values: Any) -> RungRecord:
+    found = checked_fields(RungRecord, values)
+    scores = {str(name): float(score) for name, score in dict(found.get("scores", {})).items()}
+    return RungRecord(**{**found, "settings": tuple(found["settings"]), "scores": scores})
+
+
+def check_same_search(out: Path, settings: dict[str, Any], defaults: dict[str, Any]) -> TuneRecord | None:
+    """Return the search begun in a folder; None: there is none.
+
+    Args:
+        defaults: of options that an earlier version did not have.
+
+    Raises:
+        ConfigError: it was begun with other settings, or its record is damaged.
+    """
+    if not (out / FILE_NAME).is_file():
+        return None
+    record = read_tune(out)
+    refuse_others(out / FILE_NAME, record.settings, settings, defaults=defaults)
+    return record

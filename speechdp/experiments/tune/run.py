@@ -1,0 +1,466 @@
+"""Carry a search out: measure, predict, race, halve; what is done is kept, and the best so far is known."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from speechdp.counting import counted
+from speechdp.errors import ConfigError, RunError
+from speechdp.experiments.compare.training import LOGS
+from speechdp.experiments.jobs import JobStopped
+from speechdp.experiments.race.record import RaceRecord
+from speechdp.experiments.tune.plan import (
+    LEAST_STEPS,
+    Curve,
+    Finish,
+    Rungs,
+    Setting,
+    batches_of,
+    finishes,
+    halvings,
+    plan_rungs,
+    too_slow,
+    untold,
+)
+from speechdp.experiments.tune.record import (
+    HALVING,
+    MEASURE,
+    PREDICT,
+    RACE,
+    BackendRecord,
+    RungRecord,
+    SettingRecord,
+    TuneRecord,
+    check_same_search,
+    write_tune,
+)
+from speechdp.experiments.tune.training import MEASURED, RUNS, Measurement, TunedTraining, frames_per_step
+from speechdp.options.run import TrainOptions
+from speechdp.report.kit import formatting
+from speechdp.report.runs.raced import RacedSpeed
+from speechdp.simulation.exchanges import exchange_of, is_known
+from speechdp.simulation.predict import Interval, is_too_long, predict
+from speechdp.simulation.simulate import Request, scenario_of
+
+#: Settings that the halving ends with, and back-ends whose speeds differ by less are taken as equal.
+_LAST, _EQUAL = 2, 1.02
+
+
+@dataclass(frozen=True)
+class TuneRequest:
+    """A search to be made.
+
+    Attributes:
+        out: its folder.
+        ranks: of all runs.
+        tried: settings with the training's own batch.
+        backends: to choose from, in the order of preference.
+        batch_sizes: other batches of a rank to try; empty: none.
+        own_batch: the training's own.
+        budget_s: for all of it.
+        target: score to be reached; None: the best that the last settings all reach.
+        seeds: of the last rung, at least one; the first is that of all others.
+        settings: what stands in the record.
+    """
+
+    out: Path
+    ranks: int
+    tried: tuple[Setting, ...]
+    backends: tuple[str, ...]
+    batch_sizes: tuple[int, ...]
+    own_batch: int
+    budget_s: float
+    target: float | None
+    seeds: tuple[int, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class Tuner:
+    """Makes a search.
+
+    Args:
+        training: its jobs.
+        say: takes a line of progress.
+    """
+
+    def __init__(self, request: TuneRequest, training: TunedTraining, say: Callable[[str], None]) -> None:
+        self._request, self._training, self._say = request, training, say
+        self._record = TuneRecord(request.settings)
+        self._clock_s = time.monotonic()
+        self._before_s = 0.0
+        self._settings: dict[str, Setting] = {}
+
+    def run(self) -> TuneRecord:
+        """Search; return what was found.
+
+        Raises:
+            JobStopped: a signal asked for it; the same command goes on, and the record has the best so far.
+            ConfigError: the folder holds another search, or the budget is too small.
+            RunError: no back-end works, no setting can be trained, or the disk is full.
+        """
+        begun = check_same_search(self._request.out, self._request.settings, TrainOptions().to_json())
+        if begun is not None:
+            self._before_s = begun.spent_s
+            if begun.completed:
+                return begun
+            self._record = TuneRecord(
+                self._request.settings, rungs=begun.rungs, spent_s=begun.spent_s, start_s=begun.start_s
+            )
+        self._keep()
+        try:
+            self._training.begin()
+            measured = self._measure()
+            backend = self._predict(measured)
+            race = self._race(backend)
+            self._halve(backend, race)
+        except JobStopped:
+            self._keep()
+            raise
+        self._keep(completed=True)
+        return self._record
+
+    @property
+    def _spent_s(self) -> float:
+        return self._before_s + time.monotonic() - self._clock_s
+
+    def _keep(self, **changes: Any) -> None:
+        """Take changes into the record and write it."""
+        self._record = replace(self._record, spent_s=self._spent_s, **changes)
+        write_tune(self._request.out, self._record)
+
+    def _rule_out(self, stage: str, reasons: Mapping[str, str]) -> None:
+        record = self._record
+        for name, why in reasons.items():
+            record = record.with_setting(name, out_in=stage, why=why)
+        self._record = record
+        self._keep()
+        if reasons:
+            left = counted(len(record.left), "setting")
+            self._say(f"{stage}: {counted(len(reasons), 'setting')} ruled out, {left} left")
+
+    def _measure(self) -> dict[str, Measurement]:
+        """Measure every back-end; return what those that work have shown."""
+        self._keep(stage=MEASURE, backends=tuple(map(BackendRecord, self._request.backends)))
+        found: dict[str, Measurement] = {}
+        for name in self._request.backends:
+            self._say(f"measure: computing, data and exchanges with back-end {name}")
+            result = self._training.measure(name)
+            if isinstance(result, Measurement):
+                found[name] = result
+                if result.start_s is not None:
+                    self._keep(start_s=result.start_s)
+                continue
+            self._say(f"measure: back-end {name} is left out: {result}")
+            self._keep_backend(name, why=f"it does not work here: {result}")
+        if not found:
+            raise RunError(
+                f"{self._request.out}: no back-end can train: {self._record.backends[0].why}; their output "
+                f"is in {self._request.out / MEASURED / LOGS}"
+            )
+        return found
+
+    def _keep_backend(self, name: str, **changes: Any) -> None:
+        backends = tuple(replace(b, **changes) if b.name == name else b for b in self._record.backends)
+        self._keep(backends=backends)
+
+    def _predict(self, measured: Mapping[str, Measurement]) -> str:
+        """Predict all settings with every back-end, choose one, and rule settings out; return it."""
+        tried = self._request.tried
+        self._settings = {one.name: one for one in tried}
+        speeds = {name: _predicted(self._request.ranks, found, tried) for name, found in measured.items()}
+        backend = self._choose_backend(speeds)
+        shown = speeds[backend]
+        records = []
+        for setting in tried:
+            speed = shown.get(setting)
+            own = SettingRecord(setting.name, setting.strategy.text)
+            if speed is not None:
+                own = replace(own, predicted=speed.mean, predicted_low=speed.low, predicted_high=speed.high)
+            records.append(own)
+        self._keep(stage=PREDICT, tried=tuple(records))
+        reasons = too_slow(shown, {one: speed.mean for one, speed in shown.items()}, "predicted")
+        self._rule_out(PREDICT, {one.name: why for one, why in reasons.items()})
+        self._add_batches()
+        return backend
+
+    def _choose_backend(self, speeds: Mapping[str, Mapping[Setting, Interval]]) -> str:
+        """Return the back-end with which settings are fastest; of equal ones the first."""
+        common = set.intersection(*(set(of) for of in speeds.values()))
+        means = {
+            name: math.exp(sum(math.log(of[one].mean) for one in common) / len(common)) if common else None
+            for name, of in speeds.items()
+        }
+        best = max(means, key=lambda name: means[name] or 0.0)
+        chosen = next(name for name, mean in means.items() if (mean or 0.0) * _EQUAL >= (means[best] or 0.0))
+        for name, mean in means.items():
+            why = ""
+            if name != chosen and mean is not None:
+                kept = means[chosen] or mean
+                why = (
+                    f"{chosen} is predicted to be {formatting.percent(kept / mean - 1)} % faster"
+                    if kept > _EQUAL * mean
+                    else f"it is predicted to be as fast as {chosen} within 2 %"
+                )
+            elif name != chosen:
+                why = f"nothing can be predicted, and {chosen} is preferred"
+            self._keep_backend(name, speed=mean, why=why)
+        self._say(f"predict: back-end {chosen}")
+        return chosen
+
+    def _add_batches(self) -> None:
+        """Add gradient averaging, and the setting predicted to be fastest, with other batches."""
+        left = [one for one in self._record.tried if not one.out_in]
+        fastest = max(left, key=lambda one: one.predicted or 0.0)
+        added = [
+            Setting(self._settings[name].strategy, size)
+            for size in self._request.batch_sizes
+            for name in dict.fromkeys((self._request.tried[0].name, fastest.name))
+        ]
+        self._settings |= {one.name: one for one in added}
+        records = tuple(SettingRecord(one.name, one.strategy.text, one.batch_size) for one in added)
+        self._keep(tried=(*self._record.tried, *records))
+
+    def _race(self, backend: str) -> RaceRecord:
+        """Let what is left race, and rule settings out by that."""
+        self._keep(stage=RACE)
+        racing = [self._settings[name] for name in self._record.left]
+        if len(racing) < 2:
+            raise ConfigError(
+                "--strategies: a search needs two settings at least; name others, or --batch-sizes"
+            )
+        self._say(f"race: {counted(len(racing), 'setting')} in turn")
+        race = self._training.hold_race(racing, backend)
+        if not isinstance(race, RaceRecord):
+            raise RunError(
+                f"{self._request.out}: the race of the settings failed: {race}; the same command tries again"
+            )
+        self._rule_out(RACE, {n: why for n, why in race.plan.left_out.items() if n in self._record.left})
+        speeds = race.speeds()
+        if not speeds:
+            raise RunError(
+                f"{self._request.out}: fewer than two settings could race; name other --strategies"
+            )
+        raced = {self._settings[name]: speeds[name] for name in self._record.left}
+        baseline = race.frames_per_s(race.plan.baseline)
+        record = self._record
+        for setting, speed in raced.items():
+            rate = speed.ratio * baseline
+            record = record.with_setting(
+                setting.name,
+                ratio=speed.ratio,
+                ratio_low=speed.low,
+                ratio_high=speed.high,
+                frames_per_s=rate,
+                steps_per_s=rate / frames_per_step(race, setting),
+            )
+        self._record = record
+        reasons = too_slow(_with_sure(raced), {one: speed.ratio for one, speed in raced.items()}, "raced")
+        self._rule_out(RACE, {one.name: why for one, why in reasons.items()})
+        self._choose([max(self._record.left, key=lambda name: self._record.of(name).frames_per_s or 0.0)])
+        return race
+
+    def _choose(self, best: Sequence[str], equal: Sequence[str] = ()) -> None:
+        """Take the first as the best so far."""
+        name = best[0]
+        command = self._training.command(self._settings[name], self._record.backend)
+        self._keep(chosen=name, untold=tuple(equal), command=command)
+
+    def _halve(self, backend: str, race: RaceRecord) -> None:
+        """Train what is left rung by rung, half of it each time, and choose."""
+        self._keep(stage=HALVING)
+        counts = halvings(len(self._record.left), _LAST)
+        done, self._record = self._record.rungs, replace(self._record, rungs=())
+        for number, count in enumerate(counts):
+            alive = self._record.left
+            # Those of an earlier command are as long as they were to be.
+            until_s = done[number].seconds if number < len(done) else self._rung_s(race, counts[number:])
+            rung = RungRecord(until_s, alive)
+            self._keep(rungs=(*self._record.rungs, rung))
+            self._say(
+                f"halving: {counted(count, 'setting')} for {formatting.seconds(until_s)} of training each"
+            )
+            scores = self._train_rung(backend, alive, until_s)
+            self._keep(rungs=(*self._record.rungs[:-1], replace(rung, scores=scores)))
+            order = sorted(scores, key=lambda name: -scores[name])
+            if not order:
+                raise RunError(
+                    f"{self._request.out}: no setting can be trained; their output is in "
+                    f"{self._request.out / RUNS / LOGS}"
+                )
+            self._choose(order)
+            if number + 1 < len(counts):
+                behind = order[counts[number + 1] :]
+                self._rule_out(
+                    HALVING,
+                    {
+                        name: f"after {formatting.seconds(until_s)} of training it was behind "
+                        f"{counted(counts[number + 1], 'other')}"
+                        for name in behind
+                    },
+                )
+        self._finish(backend)
+
+    def _rung_s(self, race: RaceRecord, counts: Sequence[int]) -> float:
+        """Return how long settings have trained by the end of the next rung, of the budget that is left."""
+        before_s = self._record.rungs[-1].seconds if self._record.rungs else 0.0
+        start_s = self._record.start_s
+        settings = [self._settings[name] for name in self._record.left]
+        whole_s = [self._training.total_steps(race, one) / self._steps_per_s(one.name) for one in settings]
+        left_s = self._request.budget_s - self._spent_s
+        seeds = len(self._request.seeds)
+        if not before_s:
+            rungs = plan_rungs(counts, seeds, left_s, start_s, max(whole_s))
+            least_s = max(LEAST_STEPS / self._steps_per_s(one.name) for one in settings)
+            if rungs.seconds[0] < least_s:
+                needed = Rungs(rungs.counts, tuple(least_s * 2**k for k in range(len(counts))), seeds)
+                raise ConfigError(
+                    f"--budget: {formatting.seconds(self._spent_s)} of "
+                    f"{formatting.seconds(self._request.budget_s)} are used, and the rest trains each of "
+                    f"{counted(counts[0], 'setting')} for fewer than {LEAST_STEPS} steps; give "
+                    f"{self._spent_s + needed.cost_s(start_s):.0f}s at least (what was measured is kept)"
+                )
+            return rungs.seconds[0]
+        # What remains is shared out as at the beginning: every rung twice as long as the one before.
+        planned = Rungs(tuple(counts), tuple(before_s * 2 ** (k + 1) for k in range(len(counts))), seeds)
+        spared_s = sum(counts[:1]) * before_s  # those runs go on from where they stand
+        cost_s = planned.cost_s(start_s) - spared_s
+        factor = min(1.0, max(left_s, 0.0) / cost_s) if cost_s > 0 else 1.0
+        return min(max(2 * before_s * factor, 1.2 * before_s), max(*whole_s, 1.2 * before_s))
+
+    def _steps_per_s(self, name: str) -> float:
+        rate = self._record.of(name).steps_per_s
+        assert rate is not None  # it has raced
+        return rate
+
+    def _train_rung(self, backend: str, names: Sequence[str], until_s: float) -> dict[str, float]:
+        """Train settings for a time; return their scores, of those that can be trained."""
+        scores: dict[str, float] = {}
+        failed: dict[str, str] = {}
+        for number, name in enumerate(names, start=1):
+            curve = self._curve(backend, name, self._request.seeds[0], until_s)
+            if isinstance(curve, str):
+                failed[name] = f"it failed: {curve}"
+                self._say(f"halving: [{number}/{len(names)}] {name} failed: {curve}")
+                continue
+            scores[name] = curve.last
+            record = self._record.of(name)
+            self._record = self._record.with_setting(name, rungs=record.rungs + 1)
+            self._keep()
+            self._say(f"halving: [{number}/{len(names)}] {name}: {curve.last:.4g}")
+        if failed:
+            self._rule_out(HALVING, failed)
+        return scores
+
+    def _curve(self, backend: str, name: str, seed: int, until_s: float) -> Curve | str:
+        """Train a run for a time at its raced speed; return its scores over that time, or what went wrong."""
+        setting, rate = self._settings[name], self._steps_per_s(name)
+        record = self._record.of(name)
+        folder = self._training.run_dir(setting, seed)
+        runs = {**record.runs, str(seed): folder.relative_to(self._request.out.absolute()).as_posix()}
+        self._record = self._record.with_setting(name, runs=runs)
+        found = self._training.train_to(setting, backend, seed, max(1, round(until_s * rate)))
+        if isinstance(found, str):
+            return found
+        return Curve(tuple((step / rate, score) for step, score in found.points))
+
+    def _finish(self, backend: str) -> None:
+        """Train the last settings with the other seeds, and choose by the time to the target."""
+        until_s = self._record.rungs[-1].seconds
+        curves: dict[str, list[Curve]] = {}
+        for name in self._record.rungs[-1].scores:
+            for seed in self._request.seeds:
+                if seed != self._request.seeds[0]:
+                    self._say(f"halving: {name}, seed {seed}")
+                curve = self._curve(backend, name, seed, until_s)
+                if isinstance(curve, str):
+                    self._rule_out(HALVING, {name: f"seed {seed} failed: {curve}"})
+                    curves.pop(name, None)
+                    break
+                curves.setdefault(name, []).append(curve)
+        if not curves:
+            raise RunError(f"{self._request.out}: none of the last settings can be trained with all seeds")
+        target, ends = finishes(curves, self._request.target)
+        names = list(ends)
+        for name, end in ends.items():
+            self._record = self._record.with_setting(name, times_s=end.times_s, scores=end.scores)
+        behind = {name: _why_behind(ends[name], ends[names[0]], names[0]) for name in names[1:]}
+        self._record = replace(self._record, target=target)
+        self._choose(names, untold(names, ends))
+        record = self._record
+        for name, why in behind.items():
+            record = record.with_setting(name, why=why)
+        self._record = record
+
+
+@dataclass(frozen=True)
+class _Sure:
+    """A raced speed as a range; the baseline, of which others are ratios, is exactly 1."""
+
+    low: float | None
+    high: float | None
+
+
+def _with_sure(raced: Mapping[Setting, RacedSpeed]) -> dict[Setting, _Sure]:
+    return {
+        one: _Sure(1.0, 1.0) if speed.baseline == one.name else _Sure(speed.low, speed.high)
+        for one, speed in raced.items()
+    }
+
+
+def _why_behind(end: Finish, best: Finish, name: str) -> str:
+    if math.isinf(end.mean_s):
+        return "it did not reach the target"
+    return f"it reached the target {formatting.percent(end.mean_s / best.mean_s - 1)} % later than {name}"
+
+
+def _predicted(ranks: int, measured: Measurement, tried: Sequence[Setting]) -> dict[Setting, Interval]:
+    """Return the frames/s of those settings that can be predicted from a back-end's runs."""
+    request = Request(ranks=(ranks,), ranks_per_node=max(run.ranks_per_node for run in measured.runs))
+    try:
+        scenario, _ = scenario_of(measured.runs, request)
+    except ConfigError:  # the link shows nowhere: the race has to tell
+        return {}
+    exchanges = []
+    for setting in tried:
+        if not is_known(setting.strategy):
+            continue
+        exchange = exchange_of(setting.strategy, scenario.model)
+        if not is_too_long(exchange, ranks):
+            exchanges.append((setting, exchange))
+    found = predict(scenario, ranks, [(setting.strategy, exchange) for setting, exchange in exchanges])
+    by_text = {one.strategy.text: one.frames_per_s for one in found}
+    return {
+        setting: by_text[setting.strategy.text]
+        for setting, _ in exchanges
+        if setting.strategy.text in by_text
+    }
+
+
+def other_batches(
+    options: TrainOptions, ranks: int, given: Sequence[int] | None
+) -> tuple[int, tuple[int, ...]]:
+    """Return the training's own batch of a rank, and the others to try.
+
+    Args:
+        given: those asked for; None: half and twice its own; empty: none.
+
+    Raises:
+        ConfigError: batches were asked for where the training's own is given otherwise.
+    """
+    own = options.resolve(ranks).plan().batch_size
+    batch = options.batch
+    if not own or batch.global_batch is not None or batch.batch_frames:
+        if given:
+            raise ConfigError(
+                "--batch-sizes: not with --global-batch or --batch-frames, which say what a rank's batch "
+                "is; leave one out"
+            )
+        return own, ()
+    if given is not None and not given:
+        return own, ()
+    return own, batches_of(own, given or ())

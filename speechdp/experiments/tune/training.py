@@ -1,0 +1,230 @@
+"""The jobs of a search: short runs that measure, a race, and runs that are trained rung by rung."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from speechdp.data.shards.dataset import Dataset
+from speechdp.errors import ConfigError, RunError
+from speechdp.experiments.arguments import train_arguments
+from speechdp.experiments.compare.own_training import CompareRequest, OwnTraining
+from speechdp.experiments.compare.plan import SEQUENTIAL, readable_name
+from speechdp.experiments.compare.training import log_of
+from speechdp.experiments.jobs import JobStarter
+from speechdp.experiments.race.plan import RacePlan, RaceSetting
+from speechdp.experiments.race.record import RaceRecord, find_race, is_of
+from speechdp.experiments.tune.plan import Setting
+from speechdp.options.run import TrainOptions
+from speechdp.parallel.registry import StrategyChoice
+from speechdp.report.runs.folders import read_run
+from speechdp.simulation.measured import MeasuredRun, measured_run
+
+MEASURED = "measure"
+RUNS = "runs"
+#: Steps of a measuring run.
+MEASURE_STEPS = 48
+#: What is measured of each back-end: its exchanges whole, and in pieces beside backward.
+MEASURED_STRATEGIES = ("model_averaging:period=1", "gradient_averaging")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What the short runs of a back-end have shown.
+
+    Attributes:
+        runs: with their steps and exchanges.
+        start_s: what a job takes besides its steps, the shortest; None: none had to be started.
+    """
+
+    runs: tuple[MeasuredRun, ...]
+    start_s: float | None
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A run that was trained up to a step.
+
+    Attributes:
+        points: (step, held-out score) of its evaluations, by step.
+        is_over: it has trained all its epochs.
+    """
+
+    points: tuple[tuple[int, float], ...]
+    is_over: bool
+
+
+class TunedTraining(OwnTraining):
+    """Trains settings of a search with `speechdp`, as a comparison does.
+
+    Args:
+        request: with the ranks of the search and one strategy, which does not count.
+        say: takes a line of progress.
+    """
+
+    def __init__(self, request: CompareRequest, starter: JobStarter, say: Callable[[str], None]) -> None:
+        super().__init__(request, starter, say)
+        self._ranks = request.plan.ranks[0]
+
+    def measure(self, backend: str) -> Measurement | str:
+        """Train some steps with each of MEASURED_STRATEGIES; return what they show, or what went wrong."""
+        runs, starts = [], []
+        for text in MEASURED_STRATEGIES:
+            folder = f"{backend}-{text.partition(':')[0]}"
+            run_dir = (self._request.out / MEASURED / folder).absolute()
+            options = dataclasses.replace(
+                self._options(Setting(StrategyChoice(text)), backend, self._request.plan.seeds[0]),
+                max_steps=MEASURE_STEPS,
+            )
+            begun_s, is_done = time.monotonic(), (run_dir / "completed.json").is_file()
+            message = None if is_done else self._train(run_dir, options, self._ranks)
+            if message is not None:
+                return message
+            try:
+                runs.append(measured_run(read_run(run_dir)))
+            except ConfigError as error:
+                return str(error)
+            if not is_done:
+                starts.append(_start_s(run_dir, time.monotonic() - begun_s))
+        return Measurement(tuple(runs), min(starts, default=None))
+
+    def hold_race(self, settings: Sequence[Setting], backend: str) -> RaceRecord | str:
+        """Let settings race, unless they have; return the record, or what went wrong."""
+        out, options = self._request.out.absolute(), self._options(settings[0], backend, self.seeds[0])
+        plan = race_of(self._request, settings, self._ranks, options)
+        race = _held(out, plan)
+        if race is not None:
+            return race
+        words = ["tune", str(self._request.data.absolute()), str(out), "--job=race"]
+        words += [f"--racing={racing_text(settings)}", f"--race={self._request.race.rounds}"]
+        words += [f"--race-steps={self._request.race.least_steps}", f"--ranks={self._ranks}"]
+        words += train_arguments(dataclasses.replace(options, strategy=TrainOptions().strategy))
+        message = self._starter.run(self._ranks + options.loading.feeders, words, log_of(out / "race"))
+        race = _held(out, plan)
+        if race is None:
+            return message or "the job ended well but left no record (is OUT a shared folder?)"
+        return race
+
+    def train_to(self, setting: Setting, backend: str, seed: int, step: int) -> Scored | str:
+        """Train a setting's run up to a step, or to its end before; return its scores, or what went wrong.
+
+        The step is evaluated.  A run that has come so far is not touched.
+        """
+        run_dir = self.run_dir(setting, seed)
+        found = _scored(run_dir)
+        if not found.is_over and not any(at >= step for at, _ in found.points):
+            options = self._options(setting, backend, seed)
+            message = self._train(run_dir, options, self._ranks, pause_at=step)
+            if message is not None:
+                return message
+            found = _scored(run_dir)
+        points = tuple(point for point in found.points if point[0] <= step) or found.points[:1]
+        if not points:
+            return "it was not evaluated"
+        return Scored(points, found.is_over)
+
+    def run_dir(self, setting: Setting, seed: int) -> Path:
+        """Return the folder of a setting's run."""
+        readable = readable_name(setting.strategy)
+        batch = f"-batch{setting.batch_size}" if setting.batch_size else ""
+        return (self._request.out / RUNS / f"{readable}{batch}-seed{seed}").absolute()
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Seeds of the runs."""
+        return self._request.plan.seeds
+
+    def total_steps(self, race: RaceRecord, setting: Setting) -> float:
+        """Return about how many steps a whole training of a raced setting has."""
+        options = self._request.options
+        return options.num_epochs * self.frames / frames_per_step(race, setting)
+
+    @property
+    def frames(self) -> int:
+        """Frames of an epoch."""
+        return Dataset.open(self._request.data).num_frames(self._request.options.train_split)
+
+    def command(self, setting: Setting, backend: str) -> str:
+        """Return the words after `speechdp launch ... --` that train with a setting."""
+        options = dataclasses.replace(
+            with_setting(self._request.options, setting), backend=cast(Any, backend), seed=self.seeds[0]
+        )
+        launch = ["speechdp", "launch", *self._starter.launch_options, "-np", str(self._ranks), "--"]
+        return shlex.join([*launch, "train", str(self._request.data), "RUN", *train_arguments(options)])
+
+    def _options(self, setting: Setting, backend: str, seed: int) -> TrainOptions:
+        options = with_setting(self._request.options, setting)
+        options = dataclasses.replace(options, backend=cast(Any, backend), seed=seed)
+        return options.on_alignments(self._alignments)
+
+
+def with_setting(options: TrainOptions, setting: Setting) -> TrainOptions:
+    """Return options of a training with a setting's strategy and batch."""
+    if setting.batch_size:
+        batch = dataclasses.replace(options.batch, batch_size=setting.batch_size)
+        options = dataclasses.replace(options, batch=batch)
+    return dataclasses.replace(options, strategy=setting.strategy)
+
+
+def race_of(
+    request: CompareRequest, settings: Sequence[Setting], ranks: int, options: TrainOptions
+) -> RacePlan:
+    """Return the race of the settings of a search.
+
+    Args:
+        options: what they share, as the ranks are given them.
+    """
+    racing = [RaceSetting(one.name, one.strategy, batch_size=one.batch_size) for one in settings]
+    own = dataclasses.replace(options, strategy=SEQUENTIAL, seed=request.plan.seeds[0])
+    shared = {key: value for key, value in own.to_json().items() if key != "strategy"}
+    return request.race.plan(ranks, own.seed, racing, {"data": request.data_checksum, "options": shared})
+
+
+def racing_text(settings: Sequence[Setting]) -> str:
+    """Return settings in one word, for the ranks of a race."""
+    return json.dumps([[one.strategy.text, one.batch_size] for one in settings])
+
+
+def settings_in(text: str) -> tuple[Setting, ...]:
+    """Return what `racing_text` has written."""
+    return tuple(Setting(StrategyChoice(strategy), size) for strategy, size in json.loads(text))
+
+
+def frames_per_step(race: RaceRecord, setting: Setting) -> float:
+    """Return the frames of all ranks in a step of a raced setting."""
+    turns = [turn for turn in race.segments if turn.setting == setting.name and turn.round > 0]
+    return sum(sum(turn.frames) for turn in turns) / sum(turn.steps for turn in turns)
+
+
+def _held(out: Path, plan: RacePlan) -> RaceRecord | None:
+    try:
+        race = find_race(out, plan.ranks)
+    except RunError:
+        return None
+    return race if race is not None and is_of(race, plan) else None
+
+
+def _scored(run_dir: Path) -> Scored:
+    if not (run_dir / "run.json").is_file():
+        return Scored((), is_over=False)
+    result = read_run(run_dir)
+    points = tuple(
+        (one.step, one.score)
+        for one in result.evaluations
+        if one.score is not None and math.isfinite(one.score)
+    )
+    return Scored(points, result.completed)
+
+
+def _start_s(run_dir: Path, wall_s: float) -> float:
+    """Return what a job took besides its steps."""
+    timing = read_run(run_dir).timing
+    trained = 0.0 if timing is None else max((rank.wall_s for rank in timing.ranks), default=0.0)
+    return max(0.0, wall_s - trained)

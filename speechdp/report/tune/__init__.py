@@ -1,0 +1,1 @@
+"""The page of a search: what was tried, ruled out and chosen."""

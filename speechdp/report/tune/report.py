@@ -1,0 +1,317 @@
+"""Write the report of a search: CSV, PNG and one self-contained page, from tune.json and the runs' files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from speechdp.counting import counted
+from speechdp.experiments.tune.plan import Finish
+from speechdp.experiments.tune.record import BackendRecord, SettingRecord, TuneRecord, read_tune
+from speechdp.report.kit import formatting, theme
+from speechdp.report.kit.answer import Answer
+from speechdp.report.kit.canvas import Canvas, dashes, style_axes
+from speechdp.report.kit.metric_names import Terms, terms_of
+from speechdp.report.kit.pages import WrittenReport, render_page, setting_text, stroke, write_files
+from speechdp.report.kit.svg import Panel, panel_svgs, write_png
+from speechdp.report.kit.tables import Column, RowHead, ShownTable, csv_text, with_figures
+from speechdp.report.runs.folders import read_run
+from speechdp.report.runs.results import RunResult
+
+FOLDER = "tune"
+_SIZE = (7.6, 4.2)
+#: Columns of a terminal that holds a setting on one line.
+_WIDE = 120
+#: Settings that the page shows elsewhere, or that say nothing to a reader.
+_UNSHOWN = ("data", "strategies", "backends")
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search as its report needs it.
+
+    Attributes:
+        runs: of each setting that was trained, by seed.
+    """
+
+    record: TuneRecord
+    runs: Mapping[str, tuple[RunResult, ...]]
+
+    @property
+    def terms(self) -> Terms:
+        """The words for what settings are judged by."""
+        return terms_of([run for runs in self.runs.values() for run in runs])
+
+
+def read_search(out: Path) -> Search:
+    """Read a search.  Raises ConfigError where tune.json is damaged."""
+    record = read_tune(out)
+    runs = {
+        one.name: tuple(read_run(out / folder) for folder in one.runs.values() if (out / folder).is_dir())
+        for one in record.tried
+    }
+    return Search(record, {name: found for name, found in runs.items() if found})
+
+
+def write_search(out: Path) -> WrittenReport:
+    """Write OUT/tune/tune.{csv,png,html}.
+
+    Raises:
+        ConfigError: tune.json is damaged.
+        RunError: the report cannot be written.
+    """
+    search = read_search(out)
+    record = search.record
+    answer, panel = find_answer(search), curves_panel(search)
+    canvas = _canvas(search, theme.PAGE)
+    marks = {name: stroke(colour, dashes(name, canvas)) for name, colour in canvas.colours.items()}
+    table = make_table(search, marks)
+    drawn = panel_svgs([panel], lambda: _canvas(search, theme.PAGE))
+    page = render_page(
+        "tune",
+        out.resolve().name,
+        answer,
+        plots_line=drawn,
+        legend=list(marks.items()),
+        table=table,
+        backends=[(one.name, _backend_text(one)) for one in record.backends],
+        command=record.command,
+        settings=_settings(record),
+    )
+    html, csv, png = write_files(
+        out / FOLDER,
+        "tune",
+        page,
+        csv_of(record),
+        {"tune": partial(_write_png, panel=panel, canvas=_canvas(search, theme.PRINT))},
+    )
+    commands = (record.command,) if record.command else ()
+    return WrittenReport(html, csv, png, table, (*answer.sentences, *commands))
+
+
+def find_answer(search: Search) -> Answer:
+    """Put what was found into words."""
+    record, terms = search.record, search.terms
+    cautions = ["Settings were judged on held-out data, which are no longer fit to report a final figure on."]
+    if not record.chosen:
+        return Answer("Nothing is chosen yet: the same command goes on with the search.")
+    best = record.of(record.chosen)
+    if not best.times_s:
+        headline = f"Best so far: {_label(best)}, at {formatting.count(best.frames_per_s)} {terms.amount}/s."
+        return Answer(headline, (), ("The search is not over: the same command goes on with it.",))
+    end = Finish(best.times_s, best.scores)
+    assert record.target is not None
+    target = terms.with_unit(record.target)
+    if end.mean_s == float("inf"):
+        headline = f"No setting reached {target}; {_label(best)} came closest."
+    else:
+        headline = f"{formatting.capital(_label(best))} reaches {target} soonest: {_range_text(end)}."
+    details = [
+        f"It trains at {formatting.count(best.frames_per_s)} {terms.amount}/s with back-end {record.backend}"
+        + ("." if best.ratio is None else f", {_ratio_text(best)} the speed of gradient averaging.")
+    ]
+    for one in record.tried:
+        if one.name != record.chosen and one.times_s:
+            details.append(
+                f"{formatting.capital(_label(one))}: {_range_text(Finish(one.times_s, one.scores))}."
+            )
+    if record.untold:
+        names = ", ".join(_label(record.of(name)) for name in record.untold)
+        cautions.insert(0, f"{formatting.capital(names)} cannot be told from it by so few seeds.")
+    if len(best.times_s) < 2:
+        cautions.insert(0, "There was one seed: which differences are chance is not known.")
+    ruled_out = sum(bool(one.out_in) for one in record.tried)
+    details.append(
+        f"{counted(len(record.tried), 'setting')} were tried and {ruled_out} ruled out, in "
+        f"{formatting.seconds(record.spent_s)}."
+    )
+    return Answer(headline, tuple(details), tuple(cautions))
+
+
+def make_table(search: Search, marks: Mapping[str, object]) -> ShownTable[SettingRecord]:
+    """Return the table of all settings: those that came furthest first."""
+    record, terms = search.record, search.terms
+    order = sorted(record.tried, key=lambda one: _place(one, record))
+    columns = with_figures(_columns(record, terms), order)
+    rows = [
+        (
+            RowHead(
+                _label(one),
+                mark=marks.get(one.name),  # type: ignore[arg-type]
+                is_pale=bool(one.out_in),
+                is_chosen=one.name == record.chosen,
+            ),
+            one,
+        )
+        for one in order
+    ]
+    note = (
+        "Predicted: 90 % interval; raced: median of the ratios within rounds, 95 % interval. Times are at "
+        "the raced speed; brackets hold the runs of the seeds."
+    )
+    return ShownTable(
+        "settings", "What was tried", columns, rows, first="setting", note=note, wide_columns=_WIDE
+    )
+
+
+def csv_of(record: TuneRecord) -> str:
+    """Return every setting in plain units."""
+    head = [
+        *("strategy", "batch_size", "predicted_frames_per_s", "predicted_low", "predicted_high"),
+        *("ratio", "ratio_low", "ratio_high", "frames_per_s", "rungs", "score", "time_to_target_s"),
+        *("chosen", "ruled_out_in", "why"),
+    ]
+    lines = [
+        [
+            *(one.strategy, one.batch_size or None, one.predicted, one.predicted_low, one.predicted_high),
+            *(one.ratio, one.ratio_low, one.ratio_high, one.frames_per_s, one.rungs, _score(one, record)),
+            *(_time_s(one), int(one.name == record.chosen), one.out_in, one.why),
+        ]
+        for one in record.tried
+    ]
+    return csv_text(head, lines)
+
+
+def curves_panel(search: Search) -> Panel:
+    """Return the plot of held-out scores over training time."""
+    return Panel("curves", "held-out figures over training time", _SIZE, lambda ax, c: _draw(ax, search, c))
+
+
+def _draw(ax: Axes, search: Search, canvas: Canvas) -> bool:
+    terms = search.terms
+    style_axes(ax, "Over training time, at the speed of the race", terms.axis, canvas.theme)
+    drawn = False
+    for name, runs in search.runs.items():
+        rate = search.record.of(name).steps_per_s
+        for run in runs:
+            points = [(one.step, one.score) for one in run.evaluations if one.score is not None]
+            if not rate or not points:
+                continue
+            xs = [step / rate for step, _ in points]
+            ys = [terms.metric.score(score) * terms.metric.scale for _, score in points]
+            ax.plot(
+                xs, ys, color=canvas.colours[name], linewidth=1.6, marker="o", markersize=3,
+                linestyle=(0, dashes(name, canvas) or (1, 0)),
+            )  # fmt: skip
+            drawn = True
+    ax.set_xlabel("training time, s")
+    return drawn
+
+
+def _canvas(search: Search, colours: theme.Theme) -> Canvas:
+    names = list(search.runs)
+    shown = {name: colours.runs[i % len(colours.runs)] for i, name in enumerate(names)}
+    return Canvas(colours, {name: name for name in names}, shown)
+
+
+def _write_png(path: Path, panel: Panel, canvas: Canvas) -> bool:
+    handles = [
+        Line2D([], [], color=colour, linewidth=2, linestyle=(0, dashes(name, canvas) or (1, 0)), label=name)
+        for name, colour in canvas.colours.items()
+    ]
+    return write_png(path, [[panel]], canvas, handles=handles)
+
+
+def _columns(record: TuneRecord, terms: Terms) -> tuple[Column[SettingRecord], ...]:
+    rate = f"{terms.amount}/s"
+    return (
+        Column("predicted", "predicted", rate, "Predicted before anything but exchanges was measured [90 %].",
+               lambda one: one.predicted, cell=_predicted_text),
+        Column("ratio", "raced", "times", "Speed over gradient averaging's in the same rounds [95 %].",
+               lambda one: one.ratio, cell=_ratio_text),
+        Column("frames_per_s", rate, "", "By the race.", lambda one: one.frames_per_s, formatting.count),
+        Column("rungs", "rungs", "", "In how many rungs of the halving it was trained.",
+               lambda one: one.rungs or None),
+        Column("score", terms.short_name, terms.metric.unit, "At the end of its last rung.",
+               lambda one: _score(one, record), terms.number),
+        Column("time", "to target", "s", "Training time until the target [shortest, longest of the seeds].",
+               _time_s, cell=_time_text),
+        Column("why", "ruled out", "", "In which stage, and why.", lambda one: _why(one) or None,
+               is_number=False),
+    )  # fmt: skip
+
+
+def _place(one: SettingRecord, record: TuneRecord) -> tuple[object, ...]:
+    ended = Finish(one.times_s, one.scores).rank if one.times_s else (float("inf"), 0.0)
+    return (
+        one.name != record.chosen,
+        not one.times_s,
+        -one.rungs,
+        ended,
+        -(one.ratio or 0.0),
+        -(one.predicted or 0.0),
+    )
+
+
+def _score(one: SettingRecord, record: TuneRecord) -> float | None:
+    if one.scores:
+        return sum(one.scores) / len(one.scores)
+    return next((rung.scores[one.name] for rung in reversed(record.rungs) if one.name in rung.scores), None)
+
+
+def _time_s(one: SettingRecord) -> float | None:
+    if not one.times_s:
+        return None
+    mean = Finish(one.times_s, one.scores).mean_s
+    return None if mean == float("inf") else mean
+
+
+def _time_text(one: SettingRecord) -> str:
+    if not one.times_s:
+        return formatting.MISSING
+    end = Finish(one.times_s, one.scores)
+    if end.mean_s == float("inf"):
+        return "not reached"
+    low, high = end.range_s
+    return f"{end.mean_s:.3g} [{low:.3g}, {high:.3g}]"
+
+
+def _range_text(end: Finish) -> str:
+    if end.mean_s == float("inf"):
+        return "the target was not reached by every run"
+    low, high = end.range_s
+    return f"{formatting.seconds(end.mean_s)} of training [{low:.3g} to {high:.3g} s]"
+
+
+def _predicted_text(one: SettingRecord) -> str:
+    if one.predicted is None:
+        return formatting.MISSING
+    write = formatting.count
+    return f"{write(one.predicted)} [{write(one.predicted_low)}, {write(one.predicted_high)}]"
+
+
+def _ratio_text(one: SettingRecord) -> str:
+    if one.ratio is None:
+        return formatting.MISSING
+    if one.ratio_low is None or one.ratio_high is None:
+        return formatting.times(one.ratio)
+    return f"{one.ratio:.2f} [{one.ratio_low:.2f}, {one.ratio_high:.2f}]"
+
+
+def _why(one: SettingRecord) -> str:
+    return f"{one.out_in}: {one.why}" if one.out_in else one.why
+
+
+def _label(one: SettingRecord) -> str:
+    name = one.strategy
+    return f"{name}, batch {one.batch_size}" if one.batch_size else name
+
+
+def _backend_text(one: BackendRecord) -> str:
+    speed = (
+        "" if one.speed is None else f"{formatting.count(one.speed)} frames/s predicted, mean of the settings"
+    )
+    return "; ".join(filter(None, (speed, one.why))) or "chosen"
+
+
+def _settings(record: TuneRecord) -> Sequence[tuple[str, str]]:
+    return [
+        (name.replace("_", " "), setting_text(name, value))
+        for name, value in record.settings.items()
+        if value not in (None, "", [], False, 0) and name not in _UNSHOWN
+    ]
