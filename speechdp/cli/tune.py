@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import tyro
 
@@ -102,7 +103,12 @@ class TuneCommand:
 
         race = [self.racing, self.ranks, self.race, self.race_steps]
         others = {"OUT folder": self.out_dir, "--job": self.job, "race": race}
-        return train_over_ranks(SessionRequest(self.data, self.options, self.job, others), self._on_rank)
+        return train_over_ranks(SessionRequest(self.data, self._raced, self.job, others), self._on_rank)
+
+    @property
+    def _raced(self) -> TrainOptions:
+        """What the settings of the race share on its ranks, which have one back-end and one seed."""
+        return dataclasses.replace(self.options, backend=cast(Any, self.backends), seed=int(self.seeds))
 
     def _on_rank(self, session: Session) -> int:
         from speechdp import exit_codes  # noqa: PLC0415
@@ -111,9 +117,9 @@ class TuneCommand:
         from speechdp.process.ending import Stopped  # noqa: PLC0415
 
         ranks = session.comm.size
-        plan = race_of(self._compared(ranks), settings_in(self.racing), ranks, self.options)
+        plan = race_of(self._compared(ranks), settings_in(self.racing), ranks, self._raced)
         try:
-            hold_race(session, self.options, plan, self.out_dir)
+            hold_race(session, self._raced, plan, self.out_dir)
         except Stopped:
             session.reporter.notice("stopped as requested; the race is held from its beginning again")
             return exit_codes.STOPPED
@@ -147,7 +153,7 @@ class TuneCommand:
         dataset = Dataset.open(self.data)
         for split in (self.options.train_split, self.options.held_out):
             dataset.shard_paths(split)
-        seeds = (self.options.seed,) if self.job else whole_numbers("seeds", self.seeds, least=0)
+        seeds = whole_numbers("seeds", self.seeds, least=0)
         return CompareRequest(
             data=self.data,
             data_checksum=dataset.checksum,

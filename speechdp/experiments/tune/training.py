@@ -105,7 +105,11 @@ class TunedTraining(OwnTraining):
         words = ["tune", str(self._request.data.absolute()), str(out), "--job=race"]
         words += [f"--racing={racing_text(settings)}", f"--race={self._request.race.rounds}"]
         words += [f"--race-steps={self._request.race.least_steps}", f"--ranks={self._ranks}"]
-        words += train_arguments(dataclasses.replace(options, strategy=TrainOptions().strategy))
+        words += [f"--backends={backend}", f"--seeds={options.seed}"]
+        own = TrainOptions()
+        words += train_arguments(
+            dataclasses.replace(options, strategy=own.strategy, backend=own.backend, seed=own.seed)
+        )
         message = self._starter.run(self._ranks + options.loading.feeders, words, log_of(out / "race"))
         race = _held(out, plan)
         if race is None:

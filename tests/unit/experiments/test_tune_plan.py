@@ -1,0 +1,156 @@
+"""What a search rules out and how it spends its time: pure functions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speechdp.errors import ConfigError
+from speechdp.experiments.tune.plan import (
+    Curve,
+    Finish,
+    Setting,
+    batches_of,
+    finishes,
+    halvings,
+    plan_rungs,
+    settings_of,
+    too_slow,
+    untold,
+)
+from speechdp.parallel.registry import StrategyChoice
+from speechdp.simulation.predict import Interval
+
+
+def setting(text: str, batch_size: int = 0) -> Setting:
+    return Setting(StrategyChoice(text), batch_size)
+
+
+def speeds(**given: tuple[float, float, float]) -> dict[Setting, Interval]:
+    """Return speeds by strategies; `model_averaging__4` is with period 4, `fp16` gradients compressed."""
+    texts = {"fp16": "gradient_averaging:compression=fp16"}
+    named = {texts.get(name, name.replace("__", ":period=")): speed for name, speed in given.items()}
+    return {setting(text): Interval(mean, low, high) for text, (mean, low, high) in named.items()}
+
+
+def ruled_out(found: dict[Setting, Interval]) -> set[str]:
+    return {one.name for one in too_slow(found, {s: v.mean for s, v in found.items()}, "raced")}
+
+
+def test_gradient_averaging_is_always_tried_and_first() -> None:
+    tried = settings_of([StrategyChoice("model_averaging"), StrategyChoice("dpsgd")], (4, 16))
+    assert [one.name for one in tried] == [
+        "gradient_averaging",
+        "model_averaging:period=4",
+        "model_averaging:period=16",
+        "dpsgd",
+    ]
+    given = [StrategyChoice("model_averaging:period=8"), StrategyChoice("gradient_averaging")]
+    assert [one.name for one in settings_of(given, (4,))] == [
+        "gradient_averaging",
+        "model_averaging:period=8",
+    ]
+
+
+def test_what_is_surely_slower_than_gradient_averaging_is_ruled_out() -> None:
+    found = speeds(gradient_averaging=(100, 98, 102), dpsgd=(90, 85, 97), ad_psgd=(97, 95, 99))
+    assert ruled_out(found) == {"dpsgd"}
+
+
+def test_a_longer_period_must_be_faster_and_so_must_compression() -> None:
+    found = speeds(
+        gradient_averaging=(100, 98, 102),
+        fp16=(101, 99, 103),
+        model_averaging__4=(120, 110, 130),
+        model_averaging__16=(140, 130, 150),
+        model_averaging__64=(141, 131, 151),
+        bmuf__64=(141, 131, 151),
+    )
+    assert ruled_out(found) == {"gradient_averaging:compression=fp16", "model_averaging:period=64"}
+
+
+def test_a_setting_is_compared_with_those_that_are_left_alone() -> None:
+    """Period 16 falls to period 4; period 64, 3 % faster than both, must not fall to a period that is out."""
+    found = speeds(
+        gradient_averaging=(100, 98, 102),
+        model_averaging__4=(120, 110, 130),
+        model_averaging__16=(121, 111, 131),
+        model_averaging__64=(123, 113, 133),
+    )
+    assert ruled_out(found) == {"model_averaging:period=16"}
+
+
+def test_batches_are_compared_with_their_like() -> None:
+    found = {
+        setting("gradient_averaging"): Interval(100, 98, 102),
+        setting("gradient_averaging", 8): Interval(50, 48, 52),
+        setting("model_averaging:period=4", 8): Interval(40, 38, 42),
+    }
+    assert ruled_out(found) == {"model_averaging:period=4 batch=8"}
+
+
+def test_other_batches_are_half_and_twice_the_own() -> None:
+    assert batches_of(16, ()) == (8, 32)
+    assert batches_of(1, ()) == (2,)
+    assert batches_of(16, (16, 64)) == (64,)
+
+
+@given(st.integers(1, 200))
+def test_halving_ends_with_two(count: int) -> None:
+    counts = halvings(count)
+    assert counts[0] == count and counts[-1] == min(count, 2)
+    assert all(after == max(2, math.ceil(before / 2)) for before, after in itertools.pairwise(counts))
+
+
+@given(st.integers(2, 40), st.integers(1, 3), st.floats(500, 5_000), st.floats(0, 2))
+def test_rungs_cost_the_budget(count: int, seeds: int, budget_s: float, start_s: float) -> None:
+    rungs = plan_rungs(halvings(count), seeds, budget_s, start_s, longest_s=math.inf)
+    assert rungs.cost_s(start_s) == pytest.approx(budget_s)
+    assert all(after == pytest.approx(2 * before) for before, after in itertools.pairwise(rungs.seconds))
+
+
+def test_the_cost_of_rungs_by_hand() -> None:
+    """Four settings for 10 s, two of them for 10 s more, and a second seed of both for 20 s; 1 s a start."""
+    rungs = plan_rungs((4, 2), 2, 40 + 20 + 40 + (4 + 2 + 2) * 1.0, 1.0, longest_s=100)
+    assert rungs.seconds == (pytest.approx(10), pytest.approx(20))
+
+
+def test_no_setting_trains_longer_than_a_whole_training() -> None:
+    assert plan_rungs((4, 2), 2, 1e6, 1.0, longest_s=30).seconds == (15, 30)
+
+
+def test_a_budget_that_starting_uses_up_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--budget: starting 8 runs takes 80.0 s, and 60.0 s are left; give a larger"
+    ):
+        plan_rungs((4, 2), 2, 60, 10.0, 100)
+
+
+def test_the_time_to_a_target_is_interpolated() -> None:
+    curve = Curve(((10, -2.0), (20, -1.0), (30, -1.5)))
+    assert curve.time_to(-1.5) == pytest.approx(15)
+    assert curve.time_to(-3.0) == 10 and curve.time_to(-1.0) == 20
+    assert curve.time_to(-0.5) is None
+    assert (curve.best, curve.last) == (-1.0, -1.5)
+
+
+def test_the_target_is_what_every_run_reached_and_the_soonest_is_first() -> None:
+    fast, slow = Curve(((10, -2.0), (20, -1.0))), Curve(((10, -3.0), (30, -1.2)))
+    target, ends = finishes({"slow": [slow], "fast": [fast]}, None)
+    assert target == -1.2 and list(ends) == ["fast", "slow"]
+    assert ends["fast"].times_s == (pytest.approx(18),) and ends["slow"].times_s == (30,)
+    _, ends = finishes({"slow": [slow], "fast": [fast]}, -1.1)
+    assert math.isinf(ends["slow"].mean_s) and ends["fast"].mean_s == pytest.approx(19)
+
+
+def test_settings_whose_seeds_overlap_cannot_be_told_apart() -> None:
+    ends = {
+        "a": Finish((10.0, 14.0), (-1.0, -1.0)),
+        "b": Finish((13.0, 15.0), (-1.0, -1.0)),
+        "c": Finish((15.0, None), (-1.0, -1.1)),
+    }
+    assert untold(["a", "b", "c"], ends) == ("b",)
