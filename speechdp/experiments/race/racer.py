@@ -211,6 +211,11 @@ class _Apart:
         self._has_ended = False
 
     def ready(self, steps: int) -> None:
+        # Synchronous settings have batches ready when a turn begins.  Here none is waited for: rank 0
+        # may deal a rank nothing until others have trained.  The turn loses the wait for its first
+        # batch, as later ones are there in time: measured on 2 cores, 0.04 % of 32 steps of `--preset
+        # tiny`; with a far smaller model (13 ms a step) some 3 ms, which is 0.1 % of 256 steps, and
+        # would be 0.7 % of 32.
         self._rations.allow()
 
     def run(self, steps: int) -> int:
