@@ -98,25 +98,23 @@ def read_speeds(out: Path, ranks: int) -> Speeds:
 
 def pairs_apart(quiet: Mapping[str, RacedSpeed]) -> list[tuple[str, str]]:
     """Return the pairs (slower, faster) that the quiet race tells apart."""
-    ordered = sorted(quiet, key=lambda name: quiet[name].ratio)
     return [
         (slow, fast)
-        for slow, fast in itertools.combinations(ordered, 2)
-        if quiet[slow].is_apart_from(quiet[fast])
+        for slow, fast in itertools.permutations(quiet, 2)
+        if quiet[fast].is_faster_than(quiet[slow])
     ]
 
 
 def judge(quiet: Speeds, found: Speeds) -> Verdict:
     """Compare a try with the quiet sweep."""
     pairs = pairs_apart(quiet.raced)
-    ratios = {name: speed.ratio for name, speed in found.raced.items()}
     covered = {
-        name: speed.low is not None and speed.high is not None and speed.low <= truth.ratio <= speed.high
+        name: speed.interval is not None and speed.interval[0] <= truth.ratio <= speed.interval[1]
         for name, truth in quiet.raced.items()
         if (speed := found.raced[name]).baseline != name
     }
     return Verdict(
-        all(ratios[slow] < ratios[fast] for slow, fast in pairs),
+        all(found.raced[fast].over(found.raced[slow]).ratio > 1 for slow, fast in pairs),
         all(found.of_runs[slow] < found.of_runs[fast] for slow, fast in pairs),
         covered,
     )

@@ -118,13 +118,13 @@ def test_a_race_leaves_training_as_it_is(
     settings = [RaceSetting(text, StrategyChoice(text)) for text in (strategy, other, "ad_psgd:period=2")]
     settings = list({setting.strategy.name: setting for setting in settings}.values())
     race, found = raced(dataset, tmp_path / "out", settings, monkeypatch)
-    segments = [segment for segment in race.segments if segment.setting == settings[0].name]
-    assert len(segments) == ROUNDS + 1
-    assert all(sum(segment.frames) > 0 and min(segment.seconds) > 0 for segment in segments)
+    turns = [turn for turn in race.turns if turn.setting == settings[0].name]
+    assert len(turns) == ROUNDS + 1
+    assert all(sum(turn.frames) > 0 and min(turn.seconds) > 0 for turn in turns)
     if not StrategyChoice(strategy).parsed.traits.synchronous:
         assert all(bool(values.isfinite().all()) for values in found.values())
         return
-    steps = sum(segment.steps for segment in segments)
+    steps = sum(turn.steps for turn in turns)
     alone = run_threads(
         2, lambda comm: trained_alone(dataset, comm, strategy, steps, tmp_path / "alone"), 300.0
     )
@@ -139,7 +139,7 @@ def test_what_is_read_ahead_counts_once(
     settings = [RaceSetting(text, StrategyChoice(text)) for text in ("ad_psgd", "gradient_averaging")]
     race, _ = raced(dataset, tmp_path, settings, monkeypatch)
     of_both = {
-        name: sum(sum(segment.frames) for segment in race.segments if segment.setting == name)
+        name: sum(sum(turn.frames) for turn in race.turns if turn.setting == name)
         for name in ("ad_psgd", "gradient_averaging")
     }
     assert of_both["ad_psgd"] == pytest.approx(of_both["gradient_averaging"], rel=0.25)
@@ -156,9 +156,9 @@ def test_one_rank_alone_races_beside_all(
     ]
     race, _ = raced(dataset, tmp_path, settings, monkeypatch)
     assert race.plan.baseline == "gradient_averaging"
-    assert all(segment.frames[1] == 0 for segment in race.segments if segment.setting == "one-rank")
+    assert all(turn.frames[1] == 0 for turn in race.turns if turn.setting == "one-rank")
     assert set(race.speeds()) == {"one-rank", "gradient_averaging", "period 4"}
-    assert {segment.steps for segment in race.segments if segment.setting == "period 4"} == {8}
+    assert {turn.steps for turn in race.turns if turn.setting == "period 4"} == {8}
 
 
 @pytest.mark.parametrize("period", ["150f", "0.001s", "4"])
@@ -168,7 +168,7 @@ def test_periods_of_every_unit_race(
     texts = ("gradient_averaging", f"model_averaging:period={period}")
     settings = [RaceSetting(text, StrategyChoice(text)) for text in texts]
     race, _ = raced(dataset, tmp_path, settings, monkeypatch)
-    steps = {segment.steps for segment in race.segments if segment.setting == texts[1] and segment.round}
+    steps = {turn.steps for turn in race.turns if turn.setting == texts[1] and turn.round}
     assert len(steps) == 1 and min(steps) > 0
 
 
@@ -188,7 +188,7 @@ def test_a_period_in_seconds_counts_its_own_turns_alone(
     monkeypatch.setattr(Racer, "close", keep)
     race, _ = raced(dataset, tmp_path, settings, monkeypatch)
     for rank, seconds in trained_s.items():
-        own_s = sum(segment.seconds[rank] for segment in race.segments if segment.setting == texts[1])
+        own_s = sum(turn.seconds[rank] for turn in race.turns if turn.setting == texts[1])
         assert 0 < seconds <= own_s
 
 
@@ -201,7 +201,7 @@ def test_random_numbers_of_a_setting_are_its_own(
     settings = [RaceSetting(text, StrategyChoice(text)) for text in texts]
     race, found = raced(dataset, tmp_path / "out", settings, monkeypatch, 1, options)
     for text in texts:
-        steps = sum(segment.steps for segment in race.segments if segment.setting == text)
+        steps = sum(turn.steps for turn in race.turns if turn.setting == text)
         alone = run_threads(
             1,
             lambda comm, text=text, steps=steps: trained_alone(
@@ -211,7 +211,7 @@ def test_random_numbers_of_a_setting_are_its_own(
         assert torch.equal(found[0, text.partition(":")[0]], alone[0])
 
 
-def test_a_period_that_no_segment_can_hold_is_left_out(
+def test_a_period_that_no_turn_can_hold_is_left_out(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = ["gradient_averaging", "bmuf:period=2", "model_averaging:period=3600s", "bmuf:period=9mf"]

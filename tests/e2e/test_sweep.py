@@ -88,10 +88,10 @@ def test_its_settings_have_raced(swept: tuple[Path, str]) -> None:
     race = find_race(out, 2)
     assert race is not None and race.plan.baseline == "gradient_averaging"
     assert sorted(race.speeds()) == sorted(RUNS)
-    turns = [(segment.round, segment.setting) for segment in race.segments]
+    turns = [(turn.round, turn.setting) for turn in race.turns]
     assert sorted(turns) == sorted((number, name) for number in range(4) for name in RUNS)
-    assert {segment.frames[1] for segment in race.segments if segment.setting == "one-rank"} == {0}
-    assert all(segment.steps == 4 for segment in race.segments)
+    assert {turn.frames[1] for turn in race.turns if turn.setting == "one-rank"} == {0}
+    assert all(turn.steps == 4 for turn in race.turns)
     with (out / "report" / "report.csv").open(newline="") as file:
         rows = {row["run"]: row for row in csv.DictReader(file)}
     assert float(rows["gradient_averaging"]["raced_speed"]) == 1.0

@@ -30,20 +30,20 @@ def made_up_race(
         noise: standard deviation of a turn's time, as a share.
         strategies: of settings that are not called by theirs; `one-rank` trains alone.
     """
-    drawn = random.Random(0)
+    drawn = random.Random(1)
     settings = []
     for name in speeds:
         given = (strategies or {}).get(name, name if name in ("gradient_averaging",) else "model_averaging")
         choice = StrategyChoice("gradient_averaging" if name == ONE_RANK else given)
         settings.append(RaceSetting(name, choice, alone=name == ONE_RANK))
     plan = RacePlan(ranks, rounds, _STEPS, 1, tuple(settings), dict(left_out or {}), {"data": "9f2c"})
-    segments = []
+    turns = []
     for number, order in enumerate(order_of_rounds(len(settings), rounds, 1)):
         slow = 1 + 2 * number / rounds
         for setting in (settings[place] for place in order):
             seconds = slow * abs(drawn.gauss(1, noise)) / speeds[setting.name]
             sharing = [True] + [not setting.alone] * (ranks - 1)
-            segments.append(
+            turns.append(
                 Turn(
                     number,
                     setting.name,
@@ -53,7 +53,7 @@ def made_up_race(
                 )
             )
     load = tuple({"own": 0.9, "host": 0.9 * ranks + 0.1, "stolen": 0.0} for _ in range(ranks))
-    return RaceRecord(plan, tuple(segments), ("node-a",) * ranks, load, "2026-11-23T15:42:10+00:00", 61.5)
+    return RaceRecord(plan, tuple(turns), ("node-a",) * ranks, load, "2026-11-23T15:42:10+00:00", 61.5)
 
 
 def write_made_up_race(out: Path, race: RaceRecord) -> Path:

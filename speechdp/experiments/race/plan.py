@@ -1,4 +1,4 @@
-"""Decide which settings race, in which order, and how long a segment of each is: pure functions."""
+"""Decide which settings race, in which order, and how long a turn of each is: pure functions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from speechdp.parallel.period import Period, PeriodUnit
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.strategy import Strategy
 
-#: Rounds of a race, its warm-up not counted, and steps of a segment, where nothing else is asked for.
+#: Rounds of a race, its warm-up not counted, and steps of a turn, where nothing else is asked for.
 ROUNDS, LEAST_STEPS = 12, 32
-#: A segment holds as many steps at most: a race takes turns.
+#: A turn has as many steps at most: the machine is to be the same for all turns of a round.
 MOST_STEPS = 1024
-TOO_LONG = f"its period is longer than the {MOST_STEPS} steps that a segment of a race has at most"
-#: Exchanges of a segment, at least, where a period may end anywhere in a step: one more or less says little.
+TOO_LONG = f"its period is longer than the {MOST_STEPS} steps that a turn of a race has at most"
+#: Exchanges of a turn, at least, where a period may end anywhere in a step: one more or less says little.
 _SEVERAL = 4
 
 
@@ -51,7 +51,7 @@ class RacePlan:
     Attributes:
         ranks: that train.
         rounds: how often each setting has its turn, its warm-up not counted.
-        least_steps: of a segment.
+        least_steps: of a turn.
         seed: of the order.
         settings: what races.
         left_out: what does not, and why not.
@@ -133,8 +133,8 @@ def order_of_rounds(num_settings: int, rounds: int, seed: int) -> list[list[int]
     return [drawn.sample(range(num_settings), num_settings) for _ in range(rounds + 1)]
 
 
-def segment_steps(period: Period | None, least: int, *, frames_a_step: float, step_s: float | None) -> int:
-    """Return the steps of a segment: the fewest whole periods that have `least` steps.
+def turn_steps(period: Period | None, least: int, *, frames_a_step: float, step_s: float | None) -> int:
+    """Return the steps of a turn: the fewest whole periods that have `least` steps.
 
     Args:
         period: of the setting; None: it has none.

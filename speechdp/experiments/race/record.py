@@ -53,7 +53,7 @@ class RaceRecord:
     """A race that was held.
 
     Attributes:
-        segments: in the order in which they were run.
+        turns: in the order in which they were run.
         hosts: of the ranks.
         load: of each rank's host during the rounds that count, as timing.json has it (docs/timing.md).
         begun: when, ISO 8601.
@@ -61,7 +61,7 @@ class RaceRecord:
     """
 
     plan: RacePlan
-    segments: tuple[Turn, ...]
+    turns: tuple[Turn, ...]
     hosts: tuple[str, ...]
     load: tuple[Mapping[str, float], ...]
     begun: str
@@ -72,18 +72,18 @@ class RaceRecord:
         if not self.plan.is_race:
             return {}
         rates: dict[str, dict[int, float]] = {}
-        for segment in self.segments:
-            if segment.round > 0:
-                rates.setdefault(segment.setting, {})[segment.round] = segment.frames_per_s
-        baseline = self.plan.baseline
+        for turn in self.turns:
+            if turn.round > 0:
+                rates.setdefault(turn.setting, {})[turn.round] = turn.frames_per_s
+        baseline, rounds = self.plan.baseline, range(1, self.plan.rounds + 1)
         return {
-            name: RacedSpeed.of([rate / rates[baseline][turn] for turn, rate in of.items()], baseline)
+            name: RacedSpeed(tuple(of[number] / rates[baseline][number] for number in rounds), baseline)
             for name, of in rates.items()
         }
 
     def frames_per_s(self, name: str) -> float:
         """Return a setting's throughput over all its rounds, as the machine was."""
-        counted = [s for s in self.segments if s.setting == name and s.round > 0]
+        counted = [s for s in self.turns if s.setting == name and s.round > 0]
         return sum(sum(s.frames) for s in counted) / sum(max(s.seconds) for s in counted)
 
     @property
@@ -112,7 +112,7 @@ def write_race(path: Path, race: RaceRecord) -> None:
         "wall_s": round(race.wall_s, 3),
         "hosts": race.hosts,
         "load": race.load,
-        "segments": [asdict(segment) for segment in race.segments],
+        "turns": [asdict(turn) for turn in race.turns],
     }
     write_record_file(path, _KIND, content)
 
@@ -133,16 +133,16 @@ def read_race(path: Path) -> RaceRecord:
 
 def _record_of(content: Mapping[str, Any]) -> RaceRecord:
     plan = _plan_of(content["plan"])
-    segments = tuple(_turn_of(values, plan) for values in content["segments"])
-    turns = [(segment.round, segment.setting) for segment in segments]
+    turns = tuple(_turn_of(values, plan) for values in content["turns"])
+    held = {(turn.round, turn.setting) for turn in turns}
     rounds = plan.rounds if plan.is_race else 0  # where too few fit, there was the warm-up alone
-    due = {(turn, s.name) for turn in range(rounds + 1) for s in plan.settings}
-    if len(turns) != len(due) or set(turns) != due:
-        raise ValueError(f"it has {len(turns)} segments that are not {rounds} rounds of its settings")
+    due = {(number, s.name) for number in range(rounds + 1) for s in plan.settings}
+    if len(turns) != len(due) or held != due:
+        raise ValueError(f"it has {len(turns)} turns that are not {rounds} rounds of its settings")
     hosts, load = tuple(map(str, content["hosts"])), tuple(map(_load_of, content["load"]))
     if not len(hosts) == len(load) == plan.ranks:
         raise ValueError(f"hosts and load are not those of {plan.ranks} ranks")
-    own = checked_fields(RaceRecord, {**content, "plan": plan, "segments": segments, "hosts": hosts})
+    own = checked_fields(RaceRecord, {**content, "plan": plan, "turns": turns, "hosts": hosts})
     return RaceRecord(**{**own, "load": load})
 
 
@@ -168,16 +168,16 @@ def _setting_of(values: Any) -> RaceSetting:
 
 def _turn_of(values: Any, plan: RacePlan) -> Turn:
     given = checked_fields(Turn, values)
-    segment = Turn(**{**given, **{key: tuple(given[key]) for key in ("frames", "seconds")}})
-    frames, seconds = segment.frames, segment.seconds
-    fits = len(frames) == len(seconds) == plan.ranks and segment.steps > 0
+    turn = Turn(**{**given, **{key: tuple(given[key]) for key in ("frames", "seconds")}})
+    frames, seconds = turn.frames, turn.seconds
+    fits = len(frames) == len(seconds) == plan.ranks and turn.steps > 0
     fits = fits and _are_amounts(frames) and _are_amounts(seconds)
     if not fits or max(frames) <= 0 or max(seconds) <= _SHORTEST_S:
         raise ValueError(
-            f"round {segment.round} of {segment.setting}: {frames} frames in {seconds} s cannot be of "
+            f"round {turn.round} of {turn.setting}: {frames} frames in {seconds} s cannot be of "
             f"{plan.ranks} ranks"
         )
-    return segment
+    return turn
 
 
 def _are_amounts(values: Sequence[Any]) -> bool:
@@ -199,7 +199,7 @@ def is_of(race: RaceRecord, plan: RacePlan) -> bool:
         getattr(held, key) == getattr(plan, key) for key in ("ranks", "rounds", "least_steps", "seed")
     )
     same_training = held.training == json.loads(json.dumps(plan.training))
-    # A setting may have turned out on the ranks not to fit into segments.
+    # A setting may have turned out on the ranks not to fit into turns.
     fitting = dataclasses.replace(
         plan, settings=tuple(setting for setting in plan.settings if setting.name not in held.left_out)
     )

@@ -1,4 +1,4 @@
-"""Hold a race on all ranks: the settings take turns in short segments, round by round, in random order."""
+"""Hold a race on all ranks: the settings take turns in short turns, round by round, in random order."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class _Race:
         #: By the settings' names; None on ranks that have no part in one.
         self._racers: dict[str, Racer | None] = {}
         self._left_out = dict(plan.left_out)
-        self._segments: list[Turn] = []
+        self._turns: list[Turn] = []
 
     def run(self) -> RaceRecord:
         """Hold it; return its record, with the warm-up alone where too few settings turned out to fit."""
@@ -107,7 +107,7 @@ class _Race:
         names = {setting.name for setting in plan.settings}
         return RaceRecord(
             plan,
-            tuple(segment for segment in self._segments if segment.setting in names),
+            tuple(turn for turn in self._turns if turn.setting in names),
             tuple(fact["host"] for fact in facts),
             tuple(fact["load"] for fact in facts),
             begun,
@@ -182,8 +182,8 @@ class _Race:
                 self._turn(0, name)
                 continue
             if racer.is_fit:
-                segment = self._turn(0, name)
-                racer.know_pace(max(segment.seconds) / segment.steps)
+                turn = self._turn(0, name)
+                racer.know_pace(max(turn.seconds) / turn.steps)
             if not racer.is_fit:
                 self._left_out[name] = TOO_LONG
 
@@ -212,7 +212,7 @@ class _Race:
         return load.so_far()
 
     def _turn(self, number: int, name: str) -> Turn:
-        """Run a segment.  Collective.  Raises Stopped (a rank was asked to), RunError (a rank was lost)."""
+        """Run a turn.  Collective.  Raises Stopped (a rank was asked to), RunError (a rank was lost)."""
         comm, racer = self._session.comm, self._racers[name]
         if racer is not None:
             racer.ready()
@@ -230,6 +230,6 @@ class _Race:
         if lost := lost_ranks(comm):  # with --tolerate-loss the others go on, but no longer at the same speed
             raise RunError(f"rank {lost[0]} was lost")
         frames_of, seconds_of, steps_of, _ = zip(*parts, strict=True)
-        segment = Turn(number, name, max(steps_of), frames_of, seconds_of)
-        self._segments.append(segment)
-        return segment
+        turn = Turn(number, name, max(steps_of), frames_of, seconds_of)
+        self._turns.append(turn)
+        return turn

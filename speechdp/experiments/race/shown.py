@@ -33,9 +33,10 @@ class ShownRaces:
         race = self.races.get(ranks or 0)
         return {} if race is None else race.speeds()
 
-    def covers(self, ranks: int | None, names: Collection[str]) -> bool:
-        """Return whether all these settings took part in the race on so many ranks."""
-        return {*names} <= {*self.speeds(ranks)}
+    def compares(self, ranks: int | None, names: Collection[str]) -> bool:
+        """Return whether the race on so many ranks compares these: two of them raced, or the only one."""
+        raced = {*names} & {*self.speeds(ranks)}
+        return len(raced) >= min(2, len(names)) > 0
 
     def cautions(self, compared: Mapping[int, Mapping[str, str]]) -> tuple[str, ...]:
         """Return what the reader must know of them, a sentence each.
@@ -48,9 +49,9 @@ class ShownRaces:
             if (race := self.races.get(ranks)) is None:
                 continue
             where = f"the race on {counted(ranks, 'rank')}"
-            if not self.covers(ranks, labels):
-                notes += _without(race, where, labels)
-            elif race.plan.rounds < LEAST_ROUNDS:
+            compares = self.compares(ranks, labels)
+            notes += _without(race, where, labels, compares=compares)
+            if compares and race.plan.rounds < LEAST_ROUNDS:
                 notes.append(
                     f"{where.capitalize()} had {counted(race.plan.rounds, 'round')}, too few for intervals "
                     f"({LEAST_ROUNDS} are needed): which differences are chance is not known."
@@ -66,7 +67,7 @@ class ShownRaces:
         return tuple(
             _described(race)
             for ranks, race in sorted(self.races.items())
-            if compared.get(ranks) and self.covers(ranks, compared[ranks])
+            if self.compares(ranks, compared.get(ranks, ()))
         )
 
 
@@ -83,20 +84,26 @@ def read_races(out: Path) -> ShownRaces:
     return ShownRaces(races, tuple(problems))
 
 
-def _without(race: RaceRecord, where: str, labels: Mapping[str, str]) -> list[str]:
-    """Say which settings a race cannot compare with the others, and why not."""
+def _without(race: RaceRecord, where: str, labels: Mapping[str, str], *, compares: bool) -> list[str]:
+    """Say which settings a race cannot compare with the others, why not, and what stands for their speed.
+
+    Args:
+        compares: the race compares the others.
+    """
+    so = "So speeds are those of the runs, which followed one another."
+    if compares:
+        so = "So its speed is that of its own run, and is compared with none of those that raced."
     raced = {setting.name for setting in race.plan.settings}
     reasons = {name: race.plan.left_out.get(name, "it was added since") for name in labels}
     return [
-        f"{capital(labels[name])} took no part in {where}: {reason}. So speeds are those of the runs, which "
-        "followed one another."
+        f"{capital(labels[name])} took no part in {where}: {reason}. {so}"
         for name, reason in reasons.items()
         if name not in raced
     ]
 
 
 def _described(race: RaceRecord) -> str:
-    steps = [segment.steps for segment in race.segments if segment.round]
+    steps = [turn.steps for turn in race.turns if turn.round]
     turns = f"{min(steps)}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
     text = (
         f"Race on {counted(race.plan.ranks, 'rank')}, begun {race.begun[:16].replace('T', ' ')} UTC: "

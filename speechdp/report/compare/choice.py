@@ -13,7 +13,7 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.choice import accurate_enough, several_tasks
 from speechdp.report.kit.same_machine import machine_warning
-from speechdp.report.kit.speeds import all_raced, by_speed, choose_fastest, ratio_text, speed_phrase
+from speechdp.report.kit.speeds import any_raced, choose_fastest, ratio_text, speed_phrase
 
 #: Seeds that a claim needs.
 CLAIM_SEEDS = 3
@@ -46,15 +46,14 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
         if rows:
             best = max(rows, key=lambda group: group.score or 0.0)
             accurate = accurate_enough(rows, best, _tolerance(best))
-            speed = by_speed(rows, _speed)
-            fastest, alike = choose_fastest(accurate, speed)
+            fastest, alike = choose_fastest(accurate, _speed)
             unsure |= {ranks} if alike else set()
-            suffices = one_rank is not None and _suffices(one_rank, max(accurate, key=speed), rows, best)
+            suffices = one_rank is not None and _suffices(one_rank, [fastest, *alike], rows, best)
             chosen[ranks] = one_rank if one_rank is not None and suffices else fastest
             details += _sentences(fastest, best, rows, one_rank)
             details += _not_told_apart(fastest, alike)
             details += _at_equal_time(ranks, fastest, groups)
-    raced = all_raced([group for group in groups if group.ranks > 1 and group.figures])
+    raced = any_raced(groups)
     machine = _machine(groups, raced=raced)
     cautions = tuple(filter(None, (machine if raced else "", *of_races, *_cautions(groups))))
     warning = "" if raced else machine
@@ -67,9 +66,9 @@ def rule_for(groups: Sequence[Group]) -> str:
     terms = group_terms(groups)
     words = ", and whose 95 % interval of the word error rate overlaps that of the lowest one"
     speed = f"{terms.amount}/s{' at equal frames' if 'epochs' in terms.kind.measures else ''}"
-    if any(group.raced is not None for group in groups):
-        by_runs = "" if all_raced([group for group in groups if group.ranks > 1 and group.figures]) else speed
-        elsewhere = f"; {by_runs} where not all raced" if by_runs else ""
+    if any_raced(groups):
+        all_raced = all(group.raced for group in groups if group.ranks > 1 and group.figures)
+        elsewhere = "" if all_raced else f"; {speed} where none that is accurate enough raced"
         speed = f"by the race; of strategies that it cannot tell apart, the most accurate{elsewhere}"
     alone = "" if _one_rank(groups) is None else "; one rank where it is as fast and as near to the best"
     return (
@@ -85,24 +84,24 @@ def _one_rank(groups: Sequence[Group]) -> Group | None:
     return next((group for group in found if _speed(group) and group.score is not None), None)
 
 
-def _suffices(one_rank: Group, fastest: Group, rows: Sequence[Group], best: Group) -> bool:
+def _suffices(one_rank: Group, fastest: Sequence[Group], rows: Sequence[Group], best: Group) -> bool:
     """Say whether one rank is as fast as the fastest on several, and as accurate by the same rule."""
     accurate = accurate_enough([*rows, one_rank], best, _tolerance(best))
-    is_as_fast = _times_one_rank(fastest, one_rank) <= 1
+    is_as_fast = all(_times_one_rank(group, one_rank) <= 1 for group in fastest)
     return is_as_fast and any(group is one_rank for group in accurate)
 
 
 def _times_one_rank(group: Group, one_rank: Group) -> float:
     """Return how many times as fast as one rank a strategy is: by the race, where one rank took part."""
     if group.raced is not None and group.alone is not None:
-        return group.raced.ratio / group.alone.ratio
+        return group.raced.over(group.alone).ratio
     return _speed(group) / _speed(one_rank)
 
 
 def _is_like_one_rank(group: Group) -> bool:
-    """Return whether the intervals of a strategy and of one rank in its race overlap."""
+    """Return whether its race cannot tell a strategy from one rank."""
     speed, alone = group.raced, group.alone
-    if speed is None or alone is None or speed.low is None:
+    if speed is None or alone is None or speed.interval is None:
         return False
     return not speed.is_apart_from(alone)
 
@@ -132,6 +131,7 @@ def _headline(chosen: dict[int, Group], unsure: set[int], groups: Sequence[Group
     if not chosen:
         return "No strategy has finished on more than one rank, so there is nothing to choose from yet."
     keeps = group_terms(groups).keeps
+    of = ", of those that raced" if _some_did_not_race(chosen, groups) else ""
     alone = [ranks for ranks, group in chosen.items() if group.ranks == 1]
     by_label: dict[str, list[int]] = {}
     for ranks, group in chosen.items():
@@ -146,16 +146,28 @@ def _headline(chosen: dict[int, Group], unsure: set[int], groups: Sequence[Group
         text = f"Only {next(iter(by_label))} was trained on several ranks: there is no choice to make."
     elif len(by_label) == 1:
         label, sizes = next(iter(by_label.items()))
-        text = f"Choose {label}: on {_listed(sizes)} ranks it is the fastest strategy that {keeps}."
+        text = f"Choose {label}: on {_listed(sizes)} ranks it is the fastest strategy that {keeps}{of}."
         if unsure & set(sizes):
-            text = f"Choose {label}: on {_listed(sizes)} ranks none that {keeps} is known to be faster."
+            none = f"none that {keeps}{of}{',' if of else ''} is known to be faster"
+            text = f"Choose {label}: on {_listed(sizes)} ranks {none}."
     else:
         parts = [f"{label} on {_listed(sizes)}" for label, sizes in by_label.items()]
         fastest = "None is known to be faster of those that" if unsure & {*chosen} else "The fastest that"
-        text = f"It depends on the number of ranks. {fastest} {keeps}: {'; '.join(parts)} ranks."
+        text = f"It depends on the number of ranks. {fastest} {keeps}{of}: {'; '.join(parts)} ranks."
     if alone:
         text += f" Do not use {_listed(alone)} ranks: one rank alone {keeps}, too, and is as fast."
     return text
+
+
+def _some_did_not_race(chosen: dict[int, Group], groups: Sequence[Group]) -> bool:
+    """Return whether somewhere a choice was made by a race that others on as many ranks took no part in."""
+    return any(
+        group.raced is None and bool(group.figures)
+        for ranks, choice in chosen.items()
+        if choice.raced is not None
+        for group in groups
+        if group.ranks == ranks
+    )
 
 
 def _sentences(fastest: Group, best: Group, rows: Sequence[Group], one_rank: Group | None) -> list[str]:

@@ -80,7 +80,7 @@ class Group:
         runs: one a seed, unfinished and failed ones included.
         figures: of the finished ones.
         word_errors: means of rate and interval over seeds.
-        raced: its speed by the race on as many ranks; None: not all strategies there took part.
+        raced: its speed by the race on as many ranks; None: it took no part, or there was none.
         alone: that of one rank in the same race.
     """
 
@@ -180,7 +180,7 @@ def make_groups(comparison: Comparison, target: float | None) -> list[Group]:
     order = sorted(keys, key=lambda key: (MODES.index(key[0]), key[1], given.index(key[2])))
     groups = [_group(key, keys[key], target) for key in order]
     for ranks, labels in compared_by_race(groups).items():
-        if comparison.races.covers(ranks, labels):
+        if comparison.races.compares(ranks, labels):
             groups = _with_race(groups, ranks, comparison.races.speeds(ranks))
     return groups
 

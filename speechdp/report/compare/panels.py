@@ -18,7 +18,7 @@ from speechdp.report.kit.canvas import Canvas, dashes, style_axes
 from speechdp.report.kit.formatting import ONE_RANK_LABEL
 from speechdp.report.kit.learning import curve_points, learning_axes
 from speechdp.report.kit.periods import PeriodCurve, draw_periods, period_units
-from speechdp.report.kit.speeds import all_raced, ratio_text
+from speechdp.report.kit.speeds import any_raced, ranked, ratio_text
 from speechdp.report.kit.svg import Panel
 from speechdp.report.kit.theme import Theme
 
@@ -89,7 +89,8 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
     shown = [group for group in groups if group.ranks == ranks and group.frames_per_s and group.scores]
     if not shown:
         return False
-    terms, raced = group_terms(groups), all_raced(shown)
+    shown = ranked(shown)  # a run's throughput has no place on an axis of ratios
+    terms, raced = group_terms(groups), any_raced(shown)
     style_axes(ax, f"{ranks} ranks: {terms.short_name} by speed", terms.metric.unit, canvas.theme)
     for group in shown:
         assert group.frames_per_s is not None and group.scores is not None
@@ -133,8 +134,8 @@ def _speed(group: Group, *, raced: bool) -> float:
 def _draw_interval(ax: Axes, group: Group, colour: str) -> None:
     """Draw the interval of a raced speed through the mean of the scores."""
     speed, scores = group.raced, group.scores
-    if speed is not None and scores is not None and speed.low is not None and speed.high is not None:
-        ax.plot([speed.low, speed.high], [scores.mean] * 2, color=colour, linewidth=2, alpha=0.45, zorder=3)
+    if speed is not None and scores is not None and speed.interval is not None:
+        ax.plot(speed.interval, [scores.mean] * 2, color=colour, linewidth=2, alpha=0.45, zorder=3)
 
 
 def draw_staleness(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) -> bool:

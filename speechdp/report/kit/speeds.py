@@ -1,4 +1,4 @@
-"""Which of several settings is the fastest: by their race where all took part, else by their runs."""
+"""Which of several settings is the fastest: by their race those that took part in one, else by their runs."""
 
 from __future__ import annotations
 
@@ -26,58 +26,72 @@ class Raced(Protocol):
 Row = TypeVar("Row", bound=Raced)
 
 
-def all_raced(rows: Sequence[Raced]) -> bool:
-    """Return whether speeds are compared by a race: all settings took part in one."""
-    return bool(rows) and all(row.raced is not None for row in rows)
+def any_raced(rows: Sequence[Raced]) -> bool:
+    """Return whether a race compares some of the rows: speeds are attached only where it compares several."""
+    return any(row.raced is not None for row in rows)
 
 
-def by_speed(rows: Sequence[Row], of_runs: Callable[[Row], float]) -> Callable[[Row], float]:
-    """Return what is larger the faster one of the rows is.
+def ranked(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that are compared by their speed: those that raced, else all, by their runs.
+
+    A row's ratio in a race and the throughput of another's run are never compared.
+    """
+    return [row for row in rows if row.raced is not None] or list(rows)
+
+
+def choose_fastest(rows: Sequence[Row], of_runs: Callable[[Row], float]) -> tuple[Row, list[Row]]:
+    """Return the row to choose of those that are ranked, and those whose speed cannot be told from its.
+
+    The most accurate is chosen of those than which no row is known to be faster.
 
     Args:
         of_runs: the throughput of a row's own runs.
     """
-    if not all_raced(rows):
-        return of_runs
-    return lambda row: 0.0 if row.raced is None else row.raced.ratio
-
-
-def not_apart(rows: Sequence[Row], fastest: Row) -> list[Row]:
-    """Return the other rows whose speed the race cannot tell from the fastest's; none without intervals."""
-    own = fastest.raced
-    if own is None or own.low is None:
-        return []
-    others = [row for row in rows if row is not fastest]
-    return [row for row in others if row.raced is not None and not own.is_apart_from(row.raced)]
-
-
-def choose_fastest(rows: Sequence[Row], speed: Callable[[Row], float]) -> tuple[Row, list[Row]]:
-    """Return the row to choose, and those whose speed cannot be told from its.
-
-    The most accurate is chosen of the fastest and those than which no row is known to be faster: one whose
-    interval overlaps that of the fastest, but lies below that of another row, is not among them.
-    """
-    fastest = max(rows, key=speed)
-    alike = [fastest, *not_apart(rows, fastest)]
-    alike = [row for row in alike if not any(_is_faster(other, row) for other in rows)]
-    chosen = max(alike, key=lambda row: row.score or 0.0)
+    candidates = ranked(rows)
+    fastest = _first(candidates, of_runs)
+    if not _has_interval(fastest):
+        return fastest, []
+    # Each of a circle of rows might be known to be faster than the next, if hardly ever.
+    alike = [row for row in candidates if not any(_is_faster(other, row, of_runs) for other in candidates)]
+    chosen = max(alike or [fastest], key=lambda row: row.score or 0.0)
     return chosen, [row for row in alike if row is not chosen]
 
 
-def _is_faster(one: Raced, other: Raced) -> bool:
-    """Return whether the race tells that one row is faster than the other."""
+def faster_than(chosen: Row, rows: Sequence[Row], of_runs: Callable[[Row], float]) -> Row | None:
+    """Return the fastest of the rows that are compared with the chosen one; None: not known to be faster.
+
+    Args:
+        of_runs: as in choose_fastest.
+    """
+    fastest = _first([row for row in rows if (row.raced is None) == (chosen.raced is None)], of_runs)
+    return fastest if _is_faster(fastest, chosen, of_runs) else None
+
+
+def _first(rows: Sequence[Row], of_runs: Callable[[Row], float]) -> Row:
+    """Return the row with the largest ratio of the race, or of rows that did not race the fastest run's."""
+    return max(rows, key=lambda row: of_runs(row) if row.raced is None else row.raced.ratio)
+
+
+def _is_faster(one: Row, other: Row, of_runs: Callable[[Row], float]) -> bool:
+    """Return whether a row is faster than another that is compared with it: known to be, by a race."""
     if one.raced is None or other.raced is None:
-        return False
-    return one.raced.ratio > other.raced.ratio and one.raced.is_apart_from(other.raced)
+        return of_runs(one) > of_runs(other)
+    if not _has_interval(one):
+        return one.raced.over(other.raced).ratio > 1
+    return one.raced.is_faster_than(other.raced)
+
+
+def _has_interval(row: Raced) -> bool:
+    return row.raced is not None and row.raced.interval is not None
 
 
 def ratio_text(speed: RacedSpeed | None) -> str:
     """Write a ratio and its interval: `1.41 [1.38, 1.44]`."""
     if speed is None:
         return formatting.MISSING
-    if speed.low is None or speed.high is None:
+    if speed.interval is None:
         return formatting.times(speed.ratio)
-    low, high = formatting.times(speed.low), formatting.times(speed.high)
+    low, high = map(formatting.times, speed.interval)
     return f"{formatting.times(speed.ratio)} [{low}, {high}]"
 
 
@@ -91,14 +105,22 @@ def speed_phrase(speed: RacedSpeed, name: str, baseline: str) -> str:
 
 RACED_SPEED: Column[Any] = Column(
     "raced_speed", "raced speed", "times",
-    "Frames/s over the baseline's in the same round of the race, median and 95 % interval.",
+    "Frames/s over the baseline's in the same round of the race, median and 95 % interval; empty for "
+    "settings that did not race.",
     lambda row: None if row.raced is None else row.raced.ratio, formatting.times,
     cell=lambda row: ratio_text(row.raced).replace(" ", "\u00a0"),
 )  # fmt: skip
+
+
+def _end_of_interval(end: int) -> Callable[[Raced], float | None]:
+    def value(row: Raced) -> float | None:
+        interval = None if row.raced is None else row.raced.interval
+        return None if interval is None else interval[end]
+
+    return value
+
+
 RACED_LOW, RACED_HIGH = (
-    replace(RACED_SPEED, key=f"raced_speed_{end}", value=value, cell=None)
-    for end, value in (
-        ("low", lambda row: None if row.raced is None else row.raced.low),
-        ("high", lambda row: None if row.raced is None else row.raced.high),
-    )
+    replace(RACED_SPEED, key=f"raced_speed_{name}", value=_end_of_interval(end), cell=None)
+    for end, name in enumerate(("low", "high"))
 )

@@ -252,6 +252,8 @@ def sweep_figures(sweep: Sweep, target: float | None) -> list[RunFigures]:
 def with_race(rows: Sequence[RunFigures], speeds: Mapping[str, RacedSpeed]) -> list[RunFigures]:
     """Return the rows with the speeds of their race, speed-ups over one rank by it where that raced too.
 
+    Then a row that did not race has no speed-up: beside the others', that of its run would mislead.
+
     Args:
         speeds: by the names of the runs.
     """
@@ -260,9 +262,11 @@ def with_race(rows: Sequence[RunFigures], speeds: Mapping[str, RacedSpeed]) -> l
 
 
 def _with_speed(row: RunFigures, speed: RacedSpeed | None, alone: RacedSpeed | None) -> RunFigures:
-    if speed is None or alone is None or not row.run.size:
+    if alone is None or not row.run.size:
         return replace(row, raced=speed)
-    speedup = speed.ratio / alone.ratio
+    if speed is None:
+        return replace(row, speedup=None, efficiency=None)
+    speedup = speed.over(alone).ratio
     return replace(row, raced=speed, speedup=speedup, efficiency=speedup / row.run.size)
 
 

@@ -13,33 +13,41 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class RacedSpeed:
-    """A setting's frames/s over the baseline's in the same round: the median over rounds.
+    """A setting's frames/s over the baseline's in the same round.
+
+    Two settings are compared directly, round by round, not by whether their intervals overlap: what disturbed
+    the baseline's turns cancels in the ratio of the two.
 
     Attributes:
-        ratio: the median.
-        low, high: its 95 % interval; None where there were too few rounds for one.
-        rounds: that counted.
-        baseline: name of the setting that it is a ratio to.
+        ratios: one a round, in the order of the rounds; as many for all settings of a race.
+        baseline: name of the setting that they are ratios to.
     """
 
-    ratio: float
-    low: float | None
-    high: float | None
-    rounds: int
+    ratios: tuple[float, ...]
     baseline: str
 
-    @classmethod
-    def of(cls, ratios: Sequence[float], baseline: str) -> RacedSpeed:
-        """Return the speed of ratios, one a round."""
-        interval = median_interval(ratios)
-        low, high = (None, None) if interval is None else interval
-        return cls(median(ratios), low, high, len(ratios), baseline)
+    @property
+    def ratio(self) -> float:
+        """Median over the rounds."""
+        return median(self.ratios)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95 % interval of the median; None where there were too few rounds for one."""
+        return median_interval(self.ratios)
+
+    def over(self, other: RacedSpeed) -> RacedSpeed:
+        """Return it as ratios to another setting of the same race, of whose name nothing is known here."""
+        return RacedSpeed(tuple(own / its for own, its in zip(self.ratios, other.ratios, strict=True)), "")
+
+    def is_faster_than(self, other: RacedSpeed) -> bool:
+        """Return whether the race tells that it is faster: the ratio's interval lies above 1."""
+        interval = self.over(other).interval
+        return interval is not None and interval[0] > 1
 
     def is_apart_from(self, other: RacedSpeed) -> bool:
-        """Return whether the intervals do not overlap."""
-        if self.low is None or self.high is None or other.low is None or other.high is None:
-            return False
-        return self.low > other.high or other.low > self.high
+        """Return whether the race tells which of the two is faster: the ratio's interval does not hold 1."""
+        return self.is_faster_than(other) or other.is_faster_than(self)
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from speechdp.report.kit import formatting
@@ -11,10 +11,9 @@ from speechdp.report.kit.choice import accurate_enough
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.same_machine import machine_warning
 from speechdp.report.kit.speeds import (
-    all_raced,
-    by_speed,
+    any_raced,
     choose_fastest,
-    not_apart,
+    faster_than,
     ratio_text,
     speed_phrase,
 )
@@ -64,12 +63,11 @@ def find_answer(rows: Sequence[RunFigures], of_race: tuple[str, ...] = ()) -> Sw
         return _without_comparison(rows, finished, cautions)
     best = max(comparable, key=lambda row: row.score or 0.0)
     eligible = accurate_enough(comparable, best, metric.near_enough(best.score or 0.0))
-    raced = all_raced(comparable)
-    rate = by_speed(comparable, _rate)
-    chosen, alike = choose_fastest(eligible, rate)
-    details = _comparison(comparable, chosen, best, rate, labels)
+    raced = any_raced(comparable)
+    chosen, alike = choose_fastest(eligible, _rate)
+    details = _comparison(comparable, chosen, best, labels)
     if chosen.run.model_period is None:
-        details.append(_best_period(comparable, eligible, rate, labels))
+        details.append(_best_period(comparable, eligible, labels))
     warning = machine_warning((row.run for row in comparable), labels, raced=raced)
     return SweepAnswer(
         _headline(chosen, alike, comparable, labels),
@@ -95,8 +93,11 @@ def rule_for(rows: Sequence[RunFigures]) -> str:
     """Return the rule of the choice, in the terms of the runs' task."""
     terms = terms_of(row.run for row in rows)
     tie = ""
-    if all_raced(comparable_rows(rows)):
+    comparable = comparable_rows(rows)
+    if any_raced(comparable):
         tie = " Speed is that of the race; of settings that it cannot tell apart, the most accurate."
+        if not all(row.raced for row in comparable):
+            tie += " A setting that did not race is chosen only where none that raced is accurate enough."
     near = (
         f"Rule: the fastest finished run whose final {terms.metric.name} is within {terms.tolerance()} of the"
     )
@@ -157,21 +158,25 @@ def _headline(
         return f"{label}: {_speed(chosen)}, with {_accuracy(chosen)}."
     keeps = terms_of(row.run for row in rows).keeps
     figures = f"{_speed(chosen, labels)}, with {_accuracy(chosen)}."
+    kind = _kind(chosen, rows)
     if not alike:
-        return f"{label} is the fastest setting that {keeps}: {figures}"
+        return f"{label} is the fastest {kind} that {keeps}: {figures}"
     others = ", ".join(f"{labels[row.run.name]} ({ratio_text(row.raced)})" for row in alike)
     return (
-        f"No setting that {keeps} is known to be faster than {name}: {figures} Its speed cannot be told "
+        f"No {kind} that {keeps} is known to be faster than {name}: {figures} Its speed cannot be told "
         f"apart from that of {others}."
     )
 
 
+def _kind(chosen: RunFigures, rows: Sequence[RunFigures], noun: str = "setting") -> str:
+    """Name what a row was chosen of, which is not all where only some of the rows raced."""
+    if chosen.raced is None or all(row.raced for row in rows):
+        return noun
+    return f"raced {noun}"
+
+
 def _comparison(
-    rows: Sequence[RunFigures],
-    chosen: RunFigures,
-    best: RunFigures,
-    rate: Callable[[RunFigures], float],
-    labels: dict[str, str],
+    rows: Sequence[RunFigures], chosen: RunFigures, best: RunFigures, labels: dict[str, str]
 ) -> list[str]:
     sentences: list[str] = []
     if len(rows) == 1:
@@ -184,8 +189,7 @@ def _comparison(
             f"The {terms.best} {terms.metric.name} is that of {labels[best.run.name]}: "
             f"{_accuracy(best)}, at {_short_speed(best, labels)}."
         )
-    fastest = max(rows, key=rate)
-    if fastest is not chosen and not any(fastest is row for row in not_apart(rows, chosen)):
+    if (fastest := faster_than(chosen, rows, _rate)) is not None:
         assert fastest.score is not None
         assert best.score is not None
         behind = terms.gap(fastest.score, best.score)
@@ -198,12 +202,7 @@ def _comparison(
     return sentences
 
 
-def _best_period(
-    rows: Sequence[RunFigures],
-    eligible: Sequence[RunFigures],
-    rate: Callable[[RunFigures], float],
-    labels: dict[str, str],
-) -> str:
+def _best_period(rows: Sequence[RunFigures], eligible: Sequence[RunFigures], labels: dict[str, str]) -> str:
     """Say which period is the best where a run without one was chosen."""
     if all(row.run.model_period is None for row in rows):
         return ""
@@ -211,11 +210,11 @@ def _best_period(
     fitting = [row for row in eligible if row.run.model_period is not None]
     if not fitting:
         return f"No averaging period {keeps}."
-    fastest, alike = choose_fastest(fitting, rate)
-    label = labels[fastest.run.name]
-    claim = f"{formatting.capital(label)} is the fastest averaging period that {keeps}"
+    fastest, alike = choose_fastest(fitting, _rate)
+    label, kind = labels[fastest.run.name], _kind(fastest, fitting, "averaging period")
+    claim = f"{formatting.capital(label)} is the fastest {kind} that {keeps}"
     if alike:
-        claim = f"No averaging period that {keeps} is known to be faster than {label}"
+        claim = f"No {kind} that {keeps} is known to be faster than {label}"
     return f"{claim}: {_speed(fastest, labels)}, with {_accuracy(fastest)}."
 
 

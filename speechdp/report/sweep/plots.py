@@ -14,7 +14,7 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.canvas import Canvas, style_axes
 from speechdp.report.kit.learning import curve_points, learning_axes
 from speechdp.report.kit.metric_names import Terms, terms_of
-from speechdp.report.kit.speeds import all_raced
+from speechdp.report.kit.speeds import any_raced
 from speechdp.report.runs.derived import RunFigures
 from speechdp.report.runs.results import Evaluation
 
@@ -40,8 +40,7 @@ def _wer_interval(row: RunFigures) -> tuple[float, float] | None:
 
 
 def _race_interval(row: RunFigures) -> tuple[float, float] | None:
-    speed = row.raced
-    return None if speed is None or speed.low is None or speed.high is None else (speed.low, speed.high)
+    return None if row.raced is None else row.raced.interval
 
 
 WORD_ERRORS = PlotMeasure(
@@ -54,9 +53,8 @@ WORD_ERRORS = PlotMeasure(
 
 
 def throughput_measure(rows: Sequence[RunFigures]) -> PlotMeasure:
-    """Return the speed by the race where all took part in it; else the throughput of the runs."""
-    compared = [row for row in rows if not row.run.is_baseline]
-    if all_raced(compared):
+    """Return the speed by the race, where there was one, of those that raced; else the runs' throughput."""
+    if any_raced(rows):
         return PlotMeasure(
             "Speed by the race, 95 % interval",
             "times the baseline",

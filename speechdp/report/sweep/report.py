@@ -77,8 +77,7 @@ def write_report(out_dir: Path, target: float | None = None, metric: str = "") -
     sizes = {run.size for run in sweep.runs if not run.is_baseline and run.size}
     compared = {size: {name: labels[name] for name in names} for size in sizes if names and len(sizes) == 1}
     for size in compared:
-        # A race of some of the settings compares them with none of the others.
-        rows = with_race(rows, races.speeds(size)) if races.covers(size, names) else rows
+        rows = with_race(rows, races.speeds(size)) if races.compares(size, names) else rows
     answer, panels = find_answer(rows, races.cautions(compared)), make_panels(rows)
     tables = _make_tables(rows, answer.chosen, until)
     more = (*CSV_COLUMNS, *(SPEECH_COLUMNS if "speech" in tables else ()))

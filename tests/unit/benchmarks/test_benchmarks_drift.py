@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,17 @@ from speechdp.report.runs.raced import RacedSpeed
 from tests.helpers.races import made_up_race, write_made_up_race
 from tests.helpers.runs import realistic_sweep, write_sweep
 
+#: What rounds differ from the median by.
+GAPS = [place / 500 - 0.011 for place in range(12)]
 RATIOS = {"gradient_averaging": 1.0, "slow": 0.9, "fast": 1.3, "as fast": 1.302}
 
 
 def speeds(of_runs: dict[str, float] | None = None, **changes: float) -> Speeds:
     ratios = {**RATIOS, **{name.replace("_fast", " fast"): ratio for name, ratio in changes.items()}}
     raced = {
-        name: RacedSpeed(ratio, ratio - 0.01, ratio + 0.01, 12, "gradient_averaging")
+        name: RacedSpeed(
+            tuple(ratio + gap for gap in random.Random(name).sample(GAPS, 12)), "gradient_averaging"
+        )
         for name, ratio in ratios.items()
     }
     return Speeds(raced, of_runs or ratios)

@@ -15,7 +15,7 @@ import pytest
 
 from speechdp.report.compare.report import write_comparison as write_comparison_report
 from speechdp.report.kit.pages import WrittenReport
-from speechdp.report.kit.speeds import by_speed, choose_fastest
+from speechdp.report.kit.speeds import choose_fastest, faster_than
 from speechdp.report.runs.raced import LEAST_ROUNDS, RacedSpeed, median_interval
 from speechdp.report.sweep.report import write_report
 from tests.helpers.comparisons import MadeUpStrategy, write_comparison
@@ -70,16 +70,42 @@ def test_the_interval_is_as_narrow_as_it_may_be() -> None:
 def test_fewer_rounds_have_no_interval_and_tell_nothing_apart() -> None:
     assert median_interval([1.0] * (LEAST_ROUNDS - 1)) is None
     assert median_interval([1.0] * LEAST_ROUNDS) == (1.0, 1.0)
-    few, many = RacedSpeed.of([1.0] * 5, "b"), RacedSpeed.of([2.0] * 12, "b")
-    assert (few.ratio, few.low) == (1.0, None)
-    assert not few.is_apart_from(many) and not many.is_apart_from(few)
+    few, fast = RacedSpeed((1.0,) * 5, "b"), RacedSpeed((2.0,) * 5, "b")
+    assert (few.ratio, few.interval) == (1.0, None)
+    assert not few.is_apart_from(fast) and not fast.is_faster_than(few)
 
 
-def test_settings_are_apart_where_intervals_do_not_overlap() -> None:
-    slow, fast = RacedSpeed(1.1, 1.0, 1.2, 12, "b"), RacedSpeed(1.3, 1.21, 1.4, 12, "b")
-    touching = RacedSpeed(1.15, 1.1, 1.21, 12, "b")
+def test_settings_are_compared_within_their_rounds() -> None:
+    """What disturbs the baseline's turns widens both intervals, and does not make the two alike."""
+    slow = RacedSpeed((1.0, 1.5, 1.1, 1.4, 1.2, 1.3, 0.9, 1.6, 1.0, 1.5, 1.1, 1.4), "b")
+    fast = RacedSpeed(tuple(1.01 * ratio for ratio in slow.ratios), "b")
+    assert slow.interval is not None and fast.interval is not None
+    assert fast.interval[0] < slow.interval[1]  # they overlap
     assert slow.is_apart_from(fast) and fast.is_apart_from(slow)
-    assert not touching.is_apart_from(fast) and not slow.is_apart_from(touching)
+    assert fast.is_faster_than(slow) and not slow.is_faster_than(fast)
+    assert fast.over(slow).ratio == pytest.approx(1.01)
+
+
+def test_settings_that_are_as_fast_are_told_apart_in_5_of_100_races() -> None:
+    """Whatever the machine and the baseline do meanwhile."""
+    drawn, apart = random.Random(3), 0
+    for _ in range(1_000):
+        disturbed = [drawn.lognormvariate(0, 0.3) for _ in range(12)]
+        one, other = (
+            RacedSpeed(tuple(value * drawn.gauss(1.0, 0.02) for value in disturbed), "b") for _ in range(2)
+        )
+        apart += one.is_apart_from(other)
+    assert apart <= 70  # 39 on average; the level is 50, of which 3 standard deviations are 21
+
+
+def test_settings_are_apart_where_nearly_all_rounds_say_the_same() -> None:
+    """Of 6 rounds all must; of 12, ten."""
+    slow = RacedSpeed((1.0,) * 12, "b")
+    assert RacedSpeed((1.1,) * 10 + (0.9,) * 2, "b").is_apart_from(slow)
+    assert not RacedSpeed((1.1,) * 9 + (0.9,) * 3, "b").is_apart_from(slow)
+    assert not slow.is_apart_from(slow)
+    assert RacedSpeed((1.1,) * 6, "b").is_apart_from(RacedSpeed((1.0,) * 6, "b"))
+    assert not RacedSpeed((1.1,) * 5 + (1.0,), "b").is_apart_from(RacedSpeed((1.0,) * 6, "b"))
 
 
 @dataclass(frozen=True)
@@ -88,15 +114,47 @@ class Row:
     score: float | None
 
 
+#: The fastest in 7 rounds and the slowest in 5; the other two are always in the same order.
+FASTEST = Row(RacedSpeed((1.3,) * 7 + (1.0,) * 5, "b"), -1.02)
+SECOND = Row(RacedSpeed((1.2,) * 12, "b"), -1.01)
+ACCURATE = Row(RacedSpeed((1.1,) * 12, "b"), -1.0)
+#: The throughput of their runs, and of one that did not race.
+OF_RUNS = {-1.02: 50.0, -1.01: 60.0, -1.0: 70.0, -0.9: 90.0}
+
+
+def of_runs(row: Row) -> float:
+    return OF_RUNS[row.score or 0.0]
+
+
 def test_none_is_chosen_than_which_another_is_known_to_be_faster() -> None:
-    """All three overlap with the fastest; the most accurate of them is slower than the second."""
-    fastest = Row(RacedSpeed(1.3, 1.1, 1.5, 12, "b"), -1.02)
-    second = Row(RacedSpeed(1.25, 1.2, 1.3, 12, "b"), -1.01)
-    accurate = Row(RacedSpeed(1.1, 1.0, 1.15, 12, "b"), -1.0)
-    rows = [fastest, second, accurate]
-    assert choose_fastest(rows, by_speed(rows, lambda row: 0.0)) == (second, [fastest])
-    rows = [fastest, accurate]
-    assert choose_fastest(rows, by_speed(rows, lambda row: 0.0)) == (accurate, [fastest])
+    """None of the two can be told from the fastest; the most accurate is slower than the second."""
+    assert choose_fastest([FASTEST, SECOND, ACCURATE], of_runs) == (SECOND, [FASTEST])
+    assert choose_fastest([FASTEST, ACCURATE], of_runs) == (ACCURATE, [FASTEST])
+    assert faster_than(ACCURATE, [FASTEST, ACCURATE], of_runs) is None  # that has the larger median
+    assert faster_than(ACCURATE, [SECOND, ACCURATE], of_runs) == SECOND
+
+
+def test_a_run_is_not_compared_with_what_raced() -> None:
+    """Its throughput is larger than any ratio."""
+    did_not = Row(None, -0.9)
+    assert choose_fastest([did_not, SECOND, ACCURATE], of_runs) == (SECOND, [])
+    assert faster_than(SECOND, [did_not, SECOND], of_runs) is None
+    assert choose_fastest([did_not, Row(None, -1.0)], of_runs) == (did_not, [])
+    assert faster_than(did_not, [did_not, SECOND], of_runs) is None
+
+
+def test_few_rounds_choose_the_fastest() -> None:
+    rows = [Row(RacedSpeed((1.2,) * 3, "b"), -1.01), Row(RacedSpeed((1.1,) * 3, "b"), -1.0)]
+    assert choose_fastest(rows, of_runs) == (rows[0], [])
+    assert faster_than(rows[1], rows, of_runs) == rows[0]
+
+
+def test_nobody_is_left_out_where_each_is_known_to_be_slower_than_another() -> None:
+    """Six in a circle: each is ahead of the next in 10 of 12 rounds."""
+    rounds = [[(place - number) % 6 for place in range(6)] for number in range(6)] * 2
+    rows = [Row(RacedSpeed(tuple(2.0 - turns[n] / 10 for turns in rounds), "b"), -1.0) for n in range(6)]
+    assert all(faster_than(row, [rows[n - 1], row], of_runs) for n, row in enumerate(rows))
+    assert choose_fastest(rows, of_runs) == (rows[0], [])
 
 
 def test_ratios_of_a_round_do_not_drift_with_the_machine() -> None:
@@ -161,15 +219,37 @@ def test_few_rounds_and_settings_left_out_are_said(tmp_path: Path) -> None:
     partly = {name: speed for name, speed in SPEEDS.items() if name != "model_averaging-16"}
     reason = {"model_averaging-16": "its period is long"}
     report = raced_report(tmp_path / "partly", partly, left_out=reason)
-    assert "Period 16 took no part in the race on 2 ranks: its period is long." in " ".join(report.answer)
-    assert report.answer[0].startswith("Period 16 is the fastest setting")  # by the runs
-    assert "21,650 frames/s" in report.answer[0]
+    (caution,) = [sentence for sentence in report.answer if "took no part in the race" in sentence]
+    assert caution == (
+        "Period 16 took no part in the race on 2 ranks: its period is long. So its speed is that of its own "
+        "run, and is compared with none of those that raced."
+    )
+    # By the runs period 16 is the fastest, and its ratio in a race would be 1.21.
+    assert report.answer[0].startswith("Period 4 is the fastest raced setting that keeps the accuracy: 1.1")
 
 
-def test_a_race_from_before_a_setting_was_added_is_not_shown(tmp_path: Path) -> None:
+def test_a_setting_added_since_the_race_stands_beside_those_that_raced(tmp_path: Path) -> None:
     before = {name: speed for name, speed in SPEEDS.items() if name != "model_averaging-16"}
     report = raced_report(tmp_path, before)
     assert "Period 16 took no part in the race on 2 ranks: it was added since." in " ".join(report.answer)
+    page = report.html.read_text(encoding="utf-8")
+    assert 'id="race"' in page and "A setting that did not race is chosen only where" in page
+    row, raced = (
+        next(row for row in csv.DictReader(io.StringIO(report.csv.read_text())) if row["run"] == name)
+        for name in ("model_averaging-16", "model_averaging-4")
+    )
+    assert float(row["frames_per_s"]) > 0 and row["raced_speed"] == row["speedup"] == row["efficiency"] == ""
+    assert float(raced["speedup"]) == pytest.approx(1.11 / 0.70, rel=0.02)
+
+
+def test_a_race_that_only_one_of_the_settings_took_part_in_compares_none(tmp_path: Path) -> None:
+    report = raced_report(tmp_path, {"gradient_averaging": 1.0, "model_averaging-128": 1.2})
+    answer = " ".join(report.answer)
+    assert (
+        "Period 16 took no part in the race on 2 ranks: it was added since. So speeds are those of" in answer
+    )
+    assert report.answer[0].startswith("Period 16 is the fastest setting")  # by the runs
+    assert "21,650 frames/s" in report.answer[0]
     page = report.html.read_text(encoding="utf-8")
     assert 'id="race"' not in page and "aced speed" not in page
 
@@ -184,7 +264,7 @@ def test_what_was_left_out_and_is_not_compared_is_no_caution(tmp_path: Path) -> 
 def test_a_comparison_where_some_raced_says_by_what_it_chooses(tmp_path: Path) -> None:
     report = compared(tmp_path, {2: {"one-rank": 0.8, "gradient_averaging": 1.0, "bmuf:period=16": 1.4}})
     page = report.html.read_text(encoding="utf-8")
-    assert "the most accurate; frames/s at equal frames where not all raced)" in page
+    assert "the most accurate; frames/s at equal frames where none that is accurate enough raced)" in page
     assert "Race on 2 ranks" in page and "Race on 4 ranks" not in page
 
 
@@ -224,6 +304,27 @@ def compared(tmp_path: Path, speeds: dict[int, dict[str, float]], **changes: obj
         race = made_up_race(of, ranks=ranks, strategies=texts, **changes)  # type: ignore[arg-type]
         write_made_up_race(out, race)
     return write_comparison_report(out)
+
+
+def test_a_choice_of_those_that_raced_says_so(tmp_path: Path) -> None:
+    """By the runs elastic averaging is much the fastest."""
+    texts = {"gradient_averaging": 9_000.0, "bmuf:period=16": 8_000.0, "easgd": 20_000.0}
+    strategies = [MadeUpStrategy(text, speed) for text, speed in texts.items()]
+    out = write_comparison(tmp_path / "out", strategies, (1, 2), (1,), ("frames",))
+    speeds = {"one-rank": 0.8, "gradient_averaging": 1.0, "bmuf:period=16": 1.4}
+    race = made_up_race(
+        speeds,
+        strategies={"bmuf:period=16": "bmuf:period=16"},
+        left_out={"easgd": "what it exchanges changes"},
+    )
+    write_made_up_race(out, race)
+    report = write_comparison_report(out)
+    assert report.answer[0].startswith("Choose bmuf (period=16): on 2 ranks it is the fastest strategy that")
+    assert report.answer[0].endswith(", of those that raced.")
+    (caution,) = [sentence for sentence in report.answer if "took no part" in sentence]
+    assert "changes. So its speed is that of its own run, and is compared with none" in caution
+    found = {row["strategy"]: row for row in csv.DictReader(io.StringIO(report.csv.read_text()))}
+    assert found["easgd"]["raced_speed"] == ""
 
 
 def test_a_comparison_is_ranked_by_its_races(tmp_path: Path) -> None:
