@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from speechdp.errors import ConfigError
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.kit.formatting import seconds
-from speechdp.report.runs.raced import RacedSpeed
 from speechdp.simulation.exchanges import has_period, is_known
 
 #: Strategies that are tried where none are named; those with a period, with every one of PERIODS.
@@ -83,49 +82,36 @@ def settings_of(strategies: Sequence[StrategyChoice], periods: Sequence[int]) ->
     return tuple(found.values())
 
 
-class Speed(Protocol):
-    """How fast a setting is, in any unit, and the range in which that lies; a range of None is not known."""
-
-    @property
-    def low(self) -> float | None: ...
-
-    @property
-    def high(self) -> float | None: ...
+#: Of two settings, whether the first is surely faster; and how many times as fast it is.
+IsFaster: TypeAlias = Callable[[Setting, Setting], bool]
+Times: TypeAlias = Callable[[Setting, Setting], float]
 
 
-def too_slow(speeds: Mapping[Setting, Speed], means: Mapping[Setting, float], how: str) -> dict[Setting, str]:
+def too_slow(settings: Sequence[Setting], is_faster: IsFaster, times: Times, how: str) -> dict[Setting, str]:
     """Return which settings need not be trained, and why: exchanging less must be paid for in speed.
 
-    A setting is ruled out where it is surely slower than gradient averaging, which loses nothing, or where
-    another of its family exchanges more and is as fast within 2 %.
+    A setting is ruled out where gradient averaging, which loses nothing in learning, is surely faster, or
+    where another of its family exchanges more and is as fast within 2 %.  Only settings with equal batches
+    are compared.
 
     Args:
-        speeds: of settings with equal batches only the order counts.
-        means: of the same.
-        how: they were found, "predicted" or "raced".
+        how: speeds were found, "predicted" or "raced".
     """
     reasons: dict[Setting, str] = {}
-    by_batch: dict[int, list[Setting]] = {}
-    for setting in speeds:
-        by_batch.setdefault(setting.batch_size, []).append(setting)
-    for alike in by_batch.values():
+    for setting in sorted(settings, key=lambda one: one.looseness):
+        alike = [one for one in settings if one.batch_size == setting.batch_size and one not in reasons]
         reference = next((one for one in alike if one.strategy.text == REFERENCE), None)
-        for setting in sorted(alike, key=lambda one: one.looseness):
-            if setting is reference:
-                continue
-            tighter = [
-                one
-                for one in alike
-                if one.family == setting.family
-                and one.looseness < setting.looseness
-                and one not in reasons
-                and means[setting] < WORTH * means[one]
-            ]
-            high, low = speeds[setting].high, None if reference is None else speeds[reference].low
-            if high is not None and low is not None and high < low:
-                reasons[setting] = f"{how} to be slower than gradient averaging, which learns as much a frame"
-            elif tighter:
-                reasons[setting] = f"{how} to be no faster than {tighter[-1].name}, which exchanges more"
+        tighter = [
+            one
+            for one in alike
+            if one.family == setting.family
+            and one.looseness < setting.looseness
+            and times(setting, one) < WORTH
+        ]
+        if reference is not None and reference is not setting and is_faster(reference, setting):
+            reasons[setting] = f"{how} to be slower than gradient averaging, which learns as much a frame"
+        elif tighter:
+            reasons[setting] = f"{how} to be no faster than {tighter[-1].name}, which exchanges more"
     return reasons
 
 
@@ -281,8 +267,3 @@ def untold(names: Sequence[str], ends: Mapping[str, Finish]) -> tuple[str, ...]:
     """Return which settings cannot be told from the first of `names`: their runs' times overlap."""
     _, latest = ends[names[0]].range_s
     return tuple(name for name in names[1:] if ends[name].range_s[0] <= latest)
-
-
-def raced_means(speeds: Mapping[Setting, RacedSpeed]) -> dict[Setting, float]:
-    """Return the ratios of raced settings."""
-    return {setting: speed.ratio for setting, speed in speeds.items()}

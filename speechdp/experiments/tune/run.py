@@ -42,11 +42,12 @@ from speechdp.experiments.tune.record import (
 from speechdp.experiments.tune.training import MEASURED, RUNS, Measurement, TunedTraining, frames_per_step
 from speechdp.options.run import TrainOptions
 from speechdp.report.kit import formatting
-from speechdp.report.runs.raced import RacedSpeed
 from speechdp.simulation.exchanges import exchange_of, is_known
 from speechdp.simulation.predict import Interval, is_too_long, predict
 from speechdp.simulation.simulate import Request, scenario_of
 
+#: Share of the budget that the race takes at most, as far as its intervals allow.
+_RACE_SHARE = 0.25
 #: Settings that the halving ends with, and back-ends whose speeds differ by less are taken as equal.
 _LAST, _EQUAL = 2, 1.02
 
@@ -183,7 +184,12 @@ class Tuner:
                 own = replace(own, predicted=speed.mean, predicted_low=speed.low, predicted_high=speed.high)
             records.append(own)
         self._keep(stage=PREDICT, tried=tuple(records))
-        reasons = too_slow(shown, {one: speed.mean for one, speed in shown.items()}, "predicted")
+        reasons = too_slow(
+            list(shown),
+            lambda one, other: shown[one].low > shown[other].high,
+            lambda one, other: shown[one].mean / shown[other].mean,
+            "predicted",
+        )
         self._rule_out(PREDICT, {one.name: why for one, why in reasons.items()})
         self._add_batches()
         return backend
@@ -234,7 +240,7 @@ class Tuner:
                 "--strategies: a search needs two settings at least; name others, or --batch-sizes"
             )
         self._say(f"race: {counted(len(racing), 'setting')} in turn")
-        race = self._training.hold_race(racing, backend)
+        race = self._training.hold_race(racing, backend, _RACE_SHARE * self._request.budget_s)
         if not isinstance(race, RaceRecord):
             raise RunError(
                 f"{self._request.out}: the race of the settings failed: {race}; the same command tries again"
@@ -249,17 +255,22 @@ class Tuner:
         baseline = race.frames_per_s(race.plan.baseline)
         record = self._record
         for setting, speed in raced.items():
-            rate = speed.ratio * baseline
+            rate, (low, high) = speed.ratio * baseline, speed.interval or (None, None)
             record = record.with_setting(
                 setting.name,
                 ratio=speed.ratio,
-                ratio_low=speed.low,
-                ratio_high=speed.high,
+                ratio_low=low,
+                ratio_high=high,
                 frames_per_s=rate,
                 steps_per_s=rate / frames_per_step(race, setting),
             )
         self._record = record
-        reasons = too_slow(_with_sure(raced), {one: speed.ratio for one, speed in raced.items()}, "raced")
+        reasons = too_slow(
+            list(raced),
+            lambda one, other: raced[one].is_faster_than(raced[other]),
+            lambda one, other: raced[one].over(raced[other]).ratio,
+            "raced",
+        )
         self._rule_out(RACE, {one.name: why for one, why in reasons.items()})
         self._choose([max(self._record.left, key=lambda name: self._record.of(name).frames_per_s or 0.0)])
         return race
@@ -395,21 +406,6 @@ class Tuner:
         for name, why in behind.items():
             record = record.with_setting(name, why=why)
         self._record = record
-
-
-@dataclass(frozen=True)
-class _Sure:
-    """A raced speed as a range; the baseline, of which others are ratios, is exactly 1."""
-
-    low: float | None
-    high: float | None
-
-
-def _with_sure(raced: Mapping[Setting, RacedSpeed]) -> dict[Setting, _Sure]:
-    return {
-        one: _Sure(1.0, 1.0) if speed.baseline == one.name else _Sure(speed.low, speed.high)
-        for one, speed in raced.items()
-    }
 
 
 def _why_behind(end: Finish, best: Finish, name: str) -> str:

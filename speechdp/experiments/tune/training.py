@@ -19,12 +19,14 @@ from speechdp.experiments.compare.own_training import CompareRequest, OwnTrainin
 from speechdp.experiments.compare.plan import SEQUENTIAL, readable_name
 from speechdp.experiments.compare.training import log_of
 from speechdp.experiments.jobs import JobStarter
-from speechdp.experiments.race.plan import RacePlan, RaceSetting
+from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting, turn_steps
 from speechdp.experiments.race.record import RaceRecord, find_race, is_of
 from speechdp.experiments.tune.plan import Setting
 from speechdp.options.run import TrainOptions
+from speechdp.parallel.period import Period
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.folders import read_run
+from speechdp.report.runs.raced import LEAST_ROUNDS
 from speechdp.simulation.measured import MeasuredRun, measured_run
 
 MEASURED = "measure"
@@ -77,8 +79,7 @@ class TunedTraining(OwnTraining):
         """Train some steps with each of MEASURED_STRATEGIES; return what they show, or what went wrong."""
         runs, starts = [], []
         for text in MEASURED_STRATEGIES:
-            folder = f"{backend}-{text.partition(':')[0]}"
-            run_dir = (self._request.out / MEASURED / folder).absolute()
+            run_dir = self._measured_dir(backend, text)
             options = dataclasses.replace(
                 self._options(Setting(StrategyChoice(text)), backend, self._request.plan.seeds[0]),
                 max_steps=MEASURE_STEPS,
@@ -95,16 +96,21 @@ class TunedTraining(OwnTraining):
                 starts.append(_start_s(run_dir, time.monotonic() - begun_s))
         return Measurement(tuple(runs), min(starts, default=None))
 
-    def hold_race(self, settings: Sequence[Setting], backend: str) -> RaceRecord | str:
-        """Let settings race, unless they have; return the record, or what went wrong."""
+    def hold_race(self, settings: Sequence[Setting], backend: str, longest_s: float) -> RaceRecord | str:
+        """Let settings race, unless they have; return the record, or what went wrong.
+
+        Args:
+            longest_s: time for it, by which it has fewer rounds and shorter turns, as far as intervals allow.
+        """
         out, options = self._request.out.absolute(), self._options(settings[0], backend, self.seeds[0])
-        plan = race_of(self._request, settings, self._ranks, options)
+        length = fitting_race(self._request.race, settings, self._step_s(backend), longest_s)
+        plan = race_of(dataclasses.replace(self._request, race=length), settings, self._ranks, options)
         race = _held(out, plan)
         if race is not None:
             return race
         words = ["tune", str(self._request.data.absolute()), str(out), "--job=race"]
-        words += [f"--racing={racing_text(settings)}", f"--race={self._request.race.rounds}"]
-        words += [f"--race-steps={self._request.race.least_steps}", f"--ranks={self._ranks}"]
+        words += [f"--racing={racing_text(settings)}", f"--race={length.rounds}"]
+        words += [f"--race-steps={length.least_steps}", f"--ranks={self._ranks}"]
         words += [f"--backends={backend}", f"--seeds={options.seed}"]
         own = TrainOptions()
         words += train_arguments(
@@ -115,6 +121,17 @@ class TunedTraining(OwnTraining):
         if race is None:
             return message or "the job ended well but left no record (is OUT a shared folder?)"
         return race
+
+    def _step_s(self, backend: str) -> float:
+        """Return how long a step takes, by the slower of the measuring runs of a back-end."""
+        found = []
+        for text in MEASURED_STRATEGIES:
+            timing = read_run(self._measured_dir(backend, text)).timing
+            found += [r.wall_s / r.steps for r in timing.ranks if r.steps] if timing is not None else []
+        return max(found, default=0.0)
+
+    def _measured_dir(self, backend: str, strategy: str) -> Path:
+        return (self._request.out / MEASURED / f"{backend}-{strategy.partition(':')[0]}").absolute()
 
     def train_to(self, setting: Setting, backend: str, seed: int, step: int) -> Scored | str:
         """Train a setting's run up to a step, or to its end before; return its scores, or what went wrong.
@@ -191,6 +208,37 @@ def race_of(
     return request.race.plan(ranks, own.seed, racing, {"data": request.data_checksum, "options": shared})
 
 
+def fitting_race(
+    wanted: RaceOptions, settings: Sequence[Setting], step_s: float, longest_s: float
+) -> RaceOptions:
+    """Return a race that is over in time: first fewer rounds, then shorter turns; at worst the shortest.
+
+    Args:
+        wanted: how long it may last.
+        step_s: of a setting, with its training's own batch.
+    """
+    fewest = min(wanted.rounds, LEAST_ROUNDS)
+    tried = [
+        RaceOptions(rounds, steps)
+        for steps in dict.fromkeys((wanted.least_steps, *(s for s in (16, 8) if s < wanted.least_steps)))
+        for rounds in range(wanted.rounds if steps == wanted.least_steps else fewest, fewest - 1, -1)
+    ]
+    for length in tried:
+        steps = sum(
+            turn_steps(_period_in_steps(one), length.least_steps, frames_a_step=1.0, step_s=None)
+            for one in settings
+        )
+        if (length.rounds + 1) * steps * step_s <= longest_s:
+            return length
+    return tried[-1]
+
+
+def _period_in_steps(setting: Setting) -> Period | None:
+    """Return a setting's period where it is in steps: turns have whole ones."""
+    period = setting.strategy.parsed.traits.period
+    return Period.parse(period) if period is not None and str(period).isdigit() else None
+
+
 def racing_text(settings: Sequence[Setting]) -> str:
     """Return settings in one word, for the ranks of a race."""
     return json.dumps([[one.strategy.text, one.batch_size] for one in settings])
@@ -203,7 +251,7 @@ def settings_in(text: str) -> tuple[Setting, ...]:
 
 def frames_per_step(race: RaceRecord, setting: Setting) -> float:
     """Return the frames of all ranks in a step of a raced setting."""
-    turns = [turn for turn in race.segments if turn.setting == setting.name and turn.round > 0]
+    turns = [turn for turn in race.turns if turn.setting == setting.name and turn.round > 0]
     return sum(sum(turn.frames) for turn in turns) / sum(turn.steps for turn in turns)
 
 

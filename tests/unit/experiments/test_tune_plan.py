@@ -38,7 +38,13 @@ def speeds(**given: tuple[float, float, float]) -> dict[Setting, Interval]:
 
 
 def ruled_out(found: dict[Setting, Interval]) -> set[str]:
-    return {one.name for one in too_slow(found, {s: v.mean for s, v in found.items()}, "raced")}
+    reasons = too_slow(
+        list(found),
+        lambda one, other: found[one].low > found[other].high,
+        lambda one, other: found[one].mean / found[other].mean,
+        "raced",
+    )
+    return {one.name for one in reasons}
 
 
 def test_gradient_averaging_is_always_tried_and_first() -> None:
