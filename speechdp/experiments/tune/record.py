@@ -12,6 +12,8 @@ from speechdp.json_input import parse_json
 from speechdp.report.runs.records import check_beside
 
 FILE_NAME = "tune.json"
+#: Folder of the runs of settings.
+RUNS = "runs"
 #: Stages in order: what is done in each.
 STAGES = MEASURE, PREDICT, RACE, HALVING = "measure", "predict", "race", "halving"
 _THEN = "give the command of the search again"
@@ -30,7 +32,7 @@ class SettingRecord:
         rungs: in which it was trained.
         out_in: stage in which it was ruled out; "": it was not.
         why: it was.
-        runs: its folders, by seed; the first is of all rungs.
+        runs: its folders in RUNS, by seed; the first is of all rungs.
         times_s: to the target, by seed; None: not reached.
         scores: at the end, by seed.
     """
@@ -140,7 +142,6 @@ def write_tune(out: Path, record: TuneRecord) -> None:
     """Write OUT/tune.json.  Raises RunError (disk)."""
     content = {
         **vars(record),
-        "spent_s": round(record.spent_s, 3),
         "backends": [vars(one) for one in record.backends],
         "tried": [vars(one) for one in record.tried],
         "rungs": [vars(one) for one in record.rungs],

@@ -32,6 +32,7 @@ from speechdp.experiments.tune.record import (
     MEASURE,
     PREDICT,
     RACE,
+    RUNS,
     BackendRecord,
     RungRecord,
     SettingRecord,
@@ -39,17 +40,15 @@ from speechdp.experiments.tune.record import (
     check_same_search,
     write_tune,
 )
-from speechdp.experiments.tune.training import MEASURED, RUNS, Measurement, TunedTraining, frames_per_step
+from speechdp.experiments.tune.training import MEASURED, Measurement, TunedTraining, frames_per_step
 from speechdp.options.run import TrainOptions
 from speechdp.report.kit import formatting
-from speechdp.simulation.exchanges import exchange_of, is_known
-from speechdp.simulation.predict import Interval, is_too_long, predict
-from speechdp.simulation.simulate import Request, scenario_of
+from speechdp.simulation.predict import Interval
 
 #: Share of the budget that the race takes at most, as far as its intervals allow.
 _RACE_SHARE = 0.25
-#: Settings that the halving ends with, and back-ends whose speeds differ by less are taken as equal.
-_LAST, _EQUAL = 2, 1.02
+#: Settings that the halving ends with.
+_LAST = 2
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ class Tuner:
 
     @property
     def _spent_s(self) -> float:
-        return self._before_s + time.monotonic() - self._clock_s
+        return round(self._before_s + time.monotonic() - self._clock_s, 3)
 
     def _keep(self, **changes: Any) -> None:
         """Take changes into the record and write it."""
@@ -173,7 +172,7 @@ class Tuner:
         """Predict all settings with every back-end, choose one, and rule settings out; return it."""
         tried = self._request.tried
         self._settings = {one.name: one for one in tried}
-        speeds = {name: _predicted(self._request.ranks, found, tried) for name, found in measured.items()}
+        speeds = {name: found.predict(self._request.ranks, tried) for name, found in measured.items()}
         backend = self._choose_backend(speeds)
         shown = speeds[backend]
         records = []
@@ -195,26 +194,22 @@ class Tuner:
         return backend
 
     def _choose_backend(self, speeds: Mapping[str, Mapping[Setting, Interval]]) -> str:
-        """Return the back-end with which settings are fastest; of equal ones the first."""
+        """Return the first back-end, unless another is surely faster."""
         common = set.intersection(*(set(of) for of in speeds.values()))
-        means = {
-            name: math.exp(sum(math.log(of[one].mean) for one in common) / len(common)) if common else None
-            for name, of in speeds.items()
-        }
-        best = max(means, key=lambda name: means[name] or 0.0)
-        chosen = next(name for name, mean in means.items() if (mean or 0.0) * _EQUAL >= (means[best] or 0.0))
-        for name, mean in means.items():
+        found = {name: _overall([of[one] for one in common]) for name, of in speeds.items()}
+        chosen = next(iter(found))
+        for name, speed in found.items():
+            kept = found[chosen]
+            if speed is not None and (kept is None or speed.low > kept.high):
+                chosen = name
+        best = found[chosen]
+        for name, speed in found.items():
             why = ""
-            if name != chosen and mean is not None:
-                kept = means[chosen] or mean
-                why = (
-                    f"{chosen} is predicted to be {formatting.percent(kept / mean - 1)} % faster"
-                    if kept > _EQUAL * mean
-                    else f"it is predicted to be as fast as {chosen} within 2 %"
-                )
+            if name != chosen and speed is not None and best is not None and speed.high < best.low:
+                why = f"predicted to be slower than {chosen}"
             elif name != chosen:
-                why = f"nothing can be predicted, and {chosen} is preferred"
-            self._keep_backend(name, speed=mean, why=why)
+                why = f"cannot be told from {chosen} by what was measured"
+            self._keep_backend(name, speed=None if speed is None else speed.mean, why=why)
         self._say(f"predict: back-end {chosen}")
         return chosen
 
@@ -327,7 +322,7 @@ class Tuner:
         if not before_s:
             rungs = plan_rungs(counts, seeds, left_s, start_s, max(whole_s))
             least_s = max(LEAST_STEPS / self._steps_per_s(one.name) for one in settings)
-            if rungs.seconds[0] < least_s:
+            if rungs.seconds[0] < least_s and rungs.seconds[-1] < max(whole_s):
                 needed = Rungs(rungs.counts, tuple(least_s * 2**k for k in range(len(counts))), seeds)
                 raise ConfigError(
                     f"--budget: {formatting.seconds(self._spent_s)} of "
@@ -372,7 +367,7 @@ class Tuner:
         setting, rate = self._settings[name], self._steps_per_s(name)
         record = self._record.of(name)
         folder = self._training.run_dir(setting, seed)
-        runs = {**record.runs, str(seed): folder.relative_to(self._request.out.absolute()).as_posix()}
+        runs = {**record.runs, str(seed): folder.name}
         self._record = self._record.with_setting(name, runs=runs)
         found = self._training.train_to(setting, backend, seed, max(1, round(until_s * rate)))
         if isinstance(found, str):
@@ -408,33 +403,22 @@ class Tuner:
         self._record = record
 
 
+def _overall(speeds: Sequence[Interval]) -> Interval | None:
+    """Return the geometric mean of several speeds; None where there is none."""
+    if not speeds:
+        return None
+    count = len(speeds)
+    return Interval(
+        math.exp(sum(math.log(one.mean) for one in speeds) / count),
+        math.exp(sum(math.log(one.low) for one in speeds) / count),
+        math.exp(sum(math.log(one.high) for one in speeds) / count),
+    )
+
+
 def _why_behind(end: Finish, best: Finish, name: str) -> str:
     if math.isinf(end.mean_s):
         return "it did not reach the target"
     return f"it reached the target {formatting.percent(end.mean_s / best.mean_s - 1)} % later than {name}"
-
-
-def _predicted(ranks: int, measured: Measurement, tried: Sequence[Setting]) -> dict[Setting, Interval]:
-    """Return the frames/s of those settings that can be predicted from a back-end's runs."""
-    request = Request(ranks=(ranks,), ranks_per_node=max(run.ranks_per_node for run in measured.runs))
-    try:
-        scenario, _ = scenario_of(measured.runs, request)
-    except ConfigError:  # the link shows nowhere: the race has to tell
-        return {}
-    exchanges = []
-    for setting in tried:
-        if not is_known(setting.strategy):
-            continue
-        exchange = exchange_of(setting.strategy, scenario.model)
-        if not is_too_long(exchange, ranks):
-            exchanges.append((setting, exchange))
-    found = predict(scenario, ranks, [(setting.strategy, exchange) for setting, exchange in exchanges])
-    by_text = {one.strategy.text: one.frames_per_s for one in found}
-    return {
-        setting: by_text[setting.strategy.text]
-        for setting, _ in exchanges
-        if setting.strategy.text in by_text
-    }
 
 
 def other_batches(

@@ -22,15 +22,18 @@ from speechdp.experiments.jobs import JobStarter
 from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting, turn_steps
 from speechdp.experiments.race.record import RaceRecord, find_race, is_of
 from speechdp.experiments.tune.plan import Setting
+from speechdp.experiments.tune.record import RUNS
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.period import Period
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.folders import read_run
 from speechdp.report.runs.raced import LEAST_ROUNDS
+from speechdp.simulation.exchanges import exchange_of, is_known
 from speechdp.simulation.measured import MeasuredRun, measured_run
+from speechdp.simulation.predict import Interval, is_too_long, predict
+from speechdp.simulation.simulate import Request, scenario_of
 
 MEASURED = "measure"
-RUNS = "runs"
 #: Steps of a measuring run.
 MEASURE_STEPS = 48
 #: What is measured of each back-end: its exchanges whole, and in pieces beside backward.
@@ -48,6 +51,19 @@ class Measurement:
 
     runs: tuple[MeasuredRun, ...]
     start_s: float | None
+
+    def predict(self, ranks: int, settings: Sequence[Setting]) -> dict[Setting, Interval]:
+        """Return the frames/s of those settings that can be predicted from these runs."""
+        request = Request(ranks=(ranks,), ranks_per_node=max(run.ranks_per_node for run in self.runs))
+        try:
+            scenario, _ = scenario_of(self.runs, request)
+        except ConfigError:  # the link shows nowhere: the race has to tell
+            return {}
+        known = [one for one in settings if is_known(one.strategy)]
+        exchanges = [(one.strategy, exchange_of(one.strategy, scenario.model)) for one in known]
+        shown = [(strategy, exchange) for strategy, exchange in exchanges if not is_too_long(exchange, ranks)]
+        found = {one.strategy.text: one.frames_per_s for one in predict(scenario, ranks, shown)}
+        return {one: found[one.strategy.text] for one in known if one.strategy.text in found}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from speechdp.counting import counted
 from speechdp.experiments.tune.plan import Finish
-from speechdp.experiments.tune.record import BackendRecord, SettingRecord, TuneRecord, read_tune
+from speechdp.experiments.tune.record import RUNS, BackendRecord, SettingRecord, TuneRecord, read_tune
 from speechdp.report.kit import formatting, theme
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.canvas import Canvas, dashes, style_axes
@@ -52,7 +52,9 @@ def read_search(out: Path) -> Search:
     """Read a search.  Raises ConfigError where tune.json is damaged."""
     record = read_tune(out)
     runs = {
-        one.name: tuple(read_run(out / folder) for folder in one.runs.values() if (out / folder).is_dir())
+        one.name: tuple(
+            read_run(out / RUNS / folder) for folder in one.runs.values() if (out / RUNS / folder).is_dir()
+        )
         for one in record.tried
     }
     return Search(record, {name: found for name, found in runs.items() if found})

@@ -1,0 +1,122 @@
+"""`speechdp tune` from the command line: a whole search, its page, going on, refusals."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from speechdp.cli.main import run as speechdp
+from speechdp.data.shards.dataset import Dataset
+from tests.helpers.jobs import alone, ended_within
+from tests.helpers.mpi import Ended
+from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
+
+OPTIONS = (
+    *TINY_MODEL,
+    *("--learning-rate", "0.02", "--batch-size", "2", "--epochs", "4", "--backends", "mpi", "--ranks", "2"),
+    *("--strategies", "model_averaging,gradient_averaging:compression=fp16,ad_psgd", "--periods", "4"),
+    *("--batch-sizes", "4", "--race", "6", "--race-steps", "4", "--budget", "1h"),
+)
+#: Some twenty processes that load torch, a few at a time.
+pytestmark = pytest.mark.timeout(1200)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return write_tiny_data(tmp_path_factory.mktemp("tune") / "data", TinySizes(train=80))
+
+
+@pytest.fixture(scope="module")
+def tuned(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+    out = tmp_path_factory.mktemp("out") / "tuned"
+    ended = ended_within(900, alone("tune", dataset.path, out, *OPTIONS))
+    assert ended.exit_code == 0, ended.output
+    return out, ended
+
+
+def test_a_search_ends_with_a_setting_and_the_command_that_trains_with_it(tuned: tuple[Path, Ended]) -> None:
+    out, ended = tuned
+    record = json.loads((out / "tune.json").read_text())
+    assert record["completed"] is True
+    tried = {one["name"]: one for one in record["tried"]}
+    chosen = tried[record["chosen"]]
+    assert len(chosen["times_s"]) == len(chosen["scores"]) == 2 and not chosen["out_in"]
+    words = shlex.split(record["command"])
+    assert words[:6] == ["speechdp", "launch", "-np", "2", "--", "train"] and "--backend=mpi" in words
+    assert record["command"] in " ".join(ended.stdout.split())
+    # Every setting went as far as its record says, and what was ruled out has a reason.
+    assert all(one["why"] for one in tried.values() if one["out_in"])
+    for rung in record["rungs"]:
+        assert set(rung["scores"]) == set(rung["settings"])
+
+
+def test_runs_stop_where_their_rung_ends(tuned: tuple[Path, Ended]) -> None:
+    out, _ = tuned
+    record = json.loads((out / "tune.json").read_text())
+    first = record["rungs"][0]
+    for one in record["tried"]:
+        if one["rungs"] == 1:
+            (folder,) = one["runs"].values()
+            lines = (out / "runs" / folder / "metrics.jsonl").read_text().splitlines()
+            last = json.loads(lines[-1])["step"]
+            due = max(1, round(first["seconds"] * one["steps_per_s"]))
+            assert last == due or (out / "runs" / folder / "completed.json").is_file()
+
+
+def test_the_page_the_table_and_the_report_command(
+    tuned: tuple[Path, Ended], capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, _ = tuned
+    record = json.loads((out / "tune.json").read_text())
+    with (out / "tune" / "tune.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["strategy"] for row in rows] == [one["strategy"] for one in record["tried"]]
+    assert [row["strategy"] for row in rows if row["chosen"] == "1"] == [
+        one["strategy"] for one in record["tried"] if one["name"] == record["chosen"]
+    ]
+    page = (out / "tune" / "tune.html").read_text()
+    assert "<svg" in page and "Train with it" in page and (out / "tune" / "tune.png").is_file()
+    (out / "tune" / "tune.html").unlink()
+    assert speechdp(["report", str(out)]) == 0
+    assert (out / "tune" / "tune.html").is_file()
+    assert "soonest" in " ".join(capfd.readouterr().out.split())
+    assert speechdp(["report", str(out), "--target=-1"]) != 0
+    assert "is a search, which was made for one target" in capfd.readouterr().err
+
+
+def test_the_same_command_changes_nothing_and_another_is_refused(
+    dataset: Dataset, tuned: tuple[Path, Ended]
+) -> None:
+    out, _ = tuned
+    before = (out / "tune.json").read_bytes()
+    ended = ended_within(200, alone("tune", dataset.path, out, *OPTIONS))
+    assert ended.exit_code == 0 and (out / "tune.json").read_bytes() == before
+    ended = ended_within(200, alone("tune", dataset.path, out, *OPTIONS, "--epochs", "5"))
+    assert ended.exit_code != 0
+    assert f"{out / 'tune.json'}: was begun with another epochs" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--budget", "soon"], "--budget soon: is no time; write 90s, 20m or 2h"),
+        (["--ranks", "1"], "--ranks 1: one rank has nothing to exchange; give 2 at least"),
+        (["--backends", "nccl"], "--backends 'nccl': choose among horovod, mpi, torch"),
+        (["--race", "3"], "--race 3: intervals need 6 rounds at least"),
+        (["--strategy", "bmuf"], "--strategy does not apply to tune: use --strategies"),
+        (
+            ["--batch-frames", "500", "--batch-sizes", "4"],
+            "--batch-sizes: not with --global-batch or --batch-frames",
+        ),
+    ],
+)
+def test_refused(
+    dataset: Dataset, tmp_path: Path, capfd: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert speechdp(["tune", str(dataset.path), str(tmp_path / "out"), *options]) != 0
+    assert message in " ".join(capfd.readouterr().err.split())
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,221 @@
+"""A search from its first stage to its choice, with jobs that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speechdp.errors import ConfigError, RunError
+from speechdp.experiments.jobs import JobStopped
+from speechdp.experiments.race.plan import RacePlan, RaceSetting
+from speechdp.experiments.race.record import RaceRecord, Turn
+from speechdp.experiments.tune.plan import Setting
+from speechdp.experiments.tune.record import TuneRecord, read_tune
+from speechdp.experiments.tune.run import Tuner, TuneRequest
+from speechdp.experiments.tune.training import Measurement, Scored
+from speechdp.parallel.registry import StrategyChoice
+from speechdp.simulation.predict import Interval
+
+GRADIENTS, SHORT, LONG = "gradient_averaging", "model_averaging:period=4", "model_averaging:period=16"
+DPSGD = "dpsgd"
+#: Frames/s of the settings, and what each is worth: the score after s seconds is -1 / (1 + worth s).
+SPEEDS = {GRADIENTS: 100.0, SHORT: 150.0, LONG: 200.0, DPSGD: 90.0}
+WORTH = {GRADIENTS: 1.0, SHORT: 3.0, LONG: 2.0, DPSGD: 9.0}
+FRAMES_A_STEP, EPOCH_STEPS = 10, 10_000
+
+
+@dataclass(frozen=True)
+class MadeUp(Measurement):
+    """Predicts the speeds above, `factor` times as fast."""
+
+    factor: float = 1.0
+
+    def predict(self, ranks: int, settings: Sequence[Setting]) -> dict[Setting, Interval]:
+        found = {one: self.factor * SPEEDS[one.strategy.text] for one in settings}
+        return {one: Interval(speed, 0.98 * speed, 1.02 * speed) for one, speed in found.items()}
+
+
+@dataclass
+class Jobs:
+    """In place of `TunedTraining`: what would be started is listed, what would be trained is computed.
+
+    Attributes:
+        fails: texts of strategies that cannot be trained.
+        stops_after: jobs of training after which a signal comes.
+        factors: how fast back-ends are; one that is missing does not work.
+    """
+
+    out: Path
+    fails: tuple[str, ...] = ()
+    stops_after: int | None = None
+    factors: dict[str, float] = field(default_factory=lambda: {"mpi": 1.0})
+    trained: list[tuple[str, int, int]] = field(default_factory=list)
+    raced: list[list[str]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        return
+
+    def measure(self, backend: str) -> Measurement | str:
+        if backend not in self.factors:
+            return "is not installed"
+        return MadeUp((), 0.5, self.factors[backend])
+
+    def hold_race(self, settings: Sequence[Setting], backend: str, longest_s: float) -> RaceRecord | str:
+        self.raced.append([one.name for one in settings])
+        racing = tuple(RaceSetting(one.name, one.strategy, batch_size=one.batch_size) for one in settings)
+        rounds = 8
+        turns = tuple(
+            Turn(number, one.name, 10, (50, 50), (seconds, seconds))
+            for number in range(rounds + 1)
+            for one in settings
+            for seconds in [10 * FRAMES_A_STEP / SPEEDS[one.strategy.text] * (1 + 0.01 * number)]
+        )
+        return RaceRecord(RacePlan(2, rounds, 10, 1, racing), turns, ("a", "a"), ({}, {}), "", 1.0)
+
+    def total_steps(self, race: RaceRecord, setting: Setting) -> float:
+        return EPOCH_STEPS
+
+    def train_to(self, setting: Setting, backend: str, seed: int, step: int) -> Scored | str:
+        if self.stops_after is not None and len(self.trained) >= self.stops_after:
+            raise JobStopped(75)
+        if setting.strategy.text in self.fails:
+            return "the loss is nan"
+        self.trained.append((setting.name, seed, step))
+        rate = SPEEDS[setting.strategy.text] / FRAMES_A_STEP
+        worth = WORTH[setting.strategy.text] * (1.0 if seed == 1 else 1.01)
+        steps = sorted({max(1, step * share // 4) for share in (1, 2, 3, 4)})
+        return Scored(tuple((at, -1 / (1 + worth * at / rate)) for at in steps), is_over=False)
+
+    def run_dir(self, setting: Setting, seed: int) -> Path:
+        return self.out.absolute() / "runs" / f"{setting.name}-{seed}".replace(":", "-").replace(" ", "-")
+
+    def command(self, setting: Setting, backend: str) -> str:
+        return f"train --strategy {setting.strategy.text} --backend {backend}"
+
+
+def search(
+    out: Path,
+    jobs: Jobs,
+    texts: Sequence[str] = (GRADIENTS, SHORT, LONG, DPSGD),
+    backends: tuple[str, ...] = ("mpi",),
+    say: Callable[[str], None] = lambda line: None,
+    **changes: Any,
+) -> TuneRecord:
+    values: dict[str, Any] = {
+        "out": out,
+        "ranks": 2,
+        "tried": tuple(Setting(StrategyChoice(text)) for text in texts),
+        "backends": backends,
+        "batch_sizes": (),
+        "own_batch": 16,
+        "budget_s": 500.0,
+        "target": None,
+        "seeds": (1, 2),
+        "settings": {"data": "x"},
+        **changes,
+    }
+    return Tuner(TuneRequest(**values), jobs, say).run()  # type: ignore[arg-type]
+
+
+def test_the_setting_that_learns_fastest_is_chosen_not_the_fastest(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path)
+    record = search(tmp_path, jobs)
+    assert record.chosen == SHORT and record.completed
+    assert record.command == f"train --strategy {SHORT} --backend mpi"
+    assert jobs.raced == [[GRADIENTS, SHORT, LONG]]  # dpsgd is slower than gradient averaging
+    assert "predicted to be slower" in record.of(DPSGD).why and record.of(DPSGD).out_in == "predict"
+    assert record.of(LONG).ratio == pytest.approx(2.0) and record.of(LONG).steps_per_s is not None
+    assert [set(rung.settings) for rung in record.rungs] == [{GRADIENTS, SHORT, LONG}, {SHORT, LONG}]
+    assert record.of(GRADIENTS).out_in == "halving"
+    assert len(record.of(SHORT).times_s) == 2 and record.of(SHORT).times_s < record.of(LONG).times_s
+    assert read_tune(tmp_path) == record
+
+
+def test_settings_of_a_rung_train_for_the_same_time(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path)
+    record = search(tmp_path, jobs)
+    for rung in record.rungs:
+        for name in rung.settings:
+            rate = record.of(name).steps_per_s
+            assert rate is not None
+            assert (name, 1, round(rung.seconds * rate)) in jobs.trained
+    assert record.rungs[1].seconds >= 1.2 * record.rungs[0].seconds
+
+
+def test_a_search_that_is_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
+    whole, jobs = Jobs(tmp_path / "whole"), Jobs(tmp_path / "parts", stops_after=2)
+    expected = search(tmp_path / "whole", whole)
+    with pytest.raises(JobStopped):
+        search(tmp_path / "parts", jobs)
+    stopped = read_tune(tmp_path / "parts")
+    assert stopped.chosen == LONG and not stopped.completed  # the fastest so far
+    assert len(stopped.rungs) == 1
+    jobs.stops_after = None
+    record = search(tmp_path / "parts", jobs)
+    assert record.rungs[0].seconds == stopped.rungs[0].seconds
+    assert record.chosen == expected.chosen and record.completed
+    before = list(jobs.trained)
+    assert search(tmp_path / "parts", jobs) == record and jobs.trained == before
+
+
+def test_what_cannot_be_trained_is_ruled_out_with_its_message(tmp_path: Path) -> None:
+    record = search(tmp_path, Jobs(tmp_path, fails=(SHORT,)))
+    assert record.of(SHORT).why == "it failed: the loss is nan" and record.chosen == LONG
+
+
+def test_nothing_can_be_trained(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"no setting can be trained; their output is in .*runs/logs"):
+        search(tmp_path, Jobs(tmp_path, fails=tuple(SPEEDS)))
+
+
+@pytest.mark.parametrize(
+    ("factors", "chosen"),
+    [
+        ({"horovod": 1.0, "mpi": 1.02}, "horovod"),
+        ({"horovod": 1.0, "mpi": 1.2}, "mpi"),
+        ({"mpi": 1.0}, "mpi"),
+    ],
+)
+def test_the_preferred_back_end_gives_way_to_one_that_is_surely_faster(
+    tmp_path: Path, factors: dict[str, float], chosen: str
+) -> None:
+    record = search(tmp_path, Jobs(tmp_path, factors=factors), backends=("horovod", "mpi"))
+    assert record.backend == chosen
+    others = {one.name: one.why for one in record.backends if one.name != chosen}
+    assert all(others.values())
+    if "horovod" not in factors:
+        assert others == {"horovod": "it does not work here: is not installed"}
+
+
+def test_no_back_end_works(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no back-end can train: it does not work here: is not installed"):
+        search(tmp_path, Jobs(tmp_path, factors={}))
+
+
+def test_other_batches_are_tried_of_gradient_averaging_and_the_fastest(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path)
+    search(tmp_path, jobs, batch_sizes=(8,))
+    assert jobs.raced[0][-2:] == [f"{GRADIENTS} batch=8", f"{LONG} batch=8"]
+
+
+def test_a_budget_that_trains_hardly_a_step_is_refused_with_what_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"fewer than 20 steps; give \d+s at least \(what was measured is kept\)"
+    ):
+        search(tmp_path, Jobs(tmp_path), budget_s=8.0)
+
+
+def test_another_search_in_the_folder_is_refused(tmp_path: Path) -> None:
+    search(tmp_path, Jobs(tmp_path))
+    with pytest.raises(ConfigError, match="was begun with another data"):
+        search(tmp_path, Jobs(tmp_path), settings={"data": "y"})
+
+
+def test_a_target_that_none_reaches_leaves_the_best_score(tmp_path: Path) -> None:
+    record = search(tmp_path, Jobs(tmp_path), target=-1e-9)
+    assert record.of(record.chosen).times_s == (None, None) and record.chosen == SHORT
+    assert record.of(LONG).why == "it did not reach the target"
