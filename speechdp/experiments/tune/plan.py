@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from speechdp.errors import ConfigError
 from speechdp.parallel.registry import StrategyChoice
-from speechdp.report.kit.formatting import seconds
 from speechdp.simulation.exchanges import has_period, is_known
 
 #: Strategies that are tried where none are named; those with a period, with every one of PERIODS.
@@ -166,17 +164,12 @@ def plan_rungs(counts: Sequence[int], seeds: int, budget_s: float, start_s: floa
         start_s: as in `Rungs.cost_s`.
         longest_s: a whole training of the slowest setting; none trains longer.
 
-    Raises:
-        ConfigError: the budget is used up by starting the runs.
+    Returns:
+        The rungs; of no length where starting the runs uses the budget up.
     """
     unit = Rungs(tuple(counts), tuple(2.0**k for k in range(len(counts))), seeds)
     fixed = unit.cost_s(start_s) - unit.cost_s(0.0)
-    first = (budget_s - fixed) / unit.cost_s(0.0)
-    if first <= 0:
-        raise ConfigError(
-            f"--budget: starting {sum(counts) + (seeds - 1) * counts[-1]} runs takes {seconds(fixed)}, and "
-            f"{seconds(max(budget_s, 0.0))} are left; give a larger one, or fewer --strategies"
-        )
+    first = max(budget_s - fixed, 0.0) / unit.cost_s(0.0)
     first = min(first, longest_s / unit.seconds[-1])
     return Rungs(unit.counts, tuple(first * share for share in unit.seconds), seeds)
 
