@@ -162,10 +162,8 @@ class TunedTraining(OwnTraining):
             if message is not None:
                 return message
             found = _scored(run_dir)
-        points = tuple(point for point in found.points if point[0] <= step) or found.points[:1]
-        if not points:
-            return "it was not evaluated"
-        return Scored(points, found.is_over)
+        points = up_to(found.points, step)
+        return Scored(points, found.is_over) if points else "it was not evaluated"
 
     def run_dir(self, setting: Setting, seed: int) -> Path:
         """Return the folder of a setting's run."""
@@ -277,6 +275,12 @@ def _held(out: Path, plan: RacePlan) -> RaceRecord | None:
     except RunError:
         return None
     return race if race is not None and is_of(race, plan) else None
+
+
+def up_to(points: Sequence[tuple[int, float]], step: int) -> tuple[tuple[int, float], ...]:
+    """Return the evaluations before a step and the first from it on; asynchronous ranks pass it a little."""
+    passed = next((number for number, (at, _) in enumerate(points, start=1) if at >= step), len(points))
+    return tuple(points[:passed])
 
 
 def _scored(run_dir: Path) -> Scored:

@@ -11,12 +11,12 @@ import pytest
 
 from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.jobs import JobStopped
-from speechdp.experiments.race.plan import RacePlan, RaceSetting
+from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
 from speechdp.experiments.race.record import RaceRecord, Turn
 from speechdp.experiments.tune.plan import Setting
 from speechdp.experiments.tune.record import TuneRecord, read_tune
 from speechdp.experiments.tune.run import Tuner, TuneRequest
-from speechdp.experiments.tune.training import Measurement, Scored
+from speechdp.experiments.tune.training import Measurement, Scored, fitting_race, up_to
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.simulation.predict import Interval
 
@@ -219,3 +219,20 @@ def test_a_target_that_none_reaches_leaves_the_best_score(tmp_path: Path) -> Non
     record = search(tmp_path, Jobs(tmp_path), target=-1e-9)
     assert record.of(record.chosen).times_s == (None, None) and record.chosen == SHORT
     assert record.of(LONG).why == "it did not reach the target"
+
+
+def test_a_run_that_went_further_is_scored_where_the_rung_ends() -> None:
+    points = ((10, -3.0), (20, -2.0), (31, -1.5), (40, -1.0))
+    assert up_to(points, 30) == points[:3]  # asynchronous ranks pass a step before they meet
+    assert up_to(points, 20) == points[:2] and up_to(points, 99) == points and up_to((), 5) == ()
+
+
+def test_a_race_has_fewer_rounds_and_then_shorter_turns_where_time_is_short() -> None:
+    settings = [Setting(StrategyChoice(text)) for text in (GRADIENTS, LONG)]
+    wanted = RaceOptions(12, 32)
+    steps = 32 + 32
+    assert fitting_race(wanted, settings, 0.1, 13 * steps * 0.1 + 1e-6) == wanted
+    assert fitting_race(wanted, settings, 0.1, 9 * steps * 0.1 + 1e-6) == RaceOptions(8, 32)
+    assert fitting_race(wanted, settings, 0.1, 7 * 32 * 0.1 + 1e-6) == RaceOptions(6, 16)
+    assert fitting_race(wanted, settings, 0.1, 0.0) == RaceOptions(6, 8)
+    assert fitting_race(RaceOptions(6, 4), settings, 0.1, 0.0) == RaceOptions(6, 4)
