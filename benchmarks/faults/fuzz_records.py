@@ -18,12 +18,16 @@ from speechdp.checkpoint.state import load_checkpoint
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.experiments.race.record import read_race
 from speechdp.experiments.race.shown import ShownRaces
+from speechdp.experiments.tune.record import read_tune
 from speechdp.launching.allocation import find_allocation
 from speechdp.launching.hostfile import read_hostfile
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.report.runs.derived import sweep_figures
 from speechdp.report.runs.folders import read_sweep
 from speechdp.report.sweep.answer import find_answer
+from speechdp.report.tune.report import Search, make_table
+from speechdp.report.tune.report import csv_of as csv_of_search
+from speechdp.report.tune.report import find_answer as find_search_answer
 from speechdp.tasks.model_file import ClassCounts, load_model, save_model
 from tests.helpers.races import made_up_race, write_made_up_race
 from tests.helpers.runs import MadeUpRun, write_run
@@ -153,11 +157,41 @@ def run_readers(scratch: Path) -> list[Reader]:
         labels = {found.plan.ranks: {name: name for name in speeds}}
         assert len(shown.notes(labels)) == bool(speeds) and isinstance(shown.cautions(labels), tuple)
 
+    search = {"tune.json": _search_record()}
+
+    def read_the_search(folder: Path) -> None:
+        found = Search(read_tune(folder), {})
+        assert find_search_answer(found).headline
+        assert len(make_table(found, {}).cells()) == len(found.record.tried)
+        assert len(csv_of_search(found.record).splitlines()) == len(found.record.tried) + 1
+
     return [
+        changing("search record", read_the_search, search, *changes(search)),
         changing("race record", read_the_race, race, *changes(race)),
         changing("run records", read, files, *changes(files)),
         changing("run records, untimed", read, untimed, *changes(untimed)),
     ]
+
+
+def _search_record() -> bytes:
+    """Return a tune.json as a search leaves it."""
+    speeds = {"predicted": 90.0, "predicted_low": 80.0, "predicted_high": 99.0,
+              "ratio": 1.1, "ratio_low": 1.0, "ratio_high": 1.2,
+              "frames_per_s": 99.0, "steps_per_s": 9.0}  # fmt: skip
+    ended = {"rungs": 2, "runs": {"1": "a-seed1"}, "times_s": [10.0, None], "scores": [-1.0, -1.1]}
+    tried = [
+        {"name": "gradient_averaging", "strategy": "gradient_averaging", "batch_size": 0, **speeds, **ended},
+        {"name": "bmuf", "strategy": "bmuf", "out_in": "predict", "why": "slower", **speeds},
+    ]
+    rungs = [{"seconds": 10.0, "settings": ["gradient_averaging"], "scores": {"gradient_averaging": -1.0}}]
+    content = {
+        "format": "speechdp-tune", "version": 1, "settings": {"data": "x"}, "stage": "halving",
+        "spent_s": 20.0, "start_s": 4.0, "completed": True,
+        "backends": [{"name": "mpi", "speed": 90.0, "why": ""}],
+        "tried": tried, "rungs": rungs, "target": -1.2, "chosen": "gradient_averaging", "untold": [],
+        "command": "speechdp launch",
+    }  # fmt: skip
+    return json.dumps(content).encode()
 
 
 def _lines(records: list[dict[str, Any]]) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 from speechdp.experiments.checked import checked_fields
 from speechdp.experiments.record import reading, refuse_others, write_record_file
 from speechdp.json_input import parse_json
-from speechdp.report.runs.records import check_beside
+from speechdp.report.runs.records import check_beside, finite
 
 FILE_NAME = "tune.json"
 #: Folder of the runs of settings.
@@ -180,6 +180,10 @@ def read_tune(out: Path) -> TuneRecord:
             *filter(None, [record.chosen]),
             *(n for r in record.rungs for n in r.settings),
         }
+        if len(names) < len(record.tried):
+            raise ValueError("two settings have the same name")
+        if record.target is None and any(one.times_s for one in record.tried):
+            raise ValueError("there are times to a target, but no target")
         if named - names:
             raise ValueError(f"there is no setting {min(named - names)}")
     for one in record.tried:
@@ -191,15 +195,25 @@ def read_tune(out: Path) -> TuneRecord:
 def _setting_of(values: Any) -> SettingRecord:
     found = checked_fields(SettingRecord, values)
     runs = {str(seed): str(folder) for seed, folder in dict(found.get("runs", {})).items()}
-    times = tuple(None if time is None else float(time) for time in found.get("times_s", ()))
-    scores = tuple(float(score) for score in found.get("scores", ()))
+    times = tuple(None if time is None else _number(time) for time in found.get("times_s", ()))
+    scores = tuple(map(_number, found.get("scores", ())))
+    if len(times) != len(scores) or any(time is not None and time <= 0 for time in times):
+        raise ValueError(f"{found['name']}: times {times} and scores {scores} are not those of its runs")
     return SettingRecord(**{**found, "runs": runs, "times_s": times, "scores": scores})
 
 
 def _rung_of(values: Any) -> RungRecord:
     found = checked_fields(RungRecord, values)
-    scores = {str(name): float(score) for name, score in dict(found.get("scores", {})).items()}
-    return RungRecord(**{**found, "settings": tuple(found["settings"]), "scores": scores})
+    scores = {str(name): _number(score) for name, score in dict(found.get("scores", {})).items()}
+    return RungRecord(**{**found, "settings": tuple(map(str, found["settings"])), "scores": scores})
+
+
+def _number(value: Any) -> float:
+    """Return a number.  Raises ValueError where it is none, or not finite."""
+    found = finite(value)
+    if found is None:
+        raise ValueError(f"{value!r} is no number")
+    return found
 
 
 def check_same_search(out: Path, settings: dict[str, Any], defaults: dict[str, Any]) -> TuneRecord | None:
