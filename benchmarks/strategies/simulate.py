@@ -43,7 +43,7 @@ from speechdp.simulation.simulate import Request, simulate
 from speechdp.tasks.acoustic import AcousticTask
 
 #: Gradients in pieces that backward hides in part; of the usual size there would be one.
-_PIECES = "bucket_mib=0.1"
+_PIECES = "bucket_mib=0.06"
 FIT_STRATEGIES = (f"gradient_averaging:{_PIECES}", "model_averaging:period=1")
 FIT_RANKS = (1, 2, 4)
 #: `{}` stands for the period.  AdaComm's rule would change the period after `interval` steps.
@@ -67,8 +67,8 @@ STRATEGIES = (
 _WARM_UP = 8
 #: Whole periods, and steps, that count, at least.
 _LEAST_PERIODS, _LEAST_STEPS = 3, 24
-_FIT_STEPS = 200
-_RECORDED_STEPS = 800
+_FIT_STEPS = 250
+_RECORDED_STEPS = 500
 
 
 @dataclass(frozen=True)
@@ -312,9 +312,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--stride", type=int, default=1, help="measure every so many-th cell only")
     parser.add_argument("--seconds", type=float, default=10.0, help="of a cell, about, that count")
-    parser.add_argument("--mbit", type=float, default=100.0, help="of a node's link, each direction, Mbit/s")
-    parser.add_argument("--latency-ms", type=float, default=1.0, help="of a message between nodes")
-    parser.add_argument("--parameters", type=int, default=100_000)
+    parser.add_argument("--mbit", type=float, default=50.0, help="of a node's link, each direction, Mbit/s")
+    parser.add_argument("--latency-ms", type=float, default=0.5, help="of a message between nodes")
+    parser.add_argument("--parameters", type=int, default=32_000)
     parser.add_argument("--step-ms", type=float, default=60.0, help="that a rank sleeps in a step, mean")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args(words)

@@ -28,7 +28,7 @@ from speechdp.comm.base import Communicator
 #: Of the time slept in a step; the rest is backward.
 _FORWARD = 1 / 3
 #: Parts of the model: gradients come one after another during backward.
-_BLOCKS = 8
+_BLOCKS = 6
 #: Steps of the recording that a rank plays back in a row: a slow step is often followed by another.
 _STRETCH = 32
 #: Nodes of a cluster are not quite equally fast: standard deviation of the logarithm.

@@ -26,8 +26,11 @@ _MOST_STEPS = 2**25
 _LEAST_WINDOWS = 4
 #: Resamples of what is followed event by event, which takes longest.
 _EVENT_REPLICATES = 10
-#: Windows of all workers together that are followed event by event, and of each worker, at least.
-_EVENTS, _EVENTS_OF_WORKER = 600, 6
+#: Windows of all learners together that are followed event by event, and of each learner, at least.
+_EVENTS, _EVENTS_OF_LEARNER = 600, 6
+#: Likewise of workers with a server: how fast they are is told by when the last of them are served, and where steps
+#: have a heavy tail a few windows of each do not hold its long ones.
+_EVENTS_OF_WORKER = 40
 #: Steps of a window that are drawn one by one there; longer windows have the same mean and variance.
 _STEPS_OF_EVENT = 16
 
@@ -206,7 +209,7 @@ def _gossiping(scenario: Scenario, ranks: int, exchange: Exchange) -> Pace:
 def _mixed(scenario: Scenario, learner_s: npt.NDArray[np.float64], exchange: Exchange) -> float:
     """Return the share of exchanges that are made, of means over resamples."""
     learners = learner_s.shape[1]
-    count = max(_EVENTS_OF_WORKER, _EVENTS // learners)
+    count = max(_EVENTS_OF_LEARNER, _EVENTS // learners)
     cluster, per_node = scenario.cluster, max(1, scenario.cluster.ranks_per_node // exchange.groups)
     messages = [float(cluster.message_s(exchange.nbytes, crosses=c).mean()) for c in (False, True)]
     windows = exchange.period * _spread_of(scenario, learners, count, exchange.period)
