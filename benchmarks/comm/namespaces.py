@@ -64,7 +64,9 @@ class Nodes:
 
     def _make_switch(self, stack: ExitStack) -> None:
         self._make_namespace(stack, "sw")
-        run_tool("ip", "-n", self._namespace("sw"), "link", "add", "br0", "type", "bridge", "forward_delay", "0")
+        run_tool(
+            "ip", "-n", self._namespace("sw"), "link", "add", "br0", "type", "bridge", "forward_delay", "0"
+        )
         run_tool("ip", "-n", self._namespace("sw"), "link", "set", "br0", "up")
 
     def _make_node(self, stack: ExitStack, number: int, name: str) -> None:

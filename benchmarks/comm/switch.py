@@ -1,5 +1,6 @@
-"""Nodes on one machine, joined by a switch with a bandwidth and a latency (switch.c), for kernels without netem.
+"""Nodes on one machine, joined by a switch with a bandwidth and a latency (switch.c).
 
+It does without netem, which not every kernel has.
 Needs /dev/net/tun and a C compiler beside what namespaces.py needs.
 """
 

@@ -1,11 +1,13 @@
-"""What `speechdp simulate` predicts beside what is measured: ranks that sleep, on nodes with links of their own.
+"""What `speechdp simulate` predicts beside what is measured: ranks that sleep, on nodes of one machine.
 
     sudo python benchmarks/strategies/simulate.py OUT [--stride 2] [--seed 1]
 
 Runs of two strategies on 1, 2 and 4 ranks are all that predictions are made from; these are written to
-OUT/predictions.json before anything else is run, and are not changed afterwards.  Every strategy and period is
-then measured on 2 to 16 ranks, with other steps.  Exchanges are real and go over links of the given bandwidth and
-latency; computing is sleeping, for times played back from real steps that are recorded first (OUT/steps.json).
+OUT/predictions.json before anything else is run, and are not changed afterwards.  Every strategy and period
+is then measured on 2 to 16 ranks, with other steps.  Exchanges are real and go over links of the given
+bandwidth and latency; computing is sleeping, for times played back from real steps that are recorded first
+(OUT/steps.json).
+
 The same command goes on where it was stopped.  Writes OUT/cells.csv.  Last line: JSON {"median_error",
 "p90_error", "coverage"} of frames/s, over all cells.
 """
@@ -162,13 +164,15 @@ def summary(compared: Sequence[Compared]) -> dict[str, float]:
 
 
 def table(compared: Sequence[Compared]) -> str:
-    """Return the median error of each strategy by number of ranks, %; below it the cells that were covered."""
+    """Return the median error of each strategy by number of ranks, with the mean of its errors, %."""
     sizes = sorted({one.cell.ranks for one in compared})
     lines = ["median |error| (mean error), %".ljust(34) + "".join(f"{size:>14} ranks" for size in sizes)]
     for name in [*dict.fromkeys(one.cell.name for one in compared), "all"]:
         line = name.ljust(34)
         for size in sizes:
-            errors = [100 * c.error for c in compared if c.cell.ranks == size and name in (c.cell.name, "all")]
+            errors = [
+                100 * c.error for c in compared if c.cell.ranks == size and name in (c.cell.name, "all")
+            ]
             text = f"{np.median(np.abs(errors)):.1f} ({np.mean(errors):+.1f})" if errors else ""
             line += f"{text:>20}"
         lines.append(line)
@@ -182,7 +186,9 @@ def write_cells(compared: Sequence[Compared], path: Path) -> None:
         writer.writerow(["strategy", "period", "ranks", "predicted", "low", "high", "measured", "error"])
         for one in compared:
             figures = [f"{value:.1f}" for value in (one.predicted, one.low, one.high, one.measured)]
-            writer.writerow([one.cell.strategy, one.cell.period, one.cell.ranks, *figures, f"{one.error:+.4f}"])
+            writer.writerow(
+                [one.cell.strategy, one.cell.period, one.cell.ranks, *figures, f"{one.error:+.4f}"]
+            )
 
 
 def record_steps() -> Recording:
@@ -211,7 +217,7 @@ def record_steps() -> Recording:
 
 def predict(out: Path, wanted: Sequence[Cell], ranks_per_node: int) -> dict[str, dict[str, float]]:
     """Return the prediction of each cell, from the runs in OUT/fit."""
-    runs = read_measured(out / "fit")
+    runs = read_measured(out / "fit").runs
     found: dict[str, dict[str, float]] = {}
     for size in dict.fromkeys(cell.ranks for cell in wanted):
         here = {cell.strategy: cell for cell in wanted if cell.ranks == size}
@@ -278,7 +284,9 @@ def fit_jobs(out: Path, ranks: int, seed: int) -> list[Job]:
     ]
 
 
-def measure(cluster: Cluster, arguments: argparse.Namespace, predictions: Mapping[str, Any]) -> list[Compared]:
+def measure(
+    cluster: Cluster, arguments: argparse.Namespace, predictions: Mapping[str, Any]
+) -> list[Compared]:
     """Run every cell; return each beside its prediction."""
     wanted = cells(arguments.ranks, arguments.periods, arguments.stride)
     folder = arguments.out / "runs"
@@ -297,15 +305,15 @@ def measure(cluster: Cluster, arguments: argparse.Namespace, predictions: Mappin
         ends = json.loads((folder / cell.key / ENDS).read_text())
         figures = predictions[cell.key]
         measured = rate_of(ends["ranks"], plan[cell][0])
-        compared.append(
-            Compared(cell, figures["frames_per_s"], figures["low"], figures["high"], measured)
-        )
+        compared.append(Compared(cell, figures["frames_per_s"], figures["low"], figures["high"], measured))
     return compared
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--periods", type=int, nargs="+", default=[1, 4, 16, 64])

@@ -2,8 +2,8 @@
 
     mpirun -n N python benchmarks/strategies/sleeping_ranks.py JOB.json
 
-Strategies, exchanges and timelines are the real ones, so 16 ranks fit on two cores.  How long a rank sleeps in a
-step is played back from a recording of real steps.
+Strategies, exchanges and timelines are the real ones, and 16 ranks fit on two cores.  How long a rank sleeps
+in a step is played back from a recording of real steps.
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ class SleepingModel(nn.Module):
 
     def __init__(self, parameters: int) -> None:
         super().__init__()
-        self.blocks = nn.ParameterList([nn.Parameter(torch.zeros(parameters // _BLOCKS)) for _ in range(_BLOCKS)])
+        self.blocks = nn.ParameterList(
+            [nn.Parameter(torch.zeros(parameters // _BLOCKS)) for _ in range(_BLOCKS)]
+        )
 
     def forward(self, frames: int, seconds: float) -> Tensor:
         """Return the same loss for each frame.  ()"""

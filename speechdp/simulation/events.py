@@ -16,7 +16,7 @@ from speechdp.strategies.mechanisms.topology import (
     passive_partners,
 )
 
-#: Share of the events that pass before anything is counted: at the start nobody waits.
+#: Share of the time that passes before anything is counted: at the start nobody waits.
 _WARM_UP = 0.3
 
 
@@ -40,6 +40,9 @@ def serve(windows: npt.NDArray[np.float64], service_s: Sequence[float]) -> Serve
 
     The server takes one at a time, in the order of arrival: its link carries one vector at a time.
 
+    They are followed for a time, not for a number of windows: after so many, those under way would be the
+    long ones, and these would count too little.
+
     Args:
         windows: work of each window, s, used over and over.  (windows, workers)
         service_s: time in which each worker is served, s.  (workers,)
@@ -50,23 +53,26 @@ def serve(windows: npt.NDArray[np.float64], service_s: Sequence[float]) -> Serve
     arrivals = [(work[worker][0], worker) for worker in range(workers)]
     heapq.heapify(arrivals)
     done = [0] * workers
-    total = count * workers
-    first = int(_WARM_UP * total)
-    free = began = waited = served = 0.0
-    for number in range(total):
+    # In this time workers are through their windows once, about, whether they wait for the server or not.
+    end = count * max(float(windows.mean()) + sum(service) / workers, sum(service))
+    begin = _WARM_UP * end
+    free = waited = served = 0.0
+    counted = 0
+    while True:
         arrived, worker = arrivals[0]
         start = max(arrived, free)
         free = start + service[worker]
-        if number == first:
-            began = free
-        elif number > first:
+        if free > end:
+            break
+        if free > begin:
+            counted += 1
             waited += start - arrived
             served += service[worker]
         done[worker] += 1
         following = work[worker][done[worker] % count]
         heapq.heapreplace(arrivals, (free + following, worker))
-    counted = max(total - first - 1, 1)
-    return Served(counted / max(free - began, 1e-12), waited / counted, served / counted)
+    some = max(counted, 1)
+    return Served(some / (end - begin), waited / some, served / some)
 
 
 def mixed_share(

@@ -9,6 +9,8 @@ from typing import Literal, cast
 import numpy as np
 import numpy.typing as npt
 
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.errors import ConfigError
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.simulation.events import Served, mixed_share, serve
 from speechdp.simulation.exchanges import Exchange, Model, Pattern
@@ -28,8 +30,7 @@ _LEAST_WINDOWS = 4
 _EVENT_REPLICATES = 10
 #: Windows of all learners together that are followed event by event, and of each learner, at least.
 _EVENTS, _EVENTS_OF_LEARNER = 600, 6
-#: Likewise of workers with a server: how fast they are is told by when the last of them are served, and where steps
-#: have a heavy tail a few windows of each do not hold its long ones.
+#: Likewise of workers with a server: where steps have a heavy tail, a few windows do not hold its long ones.
 _EVENTS_OF_WORKER = 40
 #: Steps of a window that are drawn one by one there; longer windows have the same mean and variance.
 _STEPS_OF_EVENT = 16
@@ -117,15 +118,31 @@ def predict(
     are known better than they are.
 
     Returns:
-        In the order of `exchanges`, without strategies whose groups so many ranks cannot be parted into, or
-        whose server leaves no worker.
+        In the order of `exchanges`, without strategies that a run on so many ranks would refuse: their groups
+        do not divide them, or their server leaves no worker.
     """
-    possible = [(c, e) for c, e in exchanges if ranks % e.groups == 0 and ranks > e.dedicated]
+    possible = [(choice, exchange) for choice, exchange in exchanges if _accepts(choice, ranks)]
     paces = predict_paces(scenario, ranks, [exchange for _, exchange in possible])
     return [
         _prediction(scenario, ranks, choice, exchange, pace)
         for (choice, exchange), pace in zip(possible, paces, strict=True)
     ]
+
+
+class _RanksInNumber(SerialCommunicator):
+    """Ranks that do not exist: a strategy can be asked whether it would train on so many."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+
+def _accepts(choice: StrategyChoice, ranks: int) -> bool:
+    try:
+        choice.parsed.check_ranks(_RanksInNumber(ranks))
+    except ConfigError:
+        return False
+    return True
 
 
 def predict_paces(scenario: Scenario, ranks: int, exchanges: Sequence[Exchange]) -> list[Pace]:

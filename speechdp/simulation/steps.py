@@ -178,7 +178,7 @@ class Draws:
 
     @cached_property
     def alone_s(self) -> Times:
-        """Work of a step on ranks that are neither slowed nor wait, s: each takes them at its own pace.  (replicates,)"""
+        """Work of a step on ranks that are neither slowed nor wait, each at its pace, s.  (replicates,)"""
         alone: Times = 1 / (1 / self._unslowed_s).mean(axis=1)
         return alone
 
