@@ -16,7 +16,7 @@ from speechdp.strategies.mechanisms.topology import (
     passive_partners,
 )
 
-#: Share of the time that passes before anything is counted: at the start nobody waits.
+#: Share that passes before anything is counted: at the start nobody waits.
 _WARM_UP = 0.3
 
 
@@ -40,8 +40,8 @@ def serve(windows: npt.NDArray[np.float64], service_s: Sequence[float]) -> Serve
 
     The server takes one at a time, in the order of arrival: its link carries one vector at a time.
 
-    They are followed for a time, not for a number of windows: after so many, those under way would be the
-    long ones, and these would count too little.
+    They begin anywhere in their windows, and are followed for a time: where all began a window at once, or
+    ended after so many of them, the long ones would count too little.
 
     Args:
         windows: work of each window, s, used over and over.  (windows, workers)
@@ -50,9 +50,11 @@ def serve(windows: npt.NDArray[np.float64], service_s: Sequence[float]) -> Serve
     count, workers = windows.shape
     work = windows.T.tolist()
     service = list(map(float, service_s))
-    arrivals = [(work[worker][0], worker) for worker in range(workers)]
+    ends = np.cumsum(windows, axis=0)  # of windows without waits
+    begun = np.random.default_rng(workers).random(workers) * ends[-1]
+    done = [min(int(np.searchsorted(ends[:, i], begun[i], "right")), count - 1) for i in range(workers)]
+    arrivals = [(float(ends[done[i], i] - begun[i]), i) for i in range(workers)]
     heapq.heapify(arrivals)
-    done = [0] * workers
     # In this time workers are through their windows once, about, whether they wait for the server or not.
     end = count * max(float(windows.mean()) + sum(service) / workers, sum(service))
     begin = _WARM_UP * end
