@@ -264,7 +264,7 @@ def _with_server(scenario: Scenario, ranks: int, exchange: Exchange) -> Pace:
     count = max(_EVENTS_OF_WORKER, _EVENTS // workers)
     paces = []
     for replicate, windows in enumerate(_apart(draws, count, exchange.period)):
-        # A worker takes these windows over and over: with fewer long ones than usual it would be fast for good.
+        # A worker takes these over and over: with fewer long ones than usual it would be fast for good.
         usual = exchange.period * draws.mean_s[replicate] / np.maximum(windows.mean(axis=0), 1e-12)
         own = (windows * usual)[:, ranks - workers :]
         own = own * (1 - scenario.work.update) if exchange.at_server else own
