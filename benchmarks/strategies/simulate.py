@@ -208,7 +208,7 @@ def record_steps() -> Recording:
         )
         begun_s = time.perf_counter()
         optimizer.zero_grad()
-        task.loss(model, batch).total.backward()
+        task.loss(model, batch).total.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         seconds.append(time.perf_counter() - begun_s)
         frames.append(float(batch.num_frames))
