@@ -64,27 +64,34 @@ class Nodes:
 
     def _make_switch(self, stack: ExitStack) -> None:
         self._make_namespace(stack, "sw")
-        _run("ip", "-n", self._namespace("sw"), "link", "add", "br0", "type", "bridge", "forward_delay", "0")
-        _run("ip", "-n", self._namespace("sw"), "link", "set", "br0", "up")
+        run_tool(
+            "ip", "-n", self._namespace("sw"), "link", "add", "br0", "type", "bridge", "forward_delay", "0"
+        )
+        run_tool("ip", "-n", self._namespace("sw"), "link", "set", "br0", "up")
 
     def _make_node(self, stack: ExitStack, number: int, name: str) -> None:
-        inside, switch, port = self._namespace(name), self._namespace("sw"), f"to-{name}"
+        inside = self._namespace(name)
         folder = _ETC / inside
         folder.mkdir(parents=True, exist_ok=True)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         (folder / "hosts").write_text(hosts_file(self.names))
         self._make_namespace(stack, name)
-        _run("ip", "link", "add", "name", port, "netns", switch, "type", "veth",
-             "peer", "name", "eth0", "netns", inside)  # fmt: skip
-        _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
-        _run("ip", "-n", inside, "addr", "add", f"{_NETWORK}.{number}/24", "dev", "eth0")
-        _run("ip", "-n", inside, "link", "set", "eth0", "up")
+        self._make_interface(number, name)
+        run_tool("ip", "-n", inside, "addr", "add", f"{_NETWORK}.{number}/24", "dev", "eth0")
+        run_tool("ip", "-n", inside, "link", "set", "eth0", "up")
+
+    def _make_interface(self, number: int, name: str) -> None:
+        """Make a node's eth0 and join it to the switch."""
+        switch, port = self._namespace("sw"), f"to-{name}"
+        run_tool("ip", "link", "add", "name", port, "netns", switch, "type", "veth",
+             "peer", "name", "eth0", "netns", self._namespace(name))  # fmt: skip
+        run_tool("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
 
     def _make_namespace(self, stack: ExitStack, name: str) -> None:
         namespace = self._namespace(name)
-        _run("ip", "netns", "add", namespace)
+        run_tool("ip", "netns", "add", namespace)
         stack.callback(subprocess.run, ["ip", "netns", "del", namespace], check=False)
-        _run("ip", "-n", namespace, "link", "set", "lo", "up")
+        run_tool("ip", "-n", namespace, "link", "set", "lo", "up")
 
     def _namespace(self, name: str) -> str:
         return self._prefix + name
@@ -99,14 +106,20 @@ class Nodes:
                 where = ["tc", "-n", namespace, "qdisc"]
                 subprocess.run([*where, "del", "dev", device, "root"], capture_output=True, check=False)
                 if rate != "free":
-                    _run(*where, "add", "dev", device, "root", "tbf", "rate", rate,
+                    run_tool(*where, "add", "dev", device, "root", "tbf", "rate", rate,
                          "burst", "256kb", "latency", "30ms")  # fmt: skip
 
-    def mpirun(self, program: Sequence[str]) -> list[str]:
-        """Return the command that runs `program` once on every node; mpirun itself runs on n1."""
-        hosts = ",".join(f"{name}:1" for name in self.names)
+    def mpirun(self, program: Sequence[str], *, ranks: int = 0, ranks_per_node: int = 1) -> list[str]:
+        """Return the command that runs `program` on the nodes, node after node; mpirun itself runs on n1.
+
+        Args:
+            ranks: of the job; 0: as many as fit on the nodes.
+            ranks_per_node: of each node.
+        """
+        ranks = ranks or ranks_per_node * len(self.names)
+        hosts = ",".join(f"{name}:{ranks_per_node}" for name in self.names[: -(-ranks // ranks_per_node)])
         mpirun = str(Path(sys.prefix) / "bin" / "mpirun")
-        command = [mpirun, "-n", str(len(self.names)), "--host", hosts, "--bind-to", "none"]
+        command = [mpirun, "-n", str(ranks), "--host", hosts, "--bind-to", "none"]
         for option in ("btl_tcp_if_include", "oob_tcp_if_include"):
             command += ["--mca", option, "eth0"]
         command += ["--mca", "plm_rsh_agent", str(self.agent), *program]
@@ -153,7 +166,8 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _run(*command: str) -> None:
+def run_tool(*command: str) -> None:
+    """Run a command of the system's; leave with what it says where it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -69,7 +69,9 @@ class SimulateCommand:
 
         request = self._request()
         frames = frame_count("--target-frames", self.target_frames) if self.target_frames else None
-        show_report(write_simulation(self.out, simulate(read_measured(self.out), request), frames))
+        measured = read_measured(self.out)
+        simulation = simulate(measured.runs, request, measured.left_out)
+        show_report(write_simulation(self.out, simulation, frames))
         return 0
 
     def _request(self) -> Request:

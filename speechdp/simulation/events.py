@@ -16,7 +16,7 @@ from speechdp.strategies.mechanisms.topology import (
     passive_partners,
 )
 
-#: Share of the events that pass before anything is counted: at the start nobody waits.
+#: Share that passes before anything is counted: at the start nobody waits.
 _WARM_UP = 0.3
 
 
@@ -40,6 +40,9 @@ def serve(windows: npt.NDArray[np.float64], service_s: Sequence[float]) -> Serve
 
     The server takes one at a time, in the order of arrival: its link carries one vector at a time.
 
+    They begin anywhere in their windows, and are followed for a time: where all began a window at once, or
+    ended after so many of them, the long ones would count too little.
+
     Args:
         windows: work of each window, s, used over and over.  (windows, workers)
         service_s: time in which each worker is served, s.  (workers,)
@@ -47,26 +50,31 @@ def serve(windows: npt.NDArray[np.float64], service_s: Sequence[float]) -> Serve
     count, workers = windows.shape
     work = windows.T.tolist()
     service = list(map(float, service_s))
-    arrivals = [(work[worker][0], worker) for worker in range(workers)]
+    ends = np.cumsum(windows, axis=0)  # of windows without waits
+    begun = np.random.default_rng(workers).random(workers) * ends[-1]
+    done = [min(int(np.searchsorted(ends[:, i], begun[i], "right")), count - 1) for i in range(workers)]
+    arrivals = [(float(ends[done[i], i] - begun[i]), i) for i in range(workers)]
     heapq.heapify(arrivals)
-    done = [0] * workers
-    total = count * workers
-    first = int(_WARM_UP * total)
-    free = began = waited = served = 0.0
-    for number in range(total):
+    # In this time workers are through their windows once, about, whether they wait for the server or not.
+    end = count * max(float(windows.mean()) + sum(service) / workers, sum(service))
+    begin = _WARM_UP * end
+    free = waited = served = 0.0
+    counted = 0
+    while True:
         arrived, worker = arrivals[0]
         start = max(arrived, free)
         free = start + service[worker]
-        if number == first:
-            began = free
-        elif number > first:
+        if free > end:
+            break
+        if free > begin:
+            counted += 1
             waited += start - arrived
             served += service[worker]
         done[worker] += 1
         following = work[worker][done[worker] % count]
         heapq.heapreplace(arrivals, (free + following, worker))
-    counted = max(total - first - 1, 1)
-    return Served(counted / max(free - began, 1e-12), waited / counted, served / counted)
+    some = max(counted, 1)
+    return Served(some / (end - begin), waited / some, served / some)
 
 
 def mixed_share(

@@ -118,25 +118,51 @@ class MeasuredRun:
         return len(set(self.hosts)) > 1
 
 
-def read_measured(folder: Path) -> tuple[MeasuredRun, ...]:
+@dataclass(frozen=True)
+class MeasuredFolder:
+    """What the finished runs of a folder have measured.
+
+    Attributes:
+        runs: one at least, of one model.
+        left_out: of runs that have finished but cannot be read, why, one sentence each.
+    """
+
+    runs: tuple[MeasuredRun, ...]
+    left_out: tuple[str, ...] = ()
+
+
+def read_measured(folder: Path) -> MeasuredFolder:
     """Read the finished runs of a folder: a run, or what sweep, compare or profile have written.
+
+    One of several that is damaged is left out.
 
     Raises:
         ConfigError: there is none, or none with the times of its steps; the message says what to do.
         RunError: files of a profile are damaged.
     """
+    left_out: list[str] = []
     if (folder / profile_record.FILE_NAME).is_file():
         runs = _runs_of_profile(folder)
     else:
         results = read_sweep(folder).runs
         if len(results) == 1 and results[0].path.resolve() == folder.resolve():
-            return (measured_run(results[0]),)
-        runs = [measured_run(result) for result in results if result.status == "complete"]
+            return MeasuredFolder((measured_run(results[0]),))
+        runs = []
+        for result in results:
+            if result.status != "complete":
+                continue
+            try:
+                runs.append(measured_run(result))
+            except ConfigError as error:
+                left_out.append(f"A run was left out: {error}.")
+                last = error
+        if left_out and not runs:
+            raise last
     if not runs:
         raise ConfigError(f"{folder}: none of its runs has finished; give the command that made it again")
     if len({run.nbytes for run in runs}) > 1:
         raise ConfigError(f"{folder}: holds runs of models of different sizes; give the folder of one run")
-    return tuple(runs)
+    return MeasuredFolder(tuple(runs), tuple(left_out))
 
 
 def measured_run(result: RunResult) -> MeasuredRun:

@@ -9,6 +9,8 @@ from typing import Literal, cast
 import numpy as np
 import numpy.typing as npt
 
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.errors import ConfigError
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.simulation.events import Served, mixed_share, serve
 from speechdp.simulation.exchanges import Exchange, Model, Pattern
@@ -26,8 +28,10 @@ _MOST_STEPS = 2**25
 _LEAST_WINDOWS = 4
 #: Resamples of what is followed event by event, which takes longest.
 _EVENT_REPLICATES = 10
-#: Windows of all workers together that are followed event by event, and of each worker, at least.
-_EVENTS, _EVENTS_OF_WORKER = 600, 6
+#: Windows of all learners together that are followed event by event, and of each learner, at least.
+_EVENTS, _EVENTS_OF_LEARNER = 600, 6
+#: Likewise of workers with a server: where steps have a heavy tail, a few windows do not hold its long ones.
+_EVENTS_OF_WORKER = 40
 #: Steps of a window that are drawn one by one there; longer windows have the same mean and variance.
 _STEPS_OF_EVENT = 16
 
@@ -114,15 +118,31 @@ def predict(
     are known better than they are.
 
     Returns:
-        In the order of `exchanges`, without strategies whose groups so many ranks cannot be parted into, or
-        whose server leaves no worker.
+        In the order of `exchanges`, without strategies that a run on so many ranks would refuse: their groups
+        do not divide them, or their server leaves no worker.
     """
-    possible = [(c, e) for c, e in exchanges if ranks % e.groups == 0 and ranks > e.dedicated]
+    possible = [(choice, exchange) for choice, exchange in exchanges if _accepts(choice, ranks)]
     paces = predict_paces(scenario, ranks, [exchange for _, exchange in possible])
     return [
         _prediction(scenario, ranks, choice, exchange, pace)
         for (choice, exchange), pace in zip(possible, paces, strict=True)
     ]
+
+
+class _RanksInNumber(SerialCommunicator):
+    """Ranks that do not exist: a strategy can be asked whether it would train on so many."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+
+def _accepts(choice: StrategyChoice, ranks: int) -> bool:
+    try:
+        choice.parsed.check_ranks(_RanksInNumber(ranks))
+    except ConfigError:
+        return False
+    return True
 
 
 def predict_paces(scenario: Scenario, ranks: int, exchanges: Sequence[Exchange]) -> list[Pace]:
@@ -206,7 +226,7 @@ def _gossiping(scenario: Scenario, ranks: int, exchange: Exchange) -> Pace:
 def _mixed(scenario: Scenario, learner_s: npt.NDArray[np.float64], exchange: Exchange) -> float:
     """Return the share of exchanges that are made, of means over resamples."""
     learners = learner_s.shape[1]
-    count = max(_EVENTS_OF_WORKER, _EVENTS // learners)
+    count = max(_EVENTS_OF_LEARNER, _EVENTS // learners)
     cluster, per_node = scenario.cluster, max(1, scenario.cluster.ranks_per_node // exchange.groups)
     messages = [float(cluster.message_s(exchange.nbytes, crosses=c).mean()) for c in (False, True)]
     windows = exchange.period * _spread_of(scenario, learners, count, exchange.period)
@@ -244,7 +264,9 @@ def _with_server(scenario: Scenario, ranks: int, exchange: Exchange) -> Pace:
     count = max(_EVENTS_OF_WORKER, _EVENTS // workers)
     paces = []
     for replicate, windows in enumerate(_apart(draws, count, exchange.period)):
-        own = windows[:, ranks - workers :]
+        # A worker takes these over and over: with fewer long ones than usual it would be fast for good.
+        usual = exchange.period * draws.mean_s[replicate] / np.maximum(windows.mean(axis=0), 1e-12)
+        own = (windows * usual)[:, ranks - workers :]
         own = own * (1 - scenario.work.update) if exchange.at_server else own
         served = serve(own, service[min(replicate, len(service) - 1)] + update_s)
         paces.append(_served_pace(served, exchange.period, workers))

@@ -83,11 +83,12 @@ class Simulation:
     assumptions: tuple[str, ...]
 
 
-def simulate(runs: Sequence[MeasuredRun], request: Request) -> Simulation:
+def simulate(runs: Sequence[MeasuredRun], request: Request, left_out: Sequence[str] = ()) -> Simulation:
     """Predict the speed of strategies on clusters.
 
     Args:
         runs: finished runs of one model, one at least.
+        left_out: what is to be said of others.
 
     Raises:
         ConfigError: a strategy that is not known or cannot be used, or a link that was neither measured nor
@@ -98,7 +99,7 @@ def simulate(runs: Sequence[MeasuredRun], request: Request) -> Simulation:
     found = [prediction for ranks in request.ranks for prediction in predict(scenario, ranks, exchanges)]
     order = {(choice.text, exchange.period): place for place, (choice, exchange) in enumerate(exchanges)}
     found.sort(key=lambda one: (order[one.strategy.text, one.period], one.ranks))
-    return Simulation(basis(runs), request, scenario, tuple(found), assumptions)
+    return Simulation(basis(runs), request, scenario, tuple(found), (*left_out, *assumptions))
 
 
 def scenario_of(runs: Sequence[MeasuredRun], request: Request) -> tuple[Scenario, tuple[str, ...]]:

@@ -178,18 +178,22 @@ class Draws:
 
     @cached_property
     def alone_s(self) -> Times:
-        """Mean work of a step on a rank that is neither slowed nor waits, s.  (replicates,)"""
+        """Work of a step on ranks that are neither slowed nor wait, each at its pace, s.  (replicates,)"""
+        alone: Times = 1 / (1 / self._unslowed_s).mean(axis=1)
+        return alone
+
+    @cached_property
+    def _unslowed_s(self) -> Times:
+        """Mean work of a step of each rank, as fast as measured, s.  (replicates, ranks)"""
         rows = self.resampled()
-        mean: Times = self.work.common[rows].mean(axis=1) * self.work.own[rows].mean(axis=(1, 2))
+        own = self.work.own[rows].mean(axis=1)[:, self.columns]
+        mean: Times = self.work.common[rows].mean(axis=1)[:, None] * own
         return mean
 
     @cached_property
     def mean_s(self) -> Times:
-        """Mean work of a step of each rank, s.  (replicates, ranks)"""
-        rows = self.resampled()
-        own = self.work.own[rows].mean(axis=1)[:, self.columns]
-        mean: Times = self.work.common[rows].mean(axis=1)[:, None] * own * self.scale
-        return mean
+        """Mean work of a step of each rank, slowed where it is to be, s.  (replicates, ranks)"""
+        return self._unslowed_s * self.scale
 
     def together(self, steps: int) -> Iterator[tuple[slice, Drawn]]:
         """Yield steps that all ranks take with batches of the same size.

@@ -492,6 +492,48 @@ def test_groups_that_do_not_fit_are_left_out() -> None:
     assert [one.ranks for one in simulate([MadeUpSteps().measured()], request).predictions] == [4]
 
 
+def test_options_that_a_run_would_refuse_are_left_out() -> None:
+    request = Request((2, 3), 3, strategies=(StrategyChoice("easgd:dedicated=true,period=1"),))
+    assert [one.ranks for one in simulate([MadeUpSteps().measured()], request).predictions] == [3]
+
+
+def test_long_steps_that_are_rare_hold_up_workers_of_a_server() -> None:
+    windows = np.where(np.random.default_rng(3).random((40, 64)) < 0.02, 3.0, 0.1)
+    expected = (1 / windows.mean(axis=0)).sum()  # of workers whom nobody holds up
+    assert serve(windows, [0.0] * 64).windows_per_s == pytest.approx(expected, rel=0.02)
+
+
+def test_the_chance_of_few_windows_makes_no_worker_fast() -> None:
+    work = np.full((1000, 2), 0.1)
+    work[::50] = 3.0
+    scenario = _scenario(MadeUpSteps(work_s=work), _cluster(FREE))
+    found = _predicted(scenario, 64, "easgd:period=1")
+    assert found.efficiency.mean == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.parametrize("strategy", ["ad_psgd", "easgd:period=1", "gradient_averaging"])
+def test_ranks_of_unlike_speed_do_no_more_than_each_by_itself(strategy: str) -> None:
+    scenario = _scenario(MadeUpSteps(work_s=np.tile([0.1, 0.3], (200, 1))), _cluster(FREE))
+    found = _predicted(scenario, 8, strategy)
+    alone = 0.5 * (1 / 0.1 + 1 / 0.3)
+    assert found.efficiency.mean == pytest.approx(1 / found.step_s.mean / alone, rel=1e-3)
+    assert found.efficiency.mean < 1.005
+
+
+def test_a_damaged_run_among_others_is_left_out_and_named(tmp_path: Path) -> None:
+    for name in ("good", "torn"):
+        MadeUpSteps(["a", "a"]).write(tmp_path, name)
+    (tmp_path / "torn" / "timeline" / "rank-0001.jsonl").write_text("{")
+    found = read_measured(tmp_path)
+    assert [run.name for run in found.runs] == ["good"]
+    (said,) = found.left_out
+    assert "torn/timeline/rank-0001.jsonl: damaged" in said
+    assert simulate(found.runs, Request((2,)), found.left_out).assumptions[0] == said
+    (tmp_path / "good" / "timeline" / "rank-0000.jsonl").unlink()
+    with pytest.raises(ConfigError, match="timeline"):
+        read_measured(tmp_path)
+
+
 @pytest.mark.parametrize("strategy", ["parameter_server:mode=sync,dedicated=true", "easgd:dedicated=true"])
 def test_a_rank_that_only_serves_is_no_measured_rank(strategy: str, tmp_path: Path) -> None:
     path = MadeUpSteps(["node-a"] * 3, strategy).write(tmp_path)
@@ -500,7 +542,7 @@ def test_a_rank_that_only_serves_is_no_measured_rank(strategy: str, tmp_path: Pa
     timing = json.loads((path / "timing.json").read_text())
     timing["ranks"][0]["frames"] = 0
     (path / "timing.json").write_text(json.dumps(timing))
-    (run,) = read_measured(path)
+    (run,) = read_measured(path).runs
     assert (run.ranks, run.trainers) == (3, 2)
     (found,) = simulate([run], Request((3,), strategies=(StrategyChoice("gradient_averaging"),))).predictions
     assert found.computing > 0
@@ -508,10 +550,10 @@ def test_a_rank_that_only_serves_is_no_measured_rank(strategy: str, tmp_path: Pa
 
 
 def test_a_run_of_a_strategy_from_outside_is_simulated(tmp_path: Path) -> None:
-    (run,) = read_measured(MadeUpSteps(["node-a"] * 2).write(tmp_path))
+    (run,) = read_measured(MadeUpSteps(["node-a"] * 2).write(tmp_path)).runs
     settings = json.loads((tmp_path / "run" / "run.json").read_text())
     (tmp_path / "run" / "run.json").write_text(json.dumps(settings | {"strategy": "lazy_averaging:period=8"}))
-    (outside,) = read_measured(tmp_path / "run")
+    (outside,) = read_measured(tmp_path / "run").runs
     assert outside.times.work().mean() == pytest.approx(run.times.work().mean())
     (found,) = simulate(
         [outside], Request((2,), strategies=(StrategyChoice("bmuf"),), periods=(4,))
@@ -522,7 +564,7 @@ def test_a_run_of_a_strategy_from_outside_is_simulated(tmp_path: Path) -> None:
 
 def test_a_run_is_read_as_it_was_measured(tmp_path: Path) -> None:
     steps = MadeUpSteps(["node-a"] * 2, exchange_s=0.03)
-    (run,) = read_measured(steps.write(tmp_path))
+    (run,) = read_measured(steps.write(tmp_path)).runs
     made = steps.measured()
     for part in ("forward", "backward", "update", "others", "data_wait", "comm", "frames"):
         read, wanted = getattr(run.times, part), getattr(made.times, part)
