@@ -116,13 +116,21 @@ class Tuner:
             self._training.begin()
             measured = self._measure()
             backend = self._predict(measured)
-            race = self._race(backend)
-            self._halve(backend, race)
+            self._search(backend)
         except JobStopped:
             self._keep()
             raise
         self._keep(completed=True)
         return self._record
+
+    def _search(self, backend: str) -> None:
+        """Choose among what is left; where all but one are ruled out nothing has to be trained."""
+        if len(self._record.left) == 1:
+            self._choose(self._record.left)
+            return
+        race = self._race(backend)
+        if len(self._record.left) > 1:
+            self._halve(backend, race)
 
     @property
     def _spent_s(self) -> float:
@@ -230,10 +238,6 @@ class Tuner:
         """Let what is left race, and rule settings out by that."""
         self._keep(stage=RACE)
         racing = [self._settings[name] for name in self._record.left]
-        if len(racing) < 2:
-            raise ConfigError(
-                "--strategies: a search needs two settings at least; name others, or --batch-sizes"
-            )
         self._say(f"race: {counted(len(racing), 'setting')} in turn")
         race = self._training.hold_race(racing, backend, _RACE_SHARE * self._request.budget_s)
         if not isinstance(race, RaceRecord):
@@ -281,14 +285,14 @@ class Tuner:
         self._keep(stage=HALVING)
         counts = halvings(len(self._record.left), _LAST)
         done, self._record = self._record.rungs, replace(self._record, rungs=())
-        for number, count in enumerate(counts):
+        for number in range(len(counts)):
             alive = self._record.left
             # Those of an earlier command are as long as they were to be.
             until_s = done[number].seconds if number < len(done) else self._rung_s(race, counts[number:])
             rung = RungRecord(until_s, alive)
             self._keep(rungs=(*self._record.rungs, rung))
             self._say(
-                f"halving: {counted(count, 'setting')} for {formatting.seconds(until_s)} of training each"
+                f"halving: {counted(len(alive), 'setting')} until {formatting.seconds(until_s)} of training"
             )
             scores = self._train_rung(backend, alive, until_s)
             self._keep(rungs=(*self._record.rungs[:-1], replace(rung, scores=scores)))

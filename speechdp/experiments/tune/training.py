@@ -119,11 +119,12 @@ class TunedTraining(OwnTraining):
             longest_s: time for it, by which it has fewer rounds and shorter turns, as far as intervals allow.
         """
         out, options = self._request.out.absolute(), self._options(settings[0], backend, self.seeds[0])
+        before = _race_in(out, self._ranks)
+        if before is not None:  # held with another budget, perhaps
+            length = RaceOptions(before.plan.rounds, before.plan.least_steps)
+            if is_of(before, self._race_plan(length, settings, options)):
+                return before
         length = fitting_race(self._request.race, settings, self._step_s(backend), longest_s)
-        plan = race_of(dataclasses.replace(self._request, race=length), settings, self._ranks, options)
-        race = _held(out, plan)
-        if race is not None:
-            return race
         words = ["tune", str(self._request.data.absolute()), str(out), "--job=race"]
         words += [f"--racing={racing_text(settings)}", f"--race={length.rounds}"]
         words += [f"--race-steps={length.least_steps}", f"--ranks={self._ranks}"]
@@ -133,10 +134,13 @@ class TunedTraining(OwnTraining):
             dataclasses.replace(options, strategy=own.strategy, backend=own.backend, seed=own.seed)
         )
         message = self._starter.run(self._ranks + options.loading.feeders, words, log_of(out / "race"))
-        race = _held(out, plan)
-        if race is None:
+        race = _race_in(out, self._ranks)
+        if race is None or not is_of(race, self._race_plan(length, settings, options)):
             return message or "the job ended well but left no record (is OUT a shared folder?)"
         return race
+
+    def _race_plan(self, length: RaceOptions, settings: Sequence[Setting], options: TrainOptions) -> RacePlan:
+        return race_of(dataclasses.replace(self._request, race=length), settings, self._ranks, options)
 
     def _step_s(self, backend: str) -> float:
         """Return how long a step takes, by the slower of the measuring runs of a back-end."""
@@ -269,12 +273,12 @@ def frames_per_step(race: RaceRecord, setting: Setting) -> float:
     return sum(sum(turn.frames) for turn in turns) / sum(turn.steps for turn in turns)
 
 
-def _held(out: Path, plan: RacePlan) -> RaceRecord | None:
+def _race_in(out: Path, ranks: int) -> RaceRecord | None:
+    """Return the race that was held; None: there is none, or it is damaged and to be held again."""
     try:
-        race = find_race(out, plan.ranks)
+        return find_race(out, ranks)
     except RunError:
         return None
-    return race if race is not None and is_of(race, plan) else None
 
 
 def up_to(points: Sequence[tuple[int, float]], step: int) -> tuple[tuple[int, float], ...]:

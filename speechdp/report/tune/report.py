@@ -103,6 +103,10 @@ def find_answer(search: Search) -> Answer:
     if not record.chosen:
         return Answer("Nothing is chosen yet: the same command goes on with the search.")
     best = record.of(record.chosen)
+    if record.completed and not best.times_s:
+        speed = best.frames_per_s or best.predicted
+        headline = f"{formatting.capital(_label(best))}: all other settings are ruled out by their speed."
+        return Answer(headline, (f"It trains at {formatting.count(speed)} {terms.amount}/s.",))
     if not best.times_s:
         headline = f"Best so far: {_label(best)}, at {formatting.count(best.frames_per_s)} {terms.amount}/s."
         return Answer(headline, (), ("The search is not over: the same command goes on with it.",))

@@ -18,6 +18,7 @@ from speechdp.experiments.tune.record import TuneRecord, read_tune
 from speechdp.experiments.tune.run import Tuner, TuneRequest
 from speechdp.experiments.tune.training import Measurement, Scored, fitting_race, up_to
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.report.tune.report import Search, find_answer
 from speechdp.simulation.predict import Interval
 
 GRADIENTS, SHORT, LONG = "gradient_averaging", "model_averaging:period=4", "model_averaging:period=16"
@@ -236,3 +237,12 @@ def test_a_race_has_fewer_rounds_and_then_shorter_turns_where_time_is_short() ->
     assert fitting_race(wanted, settings, 0.1, 7 * 32 * 0.1 + 1e-6) == RaceOptions(6, 16)
     assert fitting_race(wanted, settings, 0.1, 0.0) == RaceOptions(6, 8)
     assert fitting_race(RaceOptions(6, 4), settings, 0.1, 0.0) == RaceOptions(6, 4)
+
+
+def test_where_one_setting_is_left_nothing_has_to_be_trained(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path)
+    record = search(tmp_path, jobs, texts=(GRADIENTS, DPSGD))
+    assert record.chosen == GRADIENTS and record.completed and record.command
+    assert jobs.raced == jobs.trained == []
+    answer = find_answer(Search(record, {}))
+    assert answer.headline == "gradient_averaging: all other settings are ruled out by their speed."
