@@ -1,6 +1,6 @@
 """Does a sweep rank settings as they are on a quiet machine, while others use the machine half of the time?
 
-    python benchmarks/strategies/drift.py [--tries 10] [--rounds 12] [--quiet-rounds 48] [--steps 32]
+    python benchmarks/strategies/drift.py [--tries 10] [--rounds 24] [--quiet-rounds 48] [--steps 8]
         [--epochs 4] [--hours 0.1] [--periods 1,4,16,64] [--ranks 2] [--out OUT]
         [-- options of speechdp sweep]
 
@@ -196,9 +196,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tries", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--quiet-rounds", type=int, default=48, help="of the quiet sweep's race")
-    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--hours", type=float, default=0.1, help="of synthetic speech")
     parser.add_argument("--periods", default="1,4,16,64")

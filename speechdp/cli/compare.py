@@ -49,10 +49,10 @@ class CompareCommand:
     frames: the number of epochs; time: the training time, about that of the slowest run in mode frames."""
     decode_split: Annotated[str, shown("SPLIT")] = "test"
     """Split to decode for the word error rate; empty: none.  Not used with --task synthesis."""
-    race: Annotated[int, shown("ROUNDS")] = 12
+    race: Annotated[int, shown("ROUNDS")] = 24
     """Rounds of the race after the runs: all strategies take turns, so that their speeds can be compared.
     One race a number of ranks.  An interval needs at least 6 rounds; 0: no race, speeds are those of runs."""
-    race_steps: Annotated[int, shown("STEPS")] = 32
+    race_steps: Annotated[int, shown("STEPS")] = 16
     """Steps of a turn in the race, at least: a turn has whole averaging periods."""
     hostfile: Annotated[Path | None, shown("FILE", "this machine only")] = None
     """File with a line `host slots=N` for each host."""

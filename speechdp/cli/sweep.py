@@ -46,10 +46,10 @@ class SweepCommand:
     """Length of the extra run on one rank from which speed-ups are computed; 0: no such run."""
     decode_split: Annotated[str, shown("SPLIT")] = "test"
     """Split to decode for the word error rate; empty: none.  Not used with --task synthesis."""
-    race: Annotated[int, shown("ROUNDS")] = 12
+    race: Annotated[int, shown("ROUNDS")] = 24
     """Rounds of the race after the runs: all settings take turns, so that their speeds can be compared.
     An interval needs at least 6 rounds; 0: no race, and speeds are those of the runs."""
-    race_steps: Annotated[int, shown("STEPS")] = 32
+    race_steps: Annotated[int, shown("STEPS")] = 16
     """Steps of a turn in the race, at least: a turn has whole averaging periods."""
     target: Annotated[float | None, shown("VALUE", "the best value that all runs reached")] = None
     """Report the time each run took to reach this held-out value.

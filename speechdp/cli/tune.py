@@ -54,9 +54,9 @@ class TuneCommand:
     target: Annotated[float | None, shown("VALUE", "the best that all of the last settings reached")] = None
     """Held-out value to be reached soonest.
     A log-probability in nats per frame; an L1 error with --task synthesis; else the task's first metric."""
-    race: Annotated[int, shown("ROUNDS")] = 12
+    race: Annotated[int, shown("ROUNDS")] = 24
     """Rounds of the race, 6 at least."""
-    race_steps: Annotated[int, shown("STEPS")] = 32
+    race_steps: Annotated[int, shown("STEPS")] = 16
     """Steps of a turn in the race, at least: a turn has whole averaging periods."""
     hostfile: Annotated[Path | None, shown("FILE", "this machine only")] = None
     """File with a line `host slots=N` for each host."""

@@ -14,7 +14,7 @@ from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.strategy import Strategy
 
 #: Rounds of a race, its warm-up not counted, and steps of a turn, where nothing else is asked for.
-ROUNDS, LEAST_STEPS = 12, 32
+ROUNDS, LEAST_STEPS = 24, 16
 #: A turn has as many steps at most: the machine is to be the same for all turns of a round.
 MOST_STEPS = 1024
 TOO_LONG = f"its period is longer than the {MOST_STEPS} steps that a turn of a race has at most"
