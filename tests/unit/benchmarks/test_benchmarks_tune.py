@@ -35,7 +35,13 @@ from tests.helpers.races import made_up_race
 PLAIN = Setting(StrategyChoice("gradient_averaging"))
 RARE = Setting(StrategyChoice("model_averaging:period=4"))
 LARGE = Setting(StrategyChoice("gradient_averaging"), 32)
-TIMING = RunTiming(2, (RankTiming(0, "a", 90, 9_000.0, 20.0, {}, eval_s=3.0), RankTiming(1, "a", 90, 9e3, 21.0, {})))  # fmt: skip
+TIMING = RunTiming(
+    2,
+    (
+        RankTiming(0, "a", 90, 9_000, 20.0, {}, eval_s=3.0),
+        RankTiming(1, "a", 90, 9_000, 21.0, {}),
+    ),
+)
 
 #: Held-out scores by step; model averaging has twice the speed and needs half as many steps again.
 SLOW_CURVE = ((100, -1.0), (200, -0.5))
