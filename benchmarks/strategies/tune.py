@@ -54,7 +54,7 @@ from benchmarks.comm.namespaces import Nodes, ended_by_signals, why_not
 from benchmarks.strategies.straggler import prepare_synthetic
 from speechdp.cli.support.console import make_console
 from speechdp.experiments.compare.record import FILE_NAME, read_record
-from speechdp.experiments.jobs import JobStarter
+from speechdp.experiments.jobs import JobStarter, JobStopped
 from speechdp.experiments.race.record import RaceRecord, find_race
 from speechdp.experiments.tune.plan import STRATEGIES, Curve, Finish, Setting, finishes
 from speechdp.experiments.tune.record import TuneRecord, read_tune
@@ -135,21 +135,23 @@ def by_batch(record: TuneRecord) -> dict[int, list[Setting]]:
     return found
 
 
-def regret(ends: Mapping[str, Finish], chosen: str) -> float:
+def regret(ends: Mapping[str, Finish], chosen: str, which: str) -> float:
     """Return how much later the chosen setting reached the target than the soonest one, as a share.
 
     Args:
         ends: of all settings that could be trained.
+        which: target, for messages.
     """
     best_s = min(end.mean_s for end in ends.values())
     if math.isinf(best_s):
-        raise SystemExit("no setting reached the target with all seeds: train for more --epochs")
+        raise SystemExit(f"no setting reached {which} target with all seeds; give more --epochs")
     return ends[chosen].mean_s / best_s - 1 if chosen in ends else math.inf
 
 
 def luck(ends: Mapping[str, Finish], tried: int, within: float = 0.05) -> float:
     """Return the share of the settings tried that are within so much of the best one."""
-    return sum(regret(ends, name) <= within for name in ends) / tried
+    best_s = min(end.mean_s for end in ends.values())
+    return sum(end.mean_s <= (1 + within) * best_s for end in ends.values()) / tried
 
 
 def curves_of(runs: Mapping[Setting, Sequence[ComparedRun]], race: RaceRecord) -> dict[str, list[Curve]]:
@@ -198,8 +200,8 @@ def judge(
         cluster,
         tuned.chosen,
         next(iter(ends)),
-        regret(ends, tuned.chosen),
-        regret(own_ends, tuned.chosen),
+        regret(ends, tuned.chosen, "the comparison's"),
+        regret(own_ends, tuned.chosen, "tune's"),
         luck(ends, len(runs)),
         tuned.spent_s,
         sum(cost_s(run, tuned.start_s) for found in runs.values() for run in found),
@@ -399,7 +401,11 @@ def main() -> None:
         prepare_synthetic(out / "data", starter, out / "prepare.log", given.hours)
         verdicts = []
         for name in given.clusters:
-            verdicts.append(measure(name, out / "data", out / name, given))
+            try:
+                verdicts.append(measure(name, out / "data", out / name, given))
+            except JobStopped as stopped:
+                print("stopped as requested; the same command goes on where --out was given", flush=True)
+                sys.exit(stopped.exit_code)
             show(verdicts[-1], read_tune(out / name / "tune"))
     print(json.dumps(summary(verdicts)))
 
