@@ -46,9 +46,9 @@ def _put_gates_up(trainer_class: Any) -> None:
     gates = {int(step): Path(folder) / step for step in steps.split(",")}
     run, train = trainer_class.run, trainer_class._train
 
-    def run_and_note(trainer: Any, loader: Any, stop: Any) -> None:
+    def run_and_note(trainer: Any, loader: Any, stop: Any, *more: Any) -> None:
         trainer.request = stop._request
-        run(trainer, loader, stop)
+        run(trainer, loader, stop, *more)
 
     def train_and_wait(trainer: Any, step: Any) -> None:
         train(trainer, step)
