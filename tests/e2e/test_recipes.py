@@ -16,6 +16,9 @@ from tests.helpers.corpora import needs_espeak, shared_data
 from tests.helpers.jobs import alone
 from tests.helpers.mpi import run_job
 
+#: A dozen jobs one after another: five minutes on a machine at rest, several times as long on a busy one.
+pytestmark = pytest.mark.timeout(2400)
+
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
 
 
@@ -33,7 +36,7 @@ def run_recipe(recipe: str, folder: Path) -> None:
         if words[0] == "cd":
             folder /= words[1]
         elif words[0] == "speechdp":
-            ended = run_job([*alone(), *shortened(words[1:])], timeout_s=400, cwd=folder)
+            ended = run_job([*alone(), *shortened(words[1:])], timeout_s=1200, cwd=folder)
             assert ended.exit_code == 0, f"{line}\n{ended.output}"
         else:
             subprocess.run(line, shell=True, check=True, cwd=folder)
