@@ -63,12 +63,12 @@ def _newest_first(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder, which may not be there.  Raises OSError: it cannot be listed."""
     # Not by glob, to which a folder that may not be read is an empty one.
     try:
-        found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+        paths = list(folder.iterdir())
     except FileNotFoundError:
-        if folder.is_dir():
-            raise
-        return []
-    return sorted(found, key=_step_of, reverse=True)
+        if not folder.is_dir():
+            return []
+        paths = list(folder.iterdir())  # it has been made meanwhile
+    return sorted(filter(lambda path: _NAME.fullmatch(path.name), paths), key=_step_of, reverse=True)
 
 
 def _step_of(folder: Path) -> int:
