@@ -22,7 +22,7 @@ from speechdp.simulation.fit import fit_link, model_of, observe
 from speechdp.simulation.gains import gains_of
 from speechdp.simulation.links import Cluster, LinkSpeed
 from speechdp.simulation.measured import read_measured
-from speechdp.simulation.predict import Prediction, Scenario, predict
+from speechdp.simulation.predict import Interval, Prediction, Scenario, predict
 from speechdp.simulation.simulate import GivenLink, Request, simulate
 from speechdp.simulation.steps import Draws, MeasuredWork
 from speechdp.simulation.waiting import exposed_s, slowest
@@ -229,6 +229,12 @@ def test_longer_batches_are_no_noise() -> None:
     work = MeasuredWork.of([replace(steps, times=times)])
     assert work.own.std() < 1e-9
     assert work.common.std() > 0.01
+
+
+@pytest.mark.parametrize("samples", [[0.1] * 3, [0.0] * 99 + [1e6]])
+def test_an_interval_holds_its_mean(samples: list[float]) -> None:
+    interval = Interval.of(samples)
+    assert interval.low <= interval.mean <= interval.high
 
 
 def test_draws_are_the_same_for_the_same_seed() -> None:
