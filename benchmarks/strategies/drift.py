@@ -206,10 +206,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--loops", type=int, default=2, help="busy loops")
     parser.add_argument("--seed", type=int, default=1, help="of the disturbance")
     parser.add_argument("--out", type=Path)
-    ours = list(arguments)
-    end = ours.index("--") if "--" in ours else len(ours)
-    given = parser.parse_args(ours[:end])
-    given.options = ours[end + 1 :]
+    parser.add_argument("options", nargs="*", help="after --: of `speechdp sweep`")
+    given = parser.parse_args(arguments)
     if given.tries < 1 or min(given.rounds, given.quiet_rounds) < 6:
         parser.error("--tries: at least 1, --rounds: at least 6, or there are no intervals")
     return given

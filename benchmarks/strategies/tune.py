@@ -377,12 +377,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--race", type=int, default=12, help="rounds of the race of all settings")
     parser.add_argument("--threads", type=int, default=1, help="of a rank")
     parser.add_argument("--out", type=Path)
-    ours = list(arguments)
-    end = ours.index("--") if "--" in ours else len(ours)
-    given = parser.parse_args(ours[:end])
-    given.options = ours[end + 1 :] or [
-        "--preset=tiny", "--layers=1", "--cells=48", "--batch-size=16"
-    ]  # fmt: skip
+    parser.add_argument("options", nargs="*", help="after --: of the training")
+    given = parser.parse_args(arguments)
+    given.options = given.options or ["--preset=tiny", "--layers=1", "--cells=48", "--batch-size=16"]
     given.clusters = tuple(word for word in given.clusters.split(",") if word)
     unknown = set(given.clusters) - set(CLUSTERS)
     if unknown or not given.clusters:

@@ -168,12 +168,13 @@ class TuneCommand:
         from speechdp.comm.startup.create import BACKENDS  # noqa: PLC0415
         from speechdp.experiments.tune.run import TuneRequest, other_batches  # noqa: PLC0415
         from speechdp.report.kit.metric_names import Terms  # noqa: PLC0415
+        from speechdp.simulation.quantities import duration  # noqa: PLC0415
         from speechdp.tasks.metrics import TaskRecord  # noqa: PLC0415
 
         backends = tuple(dict.fromkeys(word.strip() for word in self.backends.split(",") if word.strip()))
         if not backends or set(backends) - set(BACKENDS):
             raise ConfigError(f"--backends {self.backends!r}: choose among {', '.join(BACKENDS)}")
-        own, others = other_batches(self.options, ranks, self._batch_sizes())
+        others = other_batches(self.options, ranks, self._batch_sizes())
         task = TaskRecord(self.options.make_task().metrics)
         settings = {
             **compared.settings(),
@@ -191,8 +192,7 @@ class TuneCommand:
             tried=self._tried(),
             backends=backends,
             batch_sizes=others,
-            own_batch=own,
-            budget_s=_budget_s(self.budget),
+            budget_s=duration("--budget", self.budget, "90s, 20m or 2h"),
             target=Terms(task).score_of_target(self.target),
             seeds=compared.plan.seeds,
             settings=settings,
@@ -220,15 +220,6 @@ class TuneCommand:
             raise ConfigError("--feeders: tune counts them on one machine only; leave out --hostfile")
         threads = threads_of_a_rank(self.threads, ranks + feeders, self.hostfile)
         return make_starter("tune", self.launch_args, self.hostfile, threads)
-
-
-def _budget_s(text: str) -> float:
-    from speechdp.simulation.quantities import duration  # noqa: PLC0415
-
-    try:
-        return duration("--budget", text)
-    except ConfigError as error:
-        raise ConfigError(f"--budget {text}: is no time; write 90s, 20m or 2h") from error
 
 
 def _has_best(out: Path) -> bool:

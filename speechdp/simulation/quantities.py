@@ -34,15 +34,15 @@ def bandwidth(option: str, text: str) -> float:
     return number * _BYTES_PER_S[unit]
 
 
-def duration(option: str, text: str) -> float:
-    """Read a duration: `5us`, `0.1ms`.  Returns seconds.
+def duration(option: str, text: str, example: str = "5us, 0.1ms or 0s") -> float:
+    """Read a duration: `5us`, `0.1ms`, `20m`.  Returns seconds.
 
     Raises:
         ConfigError: anything else; the message names `option`.
     """
     number, unit = _split(text.lower())
     if unit not in _SECONDS or number < 0:
-        raise ConfigError(f"{option} {text}: is no time; write 5us, 0.1ms or 0s")
+        raise ConfigError(f"{option} {text}: is no time; write {example}")
     return number * _SECONDS[unit]
 
 

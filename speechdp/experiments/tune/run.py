@@ -61,7 +61,6 @@ class TuneRequest:
         tried: settings with the training's own batch.
         backends: to choose from, in the order of preference.
         batch_sizes: other batches of a rank to try; empty: none.
-        own_batch: the training's own.
         budget_s: for all of it.
         target: score to be reached; None: the best that the last settings all reach.
         seeds: of the last rung, at least one; the first is that of all others.
@@ -73,7 +72,6 @@ class TuneRequest:
     tried: tuple[Setting, ...]
     backends: tuple[str, ...]
     batch_sizes: tuple[int, ...]
-    own_batch: int
     budget_s: float
     target: float | None
     seeds: tuple[int, ...]
@@ -425,10 +423,8 @@ def _why_behind(end: Finish, best: Finish, name: str) -> str:
     return f"it reached the target {formatting.percent(end.mean_s / best.mean_s - 1)} % later than {name}"
 
 
-def other_batches(
-    options: TrainOptions, ranks: int, given: Sequence[int] | None
-) -> tuple[int, tuple[int, ...]]:
-    """Return the training's own batch of a rank, and the others to try.
+def other_batches(options: TrainOptions, ranks: int, given: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the batches of a rank to try besides the training's own.
 
     Args:
         given: those asked for; None: half and twice its own; empty: none.
@@ -444,7 +440,7 @@ def other_batches(
                 "--batch-sizes: not with --global-batch or --batch-frames, which say what a rank's batch "
                 "is; leave one out"
             )
-        return own, ()
+        return ()
     if given is not None and not given:
-        return own, ()
-    return own, batches_of(own, given or ())
+        return ()
+    return batches_of(own, given or ())

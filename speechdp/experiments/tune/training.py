@@ -9,6 +9,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -185,7 +186,7 @@ class TunedTraining(OwnTraining):
         options = self._request.options
         return options.num_epochs * self.frames / frames_per_step(race, setting)
 
-    @property
+    @cached_property
     def frames(self) -> int:
         """Frames of an epoch."""
         return Dataset.open(self._request.data).num_frames(self._request.options.train_split)

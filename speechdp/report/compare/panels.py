@@ -14,7 +14,7 @@ from speechdp.parallel.period import PeriodUnit
 from speechdp.report.compare.groups import Group
 from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
-from speechdp.report.kit.canvas import Canvas, dashes, style_axes
+from speechdp.report.kit.canvas import Canvas, dashes, named_canvas, style_axes
 from speechdp.report.kit.formatting import ONE_RANK_LABEL
 from speechdp.report.kit.learning import curve_points, learning_axes
 from speechdp.report.kit.periods import PeriodCurve, draw_periods, period_units
@@ -31,10 +31,8 @@ Points = list[tuple[float, float]]
 def make_canvas(groups: Sequence[Group], theme: Theme) -> Canvas:
     """Return a canvas that gives every strategy its colour on all plots; one rank is grey."""
     labels = list(dict.fromkeys(group.label for group in groups if group.ranks > 1))
-    colours = {label: theme.runs[index % len(theme.runs)] for index, label in enumerate(labels)}
-    if any(group.ranks == 1 for group in groups):
-        colours[ONE_RANK_LABEL] = theme.baseline
-    return Canvas(theme, {label: label for label in colours}, colours)
+    one_rank = [ONE_RANK_LABEL] if any(group.ranks == 1 for group in groups) else []
+    return named_canvas([*labels, *one_rank], theme)
 
 
 def make_panels(groups: Sequence[Group]) -> list[list[Panel]]:

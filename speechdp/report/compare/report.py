@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from markupsafe import Markup
-from matplotlib.lines import Line2D
 from rich.console import Group as RichGroup
 from rich.text import Text
 
@@ -25,11 +23,17 @@ from speechdp.report.compare.groups import (
 from speechdp.report.compare.panels import make_canvas, make_panels
 from speechdp.report.compare.table import SPREAD_NOTE, csv_of_groups, make_tables
 from speechdp.report.kit import theme
-from speechdp.report.kit.canvas import Canvas, dashes
 from speechdp.report.kit.choice import metric_meanings
 from speechdp.report.kit.metric_names import terms_of
-from speechdp.report.kit.pages import WrittenReport, render_page, setting_text, stroke, write_files
-from speechdp.report.kit.svg import Panel, panel_svgs, write_png
+from speechdp.report.kit.pages import (
+    WrittenReport,
+    legend_marks,
+    render_page,
+    setting_facts,
+    setting_text,
+    write_files,
+)
+from speechdp.report.kit.svg import panel_svgs, write_png
 
 #: Settings that say nothing to a reader: the checksum of the data.
 _UNSHOWN = ("data",)
@@ -59,7 +63,7 @@ def write_comparison(out: Path, target: float | None = None, metric: str = "") -
     of_races = (*_failed_races(comparison), *comparison.races.cautions(compared_by_race(groups)))
     choice, lines = choose(groups, of_races), make_panels(groups)
     canvas = make_canvas(groups, theme.PAGE)
-    marks = {label: stroke(colour, dashes(label, canvas)) for label, colour in canvas.colours.items()}
+    marks = legend_marks(canvas)
     tables = make_tables(groups, choice.chosen.values(), marks)
     drawn = [panel_svgs(line, lambda: make_canvas(groups, theme.PAGE)) for line in lines]
     page = render_page(
@@ -77,7 +81,7 @@ def write_comparison(out: Path, target: float | None = None, metric: str = "") -
         settings=_settings(comparison),
         runs=[_facts(run) for run in comparison.runs],
     )
-    picture = partial(_write_png, lines=lines, canvas=make_canvas(groups, theme.PRINT))
+    picture = partial(write_png, lines=lines, canvas=make_canvas(groups, theme.PRINT), with_names=True)
     html, csv, png = write_files(
         out / "compare", "compare", page, csv_of_groups(groups, target), {"compare": picture}
     )
@@ -98,24 +102,12 @@ def _lines(drawn: list[list[tuple[str, Markup]]]) -> list[list[tuple[str, Markup
     return drawn if any(len(line) > 1 for line in drawn) else [list(chain.from_iterable(drawn))] * bool(drawn)
 
 
-def _write_png(path: Path, lines: Sequence[Sequence[Panel]], canvas: Canvas) -> bool:
-    handles = [
-        Line2D([], [], color=colour, linewidth=2, linestyle=(0, dashes(label, canvas) or (1, 0)), label=label)
-        for label, colour in canvas.colours.items()
-    ]
-    return write_png(path, lines, canvas, handles=handles)
-
-
 def _settings(comparison: Comparison) -> list[tuple[str, str]]:
     """Return what all runs share as (title, text); what was left at its default is not repeated."""
     found: list[tuple[str, str]] = []
     for key, value in comparison.settings.items():
-        given = value.items() if isinstance(value, dict) else [(key, value)]
-        found += [
-            (name.replace("_", " "), setting_text(name, item))
-            for name, item in given
-            if item not in (None, "", False, 0) and name not in _UNSHOWN
-        ]
+        given = value if isinstance(value, dict) else {key: value}
+        found += setting_facts(given, _UNSHOWN)
     return found
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from speechdp.report.kit import formatting
@@ -42,12 +43,28 @@ def make_canvas(rows: Sequence[RunFigures], theme: Theme) -> Canvas:
     return Canvas(theme, formatting.run_labels([row.run for row in rows]), colours)
 
 
+def named_canvas(names: Sequence[str], theme: Theme) -> Canvas:
+    """Return a canvas that gives every name its colour; that of one rank is grey."""
+    colours = {name: theme.runs[index % len(theme.runs)] for index, name in enumerate(names)}
+    if formatting.ONE_RANK_LABEL in colours:
+        colours[formatting.ONE_RANK_LABEL] = theme.baseline
+    return Canvas(theme, {name: name for name in names}, colours)
+
+
 def dashes(label: str, canvas: Canvas) -> tuple[float, ...]:
     """Return the strokes and gaps of a line named in a legend, in points: colours repeat, strokes differ."""
     if label == formatting.ONE_RANK_LABEL:
         return (5, 2.5)
     repeats = list(canvas.colours).index(label) // len(canvas.theme.runs)
     return ((), (3, 1.5), (1, 1.2))[min(repeats, 2)]
+
+
+def legend_lines(canvas: Canvas) -> list[Line2D]:
+    """Return the lines of a picture's legend: every name with its colour and strokes."""
+    return [
+        Line2D([], [], color=colour, linewidth=2, linestyle=(0, dashes(name, canvas) or (1, 0)), label=name)
+        for name, colour in canvas.colours.items()
+    ]
 
 
 def style_axes(ax: Axes, title: str, axis: str, theme: Theme) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ from speechdp.errors import RunError
 from speechdp.files import cannot_be_written
 from speechdp.report.kit import theme
 from speechdp.report.kit.answer import Answer
+from speechdp.report.kit.canvas import Canvas, dashes
 
 #: Writes a picture to a path; False, with nothing written, where there is nothing to draw.
 DrawPicture = Callable[[Path], bool]
@@ -105,13 +106,26 @@ def swatch(colour: str) -> Markup:
     return Markup('<span class="swatch" style="background: {}"></span>').format(theme.with_variables(colour))
 
 
-def stroke(colour: str, dashes: tuple[float, ...]) -> Markup:
-    """Return a piece of a line, to stand before a name."""
-    dashed = Markup(' stroke-dasharray="{}"').format(" ".join(map(str, dashes))) if dashes else ""
+def legend_marks(canvas: Canvas) -> dict[str, Markup]:
+    """Return a piece of each name's line, to stand before it."""
+    return {name: _stroke(colour, dashes(name, canvas)) for name, colour in canvas.colours.items()}
+
+
+def _stroke(colour: str, strokes: tuple[float, ...]) -> Markup:
+    dashed = Markup(' stroke-dasharray="{}"').format(" ".join(map(str, strokes))) if strokes else ""
     return Markup(
         '<svg viewBox="0 0 26 10" aria-hidden="true"><line x1="1" y1="5" x2="25" y2="5" stroke="{}" '
         'stroke-width="3"{}/></svg>'
     ).format(theme.with_variables(colour), dashed)
+
+
+def setting_facts(settings: Mapping[str, Any], unshown: Collection[str] = ()) -> list[tuple[str, str]]:
+    """Return settings as (title, text) for a page; what was not set is left out."""
+    return [
+        (name.replace("_", " "), setting_text(name, value))
+        for name, value in settings.items()
+        if value not in (None, "", [], False, 0) and name not in unshown
+    ]
 
 
 def setting_text(title: str, value: Any) -> str:

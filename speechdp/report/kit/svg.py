@@ -13,12 +13,11 @@ from typing import Any
 
 import matplotlib as mpl
 from markupsafe import Markup
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch
 
-from speechdp.report.kit.canvas import Canvas
+from speechdp.report.kit.canvas import Canvas, legend_lines
 from speechdp.report.kit.theme import with_variables
 
 #: Text stays text (searchable, in the page's font); names of runs are never read as formulas; element
@@ -82,24 +81,26 @@ def write_png(
     lines: Sequence[Sequence[Panel]],
     canvas: Canvas,
     *,
-    handles: Sequence[Artist] = (),
+    with_names: bool = False,
     caption: str = "",
 ) -> bool:
     """Write lines of plots as one picture; return False, with nothing written, where nothing is to draw.
 
     Args:
-        handles: of a legend at the top.
+        with_names: have a legend at the top.
         caption: stands below.
     """
     width = max(7.0, *(sum(panel.size[0] for panel in line) for line in lines)) + 0.4
     heights = [max(panel.size[1] for panel in line) + 0.4 for line in lines]
     with mpl.rc_context({**STYLE, "savefig.facecolor": "white"}):
-        figure = Figure(figsize=(width, sum(heights) + 0.4 * bool(handles)), layout="constrained")
+        figure = Figure(figsize=(width, sum(heights) + 0.4 * with_names), layout="constrained")
         # A sub-figure a line: its plots need not stand in columns with the next line's.
         parts = figure.subfigures(len(lines), 1, height_ratios=heights, squeeze=False)[:, 0]
         drawn = [_draw_line(*each, width, canvas) for each in zip(parts, lines, strict=True)]
-        if handles:
-            figure.legend(handles=handles, loc="outside upper left", ncols=int(width // 2.6), frameon=False)
+        if with_names:
+            figure.legend(
+                handles=legend_lines(canvas), loc="outside upper left", ncols=int(width // 2.6), frameon=False
+            )
         if caption:
             figure.supxlabel(
                 caption, x=0.01, ha="left", fontsize="small", color=canvas.theme.muted, wrap=True

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from matplotlib.axes import Axes
 
 from speechdp.report.kit import formatting
-from speechdp.report.kit.canvas import Canvas, dashes, style_axes
+from speechdp.report.kit.canvas import Canvas, dashes, named_canvas, style_axes
 from speechdp.report.kit.svg import Panel
 from speechdp.report.kit.theme import Theme
 from speechdp.report.simulation.ranges import Family, has_periods
@@ -18,8 +18,7 @@ SIZE = (5.6, 3.6)
 
 def make_canvas(families: Sequence[Family], theme: Theme) -> Canvas:
     """Return a canvas that gives every strategy its colour on all plots."""
-    colours = {family.label: theme.runs[i % len(theme.runs)] for i, family in enumerate(families)}
-    return Canvas(theme, {label: label for label in colours}, colours)
+    return named_canvas([family.label for family in families], theme)
 
 
 def make_panels(families: Sequence[Family], frames: float) -> list[list[Panel]]:

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from matplotlib.lines import Line2D
 from rich.console import RenderableType
 
 from speechdp.counting import counted
 from speechdp.report.kit import formatting, theme
 from speechdp.report.kit.answer import Answer
-from speechdp.report.kit.canvas import Canvas, dashes
-from speechdp.report.kit.pages import WrittenReport, render_page, stroke, write_files
-from speechdp.report.kit.svg import Panel, panel_svgs, write_png
+from speechdp.report.kit.pages import WrittenReport, legend_marks, render_page, write_files
+from speechdp.report.kit.svg import panel_svgs, write_png
 from speechdp.report.simulation.panels import make_canvas, make_panels
 from speechdp.report.simulation.ranges import Family, families_of, has_periods
 from speechdp.report.simulation.table import csv_of, full_table, overview
@@ -46,8 +44,7 @@ def write_simulation(out: Path, simulation: Simulation, frames: float | None = N
     """
     predictions, families = simulation.predictions, families_of(simulation.predictions)
     frames = frames or max((run.frames_trained or 0.0 for run in simulation.runs), default=0.0) or _NO_FRAMES
-    canvas = make_canvas(families, theme.PAGE)
-    marks = {label: stroke(colour, dashes(label, canvas)) for label, colour in canvas.colours.items()}
+    marks = legend_marks(make_canvas(families, theme.PAGE))
     answer, panels = find_answer(simulation, families), make_panels(families, frames)
     table, summary = full_table(predictions, frames, marks), overview(families, marks)
     drawn = [panel_svgs(line, lambda: make_canvas(families, theme.PAGE)) for line in panels]
@@ -63,12 +60,14 @@ def write_simulation(out: Path, simulation: Simulation, frames: float | None = N
         settings=settings_of(simulation, frames),
         runs=[run.name for run in simulation.runs],
     )
+    canvas = make_canvas(families, theme.PRINT)
+    picture = partial(write_png, lines=panels, canvas=canvas, with_names=True)
     html, csv, png = write_files(
         out / FOLDER,
         "simulation",
         page,
         csv_of(predictions, frames),
-        {"simulation": partial(_write_png, panels=panels, canvas=make_canvas(families, theme.PRINT))},
+        {"simulation": picture},
     )
     shown: RenderableType = table if len(predictions) <= _MOST_LINES else summary
     return WrittenReport(html, csv, png, shown, (*answer.sentences, TIME_ONLY))
@@ -121,14 +120,6 @@ def settings_of(simulation: Simulation, frames: float) -> list[tuple[str, str]]:
         ("frames to train on", f"{frames:,.0f}"),
     ]  # fmt: skip
     return [(title, text) for title, text in shown if text]
-
-
-def _write_png(path: Path, panels: Sequence[Sequence[Panel]], canvas: Canvas) -> bool:
-    handles = [
-        Line2D([], [], color=colour, linewidth=2, linestyle=(0, dashes(label, canvas) or (1, 0)), label=label)
-        for label, colour in canvas.colours.items()
-    ]
-    return write_png(path, panels, canvas, handles=handles)
 
 
 def _link(link: LinkSpeed) -> str:

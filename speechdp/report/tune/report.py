@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
 from speechdp.counting import counted
 from speechdp.experiments.tune.plan import Finish
 from speechdp.experiments.tune.record import RUNS, BackendRecord, SettingRecord, TuneRecord, read_tune
 from speechdp.report.kit import formatting, theme
 from speechdp.report.kit.answer import Answer
-from speechdp.report.kit.canvas import Canvas, dashes, style_axes
+from speechdp.report.kit.canvas import Canvas, dashes, named_canvas, style_axes
 from speechdp.report.kit.metric_names import Terms, terms_of
-from speechdp.report.kit.pages import WrittenReport, render_page, setting_text, stroke, write_files
+from speechdp.report.kit.pages import WrittenReport, legend_marks, render_page, setting_facts, write_files
 from speechdp.report.kit.svg import Panel, panel_svgs, write_png
 from speechdp.report.kit.tables import Column, RowHead, ShownTable, csv_text, with_figures
 from speechdp.report.runs.folders import read_run
@@ -70,10 +69,9 @@ def write_search(out: Path) -> WrittenReport:
     search = read_search(out)
     record = search.record
     answer, panel = find_answer(search), curves_panel(search)
-    canvas = _canvas(search, theme.PAGE)
-    marks = {name: stroke(colour, dashes(name, canvas)) for name, colour in canvas.colours.items()}
+    marks = legend_marks(named_canvas(list(search.runs), theme.PAGE))
     table = make_table(search, marks)
-    drawn = panel_svgs([panel], lambda: _canvas(search, theme.PAGE))
+    drawn = panel_svgs([panel], lambda: named_canvas(list(search.runs), theme.PAGE))
     page = render_page(
         "tune",
         out.resolve().name,
@@ -83,14 +81,16 @@ def write_search(out: Path) -> WrittenReport:
         table=table,
         backends=[(one.name, _backend_text(one)) for one in record.backends],
         command=record.command,
-        settings=_settings(record),
+        settings=setting_facts(record.settings, _UNSHOWN),
     )
+    canvas = named_canvas(list(search.runs), theme.PRINT)
+    picture = partial(write_png, lines=[[panel]], canvas=canvas, with_names=True)
     html, csv, png = write_files(
         out / FOLDER,
         "tune",
         page,
         csv_of(record),
-        {"tune": partial(_write_png, panel=panel, canvas=_canvas(search, theme.PRINT))},
+        {"tune": picture},
     )
     commands = (record.command,) if record.command else ()
     return WrittenReport(html, csv, png, table, (*answer.sentences, *commands))
@@ -209,20 +209,6 @@ def _draw(ax: Axes, search: Search, canvas: Canvas) -> bool:
     return drawn
 
 
-def _canvas(search: Search, colours: theme.Theme) -> Canvas:
-    names = list(search.runs)
-    shown = {name: colours.runs[i % len(colours.runs)] for i, name in enumerate(names)}
-    return Canvas(colours, {name: name for name in names}, shown)
-
-
-def _write_png(path: Path, panel: Panel, canvas: Canvas) -> bool:
-    handles = [
-        Line2D([], [], color=colour, linewidth=2, linestyle=(0, dashes(name, canvas) or (1, 0)), label=name)
-        for name, colour in canvas.colours.items()
-    ]
-    return write_png(path, [[panel]], canvas, handles=handles)
-
-
 def _columns(record: TuneRecord, terms: Terms) -> tuple[Column[SettingRecord], ...]:
     rate = f"{terms.amount}/s"
     return (
@@ -313,11 +299,3 @@ def _backend_text(one: BackendRecord) -> str:
         "" if one.speed is None else f"{formatting.count(one.speed)} frames/s predicted, mean of the settings"
     )
     return "; ".join(filter(None, (speed, one.why))) or "chosen"
-
-
-def _settings(record: TuneRecord) -> Sequence[tuple[str, str]]:
-    return [
-        (name.replace("_", " "), setting_text(name, value))
-        for name, value in record.settings.items()
-        if value not in (None, "", [], False, 0) and name not in _UNSHOWN
-    ]

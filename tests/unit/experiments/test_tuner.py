@@ -112,7 +112,6 @@ def search(
         "tried": tuple(Setting(StrategyChoice(text)) for text in texts),
         "backends": backends,
         "batch_sizes": (),
-        "own_batch": 16,
         "budget_s": 500.0,
         "target": None,
         "seeds": (1, 2),
