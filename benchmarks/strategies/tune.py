@@ -56,9 +56,10 @@ from speechdp.cli.support.console import make_console
 from speechdp.experiments.compare.record import FILE_NAME, read_record
 from speechdp.experiments.jobs import JobStarter, JobStopped
 from speechdp.experiments.race.record import RaceRecord, find_race
+from speechdp.experiments.tune.jobs import frames_per_step
 from speechdp.experiments.tune.plan import STRATEGIES, Curve, Finish, Setting, finishes
 from speechdp.experiments.tune.record import TuneRecord, read_tune
-from speechdp.experiments.tune.training import frames_per_step, racing_text
+from speechdp.experiments.tune.training import racing_text
 from speechdp.launching.command import own_program
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.compare.groups import ComparedRun, common_target, read_comparison
@@ -167,7 +168,7 @@ def curves_of(runs: Mapping[Setting, Sequence[ComparedRun]], race: RaceRecord) -
     for setting, found in runs.items():
         if setting.name not in speeds:
             continue
-        rate = speeds[setting.name].ratio * baseline / frames_per_step(race, setting)
+        rate = speeds[setting.name].ratio * baseline / frames_per_step(race, setting.name)
         of_setting = [_curve(run, rate) for run in found]
         whole = [curve for curve in of_setting if curve is not None]
         if whole and len(whole) == len(of_setting):

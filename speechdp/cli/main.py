@@ -77,7 +77,8 @@ SUBCOMMANDS = {
     "tune": Subcommand(
         "tune",
         "TuneCommand",
-        "find the strategy, averaging period, back-end and batch that learn fastest",
+        script_class_name="TuneScriptCommand",
+        summary="find the strategy, averaging period, back-end and batch that learn fastest",
         internal=("job", "racing"),
         refused={
             "strategy": "use --strategies",

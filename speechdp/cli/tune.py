@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import tyro
 
-from speechdp.cli.support.script_options import owned_folder
+from speechdp.cli.support.script_options import ScriptOptions, owned_folder
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
 
 if TYPE_CHECKING:
     from speechdp.experiments.compare.own_training import CompareRequest
+    from speechdp.experiments.compare.script_training import UserScript
     from speechdp.experiments.jobs import JobStarter
+    from speechdp.experiments.tune.jobs import TunedJobs
     from speechdp.experiments.tune.plan import Setting
     from speechdp.experiments.tune.run import TuneRequest
     from speechdp.train.session import Session
+
+#: How a budget is written.
+_BUDGETS = "90s, 20m or 2h"
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,9 @@ class TuneCommand:
     It starts the ranks itself: speechdp tune DATA OUT --hostfile F --budget 20m
 
     It measures computing, data and every back-end, predicts all settings, lets the promising ones race, and
-    trains what is left rung by rung, half of it each time.  Ctrl-C shows the best so far."""
+    trains what is left rung by rung, half of it each time.  Ctrl-C shows the best so far.
+
+    For a training script of your own: speechdp tune --script train.py OUT; see tune --script --help."""
 
     data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """Data directory written by `speechdp prepare`."""
@@ -73,30 +82,14 @@ class TuneCommand:
 
     def run(self) -> int:
         """Search and report, or be a rank of the race; return the exit code."""
-        from speechdp.cli.report import print_report  # noqa: PLC0415 - keeps --help fast
-        from speechdp.cli.support.console import make_console  # noqa: PLC0415
-        from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
-        from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
-        from speechdp.experiments.tune.run import Tuner  # noqa: PLC0415
-        from speechdp.experiments.tune.training import TunedTraining  # noqa: PLC0415
-        from speechdp.ownership.overwrite import TUNE  # noqa: PLC0415
+        from speechdp.experiments.tune.training import TunedTraining  # noqa: PLC0415 - keeps --help fast
 
         if self.job:
             return self._be_a_rank()
         ranks = self._ranks()
         compared = self._compared(ranks)
         request, starter = self._request(compared, ranks), self._starter(ranks)
-        say = line_printer(make_console())
-        code = 0
-        with owned_folder(self.out_dir, "tune", say, TUNE, overwrite=self.overwrite):
-            try:
-                Tuner(request, TunedTraining(compared, starter, say), say).run()
-            except JobStopped as stopped:
-                say(f"stopped as requested; the same command continues {self.out_dir}")
-                code = stopped.exit_code
-        if not code or _has_best(self.out_dir):
-            print_report(self.out_dir, None)
-        return code
+        return _search(request, lambda say: TunedTraining(compared, starter, say), overwrite=self.overwrite)
 
     def _be_a_rank(self) -> int:
         from speechdp.cli.support.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415
@@ -126,19 +119,7 @@ class TuneCommand:
         return 0
 
     def _ranks(self) -> int:
-        from speechdp.launching.cores import available_cores  # noqa: PLC0415
-        from speechdp.launching.hostfile import read_hostfile  # noqa: PLC0415
-
-        if self.ranks is not None and self.ranks < 2:
-            raise ConfigError(f"--ranks {self.ranks}: one rank has nothing to exchange; give 2 at least")
-        if self.ranks is not None:
-            return self.ranks
-        if self.hostfile is None:
-            return max(2, available_cores() - self.options.loading.feeders)
-        ranks = read_hostfile(self.hostfile).num_slots
-        if ranks < 2:
-            raise ConfigError(f"{self.hostfile}: has one slot, and a search needs 2 ranks at least")
-        return ranks
+        return _ranks(self.ranks, self.hostfile, self.options.loading.feeders)
 
     def _compared(self, ranks: int) -> CompareRequest:
         """Return the search in the terms of a comparison, whose jobs it runs."""
@@ -165,21 +146,18 @@ class TuneCommand:
         )
 
     def _request(self, compared: CompareRequest, ranks: int) -> TuneRequest:
-        from speechdp.comm.startup.create import BACKENDS  # noqa: PLC0415
         from speechdp.experiments.tune.run import TuneRequest, other_batches  # noqa: PLC0415
         from speechdp.report.kit.metric_names import Terms  # noqa: PLC0415
         from speechdp.simulation.quantities import duration  # noqa: PLC0415
         from speechdp.tasks.metrics import TaskRecord  # noqa: PLC0415
 
-        backends = tuple(dict.fromkeys(word.strip() for word in self.backends.split(",") if word.strip()))
-        if not backends or set(backends) - set(BACKENDS):
-            raise ConfigError(f"--backends {self.backends!r}: choose among {', '.join(BACKENDS)}")
+        backends, tried = _backends(self.backends), _tried(self.strategies, self.periods)
         others = other_batches(self.options, ranks, self._batch_sizes())
         task = TaskRecord(self.options.make_task().metrics)
         settings = {
             **compared.settings(),
             "ranks": ranks,
-            "strategies": [one.name for one in self._tried()],
+            "strategies": [one.name for one in tried],
             "backends": list(backends),
             "batch_sizes": list(others),
             "seeds": list(compared.plan.seeds),
@@ -189,21 +167,14 @@ class TuneCommand:
         return TuneRequest(
             out=self.out_dir,
             ranks=ranks,
-            tried=self._tried(),
+            tried=tried,
             backends=backends,
             batch_sizes=others,
-            budget_s=duration("--budget", self.budget, "90s, 20m or 2h"),
+            budget_s=duration("--budget", self.budget, _BUDGETS),
             target=Terms(task).score_of_target(self.target),
             seeds=compared.plan.seeds,
             settings=settings,
         )
-
-    def _tried(self) -> tuple[Setting, ...]:
-        from speechdp.experiments.compare.plan import checked_strategies, whole_numbers  # noqa: PLC0415
-        from speechdp.experiments.tune.plan import STRATEGIES, settings_of  # noqa: PLC0415
-
-        periods = whole_numbers("periods", self.periods, least=1)
-        return settings_of(checked_strategies(self.strategies or STRATEGIES), periods)
 
     def _batch_sizes(self) -> tuple[int, ...] | None:
         from speechdp.experiments.compare.plan import whole_numbers  # noqa: PLC0415
@@ -220,6 +191,161 @@ class TuneCommand:
             raise ConfigError("--feeders: tune counts them on one machine only; leave out --hostfile")
         threads = threads_of_a_rank(self.threads, ranks + feeders, self.hostfile)
         return make_starter("tune", self.launch_args, self.hostfile, threads)
+
+
+@dataclass(frozen=True)
+class TuneScriptCommand:
+    """Find the setting with which a script of your own reaches a value soonest, within a budget of time.
+
+    It starts the ranks itself: speechdp tune --script train.py OUT --budget 30m -- ARGUMENTS
+
+    The script trains with speechdp.DataParallel and is not edited.  As it is paused and continued, it has to
+    check run.should_stop after each step and save then, to load its checkpoint, and to log a value inside
+    run.evaluating() (docs/api.md).  The strategy, the folder and the seed (SPEECHDP_SEED) are passed in
+    environment variables."""
+
+    out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Folder for the search and its report.  The same command goes on with a search that was interrupted."""
+    script: Annotated[ScriptOptions, heading("script")]
+    budget: Annotated[str, shown("TIME")] = "30m"
+    """Time for the whole search, e.g. 90s, 20m or 2h.  What has begun when it is over is finished."""
+    ranks: Annotated[int | None, shown("N", "all slots of --hostfile, else all cores, at least 2")] = None
+    """Number of ranks."""
+    strategies: Annotated[str, shown("STRATEGY,...", "eight that are often best; docs/tune.md")] = ""
+    """Strategies to try beside gradient averaging; docs/strategies.md lists them with their options.
+    Those that average parameters are tried with each of --periods, unless they have a period of their own."""
+    periods: Annotated[str, shown("STEPS,...")] = "4,16,64"
+    """Averaging periods to try, in steps."""
+    backends: Annotated[str, shown("NAME,...", "that of --backend")] = ""
+    """Back-ends to choose from, the preferred one first; one that is not installed is left out."""
+    seeds: Annotated[str, shown("SEED,...")] = "1,2"
+    """Seeds of the last two settings; all before are trained with the first.
+    A seed replaces {seed} in the script's arguments and is in SPEECHDP_SEED."""
+    race: Annotated[int, shown("ROUNDS")] = 6
+    """Rounds of short runs by which speeds are compared, fewer where a quarter of the budget is not enough.
+    An interval needs 6."""
+    race_steps: Annotated[int, shown("STEPS")] = 32
+    """Steps of such a run, at least: it has whole averaging periods."""
+    overwrite: bool = False
+    """Delete the search in OUT and start over."""
+    script_arguments: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """What follows `--`."""
+
+    def run(self) -> int:
+        """Search and report; return the exit code."""
+        from speechdp.experiments.compare.plan import whole_numbers  # noqa: PLC0415
+        from speechdp.experiments.race.plan import RaceOptions  # noqa: PLC0415
+        from speechdp.experiments.tune.script import TunedScript  # noqa: PLC0415
+
+        self.script.check()
+        if self.race < 1:
+            raise ConfigError(f"--race {self.race}: speeds are compared in one round at least")
+        ranks = _ranks(self.ranks, self.script.hostfile)
+        seeds = whole_numbers("seeds", self.seeds, least=0)
+        script = self.script.user_script(self.script_arguments)
+        starter = self.script.starter("tune", ranks)
+        request, race = self._request(script, ranks, seeds), RaceOptions(self.race, self.race_steps)
+        return _search(
+            request,
+            lambda say: TunedScript(request, script, starter, race, self.script.metric, say),
+            overwrite=self.overwrite,
+        )
+
+    def _request(self, script: UserScript, ranks: int, seeds: tuple[int, ...]) -> TuneRequest:
+        from speechdp.experiments.tune.run import TuneRequest  # noqa: PLC0415
+        from speechdp.report.kit.metric_names import Terms  # noqa: PLC0415
+        from speechdp.report.runs.script_metric import script_task  # noqa: PLC0415
+        from speechdp.simulation.quantities import duration  # noqa: PLC0415
+
+        metric, target = self.script.metric, self.script.target
+        if target is not None and not metric:
+            raise ConfigError(f"--target {target:g}: of which value? name it by --metric")
+        backends = _backends(self.backends) if self.backends else (script.backend,)
+        tried = _tried(self.strategies, self.periods)
+        settings = {
+            "script": str(script.path.absolute()),
+            "command line": shlex.join(script.arguments),
+            "ranks": ranks,
+            "strategies": [one.name for one in tried],
+            "backends": list(backends),
+            "seeds": list(seeds),
+            "metric": metric,
+            "target": target,
+            "race": [self.race, self.race_steps],
+        }
+        return TuneRequest(
+            out=self.out_dir,
+            ranks=ranks,
+            tried=tried,
+            backends=backends,
+            batch_sizes=(),
+            budget_s=duration("--budget", self.budget, _BUDGETS),
+            target=Terms(script_task(metric)).score_of_target(target),
+            seeds=seeds,
+            settings=settings,
+        )
+
+
+def _search(
+    request: TuneRequest, jobs: Callable[[Callable[[str], None]], TunedJobs], *, overwrite: bool
+) -> int:
+    """Search and report; return the exit code.
+
+    Args:
+        jobs: makes what is started from a function that takes a line of progress.
+    """
+    from speechdp.cli.report import print_report  # noqa: PLC0415
+    from speechdp.cli.support.console import make_console  # noqa: PLC0415
+    from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
+    from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
+    from speechdp.experiments.tune.run import Tuner  # noqa: PLC0415
+    from speechdp.ownership.overwrite import TUNE  # noqa: PLC0415
+
+    say = line_printer(make_console())
+    code = 0
+    with owned_folder(request.out, "tune", say, TUNE, overwrite=overwrite):
+        try:
+            Tuner(request, jobs(say), say).run()
+        except JobStopped as stopped:
+            say(f"stopped as requested; the same command continues {request.out}")
+            code = stopped.exit_code
+    if not code or _has_best(request.out):
+        print_report(request.out, None)
+    return code
+
+
+def _ranks(given: int | None, hostfile: Path | None, feeders: int = 0) -> int:
+    """Return the number of ranks.  Raises ConfigError where there is only one."""
+    from speechdp.launching.cores import available_cores  # noqa: PLC0415
+    from speechdp.launching.hostfile import read_hostfile  # noqa: PLC0415
+
+    if given is not None and given < 2:
+        raise ConfigError(f"--ranks {given}: one rank has nothing to exchange; give 2 at least")
+    if given is not None:
+        return given
+    if hostfile is None:
+        return max(2, available_cores() - feeders)
+    ranks = read_hostfile(hostfile).num_slots
+    if ranks < 2:
+        raise ConfigError(f"{hostfile}: has one slot, and a search needs 2 ranks at least")
+    return ranks
+
+
+def _tried(strategies: str, periods: str) -> tuple[Setting, ...]:
+    from speechdp.experiments.compare.plan import checked_strategies, whole_numbers  # noqa: PLC0415
+    from speechdp.experiments.tune.plan import STRATEGIES, settings_of  # noqa: PLC0415
+
+    numbers = whole_numbers("periods", periods, least=1)
+    return settings_of(checked_strategies(strategies or STRATEGIES), numbers)
+
+
+def _backends(text: str) -> tuple[str, ...]:
+    from speechdp.comm.startup.create import BACKENDS  # noqa: PLC0415
+
+    backends = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not backends or set(backends) - set(BACKENDS):
+        raise ConfigError(f"--backends {text!r}: choose among {', '.join(BACKENDS)}")
+    return backends
 
 
 def _has_best(out: Path) -> bool:

@@ -67,7 +67,13 @@ class JobStarter:
         return self._run(argv, self.environment, log, may_pause=may_pause)
 
     def run_script(
-        self, num_ranks: int, words: Sequence[str], log: Path, environment: Mapping[str, str]
+        self,
+        num_ranks: int,
+        words: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        *,
+        may_pause: bool = False,
     ) -> str | None:
         """Run a script of the user's over ranks as `run` does a command of ours.
 
@@ -75,11 +81,12 @@ class JobStarter:
             num_ranks: processes; as in `run`.
             words: the script's path and its arguments.
             environment: added to that of the jobs.
+            may_pause: as in `run`.
         """
         argv = [self.program[0], *words]
         if num_ranks > 1 or self._names_hosts():
             argv = self._launched(num_ranks, argv)
-        return self._run(argv, {**self.environment, **environment}, log)
+        return self._run(argv, {**self.environment, **environment}, log, may_pause=may_pause)
 
     def _launched(self, num_ranks: int, words: Sequence[str]) -> list[str]:
         return [*self.program, "launch", *self.launch_options, "-np", str(num_ranks), "--", *words]

@@ -22,7 +22,7 @@ from speechdp.parallel.joined_batches import BatchJoiner
 from speechdp.parallel.registry import describe, parse_strategy
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.script_folder import FOLDER, ScriptFolder, write_tensors
-from speechdp.parallel.stop import StopWatch
+from speechdp.parallel.stop import Pause, StopWatch
 from speechdp.parallel.strategy import Progress, Strategy
 from speechdp.parallel.training_step import TrainingStep
 from speechdp.process.ending import Stopped, StoppedUnsaved
@@ -210,22 +210,28 @@ class DataParallel:
         """Give all ranks the same parameters; record that the run has ended well.  Collective."""
         self._joiner.complete()
         self.strategy.pause()
-        if is_stopped:
-            self.strategy.close()
-            return
         if self._stop is not None:
             self._stop.drain()
+        if is_stopped:
+            if self._stop is not None and self._stop.pause is not None:
+                self._folder.record_timing(self._gather_timing())
+            self.strategy.close()
+            return
         self.strategy.finish()
         average_statistics(self.model, self.comm, has_trained=self._weight_here > 0)
         self._weight_of_all = self._sum_of_weights()
+        self._folder.complete(self._gather_timing(), self.steps)
+        self.strategy.close()
+
+    def _gather_timing(self) -> dict[str, Any] | None:
+        """Return on rank 0 what stands in timing.json.  Collective."""
         others = {
             "sent_bytes": round(self.comm.sent_bytes + self.strategy.peer_bytes),
             "trained_s": self.timeline.training_time_s,
             "statistics": self.strategy.statistics(),
             "memory": peak_memory(self._device),
         }
-        self._folder.complete(gather_timing(self.timeline, self.comm, others), self.steps)
-        self.strategy.close()
+        return gather_timing(self.timeline, self.comm, others)
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -294,7 +300,8 @@ class DataParallel:
         """
         self._check_training("should_stop")
         if self._stop is None:
-            self._stop = StopWatch(self.comm, together=self.strategy.traits.synchronous)
+            together = self.strategy.traits.synchronous
+            self._stop = StopWatch(self.comm, together=together, pause=Pause.of_environment())
         return self._stop.look(self.steps)
 
     def _end_step(self, step: TrainingStep) -> None:
@@ -323,7 +330,7 @@ class DataParallel:
         modes = {module: module.training for module in self.model.modules()}
         self.strategy.pause()
         with self.timeline.event(Span.EVAL):
-            self._weight_of_all = self._sum_of_weights()
+            self._weight_of_all = self._sum_of_weights(evaluates=True)
             trained = self._weight_here > 0
             with (
                 self.strategy.evaluation_parameters(),
@@ -338,12 +345,16 @@ class DataParallel:
         self._weight_of_all = None
         self.strategy.resume()
 
-    def _sum_of_weights(self) -> int:
+    def _sum_of_weights(self, *, evaluates: bool = False) -> int:
         """Return what all ranks have trained on so far; agree on whether to stop.  Collective."""
-        asks = self._stop is not None and self._stop.is_asked
+        asks = False
+        if self._stop is not None:
+            # Where ranks take their steps together, signals are agreed on beside the steps.
+            asks = self._stop.is_asked and not self.strategy.traits.synchronous
+            asks |= evaluates and self._stop.is_due(self.steps)
         total = torch.tensor([self._weight_here, asks], dtype=torch.float64)
         weight, num_asking = self.comm.allreduce(total, name="weights").tolist()
-        if self._stop is not None and not self.strategy.traits.synchronous:
+        if self._stop is not None:
             self._stop.is_agreed |= num_asking > 0
         return int(weight)
 

@@ -96,9 +96,9 @@ class RunDirectory:
             write_text_atomically(self._script_ended, json.dumps({"exit_code": 0, "ended": _now()}) + "\n")
 
     def forget_end(self) -> None:
-        """Take back that the run and its script have ended.  Raises RunError (disk)."""
+        """Take back that the run and its script have ended, and what was timed.  Raises RunError (disk)."""
         with _disk_errors(self.path):
-            for path in (self._script_ended, self._completed):
+            for path in (self._script_ended, self._completed, self.path / "timing.json"):
                 path.unlink(missing_ok=True)
 
     def launch(self) -> str:

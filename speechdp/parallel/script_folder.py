@@ -167,11 +167,16 @@ class ScriptFolder:
 
     def complete(self, timing: dict[str, Any] | None, step: int) -> None:
         """Write on rank 0 what was timed, and that the run has ended well."""
+        self.record_timing(timing)
+        if self._record is not None:
+            self._record.complete({"step": step, "host": socket.gethostname()})
+
+    def record_timing(self, timing: dict[str, Any] | None) -> None:
+        """Write on rank 0 what was timed."""
         if self._record is None or timing is None:
             return
         if all(entry["steps"] > 0 for entry in timing["ranks"]):
             write_timing(self._record.path, timing)
-        self._record.complete({"step": step, "host": socket.gethostname()})
 
     def add_values(self, values: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl on rank 0."""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 
 import torch
 
 from speechdp.comm.base import Communicator, ReduceOp, Work
+from speechdp.errors import ConfigError
 from speechdp.process.notices import warn
 
 #: Seconds between two agreements on whether to stop.
 _INTERVAL_S = 1.0
+#: Where a script is told to stop, to be continued later: `STEP`, or `evaluation:STEP`.
+PAUSE = "SPEECHDP_PAUSE_AT"
+_EVALUATION = "evaluation:"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -90,6 +96,33 @@ class StopAgreement:
             self._work = None
 
 
+@dataclass(frozen=True)
+class Pause:
+    """Where a loop of one's own is told to stop without a signal.
+
+    Attributes:
+        step: not before each rank has taken so many.
+        evaluated: nor before the model has been evaluated, there or later.
+    """
+
+    step: int
+    evaluated: bool = False
+
+    @classmethod
+    def of_environment(cls) -> Pause | None:
+        """Return what SPEECHDP_PAUSE_AT says.  Raises ConfigError."""
+        text = os.environ.get(PAUSE, "")
+        number = text.removeprefix(_EVALUATION)
+        if not text:
+            return None
+        if not number.isascii() or not number.isdigit() or int(number) < 1:
+            raise ConfigError(f"{PAUSE}={text}: write the number of a step, from 1, or {_EVALUATION}STEP")
+        return cls(int(number), evaluated=text.startswith(_EVALUATION))
+
+    def __str__(self) -> str:
+        return f"{_EVALUATION if self.evaluated else ''}{self.step}"
+
+
 class StopWatch:
     """Tells a loop of one's own whether to stop: the same on all ranks where they have taken as many steps.
 
@@ -99,9 +132,11 @@ class StopWatch:
         comm: the ranks.
         together: they take their steps together.  Otherwise they agree where they meet: whoever lets them
             meet adds up `is_asked` over them, and sets `is_agreed`.
+        pause: where to stop in any case: as all ranks have it, they need not agree on a step.
     """
 
-    def __init__(self, comm: Communicator, *, together: bool) -> None:
+    def __init__(self, comm: Communicator, *, together: bool, pause: Pause | None = None) -> None:
+        self.pause = pause
         self._request = StopRequest()
         if threading.current_thread() is threading.main_thread():
             self._request.__enter__()
@@ -116,8 +151,15 @@ class StopWatch:
         """Whether this rank has been sent a signal."""
         return self._request.received is not None
 
+    def is_due(self, step: int) -> bool:
+        """Return whether to stop as soon as the model, at this step, has been evaluated."""
+        return self.pause is not None and self.pause.evaluated and step >= self.pause.step
+
     def look(self, step: int) -> bool:
         """Return whether to stop after a step.  Collective, the first time it is asked of a step."""
+        if self.pause is not None and not self.pause.evaluated and step >= self.pause.step:
+            self.is_told = True
+            return True
         if self._agreement is not None and not self.is_agreed and step != self._step:
             self._step = step
             self.is_agreed = self._agreement.reached()

@@ -165,14 +165,17 @@ def read_measured(folder: Path) -> MeasuredFolder:
     return MeasuredFolder(tuple(runs), tuple(left_out))
 
 
-def measured_run(result: RunResult) -> MeasuredRun:
+def measured_run(result: RunResult, *, may_have_paused: bool = False) -> MeasuredRun:
     """Return what a finished run has measured.
+
+    Args:
+        may_have_paused: one that was told to pause, and has recorded its timing then, will do as well.
 
     Raises:
         ConfigError: it has not finished, or files of it are missing; the message names them.
     """
     path, timing, settings = result.path, result.timing, result.settings
-    if result.status != "complete":
+    if result.status != "complete" and not (may_have_paused and timing is not None):
         raise ConfigError(
             f"{path}: has not finished (no completed.json); continue it with --resume, then simulate"
         )

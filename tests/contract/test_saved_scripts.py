@@ -609,3 +609,58 @@ def test_a_full_disk_is_said_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=re.escape("No space left on device")):
         script.run.save(tmp_path / "model.pt")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "bmuf:period=3", "ad_psgd"])
+def test_a_script_pauses_where_its_environment_says_and_goes_on(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(stop.PAUSE, "5")
+    pauses_at(strategy, tmp_path, 5)
+    timing = read_run(tmp_path).timing
+    assert timing is not None and [rank.steps for rank in timing.ranks] == [5 - timing.warmup_steps] * 2
+    monkeypatch.setenv(stop.PAUSE, "7")
+    pauses_at(strategy, tmp_path, 7)
+    monkeypatch.delenv(stop.PAUSE)
+    run_threads(2, lambda comm: Script(comm, strategy, tmp_path).train())
+    assert read_run(tmp_path).completed
+
+
+def pauses_at(strategy: str, folder: Path, step: int) -> None:
+    def check(comm: Communicator) -> None:
+        script = Script(comm, strategy, folder)
+        with pytest.raises(Stopped):
+            script.train()
+        assert script.run.steps == step
+
+    run_threads(2, check)
+    assert not (folder / "completed.json").exists()
+
+
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "ad_psgd"])
+def test_a_script_may_be_told_to_pause_when_it_has_been_evaluated(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(stop.PAUSE, "evaluation:5")
+
+    def check(comm: Communicator) -> None:
+        script = Script(comm, strategy, tmp_path)
+
+        def evaluate() -> None:
+            if script.run.steps % 4 == 0:
+                with script.run.evaluating():
+                    script.run.log(valid_loss=1.0 / script.run.steps)
+
+        with pytest.raises(Stopped):
+            script.train(evaluate)
+        assert script.run.steps == 8
+
+    run_threads(2, check)
+    assert [one.step for one in read_run(tmp_path).evaluations] == [4, 8]
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "evaluation:", "-3", "5.5"])
+def test_a_pause_that_is_no_step_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(stop.PAUSE, text)
+    with pytest.raises(ConfigError, match=f"{stop.PAUSE}={text}: write the number of a step"):
+        stop.Pause.of_environment()

@@ -120,3 +120,66 @@ def test_refused(
     assert speechdp(["tune", str(dataset.path), str(tmp_path / "out"), *options]) != 0
     assert message in " ".join(capfd.readouterr().err.split())
     assert not (tmp_path / "out").exists()
+
+
+SCRIPT = """
+import os
+import torch
+import speechdp
+
+
+def main(comm):
+    generator = torch.Generator().manual_seed(int(os.environ["SPEECHDP_SEED"]))
+    model = torch.nn.Linear(8, 8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    run = speechdp.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.05), comm)
+    run.load_checkpoint()
+    with run:
+        while run.steps < 400:
+            generator = torch.Generator().manual_seed(1000 * comm.rank + run.steps)
+            x = torch.randn(4, 8, generator=generator)
+            with run.step(weight=len(x)) as step:
+                step.backward((model(x) - x).square().sum())
+            if run.should_stop:
+                run.save_checkpoint()
+                return
+            if run.steps % 5 == 0:
+                with run.evaluating(), torch.no_grad():
+                    run.log(valid_loss=(model(torch.eye(8)) - torch.eye(8)).square().mean())
+
+
+speechdp.run_ranks(main)
+"""
+
+
+def test_a_script_is_paused_and_continued_and_the_command_that_is_shown_trains_it(tmp_path: Path) -> None:
+    script, out = tmp_path / "own.py", tmp_path / "out"
+    script.write_text(SCRIPT)
+    # Ranks as threads of one process: nothing but the script starts.
+    words = ["tune", "--script", script, out, "--backend", "threads", "--ranks", "2", "--budget", "1h"]
+    words += ["--strategies", "bmuf,ad_psgd", "--periods", "4", "--race", "1", "--race-steps", "8"]
+    ended = ended_within(900, alone(*words, "--metric", "valid_loss"))
+    assert ended.exit_code == 0, ended.output
+    record = json.loads((out / "tune.json").read_text())
+    tried = {one["name"]: one for one in record["tried"]}
+    assert record["completed"] is True and set(tried) == {"gradient_averaging", "bmuf:period=4", "ad_psgd"}
+    assert len(tried[record["chosen"]]["times_s"]) == 2
+    assert record["command"].startswith(f"SPEECHDP_STRATEGY={record['chosen']} SPEECHDP_BACKEND=threads:2")
+    for one in (out / "measure").glob("*/timing.json"):
+        assert not one.with_name("completed.json").exists(), "a measuring run was trained to its end"
+    before = (out / "tune.json").read_bytes()
+    assert ended_within(200, alone(*words, "--metric", "valid_loss")).exit_code == 0
+    assert (out / "tune.json").read_bytes() == before
+    assert "valid_loss" in (out / "tune" / "tune.html").read_text()
+
+
+def test_a_script_that_does_not_pause_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    script, out = tmp_path / "own.py", tmp_path / "out"
+    script.write_text(SCRIPT.replace("if run.should_stop", "if False"))
+    words = ["tune", "--script", script, out, "--backend", "threads", "--ranks", "2"]
+    ended = ended_within(200, alone(*words))
+    assert ended.exit_code != 0
+    line = " ".join(ended.stderr.split())
+    assert "own.py trained to its end and did not pause at step 48: let it look at run.should_stop" in line

@@ -42,6 +42,10 @@ class UserScript:
         """Return its path and arguments."""
         return [str(self.path), *(word.replace(SEED_WORD, str(seed)) for word in self.arguments)]
 
+    def processes(self, ranks: int) -> int:
+        """Return how many processes so many ranks are."""
+        return 1 if self.backend == THREADS else ranks
+
     def environment(self, strategy: StrategyChoice, ranks: int, seed: int, run_dir: Path) -> dict[str, str]:
         """Return what tells it what to do."""
         # Other back-ends have nothing to do on one rank, and some need a launcher.
@@ -78,10 +82,11 @@ class ScriptTraining(ComparedTraining):
         """Run the script; see ComparedTraining."""
         script = self._script
         environment = script.environment(run.strategy, run.ranks, run.seed, run_dir)
-        processes = 1 if script.backend == THREADS else run.ranks
         directory = RunDirectory(run_dir)
         directory.forget_end()  # so that the script may begin anew where it trained but then failed
-        message = self._starter.run_script(processes, script.words(run.seed), log_of(run_dir), environment)
+        message = self._starter.run_script(
+            script.processes(run.ranks), script.words(run.seed), log_of(run_dir), environment
+        )
         if message is not None:
             return message
         if not directory.is_begun:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.simulation.exchanges import has_period, is_known
 
@@ -193,6 +195,11 @@ class Curve:
     def last(self) -> float:
         """The score at the end."""
         return self.points[-1][1]
+
+    def at(self, seconds: float) -> float:
+        """Return the score at a time: between evaluations on a straight line, else the nearest one."""
+        times, scores = zip(*self.points, strict=True)
+        return float(np.interp(seconds, times, scores))
 
     def time_to(self, target: float) -> float | None:
         """Return when the score first was at `target`, s; between evaluations on a straight line.

@@ -13,7 +13,7 @@ from speechdp.counting import counted
 from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.compare.training import LOGS
 from speechdp.experiments.jobs import JobStopped
-from speechdp.experiments.race.record import RaceRecord
+from speechdp.experiments.tune.jobs import MEASURED, Measurement, Raced, TunedJobs
 from speechdp.experiments.tune.plan import (
     LEAST_STEPS,
     Curve,
@@ -40,7 +40,6 @@ from speechdp.experiments.tune.record import (
     check_same_search,
     write_tune,
 )
-from speechdp.experiments.tune.training import MEASURED, Measurement, TunedTraining, frames_per_step
 from speechdp.options.run import TrainOptions
 from speechdp.report.kit import formatting
 from speechdp.simulation.predict import Interval
@@ -86,7 +85,7 @@ class Tuner:
         say: takes a line of progress.
     """
 
-    def __init__(self, request: TuneRequest, training: TunedTraining, say: Callable[[str], None]) -> None:
+    def __init__(self, request: TuneRequest, training: TunedJobs, say: Callable[[str], None]) -> None:
         self._request, self._training, self._say = request, training, say
         self._record = TuneRecord(request.settings)
         self._clock_s = time.monotonic()
@@ -126,9 +125,9 @@ class Tuner:
         if len(self._record.left) == 1:
             self._choose(self._record.left)
             return
-        race = self._race(backend)
+        raced = self._race(backend)
         if len(self._record.left) > 1:
-            self._halve(backend, race)
+            self._halve(backend, raced)
 
     @property
     def _spent_s(self) -> float:
@@ -232,34 +231,33 @@ class Tuner:
         records = tuple(SettingRecord(one.name, one.strategy.text, one.batch_size) for one in added)
         self._keep(tried=(*self._record.tried, *records))
 
-    def _race(self, backend: str) -> RaceRecord:
+    def _race(self, backend: str) -> Raced:
         """Let what is left race, and rule settings out by that."""
         self._keep(stage=RACE)
         racing = [self._settings[name] for name in self._record.left]
         self._say(f"race: {counted(len(racing), 'setting')} in turn")
-        race = self._training.hold_race(racing, backend, _RACE_SHARE * self._request.budget_s)
-        if not isinstance(race, RaceRecord):
+        longest_s = _RACE_SHARE * self._request.budget_s
+        race = self._training.hold_race(racing, backend, longest_s, self._record.start_s)
+        if isinstance(race, str):
             raise RunError(
                 f"{self._request.out}: the race of the settings failed: {race}; the same command tries again"
             )
-        self._rule_out(RACE, {n: why for n, why in race.plan.left_out.items() if n in self._record.left})
-        speeds = race.speeds()
-        if not speeds:
+        self._rule_out(RACE, {n: why for n, why in race.left_out.items() if n in self._record.left})
+        if not race.speeds:
             raise RunError(
                 f"{self._request.out}: fewer than two settings could race; name other --strategies"
             )
-        raced = {self._settings[name]: speeds[name] for name in self._record.left}
-        baseline = race.frames_per_s(race.plan.baseline)
+        raced = {self._settings[name]: race.speeds[name] for name in self._record.left}
         record = self._record
         for setting, speed in raced.items():
-            rate, (low, high) = speed.ratio * baseline, speed.interval or (None, None)
+            rate, (low, high) = speed.ratio * race.baseline_per_s, speed.interval or (None, None)
             record = record.with_setting(
                 setting.name,
                 ratio=speed.ratio,
                 ratio_low=low,
                 ratio_high=high,
                 frames_per_s=rate,
-                steps_per_s=rate / frames_per_step(race, setting),
+                steps_per_s=rate / race.frames_per_step[setting.name],
             )
         self._record = record
         reasons = too_slow(
@@ -278,7 +276,7 @@ class Tuner:
         command = self._training.command(self._settings[name], self._record.backend)
         self._keep(chosen=name, untold=tuple(equal), command=command)
 
-    def _halve(self, backend: str, race: RaceRecord) -> None:
+    def _halve(self, backend: str, race: Raced) -> None:
         """Train what is left rung by rung, half of it each time, and choose."""
         self._keep(stage=HALVING)
         counts = halvings(len(self._record.left), _LAST)
@@ -313,17 +311,19 @@ class Tuner:
                 )
         self._finish(backend)
 
-    def _rung_s(self, race: RaceRecord, counts: Sequence[int]) -> float:
+    def _rung_s(self, race: Raced, counts: Sequence[int]) -> float:
         """Return how long settings have trained by the end of the next rung, of the budget that is left."""
         before_s = self._record.rungs[-1].seconds if self._record.rungs else 0.0
         start_s = self._record.start_s
-        settings = [self._settings[name] for name in self._record.left]
-        whole_s = [self._training.total_steps(race, one) / self._steps_per_s(one.name) for one in settings]
+        whole_s = [
+            self._training.total_steps(race.frames_per_step[name]) / self._steps_per_s(name)
+            for name in self._record.left
+        ]
         left_s = self._request.budget_s - self._spent_s
         seeds = len(self._request.seeds)
         if not before_s:
             rungs = plan_rungs(counts, seeds, left_s, start_s, max(whole_s))
-            least_s = max(LEAST_STEPS / self._steps_per_s(one.name) for one in settings)
+            least_s = max(LEAST_STEPS / self._steps_per_s(name) for name in self._record.left)
             if rungs.seconds[0] < least_s and rungs.seconds[-1] < max(whole_s):
                 needed = Rungs(rungs.counts, tuple(least_s * 2**k for k in range(len(counts))), seeds)
                 raise ConfigError(
@@ -355,11 +355,11 @@ class Tuner:
                 failed[name] = f"it failed: {curve}"
                 self._say(f"halving: [{number}/{len(names)}] {name} failed: {curve}")
                 continue
-            scores[name] = curve.last
+            scores[name] = curve.at(until_s)
             record = self._record.of(name)
             self._record = self._record.with_setting(name, rungs=record.rungs + 1)
             self._keep()
-            self._say(f"halving: [{number}/{len(names)}] {name}: {curve.last:.4g}")
+            self._say(f"halving: [{number}/{len(names)}] {name}: {scores[name]:.4g}")
         if failed:
             self._rule_out(HALVING, failed)
         return scores

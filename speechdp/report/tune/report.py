@@ -20,6 +20,7 @@ from speechdp.report.kit.pages import WrittenReport, legend_marks, render_page, 
 from speechdp.report.kit.svg import Panel, panel_svgs, write_png
 from speechdp.report.kit.tables import Column, RowHead, ShownTable, csv_text, with_figures
 from speechdp.report.runs.folders import read_run
+from speechdp.report.runs.records import words
 from speechdp.report.runs.results import RunResult
 
 FOLDER = "tune"
@@ -50,9 +51,12 @@ class Search:
 def read_search(out: Path) -> Search:
     """Read a search.  Raises ConfigError where tune.json is damaged."""
     record = read_tune(out)
+    metric = words(record.settings.get("metric"))
     runs = {
         one.name: tuple(
-            read_run(out / RUNS / folder) for folder in one.runs.values() if (out / RUNS / folder).is_dir()
+            read_run(out / RUNS / folder, metric)
+            for folder in one.runs.values()
+            if (out / RUNS / folder).is_dir()
         )
         for one in record.tried
     }

@@ -13,10 +13,11 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.jobs import JobStopped
 from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
 from speechdp.experiments.race.record import RaceRecord, Turn
+from speechdp.experiments.tune.jobs import Measurement, Raced, Scored, up_to
 from speechdp.experiments.tune.plan import Setting
 from speechdp.experiments.tune.record import TuneRecord, read_tune
 from speechdp.experiments.tune.run import Tuner, TuneRequest
-from speechdp.experiments.tune.training import Measurement, Scored, fitting_race, up_to
+from speechdp.experiments.tune.training import fitting_race
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.tune.report import Search, find_answer
 from speechdp.simulation.predict import Interval
@@ -65,7 +66,9 @@ class Jobs:
             return "is not installed"
         return MadeUp((), 0.5, self.factors[backend])
 
-    def hold_race(self, settings: Sequence[Setting], backend: str, longest_s: float) -> RaceRecord | str:
+    def hold_race(
+        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+    ) -> Raced | str:
         self.raced.append([one.name for one in settings])
         racing = tuple(RaceSetting(one.name, one.strategy, batch_size=one.batch_size) for one in settings)
         rounds = 8
@@ -75,9 +78,10 @@ class Jobs:
             for one in settings
             for seconds in [10 * FRAMES_A_STEP / SPEEDS[one.strategy.text] * (1 + 0.01 * number)]
         )
-        return RaceRecord(RacePlan(2, rounds, 10, 1, racing), turns, ("a", "a"), ({}, {}), "", 1.0)
+        plan = RacePlan(2, rounds, 10, 1, racing)
+        return Raced.of(RaceRecord(plan, turns, ("a", "a"), ({}, {}), "", 1.0))
 
-    def total_steps(self, race: RaceRecord, setting: Setting) -> float:
+    def total_steps(self, frames_per_step: float) -> float:
         return EPOCH_STEPS
 
     def train_to(self, setting: Setting, backend: str, seed: int, step: int) -> Scored | str:

@@ -1,0 +1,235 @@
+"""What a search asks of its jobs, and what they show it."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from speechdp.errors import ConfigError
+from speechdp.experiments.compare.plan import readable_name
+from speechdp.experiments.race.plan import turn_steps
+from speechdp.experiments.race.record import RaceRecord
+from speechdp.experiments.tune.plan import Setting
+from speechdp.experiments.tune.record import RUNS
+from speechdp.parallel.period import Period
+from speechdp.parallel.registry import StrategyChoice
+from speechdp.report.runs.folders import read_run
+from speechdp.report.runs.raced import RacedSpeed
+from speechdp.simulation.exchanges import exchange_of, is_known
+from speechdp.simulation.measured import MeasuredRun, measured_run
+from speechdp.simulation.predict import Interval, is_too_long, predict
+from speechdp.simulation.simulate import Request, scenario_of
+
+#: Folder of the measuring runs.
+MEASURED = "measure"
+#: Steps of a measuring run.
+MEASURE_STEPS = 48
+#: What is measured of each back-end: its exchanges whole, and in pieces beside backward.
+MEASURED_STRATEGIES = ("model_averaging:period=1", "gradient_averaging")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What the short runs of a back-end have shown.
+
+    Attributes:
+        runs: with their steps and exchanges.
+        start_s: what a job takes besides its steps, the shortest; None: none had to be started.
+    """
+
+    runs: tuple[MeasuredRun, ...]
+    start_s: float | None
+
+    def predict(self, ranks: int, settings: Sequence[Setting]) -> dict[Setting, Interval]:
+        """Return the frames/s of those settings that can be predicted from these runs."""
+        request = Request(ranks=(ranks,), ranks_per_node=max(run.ranks_per_node for run in self.runs))
+        try:
+            scenario, _ = scenario_of(self.runs, request)
+        except ConfigError:  # the link shows nowhere: the race has to tell
+            return {}
+        known = [one for one in settings if is_known(one.strategy)]
+        exchanges = [(one.strategy, exchange_of(one.strategy, scenario.model)) for one in known]
+        shown = [(strategy, exchange) for strategy, exchange in exchanges if not is_too_long(exchange, ranks)]
+        found = {one.strategy.text: one.frames_per_s for one in predict(scenario, ranks, shown)}
+        return {one: found[one.strategy.text] for one in known if one.strategy.text in found}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A run that was trained up to a step.
+
+    Attributes:
+        points: (step, held-out score) of its evaluations, by step.
+        is_over: it has trained all its epochs.
+    """
+
+    points: tuple[tuple[int, float], ...]
+    is_over: bool
+
+
+@dataclass(frozen=True)
+class Raced:
+    """How fast settings are, by turns.
+
+    Attributes:
+        speeds: by name, ratios to gradient averaging; empty: fewer than two could take part.
+        baseline_per_s: what they are ratios to, frames/s.
+        frames_per_step: of all ranks, by name.
+        left_out: what could not take part, and why.
+    """
+
+    speeds: Mapping[str, RacedSpeed]
+    baseline_per_s: float
+    frames_per_step: Mapping[str, float]
+    left_out: Mapping[str, str]
+
+    @classmethod
+    def of(cls, race: RaceRecord) -> Raced:
+        """Return what a race within one start has shown."""
+        speeds = race.speeds()
+        per_step = {name: frames_per_step(race, name) for name in speeds}
+        baseline_per_s = race.frames_per_s(race.plan.baseline) if speeds else 0.0
+        return cls(speeds, baseline_per_s, per_step, race.plan.left_out)
+
+
+def frames_per_step(race: RaceRecord, name: str) -> float:
+    """Return the frames of all ranks in a step of a raced setting."""
+    turns = [turn for turn in race.turns if turn.setting == name and turn.round > 0]
+    return sum(sum(turn.frames) for turn in turns) / sum(turn.steps for turn in turns)
+
+
+class TunedJobs(ABC):
+    """Starts the jobs of a search.
+
+    Args:
+        out: folder of the search.
+        metric: what a script's runs are judged by, as `read_run` has it; "": what they log last.
+    """
+
+    def __init__(self, out: Path, metric: str = "") -> None:
+        self._out, self._metric = out.absolute(), metric
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Make what all runs need.  Raises RunError."""
+
+    @abstractmethod
+    def hold_race(
+        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+    ) -> Raced | str:
+        """Let settings take turns, unless they have; return their speeds, or what went wrong.
+
+        Args:
+            longest_s: time for it, by which there are fewer turns, as far as intervals allow.
+            start_s: what a job takes besides its steps.
+        """
+
+    @abstractmethod
+    def total_steps(self, frames_per_step: float) -> float:
+        """Return how many steps a whole training has; infinite where nobody knows."""
+
+    @abstractmethod
+    def command(self, setting: Setting, backend: str) -> str:
+        """Return the command line that trains with a setting."""
+
+    @abstractmethod
+    def _train_some(self, run_dir: Path, strategy: StrategyChoice, backend: str, steps: int) -> str | None:
+        """Train so many steps of the first seed, and nothing else; return None, or what went wrong."""
+
+    @abstractmethod
+    def _train_on(self, run_dir: Path, setting: Setting, backend: str, seed: int, step: int) -> str | None:
+        """Go on with a run until it is evaluated at a step or soon after; return None, or what went wrong."""
+
+    def measure(self, backend: str) -> Measurement | str:
+        """Train some steps with each of MEASURED_STRATEGIES; return what they show, or what went wrong."""
+        runs, starts = [], []
+        for text in MEASURED_STRATEGIES:
+            run_dir = self._measured_dir(backend, text)
+            begun_s, is_done = time.monotonic(), is_timed(run_dir)
+            if not is_done:
+                message = self._train_some(run_dir, StrategyChoice(text), backend, MEASURE_STEPS)
+                if message is not None:
+                    return message
+            try:
+                runs.append(measured_run(read_run(run_dir), may_have_paused=True))
+            except ConfigError as error:
+                return str(error)
+            if not is_done:
+                starts.append(_start_s(run_dir, time.monotonic() - begun_s))
+        return Measurement(tuple(runs), min(starts, default=None))
+
+    def _measured_dir(self, backend: str, strategy: str) -> Path:
+        return self._out / MEASURED / f"{backend}-{strategy.partition(':')[0]}"
+
+    def _step_s(self, backend: str) -> float:
+        """Return how long a step takes, by the slower of the measuring runs of a back-end."""
+        found = []
+        for text in MEASURED_STRATEGIES:
+            timing = read_run(self._measured_dir(backend, text)).timing
+            found += [r.wall_s / r.steps for r in timing.ranks if r.steps] if timing is not None else []
+        return max(found, default=0.0)
+
+    def train_to(self, setting: Setting, backend: str, seed: int, step: int) -> Scored | str:
+        """Train a setting's run up to a step, or to its end before; return its scores, or what went wrong.
+
+        It is evaluated there or soon after.  A run that has come so far is not touched.
+        """
+        run_dir = self.run_dir(setting, seed)
+        found = self._scored(run_dir)
+        if not found.is_over and not any(at >= step for at, _ in found.points):
+            message = self._train_on(run_dir, setting, backend, seed, step)
+            if message is not None:
+                return message
+            found = self._scored(run_dir)
+        points = up_to(found.points, step)
+        return Scored(points, found.is_over) if points else "it was not evaluated"
+
+    def run_dir(self, setting: Setting, seed: int) -> Path:
+        """Return the folder of a setting's run."""
+        readable = readable_name(setting.strategy)
+        batch = f"-batch{setting.batch_size}" if setting.batch_size else ""
+        return self._out / RUNS / f"{readable}{batch}-seed{seed}"
+
+    def _scored(self, run_dir: Path) -> Scored:
+        if not (run_dir / "run.json").is_file():
+            return Scored((), is_over=False)
+        result = read_run(run_dir, self._metric)
+        points = tuple(
+            (one.step, one.score)
+            for one in result.evaluations
+            if one.score is not None and math.isfinite(one.score)
+        )
+        return Scored(points, result.completed)
+
+
+def is_timed(run_dir: Path) -> bool:
+    """Return whether a short run was trained and timed."""
+    return (run_dir / "timing.json").is_file()
+
+
+def steps_of_turn(setting: Setting, least: int) -> int:
+    """Return the steps of a setting's turn: whole periods where they are in steps, at least so many."""
+    period = setting.strategy.parsed.traits.period
+    in_steps = Period.parse(period) if period is not None and str(period).isdigit() else None
+    return turn_steps(in_steps, least, frames_a_step=1.0, step_s=None)
+
+
+def up_to(points: Sequence[tuple[int, float]], step: int) -> tuple[tuple[int, float], ...]:
+    """Return the evaluations before a step and the first from it on; asynchronous ranks pass it a little."""
+    passed = next((number for number, (at, _) in enumerate(points, start=1) if at >= step), len(points))
+    return tuple(points[:passed])
+
+
+def _start_s(run_dir: Path, wall_s: float) -> float:
+    """Return what a job took besides its steps.
+
+    Args:
+        wall_s: the whole job.
+    """
+    timing = read_run(run_dir).timing
+    trained = 0.0 if timing is None else max((rank.wall_s for rank in timing.ranks), default=0.0)
+    return max(0.0, wall_s - trained)

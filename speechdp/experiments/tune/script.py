@@ -1,0 +1,174 @@
+"""The jobs of a search for a script of the user's: it runs unedited, and pauses where it is told to."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from speechdp.counting import counted
+from speechdp.experiments.compare.plan import readable_name
+from speechdp.experiments.compare.script_training import SEED, UserScript
+from speechdp.experiments.compare.training import log_of
+from speechdp.experiments.jobs import JobStarter
+from speechdp.experiments.race.plan import RaceOptions, order_of_rounds
+from speechdp.experiments.race.record import FOLDER
+from speechdp.experiments.tune.jobs import Raced, TunedJobs, is_timed, steps_of_turn
+from speechdp.experiments.tune.plan import Setting
+from speechdp.experiments.tune.run import TuneRequest
+from speechdp.parallel.data_parallel import STRATEGY
+from speechdp.parallel.ranks import BACKEND
+from speechdp.parallel.registry import StrategyChoice
+from speechdp.parallel.run_files import RunDirectory
+from speechdp.parallel.stop import PAUSE, Pause
+from speechdp.report.runs.folders import read_run
+from speechdp.report.runs.raced import RacedSpeed
+from speechdp.report.runs.timing_file import DEFAULT_WARMUP_STEPS
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What a short run has shown.
+
+    Attributes:
+        frames_per_s: of all ranks.
+        frames_per_step: of all ranks.
+    """
+
+    frames_per_s: float
+    frames_per_step: float
+
+
+class TunedScript(TunedJobs):
+    """Runs a script of the user's with the settings of a search.
+
+    Turns of its race are short runs, each a start of its own: within one start a script has one strategy.
+
+    Args:
+        request: with the folder, the ranks and the seeds of the search.
+        race: as many rounds at most, and steps of a turn at least.
+        metric: what its runs are judged by; "": what they log last.
+        say: takes a line of progress.
+    """
+
+    def __init__(
+        self,
+        request: TuneRequest,
+        script: UserScript,
+        starter: JobStarter,
+        race: RaceOptions,
+        metric: str,
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(request.out, metric)
+        self._script, self._starter = script, starter
+        self._ranks, self._seeds = request.ranks, request.seeds
+        self._length, self._say = race, say
+
+    def begin(self) -> None:
+        """See TunedJobs: a script needs nothing."""
+
+    def total_steps(self, frames_per_step: float) -> float:
+        """See TunedJobs: a script does not say."""
+        return math.inf
+
+    def hold_race(
+        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+    ) -> Raced | str:
+        """See TunedJobs: round after round, each setting once in random order."""
+        steps = {one: DEFAULT_WARMUP_STEPS + steps_of_turn(one, self._length.least_steps) for one in settings}
+        round_s = len(settings) * start_s + sum(steps.values()) * self._step_s(backend)
+        rounds = max(1, min(self._length.rounds, int(longest_s / max(round_s, 1e-9))))
+        found: dict[str, list[_Turn]] = {one.name: [] for one in settings}
+        left_out: dict[str, str] = {}
+        for number, order in enumerate(order_of_rounds(len(settings), rounds, self._seeds[0])[1:], start=1):
+            self._say(f"race: round {number} of {rounds}")
+            for setting in (settings[index] for index in order if settings[index].name not in left_out):
+                folder = self._out / FOLDER / f"{readable_name(setting.strategy)}-{number}"
+                turn = self._take_turn(folder, setting, backend, steps[setting])
+                if isinstance(turn, _Turn):
+                    found[setting.name].append(turn)
+                else:
+                    left_out[setting.name] = f"it failed: {turn}"
+                    self._say(f"race: {setting.name} failed: {turn}")
+        reference = settings[0].name
+        if reference in left_out:
+            return f"{reference}: {left_out[reference]}"
+        raced = {name: turns for name, turns in found.items() if name not in left_out}
+        return Raced(
+            _speeds(raced, reference) if len(raced) > 1 else {},
+            _mean([turn.frames_per_s for turn in raced[reference]]),
+            {name: _mean([turn.frames_per_step for turn in turns]) for name, turns in raced.items()},
+            left_out,
+        )
+
+    def _take_turn(self, folder: Path, setting: Setting, backend: str, steps: int) -> _Turn | str:
+        """Train some steps, unless that is done; return their speed, or what went wrong."""
+        if not is_timed(folder):
+            message = self._train_some(folder, setting.strategy, backend, steps)
+            if message is not None:
+                return message
+        timing = read_run(folder).timing
+        ranks = [] if timing is None else [rank for rank in timing.ranks if rank.frames and rank.wall_s]
+        if not ranks:
+            return f"{folder}: its timing.json is damaged; delete the folder to run it again"
+        frames = sum(rank.frames for rank in ranks)
+        slowest_s, most_steps = max(rank.wall_s for rank in ranks), max(rank.steps for rank in ranks)
+        return _Turn(frames / slowest_s, frames / most_steps)
+
+    def _train_some(self, run_dir: Path, strategy: StrategyChoice, backend: str, steps: int) -> str | None:
+        message = self._run(run_dir, strategy, backend, self._seeds[0], Pause(steps))
+        if message is None and RunDirectory(run_dir).is_complete:
+            return (
+                f"{self._script.path.name} trained to its end and did not pause at step {steps}: let it look "
+                "at run.should_stop after each step and save (docs/api.md), and train for more steps"
+            )
+        return message
+
+    def _train_on(self, run_dir: Path, setting: Setting, backend: str, seed: int, step: int) -> str | None:
+        message = self._run(run_dir, setting.strategy, backend, seed, Pause(step, evaluated=True))
+        if message is None and not self._scored(run_dir).points:
+            return (
+                f"it logged no value by which it can be judged within {counted(step, 'step')}: call run.log "
+                "inside `with run.evaluating()` (docs/api.md), and name the value by --metric"
+            )
+        return message
+
+    def _run(
+        self, run_dir: Path, strategy: StrategyChoice, backend: str, seed: int, pause: Pause
+    ) -> str | None:
+        """Run the script until it pauses or ends; return None, or what went wrong."""
+        script = replace(self._script, backend=backend)
+        environment = script.environment(strategy, self._ranks, seed, run_dir) | {PAUSE: str(pause)}
+        processes = script.processes(self._ranks)
+        message = self._starter.run_script(
+            processes, script.words(seed), log_of(run_dir), environment, may_pause=True
+        )
+        if message is None and not RunDirectory(run_dir).is_begun:
+            return f"{script.path.name} ended well but trained nothing with speechdp.DataParallel"
+        return message
+
+    def command(self, setting: Setting, backend: str) -> str:
+        """See TunedJobs."""
+        script = replace(self._script, backend=backend)
+        told = script.environment(setting.strategy, self._ranks, self._seeds[0], Path("RUN"))
+        shown = [f"{name}={shlex.quote(told[name])}" for name in (STRATEGY, BACKEND, SEED)]
+        launch = ["speechdp", "launch", *self._starter.launch_options]
+        launch += ["-np", str(script.processes(self._ranks)), "--", "python", *script.words(self._seeds[0])]
+        return " ".join([*shown, shlex.join(launch)])
+
+
+def _speeds(turns: dict[str, list[_Turn]], baseline: str) -> dict[str, RacedSpeed]:
+    usual = turns[baseline]
+    return {
+        name: RacedSpeed(
+            tuple(own.frames_per_s / its.frames_per_s for own, its in zip(of, usual, strict=True)), baseline
+        )
+        for name, of in turns.items()
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
