@@ -394,7 +394,7 @@ def test_ctc_learns_and_cannot_be_decoded(dataset: Dataset, tmp_path: Path) -> N
         BatchOptions(batch_size=4),
         OptimizerOptions("adam", learning_rate=0.01),
         strategy=StrategyChoice("model_averaging:period=2"),
-        epochs=5,
+        epochs=15,
     )
     assert isinstance(options.make_task(), CtcTask)
     assert options.to_decode("test") == ""
