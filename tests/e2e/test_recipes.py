@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import soundfile
 
-from speechdp.data.espeak.espeak import Espeak, Voice
+from speechdp.data.espeak.espeak import Voice, start_espeak
 from tests.helpers.corpora import needs_espeak, shared_data
 from tests.helpers.jobs import alone
 from tests.helpers.mpi import run_job
@@ -99,7 +99,7 @@ def test_speechocean762(tmp_path: Path) -> None:
 def german_folder(folder: Path) -> None:
     """Write a folder for each of twelve voices, with sentences they say in German."""
     colours, things = ("grüne", "weiße", "schöne", "große"), ("Tür", "Straße", "Bäume", "Füße")
-    espeak = Espeak()
+    espeak = start_espeak()
     for number in range(12):
         voice = Voice(f"de+{'mf'[number % 2]}{number // 2 + 1}", 130 + 5 * number)
         place = folder / f"sprecher{number}"

@@ -9,6 +9,7 @@ the same samples.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import importlib.util
 import re
@@ -101,8 +102,21 @@ def check_espeak() -> None:
         raise ConfigError(f"synthetic speech needs the package espeakng-loader; {_REMEDY}")
 
 
+@functools.cache
+def start_espeak() -> Espeak:
+    """Return this process's eSpeak NG, started by the first call.
+
+    There is one a process: the library keeps voice, buffers and callback in globals, which starting it again
+    would set under the feet of whoever speaks.
+
+    Raises:
+        ConfigError: espeakng-loader is missing, or its library does not start.
+    """
+    return Espeak()
+
+
 class Espeak:
-    """eSpeak NG's library; one a process."""
+    """eSpeak NG's library; `start_espeak` gives the one of this process."""
 
     def __init__(self) -> None:
         check_espeak()
@@ -180,7 +194,8 @@ def _words_of(
     kept = [(plain_phone(name), sample, position) for name, sample, position in events if plain_phone(name)]
     ends = [sample for _, sample, _ in kept[1:]] + [num_samples]
     of_position: dict[int, list[tuple[str, int, int]]] = {}
-    for (phone, sample, position), end in zip(kept, ends, strict=True):
+    # Without any phone there is still one end.
+    for (phone, sample, position), end in zip(kept, ends, strict=False):
         if phone != "_":
             of_position.setdefault(position, []).append((phone, sample, end))
     spoken = []

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.data.espeak.espeak import Espeak, EspeakSpeech, Voice
+from speechdp.data.espeak.espeak import EspeakSpeech, Voice, start_espeak
 from speechdp.data.espeak.synthetic_plan import EDGE_S, PlannedUtterance
 from speechdp.data.shards.layout import Stored
 from speechdp.data.signal.audio import resample, to_int16
@@ -56,7 +56,7 @@ class SpeakingJob:
 
     def run(self, advance: Callable[[], None]) -> None:
         """Speak all utterances, calling `advance` after each."""
-        espeak = Espeak()
+        espeak = start_espeak()
         with (
             self.stem.with_suffix(".jsonl").open("w", encoding="utf-8") as text,
             self.path.open("wb") as rows,

@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from speechdp.data.espeak.espeak import Espeak, Voice, plain_phone
+from speechdp.data.espeak.espeak import Voice, plain_phone, start_espeak
 from speechdp.data.espeak.synthetic_plan import ACCENTS, VARIANTS, plan_corpus
 from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.dataset import Dataset
@@ -68,7 +68,7 @@ def test_phones_lose_their_marks() -> None:
 
 @needs_espeak
 def test_every_voice_exists() -> None:
-    espeak = Espeak()
+    espeak = start_espeak()
     names = [f"{accent}+m3" for accent in ACCENTS] + [f"en-us+{variant}" for variant in VARIANTS]
     for name in names:
         speech = espeak.speak(["yes", "no"], Voice(name), seed=1)
