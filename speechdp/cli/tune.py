@@ -20,13 +20,85 @@ if TYPE_CHECKING:
     from speechdp.experiments.compare.own_training import CompareRequest
     from speechdp.experiments.compare.script_training import UserScript
     from speechdp.experiments.jobs import JobStarter
+    from speechdp.experiments.race.plan import RaceOptions
     from speechdp.experiments.tune.jobs import TunedJobs
-    from speechdp.experiments.tune.plan import Setting
-    from speechdp.experiments.tune.run import TuneRequest
+    from speechdp.experiments.tune.run import Target, TuneRequest
     from speechdp.train.session import Session
 
 #: How a budget is written.
 _BUDGETS = "90s, 20m or 2h"
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What is tried, on how many ranks, and for how long."""
+
+    budget: Annotated[str, shown("TIME")] = "20m"
+    """Time for the whole search, e.g. 90s, 20m or 2h.  What has begun when it is over is finished."""
+    ranks: Annotated[int | None, shown("N", "all slots of --hostfile, else all cores, at least 2")] = None
+    """Number of ranks that train."""
+    strategies: Annotated[str, shown("STRATEGY,...", "eight that are often best; docs/tune.md")] = ""
+    """Strategies to try beside gradient averaging; docs/strategies.md lists them with their options.
+    Those that average parameters are tried with each of --periods, unless they have a period of their own."""
+    periods: Annotated[str, shown("STEPS,...")] = "4,16,64"
+    """Averaging periods to try, in steps."""
+    seeds: Annotated[str, shown("SEED,...")] = "1,2"
+    """Seeds of the last two settings; all before are trained with the first.
+    In a script's arguments {seed} is replaced by it, and SPEECHDP_SEED has it."""
+    overwrite: bool = False
+    """Delete the search in OUT and start over."""
+
+    def num_ranks(self, hostfile: Path | None, feeders: int = 0) -> int:
+        """Return the number of ranks.  Raises ConfigError where there is only one."""
+        from speechdp.launching.cores import available_cores  # noqa: PLC0415
+        from speechdp.launching.hostfile import read_hostfile  # noqa: PLC0415
+
+        if self.ranks is not None and self.ranks < 2:
+            raise ConfigError(f"--ranks {self.ranks}: one rank has nothing to exchange; give 2 at least")
+        if self.ranks is not None:
+            return self.ranks
+        if hostfile is None:
+            return max(2, available_cores() - feeders)
+        ranks = read_hostfile(hostfile).num_slots
+        if ranks < 2:
+            raise ConfigError(f"{hostfile}: has one slot, and a search needs 2 ranks at least")
+        return ranks
+
+    def whole_seeds(self) -> tuple[int, ...]:
+        """Return the seeds.  Raises ConfigError."""
+        from speechdp.experiments.compare.plan import whole_numbers  # noqa: PLC0415
+
+        return whole_numbers("seeds", self.seeds, least=0)
+
+    def request(
+        self,
+        out: Path,
+        ranks: int,
+        backends: tuple[str, ...],
+        race: RaceOptions,
+        target: Target,
+        trained: dict[str, Any],
+        batch_sizes: tuple[int, ...] = (),
+    ) -> TuneRequest:
+        """Return the search; its other arguments are those of TuneRequest.  Raises ConfigError."""
+        from speechdp.experiments.compare.plan import checked_strategies, whole_numbers  # noqa: PLC0415
+        from speechdp.experiments.tune.plan import STRATEGIES, settings_of  # noqa: PLC0415
+        from speechdp.experiments.tune.run import TuneRequest  # noqa: PLC0415
+        from speechdp.simulation.quantities import duration  # noqa: PLC0415
+
+        periods = whole_numbers("periods", self.periods, least=1)
+        return TuneRequest(
+            out=out,
+            ranks=ranks,
+            tried=settings_of(checked_strategies(self.strategies or STRATEGIES), periods),
+            backends=backends,
+            batch_sizes=batch_sizes,
+            budget_s=duration("--budget", self.budget, _BUDGETS),
+            target=target,
+            seeds=self.whole_seeds(),
+            race=race,
+            trained=trained,
+        )
 
 
 @dataclass(frozen=True)
@@ -44,22 +116,12 @@ class TuneCommand:
     """Data directory written by `speechdp prepare`."""
     out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder for the search and its report.  The same command goes on with a search that was interrupted."""
+    search: Annotated[SearchOptions, heading("search")] = field(default_factory=SearchOptions)
     options: Annotated[TrainOptions, heading("training")] = field(default_factory=TrainOptions)
-    budget: Annotated[str, shown("TIME")] = "20m"
-    """Time for the whole search, e.g. 90s, 20m or 2h.  What has begun when it is over is finished."""
-    ranks: Annotated[int | None, shown("N", "all slots of --hostfile, else all cores, at least 2")] = None
-    """Number of training ranks; --feeders are started in addition."""
-    strategies: Annotated[str, shown("STRATEGY,...", "eight that are often best; docs/tune.md")] = ""
-    """Strategies to try beside gradient averaging; docs/strategies.md lists them with their options.
-    Those that average parameters are tried with each of --periods, unless they have a period of their own."""
-    periods: Annotated[str, shown("STEPS,...")] = "4,16,64"
-    """Averaging periods to try, in steps."""
     backends: Annotated[str, shown("NAME,...")] = "horovod,mpi,torch"
     """Back-ends to choose from, the preferred one first; one that is not installed is left out."""
     batch_sizes: Annotated[str, shown("SEGMENTS,...", "half and twice --batch-size")] = ""
     """Other batches of a rank to try, with gradient averaging and the fastest setting; none: no other."""
-    seeds: Annotated[str, shown("SEED,...")] = "1,2"
-    """Seeds of the last two settings; all before are trained with the first."""
     target: Annotated[float | None, shown("VALUE", "the best that all of the last settings reached")] = None
     """Held-out value to be reached soonest.
     A log-probability in nats per frame; an L1 error with --task synthesis; else the task's first metric."""
@@ -73,8 +135,6 @@ class TuneCommand:
     """More options for `speechdp launch`, quoted as one argument: "--launcher horovodrun"."""
     threads: Annotated[int | None, shown("N", "cores / ranks, at least 1")] = None
     """CPU threads of each rank."""
-    overwrite: bool = False
-    """Delete the search in OUT and start over."""
     job: tyro.conf.Suppress[str] = ""
     """Race that this process is a rank of; given by `tune` to the ranks it starts."""
     racing: tyro.conf.Suppress[str] = ""
@@ -89,19 +149,23 @@ class TuneCommand:
         ranks = self._ranks()
         compared = self._compared(ranks)
         request, starter = self._request(compared, ranks), self._starter(ranks)
-        return _search(request, lambda say: TunedTraining(compared, starter, say), overwrite=self.overwrite)
+        return _search(
+            request, lambda say: TunedTraining(compared, starter, say), overwrite=self.search.overwrite
+        )
 
     def _be_a_rank(self) -> int:
         from speechdp.cli.support.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415
 
-        race = [self.racing, self.ranks, self.race, self.race_steps]
+        race = [self.racing, self.search.ranks, self.race, self.race_steps]
         others = {"OUT folder": self.out_dir, "--job": self.job, "race": race}
         return train_over_ranks(SessionRequest(self.data, self._raced, self.job, others), self._on_rank)
 
     @property
     def _raced(self) -> TrainOptions:
         """What the settings of the race share on its ranks, which have one back-end and one seed."""
-        return dataclasses.replace(self.options, backend=cast(Any, self.backends), seed=int(self.seeds))
+        return dataclasses.replace(
+            self.options, backend=cast(Any, self.backends), seed=int(self.search.seeds)
+        )
 
     def _on_rank(self, session: Session) -> int:
         from speechdp import exit_codes  # noqa: PLC0415
@@ -119,13 +183,13 @@ class TuneCommand:
         return 0
 
     def _ranks(self) -> int:
-        return _ranks(self.ranks, self.hostfile, self.options.loading.feeders)
+        return self.search.num_ranks(self.hostfile, self.options.loading.feeders)
 
     def _compared(self, ranks: int) -> CompareRequest:
         """Return the search in the terms of a comparison, whose jobs it runs."""
         from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
         from speechdp.experiments.compare.own_training import CompareRequest  # noqa: PLC0415
-        from speechdp.experiments.compare.plan import FRAMES, SEQUENTIAL, ComparePlan, whole_numbers  # noqa: PLC0415
+        from speechdp.experiments.compare.plan import FRAMES, SEQUENTIAL, ComparePlan  # noqa: PLC0415
         from speechdp.experiments.race.plan import RaceOptions  # noqa: PLC0415
         from speechdp.report.runs.raced import LEAST_ROUNDS  # noqa: PLC0415
 
@@ -134,46 +198,30 @@ class TuneCommand:
         dataset = Dataset.open(self.data)
         for split in (self.options.train_split, self.options.held_out):
             dataset.shard_paths(split)
-        seeds = whole_numbers("seeds", self.seeds, least=0)
         return CompareRequest(
             data=self.data,
             data_checksum=dataset.checksum,
             out=self.out_dir,
             options=self.options,
-            plan=ComparePlan((SEQUENTIAL,), (ranks,), seeds, (FRAMES,), self.options.num_epochs),
+            plan=ComparePlan(
+                (SEQUENTIAL,), (ranks,), self.search.whole_seeds(), (FRAMES,), self.options.num_epochs
+            ),
             decode_split="",
             race=RaceOptions(self.race, self.race_steps),
         )
 
     def _request(self, compared: CompareRequest, ranks: int) -> TuneRequest:
-        from speechdp.experiments.tune.run import TuneRequest, other_batches  # noqa: PLC0415
-        from speechdp.report.kit.metric_names import Terms  # noqa: PLC0415
-        from speechdp.simulation.quantities import duration  # noqa: PLC0415
+        from speechdp.experiments.tune.run import Target, other_batches  # noqa: PLC0415
         from speechdp.tasks.metrics import TaskRecord  # noqa: PLC0415
 
-        backends, tried = _backends(self.backends), _tried(self.strategies, self.periods)
-        others = other_batches(self.options, ranks, self._batch_sizes())
-        task = TaskRecord(self.options.make_task().metrics)
-        settings = {
-            **compared.settings(),
-            "ranks": ranks,
-            "strategies": [one.name for one in tried],
-            "backends": list(backends),
-            "batch_sizes": list(others),
-            "seeds": list(compared.plan.seeds),
-            "target": self.target,
-            "race": [self.race, self.race_steps],
-        }
-        return TuneRequest(
-            out=self.out_dir,
-            ranks=ranks,
-            tried=tried,
-            backends=backends,
-            batch_sizes=others,
-            budget_s=duration("--budget", self.budget, _BUDGETS),
-            target=Terms(task).score_of_target(self.target),
-            seeds=compared.plan.seeds,
-            settings=settings,
+        return self.search.request(
+            self.out_dir,
+            ranks,
+            _backends(self.backends),
+            compared.race,
+            Target(self.target, TaskRecord(self.options.make_task().metrics)),
+            compared.settings(),
+            other_batches(self.options, ranks, self._batch_sizes()),
         )
 
     def _batch_sizes(self) -> tuple[int, ...] | None:
@@ -207,82 +255,56 @@ class TuneScriptCommand:
     out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder for the search and its report.  The same command goes on with a search that was interrupted."""
     script: Annotated[ScriptOptions, heading("script")]
-    budget: Annotated[str, shown("TIME")] = "30m"
-    """Time for the whole search, e.g. 90s, 20m or 2h.  What has begun when it is over is finished."""
-    ranks: Annotated[int | None, shown("N", "all slots of --hostfile, else all cores, at least 2")] = None
-    """Number of ranks."""
-    strategies: Annotated[str, shown("STRATEGY,...", "eight that are often best; docs/tune.md")] = ""
-    """Strategies to try beside gradient averaging; docs/strategies.md lists them with their options.
-    Those that average parameters are tried with each of --periods, unless they have a period of their own."""
-    periods: Annotated[str, shown("STEPS,...")] = "4,16,64"
-    """Averaging periods to try, in steps."""
+    search: Annotated[SearchOptions, heading("search")] = field(
+        default_factory=lambda: SearchOptions(budget="30m")
+    )
     backends: Annotated[str, shown("NAME,...", "that of --backend")] = ""
     """Back-ends to choose from, the preferred one first; one that is not installed is left out."""
-    seeds: Annotated[str, shown("SEED,...")] = "1,2"
-    """Seeds of the last two settings; all before are trained with the first.
-    A seed replaces {seed} in the script's arguments and is in SPEECHDP_SEED."""
     race: Annotated[int, shown("ROUNDS")] = 6
     """Rounds of short runs by which speeds are compared, fewer where a quarter of the budget is not enough.
     An interval needs 6."""
     race_steps: Annotated[int, shown("STEPS")] = 32
     """Steps of such a run, at least: it has whole averaging periods."""
-    overwrite: bool = False
-    """Delete the search in OUT and start over."""
     script_arguments: tyro.conf.Suppress[tuple[str, ...]] = ()
     """What follows `--`."""
 
     def run(self) -> int:
         """Search and report; return the exit code."""
-        from speechdp.experiments.compare.plan import whole_numbers  # noqa: PLC0415
-        from speechdp.experiments.race.plan import RaceOptions  # noqa: PLC0415
         from speechdp.experiments.tune.script import TunedScript  # noqa: PLC0415
 
         self.script.check()
         if self.race < 1:
             raise ConfigError(f"--race {self.race}: speeds are compared in one round at least")
-        ranks = _ranks(self.ranks, self.script.hostfile)
-        seeds = whole_numbers("seeds", self.seeds, least=0)
+        ranks = self.search.num_ranks(self.script.hostfile)
         script = self.script.user_script(self.script_arguments)
         starter = self.script.starter("tune", ranks)
-        request, race = self._request(script, ranks, seeds), RaceOptions(self.race, self.race_steps)
+        request = self._request(script, ranks)
         return _search(
             request,
-            lambda say: TunedScript(request, script, starter, race, self.script.metric, say),
-            overwrite=self.overwrite,
+            lambda say: TunedScript(request, script, starter, self.script.metric, say),
+            overwrite=self.search.overwrite,
         )
 
-    def _request(self, script: UserScript, ranks: int, seeds: tuple[int, ...]) -> TuneRequest:
-        from speechdp.experiments.tune.run import TuneRequest  # noqa: PLC0415
-        from speechdp.report.kit.metric_names import Terms  # noqa: PLC0415
+    def _request(self, script: UserScript, ranks: int) -> TuneRequest:
+        from speechdp.experiments.race.plan import RaceOptions  # noqa: PLC0415
+        from speechdp.experiments.tune.run import Target  # noqa: PLC0415
         from speechdp.report.runs.script_metric import script_task  # noqa: PLC0415
-        from speechdp.simulation.quantities import duration  # noqa: PLC0415
 
         metric, target = self.script.metric, self.script.target
         if target is not None and not metric:
             raise ConfigError(f"--target {target:g}: of which value? name it by --metric")
-        backends = _backends(self.backends) if self.backends else (script.backend,)
-        tried = _tried(self.strategies, self.periods)
-        settings = {
+        trained = {
             "script": str(script.path.absolute()),
             "command line": shlex.join(script.arguments),
-            "ranks": ranks,
-            "strategies": [one.name for one in tried],
-            "backends": list(backends),
-            "seeds": list(seeds),
             "metric": metric,
-            "target": target,
-            "race": [self.race, self.race_steps],
         }
-        return TuneRequest(
-            out=self.out_dir,
-            ranks=ranks,
-            tried=tried,
-            backends=backends,
-            batch_sizes=(),
-            budget_s=duration("--budget", self.budget, _BUDGETS),
-            target=Terms(script_task(metric)).score_of_target(target),
-            seeds=seeds,
-            settings=settings,
+        return self.search.request(
+            self.out_dir,
+            ranks,
+            _backends(self.backends) if self.backends else (script.backend,),
+            RaceOptions(self.race, self.race_steps),
+            Target(target, script_task(metric)),
+            trained,
         )
 
 
@@ -312,31 +334,6 @@ def _search(
     if not code or _has_best(request.out):
         print_report(request.out, None)
     return code
-
-
-def _ranks(given: int | None, hostfile: Path | None, feeders: int = 0) -> int:
-    """Return the number of ranks.  Raises ConfigError where there is only one."""
-    from speechdp.launching.cores import available_cores  # noqa: PLC0415
-    from speechdp.launching.hostfile import read_hostfile  # noqa: PLC0415
-
-    if given is not None and given < 2:
-        raise ConfigError(f"--ranks {given}: one rank has nothing to exchange; give 2 at least")
-    if given is not None:
-        return given
-    if hostfile is None:
-        return max(2, available_cores() - feeders)
-    ranks = read_hostfile(hostfile).num_slots
-    if ranks < 2:
-        raise ConfigError(f"{hostfile}: has one slot, and a search needs 2 ranks at least")
-    return ranks
-
-
-def _tried(strategies: str, periods: str) -> tuple[Setting, ...]:
-    from speechdp.experiments.compare.plan import checked_strategies, whole_numbers  # noqa: PLC0415
-    from speechdp.experiments.tune.plan import STRATEGIES, settings_of  # noqa: PLC0415
-
-    numbers = whole_numbers("periods", periods, least=1)
-    return settings_of(checked_strategies(strategies or STRATEGIES), numbers)
 
 
 def _backends(text: str) -> tuple[str, ...]:

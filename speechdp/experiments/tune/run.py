@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from speechdp.counting import counted
 from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.compare.training import LOGS
 from speechdp.experiments.jobs import JobStopped
+from speechdp.experiments.race.plan import RaceOptions
 from speechdp.experiments.tune.jobs import MEASURED, Measurement, Raced, TunedJobs
 from speechdp.experiments.tune.plan import (
     LEAST_STEPS,
@@ -42,12 +43,32 @@ from speechdp.experiments.tune.record import (
 )
 from speechdp.options.run import TrainOptions
 from speechdp.report.kit import formatting
+from speechdp.report.kit.metric_names import Terms
 from speechdp.simulation.predict import Interval
+from speechdp.tasks.metrics import TaskRecord
 
 #: Share of the budget that the race takes at most, as far as its intervals allow.
 _RACE_SHARE = 0.25
 #: Settings that the halving ends with.
 _LAST = 2
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be reached soonest.
+
+    Attributes:
+        value: as it was given; None: the best that the last settings all reach.
+        task: whose values they are.
+    """
+
+    value: float | None
+    task: TaskRecord
+
+    @property
+    def score(self) -> float | None:
+        """The value as a score, of which more is better."""
+        return Terms(self.task).score_of_target(self.value)
 
 
 @dataclass(frozen=True)
@@ -61,9 +82,9 @@ class TuneRequest:
         backends: to choose from, in the order of preference.
         batch_sizes: other batches of a rank to try; empty: none.
         budget_s: for all of it.
-        target: score to be reached; None: the best that the last settings all reach.
         seeds: of the last rung, at least one; the first is that of all others.
-        settings: what stands in the record.
+        race: rounds at most, and steps of a turn at least.
+        trained: what is trained, for the record.
     """
 
     out: Path
@@ -72,9 +93,24 @@ class TuneRequest:
     backends: tuple[str, ...]
     batch_sizes: tuple[int, ...]
     budget_s: float
-    target: float | None
+    target: Target
     seeds: tuple[int, ...]
-    settings: dict[str, Any] = field(default_factory=dict)
+    race: RaceOptions
+    trained: Mapping[str, Any]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What stands in the record: a search with other settings is another search."""
+        return {
+            **self.trained,
+            "ranks": self.ranks,
+            "strategies": [one.name for one in self.tried],
+            "backends": list(self.backends),
+            "batch_sizes": list(self.batch_sizes),
+            "seeds": list(self.seeds),
+            "target": self.target.value,
+            "race": [self.race.rounds, self.race.least_steps],
+        }
 
 
 class Tuner:
@@ -392,7 +428,7 @@ class Tuner:
                 curves.setdefault(name, []).append(curve)
         if not curves:
             raise RunError(f"{self._request.out}: none of the last settings can be trained with all seeds")
-        target, ends = finishes(curves, self._request.target)
+        target, ends = finishes(curves, self._request.target.score)
         names = list(ends)
         for name, end in ends.items():
             self._record = self._record.with_setting(name, times_s=end.times_s, scores=end.scores)

@@ -13,7 +13,7 @@ from speechdp.experiments.compare.plan import readable_name
 from speechdp.experiments.compare.script_training import SEED, UserScript
 from speechdp.experiments.compare.training import log_of
 from speechdp.experiments.jobs import JobStarter
-from speechdp.experiments.race.plan import RaceOptions, order_of_rounds
+from speechdp.experiments.race.plan import order_of_rounds
 from speechdp.experiments.race.record import FOLDER
 from speechdp.experiments.tune.jobs import Raced, TunedJobs, is_timed, steps_of_turn
 from speechdp.experiments.tune.plan import Setting
@@ -47,8 +47,7 @@ class TunedScript(TunedJobs):
     Turns of its race are short runs, each a start of its own: within one start a script has one strategy.
 
     Args:
-        request: with the folder, the ranks and the seeds of the search.
-        race: as many rounds at most, and steps of a turn at least.
+        request: of the search.
         metric: what its runs are judged by; "": what they log last.
         say: takes a line of progress.
     """
@@ -58,14 +57,13 @@ class TunedScript(TunedJobs):
         request: TuneRequest,
         script: UserScript,
         starter: JobStarter,
-        race: RaceOptions,
         metric: str,
         say: Callable[[str], None],
     ) -> None:
         super().__init__(request.out, metric)
         self._script, self._starter = script, starter
         self._ranks, self._seeds = request.ranks, request.seeds
-        self._length, self._say = race, say
+        self._length, self._say = request.race, say
 
     def begin(self) -> None:
         """See TunedJobs: a script needs nothing."""

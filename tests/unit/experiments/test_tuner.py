@@ -16,9 +16,10 @@ from speechdp.experiments.race.record import RaceRecord, Turn
 from speechdp.experiments.tune.jobs import Measurement, Raced, Scored, up_to
 from speechdp.experiments.tune.plan import Setting
 from speechdp.experiments.tune.record import TuneRecord, read_tune
-from speechdp.experiments.tune.run import Tuner, TuneRequest
+from speechdp.experiments.tune.run import Target, Tuner, TuneRequest
 from speechdp.experiments.tune.training import fitting_race
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.report.runs.script_metric import script_task
 from speechdp.report.tune.report import Search, find_answer
 from speechdp.simulation.predict import Interval
 
@@ -117,9 +118,10 @@ def search(
         "backends": backends,
         "batch_sizes": (),
         "budget_s": 500.0,
-        "target": None,
+        "target": Target(None, script_task("")),
         "seeds": (1, 2),
-        "settings": {"data": "x"},
+        "race": RaceOptions(6, 16),
+        "trained": {"data": "x"},
         **changes,
     }
     return Tuner(TuneRequest(**values), jobs, say).run()  # type: ignore[arg-type]
@@ -216,11 +218,11 @@ def test_a_budget_that_trains_hardly_a_step_is_refused_with_what_is_needed(tmp_p
 def test_another_search_in_the_folder_is_refused(tmp_path: Path) -> None:
     search(tmp_path, Jobs(tmp_path))
     with pytest.raises(ConfigError, match="was begun with another data"):
-        search(tmp_path, Jobs(tmp_path), settings={"data": "y"})
+        search(tmp_path, Jobs(tmp_path), trained={"data": "y"})
 
 
 def test_a_target_that_none_reaches_leaves_the_best_score(tmp_path: Path) -> None:
-    record = search(tmp_path, Jobs(tmp_path), target=-1e-9)
+    record = search(tmp_path, Jobs(tmp_path), target=Target(-1e-9, script_task("score:max")))
     assert record.of(record.chosen).times_s == (None, None) and record.chosen == SHORT
     assert record.of(LONG).why == "it did not reach the target"
 
