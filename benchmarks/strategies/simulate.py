@@ -69,6 +69,8 @@ STRATEGIES = (
 _WARM_UP = 8
 #: Whole periods, and steps, that count, at least.
 _LEAST_PERIODS, _LEAST_STEPS = 3, 24
+#: Of the mean time that a rank sleeps, what the fastest one does in a run, about.
+_FASTEST = 0.95
 _FIT_STEPS = 250
 _RECORDED_STEPS = 500
 
@@ -130,10 +132,20 @@ def cells(ranks: Sequence[int], periods: Sequence[int], stride: int) -> list[Cel
     return found
 
 
-def num_steps(period: int, step_s: float, seconds: float) -> tuple[int, int]:
-    """Return the steps before those that count, and these: whole periods both."""
-    periods = max(_LEAST_PERIODS, -(-_LEAST_STEPS // period), round(seconds / (period * step_s)))
-    return period * -(-_WARM_UP // period), period * periods
+def num_steps(period: int, step_s: float, seconds: float, own_s: float | None = None) -> tuple[int, int]:
+    """Return the steps before those that count, and these: whole periods both.
+
+    Args:
+        step_s: predicted, mean of all ranks.
+        own_s: where ranks go at their own pace, a step of one that waits for nobody: it takes as many as
+            the others, and has to last until these have counted for some time.
+    """
+    warm_up = period * -(-_WARM_UP // period)
+    steps = round(seconds / step_s)
+    if own_s is not None and own_s < step_s:
+        steps = round((warm_up * step_s + seconds) / own_s)
+    periods = max(_LEAST_PERIODS, -(-_LEAST_STEPS // period), round(steps / period))
+    return warm_up, period * periods
 
 
 def rate_of(ranks: Sequence[Mapping[str, Sequence[float]]], warm_up: int) -> float:
@@ -290,8 +302,15 @@ def measure(
     """Run every cell; return each beside its prediction."""
     wanted = cells(arguments.ranks, arguments.periods, arguments.stride)
     folder = arguments.out / "runs"
+    own_s = _FASTEST * arguments.step_ms / 1e3
     plan = {
-        cell: num_steps(cell.period, predictions[cell.key]["step_s"], arguments.seconds) for cell in wanted
+        cell: num_steps(
+            cell.period,
+            predictions[cell.key]["step_s"],
+            arguments.seconds,
+            None if StrategyChoice(cell.strategy).parsed.traits.synchronous else own_s,
+        )
+        for cell in wanted
     }
     for ranks in arguments.ranks:
         jobs = [

@@ -27,7 +27,7 @@ class Served:
     Attributes:
         windows_per_s: windows done by all workers together in a second.
         waited_s: mean wait of a worker for its turn, s.
-        service_s: mean time in which it was served, s.
+        service_s: mean time from its turn until it has the answer, s.
     """
 
     windows_per_s: float
@@ -35,28 +35,31 @@ class Served:
     service_s: float
 
 
-def serve(windows: npt.NDArray[np.float64], service_s: Sequence[float]) -> Served:
-    """Follow workers that work on a window, ask the server, and wait until it has served them.
+def serve(
+    windows: npt.NDArray[np.float64], service_s: Sequence[float], under_way_s: Sequence[float]
+) -> Served:
+    """Follow workers that work on a window, ask the server, and wait until they have its answer.
 
-    The server takes one at a time, in the order of arrival: its link carries one vector at a time.
+    The server takes one at a time, in the order of arrival.
 
     They begin anywhere in their windows, and are followed for a time: where all began a window at once, or
     ended after so many of them, the long ones would count too little.
 
     Args:
         windows: work of each window, s, used over and over.  (windows, workers)
-        service_s: time in which each worker is served, s.  (workers,)
+        service_s: time that the server has for nobody else while it serves each worker, s.  (workers,)
+        under_way_s: time that passes for the worker besides, while the server serves others, s.  (workers,)
     """
     count, workers = windows.shape
     work = windows.T.tolist()
-    service = list(map(float, service_s))
+    service, under_way = list(map(float, service_s)), list(map(float, under_way_s))
     ends = np.cumsum(windows, axis=0)  # of windows without waits
     begun = np.random.default_rng(workers).random(workers) * ends[-1]
     done = [min(int(np.searchsorted(ends[:, i], begun[i], "right")), count - 1) for i in range(workers)]
     arrivals = [(float(ends[done[i], i] - begun[i]), i) for i in range(workers)]
     heapq.heapify(arrivals)
     # In this time workers are through their windows once, about, whether they wait for the server or not.
-    end = count * max(float(windows.mean()) + sum(service) / workers, sum(service))
+    end = count * max(float(windows.mean()) + sum(service + under_way) / workers, sum(service))
     begin = _WARM_UP * end
     free = waited = served = 0.0
     counted = 0
@@ -69,10 +72,10 @@ def serve(windows: npt.NDArray[np.float64], service_s: Sequence[float]) -> Serve
         if free > begin:
             counted += 1
             waited += start - arrived
-            served += service[worker]
+            served += service[worker] + under_way[worker]
         done[worker] += 1
         following = work[worker][done[worker] % count]
-        heapq.heapreplace(arrivals, (free + following, worker))
+        heapq.heapreplace(arrivals, (free + under_way[worker] + following, worker))
     some = max(counted, 1)
     return Served(some / (end - begin), waited / some, served / some)
 

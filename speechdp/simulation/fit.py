@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speechdp.simulation.exchanges import Model, Pattern, exchange_of, is_known
-from speechdp.simulation.links import Cluster, LinkSpeed, Samples
+from speechdp.simulation.links import SMALL_BYTES, Cluster, LinkSpeed, Samples
 from speechdp.simulation.measured import MeasuredRun
 from speechdp.simulation.steps import REPLICATES, MeasuredWork
 from speechdp.simulation.waiting import exposed_s
@@ -23,6 +24,9 @@ WITHIN_BYTES_PER_S = 5e9
 _MOST_LATENCY = 0.5
 #: Exchanges from which a link is fitted, at least.
 _LEAST_EXCHANGES = 3
+#: How runs of the same settings differ on machines that nobody else uses: standard deviation of the logarithm
+#: of their speed (docs/results.md), and as how many runs that counts.
+_USUAL_SPREAD, _USUAL_RUNS = 0.03, 4
 #: Exchanges whose terms differ by less than this share say nothing of latency and bandwidth apart.
 _SAME_SIZE = 1e-3
 
@@ -42,7 +46,10 @@ class Observed:
 
     @property
     def terms(self) -> tuple[float, float]:
-        """What alpha and beta are multiplied by in the time of a ring."""
+        """What alpha and beta are multiplied by in the time of the sum."""
+        if self.nbytes < SMALL_BYTES:
+            rounds = float(math.ceil(math.log2(self.ranks)))
+            return rounds, rounds * self.nbytes
         return 2.0 * (self.ranks - 1), 2 * (self.ranks - 1) / self.ranks * self.nbytes
 
 
@@ -54,6 +61,8 @@ def model_of(runs: Sequence[MeasuredRun], work: MeasuredWork) -> Model:
 def fit_link(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool, seed: int = 1) -> LinkSpeed | None:
     """Fit latency and bandwidth to the exchanges of runs, for each resample of them.
 
+    A resample's mean differs from its run's by chance, and the run from another by what differs between
+    runs: two that lie apart by a little say much of latency and bandwidth apart, and are not trusted so far.
     With one size of exchange only, the latency is assumed and the bandwidth fitted.
 
     Args:
@@ -71,7 +80,8 @@ def fit_link(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool, seed: 
     if not observed:
         return _fit_behind_backward(chosen, model, crosses=crosses)
     generator = np.random.default_rng([seed, int(crosses)])
-    means = np.array([_resampled_means(seen.seconds, generator) for seen in observed])
+    spread = spread_of(runs)
+    means = np.array([_resampled_means(seen.seconds, spread, generator) for seen in observed])
     assumed = BETWEEN_LATENCY_S if crosses else WITHIN_LATENCY_S
     fits = [_fit([seen.terms for seen in observed], means[:, r], assumed) for r in range(REPLICATES)]
     alpha, beta = np.array(fits).T
@@ -138,11 +148,30 @@ def fit_progress(runs: Sequence[MeasuredRun], work: MeasuredWork, model: Model, 
     return float(np.mean(found)) if found else 1.0
 
 
-def _resampled_means(seconds: npt.NDArray[np.float64], generator: np.random.Generator) -> Samples:
-    """Return the mean of each resample.  (replicates,)"""
+def spread_of(runs: Sequence[MeasuredRun]) -> float:
+    """Return how runs of the same settings differ: standard deviation of the logarithm of a frame's work.
+
+    What runs on equally many ranks show of it, together with what is usual: few runs show little.
+    """
+    groups: dict[int, list[float]] = {}
+    for run in runs:
+        trained = run.times.trained
+        work_s = run.times.work()[trained].mean() / run.times.frames[trained].mean()
+        groups.setdefault(run.trainers, []).append(math.log(work_s))
+    squares = [float(np.square(np.array(group) - np.mean(group)).sum()) for group in groups.values()]
+    shown = sum(len(group) - 1 for group in groups.values())
+    return math.sqrt((_USUAL_RUNS * _USUAL_SPREAD**2 + sum(squares)) / (_USUAL_RUNS + shown))
+
+
+def _resampled_means(
+    seconds: npt.NDArray[np.float64], spread: float, generator: np.random.Generator
+) -> Samples:
+    """Return the mean of each resample, as other runs would have it.  (replicates,)"""
     drawn = generator.integers(len(seconds), size=(REPLICATES, len(seconds)))
     means: Samples = seconds[drawn].mean(axis=1)
-    return means
+    half = generator.standard_normal(REPLICATES // 2)
+    other_runs: Samples = means * np.exp(spread * np.concatenate([half, -half]))
+    return other_runs
 
 
 def _fit(terms: Sequence[tuple[float, float]], seconds: Samples, assumed_s: float) -> tuple[float, float]:

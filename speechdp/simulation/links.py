@@ -1,8 +1,8 @@
 """What exchanges take by a latency-bandwidth model: T(n) = alpha + n * beta for a message of n bytes.
 
-Source: Hockney 1994 for the model; Patarasuk & Yuan 2009 for the ring; Sanders, Speck & Traeff 2009 for the
-two trees; all recalled.  The hierarchical form is NCCL's and Horovod's: sums inside a node, between nodes,
-inside again.
+Source: Hockney 1994 for the model; Patarasuk & Yuan 2009 for the ring; Thakur et al. 2005 for recursive
+doubling; Sanders, Speck & Traeff 2009 for the two trees; all recalled.  The hierarchical form is NCCL's and
+Horovod's: sums inside a node, between nodes, inside again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 Samples: TypeAlias = npt.NDArray[np.float64]
-#: How all ranks sum a vector; `auto`: whichever is fastest.
+#: Up to this size back-ends sum in log2(N) messages of all of the vector rather than in a ring, bytes.
+SMALL_BYTES = 32 * 1024
+#: How all ranks sum a vector; `auto`: whichever is fastest of the three.
 Algorithm = Literal["auto", "ring", "tree", "hierarchical"]
 
 
@@ -100,6 +102,8 @@ class Cluster:
         """Return what it takes `ranks` ranks to sum a vector of `nbytes` bytes, s; 0 for one rank."""
         if ranks == 1:
             return np.zeros(1)
+        if nbytes < SMALL_BYTES and self.algorithm == "ring":
+            return self.doubling_s(nbytes, ranks)
         forms = {
             "ring": self.ring_s,
             "tree": self.tree_s,
@@ -117,6 +121,15 @@ class Cluster:
         Every node has one message of the ring under way in each direction.
         """
         return 2 * (ranks - 1) * self.message_s(nbytes / ranks, crosses=self.nodes(ranks) > 1)
+
+    def doubling_s(self, nbytes: float, ranks: int) -> Samples:
+        """Return the time of recursive doubling: log2(N) times a message of all n bytes to another rank.
+
+        The ranks of a node send theirs at the same time.
+        """
+        sharing = min(ranks, self.ranks_per_node)
+        crosses = self.nodes(ranks) > 1
+        return math.ceil(math.log2(ranks)) * self.message_s(nbytes, crosses=crosses, sharing=sharing)
 
     def tree_s(self, nbytes: float, ranks: int) -> Samples:
         """Return the time of two pipelined trees: 2 log2(N) latencies, each byte up once and down once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import Literal, cast
 
 import numpy as np
@@ -20,12 +21,17 @@ from speechdp.simulation.waiting import Pace, delayed, exposed_s, neighbours, to
 
 #: Bounds of the intervals: 90 % of the resamples lie between them.
 LOW, HIGH = 0.05, 0.95
+#: Equally likely values of a normal distribution.
+_NORMAL = np.array([NormalDist().inv_cdf((place + 0.5) / 41) for place in range(41)])
 #: Steps of all ranks together from which a replicate's mean is taken, at least, and of each rank.
 _LEAST_STEPS, _LEAST_OF_RANK = 4_096, 32
 #: Steps of all ranks together that fit into memory with what is computed of them.
 _MOST_STEPS = 2**25
 #: Windows of a period that are followed, at least, where one begins before another has ended.
 _LEAST_WINDOWS = 4
+#: What sockets hold of a vector that is sent over a network, bytes: so much of an answer and of the next
+#: request pass each other (8 ranks, vectors of 0.1 to 4 MB, Linux, TCP; docs/results.md).
+_IN_SOCKETS = 448 * 1024
 #: Resamples of what is followed event by event, which takes longest.
 _EVENT_REPLICATES = 10
 #: Windows of all learners together that are followed event by event, and of each learner, at least.
@@ -45,10 +51,15 @@ class Interval:
     high: float
 
     @classmethod
-    def of(cls, samples: npt.ArrayLike) -> Interval:
-        """Return the interval of what the resamples gave."""
+    def of(cls, samples: npt.ArrayLike, spread: float = 0.0) -> Interval:
+        """Return the interval of what the resamples gave.
+
+        Args:
+            spread: of a run about what is expected of it, standard deviation of the logarithm.
+        """
         values = np.asarray(samples, float)
-        mean, (low, high) = float(values.mean()), map(float, np.quantile(values, (LOW, HIGH)))
+        mean, runs = float(values.mean()), np.multiply.outer(values, np.exp(spread * _NORMAL))
+        low, high = map(float, np.quantile(runs, (LOW, HIGH)))
         # Of equal samples the mean may lie beside them, by rounding; of skewed ones outside the 90 %.
         return cls(mean, min(low, mean), max(high, mean))
 
@@ -63,6 +74,7 @@ class Scenario:
         cluster: the links.
         factors: of ranks that are slower than measured, by rank.
         progress: of exchanges beside backward, 0 to 1, as measured.
+        spread: of runs of the same settings, standard deviation of the logarithm of their speed.
         seed: of the draws.
     """
 
@@ -71,6 +83,7 @@ class Scenario:
     cluster: Cluster
     factors: Mapping[int, float] = field(default_factory=dict)
     progress: float = 1.0
+    spread: float = 0.0
     seed: int = 1
 
     def draws(self, ranks: int, replicates: int = REPLICATES) -> Draws:
@@ -261,7 +274,7 @@ def _with_server(scenario: Scenario, ranks: int, exchange: Exchange) -> Pace:
     workers = ranks - exchange.dedicated
     draws = scenario.draws(ranks, _EVENT_REPLICATES)
     update_s = scenario.work.update * scenario.work.step_s if exchange.at_server else 0.0
-    service = _service_s(exchange, ranks, scenario.cluster)
+    service, under_way = (at[:, exchange.dedicated :] for at in _service_s(exchange, ranks, scenario.cluster))
     count = max(_EVENTS_OF_WORKER, _EVENTS // workers)
     paces = []
     for replicate, windows in enumerate(_apart(draws, count, exchange.period)):
@@ -269,24 +282,35 @@ def _with_server(scenario: Scenario, ranks: int, exchange: Exchange) -> Pace:
         usual = exchange.period * draws.mean_s[replicate] / np.maximum(windows.mean(axis=0), 1e-12)
         own = (windows * usual)[:, ranks - workers :]
         own = own * (1 - scenario.work.update) if exchange.at_server else own
-        served = serve(own, service[min(replicate, len(service) - 1)] + update_s)
+        at = min(replicate, len(service) - 1)
+        served = serve(own, service[at] + update_s, under_way[at])
         paces.append(_served_pace(served, exchange.period, workers))
     return _joined(paces)
 
 
-def _service_s(exchange: Exchange, ranks: int, cluster: Cluster) -> npt.NDArray[np.float64]:
-    """Return for how long the server's link is taken by each worker, s.  (replicates or 1, workers)
+def _service_s(
+    exchange: Exchange, ranks: int, cluster: Cluster
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return for how long a vector there and one back take the server, and what else passes, s.
 
-    A vector there and one back, each announced by a small message; a worker on rank 0 sends nothing.
+    Each is announced by a small message.  Links carry both directions at once: while one worker's answer
+    leaves, the next one's vector comes as far as sockets hold them; of the rest one waits for the other.
+
+    Returns:
+        For each rank, of which a worker on rank 0 sends nothing.  (replicates or 1, ranks) each
     """
     near, far = (
         2 * (cluster.message_s(exchange.nbytes, crosses=crosses) + cluster.message_s(0, crosses=crosses))
         for crosses in (False, True)
     )
+    passing = cluster.message_s(min(exchange.nbytes, _IN_SOCKETS), crosses=True) - cluster.message_s(
+        0, crosses=True
+    )
     is_near = np.arange(ranks) < cluster.ranks_per_node
-    service = np.where(is_near, near[:, None], far[:, None])
-    service[:, 0] = 0.0
-    return service[:, 1:] if exchange.dedicated else service
+    whole = np.where(is_near, near[:, None], far[:, None])
+    under_way = np.where(is_near, 0.0, passing[:, None])
+    whole[:, 0] = under_way[:, 0] = 0.0
+    return whole - under_way, under_way
 
 
 def _served_pace(served: Served, period: int, workers: int) -> Pace:
@@ -316,9 +340,9 @@ def _prediction(
         choice,
         exchange.period,
         ranks,
-        Interval.of(rates),
+        Interval.of(rates, scenario.spread),
         Interval.of(rates / ideal),
-        Interval.of(pace.step_s),
+        Interval.of(pace.step_s, scenario.spread),
         computing=computing_s / step_s,
         data_wait=(own_s * work.data_wait + loading_s) / step_s,
         exchange=exchange_s / step_s,

@@ -25,6 +25,7 @@ from speechdp.simulation.fit import (
     fit_link,
     fit_progress,
     model_of,
+    spread_of,
 )
 from speechdp.simulation.links import Algorithm, Cluster, LinkSpeed
 from speechdp.simulation.measured import MeasuredRun, basis
@@ -123,7 +124,8 @@ def scenario_of(runs: Sequence[MeasuredRun], request: Request) -> tuple[Scenario
     algorithm = request.algorithm or ("auto" if any(run.on_gpu for run in chosen) else "ring")
     cluster = Cluster(per_node, within, between, algorithm)
     progress = _progress(runs, chosen, measured, cluster)
-    return Scenario(work, model, cluster, request.factors, progress), tuple(assumptions)
+    scenario = Scenario(work, model, cluster, request.factors, progress, spread_of(runs))
+    return scenario, tuple(assumptions)
 
 
 def exchanges_of(request: Request, model: Model) -> list[tuple[StrategyChoice, Exchange]]:

@@ -50,6 +50,11 @@ def test_whole_periods_count(period: int, step_s: float, steps: tuple[int, int])
     assert bench.num_steps(period, step_s, 10.0) == steps
 
 
+def test_a_rank_that_waits_for_nobody_lasts_until_the_others_have_counted() -> None:
+    warm_up, steps = bench.num_steps(1, 0.4, 10.0, own_s=0.1)
+    assert (warm_up + steps) * 0.1 >= warm_up * 0.4 + 10.0
+
+
 def test_the_rate_is_of_the_time_in_which_all_ranks_count() -> None:
     quick = {"frames": [10.0] * 20, "ends": [float(n + 1) for n in range(20)]}
     slow = {"frames": [10.0] * 10, "ends": [2.0 * (n + 1) for n in range(10)]}

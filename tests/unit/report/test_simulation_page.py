@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -149,9 +150,10 @@ def test_a_report_says_what_would_help_most(tmp_path: Path, capsys: pytest.Captu
     assert speechdp(["report", str(steps.write(tmp_path))]) == 0
     printed = " ".join(capsys.readouterr().out.replace("\u00a0", " ").split())
     (sentence,) = [s for s in printed.split(". ") if s.startswith("What would help")]
-    # A step has 100 ms of work, 20 of waiting for data and 100 of exchange.
-    assert "with exchanges 10 times as fast it would be 1.69 [1.69, 1.69] times as fast; " in sentence
-    assert "with period 4, 1.52 [1.52, 1.52] times; " in sentence
+    # A step has 100 ms of work, 20 of waiting for data and 100 of exchange, which in another run may be a
+    # little more or less.
+    assert re.search(r"with exchanges 10 times as fast it would be 1\.69 \[1\.6\d, 1\.7\d\] times", sentence)
+    assert re.search(r"with period 4, 1\.52 \[1\.5\d, 1\.5\d\] times; ", sentence)
     assert "without waiting for data, 1.10 [1.10, 1.10] times" in sentence
     assert "differences" not in sentence  # its ranks are alike
     assert "not accuracy" in sentence
