@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from speechdp.errors import ConfigError
@@ -51,6 +51,7 @@ class Measurement:
             scenario, _ = scenario_of(self.runs, request)
         except ConfigError:  # the link shows nowhere: the race has to tell
             return {}
+        scenario = replace(scenario, spread=0.0)  # settings are compared with one another, not with a run
         known = [one for one in settings if is_known(one.strategy)]
         exchanges = [(one.strategy, exchange_of(one.strategy, scenario.model)) for one in known]
         shown = [(strategy, exchange) for strategy, exchange in exchanges if not is_too_long(exchange, ranks)]
