@@ -96,33 +96,15 @@ class Nodes:
     def _namespace(self, name: str) -> str:
         return self._prefix + name
 
-    def limit(self, rate: str, delay_ms: float = 0.0) -> bool:
-        """Limit every link both ways to `rate` as tc writes it (1gbit, 100mbit), or not at all (free).
-
-        Args:
-            delay_ms: from node to node, one way; not every kernel can make that (netem).
-
-        Returns:
-            Whether links are as was asked for; without netem the rate alone is.
-        """
-        is_made = True
+    def limit(self, rate: str) -> None:
+        """Limit every link both ways to `rate` as tc writes it (1gbit, 100mbit), or not at all (free)."""
         for name in self.names:
-            own, switch = (self._namespace(name), "eth0"), (self._namespace("sw"), f"to-{name}")
-            for namespace, device in (own, switch):
+            for namespace, device in ((self._namespace(name), "eth0"), (self._namespace("sw"), f"to-{name}")):
                 where = ["tc", "-n", namespace, "qdisc"]
                 subprocess.run([*where, "del", "dev", device, "root"], capture_output=True, check=False)
                 if rate != "free":
-                    run_tool(*where, "add", "dev", device, "root", "handle", "1:", "tbf", "rate", rate,
+                    run_tool(*where, "add", "dev", device, "root", "tbf", "rate", rate,
                          "burst", "256kb", "latency", "30ms")  # fmt: skip
-            if delay_ms:
-                # Below the rate's limit, and on one end of the link only: a packet passes each end once.
-                place = ["parent", "1:1"] if rate != "free" else ["root"]
-                added = ["tc", "-n", own[0], "qdisc", "add", "dev", own[1], *place, "netem"]
-                done = subprocess.run(
-                    [*added, "delay", f"{delay_ms}ms", "limit", "10000"], capture_output=True, check=False
-                )
-                is_made &= done.returncode == 0
-        return is_made
 
     def on(self, name: str) -> list[str]:
         """Return the words with which the command that follows runs on a node, its words as they are."""

@@ -7,8 +7,7 @@
 Two ranks on each cluster:
 
 - free: this machine;
-- slow-link: each rank in a network namespace of its own, 1 Gbit/s and 1 ms between them (as root; where the
-  kernel has no netem, the rate alone is limited, and that is said);
+- slow-link: each rank in a network namespace of its own, 1 Gbit/s and 1 ms between them (as root);
 - slow-rank: this machine, one rank 3 times as slow (`--slow-ranks 1:3`).
 
 `speechdp tune` chooses first.  Then every setting that it tried, those with other batches and those that it
@@ -50,7 +49,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rich import box
 from rich.table import Table
 
-from benchmarks.comm.namespaces import Nodes, ended_by_signals, why_not
+from benchmarks.comm.namespaces import ended_by_signals
+from benchmarks.comm.switch import SwitchedNodes, why_not
 from benchmarks.strategies.straggler import prepare_synthetic
 from speechdp.cli.support.console import make_console
 from speechdp.experiments.compare.record import FILE_NAME, read_record
@@ -68,7 +68,7 @@ from speechdp.report.kit import formatting
 RANKS = 2
 FREE, SLOW_LINK, SLOW_RANK = "free", "slow-link", "slow-rank"
 CLUSTERS = (FREE, SLOW_LINK, SLOW_RANK)
-_RATE, _DELAY_MS = "1gbit", 1.0
+_BYTES_PER_S, _LATENCY_S = 1e9 / 8, 1e-3
 _SLOWED = "--slow-ranks=1:3"
 
 
@@ -296,9 +296,7 @@ def cluster_of(name: str, folder: Path, options: Sequence[str]) -> Iterator[Clus
         slowed = (_SLOWED,) if name == SLOW_RANK else ()
         yield Cluster(name, JobStarter(program, environment), (), (*options, *slowed))
         return
-    with ended_by_signals(), Nodes(RANKS) as nodes:
-        if not nodes.limit(_RATE, _DELAY_MS):
-            print(f"{name}: this kernel has no netem: {_RATE} without the {_DELAY_MS:g} ms", flush=True)
+    with ended_by_signals(), SwitchedNodes(RANKS, _BYTES_PER_S, _LATENCY_S) as nodes:
         folder.mkdir(parents=True, exist_ok=True)
         hosts = (folder / "hosts").absolute()
         hosts.write_text("".join(f"{node} slots=1\n" for node in nodes.names))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.comm import namespaces
 from benchmarks.comm.namespaces import Nodes
 from benchmarks.strategies.tune import (
     SLOW_RANK,
@@ -172,22 +171,3 @@ def test_a_command_on_a_node_keeps_its_words(tmp_path: Path) -> None:
         check=True,
     )
     assert done.stdout == 'as n2\n<a  "b"><$HOME [1]>'
-
-
-@pytest.mark.parametrize(("code", "is_made"), [(0, True), (2, False)])
-def test_a_delay_is_made_below_the_rate_or_said_to_be_missing(
-    monkeypatch: pytest.MonkeyPatch, code: int, is_made: bool
-) -> None:
-    called: list[list[str]] = []
-
-    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        called.append(list(command))
-        return subprocess.CompletedProcess(command, code if "netem" in command else 0, "", "")
-
-    monkeypatch.setattr(namespaces.subprocess, "run", run)
-    assert Nodes(2).limit("1gbit", 1.0) is is_made
-    delays = [words for words in called if "netem" in words]
-    assert len(delays) == 2  # one way, once
-    assert all(words[words.index("parent") + 1] == "1:1" and "1.0ms" in words for words in delays)
-    called.clear()
-    assert Nodes(2).limit("free") and not any("add" in words for words in called)
