@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from speechdp.experiments.jobs import JobStarter
     from speechdp.experiments.race.plan import RaceOptions
     from speechdp.experiments.tune.jobs import TunedJobs
-    from speechdp.experiments.tune.run import Target, TuneRequest
+    from speechdp.experiments.tune.run import TunedTarget, TuneRequest
     from speechdp.train.session import Session
 
 #: How a budget is written.
@@ -30,13 +30,13 @@ _BUDGETS = "90s, 20m or 2h"
 
 
 @dataclass(frozen=True)
-class SearchOptions:
+class TuneOptions:
     """What is tried, on how many ranks, and for how long."""
 
     budget: Annotated[str, shown("TIME")] = "20m"
     """Time for the whole search, e.g. 90s, 20m or 2h.  What has begun when it is over is finished."""
     ranks: Annotated[int | None, shown("N", "all slots of --hostfile, else all cores, at least 2")] = None
-    """Number of ranks that train."""
+    """Number of ranks that train; --feeders, where there are any, are started in addition."""
     strategies: Annotated[str, shown("STRATEGY,...", "eight that are often best; docs/tune.md")] = ""
     """Strategies to try beside gradient averaging; docs/strategies.md lists them with their options.
     Those that average parameters are tried with each of --periods, unless they have a period of their own."""
@@ -76,7 +76,7 @@ class SearchOptions:
         ranks: int,
         backends: tuple[str, ...],
         race: RaceOptions,
-        target: Target,
+        target: TunedTarget,
         trained: dict[str, Any],
         batch_sizes: tuple[int, ...] = (),
     ) -> TuneRequest:
@@ -116,7 +116,7 @@ class TuneCommand:
     """Data directory written by `speechdp prepare`."""
     out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder for the search and its report.  The same command goes on with a search that was interrupted."""
-    search: Annotated[SearchOptions, heading("search")] = field(default_factory=SearchOptions)
+    search: Annotated[TuneOptions, heading("search")] = field(default_factory=TuneOptions)
     options: Annotated[TrainOptions, heading("training")] = field(default_factory=TrainOptions)
     backends: Annotated[str, shown("NAME,...")] = "horovod,mpi,torch"
     """Back-ends to choose from, the preferred one first; one that is not installed is left out."""
@@ -211,7 +211,7 @@ class TuneCommand:
         )
 
     def _request(self, compared: CompareRequest, ranks: int) -> TuneRequest:
-        from speechdp.experiments.tune.run import Target, other_batches  # noqa: PLC0415
+        from speechdp.experiments.tune.run import TunedTarget, other_batches  # noqa: PLC0415
         from speechdp.tasks.metrics import TaskRecord  # noqa: PLC0415
 
         return self.search.request(
@@ -219,7 +219,7 @@ class TuneCommand:
             ranks,
             _backends(self.backends),
             compared.race,
-            Target(self.target, TaskRecord(self.options.make_task().metrics)),
+            TunedTarget(self.target, TaskRecord(self.options.make_task().metrics)),
             compared.settings(),
             other_batches(self.options, ranks, self._batch_sizes()),
         )
@@ -255,8 +255,8 @@ class TuneScriptCommand:
     out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder for the search and its report.  The same command goes on with a search that was interrupted."""
     script: Annotated[ScriptOptions, heading("script")]
-    search: Annotated[SearchOptions, heading("search")] = field(
-        default_factory=lambda: SearchOptions(budget="30m")
+    search: Annotated[TuneOptions, heading("search")] = field(
+        default_factory=lambda: TuneOptions(budget="30m")
     )
     backends: Annotated[str, shown("NAME,...", "that of --backend")] = ""
     """Back-ends to choose from, the preferred one first; one that is not installed is left out."""
@@ -287,7 +287,7 @@ class TuneScriptCommand:
 
     def _request(self, script: UserScript, ranks: int) -> TuneRequest:
         from speechdp.experiments.race.plan import RaceOptions  # noqa: PLC0415
-        from speechdp.experiments.tune.run import Target  # noqa: PLC0415
+        from speechdp.experiments.tune.run import TunedTarget  # noqa: PLC0415
         from speechdp.report.runs.script_metric import script_task  # noqa: PLC0415
 
         metric, target = self.script.metric, self.script.target
@@ -303,7 +303,7 @@ class TuneScriptCommand:
             ranks,
             _backends(self.backends) if self.backends else (script.backend,),
             RaceOptions(self.race, self.race_steps),
-            Target(target, script_task(metric)),
+            TunedTarget(target, script_task(metric)),
             trained,
         )
 

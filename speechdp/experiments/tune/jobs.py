@@ -73,7 +73,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Raced:
+class RacedSettings:
     """How fast settings are, by turns.
 
     Attributes:
@@ -89,7 +89,7 @@ class Raced:
     left_out: Mapping[str, str]
 
     @classmethod
-    def of(cls, race: RaceRecord) -> Raced:
+    def of(cls, race: RaceRecord) -> RacedSettings:
         """Return what a race within one start has shown."""
         speeds = race.speeds()
         per_step = {name: frames_per_step(race, name) for name in speeds}
@@ -121,7 +121,7 @@ class TunedJobs(ABC):
     @abstractmethod
     def hold_race(
         self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
-    ) -> Raced | str:
+    ) -> RacedSettings | str:
         """Let settings take turns, unless they have; return their speeds, or what went wrong.
 
         Args:

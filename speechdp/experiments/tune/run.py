@@ -14,7 +14,7 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.compare.training import LOGS
 from speechdp.experiments.jobs import JobStopped
 from speechdp.experiments.race.plan import RaceOptions
-from speechdp.experiments.tune.jobs import MEASURED, Measurement, Raced, TunedJobs
+from speechdp.experiments.tune.jobs import MEASURED, Measurement, RacedSettings, TunedJobs
 from speechdp.experiments.tune.plan import (
     LEAST_STEPS,
     Curve,
@@ -54,7 +54,7 @@ _LAST = 2
 
 
 @dataclass(frozen=True)
-class Target:
+class TunedTarget:
     """What is to be reached soonest.
 
     Attributes:
@@ -93,7 +93,7 @@ class TuneRequest:
     backends: tuple[str, ...]
     batch_sizes: tuple[int, ...]
     budget_s: float
-    target: Target
+    target: TunedTarget
     seeds: tuple[int, ...]
     race: RaceOptions
     trained: Mapping[str, Any]
@@ -267,7 +267,7 @@ class Tuner:
         records = tuple(SettingRecord(one.name, one.strategy.text, one.batch_size) for one in added)
         self._keep(tried=(*self._record.tried, *records))
 
-    def _race(self, backend: str) -> Raced:
+    def _race(self, backend: str) -> RacedSettings:
         """Let what is left race, and rule settings out by that."""
         self._keep(stage=RACE)
         racing = [self._settings[name] for name in self._record.left]
@@ -312,7 +312,7 @@ class Tuner:
         command = self._training.command(self._settings[name], self._record.backend)
         self._keep(chosen=name, untold=tuple(equal), command=command)
 
-    def _halve(self, backend: str, race: Raced) -> None:
+    def _halve(self, backend: str, race: RacedSettings) -> None:
         """Train what is left rung by rung, half of it each time, and choose."""
         self._keep(stage=HALVING)
         counts = halvings(len(self._record.left), _LAST)
@@ -347,7 +347,7 @@ class Tuner:
                 )
         self._finish(backend)
 
-    def _rung_s(self, race: Raced, counts: Sequence[int]) -> float:
+    def _rung_s(self, race: RacedSettings, counts: Sequence[int]) -> float:
         """Return how long settings have trained by the end of the next rung, of the budget that is left."""
         before_s = self._record.rungs[-1].seconds if self._record.rungs else 0.0
         start_s = self._record.start_s

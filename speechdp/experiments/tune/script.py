@@ -15,7 +15,7 @@ from speechdp.experiments.compare.training import log_of
 from speechdp.experiments.jobs import JobStarter
 from speechdp.experiments.race.plan import order_of_rounds
 from speechdp.experiments.race.record import FOLDER
-from speechdp.experiments.tune.jobs import Raced, TunedJobs, is_timed, steps_of_turn
+from speechdp.experiments.tune.jobs import RacedSettings, TunedJobs, is_timed, steps_of_turn
 from speechdp.experiments.tune.plan import Setting
 from speechdp.experiments.tune.run import TuneRequest
 from speechdp.parallel.data_parallel import STRATEGY
@@ -74,7 +74,7 @@ class TunedScript(TunedJobs):
 
     def hold_race(
         self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
-    ) -> Raced | str:
+    ) -> RacedSettings | str:
         """See TunedJobs: round after round, each setting once in random order."""
         steps = {one: DEFAULT_WARMUP_STEPS + steps_of_turn(one, self._length.least_steps) for one in settings}
         round_s = len(settings) * start_s + sum(steps.values()) * self._step_s(backend)
@@ -95,7 +95,7 @@ class TunedScript(TunedJobs):
         if reference in left_out:
             return f"{reference}: {left_out[reference]}"
         raced = {name: turns for name, turns in found.items() if name not in left_out}
-        return Raced(
+        return RacedSettings(
             _speeds(raced, reference) if len(raced) > 1 else {},
             _mean([turn.frames_per_s for turn in raced[reference]]),
             {name: _mean([turn.frames_per_step for turn in turns]) for name, turns in raced.items()},

@@ -19,7 +19,7 @@ from speechdp.experiments.compare.training import log_of
 from speechdp.experiments.jobs import JobStarter
 from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
 from speechdp.experiments.race.record import RaceRecord, find_race, is_of
-from speechdp.experiments.tune.jobs import Raced, TunedJobs, steps_of_turn
+from speechdp.experiments.tune.jobs import RacedSettings, TunedJobs, steps_of_turn
 from speechdp.experiments.tune.plan import Setting
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice
@@ -41,10 +41,10 @@ class TunedTraining(OwnTraining, TunedJobs):
 
     def hold_race(
         self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
-    ) -> Raced | str:
+    ) -> RacedSettings | str:
         """See TunedJobs: within one start of the ranks."""
         race = self._race(settings, backend, longest_s)
-        return race if isinstance(race, str) else Raced.of(race)
+        return race if isinstance(race, str) else RacedSettings.of(race)
 
     def _race(self, settings: Sequence[Setting], backend: str, longest_s: float) -> RaceRecord | str:
         out, options = self._out, self._options(settings[0], backend, self.seeds[0])

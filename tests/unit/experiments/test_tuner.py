@@ -13,10 +13,10 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.jobs import JobStopped
 from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
 from speechdp.experiments.race.record import RaceRecord, Turn
-from speechdp.experiments.tune.jobs import Measurement, Raced, Scored, up_to
+from speechdp.experiments.tune.jobs import Measurement, RacedSettings, Scored, up_to
 from speechdp.experiments.tune.plan import Setting
 from speechdp.experiments.tune.record import TuneRecord, read_tune
-from speechdp.experiments.tune.run import Target, Tuner, TuneRequest
+from speechdp.experiments.tune.run import TunedTarget, Tuner, TuneRequest
 from speechdp.experiments.tune.training import fitting_race
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.script_metric import script_task
@@ -69,7 +69,7 @@ class Jobs:
 
     def hold_race(
         self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
-    ) -> Raced | str:
+    ) -> RacedSettings | str:
         self.raced.append([one.name for one in settings])
         racing = tuple(RaceSetting(one.name, one.strategy, batch_size=one.batch_size) for one in settings)
         rounds = 8
@@ -80,7 +80,7 @@ class Jobs:
             for seconds in [10 * FRAMES_A_STEP / SPEEDS[one.strategy.text] * (1 + 0.01 * number)]
         )
         plan = RacePlan(2, rounds, 10, 1, racing)
-        return Raced.of(RaceRecord(plan, turns, ("a", "a"), ({}, {}), "", 1.0))
+        return RacedSettings.of(RaceRecord(plan, turns, ("a", "a"), ({}, {}), "", 1.0))
 
     def total_steps(self, frames_per_step: float) -> float:
         return EPOCH_STEPS
@@ -118,7 +118,7 @@ def search(
         "backends": backends,
         "batch_sizes": (),
         "budget_s": 500.0,
-        "target": Target(None, script_task("")),
+        "target": TunedTarget(None, script_task("")),
         "seeds": (1, 2),
         "race": RaceOptions(6, 16),
         "trained": {"data": "x"},
@@ -222,7 +222,7 @@ def test_another_search_in_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_target_that_none_reaches_leaves_the_best_score(tmp_path: Path) -> None:
-    record = search(tmp_path, Jobs(tmp_path), target=Target(-1e-9, script_task("score:max")))
+    record = search(tmp_path, Jobs(tmp_path), target=TunedTarget(-1e-9, script_task("score:max")))
     assert record.of(record.chosen).times_s == (None, None) and record.chosen == SHORT
     assert record.of(LONG).why == "it did not reach the target"
 

@@ -16,12 +16,13 @@ import pytest
 from speechdp import strategies
 from speechdp.errors import ConfigError
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.simulation import fit
 from speechdp.simulation.events import mixed_share, serve
 from speechdp.simulation.exchanges import KNOWN_STRATEGIES, Exchange, Model, Pattern, exchange_of
 from speechdp.simulation.fit import fit_link, model_of, observe
 from speechdp.simulation.gains import gains_of
 from speechdp.simulation.links import Cluster, LinkSpeed
-from speechdp.simulation.measured import read_measured
+from speechdp.simulation.measured import MeasuredRun, read_measured
 from speechdp.simulation.predict import Interval, Prediction, Scenario, predict
 from speechdp.simulation.simulate import GivenLink, Request, simulate
 from speechdp.simulation.steps import Draws, MeasuredWork
@@ -122,15 +123,31 @@ def test_inside_a_node_the_network_does_not_matter() -> None:
     assert near.allreduce_s(MB, 9)[0] > far.allreduce_s(MB, 9)[0]
 
 
-def test_latency_and_bandwidth_are_fitted_from_two_numbers_of_ranks() -> None:
-    link = LinkSpeed.of(3e-4, 2e8)
-    runs = [
+def _two_sizes(link: LinkSpeed) -> list[MeasuredRun]:
+    """Return runs on 2 and 4 ranks over a link, with exchanges of 4 MB."""
+    return [
         MadeUpSteps(
             [str(rank) for rank in range(ranks)],
             exchange_s=float(_cluster(link).ring_s(4 * MB, ranks)[0]),
         ).measured()
         for ranks in (2, 4)
     ]
+
+
+def test_latency_and_bandwidth_are_fitted_from_two_numbers_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fit, "_USUAL_SPREAD", 0.0)
+    runs = _two_sizes(LinkSpeed.of(3e-4, 2e8))
+    fitted = fit_link(runs, model_of(runs, MeasuredWork.of(runs[:1])), crosses=True)
+    assert fitted is not None
+    assert fitted.latency_s.mean() == pytest.approx(3e-4, rel=1e-3)
+    assert fitted.bytes_per_s == pytest.approx(2e8, rel=1e-3)
+
+
+def test_what_differs_between_runs_counts_for_more_the_further_it_is_carried() -> None:
+    link = LinkSpeed.of(3e-4, 2e8)
+    runs = _two_sizes(link)
     fitted = fit_link(runs, model_of(runs, MeasuredWork.of(runs[:1])), crosses=True)
     assert fitted is not None
     assert fitted.latency_s.mean() == pytest.approx(3e-4, rel=0.25)
