@@ -57,8 +57,8 @@ def _transform(sound: _FloatArray, window: _FloatArray, shift: int) -> _ComplexA
 
 def _sound(transform: _ComplexArray, window: _FloatArray, shift: int) -> _FloatArray:
     """Return the sound whose transform comes nearest, in the sense of least squares: (S,)."""
-    frames = np.fft.irfft(transform, n=len(window)) * window  # (T, N)
-    weights = np.broadcast_to(window**2, frames.shape)
+    frames: _FloatArray = np.fft.irfft(transform, n=len(window)) * window  # (T, N)
+    weights: _FloatArray = np.broadcast_to(window**2, frames.shape)
     inner = slice(len(window) // 2, len(window) // 2 + (len(transform) - 1) * shift)
     sound, weight = (_overlapped(parts, shift)[inner] for parts in (frames, weights))
     return np.divide(sound, weight, out=sound, where=weight > _TINY)
