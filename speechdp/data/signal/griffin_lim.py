@@ -51,13 +51,12 @@ def _transform(sound: _FloatArray, window: _FloatArray, shift: int) -> _ComplexA
     """Return the short-time Fourier transform (T, L), silence beyond the edges."""
     padded = np.pad(sound, len(window) // 2)
     frames = np.lib.stride_tricks.sliding_window_view(padded, len(window))[::shift]  # (T, N)
-    transform: _ComplexArray = np.fft.rfft(frames * window)
-    return transform
+    return np.fft.rfft(frames * window).astype(np.complex64, copy=False)
 
 
 def _sound(transform: _ComplexArray, window: _FloatArray, shift: int) -> _FloatArray:
     """Return the sound whose transform comes nearest, in the sense of least squares: (S,)."""
-    frames: _FloatArray = np.fft.irfft(transform, n=len(window)) * window  # (T, N)
+    frames = np.fft.irfft(transform, n=len(window)).astype(np.float32, copy=False) * window  # (T, N)
     weights: _FloatArray = np.broadcast_to(window**2, frames.shape)
     inner = slice(len(window) // 2, len(window) // 2 + (len(transform) - 1) * shift)
     sound, weight = (_overlapped(parts, shift)[inner] for parts in (frames, weights))
