@@ -11,14 +11,15 @@ from torch import Tensor
 
 from speechdp.errors import ConfigError
 from speechdp.parallel.strategy import Progress, Traits
+from speechdp.strategies.mechanisms.averaging import AveragingStrategy
 from speechdp.strategies.mechanisms.last_models import LastModels
-from speechdp.strategies.mechanisms.periodic import MomentumRule, PeriodicStrategy
+from speechdp.strategies.mechanisms.periodic import MomentumRule
 from speechdp.strategies.mechanisms.window_loss import WindowLoss
 from speechdp.timing.timeline import Span
 
 
 @dataclass(eq=False)
-class ModelAveraging(PeriodicStrategy):
+class ModelAveraging(AveragingStrategy):
     """Average parameters over all ranks once per period.
 
     Update rule: K times w_i <- w_i - lr * g_i(w_i) on every rank i, with g_i the mean gradient of its own
@@ -61,6 +62,7 @@ class ModelAveraging(PeriodicStrategy):
         )
 
     def check_options(self) -> None:
+        super().check_options()
         for name in ("leave_out", "max_change"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{self.name}:{name}={getattr(self, name)}: must be 0 (off) or positive")
@@ -71,6 +73,7 @@ class ModelAveraging(PeriodicStrategy):
         super().set_up()
         self._window_loss = WindowLoss()
         self._rounds = 0  # averages so far
+        self._is_last = False  # the average under way is the final model
         self._times_left_out = 0  # of this rank
         self._share: float | None = None  # weight that a rule has given this rank in the average under way
         self._last_models = LastModels(self.combine, self.comm)
@@ -101,7 +104,8 @@ class ModelAveraging(PeriodicStrategy):
 
     def exchange(self) -> None:
         with self.timeline.span(Span.COMM):
-            self.average_parameters()
+            self.average_parameters(compressed=not self._is_last)
+            self.start_from_here()
             if self._share == 0:  # the momentum of a model that has gone astray must not push the average
                 self._times_left_out += 1
                 self.replica.reset_optimizer()
@@ -111,9 +115,9 @@ class ModelAveraging(PeriodicStrategy):
     def weight(self) -> float:
         return super().weight() if self._share is None else self._share
 
-    def average_parameters(self) -> None:
+    def average_parameters(self, *, compressed: bool = False) -> None:
         self._share = self._judge() if self._judges else None
-        super().average_parameters()
+        super().average_parameters(compressed=compressed)
 
     def _judge(self) -> float | None:
         """Compare objectives; return 0 or 1 if they decide this rank's weight, None if its frames do."""
@@ -136,6 +140,7 @@ class ModelAveraging(PeriodicStrategy):
 
     def finish(self) -> None:
         is_new = self._window_steps > 0
+        self._is_last = True
         super().finish()
         if self.combine:
             self._last_models.conclude(self.replica.parameters.values, is_new=is_new)
