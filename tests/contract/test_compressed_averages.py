@@ -186,7 +186,7 @@ def test_without_error_feedback_ranks_that_disagree_would_miss_their_optimum(
         run.train(1000, lambda step: 1 / (4 + step / 2))
         return float((run.finish() - optimum).abs().max())
 
-    assert max(run_threads(size, check)) < 2e-3
+    assert max(run_threads(size, check)) < 4e-3
     monkeypatch.setattr(QuantisedMean, "_keep_errors", lambda *_: None)
     assert max(run_threads(size, check)) > 2e-2
 
