@@ -3,10 +3,10 @@
     sudo python benchmarks/comm/slow_link.py [--rates free 10gbit 1gbit 100mbit] [--nodes 2] [--batch-size 4]
 
 One rank a node, one core a rank.  Only whole periods are timed, after steps that are not.  Writes
-docs/images/slow_link.csv and .png.  Last line: JSON
-{"model_averaging_16_vs_gradient_averaging_1gbit": ..., "int8_vs_none_1g": ..., "int8_vs_fp32_1g": ...}: frames/s beside
-gradient averaging on the back-end where that is fastest, at the same rate; of compressed averages with a period
-of 16 also beside no exchange at all and beside the same averages in full precision.
+docs/images/slow_link.csv and .png.  Last line: JSON {"model_averaging_16_vs_gradient_averaging_1gbit": ...,
+"int8_vs_none_1g": ..., "int8_vs_fp32_1g": ...}: frames/s beside gradient averaging on the back-end where that
+is fastest, at the same rate; of compressed averages with a period of 16 also beside no exchange at all and
+beside the same averages in full precision.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def compare(results: Sequence[Result]) -> dict[str, float]:
 
 
 def compare_compressed(results: Sequence[Result]) -> dict[str, float]:
-    """Return compressed averages' frames/s over no exchange and over full precision, where all are measured."""
+    """Return compressed averages' frames/s over no exchange and over full precision, where measured."""
     found = {(r.rate, r.name): r.frames_per_s for r in results}
     ratios = {}
     for rate in dict.fromkeys(r.rate for r in results):

@@ -73,7 +73,6 @@ class ModelAveraging(AveragingStrategy):
         super().set_up()
         self._window_loss = WindowLoss()
         self._rounds = 0  # averages so far
-        self._is_last = False  # the average under way is the final model
         self._times_left_out = 0  # of this rank
         self._share: float | None = None  # weight that a rule has given this rank in the average under way
         self._last_models = LastModels(self.combine, self.comm)
@@ -104,7 +103,7 @@ class ModelAveraging(AveragingStrategy):
 
     def exchange(self) -> None:
         with self.timeline.span(Span.COMM):
-            self.average_parameters(compressed=not self._is_last)
+            self.average_parameters(compressed=True)
             self.start_from_here()
             if self._share == 0:  # the momentum of a model that has gone astray must not push the average
                 self._times_left_out += 1
@@ -140,7 +139,6 @@ class ModelAveraging(AveragingStrategy):
 
     def finish(self) -> None:
         is_new = self._window_steps > 0
-        self._is_last = True
         super().finish()
         if self.combine:
             self._last_models.conclude(self.replica.parameters.values, is_new=is_new)

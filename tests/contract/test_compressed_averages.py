@@ -24,6 +24,7 @@ from speechdp.testing import (
     Sgd,
     StrategyRun,
     assert_bitwise_equal_over_ranks,
+    assert_close,
     make_batch,
     make_replica,
     strategy_contract,
@@ -341,3 +342,19 @@ def test_parameters_in_half_precision_are_refused() -> None:
             StrategyRun(comm, "slowmo:compression=int4", half)
 
     run_threads(2, check)
+
+
+def test_what_is_shown_and_kept_is_the_mean_in_full_precision() -> None:
+    def check(comm: Communicator, strategy: str) -> None:
+        run = StrategyRun(comm, f"{strategy},compression=int4")
+        run.train(comm.rank, 0, 5)  # two steps into a window
+        run.strategy.pause()
+        frames = sum(make_batch(comm.rank, step).num_frames for step in (3, 4))
+        weighted = torch.cat([frames * run.parameters(), torch.tensor([float(frames)])])
+        comm.allreduce(weighted, name="mean")
+        with run.strategy.evaluation_parameters():
+            assert_close(run.parameters(), weighted[:-1] / weighted[-1], f"{strategy} under evaluation")
+        assert_close(run.finish(), weighted[:-1] / weighted[-1], f"{strategy} after finish")
+
+    for strategy in ("model_averaging:period=3", "bmuf:period=3,eta=0.3"):
+        run_threads(3, lambda comm, s=strategy: check(comm, s))

@@ -19,10 +19,14 @@ class AveragingStrategy(PeriodicStrategy):
     """A periodic strategy whose averages may travel as quantised differences.
 
     What is compressed is the mean at a window's end.  Evaluation and `finish` average in full precision: what
-    they show is the mean of the replicas, not what a rank would receive of it.
+    they show is the mean of the replicas.
 
     Subclasses call `average_parameters(compressed=True)`, and `start_from_here` where all ranks have come to
     the same parameters; or they work with `means` themselves.
+
+    Attributes:
+        means: of the pieces that are averaged by themselves; none where nothing is compressed.
+        reference: the vector that differences are taken to.  (n,)
     """
 
     #: Number format of an average: full precision, or differences to the last one in 8 or 4 bits a value.
@@ -43,7 +47,6 @@ class AveragingStrategy(PeriodicStrategy):
 
     def set_up(self) -> None:
         super().set_up()
-        #: One for each piece that is averaged by itself; none where nothing is compressed.
         self.means: list[QuantisedMean] = []
         if self.compression == "none" or self.comm.size == 1:
             return
@@ -88,9 +91,10 @@ class AveragingStrategy(PeriodicStrategy):
         """Replace the replica's parameters by the weighted mean over ranks.  Collective.
 
         Args:
-            compressed: as `compression` says, between `resume` and `pause`; else in full precision.
+            compressed: as `compression` says while training goes on; what is averaged while paused is shown
+                or kept, and in full precision.
         """
-        if not (compressed and self.means):
+        if not (compressed and self.means and self._outbox.is_open):
             super().average_parameters()
             return
         values = self.replica.parameters.values
