@@ -37,7 +37,7 @@ CASES = {
     "model_averaging:period=15f,begin=2,momentum=reset,compression=int8": "momentum=keep",
     "adaptive_averaging:period=2,interval=3,compression=int8": "",
     "bmuf:period=3,eta=0.3,nesterov=true,compression=int4": "nesterov=false,eta=0,momentum=keep",
-    "slowmo:period=3,beta=0.4,begin=1,compression=int8": "",
+    "slowmo:period=3,beta=0.4,begin=1,compression=int8": "beta=0",
     "diloco:period=3,compression=int8": "outer_learning_rate=1,outer_momentum=0",
     "delayed_averaging:period=4,delay=2,fragments=2,mix=0.5,compression=int4": "",
     "delayed_averaging:period=2,delay=0,compression=int8": "",
