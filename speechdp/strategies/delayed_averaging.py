@@ -96,7 +96,7 @@ class DelayedAveraging(AveragingStrategy):
 
     Exchange: the window's copy of the parameters (or of a fragment) with its weight appended, in one
     allreduce overlapped with the following steps; 2 (N-1)/N times the parameters' bytes sent by each rank
-    per period.
+    per period.  With compression= quantised differences to the piece's last average (`QuantisedMean`).
 
     Guarantee: the average is used after `delay` steps, not whenever it arrives, so runs repeat and resume
     bitwise; replicas differ until `finish`, where they become their mean, bitwise equal.

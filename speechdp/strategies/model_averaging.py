@@ -27,8 +27,9 @@ class ModelAveraging(AveragingStrategy):
     average.  With K = 1 and plain SGD this is gradient averaging.
 
     Exchange: the flat parameters with the weight appended, in one allreduce; 2 (N-1)/N times the
-    parameters' bytes sent by each rank per period (twice with momentum=average).  first=best and leave_out
-    add an allreduce of N numbers before it.
+    parameters' bytes sent by each rank per period (twice with momentum=average).  With compression= quantised
+    differences to the last average instead (`QuantisedMean`).  first=best and leave_out add an allreduce of N
+    numbers before it.
 
     Guarantee: replicas are bitwise equal after each average, and after finish.
 

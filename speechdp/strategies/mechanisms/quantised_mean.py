@@ -16,7 +16,7 @@ from speechdp.strategies.mechanisms.quantisation import BLOCK, Message, Quantise
 #: Number format in which differences travel.
 Compression = Literal["none", "int8", "int4"]
 #: Bits a value for each of them.
-BITS = {"none": 32, "int8": 8, "int4": 4}
+BITS = {"int8": 8, "int4": 4}
 #: Tags of what goes to a piece's owner, and of what comes from it.
 _TO_OWNER, _FROM_OWNER = 0, 1
 
