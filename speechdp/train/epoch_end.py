@@ -29,6 +29,8 @@ def measure_epoch(parts: TrainingParts, at: Standing, epochs_done: float, time_s
     loss, frames = parts.comm.allreduce(at.epoch_loss.clone(), name="epoch_loss").tolist()
     if frames == 0:
         why = "" if parts.task.transcripts is None else ": no utterance fits its transcript"
+        if parts.replica.scaler is not None:
+            why = ": the loss of no step was finite in fp16; train with --precision bf16 or fp32"
         raise RunError(f"no frame of the training split was learnt{why}; choose another with --train-split")
     held_out, distance = _evaluate(parts)
     return Metrics(
