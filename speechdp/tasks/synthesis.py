@@ -17,6 +17,7 @@ from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError
 from speechdp.labels.symbols import symbols_of
+from speechdp.models.precision import at_least_float32
 from speechdp.models.presets import Preset
 from speechdp.models.tacotron.config import TINY, TacotronConfig
 from speechdp.models.tacotron.model import Tacotron, TacotronOutput
@@ -60,6 +61,9 @@ def synthesis_losses(output: TacotronOutput, batch: Batch, model: Tacotron) -> S
     Source: Wang et al. 2017, section 3 (equal-weight L1 on mel and linear spectrograms); the stop prediction
     is a later addition of public Tacotron code; guided attention: Tachibana et al. 2018, section 4.1.
     """
+    output = TacotronOutput(
+        *(at_least_float32(x) for x in (output.mel, output.linear, output.stop_logits, output.attention))
+    )
     features, device = batch.features, batch.features.device
     lengths = batch.lengths.to(device, non_blocking=True)
     frame = torch.arange(features.shape[1], device=device)
