@@ -18,6 +18,7 @@ class LstmConfig:
         projection: size of the recurrent projection (LSTMP), 0 for none.
         bottleneck: size of a linear layer before the softmax, 0 for none.
         dropout: between LSTM layers and before the output, 0 to 1.
+        subsampling: frames that the LSTM takes in one step; 1: each is a step of its own.
     """
 
     layers: int
@@ -26,13 +27,15 @@ class LstmConfig:
     projection: int = 0
     bottleneck: int = 0
     dropout: float = 0.0
+    subsampling: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
             if getattr(self, field.name) < 0:
                 raise ConfigError(f"--{field.name} {getattr(self, field.name)}: must not be negative")
-        if self.layers < 1 or self.cells < 1:
-            raise ConfigError("--layers and --cells must be at least 1")
+        for name in ("layers", "cells", "subsampling"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} {getattr(self, name)}: must be at least 1")
         if not self.dropout < 1:
             raise ConfigError(f"--dropout {self.dropout}: must be less than 1")
         if self.projection >= self.cells:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from speechdp.errors import ConfigError
 from speechdp.labels.transcript_hmm import TranscriptOptions, num_ctc_classes
 from speechdp.models.lstm_config import LstmConfig
+from speechdp.models.precision import at_least_float32
 from speechdp.models.presets import LSTM_TINY, Preset
 from speechdp.tasks.base import LOSS, FrameScores, LossSum, Stage, Task, TaskData, Values
 from speechdp.tasks.metrics import FRAME_ACCURACY, LOG_PROB, RECORDS, SPEECH_ACCURACY, TRANSCRIPT_LOG_PROB
@@ -124,7 +125,8 @@ class AcousticTask(Task):
 
         def lose(values: Values, batch: Batch) -> Values:
             targets = batch.targets[batch.targets != IGNORED_TARGET]
-            return {LOSS: nn.functional.cross_entropy(values["logits"], targets, reduction="sum")}
+            logits = at_least_float32(values["logits"])
+            return {LOSS: nn.functional.cross_entropy(logits, targets, reduction="sum")}
 
         return Stage("encoder", encode), Stage("output", classify), Stage("loss", lose)
 
@@ -147,7 +149,7 @@ class AcousticTask(Task):
         # Padding and context leave before the output layer: with 32,000 classes it is most of the work.
         learnt = batch.targets != IGNORED_TARGET  # (B, T)
         encoded = model.encode(batch.features, batch.lengths)[learnt]  # (frames, H)
-        return model.output(encoded), batch.targets[learnt]
+        return at_least_float32(model.output(encoded)), batch.targets[learnt]
 
     def _accuracy(self, correct: Tensor, targets: Tensor, counted: Tensor, num_frames: int) -> FrameScores:
         """Count the frames that are right, and those of them that are not silence.
@@ -197,7 +199,7 @@ class TranscriptTask(AcousticTask):
 
         assert batch.transcripts is not None
         with torch.no_grad():
-            logits = model(batch.features, batch.lengths)
+            logits = at_least_float32(model(batch.features, batch.lengths))
         log_probs, fits = full_sum(logits.log_softmax(2), batch.lengths, batch.transcripts)
         targets = batch.targets[fits.to(batch.targets.device)]
         correct = logits[fits.to(logits.device)].argmax(dim=2) == targets  # never where a target is ignored
@@ -293,7 +295,7 @@ class FullSumTask(TranscriptTask):
         from speechdp.labels.forward_backward import full_sum  # noqa: PLC0415
 
         assert batch.transcripts is not None
-        log_posteriors = logits.log_softmax(2)
+        log_posteriors = at_least_float32(logits).log_softmax(2)
         if model.training:
             frame = torch.arange(logits.shape[1])
             inside = (frame < batch.lengths.unsqueeze(1)).to(logits.device)  # (B, T)
@@ -341,5 +343,6 @@ class CtcTask(TranscriptTask):
         from speechdp.labels.forward_backward import full_sum  # noqa: PLC0415
 
         assert batch.transcripts is not None
-        log_probs, _ = full_sum(logits.log_softmax(2), batch.lengths, batch.transcripts)
+        log_posteriors = at_least_float32(logits).log_softmax(2)
+        log_probs, _ = full_sum(log_posteriors, batch.lengths, batch.transcripts)
         return -log_probs.sum()

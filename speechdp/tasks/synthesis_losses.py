@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from speechdp.data.loading.batch import IGNORED_TARGET, Batch
+from speechdp.models.precision import at_least_float32
 from speechdp.models.tacotron.model import Tacotron, TacotronOutput
 
 #: Width of the band that guided attention leaves free, as a share of the text (Tachibana et al. 2018, eq. 3).
@@ -49,6 +50,9 @@ def synthesis_losses(output: TacotronOutput, batch: Batch, model: Tacotron) -> S
     Source: Wang et al. 2017, section 3 (equal-weight L1 on mel and linear spectrograms); the stop prediction
     is a later addition of public Tacotron code; guided attention: Tachibana et al. 2018, section 4.1.
     """
+    output = TacotronOutput(
+        *(at_least_float32(x) for x in (output.mel, output.linear, output.stop_logits, output.attention))
+    )
     features, device = batch.features, batch.features.device
     lengths = batch.lengths.to(device, non_blocking=True)
     frame = torch.arange(features.shape[1], device=device)

@@ -17,6 +17,7 @@ from speechdp.errors import ConfigError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.kaldi_pdfs import classes_of
 from speechdp.labels.state_tying import tying_in
+from speechdp.models.precision import Precision
 from speechdp.options.run import TrainOptions
 from speechdp.tasks.base import TaskData
 from speechdp.tasks.model_file import ClassCounts, load_model
@@ -42,6 +43,15 @@ def make_model(dataset: Dataset, options: TrainOptions) -> nn.Module:
     """Build the model with weights that depend on the seed alone."""
     torch.manual_seed(options.seed)
     return options.make_task().make_model(task_data(dataset, options))
+
+
+def check_precision(session: Session, options: TrainOptions) -> None:
+    """Refuse a number format that this rank's device cannot compute the model in.  Raises ConfigError."""
+    if options.precision == "fp32":
+        return
+    with torch.device("meta"):  # what it is made of is enough
+        model = make_model(session.dataset, options)
+    Precision(options.precision, session.device).check(model)
 
 
 def task_data(dataset: Dataset, options: TrainOptions) -> TaskData:
