@@ -38,11 +38,11 @@ def griffin_lim(magnitudes: _FloatArray, window: _FloatArray, shift: int, num_it
     # Drawn line by line, as librosa does: the same sounds come of the same spectrograms.
     phases = np.random.RandomState(0).random((num_lines, num_frames)).T
     estimate = (magnitudes * np.exp(2j * np.pi * phases)).astype(np.complex64)
-    before: _ComplexArray | None = None
+    before = np.zeros_like(estimate)
     for _ in range(num_iterations):
         rebuilt = _transform(_sound(estimate, window, shift), window, shift)
-        estimate = rebuilt if before is None else rebuilt - np.float32(_MOMENTUM / (1 + _MOMENTUM)) * before
-        estimate = estimate / (np.abs(estimate) + _TINY) * magnitudes
+        ahead = rebuilt - np.float32(_MOMENTUM / (1 + _MOMENTUM)) * before
+        estimate = (ahead / (np.abs(ahead) + _TINY) * magnitudes).astype(np.complex64, copy=False)
         before = rebuilt
     return _sound(estimate, window, shift)
 
@@ -57,7 +57,7 @@ def _transform(sound: _FloatArray, window: _FloatArray, shift: int) -> _ComplexA
 
 def _sound(transform: _ComplexArray, window: _FloatArray, shift: int) -> _FloatArray:
     """Return the sound whose transform comes nearest, in the sense of least squares: (S,)."""
-    frames = np.fft.irfft(transform, n=len(window)) * window  # (T, N)
+    frames = np.fft.irfft(transform, n=len(window)).astype(np.float32, copy=False) * window  # (T, N)
     weights = np.broadcast_to(window**2, frames.shape)
     inner = slice(len(window) // 2, len(window) // 2 + (len(transform) - 1) * shift)
     sound, weight = (_overlapped(parts, shift)[inner] for parts in (frames, weights))
