@@ -226,7 +226,7 @@ _WEIGHTS = ([3, 5, 4], [900, 0, 7], [1, 1, 1], [0, 0, 12], [_NONE] * 3, [_NONE, 
 
 
 #: One rank after the other has all the frames.
-_IN_TURN = [[float(round_ % 3 == rank) for rank in range(3)] for round_ in range(60)]
+_IN_TURN = [[9.0 if round_ % 3 == rank else _NONE for rank in range(3)] for round_ in range(60)]
 
 
 @pytest.mark.parametrize("compression", ["int8", "int4"])
