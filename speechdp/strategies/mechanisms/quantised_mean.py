@@ -39,7 +39,8 @@ class Outbox:
 
     def __init__(self, peers: PeerCommunicator) -> None:
         self.peers = peers
-        self._messages: queue.SimpleQueue[tuple[Tensor, int, int, Any]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[Tensor, int, int, torch.cuda.Event | None]]
+        self._messages = queue.SimpleQueue()
         self._thread: JobThread | None = None
         self._num_posted = 0
 
