@@ -1,4 +1,4 @@
-"""Training on a GPU that is not there: no tensor of the host meets one of the device, copies keep their order.
+"""Training on a GPU that is not there: host and device tensors never meet, copies keep their order.
 
 Tensors there have no data: shapes, devices and types are checked, not values, and not speeds.  Exchanges in
 threads of a strategy (dpsgd with neighbours, asynchronous ones) are left to machines with a GPU.
