@@ -6,15 +6,15 @@ Parameters, gradients and optimizer state are float32 whatever the format.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Literal
 
 from speechdp.errors import ConfigError
 
+if TYPE_CHECKING:  # options know the formats, and --help and the launcher do without torch
+    import torch
+    from torch import Tensor, nn
+
 PrecisionName = Literal["fp32", "bf16", "fp16"]
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
@@ -37,7 +37,10 @@ class Precision:
         """Compute what is in the block in this format."""
         if self.name == "fp32":
             return nullcontext()
-        return torch.autocast(self._device.type, dtype=_AUTOCAST[self.name])
+        import torch  # noqa: PLC0415
+
+        dtype = torch.bfloat16 if self.name == "bf16" else torch.float16
+        return torch.autocast(self._device.type, dtype=dtype)
 
     def check(self, model: nn.Module) -> None:
         """Refuse a format that this device, or torch on it, cannot compute `model` in.
@@ -47,6 +50,8 @@ class Precision:
         """
         if self.name == "fp32":
             return
+        import torch  # noqa: PLC0415
+
         if (
             self.name == "bf16"
             and self._device.type == "cuda"
@@ -67,6 +72,8 @@ class Precision:
 
     def _try(self, module: nn.RNNBase) -> None:
         """Run a recurrent layer once, forward and backward, over two steps of zeros."""
+        import torch  # noqa: PLC0415
+
         module = module.to(self._device)
         with self.computing(), torch.enable_grad():
             outputs = module(torch.zeros(2, 1, module.input_size, device=self._device))[0]
@@ -75,6 +82,8 @@ class Precision:
 
 def _recurrent_kinds(model: nn.Module) -> list[nn.RNNBase]:
     """Return a small layer of each kind of recurrent layer in a model: sizes do not decide what torch has."""
+    from torch import nn  # noqa: PLC0415
+
     kinds: dict[object, nn.RNNBase] = {}
     for module in model.modules():
         if isinstance(module, nn.LSTM | nn.GRU | nn.RNN):
@@ -86,11 +95,13 @@ def _recurrent_kinds(model: nn.Module) -> list[nn.RNNBase]:
 
 def at_least_float32(x: Tensor) -> Tensor:
     """Return `x`, as float32 if it is in half precision: what a loss is computed from."""
-    return x.float() if x.dtype in _AUTOCAST.values() else x
+    return x.float() if x.is_floating_point() and x.element_size() < 4 else x
 
 
 def tf32_in_force() -> str:
     """Say where float32 is rounded to TF32 on a GPU."""
+    import torch  # noqa: PLC0415
+
     matmul = torch.backends.cuda.matmul.allow_tf32
     cudnn = torch.backends.cudnn.allow_tf32
     return f"TF32 {'on' if matmul else 'off'} in matrix products, {'on' if cudnn else 'off'} in cuDNN"

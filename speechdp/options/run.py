@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from speechdp.data.loading.reader import Context
-from speechdp.data.loading.source_options import SourceRequest
+from speechdp.data.loading.source_request import Context, SourceRequest
 from speechdp.data.plan.epoch_plan import PlanOptions
-from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
+from speechdp.data.transforms.augment_options import AugmentOptions
+from speechdp.data.transforms.inputs import InputOptions
 from speechdp.errors import ConfigError
 from speechdp.models.precision import PrecisionName
 from speechdp.models.presets import Preset

@@ -11,14 +11,16 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, final, runtime_checkable
 
-from torch import Tensor
-
-from speechdp.comm.base import Communicator, PeerCommunicator
-from speechdp.parallel.replica import Replica
 from speechdp.parallel.roster import Roster
-from speechdp.timing.timeline import Timeline
+
+if TYPE_CHECKING:  # who only reads options does without torch
+    from torch import Tensor
+
+    from speechdp.comm.base import Communicator, PeerCommunicator
+    from speechdp.parallel.replica import Replica
+    from speechdp.timing.timeline import Timeline
 
 _Strategy = TypeVar("_Strategy", bound="Strategy")
 

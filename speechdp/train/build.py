@@ -14,7 +14,8 @@ from torch import nn
 from speechdp.data.loading.device_stream import DeviceStream
 from speechdp.data.loading.loader import BlockingLoader, Loader, StepLoader
 from speechdp.data.loading.source import SplitSource
-from speechdp.data.loading.source_options import SourceRequest, Workshop, make_preprocessor, open_local_source
+from speechdp.data.loading.source_options import Workshop, make_preprocessor, open_local_source
+from speechdp.data.loading.source_request import SourceRequest
 from speechdp.data.plan.assignment import Assignment, planned
 from speechdp.data.plan.epoch_plan import EpochPlan, PlanOptions, plan_epoch
 from speechdp.data.plan.planner import Planner

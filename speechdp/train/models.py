@@ -13,7 +13,6 @@ from speechdp.comm.loss_tolerance import in_shares
 from speechdp.data.loading.source import SplitSource
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.preprocess import inputs_of
-from speechdp.decode.recognise import check_origin
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.kaldi_pdfs import classes_of
@@ -80,6 +79,8 @@ def load_initial_weights(model: nn.Module, dataset: Dataset, options: TrainOptio
     folder = options.initial_model
     if folder is None:
         return
+    from speechdp.decode.recognise import check_origin  # noqa: PLC0415
+
     trained = load_model(folder, torch.device("cpu"))
     check_origin(trained.config, dataset, classes_of(dataset))
     weights, own = trained.model.state_dict(), model.state_dict()

@@ -23,6 +23,7 @@ from speechdp.parallel.stop import StopAgreement
 from speechdp.parallel.strategy import Progress
 from speechdp.parallel.training_step import TrainingStep
 from speechdp.process.ending import Stopped
+from speechdp.process.heap import HeapTrimmer
 from speechdp.timing.timeline import Span
 from speechdp.train.epoch_end import measure_epoch, settle_final_model
 from speechdp.train.tolerance import lost_ranks
@@ -43,6 +44,7 @@ class Trainer:
         self._others_mend = parts.comm.size > 1 and parts.strategy.traits.survives_divergence
         hang_s = options.faults.hang_timeout
         patience_s = max(PATIENCE_S, hang_s) if hang_s else math.inf
+        self._heap = HeapTrimmer()
         self._writer = CheckpointWriter(run_dir, parts.comm, parts.pulse.beat, patience_s=patience_s)
         #: The place in training that the last checkpoint holds.
         self._saved_at: tuple[int, int, int] | None = None
@@ -217,6 +219,7 @@ class Trainer:
             epoch=step.epoch,
         )
         self._check_loss_scale(ends_epoch=step.ends_epoch)
+        self._heap.after_step()
         parts.pulse.beat()
         parts.reporter.step(after, step.at.total_frames, self._shown_loss)
 

@@ -14,7 +14,8 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.loading.batch import Batch
-from speechdp.data.loading.reader import Context, SplitReader
+from speechdp.data.loading.reader import SplitReader
+from speechdp.data.loading.source_request import Context
 from speechdp.data.plan.epoch_plan import PlanOptions
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError
