@@ -61,7 +61,7 @@ class DecodeCommand:
 
     def run(self) -> int:
         """Decode and print the word error rate."""
-        from speechdp.cli.support.distributed import over_ranks  # noqa: PLC0415 - keeps --help fast
+        from speechdp.cli.support.ranks import over_ranks  # noqa: PLC0415 - keeps --help fast
 
         return over_ranks(self.backend, self.device, self._on_rank)
 

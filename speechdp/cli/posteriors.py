@@ -42,7 +42,7 @@ class PosteriorsCommand:
 
     def run(self) -> int:
         """Write the archive and print a summary."""
-        from speechdp.cli.support.distributed import over_ranks  # noqa: PLC0415 - keeps --help fast
+        from speechdp.cli.support.ranks import over_ranks  # noqa: PLC0415 - keeps --help fast
 
         return over_ranks("auto", self.device, self._on_rank)
 

@@ -78,7 +78,7 @@ class SynthesizeCommand:
 
     def run(self) -> int:
         """Speak the texts, or measure."""
-        from speechdp.cli.support.distributed import over_ranks  # noqa: PLC0415 - keeps --help fast
+        from speechdp.cli.support.ranks import over_ranks  # noqa: PLC0415 - keeps --help fast
 
         self._check()
         return over_ranks("auto", self.device, self._on_rank)

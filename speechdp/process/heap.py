@@ -1,21 +1,35 @@
-"""Give back to the system what is free in the C library's heap.
+"""Keep what tensors have freed for the next ones, and give it back to the system now and then.
 
 Batches of different lengths make tensors of different sizes, and between them oneDNN keeps small pieces for
 each shape that it has met.  What is free between those is too small for the next batch, so glibc takes more
 from the system, and keeps all of it: a rank that has 0.4 GB in use holds 1.2 GB after 50 epochs.
 
-Letting each large tensor have pages of its own (M_MMAP_THRESHOLD) prevents that too, but the kernel then
-clears them whenever one is made: some per cent of a CPU rank's time.
+Pages that come from the system are cleared by the kernel, a tenth of a CPU rank's time where each step gives
+back what its tensors had and takes it again, as glibc lets it; more still where each large tensor has pages
+of its own (M_MMAP_THRESHOLD).  So the heap keeps all until what is free is given back as a whole, seldom.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-#: Free memory is given back so often at most, s: what is used again is cleared by the kernel, some 0.1 s.
-EVERY_S = 20.0
+#: Free memory is given back so often at most, s: what is used again is cleared by the kernel, some 0.05 s.
+EVERY_S = 5.0
+#: Of glibc's mallopt: what may be free at the heap's end, and sizes from which on memory is no part of it.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_MOST_FREE, _LARGEST_IN_HEAP = 1 << 30, (32 << 20) - 1  # glibc takes no more for the second
+#: By these a user says how the heap is to be.
+_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+def keep_freed_memory(environ: Mapping[str, str]) -> None:
+    """Let the heap keep what is freed until it is given back; not where the user has set what it does."""
+    option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if option is not None and not any(name in environ for name in _VARIABLES):
+        option(_MMAP_THRESHOLD, _LARGEST_IN_HEAP)
+        option(_TRIM_THRESHOLD, _MOST_FREE)
 
 
 def give_back_free_heap() -> None:

@@ -18,6 +18,7 @@ from speechdp.labels.hmm import StateInventory
 from speechdp.labels.kaldi_pdfs import classes_of
 from speechdp.labels.state_tying import tying_in
 from speechdp.models.precision import Precision
+from speechdp.models.without_weights import without_weights
 from speechdp.options.run import TrainOptions
 from speechdp.tasks.base import TaskData
 from speechdp.tasks.model_file import ClassCounts, load_model
@@ -49,7 +50,7 @@ def check_precision(session: Session, options: TrainOptions) -> None:
     """Refuse a number format that this rank's device cannot compute the model in.  Raises ConfigError."""
     if options.precision == "fp32":
         return
-    with torch.device("meta"):  # what it is made of is enough
+    with without_weights():  # what it is made of is enough
         model = make_model(session.dataset, options)
     Precision(options.precision, session.device).check(model)
 

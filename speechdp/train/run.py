@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from speechdp.checkpoint.state import RankState, checkpoint_steps, load_checkpoint
 from speechdp.comm.startup.start_guard import StartGuard
 from speechdp.counting import counted
@@ -21,6 +19,7 @@ from speechdp.dealing.batch_client import Dealing
 from speechdp.errors import ConfigError, RunError
 from speechdp.feeding.fed_source import gather_feeder_times
 from speechdp.models.precision import tf32_in_force
+from speechdp.models.without_weights import without_weights
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import describe
 from speechdp.parallel.run_files import TRAINED_ON, RunDirectory
@@ -190,7 +189,7 @@ def _describe_precision(session: Session, options: TrainOptions) -> list[str]:
 
 
 def _num_parameters(session: Session, resolved: TrainOptions) -> int:
-    with torch.device("meta"):  # only to count: the weights themselves are made when training is built
+    with without_weights():  # only to count: the weights themselves are made when training is built
         return sum(p.numel() for p in make_model(session.dataset, resolved).parameters())
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from speechdp.cli.main import SUBCOMMANDS
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
+from tests.helpers.tiny_speech import write_tiny_speech
+from tests.helpers.untrained_speech import write_untrained_run
 
 #: Slow to import, and wanted by few commands, late.
 _HEAVY = (
@@ -81,3 +83,12 @@ def test_a_rank_takes_its_steps_with_what_they_need(tmp_path: Path) -> None:
     aligning = {f"speechdp.decode.{name}" for name in ("align", "graph", "recognise")}
     feeding = {"speechdp.feeding.feeder", "speechdp.feeding.feeders"}
     assert not found & {*_HEAVY, "kaldifst", "kaldi_decoder", "jiwer", "soundfile", *aligning, *feeding}
+
+
+def test_a_synthesis_model_is_loaded_without_the_compiler(tmp_path: Path) -> None:
+    dataset = write_tiny_speech(tmp_path / "data", TinySizes(1, 1, 1, shards=1))
+    run = write_untrained_run(tmp_path / "run", dataset)
+    words = ["synthesize", str(run), "one", "-o", str(tmp_path / "out.wav"), "--max-seconds", "0.3"]
+    found = modules_after(running([words]))
+    assert (tmp_path / "out.wav").is_file()
+    assert not found & {*_HEAVY, "speechdp.train.trainer"}

@@ -1,8 +1,9 @@
-"""Start-up of commands that run over ranks: communicator, world check, device, signals, feeders."""
+"""Start-up of commands that train over ranks: communicator, world check, device, signals, feeders."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import platform
 import resource
 import sys
@@ -26,9 +27,9 @@ from speechdp.comm.startup.world import check_sum, check_world, versions
 from speechdp.counting import counted
 from speechdp.data.shards.dataset import Dataset
 from speechdp.launching.cores import share_cores
-from speechdp.options.faults import FaultOptions
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.stop import StopRequest
+from speechdp.process.heap import keep_freed_memory
 from speechdp.timing.gpu import gpu_facts
 from speechdp.train.origin import git_state
 from speechdp.train.progress import ConsoleReporter, Reporter, SilentReporter
@@ -36,21 +37,6 @@ from speechdp.train.session import Session
 
 if TYPE_CHECKING:
     from speechdp.comm.startup.fed_job import FedJob
-
-
-def over_ranks(backend: str, device: str, function: Callable[[Communicator], int | None]) -> int:
-    """Run `function` on this rank, so that its failure ends all ranks; return the exit code.
-
-    Whether all ranks start is guarded, what they do then is not: its longest wait is not known.
-    """
-    start = StartGuard(FaultOptions().hang_timeout)
-
-    def run(comm: Communicator) -> int | None:
-        start.over()
-        return function(comm)
-
-    exchanged_on = exchange_device(device)
-    return guard(lambda: start.waiting_for_all_ranks(lambda: create_communicator(backend, exchanged_on)), run)
 
 
 @dataclass(frozen=True)
@@ -87,6 +73,7 @@ def train_over_ranks(request: SessionRequest, function: Callable[[Session], int]
 
     Ranks that differ in world, versions, seed, data or options are refused.  A failure of any rank ends all.
     """
+    keep_freed_memory(os.environ)
     options = request.options
     num_feeders = options.loading.feeders
     launch = environment.announced()

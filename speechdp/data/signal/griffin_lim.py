@@ -38,11 +38,11 @@ def griffin_lim(magnitudes: _FloatArray, window: _FloatArray, shift: int, num_it
     # Drawn line by line, as librosa does: the same sounds come of the same spectrograms.
     phases = np.random.RandomState(0).random((num_lines, num_frames)).T
     estimate = (magnitudes * np.exp(2j * np.pi * phases)).astype(np.complex64)
-    before = np.zeros_like(estimate)
+    before: _ComplexArray | None = None
     for _ in range(num_iterations):
         rebuilt = _transform(_sound(estimate, window, shift), window, shift)
-        ahead = rebuilt - np.float32(_MOMENTUM / (1 + _MOMENTUM)) * before
-        estimate = (ahead / (np.abs(ahead) + _TINY) * magnitudes).astype(np.complex64, copy=False)
+        estimate = rebuilt if before is None else rebuilt - np.float32(_MOMENTUM / (1 + _MOMENTUM)) * before
+        estimate = estimate / (np.abs(estimate) + _TINY) * magnitudes
         before = rebuilt
     return _sound(estimate, window, shift)
 
@@ -51,14 +51,13 @@ def _transform(sound: _FloatArray, window: _FloatArray, shift: int) -> _ComplexA
     """Return the short-time Fourier transform (T, L), silence beyond the edges."""
     padded = np.pad(sound, len(window) // 2)
     frames = np.lib.stride_tricks.sliding_window_view(padded, len(window))[::shift]  # (T, N)
-    transform: _ComplexArray = np.fft.rfft(frames * window)
-    return transform
+    return np.fft.rfft(frames * window).astype(np.complex64, copy=False)
 
 
 def _sound(transform: _ComplexArray, window: _FloatArray, shift: int) -> _FloatArray:
     """Return the sound whose transform comes nearest, in the sense of least squares: (S,)."""
     frames = np.fft.irfft(transform, n=len(window)).astype(np.float32, copy=False) * window  # (T, N)
-    weights = np.broadcast_to(window**2, frames.shape)
+    weights: _FloatArray = np.broadcast_to(window**2, frames.shape)
     inner = slice(len(window) // 2, len(window) // 2 + (len(transform) - 1) * shift)
     sound, weight = (_overlapped(parts, shift)[inner] for parts in (frames, weights))
     return np.divide(sound, weight, out=sound, where=weight > _TINY)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from speechdp.process.heap import EVERY_S, HeapTrimmer
 
 #: Frees 64 MB in pieces with something small, which is kept, behind each; prints how many kB are given back.
@@ -43,3 +45,33 @@ def test_it_is_given_back_now_and_then_only() -> None:
     for now[0] in (1.0, EVERY_S - 0.1, EVERY_S, EVERY_S + 1.0, 2.5 * EVERY_S):
         trimmer.after_step()
     assert given == [EVERY_S, 2.5 * EVERY_S]
+
+
+#: Frees 40 MB of tensor-like pieces at the heap's end; prints how many kB the process gives back by that.
+_KEEPING = """
+import ctypes, re
+from pathlib import Path
+from speechdp.process.heap import keep_freed_memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+keep_freed_memory(ENVIRON)
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+pieces = [libc.malloc(4_000_000) for _ in range(10)]
+for piece in pieces:
+    ctypes.memset(piece, 1, 4_000_000)
+before = resident()
+for piece in pieces:
+    libc.free(piece)
+print(before - resident())
+"""
+
+
+@pytest.mark.parametrize(("environ", "is_kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
+def test_what_is_freed_is_kept_unless_the_user_says_otherwise(environ: dict[str, str], is_kept: bool) -> None:
+    program = f"ENVIRON = {environ!r}\n{_KEEPING}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert (int(done.stdout) < 2_000) is is_kept

@@ -1,0 +1,27 @@
+"""Start-up of commands that use a trained model over ranks, without what training needs besides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from speechdp.comm.base import Communicator
+from speechdp.comm.startup.create import create_communicator
+from speechdp.comm.startup.device import exchange_device
+from speechdp.comm.startup.failure import guard
+from speechdp.comm.startup.start_guard import StartGuard
+from speechdp.options.faults import FaultOptions
+
+
+def over_ranks(backend: str, device: str, function: Callable[[Communicator], int | None]) -> int:
+    """Run `function` on this rank, so that its failure ends all ranks; return the exit code.
+
+    Whether all ranks start is guarded, what they do then is not: its longest wait is not known.
+    """
+    start = StartGuard(FaultOptions().hang_timeout)
+
+    def run(comm: Communicator) -> int | None:
+        start.over()
+        return function(comm)
+
+    exchanged_on = exchange_device(device)
+    return guard(lambda: start.waiting_for_all_ranks(lambda: create_communicator(backend, exchanged_on)), run)

@@ -1,0 +1,33 @@
+"""Make models without weights: to count what they have, or to give them those of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class _Uninitialised(TorchFunctionMode):
+    """Leaves out initial values: drawing them for no memory would import torch's compiler, for a second."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return given["tensor"] if "tensor" in given else args[0]
+        return func(*args, **given)
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Give the models that are made in the block sizes and no memory."""
+    with torch.device("meta"), _Uninitialised():
+        yield
