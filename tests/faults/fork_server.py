@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import importlib
 import json
 import os
-import pkgutil
 import select
 import shutil
 import signal
@@ -31,18 +29,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.helpers.fork_server import import_everything
 from tests.helpers.mpi import REPOSITORY, job_environment
 
 SHIM_SOURCE = Path(__file__).with_name("iofault.c")
 #: Seconds from SIGTERM to SIGKILL when a rank has failed, as Open MPI's.
 _TERMINATION_S = 1.0
-#: Modules that initialise MPI, or start threads, when they are imported.
-_NOT_IMPORTED = (
-    "speechdp.comm.mpi.",
-    "speechdp.comm.horovod.",
-    "speechdp.comm.startup.fed_job",
-    "speechdp.__main__",
-)
 
 
 @dataclass(frozen=True)
@@ -174,32 +166,9 @@ def _output(folder: Path, number: int, what: str) -> Path:
 # --- in the server ---
 
 
-def _import_everything() -> None:
-    """Import all that a job imports in its course, so that its ranks need not."""
-    import speechdp  # noqa: PLC0415
-
-    for module in pkgutil.walk_packages(speechdp.__path__, "speechdp."):
-        if not module.name.startswith(_NOT_IMPORTED):
-            importlib.import_module(module.name)
-    for name in ("torch.utils.tensorboard", "torch.distributed", "torch._dynamo", "multiprocessing.pool"):
-        importlib.import_module(name)
-    _parse_once()
-    gc.freeze()  # what is never collected stays shared with the forked
-
-
-def _parse_once() -> None:
-    """Have the parser of every subcommand read our docstrings, which it keeps: a quarter of a rank's time."""
-    from speechdp.cli.main import SUBCOMMANDS, parse  # noqa: PLC0415
-
-    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
-        for name in SUBCOMMANDS:
-            with contextlib.suppress(SystemExit):
-                parse(name, ["--help"])
-
-
 def _serve(address: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever was interrupted closes our stdin
-    _import_everything()
+    import_everything()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(address)
         listener.listen(64)
