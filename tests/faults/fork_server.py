@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -29,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.helpers.fork_server import import_everything
+from tests.helpers.fork_server import do_and_exit, import_everything
 from tests.helpers.mpi import REPOSITORY, job_environment
 
 SHIM_SOURCE = Path(__file__).with_name("iofault.c")
@@ -191,19 +190,7 @@ def _forked(work: Callable[[], int]) -> int:
     pid = os.fork()
     if pid:
         return pid
-    code = 1
-    try:
-        code = work()
-    except SystemExit as end:  # as the interpreter takes it
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+    do_and_exit(work)
 
 
 def _supervise(connection: socket.socket, listener: socket.socket) -> int:

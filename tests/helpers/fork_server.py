@@ -12,7 +12,9 @@ a pytest session, serves all its workers, and ends with it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -29,11 +31,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.helpers.startup.gated import put_gates_up
 from tests.helpers.startup.handing_over import namespaces
@@ -296,7 +300,37 @@ def _run(arguments: list[str]) -> None:
     exec(compile(script.read_bytes(), str(script), "exec"), vars(main))
 
 
+def do_and_exit(work: Callable[[], int | None]) -> NoReturn:
+    """Do something and end the process with the exit code it returns, as Python ends.
+
+    But for taking the interpreter apart, which touches, and so copies, all memory that a fork shares: half of
+    what a tiny training costs.
+    """
+    code: int | None = 1
+    try:
+        code = work()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()  # type: ignore[attr-defined]  waits for threads
+    atexit._run_exitfuncs()
+    if (mpi := sys.modules.get("mpi4py.MPI")) is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()  # as its own function at the end of Python does
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    ctypes.CDLL(None).fflush(None)
+    if code is not None and code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code or 0)
+
+
 if __name__ == "__main__":
     given = _serve(Path(sys.argv[1]), int(sys.argv[2]))
     if given is not None:
-        _become(given)
+        do_and_exit(partial(_become, given))
