@@ -18,6 +18,15 @@ settings.load_profile("speechdp")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+#: Begun last, each would keep one worker busy for minutes when the others have ended.
+_LONG_FILES = ("e2e/test_recipes.py", "parallel/test_strategy_backends.py", "faults/test_io_faults.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take longest first."""
+    items.sort(key=lambda item: not item.path.as_posix().endswith(_LONG_FILES))
+
+
 _session = ExitStack()
 
 
