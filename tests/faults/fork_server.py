@@ -22,13 +22,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.helpers.fork_server import do_and_exit, import_everything
+from tests.helpers.fork_server import do_and_exit, forks_with, import_everything
 from tests.helpers.mpi import REPOSITORY, job_environment
 
 SHIM_SOURCE = Path(__file__).with_name("iofault.c")
@@ -97,9 +97,10 @@ def build_shim(folder: Path) -> Path:
 class ForkServer:
     """A running server.  `run` may be called by several threads at once."""
 
-    def __init__(self, shim: Path, address: Path) -> None:
-        self.shim = shim
+    def __init__(self, address: Path, environment: Mapping[str, str]) -> None:
         self._address = address
+        #: Of jobs that are started, not run here.
+        self.environment = environment
 
     def run(self, processes: Sequence[Process], folder: Path, *, limit_s: float = 240.0) -> JobEnd:
         """Run a job, which may take `limit_s`; what its processes print goes to files in `folder`."""
@@ -138,12 +139,14 @@ def ranks(size: int, arguments: Sequence[str], orders: Mapping[int, str], spoilt
 @contextmanager
 def fork_server() -> Iterator[ForkServer]:
     """Start a server; it ends with the block."""
-    with tempfile.TemporaryDirectory(prefix="speechdp-faults-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="speechdp-faults-") as temporary, ExitStack() as stack:
         shim, address = build_shim(Path(temporary)), Path(temporary) / "socket"
+        preloaded = {**job_environment(), "LD_PRELOAD": str(shim), "IOFAULT_SHIM": str(shim)}
+        environment = {**preloaded, **stack.enter_context(forks_with(preloaded, Path(temporary)))}
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.fork_server", str(address)],
             cwd=REPOSITORY,
-            env={**job_environment(), "LD_PRELOAD": str(shim), "IOFAULT_SHIM": str(shim)},
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -151,7 +154,7 @@ def fork_server() -> Iterator[ForkServer]:
         try:
             if not process.stdout.readline():
                 raise RuntimeError("the fork server did not start; its message stands above")
-            yield ForkServer(shim, address)
+            yield ForkServer(address, environment)
         finally:
             process.stdin.close()
             process.wait()

@@ -94,21 +94,38 @@ def environment_of_forks(environment: Mapping[str, str]) -> dict[str, str]:
     if FOLDER not in os.environ:
         return {}
     folder, _, owner = os.environ[FOLDER].rpartition(":")
-    ours = {"PYTHONPATH": f"{STARTUP}{os.pathsep}{environment['PYTHONPATH']}"}
     address = Path(folder) / "socket"
+    ours = _served_at(address)
     if not address.exists():
         with (Path(folder) / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not address.exists():
-                _start({**environment, **ours}, address, owner)
-    return {**ours, ADDRESS: str(address)}
+                process = _start({**environment, **ours, **BY_ITSELF}, address, int(owner))
+                process.returncode = 0  # it outlives this process, which need not wait for it
+    return ours
 
 
-def _start(environment: Mapping[str, str], address: Path, owner: str) -> None:
-    """Start the server; return when it serves."""
-    with address.with_name("log").open("w") as log:
+@contextlib.contextmanager
+def forks_with(environment: Mapping[str, str], folder: Path) -> Iterator[dict[str, str]]:
+    """Serve jobs of another environment in the block; yield what they get besides."""
+    ours = _served_at(folder / "forks")
+    process = _start({**environment, **ours, **BY_ITSELF}, folder / "forks", os.getpid())
+    try:
+        yield ours
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _served_at(address: Path) -> dict[str, str]:
+    return {"PYTHONPATH": f"{STARTUP}{os.pathsep}{_REPOSITORY}", ADDRESS: str(address)}
+
+
+def _start(environment: Mapping[str, str], address: Path, owner: int) -> subprocess.Popen[bytes]:
+    """Start the server, which ends with its owner; return when it serves."""
+    with address.with_suffix(".log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.fork_server", str(address), owner],
+            [sys.executable, "-m", "tests.helpers.fork_server", str(address), str(owner)],
             cwd=_REPOSITORY,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -116,10 +133,10 @@ def _start(environment: Mapping[str, str], address: Path, owner: str) -> None:
             stderr=log,
             start_new_session=True,
         )
-    process.returncode = 0  # it outlives this process, which need not wait for it
     assert process.stdout is not None
     with process.stdout:
-        assert process.stdout.readline() == b"ready\n", address.with_name("log").read_text()
+        assert process.stdout.readline() == b"ready\n", address.with_suffix(".log").read_text()
+    return process
 
 
 # --- in the server ---
@@ -261,6 +278,8 @@ def _become(work: _Work) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     tempfile.tempdir = None
+    if "IOFAULT" in os.environ:  # which the shim reads when it is loaded (tests/faults)
+        ctypes.CDLL(os.environ["LD_PRELOAD"]).iofault_arm_by_environment()
     _open_streams()
     import numpy as np  # noqa: PLC0415
     import torch  # noqa: PLC0415
