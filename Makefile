@@ -1,5 +1,5 @@
 # All targets make .venv first where it is missing or out of date (seconds when it is not).
-.PHONY: setup test test-cluster test-all check format clean
+.PHONY: setup test test-cluster test-gpu test-all check format clean
 
 PYTHON := .venv/bin/python
 
@@ -22,6 +22,10 @@ test: setup
 # missing is said, and its tests are skipped.
 test-cluster: setup
 	@$(PYTEST) -rs $(or $(PYTEST_ARGS),$(SIDE_BY_SIDE) tests/cluster)
+
+# All that needs GPUs, with the NCCL build of Horovod and benchmarks; what came of it is in gpu-report.json.
+test-gpu: setup
+	@$(PYTHON) launch/gpu_report.py $(GPU_ARGS)
 
 # Both at once: what waits for a batch system leaves the cores to the others.
 test-all: setup

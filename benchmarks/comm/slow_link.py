@@ -1,10 +1,12 @@
 """Frames/s of strategies and periods over links of limited rate, on network namespaces of this machine.
 
-    sudo python benchmarks/comm/slow_link.py [--rates free 10gbit 1gbit] [--nodes 2] [--batch-size 4]
+    sudo python benchmarks/comm/slow_link.py [--rates free 10gbit 1gbit 100mbit] [--nodes 2] [--batch-size 4]
 
 One rank a node, one core a rank.  Only whole periods are timed, after steps that are not.  Writes
-docs/images/slow_link.csv and .png.  Last line: JSON {"model_averaging_16_vs_gradient_averaging_1gbit": ...}:
-frames/s beside gradient averaging on the back-end where that is fastest, at the same rate.
+docs/images/slow_link.csv and .png.  Last line: JSON {"model_averaging_16_vs_gradient_averaging_1gbit": ...,
+"int8_vs_none_1g": ..., "int8_vs_fp32_1g": ...}: frames/s beside gradient averaging on the back-end where that
+is fastest, at the same rate; of compressed averages with a period of 16 also beside no exchange at all and
+beside the same averages in full precision.
 """
 
 from __future__ import annotations
@@ -67,6 +69,9 @@ _WARMUP_STEPS = 3
 #: Fewest steps timed; more where the period asks for it.
 _LEAST_STEPS = 8
 _NO_EXCHANGE = "no exchange"
+#: What compressed averages are held against, and those.
+_IN_FULL = "model_averaging_16"
+_COMPRESSIONS = ("int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -85,9 +90,11 @@ CONTENDERS = (
     Contender("gradient_averaging on torch", "gradient_averaging", "torch"),
     Contender("gradient_averaging on horovod", "gradient_averaging", "horovod"),
     *(Contender(f"model_averaging_{k}", f"model_averaging:period={k}") for k in (1, 4, 16, 64)),
+    *(Contender(f"{_IN_FULL}_{c}", f"model_averaging:period=16,compression={c}") for c in _COMPRESSIONS),
     Contender("model_averaging_16 on torch", "model_averaging:period=16", "torch"),
     # 8 steps hide an exchange of up to 8 times a step; a longer delay gains nothing where that is enough.
     Contender("delayed_averaging", "delayed_averaging:period=16,delay=8"),
+    Contender("delayed_averaging_int8", "delayed_averaging:period=16,delay=8,compression=int8"),
     Contender("delayed_averaging on torch", "delayed_averaging:period=16,delay=8", "torch"),
     Contender("dpsgd", "dpsgd"),
     Contender("ad_psgd", "ad_psgd"),
@@ -194,6 +201,20 @@ def compare(results: Sequence[Result]) -> dict[str, float]:
     return ratios
 
 
+def compare_compressed(results: Sequence[Result]) -> dict[str, float]:
+    """Return compressed averages' frames/s over no exchange and over full precision, where measured."""
+    found = {(r.rate, r.name): r.frames_per_s for r in results}
+    ratios = {}
+    for rate in dict.fromkeys(r.rate for r in results):
+        for compression in _COMPRESSIONS:
+            ours = found.get((rate, f"{_IN_FULL}_{compression}"))
+            for word, name in (("none", _NO_EXCHANGE), ("fp32", _IN_FULL)):
+                other = found.get((rate, name))
+                if ours is not None and other is not None:
+                    ratios[f"{compression}_vs_{word}_{rate.removesuffix('bit')}"] = round(ours / other, 3)
+    return ratios
+
+
 def write_csv(results: Sequence[Result], path: Path) -> None:
     """Write one line a measurement."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -209,7 +230,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rates", nargs="+", default=["free", "10gbit", "1gbit"], help="as tc, or free")
+    parser.add_argument(
+        "--rates", nargs="+", default=["free", "10gbit", "1gbit", "100mbit"], help="as tc, or free"
+    )
     parser.add_argument("--nodes", type=int, default=2, help="one rank each")
     parser.add_argument("--model", choices=SIZES, default="swb2000")
     parser.add_argument("--batch-size", type=int, default=4, help="segments of 21 frames per rank and step")
@@ -239,7 +262,7 @@ def main() -> None:
         sys.exit("slow_link: no contender could be measured")
     write_csv(results, arguments.output.with_suffix(".csv"))
     draw(results, arguments.output.with_suffix(".png"))
-    print(json.dumps(compare(results)))
+    print(json.dumps(compare(results) | compare_compressed(results)))
     if len(results) < len(contenders) * len(arguments.rates):
         sys.exit("slow_link: not every contender could be measured")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from speechdp.parallel.registry import parse_strategy
 from speechdp.report.kit.canvas import style_axes
 from speechdp.report.kit.theme import PRINT
 
@@ -61,10 +62,13 @@ def draw(results: Sequence[Result], path: Path) -> None:
 
 
 def family(result: Result) -> str:
-    """Return what the measurements of one colour have in common: the strategy, and the back-end but mpi."""
+    """Return what measurements of a colour have in common: strategy, compression, the back-end but mpi."""
     if result.name == "no exchange":
         return result.name
     name = result.strategy.partition(":")[0]
+    compression = getattr(parse_strategy(result.strategy), "compression", "none")
+    if compression != "none":
+        name = f"{name} {compression}"
     return name if result.backend == "mpi" else f"{name} on {result.backend}"
 
 

@@ -22,7 +22,8 @@ from torch.utils.data import Dataset as MapDataset
 
 from benchmarks.data.corpora import BATCH_SIZE, index_of, plan_of
 from speechdp.data.loading.loader import Loader
-from speechdp.data.loading.reader import Context, SplitReader
+from speechdp.data.loading.reader import SplitReader
+from speechdp.data.loading.source_request import Context
 from speechdp.data.plan.assignment import planned
 from speechdp.data.plan.epoch_plan import EpochPlan, RankPlan
 from speechdp.data.shards.dataset import Dataset

@@ -39,7 +39,7 @@ from speechdp.launching.command import (
 from speechdp.launching.cores import available_cores
 from speechdp.launching.faults import located
 from speechdp.launching.forwarded_options import has_option, split_words
-from speechdp.launching.hostfile import Host, Hostfile, local_hosts, read_hostfile
+from speechdp.launching.hostfile import Host, Hostfile, is_this_machine, local_hosts, read_hostfile
 from speechdp.launching.outcome import (
     FOLDER_VARIABLE,
     Target,
@@ -60,6 +60,8 @@ from speechdp.process.output import STDERR, is_read, losses_noted_in
 
 #: So long a GPU may need to free the memory of a killed rank, s.
 _RESTART_DELAY_S = 1.0
+#: Of which a machine with a GPU has at least one: NVIDIA's, AMD's, and Windows' for Linux.
+_GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ def _run_until_done(
             if why_not:
                 _say(why_not)
             return end, result
-        time.sleep(_RESTART_DELAY_S)
+        time.sleep(_restart_delay_s(hosts))
         try:
             hosts = restarts.next_hosts(end.faults)
         except ConfigError as error:  # the fault's exit code is what counts
@@ -232,6 +234,13 @@ def _run_until_done(
         where = ", ".join(f"{host.name} ({host.slots})" for host in hosts)
         num_ranks = sum(host.slots for host in hosts)
         _say(f"start {restarts.number + 1} of {most}: {counted(num_ranks, 'rank')} on {where}{without}")
+
+
+def _restart_delay_s(hosts: Sequence[Host]) -> float:
+    """Return how long GPUs may still hold the memory of ranks that are gone; 0 where there surely is none."""
+    all_here = all(is_this_machine(host.name) for host in hosts)
+    has_gpu = any(device.exists() for device in _GPU_DEVICES)
+    return 0.0 if all_here and not has_gpu else _RESTART_DELAY_S
 
 
 class _Starter:

@@ -119,7 +119,6 @@ class SynthesizeCommand:
         ]
 
     def _on_rank(self, comm: Communicator) -> int:
-        from speechdp.cli.support.caches import compiled_code_kept  # noqa: PLC0415
         from speechdp.comm.startup.device import choose_device  # noqa: PLC0415
         from speechdp.synthesis.generate import GenerateOptions, Synthesiser  # noqa: PLC0415
         from speechdp.tasks.model_file import load_synthesis_model  # noqa: PLC0415
@@ -131,15 +130,12 @@ class SynthesizeCommand:
         )
         device = choose_device(self.device, comm.local_rank)
         synthesiser = Synthesiser(load_synthesis_model(self.run_dir, device), options)
-        with compiled_code_kept():
-            if self.data is None:
-                return self._say(synthesiser)
-            return self._measure(synthesiser, self.data, device)
+        if self.data is None:
+            return self._say(synthesiser)
+        return self._measure(synthesiser, self.data, device)
 
     def _say(self, synthesiser: Synthesiser) -> int:
         from speechdp.synthesis.generate import write_wav  # noqa: PLC0415
-        from speechdp.synthesis.pictures import draw_picture  # noqa: PLC0415
-        from speechdp.synthesis.showcase import picture_of  # noqa: PLC0415
 
         loaded = synthesiser.loaded
         encoded = synthesiser.encode(self.texts)
@@ -151,6 +147,9 @@ class SynthesizeCommand:
             seconds = len(samples) / loaded.sampling_rate
             print(f"{path}: {seconds:.2f} s, {loaded.sampling_rate} Hz{_ENDINGS[speech.ending]}")
             if self.picture:
+                from speechdp.synthesis.pictures import draw_picture  # noqa: PLC0415
+                from speechdp.synthesis.showcase import picture_of  # noqa: PLC0415
+
                 picture = next(outputs)
                 draw_picture(picture_of(text, encoded[number], speech, loaded), picture)
                 print(f"{picture}: attention and spectrograms")

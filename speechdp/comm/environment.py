@@ -27,6 +27,8 @@ _OPEN_MPI_DEFAULTS = {
     "OMPI_MCA_coll_tuned_dynamic_rules_filename": str(ALLREDUCE_RULES),
     # The non-blocking allreduce that is used between hosts: ring.
     "OMPI_MCA_coll_libnbc_iallreduce_algorithm": "1",
+    # Over one connection two ranks that send to each other take turns, mostly; over two they do not.
+    "OMPI_MCA_btl_tcp_links": "2",
 }
 
 #: `HOROVOD_CYCLE_TIME` where exchanges are rare, ms.

@@ -16,7 +16,7 @@ from speechdp.comm.packets import Packet
 from speechdp.data.loading.batch import Batch
 from speechdp.data.loading.left_out import LeftOut
 from speechdp.data.loading.source import SplitSource
-from speechdp.data.loading.source_options import SourceRequest
+from speechdp.data.loading.source_request import SourceRequest
 from speechdp.data.loading.stage_times import StageTimes
 from speechdp.data.plan.assignment import PlanPosition
 from speechdp.data.plan.epoch_plan import CorpusIndex, Segments

@@ -16,7 +16,8 @@ from torch import Tensor
 from speechdp.comm import environment
 from speechdp.comm.packets import Pacing, Packet, PacketChannel
 from speechdp.data.loading.source import Pending, SplitSource
-from speechdp.data.loading.source_options import SourceRequest, Workshop, open_local_source
+from speechdp.data.loading.source_options import Workshop, open_local_source
+from speechdp.data.loading.source_request import SourceRequest
 from speechdp.data.plan.assignment import PlanPosition
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import SpeechDPError

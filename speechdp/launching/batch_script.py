@@ -13,11 +13,13 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from typing import TYPE_CHECKING
 
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Scheduler
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 TEMPLATES: dict[Scheduler, str] = {
     "slurm": "slurm.sbatch",
@@ -248,6 +250,8 @@ def _fill(scheduler: Scheduler, job: BatchJob, words: dict[str, object]) -> str:
 
 
 def _template(scheduler: Scheduler) -> Template:
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415 - a launch starts without
+
     environment = Environment(
         loader=PackageLoader("speechdp.launching"),
         trim_blocks=True,

@@ -97,12 +97,16 @@ class ShownOutput:
         """What was learnt so far."""
         return tuple(self._output.faults)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to read or to show."""
+        return not any(relay.readable or relay.pending for relay in self._relays)
+
     def pump(self, timeout_s: float) -> bool:
         """Read and show what there is, waiting so long for it; return whether the pipes may give more."""
         reading = {pipe: relay for relay in self._relays for pipe in relay.readable}
         writing = {relay.descriptor: relay for relay in self._relays if relay.pending}
-        if not reading and not writing:
-            time.sleep(timeout_s)
+        if self.is_over:
             return False
         readable, writable, _ = select.select([*reading], [*writing], [], timeout_s)
         for descriptor in writable[-1:]:  # both may be one pipe, whose room is that for one

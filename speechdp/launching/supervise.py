@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO, Any
@@ -189,7 +189,10 @@ def _wait(
     ]
     done = 0
     while True:
-        if not shown.pump(_POLL_S):
+        if shown.is_over:  # as a rule it ends a moment later
+            with suppress(subprocess.TimeoutExpired):
+                return child.wait(_POLL_S)
+        elif not shown.pump(_POLL_S):
             exit_code = child.poll()
             if exit_code is not None:
                 return exit_code

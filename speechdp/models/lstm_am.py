@@ -1,49 +1,18 @@
 """The acoustic model: stacked LSTM or BLSTM, optional bottleneck, softmax over HMM states.
 
-Legend: B batch, T frames, F feature dimensions, H hidden (2 x cells if bidirectional), C classes.
+Legend: B batch, T frames, F feature dimensions, H hidden (2 x cells if bidirectional), C classes,
+K subsampling, S = ceil(T / K) steps of the LSTM.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from speechdp.errors import ConfigError
+from speechdp.models.lstm_config import LstmConfig
 
-
-@dataclass(frozen=True)
-class LstmConfig:
-    """Sizes of an acoustic model.
-
-    Attributes:
-        layers: LSTM layers.
-        cells: cells a layer and direction.
-        bidirectional: BLSTM instead of LSTM.
-        projection: size of the recurrent projection (LSTMP), 0 for none.
-        bottleneck: size of a linear layer before the softmax, 0 for none.
-        dropout: between LSTM layers and before the output, 0 to 1.
-    """
-
-    layers: int
-    cells: int
-    bidirectional: bool
-    projection: int = 0
-    bottleneck: int = 0
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if getattr(self, field.name) < 0:
-                raise ConfigError(f"--{field.name} {getattr(self, field.name)}: must not be negative")
-        if self.layers < 1 or self.cells < 1:
-            raise ConfigError("--layers and --cells must be at least 1")
-        if not self.dropout < 1:
-            raise ConfigError(f"--dropout {self.dropout}: must be less than 1")
-        if self.projection >= self.cells:
-            raise ConfigError(f"--projection {self.projection}: must be smaller than --cells {self.cells}")
+__all__ = ["LstmAcousticModel", "LstmConfig"]
 
 
 class LstmAcousticModel(nn.Module):
@@ -53,13 +22,19 @@ class LstmAcousticModel(nn.Module):
     length need no care; on a GPU unequal ones are packed, as cuDNN wants them; on a CPU they stay padded
     and the backward direction runs over each segment turned round, which is about twice as fast as
     packing there (oneDNN's fused kernel takes no packed input).
+
+    With subsampling, K frames side by side are one input of the LSTM, and from each of its outputs a
+    linear layer (the bottleneck, if there is one) makes K vectors, one a frame: classes, alignments and
+    decoding stay at the rate of the features, and the recurrence has a K-th of the steps.  Source: the
+    multi-frame prediction of Vanhoucke, Devin & Heigold 2013, "Multiframe deep neural networks for acoustic
+    modeling".
     """
 
     def __init__(self, feature_dim: int, num_classes: int, config: LstmConfig) -> None:
         super().__init__()
         self.config = config
         self.lstm = nn.LSTM(
-            feature_dim,
+            feature_dim * config.subsampling,
             config.cells,
             config.layers,
             batch_first=True,
@@ -69,8 +44,10 @@ class LstmAcousticModel(nn.Module):
         )
         hidden = (config.projection or config.cells) * (2 if config.bidirectional else 1)
         self.dropout = nn.Dropout(config.dropout)
-        self.bottleneck = nn.Linear(hidden, config.bottleneck) if config.bottleneck else nn.Identity()
-        self.output = nn.Linear(config.bottleneck or hidden, num_classes)
+        encoded = config.bottleneck or hidden
+        has_linear = bool(config.bottleneck) or config.subsampling > 1
+        self.bottleneck = nn.Linear(hidden, config.subsampling * encoded) if has_linear else nn.Identity()
+        self.output = nn.Linear(encoded, num_classes)
         self._initialise()
 
     def _initialise(self) -> None:
@@ -90,14 +67,21 @@ class LstmAcousticModel(nn.Module):
 
     def encode(self, features: Tensor, lengths: Tensor) -> Tensor:
         """Return what the output layer sees, (B, T, bottleneck or H)."""
-        if not self.config.bidirectional or bool((lengths == features.shape[1]).all()):
-            hidden, _ = self.lstm(features)  # (B, T, H); padding at the end reaches no earlier frame
-        elif features.is_cuda or self.config.projection:
-            hidden = self._encode_packed(features, lengths)
-        else:
-            hidden = self._encode_padded(features, lengths)
-        encoded: Tensor = self.bottleneck(self.dropout(hidden))
+        num_frames, k = features.shape[1], self.config.subsampling
+        if k > 1:
+            features, lengths = _stacked(features, lengths, k), (lengths + k - 1) // k
+        vectors = self.bottleneck(self.dropout(self._recur(features, lengths)))  # (B, S, K x encoded)
+        encoded: Tensor = vectors.reshape(len(vectors), -1, vectors.shape[2] // k)[:, :num_frames]
         return encoded
+
+    def _recur(self, features: Tensor, lengths: Tensor) -> Tensor:
+        """Return the last layer's outputs, (B, T, H)."""
+        if not self.config.bidirectional or bool((lengths == features.shape[1]).all()):
+            hidden: Tensor = self.lstm(features)[0]  # padding at the end reaches no earlier frame
+            return hidden
+        if features.is_cuda or self.config.projection:
+            return self._encode_packed(features, lengths)
+        return self._encode_padded(features, lengths)
 
     def _encode_packed(self, features: Tensor, lengths: Tensor) -> Tensor:
         packed = pack_padded_sequence(features, lengths, batch_first=True, enforce_sorted=False)
@@ -126,6 +110,15 @@ class LstmAcousticModel(nn.Module):
             inputs, (zeros, zeros), weights, True, 1, 0.0, self.training, False, False
         )[0]
         return outputs
+
+
+def _stacked(features: Tensor, lengths: Tensor, k: int) -> Tensor:
+    """Return (B, S, K x F): K frames side by side, a segment's last one again where there are too few."""
+    num_segments, num_frames, dim = features.shape
+    frame = torch.arange(-(-num_frames // k) * k)  # (S x K,)
+    frame = torch.minimum(frame, (lengths - 1).unsqueeze(1)).to(features.device)  # (B, S x K)
+    whole = features.gather(1, frame.unsqueeze(2).expand(-1, -1, dim))
+    return whole.reshape(num_segments, -1, k * dim)
 
 
 def _turned_indices(lengths: Tensor, num_frames: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from speechdp.models.lstm_am import LstmConfig
+from speechdp.models.lstm_config import LstmConfig
 from speechdp.models.tacotron import config as tacotron
 from speechdp.models.tacotron.config import TacotronConfig
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from speechdp.data.loading.reader import Context
-from speechdp.data.loading.source_options import SourceRequest
+from speechdp.data.loading.source_request import Context, SourceRequest
 from speechdp.data.plan.epoch_plan import PlanOptions
-from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
+from speechdp.data.transforms.augment_options import AugmentOptions
+from speechdp.data.transforms.inputs import InputOptions
 from speechdp.errors import ConfigError
+from speechdp.models.precision import PrecisionName
 from speechdp.models.presets import Preset
 from speechdp.options.batch import BatchOptions, LoadingOptions
 from speechdp.options.faults import FaultOptions
@@ -42,6 +43,7 @@ _ADDED_LATER = (
     ("", "initial_model"),
     ("", "context"),
     ("", "tied_states"),
+    ("", "precision"),
     ("model", "criterion"),
     ("model", "prior_scale"),
 )
@@ -79,6 +81,9 @@ class TrainOptions:
     auto: horovod if installed, else mpi; torch: torch.distributed; serial: a single rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device each rank computes on; auto: the GPU of its local rank if there is one, else the CPU."""
+    precision: PrecisionName = "fp32"
+    """Number format of forward and backward passes, and of evaluation; weights and exchanges keep float32.
+    bf16: half precision by torch.autocast; fp16: likewise, with scaled losses (docs/training.md)."""
     epochs: Annotated[int | None, shown("N", "12; 16 with --recipe adpsgd-asr")] = None
     """Passes over the training split."""
     seed: Annotated[int, shown("SEED")] = 1

@@ -84,7 +84,7 @@ class DataParallel:
         settings = _settings(comm, strategy, folder)
         self.model, self.optimizer, self.comm = model, optimizer, comm
         self.strategy: Strategy = parse_strategy(settings["strategy"])
-        self._check_strategy(num_steps, scaler)
+        self._check_strategy(num_steps)
         traits = self.strategy.traits
         #: Periods in frames must end on all ranks at the same step.
         self._counts_frames = traits.synchronous and traits.counts_frames
@@ -111,7 +111,7 @@ class DataParallel:
         """Where the run is recorded; None: nowhere."""
         return self._folder.path
 
-    def _check_strategy(self, num_steps: int, scaler: torch.amp.GradScaler | None) -> None:
+    def _check_strategy(self, num_steps: int) -> None:
         strategy, comm = self.strategy, self.comm
         strategy.check_ranks(comm)
         if None in strategy.roster(comm.size).part_of_rank:
@@ -129,11 +129,6 @@ class DataParallel:
             raise ConfigError(
                 f"{describe(strategy)}: a loop of your own does not say where its epochs end; write points "
                 "in steps, or in % with num_steps="
-            )
-        if scaler is not None and strategy.traits.updates_elsewhere:
-            raise ConfigError(
-                f"{strategy.name}: rank 0 cannot apply gradients that others have scaled; train in bfloat16 "
-                "without a GradScaler, or choose another strategy"
             )
 
     # -- beginning and end ------------------------------------------------------------------------------
@@ -611,9 +606,7 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
             )
         self._is_complete = last
         if not self._joins_only:
-            scaler = self._run._scaler
-            compute = None if scaler is None else scaler.scale(loss).backward
-            self._step.backward(loss, compute=compute, last=last)
+            self._step.backward(loss, last=last)
         if not last:
             self._begin_forward()
 

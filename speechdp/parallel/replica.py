@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from speechdp.parallel import loss_scale
 from speechdp.parallel.flat_buffer import FlatBuffer
 from speechdp.parallel.updates import FlatUpdate, ParameterwiseUpdate, Update
 
@@ -53,13 +54,15 @@ class Replica:
         self.gradients = self.parameters.like()
         self.update_rule: Update
         if isinstance(optimizer, torch.optim.Optimizer):
-            self.update_rule = ParameterwiseUpdate(optimizer, self.model_parameters, self.parameters, scaler)
+            self.update_rule = ParameterwiseUpdate(optimizer, self.model_parameters, self.parameters)
         else:
             self.update_rule = FlatUpdate(self.parameters.values, self.gradients.values, optimizer)
         for parameter, value in zip(self.model_parameters, self.parameters.views, strict=True):
             parameter.data = value
         self.bind_gradients()
         self.max_gradient_norm, self.scaler = max_gradient_norm, scaler
+        if scaler is not None:
+            loss_scale.begin(scaler, self.parameters.values.device)
         self.learning_rate_factor = 1.0
         self.frames = 0
         self.more_to_come = False
@@ -97,29 +100,53 @@ class Replica:
                 but clears the gradients (a tensor is taken to be positive).
         """
         if isinstance(frames, Tensor) or frames > 0:
-            self.update(self.parameters.values, self.gradients.values, frames, self.learning_rate)
+            if self.scaler is not None:  # before they are clipped
+                self.scaler.unscale_(self.optimizer)
+            own = self.parameters.values, self.gradients.values
+            self._update(*own, frames, self.learning_rate, self.scaler)
         self.clear_gradients()
+
+    def hand_over_gradients(self, take: Callable[[], object]) -> None:
+        """Let `take` use the gradients for an update elsewhere, unless they have overflowed; clear them."""
+        loss_scale.hand_over(self.scaler, self.gradients.values, take)
+        self.clear_gradients()
+
+    def give_loss_scale(self) -> None:
+        """Put this rank's loss scale behind its parameters, for ranks that take both."""
+        if self.scaler is not None:
+            self.parameters.extra[0] = self.scaler.get_scale()
+
+    def take_loss_scale(self) -> None:
+        """Scale losses from now on as the rank does whose parameters this one has taken whole."""
+        if self.scaler is not None:
+            self.scaler.update(self.parameters.extra[0].float())
 
     def update(
         self, parameters: Tensor, gradients: Tensor, frames: float | Tensor, learning_rate: float
     ) -> None:
-        """Let the optimizer move `parameters`: this replica's own, or those a server keeps beside them.
+        """Let the optimizer move `parameters` that a server keeps beside this replica's own.
 
         The optimizer's state is one, whatever it moves.  Not for two threads at a time.
 
         Args:
             parameters: flat vector in this replica's layout.
-            gradients: summed over `frames`, in the same layout; overwritten with what was applied.
+            gradients: summed over `frames`, in the same layout, of losses that are not scaled or no longer;
+                overwritten with what was applied.
             frames: frames behind the gradients, positive.
             learning_rate: of this update alone; other parameter groups keep their proportion to the first.
         """
-        if self.scaler is None:
-            gradients.mul_(self._gradient_scale(gradients, frames))
-        else:  # unscaled before they are clipped
-            gradients.mul_(1.0 / frames)
-            self.scaler.unscale_(self.optimizer)
-            gradients.mul_(self._gradient_scale(gradients, 1.0))
-        self.update_rule.move(parameters, gradients, learning_rate)
+        self._update(parameters, gradients, frames, learning_rate, None)
+
+    def _update(
+        self,
+        parameters: Tensor,
+        gradients: Tensor,
+        frames: float | Tensor,
+        learning_rate: float,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        gradients.mul_(self._gradient_scale(gradients, frames))
+        self.update_rule.move(parameters, gradients, learning_rate, scaler)
 
     def _gradient_scale(self, gradients: Tensor, frames: float | Tensor) -> float | Tensor:
         """Return the factor that turns sums into means and clips them: one pass over the vector, not two."""

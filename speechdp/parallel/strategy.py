@@ -11,14 +11,16 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, final, runtime_checkable
 
-from torch import Tensor
-
-from speechdp.comm.base import Communicator, PeerCommunicator
-from speechdp.parallel.replica import Replica
 from speechdp.parallel.roster import Roster
-from speechdp.timing.timeline import Timeline
+
+if TYPE_CHECKING:  # who only reads options does without torch
+    from torch import Tensor
+
+    from speechdp.comm.base import Communicator, PeerCommunicator
+    from speechdp.parallel.replica import Replica
+    from speechdp.timing.timeline import Timeline
 
 _Strategy = TypeVar("_Strategy", bound="Strategy")
 
@@ -58,7 +60,6 @@ class Traits:
         needs_peers: messages between two ranks are needed: `attach` opens a channel, `peers`, or refuses
             the back-end.
         partners_follow_size: who exchanges with whom follows from the number of ranks alone.
-        updates_elsewhere: gradients are applied on another rank than the one that computed them.
         counts_frames: `Progress.frames_per_rank` must be the same on every rank.
         counts_epochs: what it does depends on the epochs done, which a user's own loop does not tell.
         changes_over_time: what it exchanges, or how often, is not the same in all of training: some steps of
@@ -76,7 +77,6 @@ class Traits:
     exchanges_every_step: bool = True
     needs_peers: bool = False
     partners_follow_size: bool = False
-    updates_elsewhere: bool = False
     counts_frames: bool = False
     counts_epochs: bool = False
     changes_over_time: bool = False

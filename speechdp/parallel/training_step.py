@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from speechdp.parallel.strategy import Progress, Strategy
@@ -31,24 +32,26 @@ class TrainingStep:
         self._strategy.before_backward(self.weight)
 
     def backward(
-        self, loss: Tensor, *, compute: Callable[[], object] | None = None, last: bool = True
+        self, loss: Tensor, *, compute: Callable[[Tensor], object] | None = None, last: bool = True
     ) -> None:
-        """Add the gradients of `loss`.
+        """Add the gradients of `loss`, scaled by the replica's scaler if it has one.
 
         Args:
             loss: summed over (part of) what `weight` counts.  ()
-            compute: computes the gradients where `loss.backward()` does not, as of a loss that is scaled.
+            compute: computes the gradients where `loss.backward` does not, from that of the loss.  ()
             last: no other backward pass follows in this step, so gradients may be exchanged as they come.
         """
-        strategy = self._strategy
+        strategy, scaler = self._strategy, self._strategy.replica.scaler
         if strategy.observer is not None:
             total = loss.detach()
             self._loss = total if self._loss is None else self._loss + total
-            if last:
+            # One that float16 has made infinite tells nothing: its update will be skipped.
+            if last and (scaler is None or bool(self._loss.isfinite())):
                 strategy.observer.observe_loss(self._loss, self.weight)
         strategy.replica.more_to_come = not last
         with self._timeline.span(Span.BACKWARD):
-            (compute or loss.backward)()
+            one = torch.ones_like(loss)
+            (compute or loss.backward)(one if scaler is None else scaler.scale(one))
 
     def end(self, progress: Progress, *, number: int, epoch: int = 0) -> None:
         """Exchange and update as the strategy does; close the step's record.  Collective where it exchanges.

@@ -37,8 +37,21 @@ class Update(ABC):
         """Use `learning_rate` from the next update on."""
 
     @abstractmethod
-    def move(self, parameters: Tensor, gradients: Tensor, learning_rate: float) -> None:
-        """Move `parameters` by the mean `gradients`: flat vectors in the replica's layout."""
+    def move(
+        self,
+        parameters: Tensor,
+        gradients: Tensor,
+        learning_rate: float,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        """Move `parameters` by the mean `gradients`: flat vectors in the replica's layout.
+
+        Args:
+            parameters: to be moved.
+            gradients: not scaled any more.
+            learning_rate: of this update.
+            scaler: that has unscaled them; nothing moves where it has found an overflow.
+        """
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -96,13 +109,23 @@ class FlatUpdate(Update):
         # The optimizer learns of it only in `move`: a server may be using another worker's meanwhile.
         self._learning_rate = learning_rate
 
-    def move(self, parameters: Tensor, gradients: Tensor, learning_rate: float) -> None:
+    def move(
+        self,
+        parameters: Tensor,
+        gradients: Tensor,
+        learning_rate: float,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
         self._flat.data, self._flat.grad = parameters, gradients
-        self._step(learning_rate)
+        self._step(learning_rate, scaler)
 
-    def _step(self, learning_rate: float) -> None:
+    def _step(self, learning_rate: float, scaler: torch.amp.GradScaler | None = None) -> None:
         self._set_rate(learning_rate)
-        step_without_compiler(self.optimizer)
+        if scaler is None:
+            step_without_compiler(self.optimizer)
+        else:
+            scaler.step(self.optimizer)
+            scaler.update()
 
     def _set_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -136,7 +159,6 @@ class ParameterwiseUpdate(Update):
         optimizer: over parameters of `model_parameters` alone.
         model_parameters: trainable, in the order of the layout.
         layout: the replica's parameters.
-        scaler: of losses; gradients come unscaled by it.
     """
 
     def __init__(
@@ -144,9 +166,8 @@ class ParameterwiseUpdate(Update):
         optimizer: torch.optim.Optimizer,
         model_parameters: Sequence[nn.Parameter],
         layout: FlatBuffer,
-        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        self.optimizer, self._scaler = optimizer, scaler
+        self.optimizer = optimizer
         self._parameters, self._layout = list(model_parameters), layout
         self._index = {parameter: i for i, parameter in enumerate(self._parameters)}
         self._check(optimizer)
@@ -195,29 +216,35 @@ class ParameterwiseUpdate(Update):
     def set_learning_rate(self, learning_rate: float) -> None:
         raise AssertionError("the learning rate is the user's")
 
-    def move(self, parameters: Tensor, gradients: Tensor, learning_rate: float) -> None:
+    def move(
+        self,
+        parameters: Tensor,
+        gradients: Tensor,
+        learning_rate: float,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
         self._is_moving = True
         try:
             if parameters is not self._layout.values:
                 self._move_others(parameters, gradients, learning_rate)
             elif learning_rate == float(self.optimizer.param_groups[0]["lr"]):
-                self._step()
+                self._step(scaler)
             else:
                 own = [group["lr"] for group in self.optimizer.param_groups]
                 for group, rate in zip(self.optimizer.param_groups, self._rates(learning_rate), strict=True):
                     group["lr"] = rate
-                self._step()
+                self._step(scaler)
                 for group, rate in zip(self.optimizer.param_groups, own, strict=True):
                     group["lr"] = rate
         finally:
             self._is_moving = False
 
-    def _step(self) -> None:
-        if self._scaler is None:
+    def _step(self, scaler: torch.amp.GradScaler | None) -> None:
+        if scaler is None:
             self.optimizer.step()
         else:
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
+            scaler.step(self.optimizer)
+            scaler.update()
 
     def _proportions(self, otherwise: list[float]) -> list[float]:
         """Return the groups' learning rates as multiples of the first group's."""

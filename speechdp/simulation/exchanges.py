@@ -12,6 +12,7 @@ from speechdp.extensions import option_kinds
 from speechdp.parallel.period import Period, PeriodUnit
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.strategy import Strategy
+from speechdp.strategies.mechanisms.quantised_mean import share_of_bytes
 
 
 class Pattern(Enum):
@@ -30,7 +31,7 @@ class Exchange:
 
     Attributes:
         period: steps between exchanges.
-        nbytes: of the vector that is exchanged.
+        nbytes: of the vector that is exchanged, as it travels.
         buckets: bytes of the pieces that are exchanged while backward still runs, in the order of backward;
             empty: all of it after the step's work.
         delay: steps after which a sum is waited for (DELAYED).
@@ -121,12 +122,13 @@ def _gradients(strategy: Any, model: Model) -> Exchange:
 def _averaging(strategy: Any, model: Model) -> Exchange:
     with_state = getattr(strategy, "momentum", "") == "average"
     vectors = 1 + (model.optimizer_vectors if with_state else 0)
-    return Exchange(Pattern.TOGETHER, model.steps_in(strategy.period), vectors * model.nbytes)
+    nbytes = vectors * model.nbytes * share_of_bytes(strategy.compression)
+    return Exchange(Pattern.TOGETHER, model.steps_in(strategy.period), nbytes)
 
 
 def _delayed(strategy: Any, model: Model) -> Exchange:
     period = max(1, model.steps_in(strategy.period) // strategy.fragments)
-    nbytes = model.nbytes / strategy.fragments
+    nbytes = model.nbytes / strategy.fragments * share_of_bytes(strategy.compression)
     if strategy.delay == 0:
         return Exchange(Pattern.TOGETHER, period, nbytes)
     return Exchange(Pattern.DELAYED, period, nbytes, delay=min(strategy.delay, period))

@@ -46,6 +46,7 @@ class Bmuf(OuterStrategy):
     momentum: MomentumRule = "reset"
 
     def check_options(self) -> None:
+        super().check_options()
         if self.eta != -1 and not 0 <= self.eta < 1:
             raise ConfigError(f"bmuf:eta={self.eta}: must be at least 0 and below 1, or -1 for 1 - 1/N")
         if not 0 < self.zeta < math.inf:

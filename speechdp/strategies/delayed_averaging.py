@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from speechdp.comm.background import JobThread
 from speechdp.comm.base import Work
 from speechdp.errors import ConfigError
 from speechdp.parallel.period import Period, PeriodUnit
 from speechdp.parallel.strategy import Progress
-from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
+from speechdp.strategies.mechanisms.averaging import AveragingStrategy
+from speechdp.strategies.mechanisms.quantised_mean import written
 from speechdp.timing.timeline import Span
 
 #: Fragments begin at multiples of this, as the tensors in the flat vector do.
@@ -34,8 +37,54 @@ class _Flight:
     work: Work | None
 
 
+class _Aside:
+    """Does one job at a time beside training, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._thread: JobThread | None = None
+        self._job: Callable[[], None]
+
+    def open(self, name: str) -> None:
+        """Start the thread."""
+        if self._thread is None:
+            self._thread = JobThread(name, self._run)
+
+    def close(self) -> None:
+        """End it; nothing is under way."""
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+
+    def start(self, function: Callable[[], None], reads: Tensor) -> Work:
+        """Call `function`, which reads what this thread's stream writes to `reads`."""
+        assert self._thread is not None, "between `pause` and `resume` nothing is exchanged"
+        ready = written(reads)
+
+        def job() -> None:
+            if ready is not None:
+                ready.synchronize()
+            function()
+            if ready is not None:  # for the stream of whoever waits
+                torch.cuda.current_stream(reads.device).synchronize()
+
+        self._job = job
+        self._thread.start()
+        return _AsideWork(self._thread)
+
+    def _run(self) -> None:
+        self._job()
+
+
+class _AsideWork(Work):
+    def __init__(self, thread: JobThread) -> None:
+        self._thread = thread
+
+    def wait(self) -> None:
+        self._thread.wait()
+
+
 @dataclass(eq=False)
-class DelayedAveraging(PeriodicStrategy):
+class DelayedAveraging(AveragingStrategy):
     """Average parameters over all ranks once per period while training goes on; apply the mean `delay` later.
 
     Update rule: at the end of a window s_i <- w_i; `delay` steps w_i <- w_i - lr * g_i(w_i) as ever; then
@@ -47,7 +96,7 @@ class DelayedAveraging(PeriodicStrategy):
 
     Exchange: the window's copy of the parameters (or of a fragment) with its weight appended, in one
     allreduce overlapped with the following steps; 2 (N-1)/N times the parameters' bytes sent by each rank
-    per period.
+    per period.  With compression= quantised differences to the piece's last average (`QuantisedMean`).
 
     Guarantee: the average is used after `delay` steps, not whenever it arrives, so runs repeat and resume
     bitwise; replicas differ until `finish`, where they become their mean, bitwise equal.
@@ -94,10 +143,7 @@ class DelayedAveraging(PeriodicStrategy):
     def set_up(self) -> None:
         super().set_up()
         values = self.replica.parameters.values
-        align = _ALIGNMENT_BYTES // values.element_size()
-        cuts = [values.numel() * f // self.fragments // align * align for f in range(self.fragments)]
-        self._borders = [*cuts, values.numel()]
-        longest = max(b - a for a, b in zip(self._borders, self._borders[1:], strict=False))
+        longest = max(piece.stop - piece.start for piece in self.pieces())
         # One exchange is under way at a time, so these two serve all fragments.
         self._snapshot = values.new_empty(longest if self.comm.size > 1 else 0)
         self._travelling = values.new_empty(longest + 1 if self.comm.size > 1 else 0)
@@ -105,6 +151,20 @@ class DelayedAveraging(PeriodicStrategy):
         #: Frames of this rank from each fragment's last average to the beginning of the window.
         self._earlier_frames = [0] * self.fragments
         self._flight: _Flight | None = None
+        #: Makes compressed averages while training goes on.
+        self._aside = _Aside()
+
+    def pieces(self) -> list[slice]:
+        """Return the fragments."""
+        values = self.replica.parameters.values
+        align = _ALIGNMENT_BYTES // values.element_size()
+        cuts = [values.numel() * f // self.fragments // align * align for f in range(self.fragments)]
+        return [slice(a, b) for a, b in zip(cuts, [*cuts[1:], values.numel()], strict=True)]
+
+    def resume(self) -> None:
+        super().resume()
+        if self.means:
+            self._aside.open(f"averages of rank {self.comm.rank}")
 
     def update(self, progress: Progress) -> None:
         super().update(progress)
@@ -133,14 +193,22 @@ class DelayedAveraging(PeriodicStrategy):
 
     def _start(self) -> None:
         fragment = self._next_fragment
-        start, end = self._borders[fragment : fragment + 2]
-        piece = self.replica.parameters.values[start:end]
+        place = self.pieces()[fragment]
+        piece = self.replica.parameters.values[place]
         travelling = self._travelling[: len(piece) + 1]
+        snapshot = self._snapshot[: len(piece)].copy_(piece)
         weight = self.weight()
-        self._snapshot[: len(piece)].copy_(piece)
-        torch.mul(piece, weight, out=travelling[:-1])
-        travelling[-1] = weight
-        work = self.comm.allreduce_async(travelling, name=f"fragment.{fragment}")
+        work: Work
+        if self.means:
+            mean, reference = self.means[fragment], self.reference[place]
+            travelling[-1] = 1.0  # what arrives is the mean itself
+            work = self._aside.start(
+                lambda: mean.average(snapshot, reference, weight, out=travelling[:-1]), snapshot
+            )
+        else:
+            torch.mul(piece, weight, out=travelling[:-1])
+            travelling[-1] = weight
+            work = self.comm.allreduce_async(travelling, name=f"fragment.{fragment}")
         self._flight = _Flight(fragment, 0, work)
 
     def _land(self) -> None:
@@ -151,6 +219,9 @@ class DelayedAveraging(PeriodicStrategy):
             self._wait(self._flight)
         with self.timeline.span(Span.UPDATE):
             self._correct(self._flight)
+            if self.means:
+                place = self.pieces()[self._flight.fragment]
+                self.reference[place].copy_(self._travelling[: place.stop - place.start])
         self._flight = None
 
     def _wait(self, flight: _Flight) -> None:
@@ -159,15 +230,17 @@ class DelayedAveraging(PeriodicStrategy):
             flight.work = None
 
     def _correct(self, flight: _Flight) -> None:
-        start, end = self._borders[flight.fragment : flight.fragment + 2]
-        piece, total = self.replica.parameters.values[start:end], self._travelling[: end - start + 1]
-        piece.sub_(self._snapshot[: end - start], alpha=self.mix)
+        piece = self.replica.parameters.values[self.pieces()[flight.fragment]]
+        total = self._travelling[: len(piece) + 1]
+        piece.sub_(self._snapshot[: len(piece)], alpha=self.mix)
         piece.addcdiv_(total[:-1], total[-1:], value=self.mix)
 
     def pause(self) -> None:
         # The result waits for its step; only the time until it is here is no longer hidden.
         if self._flight is not None:
             self._wait(self._flight)
+        self._aside.close()
+        super().pause()
 
     def finish(self) -> None:
         self._land()

@@ -38,6 +38,7 @@ class DiLoCo(OuterStrategy):
     outer_momentum: float = 0.9
 
     def check_options(self) -> None:
+        super().check_options()
         if not 0 < self.outer_learning_rate < math.inf:
             raise ConfigError(f"diloco:outer_learning_rate={self.outer_learning_rate}: must be positive")
         if not 0 <= self.outer_momentum < 1:

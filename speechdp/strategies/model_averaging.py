@@ -11,14 +11,15 @@ from torch import Tensor
 
 from speechdp.errors import ConfigError
 from speechdp.parallel.strategy import Progress, Traits
+from speechdp.strategies.mechanisms.averaging import AveragingStrategy
 from speechdp.strategies.mechanisms.last_models import LastModels
-from speechdp.strategies.mechanisms.periodic import MomentumRule, PeriodicStrategy
+from speechdp.strategies.mechanisms.periodic import MomentumRule
 from speechdp.strategies.mechanisms.window_loss import WindowLoss
 from speechdp.timing.timeline import Span
 
 
 @dataclass(eq=False)
-class ModelAveraging(PeriodicStrategy):
+class ModelAveraging(AveragingStrategy):
     """Average parameters over all ranks once per period.
 
     Update rule: K times w_i <- w_i - lr * g_i(w_i) on every rank i, with g_i the mean gradient of its own
@@ -26,8 +27,9 @@ class ModelAveraging(PeriodicStrategy):
     average.  With K = 1 and plain SGD this is gradient averaging.
 
     Exchange: the flat parameters with the weight appended, in one allreduce; 2 (N-1)/N times the
-    parameters' bytes sent by each rank per period (twice with momentum=average).  first=best and leave_out
-    add an allreduce of N numbers before it.
+    parameters' bytes sent by each rank per period (twice with momentum=average).  With compression= quantised
+    differences to the last average instead (`QuantisedMean`).  first=best and leave_out add an allreduce of N
+    numbers before it.
 
     Guarantee: replicas are bitwise equal after each average, and after finish.
 
@@ -61,6 +63,7 @@ class ModelAveraging(PeriodicStrategy):
         )
 
     def check_options(self) -> None:
+        super().check_options()
         for name in ("leave_out", "max_change"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{self.name}:{name}={getattr(self, name)}: must be 0 (off) or positive")
@@ -101,7 +104,8 @@ class ModelAveraging(PeriodicStrategy):
 
     def exchange(self) -> None:
         with self.timeline.span(Span.COMM):
-            self.average_parameters()
+            self.average_parameters(compressed=True)
+            self.start_from_here()
             if self._share == 0:  # the momentum of a model that has gone astray must not push the average
                 self._times_left_out += 1
                 self.replica.reset_optimizer()
@@ -111,9 +115,9 @@ class ModelAveraging(PeriodicStrategy):
     def weight(self) -> float:
         return super().weight() if self._share is None else self._share
 
-    def average_parameters(self) -> None:
+    def average_parameters(self, *, compressed: bool = False) -> None:
         self._share = self._judge() if self._judges else None
-        super().average_parameters()
+        super().average_parameters(compressed=compressed)
 
     def _judge(self) -> float | None:
         """Compare objectives; return 0 or 1 if they decide this rank's weight, None if its frames do."""

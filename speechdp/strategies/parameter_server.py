@@ -83,7 +83,7 @@ class ParameterServer(Strategy):
     @property
     def traits(self) -> Traits:
         together = self.mode == "sync"
-        return Traits(synchronous=together, replicas_equal=together, needs_peers=True, updates_elsewhere=True)
+        return Traits(synchronous=together, replicas_equal=together, needs_peers=True)
 
     def roster(self, size: int) -> Roster:
         return worker_roster(size, dedicated=self.dedicated)
@@ -131,15 +131,17 @@ class ParameterServer(Strategy):
             return
         self._link.check()
         replica = self.replica
-        if replica.frames > 0:
-            with self.timeline.span(Span.COMM):
-                self._link.give(
+        if replica.frames == 0:
+            return
+        with self.timeline.span(Span.COMM):
+            replica.hand_over_gradients(
+                lambda: self._link.give(
                     replica.gradients.values,
                     replica.parameters.values,
                     frames=replica.frames,
                     learning_rate=replica.learning_rate,
                 )
-        replica.clear_gradients()
+            )
 
     def _step_together(self) -> None:
         replica = self.replica
@@ -148,7 +150,8 @@ class ParameterServer(Strategy):
         if self.comm.rank != SERVER:
             with self.timeline.span(Span.COMM):
                 self.peers.send(gradients.whole, SERVER, tag=_GRADIENTS)
-                self.peers.recv(replica.parameters.values, SERVER, tag=_PARAMETERS)
+                self.peers.recv(replica.parameters.whole, SERVER, tag=_PARAMETERS)
+            replica.take_loss_scale()
             replica.clear_gradients()
             return
         with self.timeline.span(Span.COMM):
@@ -158,9 +161,10 @@ class ParameterServer(Strategy):
                 gradients.whole.add_(self._received)
         with self.timeline.span(Span.UPDATE):
             replica.apply_gradients(float(gradients.extra[0]))
+        replica.give_loss_scale()
         with self.timeline.span(Span.COMM):
             for worker in range(1, self.comm.size):
-                self.peers.send(replica.parameters.values, worker, tag=_PARAMETERS)
+                self.peers.send(replica.parameters.whole, worker, tag=_PARAMETERS)
 
     def finish(self) -> None:
         self._share_master()

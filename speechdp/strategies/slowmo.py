@@ -45,6 +45,7 @@ class SlowMo(OuterStrategy):
     momentum: MomentumRule = "keep"
 
     def check_options(self) -> None:
+        super().check_options()
         if self.beta != -1 and not 0 <= self.beta < 1:
             raise ConfigError(
                 f"slowmo:beta={self.beta}: must be at least 0 and below 1, or -1 for its default"

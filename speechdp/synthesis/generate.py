@@ -118,11 +118,7 @@ class Synthesiser:
             yield from zip(chosen, self._say_together([texts[index] for index in chosen]), strict=True)
 
     def samples(self, linear: FloatArray) -> FloatArray:
-        """Turn a linear spectrogram (T, L) into samples by Griffin-Lim: S = (T - 1) * samples of a shift.
-
-        Raises:
-            ConfigError: librosa is missing.
-        """
+        """Turn a linear spectrogram (T, L) into samples by Griffin-Lim: S = (T - 1) * samples of a shift."""
         rate, features = self.loaded.sampling_rate, self.loaded.features
         shift = shift_samples(rate, features)
         # Griffin-Lim wants one whole window at least: silence is appended, and removed again.

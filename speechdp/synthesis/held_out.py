@@ -110,7 +110,7 @@ def evaluate_split(
         advance: told how many utterances are done, and of how many.
 
     Raises:
-        ConfigError: the data do not fit the model or the listener, or librosa is missing.
+        ConfigError: the data do not fit the model or the listener.
         ShardError: a shard is damaged, or there is no such split.
         RunError: the model gives NaN, or the disk refuses.
     """

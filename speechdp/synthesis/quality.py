@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from speechdp.data.signal.features import FeatureConfig
-from speechdp.errors import ConfigError
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -56,9 +55,6 @@ def mel_cepstral_distortion(
 
     Source: Kubichek, "Mel-cepstral distance measure for objective speech quality assessment", IEEE PACRIM
     1993, equation 1; the warping as in later work (often called MCD-DTW).
-
-    Raises:
-        ConfigError: librosa is missing.
     """
     from_synthetic, from_recorded = cepstra(synthetic, features), cepstra(recorded, features)
     squares = (from_synthetic**2).sum(axis=1)[:, None] + (from_recorded**2).sum(axis=1)
@@ -70,17 +66,23 @@ def mel_cepstral_distortion(
 def warping_path(distances: FloatArray) -> npt.NDArray[np.int64]:
     """Return the cheapest path through (T1, T2) distances from corner to corner: (P, 2) places.
 
-    Raises:
-        ConfigError: librosa is missing.
+    Of steps that cost the same the one in both is taken, else the one in the second.
     """
-    try:
-        from librosa.sequence import dtw  # noqa: PLC0415 - an extra, and slow to import
-    except ImportError as error:
-        raise ConfigError(
-            "librosa is not installed, which compares spectrograms; pip install 'speechdp[synthesis]'"
-        ) from error
-    path: npt.NDArray[np.int64] = dtw(C=distances)[1][::-1]
-    return path
+    rows, columns = distances.shape
+    costs = np.full((rows + 1, columns + 1), np.inf)  # of the cheapest path to a place, beyond it a border
+    costs[0, 0] = 0.0
+    for diagonal in range(rows + columns - 1):
+        row = np.arange(max(0, diagonal - columns + 1), min(diagonal + 1, rows))
+        column = diagonal - row
+        before = np.minimum(costs[row, column], np.minimum(costs[row + 1, column], costs[row, column + 1]))
+        costs[row + 1, column + 1] = distances[row, column] + before
+    place, path = (rows - 1, columns - 1), [(rows - 1, columns - 1)]
+    while place != (0, 0):
+        row_, column_ = place
+        steps = ((row_ - 1, column_ - 1), (row_, column_ - 1), (row_ - 1, column_))
+        place = min(steps, key=lambda step: float(costs[step[0] + 1, step[1] + 1]))
+        path.append(place)
+    return np.array(path[::-1])
 
 
 def focus_rate(attention: npt.NDArray[Any]) -> float:

@@ -10,24 +10,23 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-
-from speechdp.data.loading.batch import IGNORED_TARGET, Batch
-from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError
-from speechdp.labels.forward_backward import full_sum
-from speechdp.labels.kaldi_pdfs import classes_of, refuse_kaldi_pdfs
-from speechdp.labels.lexicon import Lexicon
 from speechdp.labels.transcript_hmm import TranscriptOptions, num_ctc_classes
-from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.models.lstm_config import LstmConfig
+from speechdp.models.precision import at_least_float32
 from speechdp.models.presets import LSTM_TINY, Preset
 from speechdp.tasks.base import LOSS, FrameScores, LossSum, Stage, Task, TaskData, Values
 from speechdp.tasks.metrics import FRAME_ACCURACY, LOG_PROB, RECORDS, SPEECH_ACCURACY, TRANSCRIPT_LOG_PROB
-from speechdp.tasks.model_file import ClassCounts, save_any_model, save_model
+
+if TYPE_CHECKING:  # options know the task, and --help and the launcher do without torch and HDF5
+    from torch import Tensor
+
+    from speechdp.data.loading.batch import Batch
+    from speechdp.data.shards.dataset import Dataset
+    from speechdp.models.lstm_am import LstmAcousticModel
+    from speechdp.tasks.model_file import ClassCounts
 
 #: Of all log-probabilities in --criterion full-sum.  Neighbouring frames are not independent: with scale 1
 #: the first alignment that comes up, usually silence nearly everywhere, is never left again.
@@ -76,26 +75,36 @@ class AcousticTask(Task):
     @classmethod
     def check_data(cls, dataset: Dataset) -> None:
         """Refuse data without the names of their classes."""
+        from speechdp.labels.kaldi_pdfs import classes_of  # noqa: PLC0415
+
         classes_of(dataset)
 
     def for_data(self, dataset: Dataset) -> AcousticTask:
         """Return the task with the silence of these data, which Kaldi's pdfs do not tell."""
+        from speechdp.labels.kaldi_pdfs import classes_of  # noqa: PLC0415
+
         return replace(self, silence=classes_of(dataset).silence)
 
     def make_model(self, data: TaskData) -> LstmAcousticModel:
         """Return the LSTM with initial weights."""
+        from speechdp.models.lstm_am import LstmAcousticModel  # noqa: PLC0415
+
         return LstmAcousticModel(data.feature_dim, data.num_classes, self.sizes)
 
     def loss(self, model: LstmAcousticModel, batch: Batch) -> LossSum:
         """Return the summed cross-entropy of a batch with at least one frame."""
+        from torch import nn  # noqa: PLC0415
+
         logits, targets = self._learnt_frames(model, batch)
         return LossSum(nn.functional.cross_entropy(logits, targets, reduction="sum"), batch.num_frames)
 
-    @torch.no_grad()
     def score(self, model: LstmAcousticModel, batch: Batch) -> FrameScores:
         """Score a batch (Kaldi's log-probability per frame and frame accuracy, as sums)."""
-        logits, targets = self._learnt_frames(model, batch)
-        log_prob = -nn.functional.cross_entropy(logits, targets, reduction="sum")
+        import torch  # noqa: PLC0415
+
+        with torch.no_grad():
+            logits, targets = self._learnt_frames(model, batch)
+            log_prob = -torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
         accuracy = self._accuracy(logits.argmax(dim=1) == targets, targets, targets, batch.num_frames)
         return FrameScores(
             {LOG_PROB.key: log_prob.item(), **accuracy.sums}, batch.num_frames, accuracy.counts
@@ -103,6 +112,9 @@ class AcousticTask(Task):
 
     def stages(self, model: LstmAcousticModel) -> tuple[Stage, ...]:
         """Return the LSTM stack (with the choice of learnt frames), the output layer, cross-entropy."""
+        from torch import nn  # noqa: PLC0415
+
+        from speechdp.data.loading.batch import IGNORED_TARGET  # noqa: PLC0415
 
         def encode(values: Values, batch: Batch) -> Values:
             learnt = batch.targets != IGNORED_TARGET  # (B, T)
@@ -113,24 +125,31 @@ class AcousticTask(Task):
 
         def lose(values: Values, batch: Batch) -> Values:
             targets = batch.targets[batch.targets != IGNORED_TARGET]
-            return {LOSS: nn.functional.cross_entropy(values["logits"], targets, reduction="sum")}
+            logits = at_least_float32(values["logits"])
+            return {LOSS: nn.functional.cross_entropy(logits, targets, reduction="sum")}
 
         return Stage("encoder", encode), Stage("output", classify), Stage("loss", lose)
 
     def describe_data(self, data: TaskData) -> dict[str, Any]:
         """Return what the model file says of the data, a checksum of the classes' names among it."""
+        from speechdp.labels.kaldi_pdfs import classes_of  # noqa: PLC0415
+
         return {**super().describe_data(data), "classes_sha256": classes_of(data.dataset).sha256}
 
     def save(self, run_dir: Path, model: Any, facts: dict[str, Any], counts: ClassCounts | None) -> None:
         """Write the model with the counts that decoding needs."""
+        from speechdp.tasks.model_file import save_model  # noqa: PLC0415
+
         assert counts is not None
         save_model(run_dir, model, counts, facts)
 
     def _learnt_frames(self, model: LstmAcousticModel, batch: Batch) -> tuple[Tensor, Tensor]:
+        from speechdp.data.loading.batch import IGNORED_TARGET  # noqa: PLC0415
+
         # Padding and context leave before the output layer: with 32,000 classes it is most of the work.
         learnt = batch.targets != IGNORED_TARGET  # (B, T)
         encoded = model.encode(batch.features, batch.lengths)[learnt]  # (frames, H)
-        return model.output(encoded), batch.targets[learnt]
+        return at_least_float32(model.output(encoded)), batch.targets[learnt]
 
     def _accuracy(self, correct: Tensor, targets: Tensor, counted: Tensor, num_frames: int) -> FrameScores:
         """Count the frames that are right, and those of them that are not silence.
@@ -148,6 +167,10 @@ class AcousticTask(Task):
 
     def _is_speech(self, targets: Tensor) -> Tensor:
         """Tell which targets are known not to be silence."""
+        import torch  # noqa: PLC0415
+
+        from speechdp.data.loading.batch import IGNORED_TARGET  # noqa: PLC0415
+
         if not self.silence:
             return torch.zeros_like(targets, dtype=torch.bool)
         silence = torch.tensor(self.silence, device=targets.device)
@@ -168,11 +191,15 @@ class TranscriptTask(AcousticTask):
     def total(self, model: Any, logits: Tensor, batch: Batch) -> Tensor:
         """Return the summed loss of a batch by its logits (B, T, C)."""
 
-    @torch.no_grad()
     def score(self, model: LstmAcousticModel, batch: Batch) -> FrameScores:
         """Score a batch: log-probability of the transcripts by the posteriors alone, and frame accuracy."""
+        import torch  # noqa: PLC0415
+
+        from speechdp.labels.forward_backward import full_sum  # noqa: PLC0415
+
         assert batch.transcripts is not None
-        logits = model(batch.features, batch.lengths)
+        with torch.no_grad():
+            logits = at_least_float32(model(batch.features, batch.lengths))
         log_probs, fits = full_sum(logits.log_softmax(2), batch.lengths, batch.transcripts)
         targets = batch.targets[fits.to(batch.targets.device)]
         correct = logits[fits.to(logits.device)].argmax(dim=2) == targets  # never where a target is ignored
@@ -198,6 +225,9 @@ class TranscriptTask(AcousticTask):
 
     def describe_data(self, data: TaskData) -> dict[str, Any]:
         """Return what the model file says of the data; refuses data without pronunciations."""
+        from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs  # noqa: PLC0415
+        from speechdp.labels.lexicon import Lexicon  # noqa: PLC0415
+
         refuse_kaldi_pdfs(data.dataset.classes_path, "training without an alignment")
         if data.tying is not None:
             raise ConfigError(
@@ -237,6 +267,8 @@ class FullSumTask(TranscriptTask):
 
     def make_model(self, data: TaskData) -> LstmAcousticModel:
         """Return the LSTM with initial weights, and beside them the running average of its posteriors."""
+        import torch  # noqa: PLC0415
+
         model = super().make_model(data)
         prior = torch.full((data.dataset.num_classes,), 1 / data.dataset.num_classes)
         # Each rank has its own, averaged where the model is judged or saved, as statistics of normalisation.
@@ -245,6 +277,10 @@ class FullSumTask(TranscriptTask):
 
     def save(self, run_dir: Path, model: Any, facts: dict[str, Any], counts: ClassCounts | None) -> None:
         """Write the model with its own priors, and the self-loops it was trained with, as counts."""
+        import numpy as np  # noqa: PLC0415
+
+        from speechdp.tasks.model_file import ClassCounts  # noqa: PLC0415
+
         assert counts is not None
         frames = model.class_prior.double().cpu().numpy() * counts.frames.sum()
         runs = frames * (1 - self.transcripts.self_loop)
@@ -254,8 +290,12 @@ class FullSumTask(TranscriptTask):
         super().save(run_dir, model, facts, own)
 
     def total(self, model: Any, logits: Tensor, batch: Batch) -> Tensor:
+        import torch  # noqa: PLC0415
+
+        from speechdp.labels.forward_backward import full_sum  # noqa: PLC0415
+
         assert batch.transcripts is not None
-        log_posteriors = logits.log_softmax(2)
+        log_posteriors = at_least_float32(logits).log_softmax(2)
         if model.training:
             frame = torch.arange(logits.shape[1])
             inside = (frame < batch.lengths.unsqueeze(1)).to(logits.device)  # (B, T)
@@ -282,6 +322,8 @@ class CtcTask(TranscriptTask):
 
     def make_model(self, data: TaskData) -> LstmAcousticModel:
         """Return the LSTM with initial weights."""
+        from speechdp.models.lstm_am import LstmAcousticModel  # noqa: PLC0415
+
         num_classes = num_ctc_classes(data.dataset.num_classes)
         return LstmAcousticModel(data.feature_dim, num_classes, self.sizes)
 
@@ -292,10 +334,15 @@ class CtcTask(TranscriptTask):
 
     def save(self, run_dir: Path, model: Any, facts: dict[str, Any], counts: ClassCounts | None) -> None:
         """Write the model, which says of itself that it is CTC's."""
+        from speechdp.tasks.model_file import save_any_model  # noqa: PLC0415
+
         sizes = dataclasses.asdict(self.sizes)
         save_any_model(run_dir, model, {"criterion": "ctc", "lstm": sizes, **facts})
 
     def total(self, model: Any, logits: Tensor, batch: Batch) -> Tensor:
+        from speechdp.labels.forward_backward import full_sum  # noqa: PLC0415
+
         assert batch.transcripts is not None
-        log_probs, _ = full_sum(logits.log_softmax(2), batch.lengths, batch.transcripts)
+        log_posteriors = at_least_float32(logits).log_softmax(2)
+        log_probs, _ = full_sum(log_posteriors, batch.lengths, batch.transcripts)
         return -log_probs.sum()

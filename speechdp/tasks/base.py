@@ -10,12 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from torch import Tensor, nn
-
-from speechdp.data.loading.batch import Batch
-from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.layout import Stored
 from speechdp.data.transforms.inputs import InputOptions
 from speechdp.errors import ConfigError
@@ -24,10 +20,16 @@ from speechdp.labels.state_tying import StateTying
 from speechdp.labels.transcript_hmm import TranscriptOptions
 from speechdp.models.presets import Preset
 from speechdp.tasks.metrics import Metric, TaskRecord
-from speechdp.tasks.model_file import ClassCounts, save_any_model
+
+if TYPE_CHECKING:  # options know tasks, and --help and the launcher do without torch
+    from torch import Tensor, nn
+
+    from speechdp.data.loading.batch import Batch
+    from speechdp.data.shards.dataset import Dataset
+    from speechdp.tasks.model_file import ClassCounts
 
 #: Tensors by name: what stages of a forward pass hand on.
-Values = dict[str, Tensor]
+Values: TypeAlias = "dict[str, Tensor]"
 #: What the last stage puts out.
 LOSS = "loss"
 
@@ -222,4 +224,6 @@ class Task(ABC):
         Raises:
             RunError: the disk is full.
         """
+        from speechdp.tasks.model_file import save_any_model  # noqa: PLC0415
+
         save_any_model(run_dir, model, {"task": self.name, "options": write_options(self), **facts})

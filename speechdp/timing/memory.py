@@ -10,13 +10,20 @@ from pathlib import Path
 
 import torch
 
+from speechdp.process.heap import give_back_free_heap
+
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """Return this process's peak memory in bytes: `peak_rss_bytes`, on a GPU `gpu_peak_bytes` too.
+    """Return this process's memory in bytes: `peak_rss_bytes`, `live_rss_bytes`, on a GPU `gpu_peak_bytes`.
 
-    The latter is what torch's allocator gave to tensors, without its reserve, the driver and its libraries.
+    Live is what stays resident now once the C library has given back what is free.  The last
+    is what torch's allocator gave to tensors, without its reserve, the driver and its libraries.
     """
+    give_back_free_heap()
     found = {"peak_rss_bytes": peak_rss_bytes()}
+    live = _status_bytes("VmRSS")
+    if live is not None:
+        found["live_rss_bytes"] = live
     if device.type == "cuda":
         found["gpu_peak_bytes"] = torch.cuda.max_memory_allocated(device)
     return found
@@ -24,16 +31,22 @@ def peak_memory(device: torch.device) -> dict[str, int]:
 
 def peak_rss_bytes() -> int:
     """Return the largest resident memory that this process has had."""
-    try:
-        # getrusage counts what the parent held when it started this process, which can be much more.
-        status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        status = ""
-    peak = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    # getrusage counts what the parent held when it started this process, which can be much more.
+    peak = _status_bytes("VmHWM")
     if peak is not None:
-        return int(peak[1]) * 1024
+        return peak
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
+
+
+def _status_bytes(name: str) -> int | None:
+    """Return a figure that Linux tells of this process; None elsewhere."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
+    return None if found is None else int(found[1]) * 1024
 
 
 def memory_balance(ranks_bytes: Iterable[float]) -> float | None:

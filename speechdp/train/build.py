@@ -14,7 +14,8 @@ from torch import nn
 from speechdp.data.loading.device_stream import DeviceStream
 from speechdp.data.loading.loader import BlockingLoader, Loader, StepLoader
 from speechdp.data.loading.source import SplitSource
-from speechdp.data.loading.source_options import SourceRequest, Workshop, make_preprocessor, open_local_source
+from speechdp.data.loading.source_options import Workshop, make_preprocessor, open_local_source
+from speechdp.data.loading.source_request import SourceRequest
 from speechdp.data.plan.assignment import Assignment, planned
 from speechdp.data.plan.epoch_plan import EpochPlan, PlanOptions, plan_epoch
 from speechdp.data.plan.planner import Planner
@@ -25,8 +26,10 @@ from speechdp.data.transforms.preprocess import CACHE_BYTES
 from speechdp.dealing.batch_client import Dealing
 from speechdp.dealing.batch_server import DealingLimits, Desk
 from speechdp.errors import ConfigError, ShardError
+from speechdp.models.precision import Precision
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import TrainOptions
+from speechdp.parallel.loss_scale import make_scaler
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.run_files import Metrics, RunDirectory
 from speechdp.parallel.strategy import Strategy
@@ -200,7 +203,9 @@ def _open_dealing(
 def make_replica(model: nn.Module, options: TrainOptions) -> Replica:
     """Make a replica of a model: flat parameters and gradients, and the optimizer of `options`."""
     make = _optimizer_maker(options.optimizing())
-    return Replica(model, make, max_gradient_norm=options.optimizer.max_gradient_norm)
+    device = next(model.parameters()).device
+    scaler = make_scaler(device) if Precision(options.precision, device).scales_losses else None
+    return Replica(model, make, max_gradient_norm=options.optimizer.max_gradient_norm, scaler=scaler)
 
 
 def _optimizer_maker(
@@ -251,6 +256,7 @@ def build_trainer(
     strategy = options.strategy.parsed.attach(replica, comm, timeline)
     # From here on ranks draw different random numbers (dropout).
     torch.manual_seed(options.seed * 65_537 + comm.rank)
+    precision = Precision(options.precision, session.device)
     pulse, task = pulse or Pulse(), options.make_task().for_data(session.dataset)
     parts = TrainingParts(
         task=task,
@@ -258,7 +264,8 @@ def build_trainer(
         replica=replica,
         strategy=strategy,
         schedule=options.schedule(),
-        evaluator=Evaluator(sources.held_out, scoring, comm, session.device, pulse),
+        precision=precision,
+        evaluator=Evaluator(sources.held_out, scoring, comm, session.device, precision, pulse),
         timeline=timeline,
         comm=comm,
         device=session.device,

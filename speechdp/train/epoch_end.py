@@ -27,6 +27,11 @@ def measure_epoch(parts: TrainingParts, at: Standing, epochs_done: float, time_s
         RunError: no frame was learnt, or none of the held-out split scored.
     """
     loss, frames = parts.comm.allreduce(at.epoch_loss.clone(), name="epoch_loss").tolist()
+    if frames == 0 and parts.replica.scaler is not None:
+        raise RunError(
+            "--precision fp16: the loss was finite in no step of the epoch; train with --precision bf16 or "
+            "fp32, lower --learning-rate, or inspect the data"
+        )
     if frames == 0:
         why = "" if parts.task.transcripts is None else ": no utterance fits its transcript"
         raise RunError(f"no frame of the training split was learnt{why}; choose another with --train-split")

@@ -16,6 +16,7 @@ from speechdp.comm.loss_tolerance import in_shares
 from speechdp.data.loading.source import Pending, SplitSource
 from speechdp.data.plan.epoch_plan import PlanOptions, RankPlan, plan_epoch
 from speechdp.errors import ConfigError, RunError
+from speechdp.models.precision import Precision
 from speechdp.parallel.replica import Replica
 from speechdp.tasks.base import FrameScores, Task
 from speechdp.watchdog.progress_beats import Pulse
@@ -57,12 +58,13 @@ class Evaluator:
         options: PlanOptions,
         comm: Communicator,
         device: torch.device,
+        precision: Precision,
         pulse: Pulse | None = None,
     ) -> None:
         self._source = source
         self._pulse = pulse or Pulse()
         self._comm = comm
-        self._device = device
+        self._device, self._precision = device, precision
         self._larger = PlanOptions(
             options.batch_size * _LARGER,
             options.chunk_frames,
@@ -93,7 +95,10 @@ class Evaluator:
         sums = np.zeros(1 + 2 * len(keys))
         with torch.no_grad():
             for pending in self._batches():
-                sums += _sums(task, task.score(model, pending.result().to(self._device)))
+                batch = pending.result().to(self._device)
+                with self._precision.computing():
+                    scores = task.score(model, batch)
+                sums += _sums(task, scores)
                 self._pulse.beat()
         model.train(was_training)
         # One float64 vector: exact for any number of frames, and one message.

@@ -13,11 +13,11 @@ from speechdp.comm.loss_tolerance import in_shares
 from speechdp.data.loading.source import SplitSource
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.preprocess import inputs_of
-from speechdp.decode.recognise import check_origin
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.kaldi_pdfs import classes_of
 from speechdp.labels.state_tying import tying_in
+from speechdp.models.precision import Precision
 from speechdp.options.run import TrainOptions
 from speechdp.tasks.base import TaskData
 from speechdp.tasks.model_file import ClassCounts, load_model
@@ -45,6 +45,15 @@ def make_model(dataset: Dataset, options: TrainOptions) -> nn.Module:
     return options.make_task().make_model(task_data(dataset, options))
 
 
+def check_precision(session: Session, options: TrainOptions) -> None:
+    """Refuse a number format that this rank's device cannot compute the model in.  Raises ConfigError."""
+    if options.precision == "fp32":
+        return
+    with torch.device("meta"):  # what it is made of is enough
+        model = make_model(session.dataset, options)
+    Precision(options.precision, session.device).check(model)
+
+
 def task_data(dataset: Dataset, options: TrainOptions) -> TaskData:
     """Return what the task is told of the data, and of the targets it trains on.
 
@@ -70,6 +79,8 @@ def load_initial_weights(model: nn.Module, dataset: Dataset, options: TrainOptio
     folder = options.initial_model
     if folder is None:
         return
+    from speechdp.decode.recognise import check_origin  # noqa: PLC0415
+
     trained = load_model(folder, torch.device("cpu"))
     check_origin(trained.config, dataset, classes_of(dataset))
     weights, own = trained.model.state_dict(), model.state_dict()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,9 @@ from numpy.typing import NDArray
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.inputs import FEATURES_ALONE, InputOptions
 from speechdp.data.transforms.preprocess import inputs_of
-from speechdp.decode.align import Aligner, AlignmentJob, AlignmentReport, Scorer, align_shards
-from speechdp.decode.graph import LexiconTransducer
-from speechdp.decode.scoring import AcousticScorer
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import record_cannot_be_read
 from speechdp.json_input import parse_json
-from speechdp.labels.decision_tree import check_max_classes
 from speechdp.labels.hmm import FloatArray, StateInventory
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.labels.lexicon import Lexicon
@@ -30,10 +26,12 @@ from speechdp.options.run import TrainOptions
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.process.ending import Stopped
 from speechdp.tasks.model_file import LoadedModel, load_model
-from speechdp.train.flat_start import train_mixtures
 from speechdp.train.run import check_beginning, train_run
 from speechdp.train.session import Session
-from speechdp.train.tied_states import tie_states
+
+if TYPE_CHECKING:  # a run that aligns nothing starts without what aligns
+    from speechdp.decode.align import Aligner, AlignmentReport, Scorer
+    from speechdp.decode.scoring import AcousticScorer
 
 #: Folder of the targets with states in context.
 _TIED = "tied"
@@ -118,6 +116,8 @@ def make_alignments(session: Session, options: TrainOptions, out_dir: Path) -> P
         **_origin(options),
     }
     if _made(session, output, tied_by) is None:
+        from speechdp.train.tied_states import tie_states  # noqa: PLC0415
+
         tie_states(session, options, alignments, output, tied_by)
     return output
 
@@ -138,6 +138,8 @@ def _check_targets(dataset: Dataset, options: TrainOptions) -> None:
             "give an alignment without"
         )
     if options.context != "none":  # before hours of alignment
+        from speechdp.labels.decision_tree import check_max_classes  # noqa: PLC0415
+
         inventory = StateInventory.load(dataset.classes_path)
         context_shape(inventory, options.context)
         check_max_classes(inventory, options.max_classes)
@@ -287,6 +289,8 @@ def align_from_nothing(session: Session, options: TrainOptions, output: Path) ->
     Raises:
         as `align` and `train_mixtures`.
     """
+    from speechdp.train.flat_start import train_mixtures  # noqa: PLC0415
+
     session.reporter.notice(f"flat start: training Gaussian mixtures to align {options.train_split!r} with")
     found = train_mixtures(session, options.train_split)
     aligner = _aligner(session.dataset, found.self_loop)
@@ -311,6 +315,8 @@ def _align(
     session: Session, options: TrainOptions, how: _HowToAlign, previous: Path | None, output: Path
 ) -> AlignmentReport:
     """Align the training and held-out splits; see `align`.  Collective."""
+    from speechdp.decode.align import AlignmentJob, AlignmentReport, align_shards  # noqa: PLC0415
+
     comm, dataset = session.comm, session.dataset
     output.mkdir(parents=True, exist_ok=True)
     shards = [p for split in (options.train_split, options.held_out) for p in dataset.shard_paths(split)]
@@ -352,11 +358,16 @@ def _until_asked(session: Session, score: Scorer) -> Scorer:
 
 
 def _aligner(dataset: Dataset, self_loop: NDArray[np.float64]) -> Aligner:
+    from speechdp.decode.align import Aligner  # noqa: PLC0415
+    from speechdp.decode.graph import LexiconTransducer  # noqa: PLC0415
+
     inventory = StateInventory.load(dataset.classes_path)
     return Aligner(LexiconTransducer(Lexicon.load(dataset.lexicon_path), inventory, self_loop))
 
 
 def _scorer(trained: LoadedModel, session: Session) -> AcousticScorer:
+    from speechdp.decode.scoring import AcousticScorer  # noqa: PLC0415
+
     return AcousticScorer(trained.model, trained.class_log_prior.numpy(), device=session.device)
 
 

@@ -20,6 +20,7 @@ from speechdp.data.shards.description import keep_description
 from speechdp.dealing.batch_client import Dealing
 from speechdp.errors import ConfigError, RunError
 from speechdp.feeding.fed_source import gather_feeder_times
+from speechdp.models.precision import tf32_in_force
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import describe
 from speechdp.parallel.run_files import TRAINED_ON, RunDirectory
@@ -39,6 +40,7 @@ from speechdp.train.build import (
 )
 from speechdp.train.models import (
     check_initial_model,
+    check_precision,
     check_task,
     describe_data,
     make_model,
@@ -88,6 +90,8 @@ def _train_run(
         session.reporter.notice(_describe_recipe(options, resolved, strategy))
     if session.comm.rank == 0:  # counting parameters takes time that the other ranks would spend in vain
         session.reporter.notice(_describe_model(session, resolved))
+        for line in _describe_precision(session, resolved):
+            session.reporter.notice(line)
     with ExitStack() as stack:
         if session.comm.rank == 0:
             stack.enter_context(losses_noted_in(run_dir))
@@ -127,6 +131,7 @@ def _check_data(session: Session, resolved: TrainOptions, strategy: Strategy, *,
         raise ConfigError(f"{session.dataset.path}: has no alignment (prepare --like) and can only be scored")
     check_task(session.dataset, resolved)
     check_sources(session, resolved, strategy)
+    check_precision(session, resolved)
     if not resume:  # a checkpoint has weights of its own, and the model may be gone
         check_initial_model(session.dataset, resolved)
 
@@ -172,6 +177,16 @@ def _describe_model(session: Session, resolved: TrainOptions) -> str:
         f"{hours:.2f} h in {counted(dataset.num_utterances(split), 'utterance')}; "
         f"{counted(resolved.num_epochs, 'epoch')}"
     )
+
+
+def _describe_precision(session: Session, options: TrainOptions) -> list[str]:
+    """Return what is computed in which number format, where that is more than float32 on a CPU."""
+    formats = []
+    if options.precision != "fp32":
+        formats.append(f"{options.precision} (autocast) in training and evaluation, weights in float32")
+    if session.device.type == "cuda":
+        formats.append(tf32_in_force())
+    return [f"precision: {'; '.join(formats)}"] if formats else []
 
 
 def _num_parameters(session: Session, resolved: TrainOptions) -> int:
@@ -285,6 +300,8 @@ def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
         "period": strategy.traits.period,
         "backend": session.comm.backend,
         "device": str(session.device.type),
+        "precision": options.precision,
+        "evaluation_precision": options.precision,
         "seed": options.seed,
         "task": options.task_class.name,
         **options.make_task().record().to_json(),

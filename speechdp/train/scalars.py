@@ -41,10 +41,13 @@ class Scalars:
         self._is_noticed = False
         self._path: Path | None = None
         self._written_bytes = 0
-        self._unwritten = _first_records(after_step)
+        self._begun_after, self._began = after_step, time.time()
+        self._unwritten = b""
 
     def add(self, metrics: Metrics) -> None:
         """Record an evaluation."""
+        if not self._unwritten and self._written_bytes == 0:
+            self._unwritten = _first_records(self._began, self._begun_after)
         self._unwritten += _records(metrics, self._held_out)
         self._write()
 
@@ -86,14 +89,14 @@ class Scalars:
         return path
 
 
-def _first_records(after_step: int) -> bytes:
+def _first_records(began: float, after_step: int) -> bytes:
+    """Return what a file begins with; not before there is something to write, for a run's start."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # noqa: PLC0415 (slow to import)
 
-    now = time.time()
     start = SessionLog(status=SessionLog.START)
     return _encoded(
-        Event(wall_time=now, file_version="brain.Event:2"),
-        Event(wall_time=now, step=after_step + 1, session_log=start),
+        Event(wall_time=began, file_version="brain.Event:2"),
+        Event(wall_time=began, step=after_step + 1, session_log=start),
     )
 
 

@@ -18,10 +18,12 @@ from speechdp.data.loading.loader import Step, StepLoader
 from speechdp.data.plan.assignment import Meeting, MeetingKind, Position
 from speechdp.errors import RunError
 from speechdp.options.run import TrainOptions
+from speechdp.parallel.loss_scale import LEAST_SCALE
 from speechdp.parallel.stop import StopAgreement
 from speechdp.parallel.strategy import Progress
 from speechdp.parallel.training_step import TrainingStep
 from speechdp.process.ending import Stopped
+from speechdp.process.heap import HeapTrimmer
 from speechdp.timing.timeline import Span
 from speechdp.train.epoch_end import measure_epoch, settle_final_model
 from speechdp.train.tolerance import lost_ranks
@@ -42,6 +44,7 @@ class Trainer:
         self._others_mend = parts.comm.size > 1 and parts.strategy.traits.survives_divergence
         hang_s = options.faults.hang_timeout
         patience_s = max(PATIENCE_S, hang_s) if hang_s else math.inf
+        self._heap = HeapTrimmer()
         self._writer = CheckpointWriter(run_dir, parts.comm, parts.pulse.beat, patience_s=patience_s)
         #: The place in training that the last checkpoint holds.
         self._saved_at: tuple[int, int, int] | None = None
@@ -215,6 +218,8 @@ class Trainer:
             number=counters.own_step,
             epoch=step.epoch,
         )
+        self._check_loss_scale(ends_epoch=step.ends_epoch)
+        self._heap.after_step()
         parts.pulse.beat()
         parts.reporter.step(after, step.at.total_frames, self._shown_loss)
 
@@ -225,7 +230,8 @@ class Trainer:
             batch = step.batch.to(parts.device)
         begun_s = time.perf_counter()
         with span(Span.FORWARD):
-            loss = parts.task.loss(parts.model, batch)
+            with parts.precision.computing():
+                loss = parts.task.loss(parts.model, batch)
             self._note_loss(loss.total.detach(), loss.num_frames, step)
         work.backward(loss.total)
         if parts.slowness > 1:
@@ -237,8 +243,13 @@ class Trainer:
     def _note_loss(self, total: Tensor, num_frames: int, step: Step) -> None:
         if self._others_mend:
             total = total.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        count = torch.full_like(total, num_frames, dtype=torch.float64)
+        if self.parts.replica.scaler is not None:
+            # Its update will be skipped; one that is no number at any scale ends the run by its scale.
+            is_finite = total.isfinite()
+            total, count = total.where(is_finite, 0), count.where(is_finite, 0)
         self._at.epoch_loss[0] += total
-        self._at.epoch_loss[1] += num_frames
+        self._at.epoch_loss[1] += count
         if total.is_cuda and self.counters.step % _GPU_LOSS_STEPS and not step.ends_epoch:
             return
         value = total.item() if not total.is_cuda else self._at.epoch_loss[0].item()
@@ -246,10 +257,20 @@ class Trainer:
         if not math.isfinite(value):
             self._refuse(f"the loss is {value} at step {self.counters.step + 1}")
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _check_loss_scale(self, *, ends_epoch: bool) -> None:
+        scaler, counters = self.parts.replica.scaler, self.counters
+        is_due = self.parts.device.type != "cuda" or ends_epoch or counters.step % _GPU_LOSS_STEPS == 0
+        if scaler is not None and is_due and (scale := scaler.get_scale()) < LEAST_SCALE:
+            self._refuse(
+                f"--precision fp16: the loss scale has fallen to {scale:g} at step {counters.step}, and "
+                "gradients are still not finite",
+                "train with --precision bf16 or fp32, ",
+            )
+
+    def _refuse(self, what: str, first: str = "") -> NoReturn:
         self._writer.close()  # the message names the last checkpoint
         raise RunError(
-            f"{what} (epoch {self.counters.epoch + 1}) on rank {self.parts.comm.rank}: "
+            f"{what} (epoch {self.counters.epoch + 1}) on rank {self.parts.comm.rank}: {first}"
             "lower --learning-rate or --max-gradient-norm, or inspect the data; "
             f"{last_checkpoint_note(self._run_dir)}"
         )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from speechdp.checkpoint.state import RankState, join_state, split_state
 from speechdp.comm.base import Communicator
 from speechdp.errors import RunError
+from speechdp.models.precision import Precision
 from speechdp.options.schedule import Schedule
 from speechdp.parallel.batch_statistics import load_statistics, running_statistics
 from speechdp.parallel.replica import Replica
@@ -62,6 +63,7 @@ class TrainingParts:
     replica: Replica
     strategy: Strategy
     schedule: Schedule
+    precision: Precision
     evaluator: Evaluator
     timeline: Timeline
     comm: Communicator
@@ -109,6 +111,8 @@ def collect_state(parts: TrainingParts, at: Standing) -> RankState:
         "device": parts.device.type,
         "dealing": at.dealing,
     }
+    if parts.replica.scaler is not None:
+        values["loss_scale"] = parts.replica.scaler.state_dict()
     return RankState(values, tensors)
 
 
@@ -140,6 +144,8 @@ def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: i
     load_statistics(parts.model, statistics)
     # After the parameters: a strategy may keep what depends on them.
     parts.strategy.load_state_dict(join_state("strategy", state.values["strategy"], tensors))
+    if parts.replica.scaler is not None:
+        parts.replica.scaler.load_state_dict(state.values["loss_scale"])
     epoch_loss = tensors["epoch_loss"].to(parts.device)
     if not state.is_copy:
         torch.set_rng_state(tensors["random.cpu"])

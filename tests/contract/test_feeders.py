@@ -16,9 +16,9 @@ import torch
 from speechdp.comm.packets import Packet
 from speechdp.data.loading.buffers import BufferPool
 from speechdp.data.loading.loader import Loader
-from speechdp.data.loading.reader import Context
 from speechdp.data.loading.source import Pending, SplitSource
-from speechdp.data.loading.source_options import SourceRequest, Workshop, open_local_source
+from speechdp.data.loading.source_options import Workshop, open_local_source
+from speechdp.data.loading.source_request import Context, SourceRequest
 from speechdp.data.plan.assignment import PlanPosition, planned
 from speechdp.data.plan.epoch_plan import CorpusIndex, PlanOptions, Segments, plan_epoch
 from speechdp.data.prepare.pipeline import prepare

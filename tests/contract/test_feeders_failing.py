@@ -16,7 +16,7 @@ from speechdp.comm.packets import Packet, PacketChannel, Sent
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.loading.loader import Loader
 from speechdp.data.loading.source import SplitSource
-from speechdp.data.loading.source_options import SourceRequest
+from speechdp.data.loading.source_request import SourceRequest
 from speechdp.data.plan.assignment import planned
 from speechdp.data.plan.epoch_plan import plan_epoch
 from speechdp.data.shards.dataset import Dataset

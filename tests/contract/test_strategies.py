@@ -64,36 +64,40 @@ KALDI_OFF = ",first=average,leave_out=0.0,max_change=0.0,combine=0"
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("model_averaging", f"model_averaging:period=16,begin=0,momentum=keep{KALDI_OFF}"),
+        ("model_averaging", f"model_averaging:period=16,begin=0,compression=none,momentum=keep{KALDI_OFF}"),
         (
             "model_averaging:period=600kf,momentum=reset",
-            f"model_averaging:period=600kf,begin=0,momentum=reset{KALDI_OFF}",
+            f"model_averaging:period=600kf,begin=0,compression=none,momentum=reset{KALDI_OFF}",
         ),
         (
             "model_averaging:period=2.5s,begin=100",
-            f"model_averaging:period=2.5s,begin=100,momentum=keep{KALDI_OFF}",
+            f"model_averaging:period=2.5s,begin=100,compression=none,momentum=keep{KALDI_OFF}",
         ),
         (
             "adaptive_averaging:interval=60s,combine=5",
-            "adaptive_averaging:period=16,begin=0,momentum=keep,first=average,leave_out=0.0,max_change=0.0,"
+            "adaptive_averaging:period=16,begin=0,compression=none,momentum=keep,first=average,leave_out=0.0,max_change=0.0,"
             "combine=5,rule=adacomm,alpha=0.0,stages=none,interval=60s,halve=true,growth=4.0,learning_rate=keep",
         ),
         (
             "adaptive_averaging:rule=stages,period=200kf,stages=600kf@0.5epochs+1.2mf@2.5ep",
-            f"adaptive_averaging:period=200kf,begin=0,momentum=keep{KALDI_OFF},rule=stages,alpha=0.0,"
+            f"adaptive_averaging:period=200kf,begin=0,compression=none,momentum=keep{KALDI_OFF},rule=stages,alpha=0.0,"
             "stages=600kf@0.5ep+1200kf@2.5ep,interval=256,halve=true,growth=4.0,learning_rate=keep",
         ),
         (
             "adaptive_averaging:rule=stages,stages=32@33.5%+64@60%",
-            f"adaptive_averaging:period=16,begin=0,momentum=keep{KALDI_OFF},rule=stages,alpha=0.0,"
+            f"adaptive_averaging:period=16,begin=0,compression=none,momentum=keep{KALDI_OFF},rule=stages,alpha=0.0,"
             "stages=32@33.5%+64@60%,interval=256,halve=true,growth=4.0,learning_rate=keep",
         ),
         (
             "bmuf:begin=1.2mf",
-            "bmuf:period=50,begin=1200kf,eta=-1.0,zeta=1.0,nesterov=false,momentum=reset",
+            "bmuf:period=50,begin=1200kf,compression=none,eta=-1.0,zeta=1.0,nesterov=false,momentum=reset",
         ),
-        ("slowmo", "slowmo:period=48,begin=0,beta=-1.0,alpha=1.0,momentum=keep"),
-        ("diloco", "diloco:period=500,begin=0,outer_learning_rate=0.7,outer_momentum=0.9"),
+        ("slowmo", "slowmo:period=48,begin=0,compression=none,beta=-1.0,alpha=1.0,momentum=keep"),
+        ("diloco", "diloco:period=500,begin=0,compression=none,outer_learning_rate=0.7,outer_momentum=0.9"),
+        (
+            "delayed_averaging:compression=int4",
+            "delayed_averaging:period=16,begin=0,compression=int4,delay=1,fragments=1,mix=1.0",
+        ),
         (
             "gradient_averaging:every=4,overlap=no",
             "gradient_averaging:every=4,compression=none,bucket_mib=25.0,overlap=false",
@@ -109,7 +113,7 @@ def test_options_are_read_and_described(text: str, expected: str) -> None:
     ("text", "words"),
     [
         ("no_such", "unknown strategy 'no_such'; there are: ad"),
-        ("model_averaging:perod=4", "has no option 'perod'; it has: period, begin, momentum"),
+        ("model_averaging:perod=4", "has no option 'perod'; it has: period, begin, compression, mom"),
         ("model_averaging:period", "model_averaging:period: has no value; write period=..."),
         ("model_averaging:period=0", "is not a period"),
         ("model_averaging:period=1.5", "not a whole number of steps"),
@@ -155,6 +159,17 @@ def test_options_are_read_and_described(text: str, expected: str) -> None:
         ("diloco:outer_momentum=-1", "at least 0 and below 1"),
         ("diloco:outer_learning_rate=0", "must be positive"),
         ("model_averaging:momentum=lose", "choose one of keep, average, reset"),
+        ("model_averaging:compression=fp16", "choose one of none, int8, int4"),
+        (
+            "model_averaging:compression=int8,momentum=average",
+            "model_averaging:compression=int8,momentum=average: the optimizer's vectors would be sent in "
+            "full precision; give momentum=keep or reset, or leave compression out",
+        ),
+        ("adaptive_averaging:compression=int4,momentum=average", "give momentum=keep or reset"),
+        ("bmuf:compression=int8,momentum=average", "bmuf:compression=int8,momentum=average: the optimizer's"),
+        ("slowmo:compression=int8,momentum=average", "give momentum=keep or reset"),
+        ("easgd:compression=int8", "easgd has no option 'compression'"),
+        ("dpsgd:compression=int8", "dpsgd has no option 'compression'"),
         ("gradient_averaging:every=0", "at least 1"),
         ("gradient_averaging:every=x", "write a whole number"),
         ("gradient_averaging:overlap=maybe", "write true or false"),

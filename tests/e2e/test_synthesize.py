@@ -20,8 +20,6 @@ from tests.helpers.corpora import digit_folder, no_progress
 from tests.helpers.tiny_speech import write_tiny_speech
 from tests.helpers.untrained_speech import write_untrained_run
 
-pytest.importorskip("librosa", reason="librosa is not installed")
-
 FAST = ("--iterations", "2", "--max-seconds", "0.5", "--no-attention-end")
 
 

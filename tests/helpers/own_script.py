@@ -37,6 +37,7 @@ SYNCHRONOUS = [
     "gradient_averaging:every=3",
     "model_averaging:period=2,begin=3,momentum=reset",
     "model_averaging:period=10f",
+    "slowmo:period=3,beta=0.4,compression=int8",
     "parameter_server:mode=sync",
     "easgd:mode=sync,period=2",
 ]

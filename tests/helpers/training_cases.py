@@ -55,6 +55,11 @@ CASES = {
     "frames": _options("model_averaging:period=150f,momentum=reset", _DEEPER, _BATCHES, _ADAMW),
     # An average is under way at the checkpoint of step 4.
     "delayed": _options("delayed_averaging:period=6,fragments=2,delay=2", _DEEPER, _CHUNKS, _SGD),
+    "quantised": _options("bmuf:period=3,compression=int4", _MODEL, _BATCHES, _SGD),
+    # An average is under way at the checkpoint of step 4.
+    "quantised-delayed": _options(
+        "delayed_averaging:period=6,fragments=2,delay=2,compression=int8", _DEEPER, _CHUNKS, _SGD
+    ),
     "decentralised": _options("dpsgd:topology=random", _MODEL, _BATCHES, _ADAM),
 }
 

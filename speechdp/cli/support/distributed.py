@@ -25,8 +25,6 @@ from speechdp.comm.startup.start_guard import StartGuard
 from speechdp.comm.startup.world import check_sum, check_world, versions
 from speechdp.counting import counted
 from speechdp.data.shards.dataset import Dataset
-from speechdp.feeding.fed_source import Feeders
-from speechdp.feeding.feeders import open_link, serve_trainers
 from speechdp.launching.cores import share_cores
 from speechdp.options.faults import FaultOptions
 from speechdp.options.run import TrainOptions
@@ -125,6 +123,9 @@ def _train_or_feed(
     job: FedJob, request: SessionRequest, start: StartGuard, function: Callable[[Session], int]
 ) -> int:
     """Do this rank's part of a job with feeders; return the exit code that all ranks have agreed on."""
+    from speechdp.feeding.fed_source import Feeders  # noqa: PLC0415 - few jobs have feeders
+    from speechdp.feeding.feeders import open_link, serve_trainers  # noqa: PLC0415
+
     dataset = Dataset.open(request.data)
     check_world(job, request.facts(dataset))
     _raise_file_limit()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from speechdp import remedies
 from speechdp.errors import ConfigError
+
+#: Ranks of a host that share a GPU, as tests of several ranks on one GPU need it; one by default.
+RANKS_PER_GPU = "SPEECHDP_RANKS_PER_GPU"
 
 
 def exchange_device(name: str) -> torch.device:
@@ -17,8 +22,11 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     """Return the device for `auto`, `cpu` or `cuda`.
 
     Raises:
-        ConfigError: cuda was asked for and this rank has none.
+        ConfigError: cuda was asked for and this rank has none; or the environment says nonsense.
     """
+    shared_by = os.environ.get(RANKS_PER_GPU) or "1"
+    if not shared_by.isdecimal() or int(shared_by) < 1:
+        raise ConfigError(f"{RANKS_PER_GPU}={shared_by}: give a number of ranks, at least 1")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cpu" or (name == "auto" and count == 0):
         return torch.device("cpu")
@@ -27,11 +35,12 @@ def choose_device(name: str, local_rank: int) -> torch.device:
             f"{remedies.device('cuda')}: torch sees no GPU on this host; check the driver, or use "
             f"{remedies.device('cpu')}"
         )
-    if local_rank >= count:
+    most = count * int(shared_by)
+    if local_rank >= most:
         raise ConfigError(
-            f"local rank {local_rank}: only {count} GPUs on this host; start at most {count} ranks a host "
+            f"local rank {local_rank}: only {count} GPUs on this host; start at most {most} ranks a host "
             f"(slots= in the hostfile), or use {remedies.device('cpu')}"
         )
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank // int(shared_by))
     torch.cuda.set_device(device)
     return device

@@ -19,6 +19,7 @@ from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.data.loading.buffers import BufferPool
 from speechdp.data.loading.left_out import LeftOut
 from speechdp.data.loading.source import Ready, SplitSource
+from speechdp.data.loading.source_request import Context
 from speechdp.data.loading.split_files import SplitFiles
 from speechdp.data.loading.stage_times import StageTimes
 from speechdp.data.plan.assignment import PlanPosition
@@ -36,14 +37,6 @@ IntArray = npt.NDArray[np.int64]
 _MEMORY_RATE = 1e9
 #: ... if they are large enough to tell.
 _TELLING_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Context:
-    """Frames around a segment that are input without being learnt (never beyond the utterance)."""
-
-    left: int = 0
-    right: int = 0
 
 
 @dataclass(frozen=True)

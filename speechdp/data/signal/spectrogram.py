@@ -2,7 +2,7 @@
 
 Both hold magnitudes of a short-time Fourier transform in decibels, scaled to [0, 1], as the public code for
 Tacotron has them (https://github.com/keithito/tacotron, util/audio.py).  They equal librosa's stft and
-filters.mel, which are not called: importing librosa takes each process seconds, and only sound needs it.
+filters.mel, which are not called: importing librosa takes a process seconds.
 
 Legend: S samples, T frames, M mel bins, L lines of the linear spectrum, D = M + L, N points of the transform.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from speechdp.data.signal.features import (
     shift_samples,
     window_samples,
 )
+from speechdp.data.signal.griffin_lim import griffin_lim
 from speechdp.errors import ConfigError
 
 _FloatArray = npt.NDArray[np.float32]
@@ -37,6 +38,7 @@ _LEAST_MAGNITUDE = 1e-5
 _MAX_NUM_FFT, _MAX_WINDOWS = 65536, 16
 #: The transform has at least this many times the window's points.
 _PADDING = 1.2
+_SAMPLES_A_BLOCK = 256  # summed at once where pre-emphasis is undone
 _FRAMES_A_BLOCK = 512  # keeps the transform of a long recording in the cache
 
 
@@ -173,27 +175,16 @@ def invert_linear(
         (S,) float32 of (T - 1) * shift samples, not clipped.
 
     Raises:
-        ConfigError: librosa is not installed, or the spectrogram has another shape or too few frames.
-
-    Source: D. Griffin, J. Lim, "Signal estimation from modified short-time Fourier transform", 1984; the
-    variant with momentum 0.99 that librosa has is that of Perraudin, Balazs and Soendergaard, 2013.
+        ConfigError: the spectrogram has another shape or too few frames.
     """
-    librosa = _librosa()
     if linear.ndim != 2 or linear.shape[1] != config.linear_dim or len(linear) < 2:
         raise ConfigError(
             f"a spectrogram of shape {linear.shape} cannot be turned into sound; "
             f"give (T, {config.linear_dim}), T above 1"
         )
     magnitudes = unscale(linear.astype(np.float32), config) ** power
-    sound: _FloatArray = librosa.griffinlim(
-        magnitudes.T,
-        n_iter=num_iterations,
-        hop_length=shift_samples(sampling_rate, config),
-        win_length=window_samples(sampling_rate, config),
-        n_fft=config.num_fft,
-        pad_mode="constant",
-        random_state=0,
-    )
+    window = _window(window_samples(sampling_rate, config), config.num_fft)
+    sound = griffin_lim(magnitudes, window, shift_samples(sampling_rate, config), num_iterations)
     return _deemphasise(sound, config.preemphasis)
 
 
@@ -257,10 +248,14 @@ def _preemphasise(samples: _FloatArray, weight: float) -> _FloatArray:
 
 def _deemphasise(samples: _FloatArray, weight: float) -> _FloatArray:
     """Undo `_preemphasise`: y_t = x_t + weight y_(t-1)."""
-    from scipy.signal import lfilter  # noqa: PLC0415 - comes with librosa
-
-    sound: _FloatArray = lfilter([1.0], [1.0, -weight], samples).astype(np.float32)
-    return sound
+    blocks = np.pad(samples.astype(np.float64), (0, -len(samples) % _SAMPLES_A_BLOCK))
+    blocks = blocks.reshape(-1, _SAMPLES_A_BLOCK)
+    powers = weight ** np.arange(_SAMPLES_A_BLOCK + 1)
+    age = np.subtract.outer(np.arange(_SAMPLES_A_BLOCK), np.arange(_SAMPLES_A_BLOCK))
+    blocks = blocks @ np.where(age >= 0, powers[np.maximum(age, 0)], 0.0).T  # as if each began in silence
+    for number in range(1, len(blocks)):
+        blocks[number] += blocks[number - 1, -1] * powers[1:]
+    return blocks.reshape(-1)[: len(samples)].astype(np.float32)
 
 
 def _scale(magnitudes: _FloatArray, config: FeatureConfig) -> _FloatArray:
@@ -271,15 +266,3 @@ def _scale(magnitudes: _FloatArray, config: FeatureConfig) -> _FloatArray:
     magnitudes -= np.float32(config.ref_level_db + config.min_level_db)
     magnitudes /= np.float32(-config.min_level_db)
     return np.clip(magnitudes, 0.0, 1.0, out=magnitudes)
-
-
-def _librosa() -> Any:
-    """Import librosa where it is needed: it is an extra, and slow to import."""
-    try:
-        import librosa  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigError(
-            "turning a spectrogram into sound needs the package librosa; install it with: "
-            "pip install 'speechdp[synthesis]'"
-        ) from error
-    return librosa

@@ -6,12 +6,14 @@ Legend: B segments of a batch, T frames of the longest, F feature dimensions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from speechdp.errors import ConfigError
+
+if TYPE_CHECKING:  # --help and the launcher read the options, and do without torch
+    from torch import Tensor
 
 #: Frames to each side over which a slope is taken, as in Kaldi's add-deltas.
 _DELTA_WINDOW = 2
@@ -54,6 +56,8 @@ class InputOptions:
         if self.deltas:
             features = _add_deltas(features, lengths, self.deltas)
         if self.splice:
+            import torch  # noqa: PLC0415
+
             around = range(-self.splice, self.splice + 1)
             features = torch.cat(list(_shifted(features, lengths, self.splice, around)), dim=2)
         return features
@@ -69,6 +73,8 @@ def _add_deltas(features: Tensor, lengths: Tensor, order: int) -> Tensor:
     Source: Kaldi, DeltaFeatures: each order's weights are those of the one below convolved with
     j / sum j^2, j = -2..2; frames beyond the ends are the outermost.
     """
+    import torch  # noqa: PLC0415
+
     slope = np.arange(-_DELTA_WINDOW, _DELTA_WINDOW + 1)
     slope = slope / (slope**2).sum()
     weights, parts = np.ones(1), [features]
@@ -85,6 +91,8 @@ def _add_deltas(features: Tensor, lengths: Tensor, order: int) -> Tensor:
 
 def _shifted(features: Tensor, lengths: Tensor, reach: int, offsets: range) -> list[Tensor]:
     """Return views (B, T, F) of the frames `offset` later, for each offset up to `reach` either way."""
+    import torch  # noqa: PLC0415
+
     num_segments, longest = features.shape[:2]
     frames = torch.arange(-reach, longest + reach)
     frames = torch.minimum(frames.clamp_(min=0), (lengths - 1).unsqueeze(1))  # (B, T + 2 reach)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from speechdp.data.plan.segments import size_at_speed
+from speechdp.data.transforms.augment_options import NoiseLevel
 from speechdp.data.transforms.framing import Framing, multiply
-from speechdp.errors import ConfigError
 
 SPEEDS = (90, 100, 110)
 #: Tell the generators of what is drawn for different purposes from the same seed apart.
@@ -71,28 +71,6 @@ def at_speed(waves: Sequence[Tensor], percent: int) -> list[Tensor]:
     starts = framing.starts(num_rows)
     flat = multiply(rows[: starts[-2] + num_rows[-1]], weights).flatten()  # (R * phases,)
     return [flat[at * num_phases :][:size] for at, size in zip(starts, sizes, strict=False)]
-
-
-@dataclass(frozen=True)
-class NoiseLevel:
-    """Signal-to-noise ratios to draw from, in dB."""
-
-    low_db: float
-    high_db: float
-
-    @staticmethod
-    def parse(text: str) -> NoiseLevel:
-        """Read `LOW-HIGH`, e.g. 10-30.  Raises ConfigError for anything else."""
-        low, dash, high = text.partition("-") if not text.startswith("-") else ("", "", "")
-        try:
-            level = NoiseLevel(float(low), float(high))
-        except ValueError:
-            level = NoiseLevel(math.nan, math.nan)
-        if not (dash and 0 <= level.low_db <= level.high_db < math.inf):
-            raise ConfigError(
-                f"--noise-snr-db {text}: write LOW-HIGH in dB, from 0 upwards, LOW not above HIGH, e.g. 10-30"
-            )
-        return level
 
 
 @dataclass(frozen=True)

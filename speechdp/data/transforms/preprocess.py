@@ -13,12 +13,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import tyro
 from torch import Tensor
 
 from speechdp.data.plan.assignment import PlanPosition, augmentation_seed
@@ -26,9 +25,10 @@ from speechdp.data.plan.segments import AS_RECORDED, size_at_speed
 from speechdp.data.shards.layout import ShardHeader, Stored
 from speechdp.data.signal.features import FeatureConfig, num_frames_of
 from speechdp.data.transforms.augment import SpecAugment
+from speechdp.data.transforms.augment_options import AugmentOptions
 from speechdp.data.transforms.inputs import FEATURES_ALONE, InputOptions
 from speechdp.data.transforms.moments import Moments
-from speechdp.data.transforms.perturb import NoiseLevel, add_noise, at_speed, draw_noise
+from speechdp.data.transforms.perturb import add_noise, at_speed, draw_noise
 from speechdp.data.transforms.torch_features import normalise_rows, raw_features
 from speechdp.errors import ConfigError
 
@@ -40,26 +40,6 @@ __all__ = ["AugmentOptions", "InputOptions", "Preprocessor", "UtteranceKey", "in
 #: Features kept because other chunks of the same utterance come soon.
 CACHE_BYTES = 64 << 20
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class AugmentOptions:
-    """Random changes to the training data, drawn anew in each epoch.  Evaluation never uses them."""
-
-    spec_augment: bool = False
-    """Mask random frequency bands and time spans of the features (SpecAugment); helps with small corpora."""
-    speed_perturb: bool = False
-    """Play each utterance at 90, 100 or 110 % of its speed; needs data prepared with --store audio."""
-    noise_snr_db: Annotated[str, tyro.conf.arg(metavar="A-B")] = ""
-    """Add white or pink noise at a signal-to-noise ratio drawn from this range in dB, e.g. 10-30.
-    Needs data prepared with --store audio; empty: no noise."""
-
-    def __post_init__(self) -> None:
-        self.noise()
-
-    def noise(self) -> NoiseLevel | None:
-        """Return the range of the noise; None for none."""
-        return NoiseLevel.parse(self.noise_snr_db) if self.noise_snr_db else None
 
 
 @dataclass(frozen=True)

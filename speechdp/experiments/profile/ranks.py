@@ -38,6 +38,7 @@ from speechdp.train.build import (
     plan_options_for,
     training_ranks,
 )
+from speechdp.train.models import check_precision
 from speechdp.train.sampling import sampled_into
 from speechdp.train.session import Session
 from speechdp.train.trainer import Trainer
@@ -87,6 +88,7 @@ def _profile(session: Session, options: TrainOptions, request: JobRequest, start
         raise ConfigError(f"profile: with {strategy.name} ranks have no step in common; choose another")
     strategy.check_ranks(session.comm)
     check_sources(session, resolved, strategy)
+    check_precision(session, resolved)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="speechdp-profile-")))
         clock = StageClock(session.device)
@@ -142,7 +144,7 @@ class _WholeSteps:
         self, parts: TrainingParts, clock: StageClock, loader: StepLoader, whole: FullBatches
     ) -> None:
         self._parts, self._clock, self._loader, self._whole = parts, clock, loader, whole
-        self._staged = StagedStep(parts.task.stages(parts.model), clock)
+        self._staged = StagedStep(parts.task.stages(parts.model), clock, parts.precision)
         self._frames = 0.0
         parts.strategy.resume()
 
@@ -201,7 +203,7 @@ class _ModuleAlone:
                 + ", ".join(stage.name for stage in stages[:-1])
             )
         self._parts, self._frames = parts, batch.num_frames
-        self._single = SingleModule(stages, module, batch, clock)
+        self._single = SingleModule(stages, module, batch, clock, parts.precision)
         parts.replica.clear_gradients()
 
     def step(self, number: int) -> int:

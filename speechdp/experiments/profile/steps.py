@@ -17,6 +17,7 @@ from torch import Tensor
 
 from speechdp.data.loading.batch import Batch
 from speechdp.experiments.profile.measured import BACKWARD, FORWARD, FunctionTime
+from speechdp.models.precision import Precision
 from speechdp.tasks.base import LOSS, Stage, Values
 
 
@@ -80,8 +81,9 @@ class _Passed:
             torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
 
 
-def _pass(stage: Stage, values: Values, batch: Batch) -> _Passed:
-    outputs = stage.run(values, batch)
+def _pass(stage: Stage, values: Values, batch: Batch, precision: Precision) -> _Passed:
+    with precision.computing():
+        outputs = stage.run(values, batch)
     leaves = {name: x.detach().requires_grad_(x.requires_grad) for name, x in outputs.items()}
     return _Passed(stage.name, outputs, leaves)
 
@@ -89,8 +91,8 @@ def _pass(stage: Stage, values: Values, batch: Batch) -> _Passed:
 class StagedStep:
     """Forward and backward pass of a training step, stage by stage."""
 
-    def __init__(self, stages: Sequence[Stage], clock: StageClock) -> None:
-        self._stages, self._clock = tuple(stages), clock
+    def __init__(self, stages: Sequence[Stage], clock: StageClock, precision: Precision) -> None:
+        self._stages, self._clock, self._precision = tuple(stages), clock, precision
         self._passed: list[_Passed] = []
 
     def forward(self, batch: Batch) -> Tensor:
@@ -99,14 +101,13 @@ class StagedStep:
         values: Values = {}
         for stage in self._stages:
             with self._clock.timed(stage.name, FORWARD):
-                self._passed.append(_pass(stage, values, batch))
+                self._passed.append(_pass(stage, values, batch, self._precision))
             values = {**values, **self._passed[-1].leaves}
         return values[LOSS].detach()
 
-    def backward(self) -> None:
-        """Add the gradients of the loss to the parameters'; frees what forward has kept."""
-        leaf = self._passed[-1].leaves[LOSS]
-        leaf.grad = torch.ones_like(leaf)
+    def backward(self, gradient: Tensor) -> None:
+        """Add the gradients of the loss, itself driven by `gradient`; frees what forward has kept."""
+        self._passed[-1].leaves[LOSS].grad = gradient
         while self._passed:
             passed = self._passed.pop()
             with self._clock.timed(passed.name, BACKWARD):
@@ -123,10 +124,13 @@ class SingleModule:
         stages: of the whole step.
         name: of the stage to run.
         batch: on the model's device.
+        precision: of the passes.
     """
 
-    def __init__(self, stages: Sequence[Stage], name: str, batch: Batch, clock: StageClock) -> None:
-        self._batch, self._clock = batch, clock
+    def __init__(
+        self, stages: Sequence[Stage], name: str, batch: Batch, clock: StageClock, precision: Precision
+    ) -> None:
+        self._batch, self._clock, self._precision = batch, clock, precision
         self._stage = next(stage for stage in stages if stage.name == name)
         self._inputs: Values = {}
         passed: list[_Passed] = []
@@ -134,7 +138,7 @@ class SingleModule:
         for stage in stages:
             if stage is self._stage:
                 self._inputs = values
-            passed.append(_pass(stage, values, batch))
+            passed.append(_pass(stage, values, batch, precision))
             values = {**values, **passed[-1].leaves}
         values[LOSS].grad = torch.ones_like(values[LOSS])
         for each in reversed(passed):
@@ -146,7 +150,7 @@ class SingleModule:
     def step(self) -> None:
         """Run the stage forward and backward."""
         with self._clock.timed(self._stage.name, FORWARD):
-            passed = _pass(self._stage, self._inputs, self._batch)
+            passed = _pass(self._stage, self._inputs, self._batch, self._precision)
         for name, gradient in self._gradients.items():
             passed.leaves[name].grad = gradient
         with self._clock.timed(self._stage.name, BACKWARD):

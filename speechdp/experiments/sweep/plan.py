@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from speechdp.errors import ConfigError
 from speechdp.experiments.record import reading, refuse_others, write_record_file
+from speechdp.extensions import field_kinds
 from speechdp.json_input import parse_json
 from speechdp.parallel.period import Period, PeriodUnit
 from speechdp.parallel.registry import StrategyChoice, strategy_class, strategy_names
@@ -74,7 +74,7 @@ def _period_option(name: str) -> tuple[str, Any]:
     Raises:
         ConfigError: it has none.
     """
-    kinds = typing.get_type_hints(strategy_class(name))
+    kinds = field_kinds(strategy_class(name))
     for option in _PERIOD_OPTIONS:
         if option in kinds:
             return option, kinds[option]

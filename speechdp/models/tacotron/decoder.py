@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from speechdp.errors import ConfigError
+from speechdp.models.precision import at_least_float32
 from speechdp.models.tacotron.attention_rnn import attention_rnn
 from speechdp.models.tacotron.attention_steps import AttentionWeights
 from speechdp.models.tacotron.config import TacotronConfig
@@ -191,7 +192,7 @@ class Decoder(nn.Module):
         hidden = self.attention_gru(inputs, state.hidden)
         met = torch.tanh(text.keys + self.query(hidden).unsqueeze(1))  # (B, S, A)
         energies = (met @ self.score[0]).masked_fill(~text.mask, -torch.inf)  # (B, S)
-        attention = torch.softmax(energies, dim=1)
+        attention = torch.softmax(at_least_float32(energies), dim=1)
         context = torch.bmm(attention.unsqueeze(1), text.memory).squeeze(1)  # (B, C)
         inputs = self.project(torch.cat([hidden, context], dim=1))  # (B, D)
         first = self.residual_1(inputs, state.residual[0])

@@ -134,12 +134,16 @@ def draw_courses(
 
 @dataclass(frozen=True)
 class MemoryBar:
-    """A bar: the most memory of a rank or, with `least_bytes`, the most and least over a run's ranks."""
+    """A bar: the most memory of a rank or, with `least_bytes`, the most and least over a run's ranks.
+
+    `live_bytes`: what of it was in use at the end.
+    """
 
     label: str
     colour: str
     most_bytes: float
     least_bytes: float | None = None
+    live_bytes: float | None = None
 
 
 def draw_memory(
@@ -160,9 +164,11 @@ def draw_memory(
     for y, bar in enumerate(shown):
         (drawn,) = ax.barh(y, bar.most_bytes / divisor, height=0.62, color=bar.colour, linewidth=0)
         text = (formatting.times if unit == "GB" else formatting.count)(bar.most_bytes / divisor)
-        canvas.tip(drawn, f"{bar.label}: {text} {unit} at most{_spread(bar)}")
+        tip = f"{bar.label}: {text} {unit} at most{_in_use(bar, unit, divisor)}{_spread(bar)}"
+        canvas.tip(drawn, tip)
         ax.annotate(
-            text + _spread(bar), (bar.most_bytes / divisor, y), xytext=(5, 0), textcoords="offset points",
+            text + _in_use(bar, unit, divisor) + _spread(bar),
+            (bar.most_bytes / divisor, y), xytext=(5, 0), textcoords="offset points",
             va="center", color=theme.ink, fontsize="small",
         )  # fmt: skip
     ax.set_yticks(range(len(shown)), [bar.label for bar in shown])
@@ -230,6 +236,13 @@ def _time_scale(courses: Iterable[Course]) -> tuple[float, str]:
 def _least_median_most(bars: Sequence[MemoryBar]) -> list[MemoryBar]:
     by_size = sorted(bars, key=lambda bar: bar.most_bytes)
     return [by_size[0], by_size[len(by_size) // 2], by_size[-1]]
+
+
+def _in_use(bar: MemoryBar, unit: str, divisor: float) -> str:
+    """Say what of a process's memory was in use at the end, where that was recorded."""
+    if not bar.live_bytes:
+        return ""
+    return f", {(formatting.times if unit == 'GB' else formatting.count)(bar.live_bytes / divisor)} in use"
 
 
 def _spread(bar: MemoryBar) -> str:

@@ -53,15 +53,17 @@ class Feeder:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The most memory that a rank has held, bytes; what was not recorded is None.
+    """The memory of a rank, bytes; what was not recorded is None.
 
     Attributes:
-        rss: of its process.
-        gpu: of tensors on its GPU.
+        rss: the most that its process has held.
+        gpu: the most of tensors on its GPU.
+        live: what of its process's memory was in use at the end.
     """
 
     rss: float | None = None
     gpu: float | None = None
+    live: float | None = None
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,8 @@ def _rank_timing(entry: Any) -> RankTiming | None:
 def _memory(entry: Any) -> RankMemory:
     if not isinstance(entry, dict):
         return RankMemory()
-    return RankMemory(amount(entry, "peak_rss_bytes"), amount(entry, "gpu_peak_bytes"))
+    names = ("peak_rss_bytes", "gpu_peak_bytes", "live_rss_bytes")
+    return RankMemory(*(amount(entry, name) for name in names))
 
 
 def _load(entry: Any) -> HostLoad | None:

@@ -67,7 +67,11 @@ def draw_ranks_memory(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> b
     held = [(row, ranks) for row in rows if (ranks := _held(row, on_gpus=on_gpus))]
     if len(rows) == 1 and held:
         colour = canvas.colours[rows[0].run.name]
-        bars = [MemoryBar(f"rank {rank}", colour, amount) for rank, amount in held[0][1].items()]
+        live = {} if on_gpus else _live(rows[0])
+        bars = [
+            MemoryBar(f"rank {rank}", colour, amount, live_bytes=live.get(rank))
+            for rank, amount in held[0][1].items()
+        ]
         return draw_memory(ax, bars, canvas, on_gpus=on_gpus)
     bars = [
         MemoryBar(
@@ -79,6 +83,12 @@ def draw_ranks_memory(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> b
         for row, ranks in held
     ]
     return draw_memory(ax, bars, canvas, on_gpus=on_gpus, title="Memory of the largest rank")
+
+
+def _live(row: RunFigures) -> dict[int, float]:
+    """Return the bytes of each rank's process that were in use at the end, of ranks that recorded it."""
+    ranks = () if row.run.timing is None else row.run.timing.ranks
+    return {rank.rank: rank.memory.live for rank in ranks if rank.memory.live}
 
 
 def _held(row: RunFigures, *, on_gpus: bool) -> dict[int, float]:

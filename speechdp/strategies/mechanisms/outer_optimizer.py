@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
+from speechdp.strategies.mechanisms.averaging import AveragingStrategy
 from speechdp.timing.timeline import Span
 
 
 @dataclass(eq=False)
-class OuterStrategy(PeriodicStrategy):
+class OuterStrategy(AveragingStrategy):
     """Move a global model once per period; all ranks continue from it.
 
     Subclasses write `outer_step`.  The global model and its velocity are flat vectors, computed by every rank
@@ -27,10 +27,13 @@ class OuterStrategy(PeriodicStrategy):
     """
 
     def set_up(self) -> None:
-        super().set_up()
         #: Where all ranks went on from after the last exchange.
         self._start = self.replica.parameters.values.clone()
+        super().set_up()
         self._velocity = self._start.new_zeros(self._start.shape)
+
+    def make_reference(self) -> Tensor:
+        return self._start
 
     def start_apart(self) -> None:
         super().start_apart()
@@ -57,7 +60,7 @@ class OuterStrategy(PeriodicStrategy):
     def exchange(self) -> None:
         values = self.replica.parameters.values
         with self.timeline.span(Span.COMM):
-            self.average_parameters()
+            self.average_parameters(compressed=True)
         with self.timeline.span(Span.UPDATE):
             self.outer_step(self._start, values.sub_(self._start), self._velocity)
             values.copy_(self._start)
@@ -86,7 +89,9 @@ class OuterStrategy(PeriodicStrategy):
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "start": self._start, "velocity": self._velocity}
+        state = {**super().state_dict(), "start": self._start, "velocity": self._velocity}
+        state.pop("reference", None)  # `start` again
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

@@ -19,7 +19,8 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.startup.create import create_fed_job
 from speechdp.comm.startup.failure import guard
 from speechdp.comm.startup.fed_job import FedJob
-from speechdp.data.loading.source_options import SourceRequest, Workshop, open_local_source
+from speechdp.data.loading.source_options import Workshop, open_local_source
+from speechdp.data.loading.source_request import SourceRequest
 from speechdp.data.plan.epoch_plan import PlanOptions, plan_epoch
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.preprocess import AugmentOptions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,18 @@ def test_ratios_are_over_the_fastest_gradient_averaging_at_the_same_rate() -> No
         "model_averaging_4_vs_gradient_averaging_free": 1.5,
         "model_averaging_4_vs_gradient_averaging_1gbit": 2.5,
     }
+
+
+def test_compressed_averages_are_held_against_none_and_full_precision_where_those_are_measured() -> None:
+    in_int8 = Result(
+        "1gbit", "model_averaging_16_int8", "model_averaging:period=16,compression=int8", "mpi", 16, 60.0
+    )
+    alone = Result("1gbit", "no exchange", "model_averaging:period=1000000", "mpi", 1_000_000, 80.0)
+    in_full = Result("100mbit", "model_averaging_16", "model_averaging:period=16", "mpi", 16, 20.0)
+    slower = replace(in_int8, rate="100mbit", frames_per_s=50.0)
+    ratios = slow_link.compare_compressed([*RESULTS, alone, in_int8, in_full, slower])
+    assert ratios == {"int8_vs_none_1g": 0.75, "int8_vs_fp32_100m": 2.5}
+    assert family(in_int8) == "model_averaging int8"
 
 
 def test_contenders_of_one_colour_share_strategy_and_back_end() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from speechdp.cli.support.caches import compiled_code_kept
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.errors import RunError
@@ -55,24 +53,3 @@ def test_so_is_measuring_synthesis(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Synthesiser, "say", None)
     with pytest.raises(RunError, match=r"run: cannot be written \(Permission denied\); permit"):
         evaluate_split(synthesiser, dataset, EvaluationRequest(run, "test"), lambda *_: None)
-
-
-@pytest.mark.parametrize("home", ["/proc/nobody", ""])
-def test_numba_gets_a_folder_where_the_user_has_none(monkeypatch: pytest.MonkeyPatch, home: str) -> None:
-    """Without one it refuses to be imported from an installation that is read-only."""
-    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", home)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with compiled_code_kept():
-        folder = Path(os.environ["NUMBA_CACHE_DIR"])
-        assert folder.is_dir()
-    assert not folder.exists() and "NUMBA_CACHE_DIR" not in os.environ
-
-
-def test_a_users_own_cache_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with compiled_code_kept():
-        assert "NUMBA_CACHE_DIR" not in os.environ
-    assert not (tmp_path / "cache").exists()

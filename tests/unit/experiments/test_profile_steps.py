@@ -11,6 +11,7 @@ from torch import nn
 from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.experiments.profile.steps import SingleModule, StageClock, StagedStep
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.models.precision import Precision
 from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.models.tacotron.model import Tacotron
 from speechdp.tasks.acoustic import AcousticTask
@@ -20,6 +21,7 @@ from speechdp.tasks.synthesis import SynthesisTask
 TOLERANCE = 1e-6
 LENGTHS = [11, 7, 8]
 CPU = torch.device("cpu")
+FP32 = Precision("fp32", CPU)
 SYNTHESIS = ["encoder", "decoder", "postproc", "loss"]
 Case = tuple[Task, nn.Module, Batch]
 
@@ -75,9 +77,9 @@ def test_its_gradients_are_those_of_the_plain_step(name: str) -> None:
     expected = gradients(model)
     model.zero_grad(set_to_none=True)
     torch.manual_seed(5)
-    staged = StagedStep(task.stages(model), StageClock(CPU))
+    staged = StagedStep(task.stages(model), StageClock(CPU), FP32)
     loss = staged.forward(batch)
-    staged.backward()
+    staged.backward(torch.ones(()))
     torch.testing.assert_close(loss, plain.total.detach(), rtol=TOLERANCE, atol=0)
     scale = max(float(g.abs().max()) for g in expected)
     for found, wanted in zip(gradients(model), expected, strict=True):
@@ -88,10 +90,10 @@ def test_its_gradients_are_those_of_the_plain_step(name: str) -> None:
 def test_every_function_is_noted_forward_then_backward() -> None:
     task, model, batch = synthesis_case("fast")
     clock = StageClock(CPU)
-    staged = StagedStep(task.stages(model), clock)
+    staged = StagedStep(task.stages(model), clock, FP32)
     begin_s = clock.now()
     staged.forward(batch)
-    staged.backward()
+    staged.backward(torch.ones(()))
     end_s = clock.now()
     noted = clock.take()
     assert [(f.name, f.phase) for f in noted] == [
@@ -122,7 +124,7 @@ def test_times_count_from_the_common_start() -> None:
 def test_a_module_alone_touches_its_own_parameters_only(module: str) -> None:
     task, model, batch = synthesis_case("fast")
     clock = StageClock(CPU)
-    single = SingleModule(task.stages(model), module, batch, clock)
+    single = SingleModule(task.stages(model), module, batch, clock, FP32)
     model.zero_grad(set_to_none=True)
     clock.take()
     single.step()
@@ -135,7 +137,7 @@ def test_a_module_alone_touches_its_own_parameters_only(module: str) -> None:
 def test_a_module_alone_does_the_same_work_at_every_step() -> None:
     task, model, batch = acoustic_case()
     model.eval()  # no dropout: the same masks at every step
-    single = SingleModule(task.stages(model), "encoder", batch, StageClock(CPU))
+    single = SingleModule(task.stages(model), "encoder", batch, StageClock(CPU), FP32)
     found = []
     for _ in range(2):
         model.zero_grad(set_to_none=True)
@@ -147,7 +149,7 @@ def test_a_module_alone_does_the_same_work_at_every_step() -> None:
 
 def test_outputs_the_loss_does_not_reach_are_not_driven() -> None:
     task, model, batch = synthesis_case("fast", guided_attention=0.0)
-    single = SingleModule(task.stages(model), "decoder", batch, StageClock(CPU))
+    single = SingleModule(task.stages(model), "decoder", batch, StageClock(CPU), FP32)
     assert set(single._gradients) == {"mel", "stop"}
 
 

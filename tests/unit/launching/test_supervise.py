@@ -145,3 +145,12 @@ def test_a_stop_between_two_starts_ends_it(tmp_path: Path, monkeypatch: pytest.M
     assert starter.starts == 1
     assert end.stop_signal == signal.SIGUSR1 and result.exit_code == 128 + signal.SIGUSR1
     assert "stopped by SIGUSR1" in str(result.reason)
+
+
+def test_only_gpus_are_waited_for_before_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, here = tmp_path / "gpu", Host("localhost", 2)
+    monkeypatch.setattr(launch, "_GPU_DEVICES", (device,))
+    assert launch._restart_delay_s([here]) == 0.0
+    assert launch._restart_delay_s([here, Host("node-7.invalid", 2)]) > 0.0
+    device.touch()
+    assert launch._restart_delay_s([here]) > 0.0

@@ -23,6 +23,8 @@ CONFIGS = {
     "BLSTM with bottleneck": LstmConfig(2, 6, True, bottleneck=3),
     "LSTM with projection": LstmConfig(2, 6, False, projection=4),
     "BLSTM with projection": LstmConfig(2, 6, True, projection=4, bottleneck=3),
+    "LSTM, two frames a step": LstmConfig(2, 6, False, subsampling=2),
+    "BLSTM with bottleneck, four frames a step": LstmConfig(2, 6, True, bottleneck=3, subsampling=4),
 }
 Way = Callable[[LstmAcousticModel, Tensor, Tensor], Tensor]
 
@@ -45,17 +47,26 @@ def as_called(model: LstmAcousticModel, features: Tensor, lengths: Tensor) -> Te
 
 def packed(model: LstmAcousticModel, features: Tensor, lengths: Tensor) -> Tensor:
     """What a GPU does with unequal lengths."""
-    hidden = model._encode_packed(features, lengths)
-    return model.output(model.bottleneck(model.dropout(hidden)))
+    model._recur = model._encode_packed  # type: ignore[method-assign]
+    return model(features, lengths)
 
 
 def one_by_one(model: LstmAcousticModel, features: Tensor, lengths: Tensor) -> Tensor:
     """Each segment alone, in torch's own order of operations: the definition."""
     logits = features.new_zeros(*features.shape[:2], CLASSES)
     for row, length in enumerate(lengths.tolist()):
-        hidden, _ = model.lstm(features[row : row + 1, :length])
-        logits[row, :length] = model.output(model.bottleneck(hidden))[0]
+        steps = in_steps(features[row, :length], model.config.subsampling)
+        encoded = model.bottleneck(model.lstm(steps.unsqueeze(0))[0])  # (1, S, K x encoded)
+        vectors = encoded.reshape(-1, model.output.in_features)  # (S x K, encoded)
+        logits[row, :length] = model.output(vectors)[:length]
     return logits
+
+
+def in_steps(frames: Tensor, size: int) -> Tensor:
+    """Put `size` frames (T, F) side by side; the last one stands again where there are too few."""
+    while len(frames) % size:
+        frames = torch.cat([frames, frames[-1:]])
+    return torch.stack([frames[n : n + size].flatten() for n in range(0, len(frames), size)])
 
 
 def gradients(model: LstmAcousticModel, logits: Tensor, lengths: Tensor) -> list[Tensor]:
@@ -92,8 +103,9 @@ def test_segments_of_one_length_take_the_short_way_to_the_same_end(config: LstmC
     assert (logits - one_by_one(model, features, lengths)).abs().max() <= TOLERANCE
 
 
-def test_padding_reaches_no_frame() -> None:
-    model = make_model(CONFIGS["BLSTM"])
+@pytest.mark.parametrize("name", ["BLSTM", "BLSTM with bottleneck, four frames a step"])
+def test_padding_reaches_no_frame(name: str) -> None:
+    model = make_model(CONFIGS[name])
     features, lengths = make_segments()
     other = features.clone()
     for row, length in enumerate(LENGTHS):
@@ -157,8 +169,9 @@ def test_initial_biases_let_the_cells_remember() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"layers": 0}, "--layers and --cells must be at least 1"),
-        ({"cells": 0}, "--layers and --cells must be at least 1"),
+        ({"layers": 0}, "--layers 0: must be at least 1"),
+        ({"cells": 0}, "--cells 0: must be at least 1"),
+        ({"subsampling": 0}, "--subsampling 0: must be at least 1"),
         ({"layers": -1}, "--layers -1: must not be negative"),
         ({"dropout": 1.0}, "--dropout 1.0: must be less than 1"),
         ({"dropout": float("nan")}, "--dropout nan: must be less than 1"),

@@ -71,7 +71,7 @@ def test_learning_rates_suit_their_optimizers() -> None:
         ({"batch_size": 0}, "--batch-size 0"),
         ({"left_context": -1}, "--left-context -1: must not be negative"),
         ({"right_context": -1}, "--right-context -1: must not be negative"),
-        ({"cells": 0}, "--layers and --cells"),
+        ({"cells": 0}, "--cells 0: must be at least 1"),
         ({"learning_rate": -1.0}, "--learning-rate -1.0"),
         ({"momentum": 1.0}, r"--momentum 1.0: must lie in \[0, 1\)"),
         ({"weight_decay": -0.1}, "--weight-decay -0.1: must not be negative"),

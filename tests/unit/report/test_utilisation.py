@@ -142,6 +142,10 @@ def test_memory_bars_say_how_even_the_ranks_are(drawing: tuple[Axes, Canvas]) ->
     assert ax.get_xlabel() == "peak GPU memory of tensors (torch); most / least rank 1.25"
     assert list(canvas.tips.values()) == ["rank 0: 2.00 GB at most", "rank 1: 2.50 GB at most"]
     ax.clear()
+    canvas.tips.clear()
+    assert draw_memory(ax, [MemoryBar("rank 0", "#000000", 4e8, live_bytes=3e8)], canvas, on_gpus=False)
+    assert list(canvas.tips.values()) == ["rank 0: 400 MB at most, 300 in use"]
+    ax.clear()
     assert draw_memory(ax, bars * MAX_BARS, canvas, on_gpus=False)
     assert [text.get_text() for text in ax.get_yticklabels()] == ["rank 0", "rank 1", "rank 1"]
 
@@ -152,7 +156,9 @@ def test_memory_balance() -> None:
 
 
 def test_the_peak_of_this_process_is_its_own() -> None:
-    assert list(peak_memory(torch.device("cpu"))) == ["peak_rss_bytes"]
+    found = peak_memory(torch.device("cpu"))
+    assert list(found) == ["peak_rss_bytes", "live_rss_bytes"]
+    assert 0 < found["live_rss_bytes"] <= found["peak_rss_bytes"] * 1.02
     held = np.ones(64_000_000 // 8)
     grown = peak_memory(torch.device("cpu"))["peak_rss_bytes"]
     del held

@@ -416,6 +416,22 @@ def test_periods_in_frames_and_seconds_are_steps() -> None:
         assert exchange_of(StrategyChoice(text), model).period == 16
 
 
+@pytest.mark.parametrize(("compression", "share"), [("int8", 260 / 1024), ("int4", 132 / 1024)])
+@pytest.mark.parametrize(
+    "strategy",
+    ["model_averaging:period=4", "diloco:period=4", "delayed_averaging:fragments=2", "bmuf:period=9"],
+)
+def test_compressed_averages_are_as_many_bytes_as_travel(
+    strategy: str, compression: str, share: float
+) -> None:
+    model = Model(4 * MB, 2, FRAMES, 0.1)
+    in_full, compressed = (
+        exchange_of(StrategyChoice(f"{strategy},compression={c}"), model) for c in ("none", compression)
+    )
+    assert compressed.nbytes == pytest.approx(share * in_full.nbytes, rel=1e-4)
+    assert replace(compressed, nbytes=in_full.nbytes) == in_full
+
+
 def test_computing_faster_leaves_loading_as_it_is() -> None:
     run = MadeUpSteps(data_wait_s=0.01).measured()
     fast = MeasuredWork.of([run], speedup=20)

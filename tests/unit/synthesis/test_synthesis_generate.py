@@ -117,7 +117,6 @@ def test_options_out_of_range_are_named(values: dict[str, float], option: str) -
 
 def test_sound_comes_back_however_short(synthesiser: Synthesiser) -> None:
     """Griffin-Lim of a real spectrogram has its spectrogram, roughly; one frame is no sound."""
-    pytest.importorskip("librosa", reason="librosa is not installed")
     features = spectrogram_config(8000)
     loaded = dataclasses.replace(synthesiser.loaded, features=features, sampling_rate=8000)
     real = Synthesiser(loaded, GenerateOptions(iterations=20))

@@ -11,7 +11,8 @@ from torch import Tensor
 from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.models.tacotron.model import Tacotron, TacotronOutput
-from speechdp.tasks.synthesis import GUIDE_WIDTH, STOP_WEIGHT, SynthesisTask, synthesis_losses
+from speechdp.tasks.synthesis import SynthesisTask
+from speechdp.tasks.synthesis_losses import GUIDE_WIDTH, STOP_WEIGHT, synthesis_losses
 
 MEL, LINEAR, SYMBOLS = 3, 5, 7
 CONFIG = TacotronConfig(

@@ -14,17 +14,20 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.loading.batch import Batch
-from speechdp.data.loading.reader import Context, SplitReader
+from speechdp.data.loading.reader import SplitReader
+from speechdp.data.loading.source_request import Context
 from speechdp.data.plan.epoch_plan import PlanOptions
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.models.precision import Precision
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.base import FrameScores
 from speechdp.train.evaluate import Evaluator, HeldOutScores
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 
 CPU = torch.device("cpu")
+FP32 = Precision("fp32", CPU)
 #: A phone of these data, taken for silence: they have none.
 PAUSE = (3, 4, 5)
 
@@ -75,7 +78,7 @@ def evaluate(
     silence: tuple[int, ...] = PAUSE,
 ) -> HeldOutScores:
     with closing(SplitReader(dataset, "dev", context=context)) as reader:
-        return Evaluator(reader, options, comm, CPU).evaluate(
+        return Evaluator(reader, options, comm, CPU, FP32).evaluate(
             copy.deepcopy(model), AcousticTask(silence=silence)
         )
 
@@ -121,7 +124,7 @@ def test_the_classes_of_silence_are_those_of_the_data(tmp_path: Path) -> None:
 def test_the_model_is_left_in_the_mode_it_was_in(dataset: Dataset, training: bool) -> None:
     with closing(SplitReader(dataset, "dev")) as reader:
         model = make_model(dataset).train(training)
-        evaluator = Evaluator(reader, PlanOptions(4), SerialCommunicator(), CPU)
+        evaluator = Evaluator(reader, PlanOptions(4), SerialCommunicator(), CPU, FP32)
         first, second = (evaluator.evaluate(model, AcousticTask()) for _ in range(2))
         assert model.training is training
         assert first == second  # no dropout
@@ -140,4 +143,6 @@ class Careless(AcousticTask):
 def test_a_metric_that_is_not_scored_is_named_and_no_gradient_is_kept(dataset: Dataset) -> None:
     message = r"--task acoustic: score\(\) gives no sum of frame_accuracy, .*; add it to FrameScores.sums"
     with closing(SplitReader(dataset, "dev")) as reader, pytest.raises(ConfigError, match=message):
-        Evaluator(reader, PlanOptions(2), SerialCommunicator(), CPU).evaluate(make_model(dataset), Careless())
+        Evaluator(reader, PlanOptions(2), SerialCommunicator(), CPU, FP32).evaluate(
+            make_model(dataset), Careless()
+        )

@@ -182,7 +182,15 @@ def test_a_run_is_resumed_that_was_begun_before_there_were_options_for_alignment
     record = json.loads(path.read_text())
     begun = OPTIONS.to_json(1)
     for options in (begun, begun["resolved"], record["options"], record["options"]["resolved"]):
-        added = ("flat_start", "realign_criterion", "realign_from", "initial_model", "context", "tied_states")
+        added = (
+            "flat_start",
+            "realign_criterion",
+            "realign_from",
+            "initial_model",
+            "context",
+            "tied_states",
+            "precision",
+        )
         for name in added:
             del options[name]
         del options["model"]["criterion"], options["model"]["prior_scale"]

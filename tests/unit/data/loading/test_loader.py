@@ -14,8 +14,9 @@ import torch
 
 from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.data.loading.loader import Loader, Step
-from speechdp.data.loading.reader import Context, SplitReader
+from speechdp.data.loading.reader import SplitReader
 from speechdp.data.loading.source import Ready
+from speechdp.data.loading.source_request import Context
 from speechdp.data.plan.assignment import PlanPosition, Position, planned
 from speechdp.data.plan.epoch_plan import CorpusIndex, EpochPlan, PlanOptions, Segments, plan_epoch
 from speechdp.data.shards.alignment_file import write_targets

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from speechdp.data.loading.reader import Context, SplitReader
+from speechdp.data.loading.reader import SplitReader
 from speechdp.data.loading.source import SplitSource
-from speechdp.data.loading.source_options import SourceRequest, Workshop, open_local_source
+from speechdp.data.loading.source_options import Workshop, open_local_source
+from speechdp.data.loading.source_request import Context, SourceRequest
 from speechdp.data.loading.threaded_source import ThreadedSource
 from speechdp.data.plan.assignment import PlanPosition, augmentation_seed
 from speechdp.data.plan.epoch_plan import EpochPlan, PlanOptions, plan_epoch

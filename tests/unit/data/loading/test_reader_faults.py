@@ -18,7 +18,8 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.loading import reader as reader_module
 from speechdp.data.loading.loader import Loader
-from speechdp.data.loading.reader import Context, SplitReader
+from speechdp.data.loading.reader import SplitReader
+from speechdp.data.loading.source_request import Context
 from speechdp.data.plan.assignment import planned
 from speechdp.data.plan.epoch_plan import EpochPlan, PlanOptions, plan_epoch
 from speechdp.data.shards import contiguous

@@ -12,7 +12,8 @@ import torch
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.data.loading.batch import IGNORED_TARGET
 from speechdp.data.loading.reader import SplitReader
-from speechdp.data.loading.source_options import SourceRequest, Workshop, open_local_source
+from speechdp.data.loading.source_options import Workshop, open_local_source
+from speechdp.data.loading.source_request import SourceRequest
 from speechdp.data.plan.epoch_plan import PlanOptions, plan_epoch
 from speechdp.data.prepare.reshard import reshard
 from speechdp.data.shards.dataset import Dataset

@@ -15,7 +15,8 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.loading.batch import Batch
 from speechdp.data.loading.source import SplitSource
-from speechdp.data.loading.source_options import SourceRequest, Workshop, open_local_source
+from speechdp.data.loading.source_options import Workshop, open_local_source
+from speechdp.data.loading.source_request import SourceRequest
 from speechdp.data.plan.epoch_plan import PlanOptions, plan_epoch
 from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.dataset import Dataset

@@ -8,9 +8,9 @@ import torch
 
 from speechdp.data.plan.segments import size_at_speed
 from speechdp.data.signal.features import FeatureConfig, num_frames_of
+from speechdp.data.transforms.augment_options import NoiseLevel
 from speechdp.data.transforms.perturb import (
     NoiseDraw,
-    NoiseLevel,
     add_noise,
     at_speed,
     draw_noise,

@@ -1,0 +1,107 @@
+"""The number formats that a model is computed in: float32, or half precision under torch.autocast.
+
+Parameters, gradients and optimizer state are float32 whatever the format.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Literal
+
+from speechdp.errors import ConfigError
+
+if TYPE_CHECKING:  # options know the formats, and --help and the launcher do without torch
+    import torch
+    from torch import Tensor, nn
+
+PrecisionName = Literal["fp32", "bf16", "fp16"]
+
+
+class Precision:
+    """The number format of forward and backward passes on one device.
+
+    Args:
+        name: fp32 leaves torch as it is; bf16 and fp16 cast matrix products, convolutions and recurrent
+            layers.
+        device: that computes.
+
+    Attributes:
+        scales_losses: gradients would underflow unless losses are scaled (`parallel/loss_scale.py`).
+    """
+
+    def __init__(self, name: PrecisionName, device: torch.device) -> None:
+        self.name, self._device = name, device
+        self.scales_losses = name == "fp16"
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Compute what is in the block in this format."""
+        if self.name == "fp32":
+            return nullcontext()
+        import torch  # noqa: PLC0415
+
+        dtype = torch.bfloat16 if self.name == "bf16" else torch.float16
+        return torch.autocast(self._device.type, dtype=dtype)
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a format that this device, or torch on it, cannot compute `model` in.
+
+        Raises:
+            ConfigError: it names the formats to choose from.
+        """
+        if self.name == "fp32":
+            return
+        import torch  # noqa: PLC0415
+
+        if (
+            self.name == "bf16"
+            and self._device.type == "cuda"
+            and not torch.cuda.is_bf16_supported(including_emulation=False)
+        ):
+            name = torch.cuda.get_device_name(self._device)
+            raise ConfigError(f"--precision bf16: {name} cannot compute in it; use fp16 or fp32")
+        for kind in _recurrent_kinds(model):
+            try:
+                self._try(kind)
+            except RuntimeError as error:  # as oneDNN says that it has no such kernel
+                other = "bf16" if self.name == "fp16" else "fp16"
+                where = "CPU" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device)
+                raise ConfigError(
+                    f"--precision {self.name}: torch {torch.__version__} cannot compute this model's "
+                    f"{type(kind).__name__} in it on this {where}; use {other} or fp32"
+                ) from error
+
+    def _try(self, module: nn.RNNBase) -> None:
+        """Run a recurrent layer once, forward and backward, over two steps of zeros."""
+        import torch  # noqa: PLC0415
+
+        module = module.to(self._device)
+        with self.computing(), torch.enable_grad():
+            outputs = module(torch.zeros(2, 1, module.input_size, device=self._device))[0]
+        outputs.float().sum().backward()
+
+
+def _recurrent_kinds(model: nn.Module) -> list[nn.RNNBase]:
+    """Return a small layer of each kind of recurrent layer in a model: sizes do not decide what torch has."""
+    from torch import nn  # noqa: PLC0415
+
+    kinds: dict[object, nn.RNNBase] = {}
+    for module in model.modules():
+        if isinstance(module, nn.LSTM | nn.GRU | nn.RNN):
+            projects = {"proj_size": 8} if module.proj_size else {}
+            made = type(module)(16, 16, bidirectional=module.bidirectional, **projects)
+            kinds[type(module), module.bidirectional, bool(projects)] = made
+    return list(kinds.values())
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return `x`, as float32 if it is in half precision: what a loss is computed from."""
+    return x.float() if x.is_floating_point() and x.element_size() < 4 else x
+
+
+def tf32_in_force() -> str:
+    """Say where float32 is rounded to TF32 on a GPU."""
+    import torch  # noqa: PLC0415
+
+    matmul = torch.backends.cuda.matmul.allow_tf32
+    cudnn = torch.backends.cudnn.allow_tf32
+    return f"TF32 {'on' if matmul else 'off'} in matrix products, {'on' if cudnn else 'off'} in cuDNN"

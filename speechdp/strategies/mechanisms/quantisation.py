@@ -1,0 +1,135 @@
+"""Vectors as whole numbers of 8 or 4 bits, with one scale for each block of values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Values that share a scale; a short one wastes bytes on scales, a long one is coarse where values differ.
+BLOCK = 256
+#: Values worked on at a time: what one pass writes the next finds in the cache.
+_STRETCH = 512 * BLOCK
+#: The weight in front of a message, as float64.
+_HEADER_BYTES = 8
+_SCALE_BYTES = 4
+#: Messages are whole multiples of this, so that in a row of them each is aligned for its header.
+_ALIGNMENT_BYTES = 8
+#: Nothing is smaller than this scale, whose inverse is still a number: a block of zeros has it.
+_LEAST_SCALE = float(torch.finfo(torch.float32).tiny)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A quantised vector in the form in which it travels: weight, scales, codes.
+
+    Attributes:
+        whole: all its bytes.
+        length: values of the vector.
+        weight: of the rank whose vector it is.  (1,), float64
+        scales: one for each block.  (blocks,), float32
+        codes: of each block, the last one filled up.  (blocks, BLOCK) bytes, or half of it with 4 bits
+    """
+
+    whole: Tensor
+    length: int
+    weight: Tensor
+    scales: Tensor
+    codes: Tensor
+
+    @staticmethod
+    def num_bytes(length: int, bits: int) -> int:
+        """Return how long the message of `length` values is, in bytes."""
+        blocks = -(-length // BLOCK)
+        wanted = _HEADER_BYTES + blocks * (_SCALE_BYTES + BLOCK * bits // 8)
+        return -(-wanted // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+    @staticmethod
+    def over(memory: Tensor, length: int, bits: int) -> Message:
+        """Return the message of `length` values that stands at the beginning of `memory` (uint8, aligned)."""
+        blocks = -(-length // BLOCK)
+        whole = memory[: Message.num_bytes(length, bits)]
+        codes_at = _HEADER_BYTES + _SCALE_BYTES * blocks
+        block_bytes = BLOCK * bits // 8
+        return Message(
+            whole,
+            length,
+            whole[:_HEADER_BYTES].view(torch.float64),
+            whole[_HEADER_BYTES:codes_at].view(torch.float32),
+            whole[codes_at : codes_at + blocks * block_bytes].view(blocks, block_bytes),
+        )
+
+
+class Quantiser:
+    """Writes vectors into messages and reads them back, stretch by stretch, in memory that it keeps.
+
+    A code is the nearest whole multiple of its block's scale, the largest magnitude in the block over 127
+    (8 bits) or 7 (4 bits): an error is at most half a scale.  A block that holds something that is not a
+    finite number is read back as such.
+
+    Args:
+        bits: of a code, 8 or 4.
+        like: a vector of the type and on the device of those to come, float32 or float64.
+    """
+
+    def __init__(self, bits: int, like: Tensor) -> None:
+        assert bits in (8, 4), bits
+        self.bits = bits
+        self._levels = 2 ** (bits - 1) - 1
+        #: For whoever works on a stretch; `write` overwrites it.
+        self.values = like.new_empty(_STRETCH)
+        self._decoded = like.new_empty(_STRETCH)
+        blocks = _STRETCH // BLOCK
+        self._whole = torch.empty(blocks, BLOCK, dtype=torch.uint8, device=like.device)
+
+    def message(self, memory: Tensor, length: int) -> Message:
+        """Return the message of `length` values in `memory`, with this number of bits."""
+        return Message.over(memory, length, self.bits)
+
+    def write(self, message: Message, start: int, length: int) -> None:
+        """Write the first `length` of `values` to where `start` is in a message; `values` are lost.
+
+        Args:
+            start: a stretch's beginning.
+            length: of the stretch.
+        """
+        blocks = -(-length // BLOCK)
+        self.values[length : blocks * BLOCK] = 0.0
+        rows = self.values[: blocks * BLOCK].view(blocks, BLOCK)
+        first = start // BLOCK
+        # Many times as fast as one pass of `aminmax`, or of a norm.
+        largest = torch.abs(rows, out=self._decoded[: rows.numel()].view_as(rows)).amax(1)
+        scales = message.scales[first : first + blocks].copy_(largest.div_(self._levels))
+        scales.clamp_(min=_LEAST_SCALE)
+        # As the reader will have them, in single precision.
+        rows.mul_(scales.to(rows.dtype).reciprocal().unsqueeze(1)).round_()
+        codes = message.codes[first : first + blocks]
+        if self.bits == 8:
+            codes.view(torch.int8).copy_(rows)
+            return
+        # Two values a byte, 8 added to each: one after the other, modulo 256.
+        half, whole = BLOCK // 2, self._whole[:blocks]
+        whole.view(torch.int8).copy_(rows)
+        torch.add(whole[:, :half], whole[:, half:], alpha=16, out=codes).add_(8 + 8 * 16)
+
+    def read(self, message: Message, start: int, length: int) -> Tensor:
+        """Return the stretch of a message that begins at `start`, good until the next.  (length,)"""
+        blocks = -(-length // BLOCK)
+        rows = self._decoded[: blocks * BLOCK].view(blocks, BLOCK)
+        first = start // BLOCK
+        codes = message.codes[first : first + blocks]
+        if self.bits == 8:
+            rows.copy_(codes.view(torch.int8))
+        else:
+            half, whole = BLOCK // 2, self._whole[:blocks]
+            torch.bitwise_and(codes, 15, out=whole[:, :half])
+            torch.bitwise_right_shift(codes, 4, out=whole[:, half:])
+            rows.copy_(whole).sub_(8)
+        rows.mul_(message.scales[first : first + blocks].to(rows.dtype).unsqueeze(1))
+        return self._decoded[:length]
+
+
+def stretches(length: int) -> list[tuple[int, int]]:
+    """Return beginning and end of the stretches of a vector."""
+    return [(start, min(start + _STRETCH, length)) for start in range(0, length, _STRETCH)]

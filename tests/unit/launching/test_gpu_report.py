@@ -1,0 +1,128 @@
+"""What `make test-gpu` runs, and the report of it; the parts themselves need GPUs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch import gpu_report
+from launch.gpu_report import TAIL_LINES, Part, parts, run
+from speechdp.cli.main import check_forwarded
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device")
+def test_without_a_gpu_it_says_so_in_a_line(tmp_path: Path) -> None:
+    words = [sys.executable, "launch/gpu_report.py", "--report", str(tmp_path / "report.json")]
+    ended = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == "test-gpu: torch sees no GPU here; run it on a machine with NVIDIA GPUs\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_ranks_share_a_gpu_by_mpi_and_have_one_each_with_every_back_end(tmp_path: Path) -> None:
+    for num_gpus in (1, 2, 8):
+        pairs = [part for part in parts(num_gpus, tmp_path) if part.name.startswith("two ranks")]
+        found = {(part.environment["CUDA_VISIBLE_DEVICES"], _option(part, "--backend")) for part in pairs}
+        expected = {("0", "mpi")}
+        if num_gpus > 1:
+            expected |= {("0,1", "mpi"), ("0,1", "torch"), ("0,1", "horovod")}
+        assert found == expected
+        shared = {
+            part.environment.get("SPEECHDP_RANKS_PER_GPU") for part in pairs if "on 1 GPU," in part.name
+        }
+        assert shared == {"2"}
+    names = [part.name for part in parts(2, tmp_path)]
+    assert len(set(names)) == len(names)
+
+
+def _option(part: Part, name: str) -> str:
+    return part.command[list(part.command).index(name) + 1]
+
+
+def test_its_commands_are_ones_that_there_are(tmp_path: Path) -> None:
+    """Options are read as the command line reads them: a wrong one would be found after an hour of GPUs."""
+    for part in parts(2, tmp_path):
+        program, *words = part.command
+        if program == gpu_report.SPEECHDP:
+            check_forwarded(words)
+            if "--" in words:
+                check_forwarded(words[words.index("--") + 1 :])
+        elif words[0] != "-m":
+            script = words[0] if program == gpu_report.PYTHON else program
+            assert (REPOSITORY / script).is_file(), script
+        if program == gpu_report.PYTHON and words[0].startswith("benchmarks/"):
+            asked = [sys.executable, words[0], "--help"]
+            known = subprocess.run(asked, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+            assert all(word in known for word in words if word.startswith("--"))
+
+
+@pytest.mark.parametrize(
+    ("script", "says", "outcome", "code"),
+    [
+        ("print('well')", "", "ok", 0),
+        ("print('horovod-nccl/wheel')", "-nccl/", "ok", 0),
+        ("print('horovod-cpu/wheel')", "-nccl/", "failed", 0),
+        ("raise SystemExit(3)", "", "failed", 3),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "", "failed", -11),
+    ],
+)
+def test_what_counts_as_well(script: str, says: str, outcome: str, code: int) -> None:
+    result = run(Part("part", [sys.executable, "-c", script], says=says))
+    assert (result.outcome, result.exit_code) == (outcome, code)
+
+
+def test_a_program_that_is_missing_is_named() -> None:
+    result = run(Part("part", ["./no-such-program"]))
+    assert (result.outcome, result.exit_code) == ("failed", None)
+    assert list(result.output) == ["./no-such-program: No such file or directory"]
+
+
+def test_past_its_limit_a_part_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
+    script = (
+        "import pathlib, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(child.pid))\n"
+        "print('begun', flush=True)\nchild.wait()\n"
+    )
+    result = run(Part("part", [sys.executable, "-c", script], limit_s=5.0))
+    assert (result.outcome, result.exit_code, list(result.output)) == ("past its limit", None, ["begun"])
+    child = int((tmp_path / "child").read_text())
+    stat = Path(f"/proc/{child}/stat")
+    assert not stat.exists() or stat.read_text().split(") ")[1][0] in "ZX"
+
+
+def test_the_end_of_the_output_and_what_was_measured_are_kept(tmp_path: Path) -> None:
+    measured = tmp_path / "timing.json"
+    script = f"import sys\nfor n in range(200): print(n)\nopen({str(measured)!r}, 'w').write('7')"
+    result = run(Part("part", [sys.executable, "-c", script], files=[measured, tmp_path / "none"]))
+    assert "199" in result.output and "0" not in result.output and len(result.output) == TAIL_LINES
+    assert result.files == {"timing.json": "7", "none": "cannot be read: No such file or directory"}
+
+
+def test_the_report_is_whole_after_every_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    script = (
+        "import json, sys; r = json.load(open(sys.argv[1]));"
+        "assert not r['complete'] and r['outcomes'] == {'first': 'failed'}"
+    )
+    listed = [
+        Part("first", [sys.executable, "-c", "raise SystemExit(2)"]),
+        Part("second", [sys.executable, "-c", script, str(path)]),
+    ]
+    monkeypatch.setattr(gpu_report, "count_gpus", lambda: 1)
+    monkeypatch.setattr(gpu_report, "parts", lambda num_gpus, folder: listed)
+    assert gpu_report.main(["--report", str(path)]) == 1
+    report = json.loads(path.read_text())
+    assert report["complete"] and report["outcomes"] == {"first": "failed", "second": "ok"}
+    assert report["versions"]["torch"] == torch.__version__ and "nvidia-smi" in report
+    assert capsys.readouterr().out.endswith(f"1 of 2 parts went well; send back {path}\n")
+    assert gpu_report.main(["--report", str(path), "--only", "third"]) == 1

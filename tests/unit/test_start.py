@@ -1,0 +1,83 @@
+"""What a command has imported once it can begin: what nobody asked for costs each start seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from speechdp.cli.main import SUBCOMMANDS
+from tests.helpers.tiny_data import TinySizes, write_tiny_data
+
+#: Slow to import, and wanted by few commands, late.
+_HEAVY = (
+    "scipy",
+    "matplotlib",
+    "tensorboard",
+    "numba",
+    "librosa",
+    "sklearn",
+    "sympy",
+    "pandas",
+    "torch._dynamo",
+)
+#: Found by the program below after the command has ended, or where it says.
+_PRINT_MODULES = "import json, sys; print('MODULES', json.dumps(sorted(sys.modules)))"
+
+
+def modules_after(program: str) -> set[str]:
+    """Return what a Python program has imported when it runs _PRINT_MODULES."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=500, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("MODULES ")]
+    assert lines, done.stdout + done.stderr
+    return set(json.loads(lines[0].removeprefix("MODULES ")))
+
+
+def running(commands: list[list[str]]) -> str:
+    """Return a program that runs command lines, and prints what they have imported."""
+    return (
+        "from speechdp.cli.main import run\n"
+        f"for words in {commands!r}:\n"
+        "    try:\n"
+        "        run(words)\n"
+        "    except SystemExit:\n"
+        "        pass\n"
+        f"{_PRINT_MODULES}"
+    )
+
+
+def test_help_imports_nothing_slow() -> None:
+    scripts = [[name, "--script", "--help"] for name, c in SUBCOMMANDS.items() if c.script_class_name]
+    found = modules_after(running([*([name, "--help"] for name in SUBCOMMANDS), *scripts]))
+    assert "speechdp.cli.train" in found  # something has been looked at
+    assert not found & {"torch", "jinja2", *_HEAVY}
+
+
+def test_the_launcher_checks_a_training_without_torch(tmp_path: Path) -> None:
+    words = ["train", str(tmp_path / "data"), str(tmp_path / "run"), "--preset", "swb2000", "--realign", "1"]
+    words += ["--strategy", "model_averaging:period=16", "--spec-augment", "--seed", "3"]
+    found = modules_after(running([["launch", "-np", "2", "--dry-run", "--", *words]]))
+    assert "speechdp.launching.command" in found
+    assert not found & {"torch", "h5py", "jinja2", *_HEAVY}
+
+
+def test_a_rank_takes_its_steps_with_what_they_need(tmp_path: Path) -> None:
+    """Until it evaluates for the first time, which writes TensorBoard's file."""
+    write_tiny_data(tmp_path / "data", TinySizes(4, 2, 1, shards=1))
+    words = ["train", str(tmp_path / "data"), str(tmp_path / "run"), "--max-steps", "1", "--device", "cpu"]
+    program = (
+        "from speechdp.train import scalars\n"
+        "def stop(*_):\n"
+        f"    {_PRINT_MODULES}\n"
+        "    sys.stdout.flush()\n"
+        "    import os; os._exit(0)\n"
+        "scalars.Scalars.add = stop\n" + running([words])
+    )
+    found = modules_after(program)
+    assert {"torch", "speechdp.train.trainer"} <= found
+    aligning = {f"speechdp.decode.{name}" for name in ("align", "graph", "recognise")}
+    feeding = {"speechdp.feeding.feeder", "speechdp.feeding.feeders"}
+    assert not found & {*_HEAVY, "kaldifst", "kaldi_decoder", "jiwer", "soundfile", *aligning, *feeding}
