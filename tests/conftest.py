@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import signal
+from contextlib import ExitStack
 
+import pytest
 from hypothesis import settings
+
+from tests.helpers.fork_server import session_of_forks
 
 # No deadline: on a machine that others use too, a slow example says nothing.
 settings.register_profile("speechdp", deadline=None)
@@ -13,3 +17,25 @@ settings.load_profile("speechdp")
 # In the background of a shell tests would ignore SIGINT, and so would what they start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+#: Begun last, each would keep one worker busy for minutes when the others have ended.
+_LONG_FILES = ("e2e/test_recipes.py", "parallel/test_strategy_backends.py", "faults/test_io_faults.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take longest first."""
+    items.sort(key=lambda item: not item.path.as_posix().endswith(_LONG_FILES))
+
+
+_session = ExitStack()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Let the jobs of this session, those of all its workers, be forked."""
+    if not hasattr(session.config, "workerinput"):
+        _session.enter_context(session_of_forks())
+
+
+def pytest_sessionfinish() -> None:
+    """End what serves them."""
+    _session.close()

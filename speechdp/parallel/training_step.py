@@ -32,13 +32,13 @@ class TrainingStep:
         self._strategy.before_backward(self.weight)
 
     def backward(
-        self, loss: Tensor, *, compute: Callable[[Tensor], object] | None = None, last: bool = True
+        self, loss: Tensor, *, compute: Callable[[Tensor | None], object] | None = None, last: bool = True
     ) -> None:
         """Add the gradients of `loss`, scaled by the replica's scaler if it has one.
 
         Args:
             loss: summed over (part of) what `weight` counts.  ()
-            compute: computes the gradients where `loss.backward` does not, from that of the loss.  ()
+            compute: computes the gradients where `loss.backward` does not, from that of the loss (None: 1).
             last: no other backward pass follows in this step, so gradients may be exchanged as they come.
         """
         strategy, scaler = self._strategy, self._strategy.replica.scaler
@@ -50,8 +50,9 @@ class TrainingStep:
                 strategy.observer.observe_loss(self._loss, self.weight)
         strategy.replica.more_to_come = not last
         with self._timeline.span(Span.BACKWARD):
-            one = torch.ones_like(loss)
-            (compute or loss.backward)(one if scaler is None else scaler.scale(one))
+            # Given a gradient, even of one, torch imports its symbolic shapes: half a second of a start.
+            gradient = None if scaler is None else scaler.scale(torch.ones_like(loss))
+            (compute or loss.backward)(gradient)
 
     def end(self, progress: Progress, *, number: int, epoch: int = 0) -> None:
         """Exchange and update as the strategy does; close the step's record.  Collective where it exchanges.

@@ -243,11 +243,11 @@ class Trainer:
     def _note_loss(self, total: Tensor, num_frames: int, step: Step) -> None:
         if self._others_mend:
             total = total.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        count = torch.full_like(total, num_frames, dtype=torch.float64)
+        count: Tensor | int = num_frames
         if self.parts.replica.scaler is not None:
             # Its update will be skipped; one that is no number at any scale ends the run by its scale.
             is_finite = total.isfinite()
-            total, count = total.where(is_finite, 0), count.where(is_finite, 0)
+            total, count = total.where(is_finite, 0), is_finite * num_frames
         self._at.epoch_loss[0] += total
         self._at.epoch_loss[1] += count
         if total.is_cuda and self.counters.step % _GPU_LOSS_STEPS and not step.ends_epoch:

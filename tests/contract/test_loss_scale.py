@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -21,6 +22,7 @@ from speechdp.testing.strategies import assert_bitwise_equal_over_ranks
 from speechdp.timing.timeline import Timeline
 
 CPU = torch.device("cpu")
+_GENERATOR = threading.Lock()
 #: Ranks take their steps together, and hold the same bits after each.
 TOGETHER = (
     "gradient_averaging",
@@ -47,7 +49,8 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 
 def make_model() -> nn.Sequential:
-    with torch.random.fork_rng():
+    # torch's generator is one for all threads, and here each thread is a rank.
+    with _GENERATOR, torch.random.fork_rng():
         torch.manual_seed(3)
         return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 4))
 

@@ -161,7 +161,7 @@ class Driver:
         try:
             ended = run_job(
                 by_launch(self._case.size, *arguments),
-                env={"LD_PRELOAD": str(self._server.shim), **self._environment(orders)},
+                env={**self._server.environment, **self._environment(orders)},
                 timeout_s=_LIMIT_S,
             )
         except AssertionError as hung:

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import importlib
 import json
 import os
-import pkgutil
 import select
 import shutil
 import signal
@@ -23,26 +21,19 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.helpers.fork_server import do_and_exit, forks_with, import_everything
 from tests.helpers.mpi import REPOSITORY, job_environment
 
 SHIM_SOURCE = Path(__file__).with_name("iofault.c")
 #: Seconds from SIGTERM to SIGKILL when a rank has failed, as Open MPI's.
 _TERMINATION_S = 1.0
-#: Modules that initialise MPI, or start threads, when they are imported.
-_NOT_IMPORTED = (
-    "speechdp.comm.mpi.",
-    "speechdp.comm.horovod.",
-    "speechdp.comm.startup.fed_job",
-    "speechdp.__main__",
-)
 
 
 @dataclass(frozen=True)
@@ -106,9 +97,10 @@ def build_shim(folder: Path) -> Path:
 class ForkServer:
     """A running server.  `run` may be called by several threads at once."""
 
-    def __init__(self, shim: Path, address: Path) -> None:
-        self.shim = shim
+    def __init__(self, address: Path, environment: Mapping[str, str]) -> None:
         self._address = address
+        #: Of jobs that are started, not run here.
+        self.environment = environment
 
     def run(self, processes: Sequence[Process], folder: Path, *, limit_s: float = 240.0) -> JobEnd:
         """Run a job, which may take `limit_s`; what its processes print goes to files in `folder`."""
@@ -147,12 +139,14 @@ def ranks(size: int, arguments: Sequence[str], orders: Mapping[int, str], spoilt
 @contextmanager
 def fork_server() -> Iterator[ForkServer]:
     """Start a server; it ends with the block."""
-    with tempfile.TemporaryDirectory(prefix="speechdp-faults-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="speechdp-faults-") as temporary, ExitStack() as stack:
         shim, address = build_shim(Path(temporary)), Path(temporary) / "socket"
+        preloaded = {**job_environment(), "LD_PRELOAD": str(shim), "IOFAULT_SHIM": str(shim)}
+        environment = {**preloaded, **stack.enter_context(forks_with(preloaded, Path(temporary)))}
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.fork_server", str(address)],
             cwd=REPOSITORY,
-            env={**job_environment(), "LD_PRELOAD": str(shim), "IOFAULT_SHIM": str(shim)},
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -160,7 +154,7 @@ def fork_server() -> Iterator[ForkServer]:
         try:
             if not process.stdout.readline():
                 raise RuntimeError("the fork server did not start; its message stands above")
-            yield ForkServer(shim, address)
+            yield ForkServer(address, environment)
         finally:
             process.stdin.close()
             process.wait()
@@ -174,32 +168,9 @@ def _output(folder: Path, number: int, what: str) -> Path:
 # --- in the server ---
 
 
-def _import_everything() -> None:
-    """Import all that a job imports in its course, so that its ranks need not."""
-    import speechdp  # noqa: PLC0415
-
-    for module in pkgutil.walk_packages(speechdp.__path__, "speechdp."):
-        if not module.name.startswith(_NOT_IMPORTED):
-            importlib.import_module(module.name)
-    for name in ("torch.utils.tensorboard", "torch.distributed", "torch._dynamo", "multiprocessing.pool"):
-        importlib.import_module(name)
-    _parse_once()
-    gc.freeze()  # what is never collected stays shared with the forked
-
-
-def _parse_once() -> None:
-    """Have the parser of every subcommand read our docstrings, which it keeps: a quarter of a rank's time."""
-    from speechdp.cli.main import SUBCOMMANDS, parse  # noqa: PLC0415
-
-    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
-        for name in SUBCOMMANDS:
-            with contextlib.suppress(SystemExit):
-                parse(name, ["--help"])
-
-
 def _serve(address: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever was interrupted closes our stdin
-    _import_everything()
+    import_everything()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(address)
         listener.listen(64)
@@ -222,19 +193,7 @@ def _forked(work: Callable[[], int]) -> int:
     pid = os.fork()
     if pid:
         return pid
-    code = 1
-    try:
-        code = work()
-    except SystemExit as end:  # as the interpreter takes it
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+    do_and_exit(work)
 
 
 def _supervise(connection: socket.socket, listener: socket.socket) -> int:

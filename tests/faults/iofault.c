@@ -13,7 +13,8 @@
  * delay_us, longest_us    those meant wait so long, and up to so long at random
  * rank    an order in the environment is for this rank only ("none": for processes that are no rank)
  *
- * A process takes its order from IOFAULT when it starts, or later by iofault_arm().  Counts are a process' own.
+ * A process takes its order from IOFAULT when it starts (a fork by iofault_arm_by_environment()), or later by
+ * iofault_arm().  Counts are a process' own.
  * The log gets a line for each: pid, number among those meant (0: not meant), operation, path, and FAIL.
  */
 #define _GNU_SOURCE
@@ -105,7 +106,7 @@ void iofault_arm(const char *order)
     if (!meant_ops) meant_ops = (1u << NUM_OPS) - 1;
     armed = folder_length > 0;
 }
-__attribute__((constructor)) static void arm_by_environment(void)
+__attribute__((constructor)) void iofault_arm_by_environment(void)
 {
     const char *order = getenv("IOFAULT"), *wanted = order ? strstr(order, ";rank=") : NULL;
     const char *rank = getenv("OMPI_COMM_WORLD_RANK");

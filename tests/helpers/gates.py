@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tests.helpers.fork_server import STARTUP
 from tests.helpers.mpi import REPOSITORY
-
-_FOLDER = Path(__file__).with_name("gated")
 
 
 class Gates:
@@ -28,7 +27,7 @@ class Gates:
     def env(self) -> dict[str, str]:
         """The variables of a job that is to wait here."""
         return {
-            "PYTHONPATH": f"{_FOLDER}{os.pathsep}{REPOSITORY}",
+            "PYTHONPATH": f"{STARTUP}{os.pathsep}{REPOSITORY}",
             "SPEECHDP_TEST_GATES": f"{self._folder}:{','.join(map(str, self._steps))}",
         }
 

@@ -131,9 +131,14 @@ def _words(pid: int, file: str) -> list[str]:
 
 
 @contextmanager
-def started(command: Sequence[str], mark: str | Path, gates: Gates | None = None) -> Iterator[Job]:
+def started(
+    command: Sequence[str],
+    mark: str | Path,
+    gates: Gates | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Job]:
     """Start a job, which waits at its gates; nothing of it outlives the block."""
-    job = Job(command, str(mark), None if gates is None else gates.env)
+    job = Job(command, str(mark), {**(env or {}), **({} if gates is None else gates.env)})
     try:
         yield job
     finally:

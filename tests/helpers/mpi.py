@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.helpers.fork_server import environment_of_forks
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 #: the launchers of the environment that runs the tests, by absolute path: from PATH the Open MPI wheel
 #: could not start its daemons on other hosts, and another MPI might come first.
@@ -84,7 +86,7 @@ def job_environment() -> dict[str, str]:
     """Return the environment of a job: this one's, without what another launcher may have left in it."""
     foreign = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "HOROVOD_RANK", "HOROVOD_SIZE", "SLURM_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return {
+    environment = {
         **kept,
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -92,6 +94,7 @@ def job_environment() -> dict[str, str]:
         "PYTHONPATH": str(REPOSITORY),
         "PYTHONFAULTHANDLER": "1",
     }
+    return {**environment, **environment_of_forks(environment)}
 
 
 def _kill_session(session: int) -> None:

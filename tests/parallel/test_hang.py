@@ -11,6 +11,7 @@ import pytest
 from speechdp import exit_codes
 from speechdp.comm.environment import host_name
 from speechdp.data.shards.dataset import Dataset
+from tests.helpers.fork_server import BY_ITSELF
 from tests.helpers.jobs import started, under_mpirun
 from tests.helpers.mpi import Ended, run_mpi
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
@@ -39,7 +40,7 @@ def the_line(ended: Ended) -> str:
 def test_a_rank_that_is_frozen(dataset: Dataset, tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = (*OPTIONS, "--hang-timeout", HANG_TIMEOUT)
-    with started(under_mpirun(2, "train", dataset.path, run, *options), run) as job:
+    with started(under_mpirun(2, "train", dataset.path, run, *options), run, env=BY_ITSELF) as job:
         job.wait_until((run / "status" / "rank-0001.json").exists, "a status")
         job.wait_until((run / "metrics.jsonl").exists, "an evaluation")
         job.signal(signal.SIGSTOP, job.rank_pid(1))

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from speechdp.data.shards.dataset import Dataset
+from tests.helpers.fork_server import BY_ITSELF
 from tests.helpers.jobs import SPEECHDP, Job, started
 from tests.helpers.listening import is_let_in, listening
 from tests.helpers.mpi import REPOSITORY
@@ -54,7 +55,7 @@ def test_who_listens_and_lets_in_whom(
     training = (*TINY_MODEL, "--batch-size", "1", "--epochs", "20000", "--backend", backend)
     job_of_two = [*SPEECHDP, "launch", "-np", "2", *options, "--", "train"]
     documented = dict(_table())
-    with started([*job_of_two, str(dataset.path), str(run), *training], run) as job:
+    with started([*job_of_two, str(dataset.path), str(run), *training], run, env=BY_ITSELF) as job:
         job.wait_until((run / "metrics.jsonl").is_file, "an evaluation")
         seen = _seen(job)
         let_in = {is_let_in(address) for address in seen.ranks}

@@ -105,9 +105,10 @@ class StagedStep:
             values = {**values, **self._passed[-1].leaves}
         return values[LOSS].detach()
 
-    def backward(self, gradient: Tensor) -> None:
-        """Add the gradients of the loss, itself driven by `gradient`; frees what forward has kept."""
-        self._passed[-1].leaves[LOSS].grad = gradient
+    def backward(self, gradient: Tensor | None = None) -> None:
+        """Add the gradients of the loss, itself driven by `gradient` (1); frees what forward has kept."""
+        loss = self._passed[-1].leaves[LOSS]
+        loss.grad = torch.ones_like(loss) if gradient is None else gradient
         while self._passed:
             passed = self._passed.pop()
             with self._clock.timed(passed.name, BACKWARD):

@@ -39,7 +39,8 @@ class Outbox:
 
     def __init__(self, peers: PeerCommunicator) -> None:
         self.peers = peers
-        self._messages: queue.SimpleQueue[tuple[Tensor, int, int, Any]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[Tensor, int, int, torch.cuda.Event | None]]
+        self._messages = queue.SimpleQueue()
         self._thread: JobThread | None = None
         self._num_posted = 0
 
@@ -98,8 +99,9 @@ class QuantisedMean:
         all:      mean <- a + Q(m).
     e_i is what rank i has not brought into the means so far and f what a piece's owner has not handed out,
     both in the mean's own units: the sum of all means handed out, of the e_i and of f is the sum of the exact
-    means, whatever the weights.  s_i is the share that p_i is expected to be, at least 1/N: it decides how
-    fast e_i is brought in, not whether.
+    means, whatever the weights.  s_i is the largest share that rank i has had so far, at least 1/N: it
+    decides how fast e_i is brought in, not whether.  Were it smaller than p_i time and again, more than e_i
+    would be brought in each time, and e_i grow.
 
     Exchange: the vector is cut into N pieces, one owned by each rank.  Every rank sends each owner its
     piece, the weight and the scales in one message, and gets the mean of it back from each: 2 (N-1)/N times
@@ -134,7 +136,7 @@ class QuantisedMean:
         #: e_i and f, and s_i.
         self._error = torch.zeros_like(like)
         self._owner_error = torch.zeros_like(self._mean)
-        self._expected_share = 1 / self._size
+        self._largest_share = 1 / self._size
 
     def average(self, own: Tensor, reference: Tensor, weight: float, out: Tensor) -> None:
         """Set `out` to the mean.  Collective.
@@ -163,7 +165,7 @@ class QuantisedMean:
         return {
             "error": self._error,
             "owner_error": self._owner_error,
-            "expected_share": self._expected_share,
+            "largest_share": self._largest_share,
             "size": self._size,
         }
 
@@ -172,7 +174,7 @@ class QuantisedMean:
         if state["size"] == self._size:
             self._error.copy_(state["error"])
             self._owner_error.copy_(state["owner_error"])
-            self._expected_share = state["expected_share"]
+            self._largest_share = state["largest_share"]
 
     def _length(self, owner: int) -> int:
         return self._borders[owner + 1] - self._borders[owner]
@@ -197,7 +199,7 @@ class QuantisedMean:
         """Return a stretch of (x_i - a) + e_i / s_i in the quantiser's memory."""
         values = self._quantiser.values[: place.stop - place.start]
         torch.sub(own[place], reference[place], out=values)
-        return values.add_(self._error[place], alpha=1 / self._expected_share)
+        return values.add_(self._error[place], alpha=1 / self._largest_share)
 
     def _write_part(self, owner: int, own: Tensor, reference: Tensor, weight: float) -> None:
         message = self._outgoing[owner]
@@ -248,7 +250,7 @@ class QuantisedMean:
                 values = torch.sub(own[place], reference[place], out=self._quantiser.values[:length])
                 values.sub_(self._quantiser.read(message, start, length))
                 self._error[place].add_(values, alpha=share)
-        self._expected_share = max(share, 1 / self._size)
+        self._largest_share = max(share, self._largest_share)
 
     def _apply(self, message: Message, owner: int, reference: Tensor, out: Tensor) -> None:
         for start, length, place in self._stretches(owner):

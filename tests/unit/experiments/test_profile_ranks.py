@@ -69,11 +69,15 @@ def trained(dataset: Dataset, options: TrainOptions, folder: Path) -> Tensor:
         return trainer.parts.replica.parameters.values.clone()
 
 
-@pytest.mark.parametrize("task", OPTIONS)
+@pytest.mark.parametrize(
+    ("task", "precision"),
+    [("acoustic", "fp32"), ("acoustic", "bf16"), ("synthesis", "fp32"), ("synthesis", "fp16")],
+)
 def test_its_steps_are_those_of_training(
-    task: str, datasets: dict[str, Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task: str, precision: Any, datasets: dict[str, Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = dataclasses.replace(OPTIONS[task], strategy=StrategyChoice("gradient_averaging:overlap=false"))
+    strategy = StrategyChoice("gradient_averaging:overlap=false")
+    options = dataclasses.replace(OPTIONS[task], strategy=strategy, precision=precision)
     found: list[Tensor] = []
 
     def keep(session: Session, folder: Path, parts: TrainingParts) -> None:

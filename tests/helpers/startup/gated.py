@@ -1,4 +1,4 @@
-"""Makes the ranks of a job under test wait at gates (tests/helpers/gates.py): Python imports it as it starts.
+"""Makes the ranks of a job under test wait at gates (tests/helpers/gates.py).
 
 Nothing else is imported for that: the trainer is changed once the program itself has imported it.
 """
@@ -35,13 +35,13 @@ class _Changing(importlib.abc.MetaPathFinder):
 
         def execute_and_change(module: ModuleType) -> None:
             execute(module)
-            _put_gates_up(module.Trainer)
+            _change(module.Trainer)
 
         spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
         return spec
 
 
-def _put_gates_up(trainer_class: Any) -> None:
+def _change(trainer_class: Any) -> None:
     folder, _, steps = os.environ["SPEECHDP_TEST_GATES"].rpartition(":")
     gates = {int(step): Path(folder) / step for step in steps.split(",")}
     run, train = trainer_class.run, trainer_class._train
@@ -61,5 +61,11 @@ def _put_gates_up(trainer_class: Any) -> None:
     trainer_class.run, trainer_class._train = run_and_note, train_and_wait
 
 
-if "SPEECHDP_TEST_GATES" in os.environ:
-    sys.meta_path.insert(0, _Changing())
+def put_gates_up() -> None:
+    """Let the trainer wait at the gates that stand in the environment."""
+    if "SPEECHDP_TEST_GATES" not in os.environ:
+        return
+    if _TRAINER in sys.modules:  # in a fork
+        _change(sys.modules[_TRAINER].Trainer)
+    else:
+        sys.meta_path.insert(0, _Changing())

@@ -1,0 +1,165 @@
+"""Train, evaluate and save on a GPU that there is not.
+
+    python -m tests.helpers.fake_gpu.train LIBRARY TASK PRECISION STRATEGY...
+
+Ends with an error where a tensor of the host meets one of the device.  Prints what streams and events were
+told while the first step of each strategy exchanged.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.helpers.fake_gpu import cuda
+
+if __name__ == "__main__":
+    cuda.load(Path(sys.argv[1]))
+
+import torch
+from torch import Tensor, nn
+
+from speechdp.checkpoint.state import split_state
+from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
+from speechdp.comm.staging import Staged, as_bytes
+from speechdp.data.loading.batch import Batch
+from speechdp.data.loading.device_stream import DeviceStream
+from speechdp.data.loading.stage_times import StageTimes
+from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.models.precision import Precision
+from speechdp.models.tacotron.config import TINY
+from speechdp.models.tacotron.model import Tacotron
+from speechdp.parallel.loss_scale import make_scaler
+from speechdp.parallel.registry import parse_strategy
+from speechdp.parallel.replica import Replica
+from speechdp.parallel.strategy import Progress
+from speechdp.parallel.training_step import TrainingStep
+from speechdp.tasks.acoustic import AcousticTask
+from speechdp.tasks.base import Task
+from speechdp.tasks.synthesis import SynthesisTask
+from speechdp.timing.timeline import Timeline
+
+DEVICE = torch.device("cuda", 0)
+MELS, LINEAR, SYMBOLS = 6, 9, 5
+
+
+def _exchanged(x: Tensor, *, load: bool = True) -> None:
+    """Let an exchange see `x` as back-ends do that read the host's memory."""
+    staged = Staged(x, load=load)
+    buffer = staged.fetch()
+    assert not buffer.is_cuda, "a back-end is handed the device's memory"
+    buffer.mul_(2)
+    staged.store()
+
+
+class _StagedWork(Work):
+    def __init__(self, x: Tensor) -> None:
+        self._staged = Staged(x)
+
+    def wait(self) -> None:
+        buffer = self._staged.fetch()
+        assert not buffer.is_cuda, "a back-end is handed the device's memory"
+        buffer.mul_(2)
+        self._staged.store()
+
+
+class _Peers(PeerCommunicator):
+    rank, size = 0, 2
+
+    def send(self, x: Tensor, dest: int, *, tag: int = 0) -> None:
+        assert not Staged(as_bytes(x)).fetch().is_cuda
+
+    def recv(self, x: Tensor, source: int | None = None, *, tag: int = 0) -> int:
+        _exchanged(as_bytes(x), load=False)
+        return 1
+
+    def close(self) -> None:
+        return None
+
+
+class StagedCommunicator(Communicator):
+    """The first of two ranks that exchange over the host's memory; the other one is not there."""
+
+    backend = "staged"
+    reducible = Communicator.reducible | {torch.float16}
+    rank, size, local_rank, device = 0, 2, 0, DEVICE
+
+    def peers(self) -> PeerCommunicator:
+        return _Peers()
+
+    def barrier(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+    def abort(self, exit_code: int) -> None:  # type: ignore[override]
+        raise SystemExit(exit_code)
+
+    def _allreduce_async(self, x: Tensor, name: str, op: ReduceOp) -> Work:
+        return _StagedWork(x)
+
+    def _broadcast(self, x: Tensor, name: str, root: int) -> None:
+        _exchanged(as_bytes(x))
+
+    def _allgather_bytes(self, data: bytes) -> list[bytes]:
+        return [data, data]
+
+
+def _acoustic() -> tuple[Task, Callable[[], nn.Module], Batch]:
+    sizes = LstmConfig(2, 8, True, bottleneck=4, dropout=0.1)
+    batch = Batch(torch.randn(3, 7, MELS), torch.zeros(3, 7, dtype=torch.int64), torch.full((3,), 7), 21)
+    return AcousticTask(sizes), lambda: LstmAcousticModel(MELS, 4, sizes), batch
+
+
+def _synthesis() -> tuple[Task, Callable[[], nn.Module], Batch]:
+    spectrograms = torch.randn(3, 7, MELS + LINEAR)
+    batch = Batch(spectrograms, torch.zeros(3, 4, dtype=torch.int64), torch.full((3,), 7), 21)
+    return SynthesisTask(0.1, TINY), lambda: Tacotron(SYMBOLS, MELS, LINEAR, TINY), batch
+
+
+def train(task_name: str, precision_name: str, strategy: str, log: cuda.Log) -> None:
+    """Take some steps, evaluate, and copy to the host what a checkpoint holds."""
+    task, make_model, batch = {"acoustic": _acoustic, "synthesis": _synthesis}[task_name]()
+    with DEVICE:
+        model = make_model()
+    precision = Precision(precision_name, DEVICE)  # type: ignore[arg-type]
+    comm = StagedCommunicator()
+    scaler = make_scaler(DEVICE) if precision.scales_losses else None
+    assert scaler is None or scaler.is_enabled()
+    adam = torch.optim.Adam
+    replica = Replica(model, lambda p: adam(p, 0.1, fused=True), max_gradient_norm=1.0, scaler=scaler)
+    attached = parse_strategy(strategy).attach(
+        replica, comm, Timeline(None, rank=0, device=torch.device("cpu"))
+    )
+    moving = DeviceStream(DEVICE, StageTimes())
+    attached.resume()
+    for number in range(1, 6):
+        moved = moving.move(batch).to(DEVICE)
+        step = TrainingStep(attached, attached.timeline, batch.num_frames)
+        step.begin()
+        with precision.computing():
+            loss = task.loss(model, moved)
+        assert loss.total.dtype == torch.float32
+        step.backward(loss.total)
+        log.append(f"step {number} of {strategy}")
+        step.end(Progress(number, 21.0 * number, 0.0, number / 5), number=number)
+    with attached.evaluation_parameters(), torch.no_grad(), precision.computing():
+        task.score(model.eval(), moved)
+    vectors = {"parameters": replica.parameters.values, **replica.optimizer_vectors()}
+    assert all(x.is_cuda and x.dtype == torch.float32 for x in vectors.values())
+    state = split_state("strategy", attached.state_dict())
+    for x in [*vectors.values(), *state.tensors.values()]:
+        torch.empty(x.shape, dtype=x.dtype).copy_(x)
+    attached.load_state_dict(attached.state_dict())
+    attached.pause()
+    attached.finish()
+    attached.close()
+
+
+if __name__ == "__main__":
+    for name in sys.argv[4:]:
+        with cuda.fake_cuda() as log:
+            train(sys.argv[2], sys.argv[3], name, log)
+        print("\n".join(log))
