@@ -46,6 +46,7 @@ _ADDED_LATER = (
     ("", "precision"),
     ("model", "criterion"),
     ("model", "prior_scale"),
+    ("model", "subsampling"),
 )
 
 
