@@ -118,6 +118,7 @@ def check_beginning(session: Session, options: TrainOptions, run_dir: Path, *, r
         as `train_run`.
     """
     resolved = options.resolve(training_ranks(options, session.comm.size))
+    options.strategy.parsed.check_ranks(session.comm)
     _check_data(session, resolved, options.strategy.parsed, resume=resume)
     if session.comm.rank == 0:
         _refuse_begun(RunDirectory(run_dir), resume=resume)

@@ -73,7 +73,6 @@ def train_over_ranks(request: SessionRequest, function: Callable[[Session], int]
 
     Ranks that differ in world, versions, seed, data or options are refused.  A failure of any rank ends all.
     """
-    keep_freed_memory(os.environ)
     options = request.options
     num_feeders = options.loading.feeders
     launch = environment.announced()
@@ -151,6 +150,7 @@ def _session(
         comm: the ranks that train.
         roles: of all ranks of the job, where some feed.
     """
+    keep_freed_memory(os.environ)  # where steps are taken it is given back; feeders take none
     options = request.options
     device = choose_device(options.device, comm.local_rank)
     reporter: Reporter = SilentReporter()
