@@ -193,7 +193,8 @@ def test_a_run_is_resumed_that_was_begun_before_there_were_options_for_alignment
         )
         for name in added:
             del options[name]
-        del options["model"]["criterion"], options["model"]["prior_scale"]
+        for name in ("criterion", "prior_scale", "subsampling"):
+            del options["model"][name]
     fingerprint = hashlib.sha256(json.dumps(begun, sort_keys=True).encode()).hexdigest()[:16]
     path.write_text(json.dumps({**record, "fingerprint": fingerprint}))
     train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path, resume=True)
