@@ -63,6 +63,8 @@ class Replica:
         self.max_gradient_norm, self.scaler = max_gradient_norm, scaler
         if scaler is not None:
             loss_scale.begin(scaler, self.parameters.values.device)
+        # Asked for now: a scaler that has loaded a state takes that for its first.
+        self._first_scale = 1.0 if scaler is None else scaler.get_scale()
         self.learning_rate_factor = 1.0
         self.frames = 0
         self.more_to_come = False
@@ -110,6 +112,12 @@ class Replica:
         """Let `take` use the gradients for an update elsewhere, unless they have overflowed; clear them."""
         loss_scale.hand_over(self.scaler, self.gradients.values, take)
         self.clear_gradients()
+
+    def reset_loss_scale(self) -> None:
+        """Scale losses as at the start, and forget what has been said for raising the scale."""
+        if self.scaler is not None:
+            begun = {"scale": self._first_scale, "_growth_tracker": 0}
+            self.scaler.load_state_dict({**self.scaler.state_dict(), **begun})
 
     def give_loss_scale(self) -> None:
         """Put this rank's loss scale behind its parameters, for ranks that take both."""

@@ -285,7 +285,10 @@ class ObservesLoss(Protocol):
     """A strategy that goes by the training loss."""
 
     def observe_loss(self, total: Tensor, frames: int) -> None:
-        """Record this rank's loss, a sum over `frames` frames; it may be on a GPU: do not wait for it."""
+        """Record this rank's loss, a sum over `frames` frames; it may be on a GPU: do not wait for it.
+
+        With the replica's `scaler` set, one that is not finite may be an overflow whose update is skipped.
+        """
 
 
 @runtime_checkable

@@ -45,8 +45,7 @@ class TrainingStep:
         if strategy.observer is not None:
             total = loss.detach()
             self._loss = total if self._loss is None else self._loss + total
-            # One that float16 has made infinite tells nothing: its update will be skipped.
-            if last and (scaler is None or bool(self._loss.isfinite())):
+            if last:
                 strategy.observer.observe_loss(self._loss, self.weight)
         strategy.replica.more_to_come = not last
         with self._timeline.span(Span.BACKWARD):

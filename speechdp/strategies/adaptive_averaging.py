@@ -146,7 +146,8 @@ class AdaptiveAveraging(ModelAveraging):
     def set_up(self) -> None:
         super().set_up()
         self._value = self.period.value  # of the period in force
-        self._loss = WindowLoss()  # since the rule was last used
+        # since the rule was last used
+        self._loss = WindowLoss(skips_overflows=self.replica.scaler is not None)
         self._last_use = 0.0  # step, frames per rank or seconds on rank 0, as `interval` has it
         self._first_loss = 0.0  # 0: not known yet
         self._first_rate = self._last_rate = 0.0
@@ -202,7 +203,7 @@ class AdaptiveAveraging(ModelAveraging):
         now = float(progress.step) if self.interval.unit is PeriodUnit.STEPS else progress.frames_per_rank
         if not in_seconds and self._is_early(now):
             return
-        sums = torch.tensor([self._loss.total, self._loss.frames, 0.0], dtype=torch.float64)
+        sums = torch.tensor([*self._loss.sums, 0.0], dtype=torch.float64)
         if self.comm.rank == 0:
             sums[2] = progress.time_s
         with self.timeline.span(Span.COMM):

@@ -72,7 +72,7 @@ class ModelAveraging(AveragingStrategy):
 
     def set_up(self) -> None:
         super().set_up()
-        self._window_loss = WindowLoss()
+        self._window_loss = WindowLoss(skips_overflows=self.replica.scaler is not None)
         self._rounds = 0  # averages so far
         self._times_left_out = 0  # of this rank
         self._share: float | None = None  # weight that a rule has given this rank in the average under way
@@ -106,9 +106,12 @@ class ModelAveraging(AveragingStrategy):
         with self.timeline.span(Span.COMM):
             self.average_parameters(compressed=True)
             self.start_from_here()
-            if self._share == 0:  # the momentum of a model that has gone astray must not push the average
+            if (
+                self._share == 0
+            ):  # momentum and scale of a model that has gone astray say nothing of the average
                 self._times_left_out += 1
                 self.replica.reset_optimizer()
+                self.replica.reset_loss_scale()
             self.settle_momentum(self.momentum)
         self._rounds += 1
 
@@ -122,9 +125,8 @@ class ModelAveraging(AveragingStrategy):
     def _judge(self) -> float | None:
         """Compare objectives; return 0 or 1 if they decide this rank's weight, None if its frames do."""
         rank, loss = self.comm.rank, self._window_loss
-        mean = loss.total / loss.frames if loss.frames > 0 else math.inf
         objectives = torch.zeros(self.comm.size, dtype=torch.float64)
-        objectives[rank] = math.inf if math.isnan(mean) else mean
+        objectives[rank] = loss.mean
         self.comm.allreduce(objectives, name="objectives")
         best = int(objectives.argmin())  # the first of equals, on every rank
         if self.first == "best" and self._rounds == 0:

@@ -24,13 +24,17 @@ def measure_epoch(parts: TrainingParts, at: Standing, epochs_done: float, time_s
         time_s: training time of the run so far, s.
 
     Raises:
-        RunError: no frame was learnt, or none of the held-out split scored.
+        RunError: no frame was learnt, no loss was finite, or nothing of the held-out split scored.
     """
-    loss, frames = parts.comm.allreduce(at.epoch_loss.clone(), name="epoch_loss").tolist()
-    if frames == 0 and parts.replica.scaler is not None:
+    loss, frames, learnt = parts.comm.allreduce(at.epoch_loss.clone(), name="epoch_loss").tolist()
+    if frames == 0 and learnt > 0:
+        scales = parts.replica.scaler is not None
+        which, remedy = (
+            ("--precision fp16: ", "train with --precision bf16 or fp32, ") if scales else ("", "")
+        )
         raise RunError(
-            "--precision fp16: the loss was finite in no step of the epoch; train with --precision bf16 or "
-            "fp32, lower --learning-rate, or inspect the data"
+            f"{which}the loss was finite in no step of the epoch; {remedy}lower --learning-rate, or inspect "
+            "the data"
         )
     if frames == 0:
         why = "" if parts.task.transcripts is None else ": no utterance fits its transcript"

@@ -49,7 +49,7 @@ class Trainer:
         #: The place in training that the last checkpoint holds.
         self._saved_at: tuple[int, int, int] | None = None
         self._evaluated_at: tuple[int, int, int] | None = None
-        self._at = Standing(torch.zeros(2, dtype=torch.float64, device=parts.device))
+        self._at = Standing(torch.zeros(3, dtype=torch.float64, device=parts.device))
         self._sent_bytes = 0.0
         self._begun_s = 0.0
         #: Told of the ranks that are gone.
@@ -241,19 +241,21 @@ class Trainer:
                 time.sleep((parts.slowness - 1) * (time.perf_counter() - begun_s))
 
     def _note_loss(self, total: Tensor, num_frames: int, step: Step) -> None:
-        if self._others_mend:
-            total = total.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        shown, sums = total, self._at.epoch_loss
         count: Tensor | int = num_frames
-        if self.parts.replica.scaler is not None:
-            # Its update will be skipped; one that is no number at any scale ends the run by its scale.
+        if self._others_mend or self.parts.replica.scaler is not None:
+            # With a scaler its update will be skipped; what is no number at any scale, the scale will tell.
             is_finite = total.isfinite()
             total, count = total.where(is_finite, 0), is_finite * num_frames
-        self._at.epoch_loss[0] += total
-        self._at.epoch_loss[1] += count
+        sums[0] += total
+        sums[1] += count
+        sums[2] += num_frames
         if total.is_cuda and self.counters.step % _GPU_LOSS_STEPS and not step.ends_epoch:
             return
         value = total.item() if not total.is_cuda else self._at.epoch_loss[0].item()
-        self._shown_loss = None if total.is_cuda else value / num_frames
+        # One that does not count is not shown as the 0 that stands for it in the sum.
+        known = not total.is_cuda and math.isfinite(shown.item())
+        self._shown_loss = value / num_frames if known else None
         if not math.isfinite(value):
             self._refuse(f"the loss is {value} at step {self.counters.step + 1}")
 
@@ -261,6 +263,9 @@ class Trainer:
         scaler, counters = self.parts.replica.scaler, self.counters
         is_due = self.parts.device.type != "cuda" or ends_epoch or counters.step % _GPU_LOSS_STEPS == 0
         if scaler is not None and is_due and (scale := scaler.get_scale()) < LEAST_SCALE:
+            if self._others_mend:
+                scaler.update(LEAST_SCALE)  # until the next average
+                return
             self._refuse(
                 f"--precision fp16: the loss scale has fallen to {scale:g} at step {counters.step}, and "
                 "gradients are still not finite",

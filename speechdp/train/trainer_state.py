@@ -83,8 +83,8 @@ class Standing:
 
     Attributes:
         counters: steps, frames and time.
-        epoch_loss: loss and frames of this rank in the epoch under way, (2,); on the device, so that no step
-            waits.
+        epoch_loss: of this rank in the epoch under way: finite losses, their frames, and all frames learnt,
+            (3,); on the device, so that no step waits.
         dealing: where the dealing of an asynchronous run stands; on rank 0.
     """
 
@@ -147,6 +147,8 @@ def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: i
     if parts.replica.scaler is not None:
         parts.replica.scaler.load_state_dict(state.values["loss_scale"])
     epoch_loss = tensors["epoch_loss"].to(parts.device)
+    if len(epoch_loss) == 2:  # of an earlier version, which counted one kind of frames
+        epoch_loss = torch.cat([epoch_loss, epoch_loss[1:]])
     if not state.is_copy:
         torch.set_rng_state(tensors["random.cpu"])
         if "random.cuda" in tensors:

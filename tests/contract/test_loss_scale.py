@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Callable
 
@@ -189,6 +190,77 @@ def test_the_rank_that_skips_stays_where_it_is_and_the_others_do_not(strategy: s
         before = run.values()
         run.step(factor=1e6 if comm.rank == 1 else 1.0)
         assert torch.equal(run.values(), before) == (comm.rank == 1)
+        run.finish()
+
+    run_threads(2, check)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_rank_without_a_finite_loss_is_left_out_and_begins_anew(precision: PrecisionName) -> None:
+    """Its parameters are a million times too large: the average must be that of the others."""
+
+    def check(comm: Communicator) -> None:
+        run = Run(comm, "model_averaging:period=2,leave_out=1", precision)
+        if comm.rank == 1:
+            run.replica.parameters.values.fill_(1e6)
+        for _ in range(2):
+            run.step(factor=math.inf if comm.rank == 1 else 1.0)
+        assert run.strategy.statistics() == {"times_left_out": int(comm.rank == 1)}
+        assert float(run.values().abs().max()) < 10
+        assert precision == "bf16" or run.scale == FIRST_SCALE
+        run.finish()
+
+    run_threads(3, check)
+
+
+@pytest.mark.parametrize("saved_after", [1, 2])
+def test_an_overflow_among_finite_losses_leaves_no_rank_out(saved_after: int) -> None:
+    """Also where the loss before or after it comes from a checkpoint."""
+
+    def check(comm: Communicator) -> None:
+        run = Run(comm, "model_averaging:period=3,leave_out=1")
+        for step in range(3):
+            run.step(factor=math.inf if comm.rank == 1 and step == 1 else 1.0)
+            if step + 1 == saved_after:
+                state, run = run.state(), Run(comm, "model_averaging:period=3,leave_out=1")
+                run.load(state)
+        assert run.strategy.statistics() == {"times_left_out": 0}
+        assert run.scale == FIRST_SCALE / (2 if comm.rank == 1 else 1)
+        run.finish()
+
+    run_threads(2, check)
+
+
+def test_a_scale_that_is_reset_is_the_first_also_after_a_checkpoint() -> None:
+    def check(comm: Communicator) -> None:
+        strategy = "model_averaging:period=4,leave_out=1"
+        first, second = Run(comm, strategy), Run(comm, strategy)
+        for _ in range(2):
+            first.step(factor=math.inf if comm.rank == 1 else 1.0)
+        second.load(first.state())
+        for _ in range(2):
+            second.step(factor=math.inf if comm.rank == 1 else 1.0)
+        assert second.strategy.statistics() == {"times_left_out": int(comm.rank == 1)}
+        assert second.scale == FIRST_SCALE
+        first.strategy.close()
+        second.finish()
+
+    run_threads(2, check)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_adaptive_rule_goes_by_finite_losses_alone(lost: int) -> None:
+    def check(comm: Communicator) -> None:
+        run = Run(comm, "adaptive_averaging:period=2,interval=1,halve=false")
+        observer = run.strategy.observer
+        assert observer is not None
+        for step in range(4):
+            run.strategy.before_backward(10)
+            loss = math.inf if step % 2 == lost else 40.0 if step < 2 else 10.0
+            observer.observe_loss(torch.tensor(loss), 10)
+            run.steps += 1
+            run.strategy.step(Progress(run.steps, 10.0 * run.steps, 0.0, run.steps / 8))
+        assert run.strategy.statistics() == {"period": "1"}  # 2 sqrt(1/4)
         run.finish()
 
     run_threads(2, check)

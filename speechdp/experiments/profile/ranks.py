@@ -113,6 +113,7 @@ def _profile(session: Session, options: TrainOptions, request: JobRequest, start
         clock.begin(start.origin_s)
         with sampled_into(session, request.sample_hz, request.folder, start.origin_s):
             records = _take_steps(session, runner, clock, request.steps, trainer)
+        parts.strategy.pause()
         parts.strategy.finish()
         parts.strategy.close()
         write_steps(session, request.folder, start, records)
@@ -149,7 +150,7 @@ class _WholeSteps:
         parts.strategy.resume()
 
     def step(self, number: int) -> int:
-        """Take a step; return this rank's frames of it.  Raises RunError: the loss is not finite."""
+        """Take a step; return this rank's frames of it.  Raises RunError: a loss not finite, but in fp16."""
         parts = self._parts
         step = self._next()
         frames = step.batch.num_frames
@@ -177,7 +178,8 @@ class _WholeSteps:
         with self._clock.timed("h2d", WHOLE):
             batch = step.batch.to(self._parts.device)
         loss = self._staged.forward(batch)
-        if not math.isfinite(value := loss.item()):
+        # With a scaler an overflow is a step like others, whose update is skipped; it is waited for alike.
+        if not math.isfinite(value := loss.item()) and self._parts.replica.scaler is None:
             self._refuse(value, number)
         work.backward(loss, compute=self._staged.backward)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,36 +12,56 @@ from torch import Tensor
 class WindowLoss:
     """Accumulates losses on their device, so that no step synchronises with it.
 
+    Args:
+        skips_overflows: losses that are not finite do not count: float16 has made them so, and their updates
+            are skipped.
+
     Attributes:
-        frames: frames the losses stand for.
+        frames: frames of all losses, those that do not count among them.
     """
 
-    def __init__(self) -> None:
-        self._total = torch.zeros((), dtype=torch.float64)
+    def __init__(self, *, skips_overflows: bool = False) -> None:
+        self._skips_overflows = skips_overflows
+        self._sums = torch.zeros(2, dtype=torch.float64)  # loss and frames of what counts
         self.frames = 0
 
     def add(self, total: Tensor, frames: int) -> None:
         """Add a loss summed over `frames` frames."""
         if self.frames == 0:
-            self._total = self._total.to(total.device)
-        self._total += total
+            self._sums = self._sums.to(total.device)
+        count: Tensor | int = frames
+        if self._skips_overflows:
+            is_finite = total.isfinite()
+            total, count = total.where(is_finite, 0), is_finite * frames
+        self._sums[0] += total
+        self._sums[1] += count
         self.frames += frames
 
     @property
-    def total(self) -> float:
-        """The sum; waits for the device."""
-        return float(self._total.item())
+    def sums(self) -> tuple[float, float]:
+        """The losses that count, summed, and their frames; waits for the device."""
+        total, frames = self._sums.tolist()
+        return total, frames
+
+    @property
+    def mean(self) -> float:
+        """Loss per frame, infinite where there is none or it is no number; waits for the device."""
+        total, frames = self.sums
+        mean = total / frames if frames > 0 else math.inf
+        return math.inf if math.isnan(mean) else mean
 
     def reset(self) -> None:
         """Begin a new stretch."""
-        self._total = torch.zeros_like(self._total)
+        self._sums = torch.zeros_like(self._sums)
         self.frames = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs."""
-        return {"total": self.total, "frames": self.frames}
+        total, counted = self.sums
+        return {"total": total, "frames": self.frames, "counted": counted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
-        self._total = torch.tensor(state["total"], dtype=torch.float64)
         self.frames = state["frames"]
+        counted = state.get("counted", self.frames)  # earlier checkpoints have none
+        self._sums = torch.tensor([state["total"], counted], dtype=torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,6 +27,7 @@ from speechdp.experiments.profile.record import JobEntry, ProfileJob, read_job
 from speechdp.experiments.profile.steps import StageClock, StagedStep
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.strategies.model_averaging import ModelAveraging
 from speechdp.train.build import build_trainer, epoch_planner, open_loader
 from speechdp.train.session import Session
 from speechdp.train.trainer_state import TrainingParts
@@ -189,6 +191,36 @@ def test_a_loss_that_is_no_number_is_refused(datasets: dict[str, Dataset], tmp_p
     options = options_with(layers=1, cells=8, batch_size=4, learning_rate=1e38, optimizer="sgd")
     with pytest.raises(RunError, match=r"the loss is (nan|inf) at step \d on rank 0: lower --learning-rate"):
         profiled(datasets["acoustic"], options, tmp_path / "job")
+
+
+def test_a_loss_that_overflows_in_fp16_is_a_step_like_others(
+    datasets: dict[str, Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = StagedStep.forward
+    monkeypatch.setattr(StagedStep, "forward", lambda self, batch: forward(self, batch) * float("inf"))
+    options = dataclasses.replace(TINY_SYNTHESIS, precision="fp16")
+    job = profiled(datasets["synthesis"], options, tmp_path / "job")
+    assert len(job.steps[0]) == STEPS
+
+
+@pytest.mark.parametrize("module", ["", "encoder"])
+def test_exchanges_are_over_before_the_end(
+    module: str, datasets: dict[str, Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads of a compressed strategy would outlive it."""
+    calls: list[str] = []
+    for name in ("pause", "finish"):
+        method = getattr(ModelAveraging, name)
+        monkeypatch.setattr(
+            ModelAveraging, name, lambda self, name=name, method=method: calls.append(name) or method(self)
+        )
+    options = dataclasses.replace(
+        ACOUSTIC, strategy=StrategyChoice("model_averaging:period=2,compression=int8")
+    )
+    profiled(datasets["acoustic"], options, tmp_path / "job", module, size=2)
+    assert sorted(calls[:2]) == ["pause", "pause"] or calls.index("pause") < calls.index("finish")
+    assert calls.count("pause") == 2
+    assert not [thread.name for thread in threading.enumerate() if "speechdp" in thread.name]
 
 
 def test_a_full_disk_is_named(datasets: dict[str, Dataset], tmp_path: Path) -> None:

@@ -131,6 +131,22 @@ def test_the_loss_of_all_passes_of_a_step_is_observed_once() -> None:
     assert seen == [((losses[0] + losses[1]).item(), step.weight)]
 
 
+def test_a_loss_is_observed_without_waiting_for_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a scaler, where one that is not finite must not count."""
+    waits: list[str] = []
+    replica = make_replica()
+    replica.scaler = torch.amp.GradScaler("cpu")
+    strategy = parse_strategy("model_averaging:leave_out=1").attach(replica, SerialCommunicator(), timeline())
+    adaptive = parse_strategy("adaptive_averaging").attach(replica, SerialCommunicator(), timeline())
+    loss = summed_loss(replica.model, make_batch(0, 0))
+    with monkeypatch.context() as patched:
+        for name in ("__bool__", "item", "tolist", "__float__", "__int__"):
+            patched.setattr(torch.Tensor, name, lambda self, name=name: waits.append(name) or 1)
+        for each in (strategy, adaptive):
+            TrainingStep(each, each.timeline, 3).backward(loss, compute=lambda gradient: None)
+    assert waits == []
+
+
 def test_a_back_end_without_messages_is_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = SerialCommunicator()
     monkeypatch.setattr(type(comm), "has_peers", False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from speechdp.process.ending import Stopped
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.base import FrameScores, LossSum
 from speechdp.train import build
+from speechdp.train.epoch_end import measure_epoch
 from speechdp.train.models import make_model
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
@@ -259,6 +261,46 @@ def test_what_torch_cannot_compute_is_refused_before_there_is_a_run(
             precision="fp16",
         )
     assert not (tmp_path / "run" / "run.json").exists()
+
+
+@pytest.mark.parametrize("works", ["bf16", "fp32"])
+def test_another_format_is_offered_only_where_it_has_been_tried(
+    monkeypatch: pytest.MonkeyPatch, works: str
+) -> None:
+    def try_it(self: Precision, module: torch.nn.RNNBase) -> None:
+        if self.name != works:
+            raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(Precision, "_try", try_it)
+    remedy = "bf16 or fp32" if works == "bf16" else "fp32"
+    with pytest.raises(ConfigError, match=f"this model's LSTM in it on this CPU; use {remedy}$"):
+        Precision("fp16", CPU).check(torch.nn.LSTM(4, 4))
+
+
+@pytest.mark.parametrize("base", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_a_layer_derived_from_torch_s_is_tried_as_the_one_it_is(base: Any) -> None:
+    class Own(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+
+    Precision("bf16", CPU).check(Own())
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize(
+    ("learnt", "message"),
+    [(0, "^no frame of the training split was learnt"), (9, "the loss was finite in no step of the epoch")],
+)
+def test_an_epoch_that_taught_nothing_says_why(
+    datasets: dict[str, Dataset], tmp_path: Path, precision: Any, learnt: int, message: str
+) -> None:
+    options = dataclasses.replace(ACOUSTIC, precision=precision)
+    with ExitStack() as stack:
+        mine, _ = build.build_trainer(Session(datasets["acoustic"], ALONE, CPU), options, tmp_path, stack)
+        mine._at.epoch_loss[2] = learnt
+        with pytest.raises(RunError, match=message) as caught:
+            measure_epoch(mine.parts, mine._at, 1.0, 0.0)
+    assert ("fp16" in str(caught.value)) == (precision == "fp16" and learnt > 0)
 
 
 def test_a_gpu_without_bf16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,13 +31,14 @@ from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.ownership.overwrite import RUN, check_overwrite
 from speechdp.parallel import stop
+from speechdp.parallel.loss_scale import LEAST_SCALE
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Stopped
 from speechdp.report.runs.folders import read_run
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.base import FrameScores, LossSum
-from speechdp.train.build import build_trainer
+from speechdp.train.build import build_trainer, open_loader
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
@@ -400,6 +401,56 @@ def test_a_rank_that_diverges_is_left_out_where_that_is_asked_for(dataset: Datas
     )
     lines = evaluations(tmp_path)
     assert len(lines) == 2 and all(-3 < line["heldout_log_prob"] < 0 for line in lines), lines
+
+
+class NanLossFrom(NanLoss):
+    """Gives NaN from one step on; 0: never."""
+
+    def loss(self, model: Any, batch: Any) -> LossSum:
+        loss = super().loss(model, batch)
+        is_nan = 0 < self.at_step <= self.num_steps
+        self.noted = [*getattr(self, "noted", []), (loss.total.item(), 0 if is_nan else loss.num_frames)]
+        return LossSum(loss.total * float("nan"), loss.num_frames) if is_nan else loss
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_rank_that_others_mend_does_not_end_the_run_by_its_scale(
+    dataset: Dataset, tmp_path: Path, precision: Any
+) -> None:
+    """More overflows than the scale has room for; their frames do not count in the mean loss either."""
+    options = dataclasses.replace(
+        OPTIONS,
+        model=dataclasses.replace(OPTIONS.model, projection=3),  # without oneDNN, which has no float16
+        batch=dataclasses.replace(OPTIONS.batch, batch_size=1),
+        strategy=StrategyChoice("model_averaging:period=100,leave_out=1.0"),
+        precision=precision,
+        epochs=1,
+    )
+    tasks = [NanLossFrom(0), NanLossFrom(2)]
+    scales: list[float] = []
+
+    def train(comm: Communicator) -> None:
+        with ExitStack() as stack:
+            session = Session(dataset, comm, CPU)
+            mine, sources = build_trainer(session, options, tmp_path, stack)
+            if mine.parts.replica.scaler is not None and comm.rank == 1:
+                mine.parts.replica.scaler.update(LEAST_SCALE)
+            mine.parts = dataclasses.replace(mine.parts, task=tasks[comm.rank])
+            loader, _ = open_loader(session, options.resolve(2), mine, sources.training, stack)
+            mine.parts.strategy.resume()
+            while (step := mine.advance(loader)) is not None and not step.ends_epoch:
+                if mine.parts.replica.scaler is not None and comm.rank == 1:
+                    scales.append(mine.parts.replica.scaler.get_scale())
+            mine.parts.strategy.pause()
+            found = mine._at.epoch_loss.tolist()
+            noted = [(x, n) for x, n in tasks[comm.rank].noted if n > 0]
+            assert found[0] == pytest.approx(sum(x for x, _ in noted), rel=1e-6)
+            assert found[1] == sum(n for _, n in noted)
+            assert comm.rank == 0 or (mine._shown_loss is None and found[2] > found[1] > 0)
+            mine.parts.strategy.close()
+
+    run_threads(2, train)
+    assert precision == "bf16" or set(scales[1:]) == {LEAST_SCALE}
 
 
 class BadScores(AcousticTask):
