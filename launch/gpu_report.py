@@ -13,6 +13,7 @@ Exit code 0: every part went well; 1: one did not, or there is no GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -112,11 +113,15 @@ def parts(num_gpus: int, folder: Path) -> list[Part]:
 
 _FORMATS = ("fp32", "bf16", "fp16")
 _PRESETS = {"acoustic": "kaldi-4x800", "synthesis": "tacotron-small"}
+#: Sums float16, which MPI has no type for (`reducible` of its communicator).
+_IN_HALF = "gradient_averaging:compression=fp16"
 #: One strategy of each way to exchange.
 _STRATEGIES = (
     "gradient_averaging",
-    "gradient_averaging:compression=fp16",
+    _IN_HALF,
     "model_averaging:period=4",
+    "model_averaging:period=4,compression=int8",
+    "delayed_averaging:period=4,delay=2,compression=int8",
     "dpsgd",
     "ad_psgd",
     "parameter_server",
@@ -129,7 +134,13 @@ def _format(folder: Path, data: str, spectrograms: str, task: str, kind: str) ->
     words = [SPEECHDP, "train", data if task == "acoustic" else spectrograms, str(run), "--task", task]
     words += ["--preset", _PRESETS[task], "--precision", kind, "--device", "cuda", "--max-steps", "100"]
     files = [run / name for name in ("run.json", "metrics.jsonl", "timing.json")]
-    return Part(f"{task} in {kind}", words, 900, {"CUDA_VISIBLE_DEVICES": "0"}, files=files)
+    return Part(f"{task} in {kind}", words, 900, _visible(1), files=files)
+
+
+def _visible(num_gpus: int) -> dict[str, str]:
+    """Return the setting that leaves a part so many GPUs: the first that a scheduler has assigned."""
+    given = [gpu.strip() for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
+    return {"CUDA_VISIBLE_DEVICES": ",".join((given or ["0", "1"])[:num_gpus])}
 
 
 def _pairs(num_gpus: int, folder: Path, data: str) -> list[Part]:
@@ -141,11 +152,13 @@ def _pairs(num_gpus: int, folder: Path, data: str) -> list[Part]:
     for gpus, backends in ((1, ("mpi",)), (2, ("horovod", "mpi", "torch"))):
         if gpus > num_gpus:
             continue
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
+        environment = _visible(gpus)
         if gpus == 1:
             environment["SPEECHDP_RANKS_PER_GPU"] = "2"
         for backend in backends:
             for number, strategy in enumerate(_STRATEGIES):
+                if backend == "mpi" and strategy == _IN_HALF:
+                    continue
                 run = folder / f"{backend}-{gpus}-{number}"
                 words = [SPEECHDP, "launch", "-np", "2", "--", "train", data, str(run), "--backend", backend]
                 words += ["--strategy", strategy, "--device", "cuda", "--precision", "fp16", "--epochs", "2"]
@@ -157,7 +170,7 @@ def _pairs(num_gpus: int, folder: Path, data: str) -> list[Part]:
 def _benchmarks(folder: Path) -> list[Part]:
     cost = [PYTHON, "benchmarks/models/decoder_cost.py", "--preset", "tacotron", "--device", "cuda"]
     wait = [PYTHON, "benchmarks/data/data_wait.py", "--ranks", "1", "--out", str(folder / "data_wait")]
-    one = {"CUDA_VISIBLE_DEVICES": "0"}
+    one = _visible(1)
     return [
         *(Part(f"decoder in {k}", [*cost, "--precision", k], 900, one) for k in ("fp32", "bf16")),
         Part("waiting for data", wait, 1800, one),
@@ -200,7 +213,8 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
         for number in (signal.SIGTERM, signal.SIGKILL):
-            os.killpg(process.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.killpg(process.pid, number)
             try:
                 process.wait(_GRACE_S)
                 break
@@ -218,16 +232,23 @@ def _read(path: Path) -> str:
 
 def said_by(*command: str) -> str:
     """Return what a command prints, or why it cannot be run."""
+    return "".join(_output_of(command)).strip()
+
+
+def _output_of(command: Sequence[str]) -> tuple[str, str]:
+    """Return what a command writes to stdout and to stderr; to stderr why it cannot be run."""
     try:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"cannot be run: {error}"
-    return (ended.stdout + ended.stderr).strip()
+        return "", f"cannot be run: {error}"
+    return ended.stdout, ended.stderr
 
 
-def count_gpus() -> int:
-    """Return how many GPUs torch can compute on."""
-    return int(said_by(PYTHON, "-c", "import torch; print(torch.cuda.device_count())").splitlines()[-1])
+def count_gpus() -> tuple[int, str]:
+    """Return how many GPUs torch can compute on, and what it says beside that: warnings, or why none."""
+    asked = (PYTHON, "-c", "import torch; print(torch.cuda.device_count())")
+    stdout, stderr = (text.strip() for text in _output_of(asked))
+    return (int(stdout), stderr) if stdout.isdecimal() else (0, f"{stdout}\n{stderr}".strip())
 
 
 def machine() -> dict[str, Any]:
@@ -275,9 +296,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, default=ROOT / "gpu-report.json", help="file to write")
     parser.add_argument("--only", default="", help="parts with this in their name")
     given = parser.parse_args(arguments)
-    num_gpus = count_gpus()
+    num_gpus, said = count_gpus()
     if num_gpus == 0:
         print("test-gpu: torch sees no GPU here; run it on a machine with NVIDIA GPUs", file=sys.stderr)
+        if said:
+            print(said, file=sys.stderr)
         return 1
     facts, results = machine(), list[Result]()
     with tempfile.TemporaryDirectory(prefix="speechdp-gpu-") as folder:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +16,16 @@ import torch
 from launch import gpu_report
 from launch.gpu_report import TAIL_LINES, Part, parts, run
 from speechdp.cli.main import check_forwarded
+from speechdp.comm.startup.create import _MODULES
+from speechdp.parallel.registry import parse_strategy
+from tests.helpers.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def no_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device")
@@ -40,6 +51,68 @@ def test_two_ranks_share_a_gpu_by_mpi_and_have_one_each_with_every_back_end(tmp_
         assert shared == {"2"}
     names = [part.name for part in parts(2, tmp_path)]
     assert len(set(names)) == len(names)
+
+
+def test_every_back_end_sums_what_it_is_given(tmp_path: Path) -> None:
+    """A part whose back-end refuses the strategy would fail on every machine."""
+    pairs = [part for part in parts(2, tmp_path) if part.name.startswith("two ranks")]
+    asked = {(_option(part, "--backend"), _option(part, "--strategy")) for part in pairs}
+    needed = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    for backend, text in asked:
+        dtype = needed.get(getattr(parse_strategy(text), "compression", "none"), torch.float32)
+        assert str(dtype) in _reducible(backend), f"{backend} cannot sum what {text} exchanges"
+    in_half = {backend for backend, text in asked if "compression=fp16" in text}
+    quantised = {backend for backend, text in asked if text.startswith("delayed") and "=int8" in text}
+    assert in_half == {"torch", "horovod"} and quantised == {"mpi", "torch", "horovod"}
+
+
+@functools.cache
+def _reducible(backend: str) -> frozenset[str]:
+    """Return the types a back-end sums, in a process of its own: to import MPI's initialises MPI."""
+    if backend == "horovod" and importlib.util.find_spec("horovod") is None:
+        pytest.skip("Horovod is not installed")
+    module, name = _MODULES[backend]
+    script = f"from {module} import {name}; print(*{name}.reducible, flush=True)"
+    environment = {**os.environ, "OMPI_MCA_plm": "isolated"}
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return frozenset(ended.stdout.split())
+
+
+def test_of_the_gpus_that_a_scheduler_has_assigned_the_first_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5, 7,2")
+    environments = [part.environment for part in parts(3, tmp_path)]
+    chosen = {e["CUDA_VISIBLE_DEVICES"] for e in environments if "CUDA_VISIBLE_DEVICES" in e}
+    assert chosen == {"GPU-5", "GPU-5,7"}
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (
+            "import sys; print(2); print('UserWarning: old driver', file=sys.stderr)",
+            (2, "UserWarning: old driver"),
+        ),
+        ("print('no number')", (0, "no number")),
+        ("raise SystemExit('no torch')", (0, "no torch")),
+    ],
+)
+def test_gpus_are_counted_whatever_torch_says_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, expected: tuple[int, str]
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!{sys.executable}\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(gpu_report, "PYTHON", str(program))
+    assert gpu_report.count_gpus() == expected
 
 
 def _option(part: Part, name: str) -> str:
@@ -84,18 +157,45 @@ def test_a_program_that_is_missing_is_named() -> None:
     assert list(result.output) == ["./no-such-program: No such file or directory"]
 
 
-def test_past_its_limit_a_part_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
+def test_past_its_limit_a_part_is_ended_with_what_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted, wait = tmp_path / "child", gpu_report._wait
     script = (
-        "import pathlib, subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        f"pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(child.pid))\n"
-        "print('begun', flush=True)\nchild.wait()\n"
+        "import os, subprocess\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "print('begun', flush=True)\n"
+        f"open({str(noted)!r} + '.new', 'w').write(str(child.pid))\n"
+        f"os.rename({str(noted)!r} + '.new', {str(noted)!r})\nchild.wait()\n"
     )
-    result = run(Part("part", [sys.executable, "-c", script], limit_s=5.0))
+
+    def wait_once_begun(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+        wait_until(noted.exists, "the part's child")
+        return wait(process, limit_s)
+
+    monkeypatch.setattr(gpu_report, "_wait", wait_once_begun)
+    result = run(Part("part", [sys.executable, "-c", script], limit_s=0.1))
     assert (result.outcome, result.exit_code, list(result.output)) == ("past its limit", None, ["begun"])
-    child = int((tmp_path / "child").read_text())
-    stat = Path(f"/proc/{child}/stat")
-    assert not stat.exists() or stat.read_text().split(") ")[1][0] in "ZX"
+    wait_until(lambda: _has_ended(int(noted.read_text())), "the end of the part's child")
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends while it is read
+        return True
+
+
+def test_a_part_that_ends_as_it_is_to_be_ended_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    kill = os.killpg
+
+    def kill_too_late(pid: int, number: int) -> None:
+        kill(pid, number)
+        raise ProcessLookupError
+
+    monkeypatch.setattr(os, "killpg", kill_too_late)
+    result = run(Part("part", ["sleep", "600"], limit_s=0.1))
+    assert (result.outcome, result.exit_code) == ("past its limit", None)
 
 
 def test_the_end_of_the_output_and_what_was_measured_are_kept(tmp_path: Path) -> None:
@@ -118,7 +218,7 @@ def test_the_report_is_whole_after_every_part(
         Part("first", [sys.executable, "-c", "raise SystemExit(2)"]),
         Part("second", [sys.executable, "-c", script, str(path)]),
     ]
-    monkeypatch.setattr(gpu_report, "count_gpus", lambda: 1)
+    monkeypatch.setattr(gpu_report, "count_gpus", lambda: (1, ""))
     monkeypatch.setattr(gpu_report, "parts", lambda num_gpus, folder: listed)
     assert gpu_report.main(["--report", str(path)]) == 1
     report = json.loads(path.read_text())
