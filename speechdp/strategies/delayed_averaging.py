@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from speechdp.comm.background import JobThread
 from speechdp.comm.base import Work
@@ -16,7 +15,6 @@ from speechdp.errors import ConfigError
 from speechdp.parallel.period import Period, PeriodUnit
 from speechdp.parallel.strategy import Progress
 from speechdp.strategies.mechanisms.averaging import AveragingStrategy
-from speechdp.strategies.mechanisms.quantised_mean import written
 from speechdp.timing.timeline import Span
 
 #: Fragments begin at multiples of this, as the tensors in the flat vector do.
@@ -38,11 +36,19 @@ class _Flight:
 
 
 class _Aside:
-    """Does one job at a time beside training, in a thread of its own."""
+    """Does one job at a time beside training, in a thread of its own.
 
-    def __init__(self) -> None:
+    Args:
+        device: that the jobs compute on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._thread: JobThread | None = None
         self._job: Callable[[], None]
+        # On a GPU a stream of their own, too: on training's their kernels would wait for those of the steps
+        # that run meanwhile, and these for them.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def open(self, name: str) -> None:
         """Start the thread."""
@@ -55,32 +61,33 @@ class _Aside:
             self._thread.close()
             self._thread = None
 
-    def start(self, function: Callable[[], None], reads: Tensor) -> Work:
-        """Call `function`, which reads what this thread's stream writes to `reads`."""
+    def start(self, job: Callable[[], None]) -> Work:
+        """Call `job`, which finds written what this thread's stream has been given to write so far."""
         assert self._thread is not None, "between `pause` and `resume` nothing is exchanged"
-        ready = written(reads)
-
-        def job() -> None:
-            if ready is not None:
-                ready.synchronize()
-            function()
-            if ready is not None:  # for the stream of whoever waits
-                torch.cuda.current_stream(reads.device).synchronize()
-
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._job = job
         self._thread.start()
-        return _AsideWork(self._thread)
+        return _AsideWork(self)
+
+    def wait(self) -> None:
+        """Wait for the job; what it writes is ordered before whatever this thread's stream does next."""
+        assert self._thread is not None, "a job is under way"
+        self._thread.wait()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _run(self) -> None:
-        self._job()
+        with torch.cuda.stream(self._stream):
+            self._job()
 
 
 class _AsideWork(Work):
-    def __init__(self, thread: JobThread) -> None:
-        self._thread = thread
+    def __init__(self, aside: _Aside) -> None:
+        self._aside = aside
 
     def wait(self) -> None:
-        self._thread.wait()
+        self._aside.wait()
 
 
 @dataclass(eq=False)
@@ -152,7 +159,7 @@ class DelayedAveraging(AveragingStrategy):
         self._earlier_frames = [0] * self.fragments
         self._flight: _Flight | None = None
         #: Makes compressed averages while training goes on.
-        self._aside = _Aside()
+        self._aside = _Aside(values.device)
 
     def pieces(self) -> list[slice]:
         """Return the fragments."""
@@ -202,9 +209,7 @@ class DelayedAveraging(AveragingStrategy):
         if self.means:
             mean, reference = self.means[fragment], self.reference[place]
             travelling[-1] = 1.0  # what arrives is the mean itself
-            work = self._aside.start(
-                lambda: mean.average(snapshot, reference, weight, out=travelling[:-1]), snapshot
-            )
+            work = self._aside.start(lambda: mean.average(snapshot, reference, weight, out=travelling[:-1]))
         else:
             torch.mul(piece, weight, out=travelling[:-1])
             travelling[-1] = weight

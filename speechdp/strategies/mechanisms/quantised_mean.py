@@ -39,7 +39,7 @@ class Outbox:
 
     def __init__(self, peers: PeerCommunicator) -> None:
         self.peers = peers
-        self._messages: queue.SimpleQueue[tuple[Tensor, int, int, torch.cuda.Event | None]]
+        self._messages: queue.SimpleQueue[tuple[Tensor, int, int, _Written | None]]
         self._messages = queue.SimpleQueue()
         self._thread: JobThread | None = None
         self._num_posted = 0
@@ -63,7 +63,7 @@ class Outbox:
     def post(self, x: Tensor, dest: int, tag: int) -> None:
         """Send `x`, which must not be written before `flush`."""
         assert self._thread is not None, "the outbox is closed"
-        self._messages.put((x, dest, tag, written(x)))
+        self._messages.put((x, dest, tag, _Written(x.device) if x.is_cuda else None))
         self._num_posted += 1
         self._thread.start()
 
@@ -77,17 +77,21 @@ class Outbox:
     def _send(self) -> None:
         x, dest, tag, ready = self._messages.get()
         if ready is not None:
-            ready.synchronize()
-        self.peers.send(x, dest, tag=tag)
+            ready.event.synchronize()
+        # A copy to the host is ordered against the stream that wrote the message: this thread's own would be
+        # training's, and the copy wait for its steps.
+        with torch.cuda.stream(ready.stream if ready is not None else None):
+            self.peers.send(x, dest, tag=tag)
 
 
-def written(x: Tensor) -> torch.cuda.Event | None:
-    """Return an event after which `x` holds what this thread's stream writes; None on a CPU."""
-    if not x.is_cuda:
-        return None
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(x.device))
-    return event
+class _Written:
+    """What this thread's stream on a GPU has been given to do so far: the stream, and an event at its end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.current_stream(device)
+        # `blocking` lets the waiting thread sleep, where it would spin.
+        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.event.record(self.stream)
 
 
 class QuantisedMean:
