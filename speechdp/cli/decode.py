@@ -66,7 +66,7 @@ class DecodeCommand:
         return over_ranks(self.backend, self.device, self._on_rank)
 
     def _on_rank(self, comm: Communicator) -> int:
-        from speechdp.comm.startup.device import choose_device  # noqa: PLC0415
+        from speechdp.comm.device import choose_device  # noqa: PLC0415
         from speechdp.comm.startup.world import check_world  # noqa: PLC0415
         from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
         from speechdp.decode.recognise import decode_split  # noqa: PLC0415

@@ -51,7 +51,7 @@ class PosteriorsCommand:
 
         from speechdp.cli.support.outputs import output_file  # noqa: PLC0415
         from speechdp.cli.support.progress import progress_bar  # noqa: PLC0415
-        from speechdp.comm.startup.device import choose_device  # noqa: PLC0415
+        from speechdp.comm.device import choose_device  # noqa: PLC0415
         from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
         from speechdp.decode.posteriors import PosteriorOptions, write_posteriors  # noqa: PLC0415
         from speechdp.errors import ConfigError  # noqa: PLC0415

@@ -119,7 +119,7 @@ class SynthesizeCommand:
         ]
 
     def _on_rank(self, comm: Communicator) -> int:
-        from speechdp.comm.startup.device import choose_device  # noqa: PLC0415
+        from speechdp.comm.device import choose_device  # noqa: PLC0415
         from speechdp.synthesis.generate import GenerateOptions, Synthesiser  # noqa: PLC0415
         from speechdp.tasks.model_file import load_synthesis_model  # noqa: PLC0415
 

@@ -53,7 +53,7 @@ class TranscribeCommand:
 
     def run(self) -> int:
         """Recognise the files and print their words."""
-        from speechdp.comm.startup.device import choose_device  # noqa: PLC0415 - keeps --help fast
+        from speechdp.comm.device import choose_device  # noqa: PLC0415 - keeps --help fast
         from speechdp.decode.transcribe import Transcriber, kept_data  # noqa: PLC0415
         from speechdp.files import write_text_atomically  # noqa: PLC0415
         from speechdp.tasks.model_file import load_model  # noqa: PLC0415

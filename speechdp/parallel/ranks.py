@@ -10,8 +10,8 @@ from typing import TypeVar
 from speechdp import exit_codes
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
+from speechdp.comm.device import choose_device, exchange_device
 from speechdp.comm.startup.create import create_communicator
-from speechdp.comm.startup.device import choose_device, exchange_device
 from speechdp.comm.startup.failure import guard
 from speechdp.comm.startup.start_guard import StartGuard
 from speechdp.comm.startup.world import check_world

@@ -17,9 +17,9 @@ import speechdp
 from speechdp import remedies
 from speechdp.cli.main import _options_of, parse, run
 from speechdp.comm import environment
+from speechdp.comm.device import choose_device
 from speechdp.comm.startup import start_guard
 from speechdp.comm.startup.create import _remedy
-from speechdp.comm.startup.device import choose_device
 from speechdp.comm.startup.start_guard import StartGuard
 from speechdp.errors import ConfigError, RunError
 from speechdp.jsonl import LineFile

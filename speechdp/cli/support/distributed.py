@@ -18,8 +18,8 @@ import speechdp
 from speechdp.cli.support.console import make_console
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
+from speechdp.comm.device import choose_device, exchange_device
 from speechdp.comm.startup.create import choose_backend, create_communicator, create_fed_job
-from speechdp.comm.startup.device import choose_device, exchange_device
 from speechdp.comm.startup.failure import guard
 from speechdp.comm.startup.feeder_roles import Roles
 from speechdp.comm.startup.start_guard import StartGuard

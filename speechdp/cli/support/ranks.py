@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from speechdp.comm.base import Communicator
+from speechdp.comm.device import exchange_device
 from speechdp.comm.startup.create import create_communicator
-from speechdp.comm.startup.device import exchange_device
 from speechdp.comm.startup.failure import guard
 from speechdp.comm.startup.start_guard import StartGuard
 from speechdp.options.faults import FaultOptions

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from speechdp import remedies
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
+from speechdp.comm.device import choose_device
 from speechdp.comm.staging import as_bytes
 from speechdp.comm.torchdist.meeting import TIMEOUT, Rendezvous, checked, meet
 from speechdp.comm.torchdist.peers import TorchPeers
@@ -124,6 +125,7 @@ class TorchCommunicator(TorchGroup):
 
     Raises:
         CommunicationError: the ranks cannot meet.
+        ConfigError: there are more ranks on this host than its GPUs are for.
     """
 
     def __init__(self, device: torch.device, part: Communicator | None = None) -> None:
@@ -134,7 +136,7 @@ class TorchCommunicator(TorchGroup):
         self._num_splits = 0
         if device.type == "cuda" and device.index is None:
             # Which GPU is ours is known only now that the ranks of this host have been counted.
-            device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
+            device = choose_device("cuda", self.local_rank)
         options: dict[str, Any] = {"device_id": device} if on_gpu else {}
         with meeting.connecting():
             checked(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from speechdp.comm.startup.device import RANKS_PER_GPU, choose_device
+from speechdp.comm.device import RANKS_PER_GPU, choose_device
+from speechdp.comm.torchdist import communicator as torchdist
 from speechdp.errors import ConfigError
 
 
@@ -32,3 +37,28 @@ def test_ranks_share_gpus_where_they_are_told_to(two_gpus: None, monkeypatch: py
         monkeypatch.setenv(RANKS_PER_GPU, nonsense)
         with pytest.raises(ConfigError, match=f"SPEECHDP_RANKS_PER_GPU={nonsense}: give a number of ranks"):
             choose_device("cuda", 0)
+
+
+def test_nccl_is_begun_on_the_gpu_that_the_rank_computes_on(
+    two_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[torch.device] = []
+
+    def init(backend: str, *, device_id: torch.device, **options: Any) -> None:
+        begun.append(device_id)
+
+    def connect(local_rank: int) -> None:
+        meeting = SimpleNamespace(
+            rank=local_rank, size=4, local_rank=local_rank, store=None, connecting=contextlib.nullcontext
+        )
+        monkeypatch.setattr(torchdist, "meet", lambda part, connects_later: meeting)
+        torchdist.TorchCommunicator(torch.device("cuda"))
+
+    monkeypatch.setattr(torchdist.dist, "init_process_group", init)
+    monkeypatch.setenv(RANKS_PER_GPU, "2")
+    for local_rank in range(4):
+        connect(local_rank)
+    assert begun == [choose_device("cuda", rank) for rank in range(4)]
+    monkeypatch.delenv(RANKS_PER_GPU)
+    with pytest.raises(ConfigError, match="local rank 2: only 2 GPUs on this host"):
+        connect(2)
