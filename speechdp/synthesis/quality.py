@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speechdp.data.signal.features import FeatureConfig
+from speechdp.errors import RunError
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -55,6 +56,9 @@ def mel_cepstral_distortion(
 
     Source: Kubichek, "Mel-cepstral distance measure for objective speech quality assessment", IEEE PACRIM
     1993, equation 1; the warping as in later work (often called MCD-DTW).
+
+    Raises:
+        RunError: a spectrogram holds values that are no finite numbers.
     """
     from_synthetic, from_recorded = cepstra(synthetic, features), cepstra(recorded, features)
     squares = (from_synthetic**2).sum(axis=1)[:, None] + (from_recorded**2).sum(axis=1)
@@ -67,7 +71,15 @@ def warping_path(distances: FloatArray) -> npt.NDArray[np.int64]:
     """Return the cheapest path through (T1, T2) distances from corner to corner: (P, 2) places.
 
     Of steps that cost the same the one in both is taken, else the one in the second.
+
+    Raises:
+        RunError: a distance is no finite number.
     """
+    if not np.isfinite(distances).all():
+        raise RunError(
+            "mel-cepstral distortion: a spectrogram holds values that are no finite numbers; look at the "
+            "loss of the run, and at the data"
+        )
     rows, columns = distances.shape
     costs = np.full((rows + 1, columns + 1), np.inf)  # of the cheapest path to a place, beyond it a border
     costs[0, 0] = 0.0

@@ -10,6 +10,7 @@ import pytest
 
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.data.signal.spectrogram import spectrogram_config
+from speechdp.errors import RunError
 from speechdp.synthesis import quality
 
 FEATURES = spectrogram_config(8000)
@@ -89,3 +90,14 @@ def test_of_paths_that_cost_the_same_it_is_librosas_too() -> None:
     distances = np.random.default_rng(0).integers(0, 2, (9, 13)).astype(float)
     expected = librosa.sequence.dtw(C=distances)[1][::-1]
     np.testing.assert_array_equal(quality.warping_path(distances), expected)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_speech_that_is_no_finite_numbers_is_refused_in_a_line(value: float) -> None:
+    recorded, synthetic = random_mel(6, 4), random_mel(5, 5)
+    synthetic[2, 3] = value
+    with (
+        np.errstate(invalid="ignore"),
+        pytest.raises(RunError, match="a spectrogram holds values that are no"),
+    ):
+        quality.mel_cepstral_distortion(synthetic, recorded, FEATURES)
