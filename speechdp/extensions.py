@@ -306,7 +306,10 @@ def field_kinds(cls: type[Any]) -> dict[str, Any]:
     for base in reversed(cls.__mro__):
         own = {name: kind for name, kind in inspect.get_annotations(base).items() if name in names}
         fields_alone = type(base.__name__, (), {"__annotations__": own, "__module__": base.__module__})
-        kinds |= typing.get_type_hints(fields_alone, localns=dict(vars(base)))
+        # The module's names before the class's own, as typing has it for a class: in `Period: Period =
+        # Period(3)` the class has the field's default under that name.
+        module = getattr(sys.modules.get(base.__module__), "__dict__", {})
+        kinds |= typing.get_type_hints(fields_alone, globalns=dict(vars(base)), localns=module)
     return kinds
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
+import types
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 import speechdp
 from speechdp.errors import ConfigError
+from speechdp.extensions import field_kinds
 from speechdp.parallel.period import Period
 from speechdp.parallel.registry import STRATEGIES, describe, parse_strategy, strategy_names
 from speechdp.parallel.strategy import Progress, Strategy
@@ -109,6 +112,17 @@ def test_options_may_be_left_open() -> None:
     assert describe(again) == describe(made) and vars(again) == vars(made)
     with pytest.raises(ConfigError, match="open:way='left': choose one of up, down"):
         parse_strategy("open:way=left")
+
+
+def test_a_field_may_be_called_as_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class has the default under that name; a name that it alone has is found, too."""
+    module = types.ModuleType("a_users_options")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    head = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    head += "from speechdp.parallel.period import Period\n"
+    body = "    class Inner: ...\n    Period: Period = Period(3)\n    inner: Inner | None = None\n"
+    exec(f"{head}@dataclass\nclass Options:\n{body}", vars(module))
+    assert field_kinds(module.Options) == {"Period": Period, "inner": module.Options.Inner | None}
 
 
 def with_field(kind: Any, default: Any = None) -> type[ModelAveraging]:
