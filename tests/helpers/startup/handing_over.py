@@ -24,9 +24,9 @@ def hand_over(address: str) -> None:
     """Have this program run by a fork of the server, and end as that does; return where it is to run here."""
     arguments = sys.orig_argv[1:]
     is_program = arguments[:2] == ["-m", "speechdp"] or (
-        arguments[:1] == ["-m"] and arguments[1].startswith("tests.")
+        arguments[:1] == ["-m"] and "".join(arguments[1:2]).startswith("tests.")
     )
-    if not is_program and not arguments[0].endswith(".py"):
+    if not is_program and not "".join(arguments[:1]).endswith(".py"):  # a bare `python` has none
         return
     if None in (sys.stdin, sys.stdout, sys.stderr):  # closed, which a fork would not know
         return
