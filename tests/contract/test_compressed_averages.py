@@ -66,7 +66,8 @@ def test_replicas_are_bitwise_equal_after_each_average(strategy: str) -> None:
     run_threads(3, check)
 
 
-@pytest.mark.parametrize("strategy", CASES)
+# What stands behind compression= falls away here: of the case with first=best all that makes it one.
+@pytest.mark.parametrize("strategy", [s for s in CASES if "first=best" not in s])
 def test_a_compressed_run_stays_near_one_in_full_precision(strategy: str) -> None:
     def check(comm: Communicator) -> None:
         finals = []
@@ -79,8 +80,7 @@ def test_a_compressed_run_stays_near_one_in_full_precision(strategy: str) -> Non
         error = float((finals[1] - finals[0]).abs().max())
         assert 0 < error < 0.03 * float((finals[0] - begun).abs().max()), f"{strategy}: differs by {error:g}"
 
-    if "first=best" not in strategy:
-        run_threads(3, check)
+    run_threads(3, check)
 
 
 def test_ranks_of_weight_zero_take_part() -> None:
