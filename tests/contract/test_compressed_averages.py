@@ -66,7 +66,7 @@ def test_replicas_are_bitwise_equal_after_each_average(strategy: str) -> None:
     run_threads(3, check)
 
 
-# Which replica is the best one, which the first window's end takes, may change with the last digits.
+# What stands behind compression= falls away here: of the case with first=best all that makes it one.
 @pytest.mark.parametrize("strategy", [s for s in CASES if "first=best" not in s])
 def test_a_compressed_run_stays_near_one_in_full_precision(strategy: str) -> None:
     def check(comm: Communicator) -> None:
