@@ -1,12 +1,13 @@
 """Frames/s of strategies and periods over links of limited rate, on network namespaces of this machine.
 
-    sudo python benchmarks/comm/slow_link.py [--rates free 10gbit 1gbit 100mbit] [--nodes 2] [--batch-size 4]
+    sudo python benchmarks/comm/slow_link.py [--rates free 10gbit 1gbit 100mbit] [--nodes 2] \
+        [--ranks-per-node 1] [--batch-size 4]
 
-One rank a node, one core a rank.  Only whole periods are timed, after steps that are not.  Writes
+One core a rank.  With several ranks a node also averages inside nodes, and less often between them.  Only whole periods are timed, after steps that are not.  Writes
 docs/images/slow_link.csv and .png.  Last line: JSON {"model_averaging_16_vs_gradient_averaging_1gbit": ...,
 "int8_vs_none_1g": ..., "int8_vs_fp32_1g": ...}: frames/s beside gradient averaging on the back-end where that
 is fastest, at the same rate; of compressed averages with a period of 16 also beside no exchange at all and
-beside the same averages in full precision.
+beside the same averages in full precision; of averages in two levels beside those in one.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from speechdp.data.loading.batch import Batch
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions
+from speechdp.parallel.period import Period
 from speechdp.parallel.registry import parse_strategy
 from speechdp.tasks.acoustic import AcousticTask
 
@@ -82,6 +84,13 @@ class Contender:
     strategy: str
     backend: str = "mpi"
 
+    @property
+    def cycle(self) -> int | None:
+        """Steps after which it does the same again; None: every step, or never."""
+        between = getattr(parse_strategy(self.strategy), "between_nodes", 0)
+        steps = int(between.value if isinstance(between, Period) else between)
+        return steps or period_of(self.strategy)
+
 
 CONTENDERS = (
     # Never due: what the ranks compute without each other.
@@ -98,6 +107,13 @@ CONTENDERS = (
     Contender("delayed_averaging on torch", "delayed_averaging:period=16,delay=8", "torch"),
     Contender("dpsgd", "dpsgd"),
     Contender("ad_psgd", "ad_psgd"),
+)
+#: Averages in two levels, where nodes have several ranks.
+IN_TWO_LEVELS = (
+    Contender(f"{_IN_FULL}_nodes_16", "model_averaging:period=16,between_nodes=16"),
+    Contender(f"{_IN_FULL}_nodes_64", "model_averaging:period=16,between_nodes=64"),
+    Contender(f"{_IN_FULL}_nodes_64_int8", "model_averaging:period=16,between_nodes=64,compression=int8"),
+    Contender("gradient_averaging_nodes_16", "gradient_averaging:between_nodes=16"),
 )
 
 
@@ -141,13 +157,13 @@ def on_rank(comm: Communicator, contender: Contender, size: Size, batch_size: in
     with strategy_loop(comm, model, options, batches(size, batch_size, comm.rank), finish=False) as advance:
         for _ in range(_WARMUP_STEPS):
             advance()
-        frames, wall_s = timed_steps(comm, advance, num_steps(period_of(contender.strategy)))
+        frames, wall_s = timed_steps(comm, advance, num_steps(contender.cycle))
     print_rate(comm, frames, wall_s)
 
 
 def run_rank(arguments: argparse.Namespace) -> int:
     """Be a rank; return its exit code."""
-    contender = next(c for c in CONTENDERS if c.name == arguments.rank_of)
+    contender = next(c for c in (*CONTENDERS, *IN_TWO_LEVELS) if c.name == arguments.rank_of)
     if not parse_strategy(contender.strategy).traits.exchanges_every_step:
         expect_rare_exchanges()  # as `speechdp train` does
     return guard(
@@ -164,7 +180,9 @@ def measure_all(arguments: argparse.Namespace, contenders: Sequence[Contender]) 
             nodes.limit(rate)
             for contender in contenders:
                 program = [sys.executable, __file__, "--rank-of", contender.name, "--model", arguments.model]
-                command = nodes.mpirun([*program, "--batch-size", str(arguments.batch_size)])
+                command = nodes.mpirun(
+                    [*program, "--batch-size", str(arguments.batch_size)], ranks_per_node=arguments.ranks_per_node
+                )
                 frames_per_s = median_rate(command, arguments.rounds)
                 if frames_per_s is None:  # the others' minutes are not thrown away
                     nodes.kill()
@@ -215,6 +233,17 @@ def compare_compressed(results: Sequence[Result]) -> dict[str, float]:
     return ratios
 
 
+def compare_levels(results: Sequence[Result]) -> dict[str, float]:
+    """Return the frames/s of averages in two levels over those of the same in one, where measured."""
+    found = {(r.rate, r.name): r.frames_per_s for r in results}
+    ratios = {}
+    for (rate, name), frames_per_s in found.items():
+        one, is_in_two, _ = name.partition("_nodes_")
+        if is_in_two and (rate, one) in found:
+            ratios[f"{name}_vs_{one}_{rate}"] = round(frames_per_s / found[rate, one], 3)
+    return ratios
+
+
 def write_csv(results: Sequence[Result], path: Path) -> None:
     """Write one line a measurement."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -233,7 +262,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rates", nargs="+", default=["free", "10gbit", "1gbit", "100mbit"], help="as tc, or free"
     )
-    parser.add_argument("--nodes", type=int, default=2, help="one rank each")
+    parser.add_argument("--nodes", type=int, default=2, help="of --ranks-per-node ranks each")
+    parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--model", choices=SIZES, default="swb2000")
     parser.add_argument("--batch-size", type=int, default=4, help="segments of 21 frames per rank and step")
     parser.add_argument("--rounds", type=int, default=1, help="the median counts")
@@ -251,7 +281,8 @@ def main() -> None:
     if reason is not None:
         sys.exit(f"slow_link: {reason}")
     contenders = []
-    for contender in (c for c in CONTENDERS if arguments.only in c.name):
+    possible = CONTENDERS + (IN_TWO_LEVELS if arguments.ranks_per_node > 1 else ())
+    for contender in (c for c in possible if arguments.only in c.name):
         missing = missing_strategy(contender.strategy)
         if missing is None:
             contenders.append(contender)
@@ -262,7 +293,7 @@ def main() -> None:
         sys.exit("slow_link: no contender could be measured")
     write_csv(results, arguments.output.with_suffix(".csv"))
     draw(results, arguments.output.with_suffix(".png"))
-    print(json.dumps(compare(results) | compare_compressed(results)))
+    print(json.dumps(compare(results) | compare_compressed(results) | compare_levels(results)))
     if len(results) < len(contenders) * len(arguments.rates):
         sys.exit("slow_link: not every contender could be measured")
 

@@ -40,6 +40,10 @@ class Exchange:
         groups: ranks that sum their gradients at every step (GOSSIP).
         dedicated: rank 0 only serves.
         at_server: rank 0 gathers and hands back (TOGETHER); its update replaces the ranks' own (SERVER).
+        rounds: every so many exchanges there is one between nodes, the others are inside nodes (TOGETHER); 0:
+            all are over all ranks at once.
+        node_size: consecutive ranks of a node in this sense; 0: as the cluster's nodes have them.
+        nbytes_between: of the vector that goes between nodes.
     """
 
     pattern: Pattern
@@ -52,6 +56,9 @@ class Exchange:
     groups: int = 1
     dedicated: bool = False
     at_server: bool = False
+    rounds: int = 0
+    node_size: int = 0
+    nbytes_between: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -115,15 +122,32 @@ def _gradients(strategy: Any, model: Model) -> Exchange:
     share = 1.0 if strategy.compression == "none" else 0.5
     buckets = tuple(share * b for b in buckets_of(model.nbytes, strategy.bucket_mib))
     return Exchange(
-        Pattern.TOGETHER, strategy.every, share * model.nbytes, buckets if strategy.overlap else ()
+        Pattern.TOGETHER,
+        strategy.every,
+        share * model.nbytes,
+        buckets if strategy.overlap else (),
+        rounds=strategy.between_nodes,
+        node_size=strategy.node_size,
+        nbytes_between=model.nbytes,
     )
 
 
 def _averaging(strategy: Any, model: Model) -> Exchange:
     with_state = getattr(strategy, "momentum", "") == "average"
     vectors = 1 + (model.optimizer_vectors if with_state else 0)
-    nbytes = vectors * model.nbytes * share_of_bytes(strategy.compression)
-    return Exchange(Pattern.TOGETHER, model.steps_in(strategy.period), nbytes)
+    period, nbytes = model.steps_in(strategy.period), vectors * model.nbytes
+    travelling = nbytes * share_of_bytes(strategy.compression)
+    if strategy.between_nodes.value == 0:
+        return Exchange(Pattern.TOGETHER, period, travelling)
+    rounds = int(strategy.between_nodes.value / strategy.period.value)
+    return Exchange(
+        Pattern.TOGETHER,
+        period,
+        nbytes,
+        rounds=rounds,
+        node_size=strategy.node_size,
+        nbytes_between=travelling,
+    )
 
 
 def _delayed(strategy: Any, model: Model) -> Exchange:

@@ -95,7 +95,7 @@ def _fit_behind_backward(runs: Sequence[MeasuredRun], model: Model, *, crosses: 
     for run in runs:
         exchange = exchange_of(run.strategy, model)
         seen_s = float(run.times.comm.min(axis=1).mean()) * exchange.period
-        if len(exchange.buckets) < 2 or seen_s <= 0:
+        if len(exchange.buckets) < 2 or exchange.rounds > 0 or seen_s <= 0:
             continue
         # The last piece is never hidden: its messages alone cannot take longer than what was seen.
         latency_s = min(assumed_s, _MOST_LATENCY * seen_s / (2 * (run.ranks - 1)))
@@ -120,6 +120,8 @@ def observe(run: MeasuredRun, model: Model) -> Observed | None:
     exchange = exchange_of(run.strategy, model)
     if exchange.pattern is not Pattern.TOGETHER or exchange.at_server or len(exchange.buckets) > 1:
         return None
+    if exchange.rounds > 0:  # some of them are inside nodes
+        return None
     shortest = run.times.comm.min(axis=1)
     # Beside its exchanges a rank may note in `comm` a number that all agree on.  What an exchange takes is
     # told by the middle one of as many as there were, not by the longest: that may be a hiccup.
@@ -136,7 +138,9 @@ def fit_progress(runs: Sequence[MeasuredRun], work: MeasuredWork, model: Model, 
     found = []
     for run in filter(lambda run: is_known(run.strategy), runs):
         exchange = exchange_of(run.strategy, model)
-        if run.ranks == 1 or len(exchange.buckets) < 2 or exchange.pattern is not Pattern.TOGETHER:
+        if run.ranks == 1 or len(exchange.buckets) < 2 or exchange.rounds > 0:
+            continue
+        if exchange.pattern is not Pattern.TOGETHER:
             continue
         hidden, whole = (
             float(exposed_s(exchange, work, run.ranks, cluster, progress).mean()) for progress in (1.0, 0.0)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from speechdp.errors import ConfigError
+from speechdp.parallel.period import plain_number
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.simulation.exchanges import Exchange, exchange_of, has_period
 from speechdp.simulation.fit import fit_link
@@ -116,6 +117,10 @@ def _longer(choice: StrategyChoice) -> StrategyChoice | None:
     if not period.isdigit():
         return None
     others = [part for part in rest.split(",") if part and not part.startswith("period=")]
+    between = getattr(choice.parsed, "between_nodes", None)
+    if between is not None and between.value > 0:  # stays the same multiple of the period
+        others = [part for part in others if not part.startswith("between_nodes=")]
+        others.append(f"between_nodes={plain_number(LONGER * between.value)}")
     return StrategyChoice(f"{name}:{','.join([*others, f'period={LONGER * int(period)}'])}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,15 @@ from speechdp.simulation.events import Served, mixed_share, serve
 from speechdp.simulation.exchanges import Exchange, Model, Pattern
 from speechdp.simulation.links import Cluster
 from speechdp.simulation.steps import REPLICATES, Drawn, Draws, MeasuredWork
-from speechdp.simulation.waiting import Pace, delayed, exposed_s, neighbours, together, windows_of
+from speechdp.simulation.waiting import (
+    Pace,
+    delayed,
+    exposed_s,
+    in_two_levels,
+    neighbours,
+    together,
+    windows_of,
+)
 
 #: Bounds of the intervals: 90 % of the resamples lie between them.
 LOW, HIGH = 0.05, 0.95
@@ -133,9 +141,11 @@ def predict(
 
     Returns:
         In the order of `exchanges`, without strategies that a run on so many ranks would refuse: their groups
-        do not divide them, or their server leaves no worker.
+        do not divide them, their server leaves no worker, or they average between nodes and have one.
     """
-    possible = [(choice, exchange) for choice, exchange in exchanges if _accepts(choice, ranks)]
+    possible = [
+        (choice, exchange) for choice, exchange in exchanges if _accepts(choice, ranks, scenario.cluster)
+    ]
     paces = predict_paces(scenario, ranks, [exchange for _, exchange in possible])
     return [
         _prediction(scenario, ranks, choice, exchange, pace)
@@ -146,14 +156,18 @@ def predict(
 class _RanksInNumber(SerialCommunicator):
     """Ranks that do not exist: a strategy can be asked whether it would train on so many."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, per_node: int) -> None:
         super().__init__()
-        self.size = size
+        self.size, self._per_node = size, per_node
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Return the hosts that they would be on: nothing else is asked for."""
+        return [rank // self._per_node for rank in range(self.size)]
 
 
-def _accepts(choice: StrategyChoice, ranks: int) -> bool:
+def _accepts(choice: StrategyChoice, ranks: int, cluster: Cluster) -> bool:
     try:
-        choice.parsed.check_ranks(_RanksInNumber(ranks))
+        choice.parsed.check_ranks(_RanksInNumber(ranks, cluster.ranks_per_node))
     except ConfigError:
         return False
     return True
@@ -189,6 +203,8 @@ def _pace(scenario: Scenario, drawn: Drawn, exchange: Exchange, cluster: Cluster
         return delayed(drawn, exchange, cluster.allreduce_s(exchange.nbytes, ranks))
     if exchange.pattern is Pattern.NEIGHBOURS and ranks > 1:
         return neighbours(drawn, exchange, scenario.work, cluster)
+    if exchange.rounds > 0 and ranks > 1:
+        return in_two_levels(drawn, exchange, scenario.work, cluster, scenario.progress)
     exposed = exposed_s(exchange, scenario.work, ranks, cluster, scenario.progress)
     return together(drawn[:, :, int(exchange.dedicated) :], exchange, exposed)
 
@@ -202,7 +218,9 @@ def _steps_of_windows(exchange: Exchange) -> int:
     """Return how many steps of a rank are drawn for an exchange, at least; events draw fewer."""
     if exchange.pattern in (Pattern.GOSSIP, Pattern.SERVER):
         return 1
-    return exchange.period * (1 if exchange.pattern is Pattern.TOGETHER else _LEAST_WINDOWS)
+    return exchange.period * (
+        max(exchange.rounds, 1) if exchange.pattern is Pattern.TOGETHER else _LEAST_WINDOWS
+    )
 
 
 def _steps_needed(ranks: int, exchanges: Sequence[Exchange]) -> int:

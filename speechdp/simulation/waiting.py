@@ -5,7 +5,7 @@ Everything is a sum or a maximum of what was drawn, for all ranks and replicates
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -91,6 +91,37 @@ def together(drawn: Drawn, exchange: Exchange, exposed: Samples) -> Pace:
     """Follow ranks that all wait for all once per period."""
     window_s = slowest(drawn, exchange.period) + exposed
     return Pace(window_s / exchange.period, _wide(exposed / exchange.period, window_s))
+
+
+def in_two_levels(
+    drawn: Drawn, exchange: Exchange, work: MeasuredWork, cluster: Cluster, progress: float
+) -> Pace:
+    """Follow ranks that wait for those of their node once per period, and for all once in `rounds` periods.
+
+    Args:
+        drawn: as many steps as `rounds` periods have, at least.
+        progress: as for `exposed_s`.
+    """
+    ranks, size = drawn.shape[2], exchange.node_size or cluster.ranks_per_node
+    inside_s = exposed_s(exchange, work, min(size, ranks), cluster, progress)
+    between_s = _between_s(exchange, ranks, size, cluster)
+    windows = windows_of(drawn, exchange.period)
+    slowest_of_node = [windows[:, :, first : first + size].max(axis=2) for first in range(0, ranks, size)]
+    apart = windows_of(np.stack(slowest_of_node, axis=2), exchange.rounds)
+    exposed = exchange.rounds * inside_s + between_s
+    step_s = (apart.max(axis=2).mean(axis=1) + exposed) / (exchange.rounds * exchange.period)
+    return Pace(step_s, _wide(exposed / (exchange.rounds * exchange.period), step_s))
+
+
+def _between_s(exchange: Exchange, ranks: int, size: int, cluster: Cluster) -> Samples:
+    """Return what it takes the first ranks of all nodes to sum a vector, and to hand it on, s."""
+    leaders = replace(cluster, ranks_per_node=max(1, cluster.ranks_per_node // size))
+    sum_s = leaders.allreduce_s(exchange.nbytes_between, -(-ranks // size))
+    if size == 1:
+        return sum_s
+    crosses = size > cluster.ranks_per_node
+    handed_on: Samples = sum_s + cluster.message_s(exchange.nbytes, crosses=crosses)
+    return handed_on
 
 
 def delayed(drawn: Drawn, exchange: Exchange, sum_s: Samples) -> Pace:

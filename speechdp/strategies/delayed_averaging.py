@@ -251,7 +251,7 @@ class DelayedAveraging(AveragingStrategy):
         self._land()
         if self._together is None:  # while gradients are averaged replicas are equal
             self.average_parameters()
-        self._window_frames = self._window_steps = 0
+        self.forget_window()
         self.comm.broadcast(self.replica.parameters.whole, name="parameters")
 
     @contextlib.contextmanager

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from speechdp.errors import ConfigError
 from speechdp.parallel.strategy import Progress, Traits
-from speechdp.strategies.mechanisms.averaging import AveragingStrategy
 from speechdp.strategies.mechanisms.last_models import LastModels
+from speechdp.strategies.mechanisms.nodes import NodewiseStrategy
 from speechdp.strategies.mechanisms.periodic import MomentumRule
 from speechdp.strategies.mechanisms.window_loss import WindowLoss
 from speechdp.timing.timeline import Span
 
 
 @dataclass(eq=False)
-class ModelAveraging(AveragingStrategy):
+class ModelAveraging(NodewiseStrategy):
     """Average parameters over all ranks once per period.
 
     Update rule: K times w_i <- w_i - lr * g_i(w_i) on every rank i, with g_i the mean gradient of its own
@@ -67,6 +67,11 @@ class ModelAveraging(AveragingStrategy):
         for name in ("leave_out", "max_change"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{self.name}:{name}={getattr(self, name)}: must be 0 (off) or positive")
+        if self.between_nodes.value > 0 and (self.leave_out > 0 or self.first == "best"):
+            raise ConfigError(
+                f"{self.name}:between_nodes={self.between_nodes}: leave_out and first=best compare all "
+                "ranks at every average; leave them out, or between_nodes"
+            )
         if self.combine < 0 or self.combine == 1:
             raise ConfigError(f"{self.name}:combine={self.combine}: must be 0 (off) or at least 2 models")
 
@@ -137,11 +142,11 @@ class ModelAveraging(AveragingStrategy):
     def _start_window(self, progress: Progress) -> None:
         super()._start_window(progress)
         self._window_loss.reset()
-        if self.combine:
+        if self.combine and not self.is_apart:  # else it is the mean of a node
             self._last_models.offer(self.replica.parameters.values, progress)
 
     def finish(self) -> None:
-        is_new = self._window_steps > 0
+        is_new = self.is_apart
         super().finish()
         if self.combine:
             self._last_models.conclude(self.replica.parameters.values, is_new=is_new)

@@ -46,6 +46,9 @@ SYNCHRONOUS = (
     "model_averaging:period=3,compression=int8",
     "bmuf:period=3,compression=int4",
     "delayed_averaging:period=6,fragments=2,delay=2,compression=int8",
+    "gradient_averaging:between_nodes=3,node_size=1",
+    "slowmo:period=2,between_nodes=4,node_size=1",
+    "model_averaging:period=2,between_nodes=4,node_size=1,compression=int8",
 )
 #: Have no exchange, or nothing to keep of it, on one rank.
 ALONE_OTHERWISE = ("delayed_averaging", "dpsgd", "easgd")

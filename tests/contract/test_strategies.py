@@ -12,6 +12,7 @@ from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError
 from speechdp.parallel.registry import describe, parse_strategy, strategy_names
+from speechdp.strategies.mechanisms.nodes import node_numbers
 from speechdp.testing import (
     Sgd,
     StrategyRun,
@@ -57,6 +58,8 @@ def test_documentation_names_no_strategy_that_is_not_there() -> None:
     assert sorted(named) == strategy_names()
 
 
+#: The options of averages in two levels, off by default.
+NO_NODES = "between_nodes=0,node_size=0,"
 #: The options of model_averaging that are off by default.
 KALDI_OFF = ",first=average,leave_out=0.0,max_change=0.0,combine=0"
 
@@ -64,43 +67,52 @@ KALDI_OFF = ",first=average,leave_out=0.0,max_change=0.0,combine=0"
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("model_averaging", f"model_averaging:period=16,begin=0,compression=none,momentum=keep{KALDI_OFF}"),
+        (
+            "model_averaging",
+            f"model_averaging:period=16,begin=0,compression=none,{NO_NODES}momentum=keep{KALDI_OFF}",
+        ),
         (
             "model_averaging:period=600kf,momentum=reset",
-            f"model_averaging:period=600kf,begin=0,compression=none,momentum=reset{KALDI_OFF}",
+            f"model_averaging:period=600kf,begin=0,compression=none,{NO_NODES}momentum=reset{KALDI_OFF}",
         ),
         (
             "model_averaging:period=2.5s,begin=100",
-            f"model_averaging:period=2.5s,begin=100,compression=none,momentum=keep{KALDI_OFF}",
+            f"model_averaging:period=2.5s,begin=100,compression=none,{NO_NODES}momentum=keep{KALDI_OFF}",
         ),
         (
             "adaptive_averaging:interval=60s,combine=5",
-            "adaptive_averaging:period=16,begin=0,compression=none,momentum=keep,first=average,leave_out=0.0,max_change=0.0,"
+            f"adaptive_averaging:period=16,begin=0,compression=none,{NO_NODES}momentum=keep,first=average,leave_out=0.0,max_change=0.0,"
             "combine=5,rule=adacomm,alpha=0.0,stages=none,interval=60s,halve=true,growth=4.0,learning_rate=keep",
         ),
         (
             "adaptive_averaging:rule=stages,period=200kf,stages=600kf@0.5epochs+1.2mf@2.5ep",
-            f"adaptive_averaging:period=200kf,begin=0,compression=none,momentum=keep{KALDI_OFF},rule=stages,alpha=0.0,"
+            f"adaptive_averaging:period=200kf,begin=0,compression=none,{NO_NODES}momentum=keep{KALDI_OFF},rule=stages,alpha=0.0,"
             "stages=600kf@0.5ep+1200kf@2.5ep,interval=256,halve=true,growth=4.0,learning_rate=keep",
         ),
         (
             "adaptive_averaging:rule=stages,stages=32@33.5%+64@60%",
-            f"adaptive_averaging:period=16,begin=0,compression=none,momentum=keep{KALDI_OFF},rule=stages,alpha=0.0,"
+            f"adaptive_averaging:period=16,begin=0,compression=none,{NO_NODES}momentum=keep{KALDI_OFF},rule=stages,alpha=0.0,"
             "stages=32@33.5%+64@60%,interval=256,halve=true,growth=4.0,learning_rate=keep",
         ),
         (
             "bmuf:begin=1.2mf",
-            "bmuf:period=50,begin=1200kf,compression=none,eta=-1.0,zeta=1.0,nesterov=false,momentum=reset",
+            f"bmuf:period=50,begin=1200kf,compression=none,{NO_NODES}eta=-1.0,zeta=1.0,nesterov=false,momentum=reset",
         ),
-        ("slowmo", "slowmo:period=48,begin=0,compression=none,beta=-1.0,alpha=1.0,momentum=keep"),
-        ("diloco", "diloco:period=500,begin=0,compression=none,outer_learning_rate=0.7,outer_momentum=0.9"),
+        (
+            "slowmo",
+            f"slowmo:period=48,begin=0,compression=none,{NO_NODES}beta=-1.0,alpha=1.0,momentum=keep",
+        ),
+        (
+            "diloco",
+            f"diloco:period=500,begin=0,compression=none,{NO_NODES}outer_learning_rate=0.7,outer_momentum=0.9",
+        ),
         (
             "delayed_averaging:compression=int4",
             "delayed_averaging:period=16,begin=0,compression=int4,delay=1,fragments=1,mix=1.0",
         ),
         (
             "gradient_averaging:every=4,overlap=no",
-            "gradient_averaging:every=4,compression=none,bucket_mib=25.0,overlap=false",
+            "gradient_averaging:every=4,compression=none,bucket_mib=25.0,overlap=false,between_nodes=0,node_size=0",
         ),
     ],
 )
@@ -113,7 +125,10 @@ def test_options_are_read_and_described(text: str, expected: str) -> None:
     ("text", "words"),
     [
         ("no_such", "unknown strategy 'no_such'; there are: ad"),
-        ("model_averaging:perod=4", "has no option 'perod'; it has: period, begin, compression, mom"),
+        (
+            "model_averaging:perod=4",
+            "has no option 'perod'; it has: period, begin, compression, between_nodes",
+        ),
         ("model_averaging:period", "model_averaging:period: has no value; write period=..."),
         ("model_averaging:period=0", "is not a period"),
         ("model_averaging:period=1.5", "not a whole number of steps"),
@@ -168,6 +183,16 @@ def test_options_are_read_and_described(text: str, expected: str) -> None:
         ("adaptive_averaging:compression=int4,momentum=average", "give momentum=keep or reset"),
         ("bmuf:compression=int8,momentum=average", "bmuf:compression=int8,momentum=average: the optimizer's"),
         ("slowmo:compression=int8,momentum=average", "give momentum=keep or reset"),
+        ("model_averaging:period=16,between_nodes=40", "between_nodes=40: must be a multiple of the period"),
+        ("model_averaging:period=16,between_nodes=8", "must be a multiple of the period, in its unit"),
+        ("bmuf:period=5s,between_nodes=64", "bmuf:period=5s,between_nodes=64: must be a multiple"),
+        ("model_averaging:between_nodes=64,leave_out=1", "leave them out, or between_nodes"),
+        ("adaptive_averaging:between_nodes=64,first=best", "leave them out, or between_nodes"),
+        ("slowmo:node_size=2", "slowmo:node_size=2: give between_nodes as well, or leave it out"),
+        ("slowmo:node_size=-2", "must be at least 1, or 0: the ranks of a host"),
+        ("gradient_averaging:node_size=2", "give between_nodes as well, or leave it out"),
+        ("gradient_averaging:between_nodes=-1", "must be 0 (off) or a number of updates"),
+        ("delayed_averaging:between_nodes=64", "delayed_averaging has no option 'between_nodes'"),
         ("easgd:compression=int8", "easgd has no option 'compression'"),
         ("dpsgd:compression=int8", "dpsgd has no option 'compression'"),
         ("gradient_averaging:every=0", "at least 1"),
@@ -196,6 +221,32 @@ def test_half_precision_the_backend_cannot_sum_is_refused_before_step_1() -> Non
 
     with pytest.raises(ConfigError, match="cannot sum that type"):
         StrategyRun(WithoutHalf(), "gradient_averaging:compression=bf16")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("between_nodes=64", "all 2 ranks are on one node; leave it out, or give node_size=N"),
+        ("between_nodes=64,node_size=2", "node_size=2: all 2 ranks make one node; make it smaller"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["model_averaging", "gradient_averaging"])
+def test_ranks_of_one_node_have_nothing_to_average_between(strategy: str, options: str, words: str) -> None:
+    def attach(comm: Communicator) -> None:
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            StrategyRun(comm, f"{strategy}:{options}")
+
+    run_threads(2, attach)
+
+
+def test_nodes_are_hosts_unless_their_size_is_given() -> None:
+    hosts = ["b", "a", "b", "c"]
+
+    def numbers(comm: Communicator) -> tuple[list[int], list[int]]:
+        comm.allgather_object = lambda _: hosts  # type: ignore[method-assign]
+        return node_numbers(comm, 0), node_numbers(comm, 3)
+
+    assert run_threads(4, numbers)[0] == ([0, 1, 0, 2], [0, 0, 0, 1])
 
 
 def test_a_failing_check_fails_on_threads() -> None:

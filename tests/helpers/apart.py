@@ -30,6 +30,8 @@ class Apart:
         momentum: what becomes of its state at an exchange: keep, average or reset.
         has_frames: whether a rank has frames in a step.
         steps: how many there are.
+        node_size: ranks of a node, consecutive; 0: all are on one.
+        rounds: every so many exchanges are over all ranks, the others means of the ranks of a node.
     """
 
     size: int
@@ -39,6 +41,14 @@ class Apart:
     momentum: str = "keep"
     has_frames: Callable[[int, int], bool] = lambda rank, step: True
     steps: int = NUM_STEPS
+    node_size: int = 0
+    rounds: int = 1
+
+    @property
+    def nodes(self) -> list[list[int]]:
+        """The ranks of each node."""
+        size = self.node_size or self.size
+        return [list(range(first, min(first + size, self.size))) for first in range(0, self.size, size)]
 
     def batches(self, rank: int, step: int) -> list[Batch]:
         """Return what a rank trains on in a step."""
@@ -64,21 +74,49 @@ def _simulate(apart: Apart) -> Tensor:
     models = [make_model() for _ in range(apart.size)]
     optimizers = [apart.sgd(list(m.parameters())) for m in models]
     frames = torch.zeros(apart.size, dtype=torch.float64)
+    earlier = torch.zeros(len(apart.nodes), dtype=torch.float64)  # frames of earlier windows of each node
     for step in range(apart.steps):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             for batch in apart.batches(rank, step):
                 _update(model, optimizer, batch)
                 frames[rank] += batch.num_frames
         is_due, is_last = (step + 1) % apart.period == 0, step == apart.steps - 1
-        if is_due or is_last:
-            shares = frames / frames.sum() if frames.sum() > 0 else torch.full_like(frames, 1 / apart.size)
-            mean = torch.einsum("r,rp->p", shares, torch.stack([vector(m) for m in models]))
-            going_on = apart.exchange(mean) if is_due else mean
-            for model in models:
-                torch.nn.utils.vector_to_parameters(going_on.clone(), model.parameters())
-            _settle(apart.momentum, optimizers, shares)
+        if not (is_due or is_last):
+            continue
+        sums = torch.stack([frames[node].sum() for node in apart.nodes])
+        if is_due and (step + 1) // apart.period % apart.rounds != 0:
+            for node in apart.nodes:
+                ours, theirs = [models[r] for r in node], [optimizers[r] for r in node]
+                _average(apart, ours, theirs, _shares(frames[node]))
+            earlier += sums
             frames.zero_()
+            if not is_last:
+                continue
+            sums.zero_()
+        shares = _shares(earlier + sums)
+        within = torch.cat([share * _shares(frames[n]) for share, n in zip(shares, apart.nodes, strict=True)])
+        is_exchange = is_due and (step + 1) // apart.period % apart.rounds == 0
+        _average(apart, models, optimizers, within, apart.exchange if is_exchange else gone_on)
+        frames.zero_()
+        earlier.zero_()
     return flat(models[0])
+
+
+def _shares(frames: Tensor) -> Tensor:
+    return frames / frames.sum() if frames.sum() > 0 else torch.full_like(frames, 1 / len(frames))
+
+
+def _average(
+    apart: Apart,
+    models: list[torch.nn.Module],
+    optimizers: list[torch.optim.Optimizer],
+    shares: Tensor,
+    exchange: Callable[[Tensor], Tensor] = gone_on,
+) -> None:
+    going_on = exchange(torch.einsum("r,rp->p", shares, torch.stack([vector(m) for m in models])))
+    for model in models:
+        torch.nn.utils.vector_to_parameters(going_on.clone(), model.parameters())
+    _settle(apart.momentum, optimizers, shares)
 
 
 def vector(model: torch.nn.Module) -> Tensor:

@@ -60,6 +60,9 @@ CASES = {
     "quantised-delayed": _options(
         "delayed_averaging:period=6,fragments=2,delay=2,compression=int8", _DEEPER, _CHUNKS, _SGD
     ),
+    # At the checkpoint of step 4 the nodes' means have been apart for two steps.
+    "nodes": _options("slowmo:period=2,between_nodes=6,node_size=1,compression=int8", _MODEL, _BATCHES, _SGD),
+    "nodes-gradients": _options("gradient_averaging:between_nodes=3,node_size=1", _MODEL, _BATCHES, _ADAM),
     "decentralised": _options("dpsgd:topology=random", _MODEL, _BATCHES, _ADAM),
 }
 

@@ -25,7 +25,7 @@ class AveragingStrategy(PeriodicStrategy):
     the same parameters; or they work with `means` themselves.
 
     Attributes:
-        means: of the pieces that are averaged by themselves; none where nothing is compressed.
+        means: of the pieces that are averaged by themselves; none where this rank sends nothing compressed.
         reference: the vector that differences are taken to.  (n,)
     """
 
@@ -35,7 +35,14 @@ class AveragingStrategy(PeriodicStrategy):
     @property
     def traits(self) -> Traits:
         compressed = self.compression != "none"
-        return replace(super().traits, needs_peers=compressed, partners_follow_size=compressed)
+        return replace(
+            super().traits, needs_peers=compressed and self.opens_peers, partners_follow_size=compressed
+        )
+
+    @property
+    def opens_peers(self) -> bool:
+        """Whether compressed averages go over the channel of all ranks."""
+        return True
 
     def check_options(self) -> None:
         super().check_options()
@@ -48,7 +55,9 @@ class AveragingStrategy(PeriodicStrategy):
     def set_up(self) -> None:
         super().set_up()
         self.means: list[QuantisedMean] = []
-        if self.compression == "none" or self.comm.size == 1:
+        self._compresses = self.compression != "none" and self.comm.size > 1
+        self._is_training = False  # between `resume` and `pause`
+        if not self._compresses:
             return
         values = self.replica.parameters.values
         if values.dtype not in (torch.float32, torch.float64):
@@ -56,9 +65,14 @@ class AveragingStrategy(PeriodicStrategy):
                 f"{self.name}:compression={self.compression}: the parameters are "
                 f"{str(values.dtype).removeprefix('torch.')}; make them float32, or leave compression out"
             )
-        self._outbox = Outbox(self.peers)
-        self.means = [QuantisedMean(self._outbox, values[p], self.compression) for p in self.pieces()]
+        self.means = self.make_means()
         self.reference = self.make_reference()
+
+    def make_means(self) -> list[QuantisedMean]:
+        """Return what averages each of the pieces, over the channel `peers`."""
+        values = self.replica.parameters.values
+        self._outbox = Outbox(self.peers)
+        return [QuantisedMean(self._outbox, values[p], self.compression) for p in self.pieces()]
 
     def pieces(self) -> list[slice]:
         """Return the parts of the parameters that are averaged by themselves."""
@@ -74,15 +88,17 @@ class AveragingStrategy(PeriodicStrategy):
 
     def start_from_here(self) -> None:
         """Take the next differences to the parameters, which are the same on all ranks."""
-        if self.means:
+        if self._compresses:
             self.reference.copy_(self.replica.parameters.values)
 
     def resume(self) -> None:
         super().resume()
+        self._is_training = True
         if self.means:
             self._outbox.open()
 
     def pause(self) -> None:
+        self._is_training = False
         if self.means:
             self._outbox.close()
         super().pause()
@@ -94,16 +110,24 @@ class AveragingStrategy(PeriodicStrategy):
             compressed: as `compression` says while training goes on; what is averaged while paused is shown
                 or kept, and in full precision.
         """
-        if not (compressed and self.means and self._outbox.is_open):
+        if compressed and self._compresses and self._is_training:
+            self.average_compressed()
+        else:
             super().average_parameters()
-            return
+
+    def average_compressed(self) -> None:
+        """Replace the replica's parameters by the mean that quantised differences give.  Collective."""
+        self.move_to_means(self.weight())
+
+    def move_to_means(self, weight: float) -> None:
+        """Replace the replica's parameters by the mean over the ranks of the channel.  Collective there."""
         values = self.replica.parameters.values
         for piece, mean in zip(self.pieces(), self.means, strict=True):
-            mean.average(values[piece], self.reference[piece], self.weight(), out=values[piece])
+            mean.average(values[piece], self.reference[piece], weight, out=values[piece])
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        if self.means:
+        if self._compresses:
             state["reference"] = self.reference
         for number, mean in enumerate(self.means):
             state |= {f"mean.{number}.{k}": v for k, v in mean.state_dict().items()}
@@ -111,7 +135,7 @@ class AveragingStrategy(PeriodicStrategy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        if not self.means:
+        if not self._compresses:
             return
         # One rank alone has none; those that go on from it are where it was.
         self.reference.copy_(state.get("reference", self.replica.parameters.values))

@@ -54,6 +54,11 @@ class BucketedGradients(Strategy):
             )
         super().check_ranks(comm)
 
+    @property
+    def group(self) -> Communicator:
+        """The ranks whose gradients are averaged."""
+        return self.comm
+
     def set_up(self) -> None:
         self._buckets = self.replica.gradients.buckets(int(self.bucket_mib * 2**20))
         self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket.tensor_indices}
@@ -92,15 +97,15 @@ class BucketedGradients(Strategy):
         self._next_bucket += 1
         dtype = _COMPRESSED.get(self.compression)
         if dtype is None:
-            self._works.append(self.comm.allreduce_async(bucket.piece, name=name))
+            self._works.append(self.group.allreduce_async(bucket.piece, name=name))
             return
         count = self.replica.gradients.extra
         if self._next_bucket == 1:  # the frame count stands at the end of the first bucket: exact, apart
-            self._works.append(self.comm.allreduce_async(count, name="gradients.frames"))
+            self._works.append(self.group.allreduce_async(count, name="gradients.frames"))
         piece = bucket.piece[: -count.numel()] if self._next_bucket == 1 else bucket.piece
         packed = torch.mul(piece, 2.0 ** -self._compression_exponent()).to(dtype)
         self._packed.append((piece, packed))
-        self._works.append(self.comm.allreduce_async(packed, name=name))
+        self._works.append(self.group.allreduce_async(packed, name=name))
 
     def _compression_exponent(self) -> int:
         """Return e: sums are scaled by 2**-e so that half precision neither overflows nor loses small ones.
@@ -110,8 +115,8 @@ class BucketedGradients(Strategy):
         """
         if self._log2_scale is None:
             frames = torch.tensor([float(max(1, self.replica.frames))], dtype=torch.float64)
-            self.comm.allreduce(frames, name="gradients.scale", op=ReduceOp.MAX)
-            self._log2_scale = math.ceil(math.log2(frames.item() * self.comm.size))
+            self.group.allreduce(frames, name="gradients.scale", op=ReduceOp.MAX)
+            self._log2_scale = math.ceil(math.log2(frames.item() * self.group.size))
         return self._log2_scale
 
     def step(self, progress: Progress) -> None:

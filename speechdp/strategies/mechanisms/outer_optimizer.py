@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from speechdp.strategies.mechanisms.averaging import AveragingStrategy
+from speechdp.strategies.mechanisms.nodes import NodewiseStrategy
 from speechdp.timing.timeline import Span
 
 
 @dataclass(eq=False)
-class OuterStrategy(AveragingStrategy):
+class OuterStrategy(NodewiseStrategy):
     """Move a global model once per period; all ranks continue from it.
 
     Subclasses write `outer_step`.  The global model and its velocity are flat vectors, computed by every rank
@@ -70,11 +70,11 @@ class OuterStrategy(AveragingStrategy):
     def finish(self) -> None:
         if self._together is None:
             self._show_global_model()
-        self._window_frames = self._window_steps = 0  # what was trained apart is in the mean
+        self.forget_window()  # what was trained apart is in the mean
         super().finish()
 
     def _show_global_model(self) -> None:
-        if self._window_steps > 0:
+        if self.is_apart:
             self.average_parameters()
         else:
             self.to_global_model(self.replica.parameters.values)

@@ -18,7 +18,7 @@ from speechdp.timing.timeline import Span
 
 #: Weight of a rank that had no frame since the last average: nothing beside a frame (weight 1), yet an
 #: average in which no rank had one is still their mean.  A power of two scales without rounding.
-_NO_FRAMES = 2.0**-64
+NO_FRAMES = 2.0**-64
 #: What becomes of the optimizer's state at an exchange: each rank's own, the ranks' mean, or zero.
 MomentumRule = Literal["keep", "average", "reset"]
 
@@ -84,7 +84,7 @@ class PeriodicStrategy(Strategy):
                 self.start_apart()
                 self._start_window(progress)
         elif self.is_due(progress):
-            self.exchange()
+            self.end_window()
             self._start_window(progress)
 
     def update(self, progress: Progress) -> None:
@@ -122,13 +122,17 @@ class PeriodicStrategy(Strategy):
             return progress.frames_per_rank - self._last_frames >= period.value
         return self._window_steps >= self._steps_a_period
 
+    def end_window(self) -> None:
+        """Exchange at the end of a window.  Collective."""
+        self.exchange()
+
     @abstractmethod
     def exchange(self) -> None:
         """Combine the ranks' parameters at the end of a window.  Collective."""
 
     def weight(self) -> float:
         """Return this rank's weight in an average: its frames of the window."""
-        return float(self._window_frames) or _NO_FRAMES
+        return float(self._window_frames) or NO_FRAMES
 
     def average_parameters(self) -> None:
         """Replace the replica's parameters by the weighted mean over ranks.  Collective; one exchange."""
@@ -173,10 +177,19 @@ class PeriodicStrategy(Strategy):
         with self.timeline.span(Span.COMM):
             return int(self.comm.broadcast(agreed, name=name).item())
 
-    def finish(self) -> None:
-        if self._window_steps > 0 and self._together is None:
-            self.exchange()
+    @property
+    def is_apart(self) -> bool:
+        """Whether ranks have trained by themselves since the last exchange."""
+        return self._window_steps > 0
+
+    def forget_window(self) -> None:
+        """Note that what was trained apart has been exchanged, or is in what is shown."""
         self._window_frames = self._window_steps = 0
+
+    def finish(self) -> None:
+        if self.is_apart and self._together is None:
+            self.exchange()
+        self.forget_window()
         # Bitwise, whatever the back-end's order of summation.
         self.comm.broadcast(self.replica.parameters.whole, name="parameters")
 

@@ -171,11 +171,12 @@ class QuantisedMean:
             "owner_error": self._owner_error,
             "largest_share": self._largest_share,
             "size": self._size,
+            "rank": self._rank,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state; with another number of ranks there are other pieces, and nothing is owed."""
-        if state["size"] == self._size:
+        """Restore a state; with other pieces (number of ranks, place among them) nothing is owed."""
+        if (state["size"], state["rank"]) == (self._size, self._rank):
             self._error.copy_(state["error"])
             self._owner_error.copy_(state["owner_error"])
             self._largest_share = state["largest_share"]

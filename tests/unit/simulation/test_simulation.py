@@ -37,6 +37,8 @@ STRATEGIES = (
     "gradient_averaging",
     "gradient_averaging:overlap=false,every=2",
     "model_averaging:period=4",
+    "model_averaging:period=4,between_nodes=8,node_size=4",
+    "gradient_averaging:between_nodes=4,node_size=2",
     "bmuf:period=4,momentum=average",
     "delayed_averaging:period=4,delay=2",
     "dpsgd:topology=ring",
@@ -332,6 +334,52 @@ def test_a_longer_period_costs_less_exchange(family: str) -> None:
     rates = [_predicted(scenario, 8, family.format(p)).frames_per_s.mean for p in (1, 4, 16, 64)]
     assert rates == sorted(rates)
     assert rates[-1] > 1.2 * rates[0]
+
+
+NODES = "model_averaging:period=4,between_nodes=16"
+
+
+def test_averages_inside_nodes_cost_what_the_nodes_links_cost() -> None:
+    within = LinkSpeed.of(1e-5, 1e9)
+    cluster = _cluster(within=within, per_node=4)
+    found = _predicted(_scenario(MadeUpSteps(), cluster), 8, NODES)
+    ring_inside = 6 * (1e-5 + 1 * MB / 1e9)
+    ring_of_leaders = 2 * (1e-4 + 2 * MB / 1e8)
+    handed_on = 1e-5 + 4 * MB / 1e9
+    assert found.step_s.mean == pytest.approx(0.1 + ring_inside / 4 + (ring_of_leaders + handed_on) / 16)
+    compressed = _predicted(_scenario(MadeUpSteps(), cluster), 8, f"{NODES},compression=int8")
+    saved = 2 * (1 - 260 / 1024) * 2 * MB / 1e8
+    assert compressed.step_s.mean == pytest.approx(found.step_s.mean - saved / 16, rel=1e-4)
+
+
+def test_gradients_inside_nodes_are_hidden_as_backward_goes() -> None:
+    cluster = _cluster(within=LinkSpeed.of(1e-5, 1e9), per_node=4)
+    scenario = _scenario(MadeUpSteps(), cluster)
+    inside = _predicted(_scenario(MadeUpSteps(), cluster), 4, "gradient_averaging").step_s.mean
+    found = _predicted(scenario, 8, "gradient_averaging:between_nodes=10").step_s.mean
+    between = 2 * (1e-4 + 2 * MB / 1e8) + 1e-5 + 4 * MB / 1e9
+    assert found == pytest.approx(inside + between / 10)
+
+
+def test_ranks_of_other_nodes_are_waited_for_less_often() -> None:
+    steps = _noisy(ranks=8)
+    cluster = _cluster(FREE, per_node=4)
+    seldom, at_once, often = (
+        _predicted(_scenario(steps, cluster), 8, text).efficiency.mean
+        for text in ("model_averaging:period=16", NODES, "model_averaging:period=4")
+    )
+    assert often < at_once < seldom
+
+
+@pytest.mark.parametrize("strategy", [NODES, "gradient_averaging:between_nodes=4"])
+def test_ranks_on_one_node_have_no_average_between_nodes(strategy: str) -> None:
+    request = Request((4, 8), 4, GivenLink(1e9, 1e-5), strategies=(StrategyChoice(strategy),), periods=(4,))
+    assert [one.ranks for one in simulate([MadeUpSteps().measured()], request).predictions] == [8]
+
+
+def test_links_are_not_fitted_to_exchanges_in_two_levels() -> None:
+    run = MadeUpSteps(strategy="model_averaging:period=1,between_nodes=2,node_size=1").measured()
+    assert observe(run, model_of([run], MeasuredWork.of([run]))) is None
 
 
 @pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=16", "dpsgd"])

@@ -1,0 +1,240 @@
+"""Averages in two levels: inside each node, and between the nodes at a longer period."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speechdp.comm.base import Communicator
+from speechdp.comm.environment import host_name
+from speechdp.errors import ConfigError
+from speechdp.parallel.period import Beginning
+from speechdp.strategies.mechanisms.averaging import AveragingStrategy
+from speechdp.strategies.mechanisms.periodic import MomentumRule
+from speechdp.strategies.mechanisms.quantised_mean import QuantisedMean
+from speechdp.timing.timeline import Span
+
+
+class Nodes:
+    """The ranks in groups, those of one node each, and the first rank of every node, its leader.
+
+    A sum over all ranks is made inside the nodes, then by the leaders alone, then handed on inside: a node
+    sends and receives 2 (M-1)/M times the vector for M nodes, however many ranks it has.
+
+    Attributes:
+        inside: the ranks of this node.
+        leaders: the leaders; on the other ranks nothing to be used.
+        is_leader: whether this rank is one.
+    """
+
+    def __init__(self, inside: Communicator, leaders: Communicator) -> None:
+        self.inside, self.leaders = inside, leaders
+        self.is_leader = inside.rank == 0
+
+    @classmethod
+    def of(cls, comm: Communicator, node_size: int, channels: list[Any]) -> Nodes:
+        """Part the ranks.  Collective.
+
+        Args:
+            node_size: consecutive ranks that make a node; 0: those on the same host.
+            channels: what is opened is appended to these.
+        """
+        node = node_numbers(comm, node_size)[comm.rank]
+        inside = comm.split(node)
+        channels.append(inside)
+        leaders = comm.split(int(inside.rank > 0))
+        channels.append(leaders)
+        return cls(inside, leaders)
+
+    def mean_inside(self, whole: Tensor, weight: float, name: str) -> None:
+        """Replace `whole[:-1]` by the node's weighted mean, and `whole[-1]` by the sum of its weights.
+
+        Args:
+            weight: of this rank, not 0.
+        """
+        whole[-1] = 1.0
+        if self.inside.size == 1:
+            whole[-1] = weight
+            return
+        whole.mul_(weight)
+        self.inside.allreduce(whole, name=f"{name}.inside")
+        torch.div(whole[:-1], whole[-1], out=whole[:-1])
+
+    def mean_between(self, whole: Tensor, name: str) -> None:
+        """Replace `whole[:-1]`, the same on all ranks of a node, by the mean over nodes by `whole[-1]`."""
+        if self.is_leader:
+            whole[:-1].mul_(whole[-1])
+            self.leaders.allreduce(whole, name=f"{name}.between")
+            torch.div(whole[:-1], whole[-1], out=whole[:-1])
+        self.hand_on(whole, name)
+
+    def hand_on(self, x: Tensor, name: str) -> None:
+        """Give all ranks of a node what its leader has."""
+        self.inside.broadcast(x, name=f"{name}.inside")
+
+
+def node_numbers(comm: Communicator, node_size: int) -> list[int]:
+    """Return for each rank which node it is on, counted in the order of their first ranks.  Collective."""
+    if node_size > 0:
+        return [rank // node_size for rank in range(comm.size)]
+    hosts = comm.allgather_object(host_name())
+    order = list(dict.fromkeys(hosts))
+    return [order.index(host) for host in hosts]
+
+
+def check_nodes(strategy: str, comm: Communicator, node_size: int) -> None:
+    """Refuse ranks that are all on one node, and back-ends without groups.  Collective.
+
+    Raises:
+        ConfigError: there is nothing to average between, or no way to.
+    """
+    if comm.size == 1:
+        return
+    if not comm.has_peers:
+        comm.split(0)  # says what to do instead
+    if len(set(node_numbers(comm, node_size))) > 1:
+        return
+    if node_size > 0:
+        raise ConfigError(
+            f"{strategy}:node_size={node_size}: all {comm.size} ranks make one node; make it smaller, or "
+            "leave between_nodes out"
+        )
+    raise ConfigError(
+        f"{strategy}:between_nodes: all {comm.size} ranks are on one node; leave it out, or give node_size=N "
+        "to take every N ranks as a node"
+    )
+
+
+def check_node_size(strategy: str, node_size: int, *, averages_between: bool) -> None:
+    """Refuse a node size that cannot be used.
+
+    Raises:
+        ConfigError: likewise.
+    """
+    if node_size < 0:
+        raise ConfigError(f"{strategy}:node_size={node_size}: must be at least 1, or 0: the ranks of a host")
+    if node_size > 0 and not averages_between:
+        raise ConfigError(f"{strategy}:node_size={node_size}: give between_nodes as well, or leave it out")
+
+
+@dataclass(eq=False)
+class NodewiseStrategy(AveragingStrategy):
+    """A strategy whose averages may be made inside each node, and less often over all ranks.
+
+    With `between_nodes` a window still ends once per period.  Most windows end with the mean of the node's
+    ranks, n_j the frames of rank j in the window; every (between_nodes / period)th is an `exchange`, whose
+    means are those over all ranks: of the nodes' means, weighted by the frames of all ranks of a node since
+    the last exchange.  What is compressed is sent between nodes alone.
+    """
+
+    #: Time between averages over all ranks, as `period`, a multiple of it; others are made inside each node.
+    #: 0: all averages are over all ranks, at once.
+    between_nodes: Beginning = field(default_factory=Beginning)
+    #: Consecutive ranks that make a node; 0: those on the same host.
+    node_size: int = 0
+
+    def check_options(self) -> None:
+        super().check_options()
+        check_node_size(self.name, self.node_size, averages_between=self.between_nodes.value > 0)
+        rounds = self.between_nodes.value / self.period.value
+        in_same_unit = self.between_nodes.unit is self.period.unit
+        if self.between_nodes.value > 0 and not (in_same_unit and rounds >= 1 and rounds.is_integer()):
+            raise ConfigError(
+                f"{self.name}:period={self.period},between_nodes={self.between_nodes}: must be a multiple of "
+                "the period, in its unit"
+            )
+
+    def check_ranks(self, comm: Communicator) -> None:
+        super().check_ranks(comm)
+        if self.between_nodes.value > 0:
+            check_nodes(self.name, comm, self.node_size)
+
+    def set_up(self) -> None:
+        self._nodes: Nodes | None = None
+        if self.between_nodes.value > 0 and self.comm.size > 1:
+            self._nodes = Nodes.of(self.comm, self.node_size, self.channels)
+        self._round = 0  # averages inside nodes since the last one over all ranks
+        self._only_inside = False  # whether what is averaged now is so inside the node alone
+        #: Frames of all ranks of this node since then, without those of the window under way.
+        self._node_frames = self.replica.parameters.whole.new_zeros(())
+        super().set_up()
+
+    def make_means(self) -> list[QuantisedMean]:
+        if self._nodes is None:
+            return super().make_means()
+        if not self._nodes.is_leader:
+            return []
+        self.peers = self._nodes.leaders.peers()
+        self.channels.append(self.peers)
+        return super().make_means()
+
+    @property
+    def opens_peers(self) -> bool:
+        return super().opens_peers and self.between_nodes.value == 0
+
+    @property
+    def is_apart(self) -> bool:
+        return super().is_apart or self._round > 0
+
+    def end_window(self) -> None:
+        if self._round + 1 >= self.between_nodes.value / self.period.value:
+            super().end_window()
+            self._all_together()
+            return
+        self._only_inside = True
+        with self.timeline.span(Span.COMM):
+            self.average_parameters()
+            self._node_frames += self.weight() if self.comm.size == 1 else self.replica.parameters.whole[-1]
+            rule: MomentumRule = getattr(self, "momentum", "keep")
+            self.settle_momentum(rule)
+        self._only_inside = False
+        self._round += 1
+
+    def _all_together(self) -> None:
+        """Note that all ranks hold what the nodes have brought together."""
+        self._round = 0
+        self._node_frames.zero_()
+
+    def forget_window(self) -> None:
+        super().forget_window()
+        self._all_together()
+
+    def average_tensor(self, whole: Tensor, name: str, result: Tensor | None = None) -> None:
+        if self._nodes is None:
+            super().average_tensor(whole, name, result)
+            return
+        self._nodes.mean_inside(whole, self.weight(), name)
+        if not self._only_inside:
+            whole[-1] += self._node_frames
+            self._nodes.mean_between(whole, name)
+        if result is not None:
+            result.copy_(whole[:-1])
+
+    def average_compressed(self) -> None:
+        if self._nodes is None:
+            super().average_compressed()
+            return
+        whole, values = self.replica.parameters.whole, self.replica.parameters.values
+        self._nodes.mean_inside(whole, self.weight(), "parameters")
+        if self._nodes.is_leader:
+            self.move_to_means(float(whole[-1] + self._node_frames))
+        self._nodes.hand_on(values, "parameters")
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self.between_nodes.value > 0:
+            state |= {"round": self._round, "node_frames": self._node_frames.item()}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.between_nodes.value > 0:
+            self._round = state["round"]
+            self._node_frames.fill_(state["node_frames"])
+
+    def begin_as_copy(self) -> None:
+        super().begin_as_copy()
+        self._node_frames.zero_()
