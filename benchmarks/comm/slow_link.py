@@ -3,11 +3,12 @@
     sudo python benchmarks/comm/slow_link.py [--rates free 10gbit 1gbit 100mbit] [--nodes 2] \
         [--ranks-per-node 1] [--batch-size 4]
 
-One core a rank.  With several ranks a node also averages inside nodes, and less often between them.  Only whole periods are timed, after steps that are not.  Writes
-docs/images/slow_link.csv and .png.  Last line: JSON {"model_averaging_16_vs_gradient_averaging_1gbit": ...,
-"int8_vs_none_1g": ..., "int8_vs_fp32_1g": ...}: frames/s beside gradient averaging on the back-end where that
-is fastest, at the same rate; of compressed averages with a period of 16 also beside no exchange at all and
-beside the same averages in full precision; of averages in two levels beside those in one.
+One core a rank.  With several ranks a node also averages inside nodes, and less often between them.  Only
+whole periods are timed, after steps that are not.  Writes docs/images/slow_link.csv and .png.  Last line:
+JSON {"model_averaging_16_vs_gradient_averaging_1gbit": ..., "int8_vs_none_1g": ..., "int8_vs_fp32_1g": ...}:
+frames/s beside gradient averaging on the back-end where that is fastest, at the same rate; of compressed
+averages with a period of 16 also beside no exchange at all and beside the same averages in full precision; of
+averages in two levels beside those in one.
 """
 
 from __future__ import annotations
@@ -181,7 +182,8 @@ def measure_all(arguments: argparse.Namespace, contenders: Sequence[Contender]) 
             for contender in contenders:
                 program = [sys.executable, __file__, "--rank-of", contender.name, "--model", arguments.model]
                 command = nodes.mpirun(
-                    [*program, "--batch-size", str(arguments.batch_size)], ranks_per_node=arguments.ranks_per_node
+                    [*program, "--batch-size", str(arguments.batch_size)],
+                    ranks_per_node=arguments.ranks_per_node,
                 )
                 frames_per_s = median_rate(command, arguments.rounds)
                 if frames_per_s is None:  # the others' minutes are not thrown away

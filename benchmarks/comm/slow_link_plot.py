@@ -69,6 +69,8 @@ def family(result: Result) -> str:
     compression = getattr(parse_strategy(result.strategy), "compression", "none")
     if compression != "none":
         name = f"{name} {compression}"
+    if "between_nodes=" in result.strategy:
+        name = f"{name} between nodes"
     return name if result.backend == "mpi" else f"{name} on {result.backend}"
 
 
