@@ -34,6 +34,15 @@ def begin(scaler: torch.amp.GradScaler, device: torch.device) -> None:
     scaler.scale(torch.zeros((), device=device))
 
 
+def finite_loss(total: Tensor, frames: int) -> tuple[Tensor, Tensor]:
+    """Return a loss summed over frames and their number, both 0 where it is not finite: that does not count.
+
+    The host does not wait for the loss.
+    """
+    is_finite = total.isfinite()
+    return total.where(is_finite, 0), is_finite * frames
+
+
 def hand_over(scaler: torch.amp.GradScaler | None, gradients: Tensor, take: Callable[[], object]) -> None:
     """Let `take` use this rank's gradients, unless they have overflowed; then the scale is halved.
 

@@ -12,6 +12,7 @@ of its own (M_MMAP_THRESHOLD).  So the heap keeps all until what is free is give
 from __future__ import annotations
 
 import ctypes
+import functools
 import time
 from collections.abc import Callable, Mapping
 
@@ -34,9 +35,13 @@ def keep_freed_memory(environ: Mapping[str, str]) -> None:
 
 def give_back_free_heap() -> None:
     """Give back what is free, in whole pages; nothing where the C library is not glibc."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
+    if (trim := _trim()) is not None:
         trim(0)
+
+
+@functools.cache
+def _trim() -> Callable[[int], int] | None:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 class HeapTrimmer:

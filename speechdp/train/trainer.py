@@ -18,7 +18,7 @@ from speechdp.data.loading.loader import Step, StepLoader
 from speechdp.data.plan.assignment import Meeting, MeetingKind, Position
 from speechdp.errors import RunError
 from speechdp.options.run import TrainOptions
-from speechdp.parallel.loss_scale import LEAST_SCALE
+from speechdp.parallel.loss_scale import LEAST_SCALE, finite_loss
 from speechdp.parallel.stop import StopAgreement
 from speechdp.parallel.strategy import Progress
 from speechdp.parallel.training_step import TrainingStep
@@ -245,8 +245,7 @@ class Trainer:
         count: Tensor | int = num_frames
         if self._others_mend or self.parts.replica.scaler is not None:
             # With a scaler its update will be skipped; what is no number at any scale, the scale will tell.
-            is_finite = total.isfinite()
-            total, count = total.where(is_finite, 0), is_finite * num_frames
+            total, count = finite_loss(total, num_frames)
         sums[0] += total
         sums[1] += count
         sums[2] += num_frames

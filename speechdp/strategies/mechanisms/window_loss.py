@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speechdp.parallel.loss_scale import finite_loss
+
 
 class WindowLoss:
     """Accumulates losses on their device, so that no step synchronises with it.
@@ -31,8 +33,7 @@ class WindowLoss:
             self._sums = self._sums.to(total.device)
         count: Tensor | int = frames
         if self._skips_overflows:
-            is_finite = total.isfinite()
-            total, count = total.where(is_finite, 0), is_finite * frames
+            total, count = finite_loss(total, frames)
         self._sums[0] += total
         self._sums[1] += count
         self.frames += frames
