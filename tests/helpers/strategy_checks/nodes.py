@@ -110,7 +110,7 @@ def what_is_shown_is_the_mean_of_all(comm: Communicator) -> None:
     """At every step, and training goes on as if nothing had been shown."""
     nodes = f"between_nodes=4,node_size={node_size(comm)}"
     for text in (f"model_averaging:period=2,{nodes}", f"gradient_averaging:{nodes}"):
-        for steps in range(1, NUM_STEPS):
+        for steps in (1, 2, 3, 5):
             shown, ended = (StrategyRun(comm, text, make_replica(SGD)) for _ in range(2))
             for run in (shown, ended):
                 run.train(comm.rank, 0, steps)
@@ -130,7 +130,7 @@ def averages_in_two_levels_resume_bitwise(comm: Communicator) -> None:
         f"gradient_averaging:between_nodes=4,{nodes}",
         f"gradient_averaging:every=2,between_nodes=2,{nodes}",
     ):
-        for saved_after in (2, 3, 5):
+        for saved_after in (3, 6):
             assert_resumes(comm, text, saved_after)
 
 
