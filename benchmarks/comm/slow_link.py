@@ -46,7 +46,6 @@ from speechdp.data.loading.batch import Batch
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions
-from speechdp.parallel.period import Period
 from speechdp.parallel.registry import parse_strategy
 from speechdp.tasks.acoustic import AcousticTask
 
@@ -88,9 +87,8 @@ class Contender:
     @property
     def cycle(self) -> int | None:
         """Steps after which it does the same again; None: every step, or never."""
-        between = getattr(parse_strategy(self.strategy), "between_nodes", 0)
-        steps = int(between.value if isinstance(between, Period) else between)
-        return steps or period_of(self.strategy)
+        between = parse_strategy(self.strategy).traits.between_nodes
+        return period_of(self.strategy) if between is None else int(between)
 
 
 CONTENDERS = (

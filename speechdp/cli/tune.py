@@ -74,6 +74,7 @@ class TuneOptions:
         self,
         out: Path,
         ranks: int,
+        hostfile: Path | None,
         backends: tuple[str, ...],
         race: RaceOptions,
         target: TunedTarget,
@@ -82,15 +83,16 @@ class TuneOptions:
     ) -> TuneRequest:
         """Return the search; its other arguments are those of TuneRequest.  Raises ConfigError."""
         from speechdp.experiments.compare.plan import checked_strategies, whole_numbers  # noqa: PLC0415
-        from speechdp.experiments.tune.plan import STRATEGIES, settings_of  # noqa: PLC0415
+        from speechdp.experiments.tune.plan import settings_of  # noqa: PLC0415
         from speechdp.experiments.tune.run import TuneRequest  # noqa: PLC0415
         from speechdp.simulation.quantities import duration  # noqa: PLC0415
 
+        strategies = self.strategies or _strategies_for(hostfile, ranks)
         periods = whole_numbers("periods", self.periods, least=1)
         return TuneRequest(
             out=out,
             ranks=ranks,
-            tried=settings_of(checked_strategies(self.strategies or STRATEGIES), periods),
+            tried=settings_of(checked_strategies(strategies), periods),
             backends=backends,
             batch_sizes=batch_sizes,
             budget_s=duration("--budget", self.budget, _BUDGETS),
@@ -99,6 +101,18 @@ class TuneOptions:
             race=race,
             trained=trained,
         )
+
+
+def _strategies_for(hostfile: Path | None, ranks: int) -> str:
+    """Return what is tried where nothing is named."""
+    from speechdp.experiments.tune.plan import IN_TWO_LEVELS, STRATEGIES  # noqa: PLC0415
+    from speechdp.launching.hostfile import read_hostfile  # noqa: PLC0415
+
+    if hostfile is None:
+        return STRATEGIES
+    hosts = read_hostfile(hostfile).allocate(ranks)
+    has_nodes = len(hosts) > 1 and any(host.slots > 1 for host in hosts)
+    return f"{STRATEGIES},{IN_TWO_LEVELS}" if has_nodes else STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -217,6 +231,7 @@ class TuneCommand:
         return self.search.request(
             self.out_dir,
             ranks,
+            self.hostfile,
             _backends(self.backends),
             compared.race,
             TunedTarget(self.target, TaskRecord(self.options.make_task().metrics)),
@@ -301,6 +316,7 @@ class TuneScriptCommand:
         return self.search.request(
             self.out_dir,
             ranks,
+            self.script.hostfile,
             _backends(self.backends) if self.backends else (script.backend,),
             RaceOptions(self.race, self.race_steps),
             TunedTarget(target, script_task(metric)),

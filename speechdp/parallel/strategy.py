@@ -55,6 +55,7 @@ class Traits:
         synchronous: every rank makes the same exchanges at the same steps; such runs resume bitwise.
         replicas_equal: all replicas hold the same parameters and optimizer state after every step.
         period: how often it exchanges, as its option is written: `16`, `600kf`, `2.5s`; None: it has none.
+        between_nodes: the longer period of averages between nodes, likewise; None: there are none apart.
         exchanges_every_step: there is an exchange at every step or nearly so; back-ends may trade latency
             for idle cost.
         needs_peers: messages between two ranks are needed: `attach` opens a channel, `peers`, or refuses
@@ -74,6 +75,7 @@ class Traits:
     synchronous: bool = True
     replicas_equal: bool = False
     period: str | None = None
+    between_nodes: str | None = None
     exchanges_every_step: bool = True
     needs_peers: bool = False
     partners_follow_size: bool = False
@@ -84,6 +86,11 @@ class Traits:
     survives_divergence: bool = False
     survives_loss: bool = False
     offers_models: bool = False
+
+    @property
+    def whole_period(self) -> str | None:
+        """The time in which every kind of exchange happens once; None: there is no period."""
+        return self.between_nodes or self.period
 
     @property
     def resumes_with_other_size(self) -> bool:

@@ -48,7 +48,10 @@ class GradientAveraging(BucketedGradients):
 
     @property
     def traits(self) -> Traits:
-        return replace(super().traits, replicas_equal=self.between_nodes == 0)
+        steps = self.every * self.between_nodes
+        return replace(
+            super().traits, replicas_equal=steps == 0, between_nodes=str(steps) if steps > 0 else None
+        )
 
     def check_options(self) -> None:
         super().check_options()

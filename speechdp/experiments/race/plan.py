@@ -111,7 +111,7 @@ class RaceOptions:
 def why_left_out(strategy: Strategy) -> str:
     """Return why a race cannot tell the speed of a strategy; "": it can."""
     traits = strategy.traits
-    period = None if traits.period is None else Period.parse(traits.period)
+    period = None if traits.whole_period is None else Period.parse(traits.whole_period)
     if traits.changes_over_time:
         return "what it exchanges changes in the course of training, of which a race sees the beginning"
     if period is None:

@@ -90,7 +90,7 @@ class Racer:
         self.trainer.parts.model.train()
         resolved = options.resolve(training_ranks(options, session.comm.size))
         traits = self.trainer.parts.strategy.traits
-        self._period = None if traits.period is None else Period.parse(traits.period)
+        self._period = None if traits.whole_period is None else Period.parse(traits.whole_period)
         self._frames_a_step = 1.0
         if self._period is not None and self._period.unit is PeriodUnit.FRAMES:
             self._frames_a_step = float(epoch_planner(session, sources.training, resolved)(0).frames.mean())

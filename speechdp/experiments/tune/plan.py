@@ -18,6 +18,8 @@ STRATEGIES = (
     "dpsgd,ad_psgd"
 )
 PERIODS = (4, 16, 64)
+#: Tried besides where some of several hosts have several ranks.
+IN_TWO_LEVELS = "gradient_averaging:between_nodes=16,model_averaging:between_nodes=64"
 #: The gain in speed below which averaging less often is not worth trying.
 WORTH = 1.02
 #: Steps of a run in the first rung, at least: fewer say nothing of how a setting learns.

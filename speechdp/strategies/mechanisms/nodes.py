@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.environment import host_name
 from speechdp.errors import ConfigError
 from speechdp.parallel.period import Beginning
+from speechdp.parallel.strategy import Traits
 from speechdp.strategies.mechanisms.averaging import AveragingStrategy
 from speechdp.strategies.mechanisms.periodic import MomentumRule
 from speechdp.strategies.mechanisms.quantised_mean import QuantisedMean
@@ -135,6 +136,11 @@ class NodewiseStrategy(AveragingStrategy):
     between_nodes: Beginning = field(default_factory=Beginning)
     #: Consecutive ranks that make a node; 0: those on the same host.
     node_size: int = 0
+
+    @property
+    def traits(self) -> Traits:
+        between = str(self.between_nodes) if self.between_nodes.value > 0 else None
+        return replace(super().traits, between_nodes=between)
 
     def check_options(self) -> None:
         super().check_options()

@@ -88,7 +88,10 @@ def test_compressed_averages_are_held_against_none_and_full_precision_where_thos
 def test_averages_in_two_levels_are_held_against_those_in_one() -> None:
     one = Result("1gbit", "model_averaging_16", "model_averaging:period=16", "mpi", 16, 20.0)
     two = replace(
-        one, name="model_averaging_16_nodes_64", strategy=f"{one.strategy},between_nodes=64", frames_per_s=30.0
+        one,
+        name="model_averaging_16_nodes_64",
+        strategy=f"{one.strategy},between_nodes=64",
+        frames_per_s=30.0,
     )
     assert slow_link.compare_levels([*RESULTS, one, two]) == {
         "model_averaging_16_nodes_64_vs_model_averaging_16_1gbit": 1.5

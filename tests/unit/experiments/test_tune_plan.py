@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from speechdp.cli.tune import _strategies_for
+from speechdp.experiments.tune.jobs import steps_of_turn
 from speechdp.experiments.tune.plan import (
+    IN_TWO_LEVELS,
     Curve,
     Finish,
     Setting,
@@ -44,6 +48,23 @@ def ruled_out(found: dict[Setting, Interval]) -> set[str]:
         "raced",
     )
     return {one.name for one in reasons}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "in_two_levels"),
+    [("a slots=2\nb slots=2\n", True), ("a\tslots=1\nb slots=1\n", False), ("a slots=4\n", False)],
+)
+def test_averages_in_two_levels_are_tried_where_there_are_nodes(
+    hosts: str, in_two_levels: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "hosts").write_text(hosts)
+    ranks = sum(int(line.partition("=")[2]) for line in hosts.splitlines())
+    assert (IN_TWO_LEVELS in _strategies_for(tmp_path / "hosts", ranks)) == in_two_levels
+
+
+def test_a_turn_has_an_average_between_nodes() -> None:
+    assert steps_of_turn(setting("model_averaging:period=16,between_nodes=64"), 8) == 64
+    assert steps_of_turn(setting("gradient_averaging:every=2,between_nodes=10"), 8) == 20
 
 
 def test_gradient_averaging_is_always_tried_and_first() -> None:
