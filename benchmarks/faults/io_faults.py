@@ -37,12 +37,12 @@ from tests.faults.driver import Driver, Verdict
 from tests.faults.fork_server import ForkServer, fork_server, why_no_shim
 from tests.faults.points import Operation, Point, points
 
-#: Cases whose points take 0.5 s; those that start launchers take 5 to 20 s and are sampled.
+#: Cases whose points take 0.5 s; those that start launchers take 5 to 60 s and are sampled.
 ALL = (
     *("train", "resume", "train-alone", "train-averaging", "train-realign"),
     *("prepare", "prepare-synthetic", "shard", "decode", "report", "sweep"),
 )
-LAUNCHED = ("train-mpi", "train-horovod", "compare", "compare-rank")
+LAUNCHED = ("train-mpi", "train-horovod", "compare", "compare-rank", "tune")
 _LAUNCHED_SAMPLE = 40
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from tests.faults.fork_server import ForkServer, ranks
 from tests.faults.points import Operation, Point
-from tests.faults.results import Result, files, run_result, sweep_result
+from tests.faults.results import Result, files, run_result, sweep_result, tune_result
 from tests.faults.verdict import summary
 from tests.helpers.corpora import digit_folder
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
@@ -202,6 +202,17 @@ def _compare(child: bool) -> Callable[[Cases, str], Case]:
     return make
 
 
+def _tune(cases: Cases, name: str) -> Case:
+    def arguments(folder: Path) -> list[str]:
+        # With one strategy and one period; the race is a rung's start, and the budget what all of it needs.
+        tried = ["--strategies", "model_averaging", "--periods", "2", "--batch-sizes", "none"]
+        short = ["--backends", "torch", "--ranks", "2", "--seeds", "1", "--race", "6", "--race-steps", "1"]
+        trained = [*TINY_MODEL, "--batch-size", "4", "--epochs", "8", "--budget", "60s"]
+        return ["tune", str(cases.data), str(folder / "OUT"), *tried, *short, *trained]
+
+    return Case(name, 1, arguments, lambda folder: tune_result(folder / "OUT"), start="launching")
+
+
 _MAKERS: dict[str, Callable[[Cases, str], Case]] = {
     "train": _train(2, "--backend", "torch"),
     "train-alone": _train(1, "--backend", "serial"),
@@ -216,6 +227,7 @@ _MAKERS: dict[str, Callable[[Cases, str], Case]] = {
     "sweep": _sweep,
     "compare": _compare(child=False),
     "compare-rank": _compare(child=True),
+    "tune": _tune,
     "train-horovod": _train(2, "--backend", "horovod", start="launched"),
     "train-mpi": _train(2, "--backend", "mpi", start="launched"),
 }

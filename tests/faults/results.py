@@ -84,6 +84,13 @@ def sweep_result(out: Path, record: str) -> Result:
     return {"completed": content["completed"], "pages": pages, **runs}
 
 
+def tune_result(out: Path) -> Result:
+    """Return what a search has come to, whose speeds decide for how long and what it trains."""
+    content = json.loads((out / "tune.json").read_text())
+    pages = sorted(str(path.relative_to(out)) for path in out.glob("tune/*"))
+    return {"completed": content["completed"], "has chosen": content["chosen"] != "", "pages": pages}
+
+
 def model_digest(path: Path) -> str:
     """Return a checksum of a model's tensors."""
     checksum = hashlib.sha256()
