@@ -238,7 +238,8 @@ def compare_levels(results: Sequence[Result]) -> dict[str, float]:
     found = {(r.rate, r.name): r.frames_per_s for r in results}
     ratios = {}
     for (rate, name), frames_per_s in found.items():
-        one, is_in_two, _ = name.partition("_nodes_")
+        one, is_in_two, rest = name.partition("_nodes_")
+        one += rest.lstrip("0123456789")  # compressed averages beside compressed ones
         if is_in_two and (rate, one) in found:
             ratios[f"{name}_vs_{one}_{rate}"] = round(frames_per_s / found[rate, one], 3)
     return ratios

@@ -87,8 +87,8 @@ class TuneOptions:
         from speechdp.experiments.tune.run import TuneRequest  # noqa: PLC0415
         from speechdp.simulation.quantities import duration  # noqa: PLC0415
 
-        strategies = self.strategies or _strategies_for(hostfile, ranks)
         periods = whole_numbers("periods", self.periods, least=1)
+        strategies = self.strategies or _strategies_for(hostfile, ranks, periods)
         return TuneRequest(
             out=out,
             ranks=ranks,
@@ -103,16 +103,16 @@ class TuneOptions:
         )
 
 
-def _strategies_for(hostfile: Path | None, ranks: int) -> str:
+def _strategies_for(hostfile: Path | None, ranks: int, periods: tuple[int, ...]) -> str:
     """Return what is tried where nothing is named."""
-    from speechdp.experiments.tune.plan import IN_TWO_LEVELS, STRATEGIES  # noqa: PLC0415
+    from speechdp.experiments.tune.plan import STRATEGIES, in_two_levels  # noqa: PLC0415
     from speechdp.launching.hostfile import read_hostfile  # noqa: PLC0415
 
     if hostfile is None:
         return STRATEGIES
     hosts = read_hostfile(hostfile).allocate(ranks)
     has_nodes = len(hosts) > 1 and any(host.slots > 1 for host in hosts)
-    return f"{STRATEGIES},{IN_TWO_LEVELS}" if has_nodes else STRATEGIES
+    return f"{STRATEGIES},{in_two_levels(periods)}" if has_nodes else STRATEGIES
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from speechdp.extensions import option_kinds
 from speechdp.parallel.period import Period, PeriodUnit
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.strategy import Strategy
+from speechdp.strategies.mechanisms.nodes import rounds_between
 from speechdp.strategies.mechanisms.quantised_mean import share_of_bytes
 
 
@@ -139,7 +140,7 @@ def _averaging(strategy: Any, model: Model) -> Exchange:
     travelling = nbytes * share_of_bytes(strategy.compression)
     if strategy.between_nodes.value == 0:
         return Exchange(Pattern.TOGETHER, period, travelling)
-    rounds = int(strategy.between_nodes.value / strategy.period.value)
+    rounds = rounds_between(strategy.between_nodes, strategy.period)
     return Exchange(
         Pattern.TOGETHER,
         period,

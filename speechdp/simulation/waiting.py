@@ -120,7 +120,8 @@ def _between_s(exchange: Exchange, ranks: int, size: int, cluster: Cluster) -> S
     if size == 1:
         return sum_s
     crosses = size > cluster.ranks_per_node
-    handed_on: Samples = sum_s + cluster.message_s(exchange.nbytes, crosses=crosses)
+    whole = max(exchange.nbytes, exchange.nbytes_between)  # of the two one may be compressed
+    handed_on: Samples = sum_s + cluster.message_s(whole, crosses=crosses)
     return handed_on
 
 

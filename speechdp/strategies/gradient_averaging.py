@@ -74,16 +74,22 @@ class GradientAveraging(BucketedGradients):
         self._nodes: Nodes | None = None
         if self.between_nodes > 0 and self.comm.size > 1:
             self._nodes = Nodes.of(self.comm, self.node_size, self.channels)
+            self.check_compression(self._nodes.inside)
         self._updates = 0  # since the last average between nodes
         #: Frames of this node's ranks since then.
         self._node_frames = self.replica.parameters.whole.new_zeros(())
         super().set_up()
 
     def apply(self, frames: float | Tensor) -> None:
-        super().apply(frames)
-        if self._nodes is not None:
-            self._node_frames += frames
-            self._updates += 1
+        if self._nodes is None:
+            super().apply(frames)
+            return
+        # The host waits for a device here: a node may be without frames where others have some, and a tensor
+        # of them, part of the gradients, would be cleared with those.
+        count = float(frames)
+        super().apply(count)
+        self._node_frames += count
+        self._updates += 1
 
     def step(self, progress: Progress) -> None:
         super().step(progress)
@@ -111,13 +117,15 @@ class GradientAveraging(BucketedGradients):
             yield
             return
         with self.replica.restored():
-            self._average_nodes()
+            with self._nodes.uncounted():
+                self._average_nodes()
             yield
 
     def finish(self) -> None:
         super().finish()
         if self._nodes is not None:
-            self._average_nodes()
+            with self._nodes.uncounted():
+                self._average_nodes()
             self._forget_updates()
             self.comm.broadcast(self.replica.parameters.whole, name="parameters")
 
@@ -135,9 +143,11 @@ class GradientAveraging(BucketedGradients):
         self._updates = state.get("updates", 0)  # one rank alone has none
         self._node_frames.fill_(state.get("node_frames", 0.0))
         # On other nodes than before, or on more ranks, those of a node may come from different ones.
+        self.replica.give_loss_scale()
         self._nodes.hand_on(self.replica.parameters.whole, "parameters")
-        for name, tensor in self.replica.optimizer_tensors().items():
-            self._nodes.hand_on(tensor, f"optimizer.{name}")
+        self.replica.take_loss_scale()
+        for name, vector in self.replica.optimizer_vectors().items():
+            self._nodes.hand_on(vector, f"optimizer.{name}")
 
     def begin_as_copy(self) -> None:
         super().begin_as_copy()

@@ -142,10 +142,10 @@ def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: i
         _share_replica(parts.replica, parts.comm)
     statistics = {k.removeprefix("statistics."): v for k, v in tensors.items() if k.startswith("statistics.")}
     load_statistics(parts.model, statistics)
-    # After the parameters: a strategy may keep what depends on them.
-    parts.strategy.load_state_dict(join_state("strategy", state.values["strategy"], tensors))
     if parts.replica.scaler is not None:
         parts.replica.scaler.load_state_dict(state.values["loss_scale"])
+    # After what a strategy may keep in step: parameters, optimizer, loss scale.
+    parts.strategy.load_state_dict(join_state("strategy", state.values["strategy"], tensors))
     epoch_loss = tensors["epoch_loss"].to(parts.device)
     if len(epoch_loss) == 2:  # of an earlier version, which counted one kind of frames
         epoch_loss = torch.cat([epoch_loss, epoch_loss[1:]])

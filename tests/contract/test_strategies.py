@@ -16,10 +16,13 @@ from speechdp.strategies.mechanisms.nodes import node_numbers
 from speechdp.testing import (
     Sgd,
     StrategyRun,
+    assert_bitwise_equal_over_ranks,
     assert_close,
     batches_of_all,
+    make_batch,
     make_replica,
     plain_sgd,
+    resumed_run,
 )
 from tests.helpers.strategy_checks import CHECKS, PEER_CHECKS
 
@@ -184,6 +187,7 @@ def test_options_are_read_and_described(text: str, expected: str) -> None:
         ("bmuf:compression=int8,momentum=average", "bmuf:compression=int8,momentum=average: the optimizer's"),
         ("slowmo:compression=int8,momentum=average", "give momentum=keep or reset"),
         ("model_averaging:period=16,between_nodes=40", "between_nodes=40: must be a multiple of the period"),
+        ("model_averaging:period=0.1s,between_nodes=0.35s", "must be a multiple of the period, in its unit"),
         ("model_averaging:period=16,between_nodes=8", "must be a multiple of the period, in its unit"),
         ("bmuf:period=5s,between_nodes=64", "bmuf:period=5s,between_nodes=64: must be a multiple"),
         ("model_averaging:between_nodes=64,leave_out=1", "leave them out, or between_nodes"),
@@ -226,7 +230,10 @@ def test_half_precision_the_backend_cannot_sum_is_refused_before_step_1() -> Non
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("between_nodes=64", "all 2 ranks are on one node; leave it out, or give node_size=N"),
+        (
+            "between_nodes=64",
+            "all 2 ranks are on one node; start them on several hosts (a run",
+        ),
         ("between_nodes=64,node_size=2", "node_size=2: all 2 ranks make one node; make it smaller"),
     ],
 )
@@ -237,6 +244,27 @@ def test_ranks_of_one_node_have_nothing_to_average_between(strategy: str, option
             StrategyRun(comm, f"{strategy}:{options}")
 
     run_threads(2, attach)
+
+
+@pytest.mark.parametrize(("period", "between"), [("0.1s", "0.3s"), ("0.7s", "2.1s"), ("5kf", "15kf")])
+def test_a_multiple_is_one_whatever_floats_make_of_it(period: str, between: str) -> None:
+    parse_strategy(f"model_averaging:period={period},between_nodes={between}")
+
+
+def test_ranks_that_come_to_share_a_node_go_on_from_the_same() -> None:
+    """Nodes of one rank each become one of two, with fp16 gradients scaled by their frames."""
+    text = "gradient_averaging:between_nodes=50,node_size={},compression=fp16"
+
+    def goes_on(comm: Communicator) -> None:
+        first = StrategyRun(comm, text.format(1), make_replica(Sgd(momentum=0.9)))
+        for step in range(3):
+            first.step([make_batch(comm.rank, step)] * (1 + comm.rank))
+        run, node = resumed_run(comm, text.format(2), first), comm.split(comm.rank // 2)
+        for step in range(3, 6):
+            run.step([make_batch(comm.rank, step)])
+            assert_bitwise_equal_over_ranks(node, run.parameters(), "a node")
+
+    run_threads(4, goes_on)
 
 
 def test_nodes_are_hosts_unless_their_size_is_given() -> None:

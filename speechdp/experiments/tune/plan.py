@@ -18,8 +18,8 @@ STRATEGIES = (
     "dpsgd,ad_psgd"
 )
 PERIODS = (4, 16, 64)
-#: Tried besides where some of several hosts have several ranks.
-IN_TWO_LEVELS = "gradient_averaging:between_nodes=16,model_averaging:between_nodes=64"
+#: Averages between nodes are that much rarer than inside, where both are tried.
+_RARER = 4
 #: The gain in speed below which averaging less often is not worth trying.
 WORTH = 1.02
 #: Steps of a run in the first rung, at least: fewer say nothing of how a setting learns.
@@ -82,6 +82,13 @@ def settings_of(strategies: Sequence[StrategyChoice], periods: Sequence[int]) ->
         for text in texts:
             found.setdefault(text.text, Setting(text))
     return tuple(found.values())
+
+
+def in_two_levels(periods: Sequence[int]) -> str:
+    """Return the strategies that are tried besides where some of several hosts have several ranks."""
+    texts = ["gradient_averaging:between_nodes=16"]
+    texts += [f"model_averaging:period={p},between_nodes={_RARER * p}" for p in sorted(periods)[:-1]]
+    return ",".join(texts)
 
 
 #: Of two settings, whether the first is surely faster; and how many times as fast it is.

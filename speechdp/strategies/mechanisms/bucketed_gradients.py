@@ -46,13 +46,21 @@ class BucketedGradients(Strategy):
             raise ConfigError(f"gradient_averaging:bucket_mib={self.bucket_mib}: must be positive")
 
     def check_ranks(self, comm: Communicator) -> None:
+        self.check_compression(comm)
+        super().check_ranks(comm)
+
+    def check_compression(self, comm: Communicator) -> None:
+        """Refuse a number format that ranks cannot sum.
+
+        Raises:
+            ConfigError: likewise.
+        """
         dtype = _COMPRESSED.get(self.compression)
         if dtype is not None and dtype not in comm.reducible:
             raise ConfigError(
                 f"gradient_averaging:compression={self.compression}: the {comm.backend} back-end cannot "
                 "sum that type; use compression=none or another back-end"
             )
-        super().check_ranks(comm)
 
     @property
     def group(self) -> Communicator:
@@ -115,8 +123,8 @@ class BucketedGradients(Strategy):
         """
         if self._log2_scale is None:
             frames = torch.tensor([float(max(1, self.replica.frames))], dtype=torch.float64)
-            self.group.allreduce(frames, name="gradients.scale", op=ReduceOp.MAX)
-            self._log2_scale = math.ceil(math.log2(frames.item() * self.group.size))
+            self.comm.allreduce(frames, name="gradients.scale", op=ReduceOp.MAX)
+            self._log2_scale = math.ceil(math.log2(frames.item() * self.comm.size))
         return self._log2_scale
 
     def step(self, progress: Progress) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,9 +12,9 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator
-from speechdp.comm.environment import host_name
+from speechdp.comm.environment import full_host_name
 from speechdp.errors import ConfigError
-from speechdp.parallel.period import Beginning
+from speechdp.parallel.period import Beginning, Period
 from speechdp.parallel.strategy import Traits
 from speechdp.strategies.mechanisms.averaging import AveragingStrategy
 from speechdp.strategies.mechanisms.periodic import MomentumRule
@@ -76,12 +79,19 @@ class Nodes:
         """Give all ranks of a node what its leader has."""
         self.inside.broadcast(x, name=f"{name}.inside")
 
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave what is sent in the block out of `sent_bytes`, which is of training alone."""
+        before = self.inside.sent_bytes, self.leaders.sent_bytes
+        yield
+        self.inside.sent_bytes, self.leaders.sent_bytes = before
+
 
 def node_numbers(comm: Communicator, node_size: int) -> list[int]:
     """Return for each rank which node it is on, counted in the order of their first ranks.  Collective."""
     if node_size > 0:
         return [rank // node_size for rank in range(comm.size)]
-    hosts = comm.allgather_object(host_name())
+    hosts = comm.allgather_object(full_host_name())
     order = list(dict.fromkeys(hosts))
     return [order.index(host) for host in hosts]
 
@@ -104,9 +114,16 @@ def check_nodes(strategy: str, comm: Communicator, node_size: int) -> None:
             "leave between_nodes out"
         )
     raise ConfigError(
-        f"{strategy}:between_nodes: all {comm.size} ranks are on one node; leave it out, or give node_size=N "
-        "to take every N ranks as a node"
+        f"{strategy}:between_nodes: all {comm.size} ranks are on one node; start them on several hosts (a "
+        "run that goes on may also have one rank), leave it out, or give node_size=N: every N ranks a node"
     )
+
+
+def rounds_between(between_nodes: Period, period: Period) -> int:
+    """Return how many periods there are from one average between nodes to the next; 0: no whole number."""
+    rounds = round(between_nodes.value / period.value)
+    is_whole = math.isclose(between_nodes.value, rounds * period.value)
+    return rounds if is_whole and between_nodes.unit is period.unit else 0
 
 
 def check_node_size(strategy: str, node_size: int, *, averages_between: bool) -> None:
@@ -145,9 +162,7 @@ class NodewiseStrategy(AveragingStrategy):
     def check_options(self) -> None:
         super().check_options()
         check_node_size(self.name, self.node_size, averages_between=self.between_nodes.value > 0)
-        rounds = self.between_nodes.value / self.period.value
-        in_same_unit = self.between_nodes.unit is self.period.unit
-        if self.between_nodes.value > 0 and not (in_same_unit and rounds >= 1 and rounds.is_integer()):
+        if self.between_nodes.value > 0 and rounds_between(self.between_nodes, self.period) == 0:
             raise ConfigError(
                 f"{self.name}:period={self.period},between_nodes={self.between_nodes}: must be a multiple of "
                 "the period, in its unit"
@@ -162,6 +177,8 @@ class NodewiseStrategy(AveragingStrategy):
         self._nodes: Nodes | None = None
         if self.between_nodes.value > 0 and self.comm.size > 1:
             self._nodes = Nodes.of(self.comm, self.node_size, self.channels)
+        #: Windows from one exchange to the next.
+        self._windows_between = max(1, rounds_between(self.between_nodes, self.period))
         self._round = 0  # averages inside nodes since the last one over all ranks
         self._only_inside = False  # whether what is averaged now is so inside the node alone
         #: Frames of all ranks of this node since then, without those of the window under way.
@@ -186,7 +203,7 @@ class NodewiseStrategy(AveragingStrategy):
         return super().is_apart or self._round > 0
 
     def end_window(self) -> None:
-        if self._round + 1 >= self.between_nodes.value / self.period.value:
+        if self._round + 1 >= self._windows_between:
             super().end_window()
             self._all_together()
             return
@@ -212,10 +229,11 @@ class NodewiseStrategy(AveragingStrategy):
         if self._nodes is None:
             super().average_tensor(whole, name, result)
             return
-        self._nodes.mean_inside(whole, self.weight(), name)
-        if not self._only_inside:
-            whole[-1] += self._node_frames
-            self._nodes.mean_between(whole, name)
+        with self._nodes.uncounted() if not self._is_training else contextlib.nullcontext():
+            self._nodes.mean_inside(whole, self.weight(), name)
+            if not self._only_inside:
+                whole[-1] += self._node_frames
+                self._nodes.mean_between(whole, name)
         if result is not None:
             result.copy_(whole[:-1])
 

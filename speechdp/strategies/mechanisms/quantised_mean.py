@@ -176,7 +176,7 @@ class QuantisedMean:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; with other pieces (number of ranks, place among them) nothing is owed."""
-        if (state["size"], state["rank"]) == (self._size, self._rank):
+        if (state["size"], state.get("rank", self._rank)) == (self._size, self._rank):
             self._error.copy_(state["error"])
             self._owner_error.copy_(state["owner_error"])
             self._largest_share = state["largest_share"]

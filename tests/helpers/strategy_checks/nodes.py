@@ -69,6 +69,13 @@ def gradients_inside_nodes_are_averages_at_every_step(comm: Communicator) -> Non
     for options in ("", ",bucket_mib=0.0005", ",overlap=false"):
         text = f"gradient_averaging:{nodes}{options}"
         assert_close(_trained(comm, text, Sgd()), expected, text)
+    apart = Apart(comm.size, 1, sgd=Sgd(), has_frames=_unequal)  # nodes without a frame in some steps
+    found = []
+    for text in (f"model_averaging:period=1,{nodes}", f"gradient_averaging:{nodes}"):
+        run = StrategyRun(comm, text, make_replica(apart.sgd))
+        drive(run, apart)
+        found.append(run.finish())
+    assert_close(found[1], found[0], "nodes without frames")
     if comm.size == 1:
         assert_close(expected, plain_sgd(batches_of_all(1)), "one rank")
 

@@ -11,15 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speechdp.cli.tune import _strategies_for
+from speechdp.experiments.compare.plan import checked_strategies
 from speechdp.experiments.tune.jobs import steps_of_turn
 from speechdp.experiments.tune.plan import (
-    IN_TWO_LEVELS,
+    STRATEGIES,
     Curve,
     Finish,
     Setting,
     batches_of,
     finishes,
     halvings,
+    in_two_levels,
     plan_rungs,
     settings_of,
     too_slow,
@@ -51,15 +53,18 @@ def ruled_out(found: dict[Setting, Interval]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "in_two_levels"),
-    [("a slots=2\nb slots=2\n", True), ("a\tslots=1\nb slots=1\n", False), ("a slots=4\n", False)],
+    ("hosts", "has_nodes"),
+    [("a slots=2\nb slots=2\n", True), ("a slots=1\nb slots=1\n", False), ("a slots=4\n", False)],
 )
 def test_averages_in_two_levels_are_tried_where_there_are_nodes(
-    hosts: str, in_two_levels: bool, tmp_path: Path
+    hosts: str, has_nodes: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "hosts").write_text(hosts)
     ranks = sum(int(line.partition("=")[2]) for line in hosts.splitlines())
-    assert (IN_TWO_LEVELS in _strategies_for(tmp_path / "hosts", ranks)) == in_two_levels
+    tried = _strategies_for(tmp_path / "hosts", ranks, (5, 20))
+    assert tried == (f"{STRATEGIES},{in_two_levels((5, 20))}" if has_nodes else STRATEGIES)
+    names = [one.name for one in settings_of(checked_strategies(tried), (5, 20))]
+    assert ("model_averaging:period=5,between_nodes=20" in names) == has_nodes
 
 
 def test_a_turn_has_an_average_between_nodes() -> None:
