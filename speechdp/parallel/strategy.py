@@ -266,6 +266,11 @@ class Strategy(ABC):
         """
         return {}
 
+    @property
+    def mends_divergence(self) -> bool:
+        """Whether, as things stand, the next exchange mends a rank that holds no numbers any more."""
+        return self.traits.survives_divergence
+
     @final
     @property
     def peer_bytes(self) -> int:

@@ -40,8 +40,6 @@ class Trainer:
         self.parts = parts
         self._run_dir = run_dir
         self._options = options
-        #: Other ranks mend a loss or parameters of this one that are no longer numbers.
-        self._others_mend = parts.comm.size > 1 and parts.strategy.traits.survives_divergence
         hang_s = options.faults.hang_timeout
         patience_s = max(PATIENCE_S, hang_s) if hang_s else math.inf
         self._heap = HeapTrimmer()
@@ -239,6 +237,11 @@ class Trainer:
                 if parts.device.type == "cuda":
                     torch.cuda.synchronize(parts.device)
                 time.sleep((parts.slowness - 1) * (time.perf_counter() - begun_s))
+
+    @property
+    def _others_mend(self) -> bool:
+        """Whether other ranks mend a loss or parameters of this one that are no longer numbers."""
+        return self.parts.comm.size > 1 and self.parts.strategy.mends_divergence
 
     def _note_loss(self, total: Tensor, num_frames: int, step: Step) -> None:
         shown, sums = total, self._at.epoch_loss

@@ -122,6 +122,11 @@ class PeriodicStrategy(Strategy):
             return progress.frames_per_rank - self._last_frames >= period.value
         return self._window_steps >= self._steps_a_period
 
+    @property
+    def mends_divergence(self) -> bool:
+        # What is no number on one rank is none in the sum of gradients, and then on all.
+        return self._together is None and super().mends_divergence
+
     def end_window(self) -> None:
         """Exchange at the end of a window.  Collective."""
         self.exchange()

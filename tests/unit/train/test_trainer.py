@@ -377,8 +377,18 @@ def advance(
         mine.run(stack.enter_context(loader), stop.StopAgreement(None, comm))
 
 
-@pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=1"])
-def test_a_nan_is_refused_before_it_is_exchanged(dataset: Dataset, tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        ("gradient_averaging", "gradients.0"),
+        ("model_averaging:period=1", "parameters"),
+        # Nobody is left out while gradients are averaged: the sum would be no number on any rank.
+        ("model_averaging:period=2,leave_out=1.0,begin=50", "gradients.0"),
+    ],
+)
+def test_a_nan_is_refused_before_it_is_exchanged(
+    dataset: Dataset, tmp_path: Path, strategy: str, kind: str
+) -> None:
     options = dataclasses.replace(OPTIONS, strategy=StrategyChoice(strategy))
     exchanges: dict[int, list[str]] = {}
 
@@ -390,7 +400,6 @@ def test_a_nan_is_refused_before_it_is_exchanged(dataset: Dataset, tmp_path: Pat
         RunError, match=r"the loss is nan at step 3 \(epoch 1\) on rank 1: lower --learning-rate"
     ):
         run_threads(2, train)
-    kind = "gradients.0" if strategy == "gradient_averaging" else "parameters"
     assert exchanges[1].count(kind) == 2  # those of the two steps before
 
 
