@@ -33,7 +33,7 @@ LOW, HIGH = 0.05, 0.95
 #: What a prediction errs by besides what runs differ by, where ranks exchange: standard deviation of the
 #: logarithm.  In 50 cells of benchmarks/strategies/simulate.py half of all errors were below 2.8 % and 9 in
 #: 10 below 7.7 %, as of 4.2 % and 4.7 % in all, of which 3 % is from run to run (docs/results.md).
-_MODEL_ERROR = 0.032
+MODEL_ERROR = 0.032
 #: Equally likely values of a normal distribution.
 _NORMAL = np.array([NormalDist().inv_cdf((place + 0.5) / 41) for place in range(41)])
 #: Steps of all ranks together from which a replicate's mean is taken, at least, and of each rank.
@@ -88,6 +88,7 @@ class Scenario:
         factors: of ranks that are slower than measured, by rank.
         progress: of exchanges beside backward, 0 to 1, as measured.
         spread: of runs of the same settings, standard deviation of the logarithm of their speed.
+        error: of predictions for several ranks besides, likewise.
         seed: of the draws.
     """
 
@@ -97,6 +98,7 @@ class Scenario:
     factors: Mapping[int, float] = field(default_factory=dict)
     progress: float = 1.0
     spread: float = 0.0
+    error: float = 0.0
     seed: int = 1
 
     def draws(self, ranks: int, replicates: int = REPLICATES) -> Draws:
@@ -359,7 +361,7 @@ def _prediction(
     computing_s = own_s * (1 - work.data_wait)
     exchange_s = min(float(np.mean(pace.exchange_s)), max(step_s - own_s - loading_s, 0.0))
     waiting_s = max(step_s - own_s - exchange_s - loading_s, 0.0)
-    spread = math.hypot(scenario.spread, _MODEL_ERROR) if ranks > 1 else scenario.spread
+    spread = math.hypot(scenario.spread, scenario.error) if ranks > 1 else scenario.spread
     return Prediction(
         choice,
         exchange.period,

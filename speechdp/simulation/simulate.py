@@ -29,7 +29,7 @@ from speechdp.simulation.fit import (
 )
 from speechdp.simulation.links import Algorithm, Cluster, LinkSpeed
 from speechdp.simulation.measured import MeasuredRun, basis
-from speechdp.simulation.predict import Prediction, Scenario, is_too_long, predict
+from speechdp.simulation.predict import MODEL_ERROR, Prediction, Scenario, is_too_long, predict
 from speechdp.simulation.steps import MeasuredWork
 
 
@@ -124,7 +124,7 @@ def scenario_of(runs: Sequence[MeasuredRun], request: Request) -> tuple[Scenario
     algorithm = request.algorithm or ("auto" if any(run.on_gpu for run in chosen) else "ring")
     cluster = Cluster(per_node, within, between, algorithm)
     progress = _progress(runs, chosen, measured, cluster)
-    scenario = Scenario(work, model, cluster, request.factors, progress, spread_of(runs))
+    scenario = Scenario(work, model, cluster, request.factors, progress, spread_of(runs), MODEL_ERROR)
     return scenario, tuple(assumptions)
 
 
