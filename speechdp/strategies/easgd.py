@@ -80,6 +80,12 @@ class Easgd(PeriodicStrategy):
         return worker_roster(size, dedicated=self.dedicated)
 
     def check_options(self) -> None:
+        super().check_options()
+        if self.begin.value > 0:
+            raise ConfigError(
+                f"easgd:begin={self.begin}: the centre starts with the workers, which never average gradients; "
+                "leave it out"
+            )
         if not 0 <= self.alpha < 1:
             raise ConfigError(f"easgd:alpha={self.alpha}: choose 0 < alpha < 1, or 0 for 0.9 / workers")
         if self.dedicated and self.mode == "sync":

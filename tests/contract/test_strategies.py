@@ -197,6 +197,8 @@ def test_options_are_read_and_described(text: str, expected: str) -> None:
         ("gradient_averaging:node_size=2", "give between_nodes as well, or leave it out"),
         ("gradient_averaging:between_nodes=-1", "must be 0 (off) or a number of updates"),
         ("delayed_averaging:between_nodes=64", "delayed_averaging has no option 'between_nodes'"),
+        ("easgd:begin=100", "easgd:begin=100: the centre starts with the workers"),
+        ("easgd:begin=5s,mode=sync", "leave it out"),
         ("easgd:compression=int8", "easgd has no option 'compression'"),
         ("dpsgd:compression=int8", "dpsgd has no option 'compression'"),
         ("gradient_averaging:every=0", "at least 1"),
