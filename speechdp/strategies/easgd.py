@@ -83,8 +83,8 @@ class Easgd(PeriodicStrategy):
         super().check_options()
         if self.begin.value > 0:
             raise ConfigError(
-                f"easgd:begin={self.begin}: the centre starts with the workers, which never average gradients; "
-                "leave it out"
+                f"easgd:begin={self.begin}: the centre starts with the workers, and these never average "
+                "gradients; leave it out"
             )
         if not 0 <= self.alpha < 1:
             raise ConfigError(f"easgd:alpha={self.alpha}: choose 0 < alpha < 1, or 0 for 0.9 / workers")
