@@ -122,7 +122,7 @@ class Strategy(ABC):
     - what is shown: `evaluation_parameters`, `finish` (abstract), `statistics`;
     - its state: `state_dict`, `load_state_dict` (both abstract), `begin_as_copy`.
 
-    Some also have a method that few need: `ObservesLoss`, `OffersModels`.
+    Some also have a method that few need: `ObservesLoss`, `OffersModels`, `BeginsTogether`.
 
     Attributes:
         name: on the command line: its file's, or that under which it is registered.
@@ -266,11 +266,6 @@ class Strategy(ABC):
         """
         return {}
 
-    @property
-    def mends_divergence(self) -> bool:
-        """Whether, as things stand, the next exchange mends a rank that holds no numbers any more."""
-        return self.traits.survives_divergence
-
     @final
     @property
     def peer_bytes(self) -> int:
@@ -312,6 +307,25 @@ class OffersModels(Protocol):
 
         Called on every rank after `finish`; the same vectors everywhere, the replica's own not among them.
         """
+
+
+@runtime_checkable
+class BeginsTogether(Protocol):
+    """A strategy whose ranks may average gradients at first."""
+
+    @property
+    def trains_together(self) -> bool:
+        """Whether they do so now."""
+
+
+def mends_divergence(strategy: Strategy) -> bool:
+    """Return whether, as things stand, the next exchange mends a rank that holds no numbers any more.
+
+    In a sum of gradients what is no number on one rank is none on all.
+    """
+    if not strategy.traits.survives_divergence:
+        return False
+    return not (isinstance(strategy, BeginsTogether) and strategy.trains_together)
 
 
 def final_models(strategy: Strategy) -> list[Tensor]:

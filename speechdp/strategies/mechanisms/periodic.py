@@ -123,9 +123,9 @@ class PeriodicStrategy(Strategy):
         return self._window_steps >= self._steps_a_period
 
     @property
-    def mends_divergence(self) -> bool:
-        # What is no number on one rank is none in the sum of gradients, and then on all.
-        return self._together is None and super().mends_divergence
+    def trains_together(self) -> bool:
+        """Whether gradients are averaged, before `begin`."""
+        return self._together is not None
 
     def end_window(self) -> None:
         """Exchange at the end of a window.  Collective."""
