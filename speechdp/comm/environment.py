@@ -104,11 +104,6 @@ def host_name() -> str:
     return socket.gethostname().split(".")[0]
 
 
-def full_host_name() -> str:
-    """Return this host's name as the system has it: hosts of two domains may share the first part."""
-    return socket.gethostname()
-
-
 def prepare_open_mpi() -> None:
     """Set Open MPI's defaults.  To be called before MPI is initialised, harmless under another MPI."""
     _set_defaults(_OPEN_MPI_DEFAULTS)

@@ -318,14 +318,12 @@ class BeginsTogether(Protocol):
         """Whether they do so now."""
 
 
-def mends_divergence(strategy: Strategy) -> bool:
-    """Return whether, as things stand, the next exchange mends a rank that holds no numbers any more.
+def trains_together(strategy: Strategy) -> bool:
+    """Return whether ranks average gradients now that will train apart later.
 
-    In a sum of gradients what is no number on one rank is none on all.
+    What is no number on one rank is then none in the sum, and on all: nobody mends it.
     """
-    if not strategy.traits.survives_divergence:
-        return False
-    return not (isinstance(strategy, BeginsTogether) and strategy.trains_together)
+    return isinstance(strategy, BeginsTogether) and strategy.trains_together
 
 
 def final_models(strategy: Strategy) -> list[Tensor]:

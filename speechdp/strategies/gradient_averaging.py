@@ -77,7 +77,7 @@ class GradientAveraging(BucketedGradients):
             self.check_compression(self._nodes.inside)
         self._updates = 0  # since the last average between nodes
         #: Frames of this node's ranks since then.
-        self._node_frames = self.replica.parameters.whole.new_zeros(())
+        self._node_frames = 0.0
         super().set_up()
 
     def apply(self, frames: float | Tensor) -> None:
@@ -108,7 +108,7 @@ class GradientAveraging(BucketedGradients):
 
     def _forget_updates(self) -> None:
         self._updates = 0
-        self._node_frames.zero_()
+        self._node_frames = 0.0
 
     @contextlib.contextmanager
     def evaluation_parameters(self) -> Iterator[None]:
@@ -132,7 +132,7 @@ class GradientAveraging(BucketedGradients):
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if self._nodes is not None:
-            state |= {"updates": self._updates, "node_frames": self._node_frames.item()}
+            state |= {"updates": self._updates, "node_frames": self._node_frames}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ class GradientAveraging(BucketedGradients):
         if self._nodes is None:
             return
         self._updates = state.get("updates", 0)  # one rank alone has none
-        self._node_frames.fill_(state.get("node_frames", 0.0))
+        self._node_frames = state.get("node_frames", 0.0)
         # On other nodes than before, or on more ranks, those of a node may come from different ones.
         self.replica.give_loss_scale()
         self._nodes.hand_on(self.replica.parameters.whole, "parameters")
@@ -151,4 +151,4 @@ class GradientAveraging(BucketedGradients):
 
     def begin_as_copy(self) -> None:
         super().begin_as_copy()
-        self._node_frames.zero_()
+        self._node_frames = 0.0

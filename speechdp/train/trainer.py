@@ -20,7 +20,7 @@ from speechdp.errors import RunError
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.loss_scale import LEAST_SCALE, finite_loss
 from speechdp.parallel.stop import StopAgreement
-from speechdp.parallel.strategy import Progress, mends_divergence
+from speechdp.parallel.strategy import Progress, trains_together
 from speechdp.parallel.training_step import TrainingStep
 from speechdp.process.ending import Stopped
 from speechdp.process.heap import HeapTrimmer
@@ -40,6 +40,7 @@ class Trainer:
         self.parts = parts
         self._run_dir = run_dir
         self._options = options
+        self._mends = parts.comm.size > 1 and parts.strategy.traits.survives_divergence
         hang_s = options.faults.hang_timeout
         patience_s = max(PATIENCE_S, hang_s) if hang_s else math.inf
         self._heap = HeapTrimmer()
@@ -241,7 +242,7 @@ class Trainer:
     @property
     def _others_mend(self) -> bool:
         """Whether other ranks mend a loss or parameters of this one that are no longer numbers."""
-        return self.parts.comm.size > 1 and mends_divergence(self.parts.strategy)
+        return self._mends and not trains_together(self.parts.strategy)
 
     def _note_loss(self, total: Tensor, num_frames: int, step: Step) -> None:
         shown, sums = total, self._at.epoch_loss

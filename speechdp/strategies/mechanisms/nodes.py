@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,12 +13,11 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator
-from speechdp.comm.environment import full_host_name
 from speechdp.errors import ConfigError
 from speechdp.parallel.period import Beginning, Period
 from speechdp.parallel.strategy import Traits
 from speechdp.strategies.mechanisms.averaging import AveragingStrategy
-from speechdp.strategies.mechanisms.periodic import MomentumRule
+from speechdp.strategies.mechanisms.periodic import MomentumRule, weighted_mean
 from speechdp.strategies.mechanisms.quantised_mean import QuantisedMean
 from speechdp.timing.timeline import Span
 
@@ -59,13 +59,10 @@ class Nodes:
         Args:
             weight: of this rank, not 0.
         """
-        whole[-1] = 1.0
         if self.inside.size == 1:
             whole[-1] = weight
-            return
-        whole.mul_(weight)
-        self.inside.allreduce(whole, name=f"{name}.inside")
-        torch.div(whole[:-1], whole[-1], out=whole[:-1])
+        else:
+            weighted_mean(self.inside, whole, weight, f"{name}.inside")
 
     def mean_between(self, whole: Tensor, name: str) -> None:
         """Replace `whole[:-1]`, the same on all ranks of a node, by the mean over nodes by `whole[-1]`."""
@@ -91,7 +88,7 @@ def node_numbers(comm: Communicator, node_size: int) -> list[int]:
     """Return for each rank which node it is on, counted in the order of their first ranks.  Collective."""
     if node_size > 0:
         return [rank // node_size for rank in range(comm.size)]
-    hosts = comm.allgather_object(full_host_name())
+    hosts = comm.allgather_object(socket.gethostname())
     order = list(dict.fromkeys(hosts))
     return [order.index(host) for host in hosts]
 

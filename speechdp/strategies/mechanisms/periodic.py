@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from speechdp.comm.base import Communicator
 from speechdp.parallel.period import Beginning, Period, PeriodUnit
 from speechdp.parallel.strategy import Progress, Strategy, Traits
 from speechdp.strategies.mechanisms.bucketed_gradients import BucketedGradients
@@ -21,6 +22,22 @@ from speechdp.timing.timeline import Span
 NO_FRAMES = 2.0**-64
 #: What becomes of the optimizer's state at an exchange: each rank's own, the ranks' mean, or zero.
 MomentumRule = Literal["keep", "average", "reset"]
+
+
+def weighted_mean(
+    comm: Communicator, whole: Tensor, weight: float, name: str, result: Tensor | None = None
+) -> None:
+    """Replace `whole[:-1]`, or `result`, by the mean over ranks by weight, `whole[-1]` by the sum of weights.
+
+    Collective; one exchange.
+    """
+    if weight == 0:
+        whole.zero_()  # not multiplied: what is left out may be infinite
+    else:
+        whole[-1] = 1.0
+        whole.mul_(weight)
+    comm.allreduce(whole, name=name)
+    torch.div(whole[:-1], whole[-1], out=whole[:-1] if result is None else result)
 
 
 @dataclass(eq=False)
@@ -147,14 +164,7 @@ class PeriodicStrategy(Strategy):
         """Average `whole[:-1]` over ranks by weight; `whole[-1]` carries the weight in the same exchange."""
         if self.comm.size == 1:
             return
-        weight = self.weight()
-        if weight == 0:
-            whole.zero_()  # not multiplied: what is left out may be infinite
-        else:
-            whole[-1] = 1.0
-            whole.mul_(weight)
-        self.comm.allreduce(whole, name=name)
-        torch.div(whole[:-1], whole[-1], out=whole[:-1] if result is None else result)
+        weighted_mean(self.comm, whole, self.weight(), name, result)
 
     def settle_momentum(self, rule: MomentumRule) -> None:
         """Treat the optimizer's state at an exchange as `rule` says.  Collective."""

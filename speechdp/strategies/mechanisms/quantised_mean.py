@@ -44,11 +44,6 @@ class Outbox:
         self._thread: JobThread | None = None
         self._num_posted = 0
 
-    @property
-    def is_open(self) -> bool:
-        """Whether messages can be posted."""
-        return self._thread is not None
-
     def open(self) -> None:
         """Start the thread."""
         if self._thread is None:
