@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from speechdp.experiments.compare.own_training import CompareRequest
     from speechdp.experiments.compare.script_training import UserScript
     from speechdp.experiments.jobs import JobStarter
-    from speechdp.experiments.race.plan import RaceOptions
     from speechdp.experiments.tune.jobs import TunedJobs
-    from speechdp.experiments.tune.run import TunedTarget, TuneRequest
+    from speechdp.experiments.tune.plan import Setting
+    from speechdp.experiments.tune.run import TuneRequest
     from speechdp.train.session import Session
 
 #: How a budget is written.
@@ -35,7 +35,7 @@ class TuneOptions:
 
     budget: Annotated[str, shown("TIME")] = "20m"
     """Time for the whole search, e.g. 90s, 20m or 2h.  What has begun when it is over is finished."""
-    ranks: Annotated[int | None, shown("N", "all slots of --hostfile, else all cores, at least 2")] = None
+    ranks: Annotated[int | None, shown("N", "all slots of --hostfile, else all GPUs, else all cores")] = None
     """Number of ranks that train; --feeders, where there are any, are started in addition."""
     strategies: Annotated[str, shown("STRATEGY,...", "eight that are often best; docs/tune.md")] = ""
     """Strategies to try beside gradient averaging; docs/strategies.md lists them with their options.
@@ -48,9 +48,14 @@ class TuneOptions:
     overwrite: bool = False
     """Delete the search in OUT and start over."""
 
-    def num_ranks(self, hostfile: Path | None, feeders: int = 0) -> int:
-        """Return the number of ranks.  Raises ConfigError where there is only one."""
-        from speechdp.launching.cores import available_cores  # noqa: PLC0415
+    def num_ranks(self, hostfile: Path | None, *, device: str | None = None, feeders: int = 0) -> int:
+        """Return the number of ranks.  Raises ConfigError where there is only one.
+
+        Args:
+            hostfile: of the search; None: this machine only.
+            device: auto, cpu or cuda; None: a script of the user's chooses.
+            feeders: ranks that are started in addition, on cores of this machine.
+        """
         from speechdp.launching.hostfile import read_hostfile  # noqa: PLC0415
 
         if self.ranks is not None and self.ranks < 2:
@@ -58,7 +63,7 @@ class TuneOptions:
         if self.ranks is not None:
             return self.ranks
         if hostfile is None:
-            return max(2, available_cores() - feeders)
+            return _ranks_here(device, feeders)
         ranks = read_hostfile(hostfile).num_slots
         if ranks < 2:
             raise ConfigError(f"{hostfile}: has one slot, and a search needs 2 ranks at least")
@@ -70,37 +75,35 @@ class TuneOptions:
 
         return whole_numbers("seeds", self.seeds, least=0)
 
-    def request(
-        self,
-        out: Path,
-        ranks: int,
-        hostfile: Path | None,
-        backends: tuple[str, ...],
-        race: RaceOptions,
-        target: TunedTarget,
-        trained: dict[str, Any],
-        batch_sizes: tuple[int, ...] = (),
-    ) -> TuneRequest:
-        """Return the search; its other arguments are those of TuneRequest.  Raises ConfigError."""
+    def tried(self, hostfile: Path | None, ranks: int) -> tuple[Setting, ...]:
+        """Return the settings to try.  Raises ConfigError."""
         from speechdp.experiments.compare.plan import checked_strategies, whole_numbers  # noqa: PLC0415
         from speechdp.experiments.tune.plan import settings_of  # noqa: PLC0415
-        from speechdp.experiments.tune.run import TuneRequest  # noqa: PLC0415
-        from speechdp.simulation.quantities import duration  # noqa: PLC0415
 
         periods = whole_numbers("periods", self.periods, least=1)
         strategies = self.strategies or _strategies_for(hostfile, ranks, periods)
-        return TuneRequest(
-            out=out,
-            ranks=ranks,
-            tried=settings_of(checked_strategies(strategies), periods),
-            backends=backends,
-            batch_sizes=batch_sizes,
-            budget_s=duration("--budget", self.budget, _BUDGETS),
-            target=target,
-            seeds=self.whole_seeds(),
-            race=race,
-            trained=trained,
+        return settings_of(checked_strategies(strategies), periods)
+
+    @property
+    def budget_s(self) -> float:
+        """The budget in seconds.  Raises ConfigError."""
+        from speechdp.simulation.quantities import duration  # noqa: PLC0415
+
+        return duration("--budget", self.budget, _BUDGETS)
+
+
+def _ranks_here(device: str | None, feeders: int) -> int:
+    """Return how many ranks this machine has room for."""
+    from speechdp.comm.device import num_gpus  # noqa: PLC0415 - torch, for which --help must not wait
+    from speechdp.launching.cores import available_cores  # noqa: PLC0415
+
+    gpus = 0 if device == "cpu" else num_gpus()
+    if gpus == 1:
+        raise ConfigError(
+            "a search needs 2 ranks at least, and this machine has one GPU; give --hostfile, or to search on "
+            f"the CPU {'--ranks' if device is None else '--device cpu'}"
         )
+    return gpus or max(2, available_cores() - feeders)
 
 
 def _strategies_for(hostfile: Path | None, ranks: int, periods: tuple[int, ...]) -> str:
@@ -197,7 +200,8 @@ class TuneCommand:
         return 0
 
     def _ranks(self) -> int:
-        return self.search.num_ranks(self.hostfile, self.options.loading.feeders)
+        options = self.options
+        return self.search.num_ranks(self.hostfile, device=options.device, feeders=options.loading.feeders)
 
     def _compared(self, ranks: int) -> CompareRequest:
         """Return the search in the terms of a comparison, whose jobs it runs."""
@@ -225,18 +229,20 @@ class TuneCommand:
         )
 
     def _request(self, compared: CompareRequest, ranks: int) -> TuneRequest:
-        from speechdp.experiments.tune.run import TunedTarget, other_batches  # noqa: PLC0415
+        from speechdp.experiments.tune.run import TunedTarget, TuneRequest, other_batches  # noqa: PLC0415
         from speechdp.tasks.metrics import TaskRecord  # noqa: PLC0415
 
-        return self.search.request(
-            self.out_dir,
-            ranks,
-            self.hostfile,
-            _backends(self.backends),
-            compared.race,
-            TunedTarget(self.target, TaskRecord(self.options.make_task().metrics)),
-            compared.settings(),
-            other_batches(self.options, ranks, self._batch_sizes()),
+        return TuneRequest(
+            out=self.out_dir,
+            ranks=ranks,
+            tried=self.search.tried(self.hostfile, ranks),
+            backends=_backends(self.backends),
+            batch_sizes=other_batches(self.options, ranks, self._batch_sizes()),
+            budget_s=self.search.budget_s,
+            target=TunedTarget(self.target, TaskRecord(self.options.make_task().metrics)),
+            seeds=self.search.whole_seeds(),
+            race=compared.race,
+            trained=compared.settings(),
         )
 
     def _batch_sizes(self) -> tuple[int, ...] | None:
@@ -302,25 +308,27 @@ class TuneScriptCommand:
 
     def _request(self, script: UserScript, ranks: int) -> TuneRequest:
         from speechdp.experiments.race.plan import RaceOptions  # noqa: PLC0415
-        from speechdp.experiments.tune.run import TunedTarget  # noqa: PLC0415
+        from speechdp.experiments.tune.run import TunedTarget, TuneRequest  # noqa: PLC0415
         from speechdp.report.runs.script_metric import script_task  # noqa: PLC0415
 
         metric, target = self.script.metric, self.script.target
         if target is not None and not metric:
             raise ConfigError(f"--target {target:g}: of which value? name it by --metric")
-        trained = {
-            "script": str(script.path.absolute()),
-            "command line": shlex.join(script.arguments),
-            "metric": metric,
-        }
-        return self.search.request(
-            self.out_dir,
-            ranks,
-            self.script.hostfile,
-            _backends(self.backends) if self.backends else (script.backend,),
-            RaceOptions(self.race, self.race_steps),
-            TunedTarget(target, script_task(metric)),
-            trained,
+        return TuneRequest(
+            out=self.out_dir,
+            ranks=ranks,
+            tried=self.search.tried(self.script.hostfile, ranks),
+            backends=_backends(self.backends) if self.backends else (script.backend,),
+            batch_sizes=(),
+            budget_s=self.search.budget_s,
+            target=TunedTarget(target, script_task(metric)),
+            seeds=self.search.whole_seeds(),
+            race=RaceOptions(self.race, self.race_steps),
+            trained={
+                "script": str(script.path.absolute()),
+                "command line": shlex.join(script.arguments),
+                "metric": metric,
+            },
         )
 
 

@@ -13,6 +13,11 @@ from speechdp.errors import ConfigError
 RANKS_PER_GPU = "SPEECHDP_RANKS_PER_GPU"
 
 
+def num_gpus() -> int:
+    """Return how many GPUs torch sees on this host; CUDA_VISIBLE_DEVICES counts."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def exchange_device(name: str) -> torch.device:
     """Return the kind of device that exchanges are on, before the communicator knows the local rank."""
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
@@ -27,7 +32,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     shared_by = os.environ.get(RANKS_PER_GPU) or "1"
     if not shared_by.isdecimal() or int(shared_by) < 1:
         raise ConfigError(f"{RANKS_PER_GPU}={shared_by}: give a number of ranks, at least 1")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = num_gpus()
     if name == "cpu" or (name == "auto" and count == 0):
         return torch.device("cpu")
     if count == 0:

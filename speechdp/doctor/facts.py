@@ -16,6 +16,7 @@ import torch
 
 import speechdp
 from speechdp.comm import environment, network
+from speechdp.comm.device import num_gpus
 from speechdp.comm.startup.world import versions
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ShardError
@@ -75,10 +76,9 @@ def _code_checksum() -> str:
 
 
 def _gpus() -> dict[str, Any]:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "torch_cuda": torch.version.cuda or "",
-        "devices": [gpu_facts(torch.device("cuda", index)) for index in range(count)],
+        "devices": [gpu_facts(torch.device("cuda", index)) for index in range(num_gpus())],
         **_nvml_facts(),
     }
 

@@ -33,9 +33,9 @@ def about_cores(ranks: tuple[int, ...], cores: int) -> list[str]:
 
 
 def _about_gpus(device: str, most_ranks: int) -> list[str]:
-    import torch  # noqa: PLC0415 - `speechdp --help` must not wait for it
+    from speechdp.comm.device import num_gpus  # noqa: PLC0415 - torch, for which `--help` must not wait
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = num_gpus()
     if device == "cpu":
         return []
     if count == 0 and device == "cuda":

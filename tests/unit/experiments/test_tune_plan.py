@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speechdp.cli.tune import _strategies_for
+from speechdp.cli.tune import TuneOptions, _strategies_for
+from speechdp.errors import ConfigError
 from speechdp.experiments.compare.plan import checked_strategies
 from speechdp.experiments.tune.jobs import steps_of_turn
 from speechdp.experiments.tune.plan import (
@@ -182,3 +183,37 @@ def test_settings_whose_seeds_overlap_cannot_be_told_apart() -> None:
         "c": Finish((15.0, None), (-1.0, -1.1)),
     }
     assert untold(["a", "b", "c"], ends) == ("b",)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "feeders", "ranks"),
+    [
+        (0, "auto", 0, 6),
+        (0, "auto", 2, 4),
+        (0, "cpu", 5, 2),
+        (8, "auto", 0, 8),
+        (8, "cuda", 2, 8),
+        (8, "cpu", 0, 6),
+    ],
+)
+def test_ranks_fill_the_gpus_of_this_machine_or_else_its_cores(
+    gpus: int, device: str, feeders: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _machine_with(monkeypatch, gpus, cores=6)
+    assert TuneOptions().num_ranks(None, device=device, feeders=feeders) == ranks
+
+
+def test_one_gpu_is_refused_unless_ranks_or_the_cpu_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    _machine_with(monkeypatch, 1, cores=6)
+    with pytest.raises(ConfigError, match=r"this machine has one GPU; .* to search on the CPU --device cpu"):
+        TuneOptions().num_ranks(None, device="auto")
+    with pytest.raises(ConfigError, match="to search on the CPU --ranks"):
+        TuneOptions().num_ranks(None)
+    assert TuneOptions().num_ranks(None, device="cpu") == 6
+    assert TuneOptions(ranks=2).num_ranks(None) == 2
+
+
+def _machine_with(monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("speechdp.launching.cores.available_cores", lambda: cores)
