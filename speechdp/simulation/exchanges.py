@@ -186,10 +186,10 @@ def _parameter_server(strategy: Any, model: Model) -> Exchange:
 
 
 def _elastic(strategy: Any, model: Model) -> Exchange:
-    period = model.steps_in(strategy.period)
+    period, nbytes = model.steps_in(strategy.period), model.nbytes * share_of_bytes(strategy.compression)
     if strategy.mode == "sync":
-        return Exchange(Pattern.TOGETHER, period, model.nbytes)
-    return Exchange(Pattern.SERVER, period, model.nbytes, dedicated=strategy.dedicated)
+        return Exchange(Pattern.TOGETHER, period, nbytes)
+    return Exchange(Pattern.SERVER, period, nbytes, dedicated=strategy.dedicated)
 
 
 _KNOWN: dict[str, Callable[[Strategy, Model], Exchange]] = {

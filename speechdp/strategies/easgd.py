@@ -15,12 +15,16 @@ from speechdp.errors import ConfigError
 from speechdp.parallel.period import PeriodUnit
 from speechdp.parallel.roster import Roster
 from speechdp.parallel.strategy import Progress, Traits
-from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
+from speechdp.strategies.mechanisms.averaging import AveragingStrategy
+from speechdp.strategies.mechanisms.quantised_mean import QuantisedMean
+from speechdp.strategies.mechanisms.quantised_wire import QuantisedWire
 from speechdp.strategies.mechanisms.server import (
     SERVER,
     Link,
+    Rounding,
     Server,
     ServerRequest,
+    Wire,
     refuse_too_few,
     worker_roster,
 )
@@ -28,6 +32,8 @@ from speechdp.timing.timeline import Span
 
 #: alpha times the number of workers, unless alpha is given.
 _DEFAULT_BETA = 0.9
+#: Tag of what a worker tells the server after a resume; others are the link's.
+_KNOWN_TAG = 4
 
 
 class _Centre(Server):
@@ -37,15 +43,16 @@ class _Centre(Server):
         super().__init__(vector)
         self._alpha = alpha
 
-    def serve(self, request: ServerRequest, given: Tensor, answer: Tensor) -> Tensor:
+    def serve(self, request: ServerRequest, given: Tensor, answer: Tensor, rounding: Rounding) -> Tensor:
         torch.sub(given, self.vector, out=answer).mul_(self._alpha)
+        rounding(answer)  # both move by the same
         self.vector.add_(answer)
         self.version += 1
         return answer
 
 
 @dataclass(eq=False)
-class Easgd(PeriodicStrategy):
+class Easgd(AveragingStrategy):
     """Pull each worker and a centre towards each other once per period; the centre is the model.
 
     Update rule: K times x_i <- x_i - lr * g_i(x_i) on worker i; then, with d = alpha (x_i - x~) taken before
@@ -54,10 +61,12 @@ class Easgd(PeriodicStrategy):
     A single worker has nobody to be drawn to: plain SGD.
 
     Exchange: mode=async: a worker sends x_i (P bytes) to rank 0 and gets d (P bytes) once per period, and
-    waits for it; rank 0 sends and gets that for every other rank.  mode=sync: one allreduce of x.
+    waits for it; rank 0 sends and gets that for every other rank.  mode=sync: one allreduce of x.  With
+    compression the worker sends its difference to what rank 0 knows of x_i, d is taken at what rank 0 knows
+    then, and both move by d as it is sent; mode=sync: the mean of x as for model_averaging.
 
-    Guarantee: x_i + x~ is unchanged by an exchange (elastic symmetry).  Evaluated and final model is x~,
-    bitwise equal on all ranks after finish.
+    Guarantee: x_i + x~ is unchanged by an exchange (elastic symmetry), also with compression.  Evaluated and
+    final model is x~, bitwise equal on all ranks after finish.
 
     Source: Zhang, Choromanska & LeCun 2015 (arXiv 1412.6651), algorithms 1 (async) and section 2 (sync), and
     its alpha = 0.9 / p; recalled, not looked up.  Deviations: d is sent instead of x~, which needs no copy of
@@ -73,8 +82,8 @@ class Easgd(PeriodicStrategy):
 
     @property
     def traits(self) -> Traits:
-        together = self.mode == "sync"
-        return replace(super().traits, synchronous=together, needs_peers=not together)
+        together, traits = self.mode == "sync", super().traits
+        return replace(traits, synchronous=together, needs_peers=not together or traits.needs_peers)
 
     def roster(self, size: int) -> Roster:
         return worker_roster(size, dedicated=self.dedicated)
@@ -116,15 +125,37 @@ class Easgd(PeriodicStrategy):
         if self.mode == "async":
             if self._centre is not None:
                 self._server = _Centre(self._centre, self._alpha)
-            self._link = Link(self.peers, self._server)
+            self._link = Link(self.peers, self._server, self._make_wire())
+
+    def compresses_here(self) -> bool:
+        # The server takes no differences of its own: its worker is beside it.
+        return super().compresses_here() and (self.mode == "sync" or self.comm.rank != SERVER)
+
+    def make_means(self) -> list[QuantisedMean]:
+        return super().make_means() if self.mode == "sync" else []
+
+    def _make_wire(self) -> Wire:
+        """Return what vectors go over, and note on rank 0 what it knows of each worker's parameters."""
+        #: By the rank at the other end of the wire.
+        self._known: dict[int, Tensor] = {}
+        if self.compression == "none":
+            return Wire()
+        values = self.replica.parameters.values
+        if self.comm.rank == SERVER:
+            self._known = {worker: values.clone() for worker in range(1, self.comm.size)}
+        else:
+            self._known = {SERVER: self.reference}
+        return QuantisedWire(self._known, self.compression, values)
 
     def resume(self) -> None:
+        super().resume()
         if self._link is not None:
             self._link.open()
 
     def pause(self) -> None:
         if self._link is not None:
             self._link.close()
+        super().pause()
 
     def step(self, progress: Progress) -> None:
         if self._link is not None:
@@ -161,7 +192,12 @@ class Easgd(PeriodicStrategy):
 
     def _exchange_together(self, own: Tensor, scratch: Tensor) -> None:
         assert self._centre is not None
-        total = self.comm.allreduce(scratch.copy_(own), name="parameters")
+        if self.means:
+            self.means[0].average(own, self.reference, 1.0, out=scratch)
+            self.reference.copy_(scratch)
+            total = scratch.mul_(self._num_workers)
+        else:
+            total = self.comm.allreduce(scratch.copy_(own), name="parameters")
         own.lerp_(self._centre, self._alpha)
         self._centre.mul_(1 - self._num_workers * self._alpha).add_(total, alpha=self._alpha)
 
@@ -203,5 +239,14 @@ class Easgd(PeriodicStrategy):
             self._centre.copy_(state.get("centre", self.replica.parameters.values))
         if self._link is not None:
             self._link.ages, self._link.version = list(state["staleness"]), state["version"]
+            self._tell_what_is_known()
         if self._server is not None:
             self._server.version = state["centre_version"]
+
+    def _tell_what_is_known(self) -> None:
+        """Give rank 0 what it knew of the other workers, which have it in their checkpoints.  Collective."""
+        for other, known in self._known.items():
+            if self.comm.rank == SERVER:
+                self.peers.recv(known, other, tag=_KNOWN_TAG)
+            else:
+                self.peers.send(known, other, tag=_KNOWN_TAG)

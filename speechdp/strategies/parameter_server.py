@@ -19,8 +19,10 @@ from speechdp.strategies.mechanisms.server import (
     SERVER,
     Kind,
     Link,
+    Rounding,
     Server,
     ServerRequest,
+    Wire,
     refuse_too_few,
     worker_roster,
 )
@@ -42,7 +44,7 @@ class _Master(Server):
         super().__init__(replica.parameters.values.clone())
         self._replica, self._staleness_aware, self._alone = replica, staleness_aware, alone
 
-    def serve(self, request: ServerRequest, given: Tensor, answer: Tensor) -> Tensor:
+    def serve(self, request: ServerRequest, given: Tensor, answer: Tensor, rounding: Rounding) -> Tensor:
         if request.kind is Kind.GIVE:
             age = self.version - request.version if self._staleness_aware else 1
             rate = request.learning_rate / max(1, age)
@@ -105,7 +107,7 @@ class ParameterServer(Strategy):
             if self.comm.rank == SERVER:
                 aware, alone = self.staleness_aware, self.dedicated
                 self._master = _Master(self.replica, staleness_aware=aware, alone=alone)
-            self._link = Link(self.peers, self._master)
+            self._link = Link(self.peers, self._master, Wire())
         elif self.comm.rank == SERVER and self.comm.size > 1:
             self._received = torch.empty_like(self.replica.gradients.whole)
 

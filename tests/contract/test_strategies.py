@@ -199,7 +199,6 @@ def test_options_are_read_and_described(text: str, expected: str) -> None:
         ("delayed_averaging:between_nodes=64", "delayed_averaging has no option 'between_nodes'"),
         ("easgd:begin=100", "easgd:begin=100: the centre starts with the workers"),
         ("easgd:begin=5s,mode=sync", "leave it out"),
-        ("easgd:compression=int8", "easgd has no option 'compression'"),
         ("dpsgd:compression=int8", "dpsgd has no option 'compression'"),
         ("gradient_averaging:every=0", "at least 1"),
         ("gradient_averaging:every=x", "write a whole number"),

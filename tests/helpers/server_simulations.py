@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from speechdp.parallel.replica import Replica
 from speechdp.testing import Sgd, make_batch, make_replica
@@ -66,17 +67,33 @@ def loss_gradient(replica: Replica, rank: int, turn: int) -> None:
     ).backward()
 
 
+def rounded(x: Tensor, levels: int, block: int = 256) -> Tensor:
+    """Return `x` in whole multiples of a scale, one for each block."""
+    result = x.clone()
+    for part in result.split(block):
+        scale = (part.abs().max() / levels).float().to(x.dtype).clamp(min=1e-37)
+        part.copy_(torch.round(part * scale.reciprocal()) * scale)
+    return result
+
+
 @dataclass
 class SimulatedCentre:
-    """Elastic averaging turn by turn in one process, from the equation."""
+    """Elastic averaging turn by turn in one process, from the equation.
+
+    Attributes:
+        levels: of what travels between rank 0, whose own worker sends nothing, and the others; 0: it is not
+            rounded.
+    """
 
     size: int
     period: int
     alpha: float
+    levels: int = 0
 
     def __post_init__(self) -> None:
         self.workers = [momentum_replica() for _ in range(self.size)]
         self.centre = self.workers[0].parameters.values.clone()
+        self.known = [self.centre.clone() for _ in range(self.size)]
         self.steps = [0] * self.size
 
     def step(self, rank: int, turn: int) -> None:
@@ -84,9 +101,14 @@ class SimulatedCentre:
         self.local_step(rank, turn)
         if self.steps[rank] % self.period == 0:
             x = self.workers[rank].parameters.values
-            difference = x - self.centre
-            x -= self.alpha * difference
-            self.centre += self.alpha * difference
+            levels = self.levels if rank > 0 else 0
+            known = self.known[rank]
+            known += rounded(x - known, levels) if levels else x - known
+            move = self.alpha * (known - self.centre)
+            if levels:
+                move = rounded(move, levels)
+            x -= move
+            self.centre += move
 
     def local_step(self, rank: int, turn: int) -> None:
         loss_gradient(self.workers[rank], rank, turn)

@@ -1,4 +1,4 @@
-"""What periodic strategies share whose exchange is one weighted mean of the parameters."""
+"""What periodic strategies share whose exchange may travel as quantised differences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from speechdp.strategies.mechanisms.quantised_mean import Compression, Outbox, Q
 
 @dataclass(eq=False)
 class AveragingStrategy(PeriodicStrategy):
-    """A periodic strategy whose averages may travel as quantised differences.
+    """A periodic strategy whose averages may travel as quantised differences to what all ranks have.
 
     What is compressed is the mean at a window's end.  Evaluation and `finish` average in full precision: what
     they show is the mean of the replicas.
@@ -55,18 +55,25 @@ class AveragingStrategy(PeriodicStrategy):
     def set_up(self) -> None:
         super().set_up()
         self.means: list[QuantisedMean] = []
-        self._compresses = self.compression != "none" and self.comm.size > 1
         self._is_training = False  # between `resume` and `pause`
-        if not self._compresses:
-            return
-        values = self.replica.parameters.values
-        if values.dtype not in (torch.float32, torch.float64):
+        if self.compression != "none" and self.comm.size > 1:
+            self._check_number_format()
+        self._compresses = self.compresses_here()
+        if self._compresses:
+            self.means = self.make_means()
+            self.reference = self.make_reference()
+
+    def _check_number_format(self) -> None:
+        dtype = self.replica.parameters.values.dtype
+        if dtype not in (torch.float32, torch.float64):
             raise ConfigError(
                 f"{self.name}:compression={self.compression}: the parameters are "
-                f"{str(values.dtype).removeprefix('torch.')}; make them float32, or leave compression out"
+                f"{str(dtype).removeprefix('torch.')}; make them float32, or leave compression out"
             )
-        self.means = self.make_means()
-        self.reference = self.make_reference()
+
+    def compresses_here(self) -> bool:
+        """Return whether this rank takes differences to a reference."""
+        return self.compression != "none" and self.comm.size > 1
 
     def make_means(self) -> list[QuantisedMean]:
         """Return what averages each of the pieces, over the channel `peers`."""

@@ -1,7 +1,7 @@
 """What strategies with a server on rank 0 share: workers ask, the server answers in the order of arrival.
 
 Two roles: a `Server` keeps the common vector, on rank 0; a `Link`, one a rank, is how its worker asks.  On
-rank 0 that is the server itself, under a lock; elsewhere messages go to a thread of rank 0.
+rank 0 that is the server itself, under a lock; elsewhere messages go to a thread of rank 0, over a `Wire`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -23,7 +23,9 @@ from speechdp.parallel.roster import Roster
 
 SERVER = 0
 #: Tags: what is asked, the vector with it, the version in answer, the vector in answer.
-_ASKED, _ASKED_VECTOR, _VERSION, _ANSWER = range(4)
+_ASKED, GIVEN_TAG, _VERSION, ANSWER_TAG = range(4)
+#: Replaces, in place, an answer by what the worker will read of it.
+Rounding = Callable[[Tensor], None]
 
 
 class Kind(IntEnum):
@@ -64,6 +66,33 @@ class ServerRequest:
         return ServerRequest(Kind(int(kind)), int(version), int(frames), learning_rate)
 
 
+class Wire:
+    """How vectors travel between workers and the server: as they are.
+
+    A worker calls `give` and `hear`; the server calls `take`, `round` and `reply`, in this order, for one
+    worker after another.
+    """
+
+    def give(self, peers: PeerCommunicator, x: Tensor) -> None:
+        """Send a vector to the server."""
+        peers.send(x, SERVER, tag=GIVEN_TAG)
+
+    def take(self, peers: PeerCommunicator, worker: int, out: Tensor) -> None:
+        """Receive a worker's vector."""
+        peers.recv(out, worker, tag=GIVEN_TAG)
+
+    def round(self, answer: Tensor) -> None:
+        """Replace an answer by what the worker will read of it."""
+
+    def reply(self, peers: PeerCommunicator, worker: int, answer: Tensor) -> None:
+        """Send an answer to a worker."""
+        peers.send(answer, worker, tag=ANSWER_TAG)
+
+    def hear(self, peers: PeerCommunicator, out: Tensor) -> None:
+        """Receive the server's answer."""
+        peers.recv(out, SERVER, tag=ANSWER_TAG)
+
+
 class Server(ABC):
     """The common vector and how it changes.
 
@@ -80,27 +109,28 @@ class Server(ABC):
         self._stream = torch.cuda.Stream(vector.device) if vector.is_cuda else None  # type: ignore[no-untyped-call]
 
     @abstractmethod
-    def serve(self, request: ServerRequest, given: Tensor, answer: Tensor) -> Tensor:
+    def serve(self, request: ServerRequest, given: Tensor, answer: Tensor, rounding: Rounding) -> Tensor:
         """Do what is asked, alone, and return the answer: `answer` filled, or a vector nobody will change.
 
         Args:
             request: FETCH or GIVE.
             given: the vector handed over; undefined with FETCH.  May be overwritten.
             answer: where to put the answer; it may be the same memory as `given`.
+            rounding: of what the worker will read, for a server that has to act by just that.
         """
 
     def serve_here(self, request: ServerRequest, given: Tensor, answer: Tensor) -> int:
         """Answer this rank's own worker; return the version."""
         self._finish_worker_kernels()
         with self._lock, self.on_stream():
-            served = self.serve(request, given, answer)
+            served = self.serve(request, given, answer, _as_it_is)
             if served is not answer:
                 answer.copy_(served)
             version = self.version
         self.end_round()
         return version
 
-    def serve_messages(self, peers: PeerCommunicator, buffer: Tensor) -> None:
+    def serve_messages(self, peers: PeerCommunicator, wire: Wire, buffer: Tensor) -> None:
         """Answer the other ranks' workers until each of them has left.
 
         The lock is held while the vector is used, not while a message is under way: this rank's worker must
@@ -108,6 +138,7 @@ class Server(ABC):
 
         Args:
             peers: the channel.
+            wire: what vectors go over.
             buffer: a vector for what is handed over, and for the answer.
         """
         asked = ServerRequest(Kind.LEAVE).encode()
@@ -120,12 +151,12 @@ class Server(ABC):
                     num_workers -= 1
                     continue
                 if request.kind is Kind.GIVE:
-                    peers.recv(buffer, worker, tag=_ASKED_VECTOR)
+                    wire.take(peers, worker, buffer)
                 with self._lock:
-                    answer = self.serve(request, buffer, buffer)
+                    answer = self.serve(request, buffer, buffer, wire.round)
                     version = torch.tensor([self.version])
                 peers.send(version, worker, tag=_VERSION)
-                peers.send(answer, worker, tag=_ANSWER)
+                wire.reply(peers, worker, answer)
 
     def begin_round(self) -> None:
         """Order what the server does after what this thread has done."""
@@ -151,21 +182,26 @@ class Server(ABC):
             done.synchronize()
 
 
+def _as_it_is(answer: Tensor) -> None:
+    """Round nothing."""
+
+
 class Link:
     """How the worker of one rank asks the server, between `open` and `close`.
 
     Args:
         peers: the channel.
         server: on rank 0; None elsewhere.
+        wire: what vectors go over; this rank's own.
 
     Attributes:
         version: of the common vector when this worker last had an answer.
         ages: how many answers there were by the number of changes others had made since the answer before.
     """
 
-    def __init__(self, peers: PeerCommunicator, server: Server | None) -> None:
+    def __init__(self, peers: PeerCommunicator, server: Server | None, wire: Wire) -> None:
         assert (server is not None) == (peers.rank == SERVER)
-        self._peers, self._server = peers, server
+        self._peers, self._server, self._wire = peers, server, wire
         self._thread: ExchangeThread | None = None
         self._buffer = None if server is None or peers.size == 1 else torch.empty_like(server.vector)
         self.version = 0
@@ -176,7 +212,9 @@ class Link:
         if self._server is not None and self._buffer is not None:
             server, buffer = self._server, self._buffer
             server.begin_round()
-            self._thread = ExchangeThread("server", lambda: server.serve_messages(self._peers, buffer))
+            self._thread = ExchangeThread(
+                "server", lambda: server.serve_messages(self._peers, self._wire, buffer)
+            )
 
     def close(self) -> None:
         """End the round on this rank; on rank 0 once every other worker has ended it.
@@ -213,10 +251,10 @@ class Link:
             return self._server.serve_here(request, given, answer)
         self._peers.send(request.encode(), SERVER, tag=_ASKED)
         if request.kind is Kind.GIVE:
-            self._peers.send(given, SERVER, tag=_ASKED_VECTOR)
+            self._wire.give(self._peers, given)
         version = torch.zeros(1, dtype=torch.int64)
         self._peers.recv(version, SERVER, tag=_VERSION)
-        self._peers.recv(answer, SERVER, tag=_ANSWER)
+        self._wire.hear(self._peers, answer)
         return int(version)
 
 

@@ -167,6 +167,23 @@ def elastic_averaging_follows_the_equation(comm: Communicator) -> None:
         assert_bitwise_equal_over_ranks(comm, final, options)
 
 
+def compressed_elastic_averaging_follows_the_equation(comm: Communicator) -> None:
+    if comm.size == 1:
+        return
+    for compression, levels in (("int8", 127), ("int4", 7)):
+        options = f"easgd:period=2,alpha=0.3,compression={compression}"
+        run = StrategyRun(comm, options, momentum_replica())
+        expected = SimulatedCentre(comm.size, 2, 0.3, levels)
+        order = turns(comm.size)
+        in_turns(comm, run, order)
+        for turn, mover in enumerate(order):
+            expected.step(mover, turn)
+        assert_close(run.parameters(), expected.workers[comm.rank].parameters.values, f"{options}: worker")
+        final = run.finish()
+        assert_close(final, expected.centre, f"{options}: centre")
+        assert_bitwise_equal_over_ranks(comm, final, options)
+
+
 def synchronous_elastic_averaging_follows_the_equation(comm: Communicator) -> None:
     run = StrategyRun(comm, "easgd:mode=sync,period=2", momentum_replica())
     expected = SimulatedCentre(comm.size, 2, 0.9 / comm.size)
@@ -193,12 +210,17 @@ def elastic_age_counts_the_others_exchanges(comm: Communicator) -> None:
     run.finish()
 
 
-ASYNCHRONOUS = ("parameter_server", "easgd:period=2", "easgd:period=20f")
+ASYNCHRONOUS = ("parameter_server", "easgd:period=2", "easgd:period=20f", "easgd:period=2,compression=int4")
+SYNCHRONOUS = (
+    "parameter_server:mode=sync",
+    "easgd:mode=sync,period=2",
+    "easgd:mode=sync,period=2,compression=int8",
+)
 
 
 def saved_and_loaded_goes_on_the_same(comm: Communicator) -> None:
     order = turns(comm.size, 16)
-    for strategy in (*ASYNCHRONOUS, "parameter_server:mode=sync", "easgd:mode=sync,period=2"):
+    for strategy in (*ASYNCHRONOUS, *SYNCHRONOUS):
         first = StrategyRun(comm, strategy, momentum_replica())
         train = step_together if first.strategy.traits.synchronous else in_turns
         comm.barrier()
@@ -249,7 +271,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 def evaluation_shows_the_common_model_and_leaves_no_trace(comm: Communicator) -> None:
     order = turns(comm.size, 12)
-    for strategy in (*ASYNCHRONOUS, "parameter_server:mode=sync", "easgd:mode=sync,period=2"):
+    for strategy in (*ASYNCHRONOUS, *SYNCHRONOUS):
         results = []
         for look in (False, True):
             run = StrategyRun(comm, strategy, momentum_replica())
@@ -278,6 +300,7 @@ CHECKS: tuple[Callable[[Communicator], None], ...] = (
     asynchronous_server_follows_the_equation,
     the_worker_next_to_the_server_keeps_to_itself,
     elastic_averaging_follows_the_equation,
+    compressed_elastic_averaging_follows_the_equation,
     synchronous_elastic_averaging_follows_the_equation,
     elastic_age_counts_the_others_exchanges,
     saved_and_loaded_goes_on_the_same,

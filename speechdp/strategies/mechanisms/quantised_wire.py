@@ -1,0 +1,68 @@
+"""Between a worker and the server: quantised differences to what the server knows, quantised answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from speechdp.comm.base import PeerCommunicator
+from speechdp.strategies.mechanisms.quantisation import Message, Quantiser, stretches
+from speechdp.strategies.mechanisms.quantised_mean import BITS, Compression
+from speechdp.strategies.mechanisms.server import ANSWER_TAG, GIVEN_TAG, SERVER, Wire
+
+
+class QuantisedWire(Wire):
+    """Vectors and answers as blocks of whole numbers; answers to GIVE alone, since a FETCH wants all of it.
+
+    Update rule: with x a worker's vector, r what the server knows of it and Q quantisation,
+        worker:  c = Q(x - r);   r <- r + c          server:  r <- r + c, which is what it is given
+        server:  d <- Q(d), and acts by it           worker:  reads the same d
+    What rounding took away of x is part of the next difference, since r lacks it.
+
+    Args:
+        known: r by the rank at the other end, the same there; changed in place.  (n,) each
+        compression: of differences and answers.
+        like: a vector of their length, type and device.
+    """
+
+    def __init__(self, known: Mapping[int, Tensor], compression: Compression, like: Tensor) -> None:
+        self._known = known
+        self._quantiser = Quantiser(BITS[compression], like)
+        self._length = like.numel()
+        num_bytes = Message.num_bytes(self._length, BITS[compression])
+        memory = torch.zeros(num_bytes, dtype=torch.uint8, device=like.device)
+        self._message = self._quantiser.message(memory, self._length)
+
+    def give(self, peers: PeerCommunicator, x: Tensor) -> None:
+        known = self._known[SERVER]
+        for start, end in stretches(self._length):
+            torch.sub(x[start:end], known[start:end], out=self._quantiser.values[: end - start])
+            known[start:end].add_(self._rounded(start, end))
+        peers.send(self._message.whole, SERVER, tag=GIVEN_TAG)
+
+    def take(self, peers: PeerCommunicator, worker: int, out: Tensor) -> None:
+        peers.recv(self._message.whole, worker, tag=GIVEN_TAG)
+        known = self._known[worker]
+        for start, end in stretches(self._length):
+            known[start:end].add_(self._quantiser.read(self._message, start, end - start))
+        out.copy_(known)
+
+    def round(self, answer: Tensor) -> None:
+        for start, end in stretches(self._length):
+            self._quantiser.values[: end - start].copy_(answer[start:end])
+            answer[start:end].copy_(self._rounded(start, end))
+
+    def reply(self, peers: PeerCommunicator, worker: int, answer: Tensor) -> None:
+        peers.send(self._message.whole, worker, tag=ANSWER_TAG)
+
+    def hear(self, peers: PeerCommunicator, out: Tensor) -> None:
+        peers.recv(self._message.whole, SERVER, tag=ANSWER_TAG)
+        for start, end in stretches(self._length):
+            out[start:end].copy_(self._quantiser.read(self._message, start, end - start))
+
+    def _rounded(self, start: int, end: int) -> Tensor:
+        """Write the quantiser's values to the message and return what its reader will have."""
+        self._quantiser.write(self._message, start, end - start)
+        return self._quantiser.read(self._message, start, end - start)
