@@ -29,7 +29,7 @@ test-gpu: setup
 
 # Both at once: what waits for a batch system leaves the cores to the others.
 test-all: setup
-	@$(PYTEST) -rs $(SIDE_BY_SIDE) tests/cluster $(ON_THIS_MACHINE)
+	@$(PYTEST) -rs --durations=20 $(SIDE_BY_SIDE) tests/cluster $(ON_THIS_MACHINE)
 
 check: setup
 	@$(PYTHON) -m ruff check .

@@ -125,6 +125,7 @@ _STRATEGIES = (
     "dpsgd",
     "ad_psgd",
     "parameter_server",
+    "easgd:period=4,compression=int8",
 )
 
 

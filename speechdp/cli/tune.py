@@ -94,16 +94,17 @@ class TuneOptions:
 
 def _ranks_here(device: str | None, feeders: int) -> int:
     """Return how many ranks this machine has room for."""
-    from speechdp.comm.device import num_gpus  # noqa: PLC0415 - torch, for which --help must not wait
+    from speechdp.comm.device import ranks_on_gpus  # noqa: PLC0415 - torch, for which --help must not wait
     from speechdp.launching.cores import available_cores  # noqa: PLC0415
 
-    gpus = 0 if device == "cpu" else num_gpus()
-    if gpus == 1:
+    on_gpus = ranks_on_gpus(device or "auto")
+    if on_gpus == 1:
+        on_cpu = "give --ranks, and an empty CUDA_VISIBLE_DEVICES" if device is None else "use --device cpu"
         raise ConfigError(
             "a search needs 2 ranks at least, and this machine has one GPU; give --hostfile, or to search on "
-            f"the CPU {'--ranks' if device is None else '--device cpu'}"
+            f"the CPU {on_cpu}"
         )
-    return gpus or max(2, available_cores() - feeders)
+    return on_gpus or max(2, available_cores() - feeders)
 
 
 def _strategies_for(hostfile: Path | None, ranks: int, periods: tuple[int, ...]) -> str:

@@ -18,6 +18,26 @@ def num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def ranks_on_gpus(name: str) -> int:
+    """Return how many ranks of this host compute on GPUs at most, with `auto`, `cpu` or `cuda`.
+
+    Raises:
+        ConfigError: cuda was asked for and there is none; or the environment says nonsense.
+    """
+    shared_by = os.environ.get(RANKS_PER_GPU) or "1"
+    if not shared_by.isdecimal() or int(shared_by) < 1:
+        raise ConfigError(f"{RANKS_PER_GPU}={shared_by}: give a number of ranks, at least 1")
+    if name == "cpu":
+        return 0
+    count = num_gpus()
+    if count == 0 and name == "cuda":
+        raise ConfigError(
+            f"{remedies.device('cuda')}: torch sees no GPU on this host; check the driver, or use "
+            f"{remedies.device('cpu')}"
+        )
+    return count * int(shared_by)
+
+
 def exchange_device(name: str) -> torch.device:
     """Return the kind of device that exchanges are on, before the communicator knows the local rank."""
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
@@ -29,23 +49,15 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     Raises:
         ConfigError: cuda was asked for and this rank has none; or the environment says nonsense.
     """
-    shared_by = os.environ.get(RANKS_PER_GPU) or "1"
-    if not shared_by.isdecimal() or int(shared_by) < 1:
-        raise ConfigError(f"{RANKS_PER_GPU}={shared_by}: give a number of ranks, at least 1")
-    count = num_gpus()
-    if name == "cpu" or (name == "auto" and count == 0):
+    most = ranks_on_gpus(name)
+    if most == 0:
         return torch.device("cpu")
-    if count == 0:
-        raise ConfigError(
-            f"{remedies.device('cuda')}: torch sees no GPU on this host; check the driver, or use "
-            f"{remedies.device('cpu')}"
-        )
-    most = count * int(shared_by)
+    count = num_gpus()
     if local_rank >= most:
         raise ConfigError(
             f"local rank {local_rank}: only {count} GPUs on this host; start at most {most} ranks a host "
             f"(slots= in the hostfile), or use {remedies.device('cpu')}"
         )
-    device = torch.device("cuda", local_rank // int(shared_by))
+    device = torch.device("cuda", local_rank * count // most)
     torch.cuda.set_device(device)
     return device

@@ -280,7 +280,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that `state_dict` returned, possibly on another number of ranks."""
+        """Restore a state that `state_dict` returned, possibly on another number of ranks.
+
+        Collective, while paused.
+        """
 
     def begin_as_copy(self) -> None:
         """Reset what has accumulated since the last exchange: another rank keeps the same state."""

@@ -37,15 +37,30 @@ _KNOWN_TAG = 4
 
 
 class _Centre(Server):
-    """The centre x~; what it is handed is a worker's x, what it answers a (x - x~)."""
+    """The centre x~; what it is handed is a worker's x, what it answers a (x - x~).
 
-    def __init__(self, vector: Tensor, alpha: float) -> None:
+    Args:
+        rounds: answers are rounded, and what that takes away is owed to the next worker that asks.  Without
+            it, parameters that move little beside others would not move at all.
+
+    Attributes:
+        owed: what rounding has taken away so far; None where nothing is rounded.
+    """
+
+    def __init__(self, vector: Tensor, alpha: float, *, rounds: bool) -> None:
         super().__init__(vector)
         self._alpha = alpha
+        self.owed = torch.zeros_like(vector) if rounds else None
 
-    def serve(self, request: ServerRequest, given: Tensor, answer: Tensor, rounding: Rounding) -> Tensor:
+    def serve(
+        self, request: ServerRequest, given: Tensor, answer: Tensor, rounding: Rounding | None
+    ) -> Tensor:
         torch.sub(given, self.vector, out=answer).mul_(self._alpha)
-        rounding(answer)  # both move by the same
+        if rounding is not None and self.owed is not None:
+            answer.add_(self.owed)
+            self.owed.copy_(answer)
+            rounding(answer)
+            self.owed.sub_(answer)
         self.vector.add_(answer)
         self.version += 1
         return answer
@@ -63,10 +78,13 @@ class Easgd(AveragingStrategy):
     Exchange: mode=async: a worker sends x_i (P bytes) to rank 0 and gets d (P bytes) once per period, and
     waits for it; rank 0 sends and gets that for every other rank.  mode=sync: one allreduce of x.  With
     compression the worker sends its difference to what rank 0 knows of x_i, d is taken at what rank 0 knows
-    then, and both move by d as it is sent; mode=sync: the mean of x as for model_averaging.
+    then, both move by d as it is sent, and what rounding took away of it is added to the next d; rank 0's own
+    worker sends nothing, and nothing of it is rounded.  A resume tells rank 0 what it knew (P from each other
+    worker).  mode=sync: the mean of x as for model_averaging.
 
-    Guarantee: x_i + x~ is unchanged by an exchange (elastic symmetry), also with compression.  Evaluated and
-    final model is x~, bitwise equal on all ranks after finish.
+    Guarantee: x_i + x~ is unchanged by an exchange (elastic symmetry), in mode=async also with compression;
+    in mode=sync with compression their sum over workers is so over time.  Evaluated and final model is x~,
+    bitwise equal on all ranks after finish.
 
     Source: Zhang, Choromanska & LeCun 2015 (arXiv 1412.6651), algorithms 1 (async) and section 2 (sync), and
     its alpha = 0.9 / p; recalled, not looked up.  Deviations: d is sent instead of x~, which needs no copy of
@@ -124,12 +142,12 @@ class Easgd(AveragingStrategy):
             self._centre = self.replica.parameters.values.clone()
         if self.mode == "async":
             if self._centre is not None:
-                self._server = _Centre(self._centre, self._alpha)
+                self._server = _Centre(self._centre, self._alpha, rounds=self.compression != "none")
             self._link = Link(self.peers, self._server, self._make_wire())
 
-    def compresses_here(self) -> bool:
-        # The server takes no differences of its own: its worker is beside it.
-        return super().compresses_here() and (self.mode == "sync" or self.comm.rank != SERVER)
+    def keeps_reference(self) -> bool:
+        # The worker beside the server sends nothing.
+        return super().keeps_reference() and (self.mode == "sync" or self.comm.rank != SERVER)
 
     def make_means(self) -> list[QuantisedMean]:
         return super().make_means() if self.mode == "sync" else []
@@ -230,6 +248,8 @@ class Easgd(AveragingStrategy):
             state["version"] = self._link.version
         if self._server is not None:
             state["centre_version"] = self._server.version
+            if self._server.owed is not None:
+                state["owed"] = self._server.owed
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -242,6 +262,8 @@ class Easgd(AveragingStrategy):
             self._tell_what_is_known()
         if self._server is not None:
             self._server.version = state["centre_version"]
+            if self._server.owed is not None:
+                self._server.owed.copy_(state["owed"])
 
     def _tell_what_is_known(self) -> None:
         """Give rank 0 what it knew of the other workers, which have it in their checkpoints.  Collective."""

@@ -44,7 +44,9 @@ class _Master(Server):
         super().__init__(replica.parameters.values.clone())
         self._replica, self._staleness_aware, self._alone = replica, staleness_aware, alone
 
-    def serve(self, request: ServerRequest, given: Tensor, answer: Tensor, rounding: Rounding) -> Tensor:
+    def serve(
+        self, request: ServerRequest, given: Tensor, answer: Tensor, rounding: Rounding | None
+    ) -> Tensor:
         if request.kind is Kind.GIVE:
             age = self.version - request.version if self._staleness_aware else 1
             rate = request.learning_rate / max(1, age)

@@ -18,7 +18,12 @@ from speechdp.parallel.registry import parse_strategy
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.strategy import Progress
 from speechdp.parallel.training_step import TrainingStep
+from speechdp.strategies.easgd import Easgd
+from speechdp.strategies.mechanisms import quantisation
+from speechdp.strategies.mechanisms.quantisation import BLOCK
 from speechdp.strategies.mechanisms.quantised_mean import Compression, Outbox, QuantisedMean, share_of_bytes
+from speechdp.strategies.mechanisms.quantised_wire import QuantisedWire
+from speechdp.strategies.mechanisms.server import SERVER
 from speechdp.testing import (
     NUM_STEPS,
     Sgd,
@@ -195,6 +200,73 @@ def test_without_error_feedback_ranks_that_disagree_would_miss_their_optimum(
     assert max(run_threads(size, check)) > 2e-2
 
 
+def test_parameters_that_move_little_beside_others_move_all_the_same() -> None:
+    """Workers pull a centre apart for ever: over time it is where the pulls balance, in int4 as well."""
+    size, num_steps = 3, 150
+    magnitudes = 10.0 ** (-2 * (torch.arange(700) % 256) / 256)  # within a block, that shares a scale
+    targets = _targets(size) * magnitudes
+    balance = targets.mean(0)
+
+    def check(comm: Communicator, compression: str, *, forgets: bool) -> float:
+        text = f"easgd:period=2,alpha=0.3,compression={compression}"
+        run = Quadratic(comm, text, targets[comm.rank], frames=4)
+        strategy, total, count = run.strategy, torch.zeros_like(balance), 0
+        assert isinstance(strategy, Easgd)
+        for step in range(num_steps):
+            for mover in range(size):
+                if mover == comm.rank:
+                    run.train(1)
+                comm.barrier()
+            if comm.rank == 0:
+                if forgets:
+                    strategy._server.owed.zero_()  # type: ignore[union-attr]
+                if step >= num_steps // 3:
+                    total += strategy._centre[: balance.numel()]  # type: ignore[index]
+                    count += 1
+            comm.barrier()
+        run.finish()
+        return float(((total / max(1, count) - balance) / magnitudes).abs().mean())
+
+    def error(compression: str, *, forgets: bool = False) -> float:
+        return run_threads(size, lambda comm: check(comm, compression, forgets=forgets))[0]
+
+    in_full, rounded, forgetful = error("none"), error("int4"), error("int4", forgets=True)
+    assert rounded < 1.5 * in_full, (in_full, rounded)
+    assert forgetful > 2 * in_full, "nothing is owed: the check says nothing"
+
+
+@pytest.mark.parametrize("compression", ["int8", "int4"])
+def test_vectors_longer_than_a_stretch_reach_the_server_and_come_back(
+    compression: Compression, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantisation, "_STRETCH", 2 * BLOCK)
+    length = 7 * BLOCK + 3
+    x = torch.randn(length, generator=torch.Generator().manual_seed(1))
+    largest = max(float(block.abs().max()) for block in x.split(BLOCK))
+
+    def check(comm: Communicator) -> list[Tensor]:
+        peers = comm.peers()
+        known = {1 - comm.rank: torch.zeros(length)}
+        wire, answer = QuantisedWire(known, compression, x), torch.zeros(length)
+        if comm.rank == SERVER:
+            wire.take(peers, 1, answer)
+            taken = answer.clone()
+            wire.round(answer)
+            wire.reply(peers, 1, answer)
+        else:
+            wire.give(peers, x)
+            taken = known[SERVER].clone()
+            wire.hear(peers, answer)
+        peers.close()
+        return [taken, answer]
+
+    (taken, replied), (given, heard) = run_threads(2, check)
+    assert torch.equal(taken, given) and torch.equal(replied, heard)
+    half = 0.5 * largest / (127 if compression == "int8" else 7) * (1 + 1e-5)
+    assert 0 < float((taken - x).abs().max()) <= half
+    assert float((heard - taken).abs().max()) <= half
+
+
 def _averages(
     comm: Communicator,
     compression: Compression,
@@ -333,13 +405,17 @@ def test_what_a_strategy_sends_is_counted(strategy: str) -> None:
         before = comm.sent_bytes
         run.train(comm.rank)
         run.strategy.pause()  # rank 0 may have answers to send
+        run.strategy.resume()
         total = comm.sent_bytes - before + run.strategy.peer_bytes
         run.finish()
         return total
 
-    in_full, *compressed = (run_threads(2, lambda c, n=n: sent(c, n))[0] for n in ("none", "int8", "int4"))
-    # In double precision, and with blocks that are not full.
-    assert 0 < 4 * compressed[0] < in_full and compressed[1] < 0.6 * compressed[0]
+    for rank in range(2):
+        in_full, *compressed = (
+            run_threads(2, lambda c, n=n: sent(c, n))[rank] for n in ("none", "int8", "int4")
+        )
+        # In double precision, and with blocks that are not full.
+        assert 0 < 4 * compressed[0] < in_full and compressed[1] < 0.6 * compressed[0]
 
 
 def test_a_backend_without_messages_between_two_ranks_is_refused_with_the_remedy() -> None:

@@ -43,6 +43,7 @@ SYNCHRONOUS = (
     "diloco:period=5",
     "dpsgd:topology=random",
     "easgd:mode=sync,period=2",
+    "easgd:mode=sync,period=3,compression=int4",
     "model_averaging:period=3,compression=int8",
     "bmuf:period=3,compression=int4",
     "delayed_averaging:period=6,fragments=2,delay=2,compression=int8",

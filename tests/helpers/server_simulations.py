@@ -81,19 +81,21 @@ class SimulatedCentre:
     """Elastic averaging turn by turn in one process, from the equation.
 
     Attributes:
-        levels: of what travels between rank 0, whose own worker sends nothing, and the others; 0: it is not
-            rounded.
+        levels: of what travels between the server and workers on other ranks; 0: it is not rounded.
+        dedicated: no worker is beside the server.
     """
 
     size: int
     period: int
     alpha: float
     levels: int = 0
+    dedicated: bool = False
 
     def __post_init__(self) -> None:
         self.workers = [momentum_replica() for _ in range(self.size)]
         self.centre = self.workers[0].parameters.values.clone()
         self.known = [self.centre.clone() for _ in range(self.size)]
+        self.owed = torch.zeros_like(self.centre)
         self.steps = [0] * self.size
 
     def step(self, rank: int, turn: int) -> None:
@@ -101,12 +103,14 @@ class SimulatedCentre:
         self.local_step(rank, turn)
         if self.steps[rank] % self.period == 0:
             x = self.workers[rank].parameters.values
-            levels = self.levels if rank > 0 else 0
+            levels = self.levels if rank > 0 or self.dedicated else 0
             known = self.known[rank]
             known += rounded(x - known, levels) if levels else x - known
             move = self.alpha * (known - self.centre)
             if levels:
-                move = rounded(move, levels)
+                wanted = move + self.owed
+                move = rounded(wanted, levels)
+                self.owed = wanted - move
             x -= move
             self.centre += move
 

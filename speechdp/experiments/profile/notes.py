@@ -33,18 +33,16 @@ def about_cores(ranks: tuple[int, ...], cores: int) -> list[str]:
 
 
 def _about_gpus(device: str, most_ranks: int) -> list[str]:
-    from speechdp.comm.device import num_gpus  # noqa: PLC0415 - torch, for which `--help` must not wait
+    from speechdp.comm.device import ranks_on_gpus  # noqa: PLC0415 - torch, for which --help must not wait
 
-    count = num_gpus()
+    room = ranks_on_gpus(device)
     if device == "cpu":
         return []
-    if count == 0 and device == "cuda":
-        raise ConfigError("--device cuda: torch sees no GPU here; check the driver, or use --device cpu")
-    if count == 0:
+    if room == 0:
         return ["torch sees no GPU: everything is computed, and timed, on the CPU"]
-    if most_ranks > count:
+    if most_ranks > room:
         raise ConfigError(
-            f"--ranks {most_ranks}: torch sees {counted(count, 'GPU')} here, and each rank takes one; give "
-            f"at most {count}, a --hostfile, or --device cpu"
+            f"--ranks {most_ranks}: the GPUs that torch sees here have room for {counted(room, 'rank')}; "
+            f"give at most {room}, a --hostfile, or --device cpu"
         )
     return []

@@ -25,7 +25,7 @@ class AveragingStrategy(PeriodicStrategy):
     the same parameters; or they work with `means` themselves.
 
     Attributes:
-        means: of the pieces that are averaged by themselves; none where this rank sends nothing compressed.
+        means: of the pieces that are averaged by themselves; none where this rank has no part in them.
         reference: the vector that differences are taken to.  (n,)
     """
 
@@ -58,7 +58,7 @@ class AveragingStrategy(PeriodicStrategy):
         self._is_training = False  # between `resume` and `pause`
         if self.compression != "none" and self.comm.size > 1:
             self._check_number_format()
-        self._compresses = self.compresses_here()
+        self._compresses = self.keeps_reference()
         if self._compresses:
             self.means = self.make_means()
             self.reference = self.make_reference()
@@ -71,8 +71,8 @@ class AveragingStrategy(PeriodicStrategy):
                 f"{str(dtype).removeprefix('torch.')}; make them float32, or leave compression out"
             )
 
-    def compresses_here(self) -> bool:
-        """Return whether this rank takes differences to a reference."""
+    def keeps_reference(self) -> bool:
+        """Return whether this rank sends differences."""
         return self.compression != "none" and self.comm.size > 1
 
     def make_means(self) -> list[QuantisedMean]:

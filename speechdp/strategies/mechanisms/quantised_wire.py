@@ -19,7 +19,8 @@ class QuantisedWire(Wire):
     Update rule: with x a worker's vector, r what the server knows of it and Q quantisation,
         worker:  c = Q(x - r);   r <- r + c          server:  r <- r + c, which is what it is given
         server:  d <- Q(d), and acts by it           worker:  reads the same d
-    What rounding took away of x is part of the next difference, since r lacks it.
+    What rounding took away of x is part of the next difference, since r lacks it; what it took away of d the
+    server has to keep.
 
     Args:
         known: r by the rank at the other end, the same there; changed in place.  (n,) each
@@ -34,6 +35,7 @@ class QuantisedWire(Wire):
         num_bytes = Message.num_bytes(self._length, BITS[compression])
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device=like.device)
         self._message = self._quantiser.message(memory, self._length)
+        self._has_answer = False  # in the message
 
     def give(self, peers: PeerCommunicator, x: Tensor) -> None:
         known = self._known[SERVER]
@@ -53,8 +55,11 @@ class QuantisedWire(Wire):
         for start, end in stretches(self._length):
             self._quantiser.values[: end - start].copy_(answer[start:end])
             answer[start:end].copy_(self._rounded(start, end))
+        self._has_answer = True
 
     def reply(self, peers: PeerCommunicator, worker: int, answer: Tensor) -> None:
+        assert self._has_answer, "an answer that was not rounded"
+        self._has_answer = False
         peers.send(self._message.whole, worker, tag=ANSWER_TAG)
 
     def hear(self, peers: PeerCommunicator, out: Tensor) -> None:

@@ -69,8 +69,8 @@ class ServerRequest:
 class Wire:
     """How vectors travel between workers and the server: as they are.
 
-    A worker calls `give` and `hear`; the server calls `take`, `round` and `reply`, in this order, for one
-    worker after another.
+    A worker calls `give` and `hear`; the server calls `take`, `round` where it acts by what it answers, and
+    `reply`, in this order, for one worker after another.
     """
 
     def give(self, peers: PeerCommunicator, x: Tensor) -> None:
@@ -109,21 +109,24 @@ class Server(ABC):
         self._stream = torch.cuda.Stream(vector.device) if vector.is_cuda else None  # type: ignore[no-untyped-call]
 
     @abstractmethod
-    def serve(self, request: ServerRequest, given: Tensor, answer: Tensor, rounding: Rounding) -> Tensor:
+    def serve(
+        self, request: ServerRequest, given: Tensor, answer: Tensor, rounding: Rounding | None
+    ) -> Tensor:
         """Do what is asked, alone, and return the answer: `answer` filled, or a vector nobody will change.
 
         Args:
             request: FETCH or GIVE.
             given: the vector handed over; undefined with FETCH.  May be overwritten.
             answer: where to put the answer; it may be the same memory as `given`.
-            rounding: of what the worker will read, for a server that has to act by just that.
+            rounding: of what the worker will read, for a server that has to act by just that; None: the
+                worker is of this rank and reads all of it.
         """
 
     def serve_here(self, request: ServerRequest, given: Tensor, answer: Tensor) -> int:
         """Answer this rank's own worker; return the version."""
         self._finish_worker_kernels()
         with self._lock, self.on_stream():
-            served = self.serve(request, given, answer, _as_it_is)
+            served = self.serve(request, given, answer, None)
             if served is not answer:
                 answer.copy_(served)
             version = self.version
@@ -180,10 +183,6 @@ class Server(ABC):
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             done.record(torch.cuda.current_stream(self._stream.device))
             done.synchronize()
-
-
-def _as_it_is(answer: Tensor) -> None:
-    """Round nothing."""
 
 
 class Link:

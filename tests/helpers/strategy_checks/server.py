@@ -170,15 +170,20 @@ def elastic_averaging_follows_the_equation(comm: Communicator) -> None:
 def compressed_elastic_averaging_follows_the_equation(comm: Communicator) -> None:
     if comm.size == 1:
         return
-    for compression, levels in (("int8", 127), ("int4", 7)):
-        options = f"easgd:period=2,alpha=0.3,compression={compression}"
+    for compression, levels, dedicated in (("int8", 127, False), ("int4", 7, False), ("int4", 7, True)):
+        if dedicated and comm.size < 3:
+            continue
+        options = f"easgd:period=2,alpha=0.3,compression={compression},dedicated={dedicated}"
         run = StrategyRun(comm, options, momentum_replica())
-        expected = SimulatedCentre(comm.size, 2, 0.3, levels)
-        order = turns(comm.size)
+        worker, num_workers = _part(comm, run)
+        expected = SimulatedCentre(num_workers, 2, 0.3, levels, dedicated)
+        order = turns(num_workers)
         in_turns(comm, run, order)
         for turn, mover in enumerate(order):
             expected.step(mover, turn)
-        assert_close(run.parameters(), expected.workers[comm.rank].parameters.values, f"{options}: worker")
+        if worker is not None:
+            own = expected.workers[worker].parameters.values
+            assert_close(run.parameters(), own, f"{options}: worker")
         final = run.finish()
         assert_close(final, expected.centre, f"{options}: centre")
         assert_bitwise_equal_over_ranks(comm, final, options)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speechdp.cli.tune import TuneOptions, _strategies_for
+from speechdp.comm.device import RANKS_PER_GPU
 from speechdp.errors import ConfigError
 from speechdp.experiments.compare.plan import checked_strategies
 from speechdp.experiments.tune.jobs import steps_of_turn
@@ -205,15 +206,32 @@ def test_ranks_fill_the_gpus_of_this_machine_or_else_its_cores(
 
 def test_one_gpu_is_refused_unless_ranks_or_the_cpu_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     _machine_with(monkeypatch, 1, cores=6)
-    with pytest.raises(ConfigError, match=r"this machine has one GPU; .* to search on the CPU --device cpu"):
+    with pytest.raises(
+        ConfigError, match=r"this machine has one GPU; .* to search on the CPU use --device cpu"
+    ):
         TuneOptions().num_ranks(None, device="auto")
-    with pytest.raises(ConfigError, match="to search on the CPU --ranks"):
+    with pytest.raises(
+        ConfigError, match="to search on the CPU give --ranks, and an empty CUDA_VISIBLE_DEVICES"
+    ):
         TuneOptions().num_ranks(None)
     assert TuneOptions().num_ranks(None, device="cpu") == 6
     assert TuneOptions(ranks=2).num_ranks(None) == 2
 
 
+def test_ranks_that_share_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    _machine_with(monkeypatch, 1, cores=6)
+    monkeypatch.setenv(RANKS_PER_GPU, "2")
+    assert TuneOptions().num_ranks(None, device="auto") == 2
+
+
+def test_gpus_that_are_asked_for_and_missing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _machine_with(monkeypatch, 0, cores=6)
+    with pytest.raises(ConfigError, match="torch sees no GPU on this host"):
+        TuneOptions().num_ranks(None, device="cuda")
+
+
 def _machine_with(monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int) -> None:
+    monkeypatch.delenv(RANKS_PER_GPU, raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("speechdp.launching.cores.available_cores", lambda: cores)

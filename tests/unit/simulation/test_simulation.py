@@ -467,7 +467,14 @@ def test_periods_in_frames_and_seconds_are_steps() -> None:
 @pytest.mark.parametrize(("compression", "share"), [("int8", 260 / 1024), ("int4", 132 / 1024)])
 @pytest.mark.parametrize(
     "strategy",
-    ["model_averaging:period=4", "diloco:period=4", "delayed_averaging:fragments=2", "bmuf:period=9"],
+    [
+        "model_averaging:period=4",
+        "diloco:period=4",
+        "delayed_averaging:fragments=2",
+        "bmuf:period=9",
+        "easgd:period=4",
+        "easgd:mode=sync,period=4",
+    ],
 )
 def test_compressed_averages_are_as_many_bytes_as_travel(
     strategy: str, compression: str, share: float
