@@ -11,8 +11,9 @@ single words and transcripts are small.  With context, loops are: each of their 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -55,7 +56,11 @@ class Grammar(str, Enum):
     TRANSCRIPT_SET = "transcript-set"
 
 
-@dataclass(frozen=True)
+#: Grammars of sequences that may have more words or fewer, so that insertion scores matter.
+OF_ANY_LENGTH = frozenset({Grammar.NGRAM, Grammar.WORD_LOOP, Grammar.DIGIT_LOOP})
+
+
+@dataclass
 class DecodingGraph:
     """A graph to search.
 
@@ -68,6 +73,18 @@ class DecodingGraph:
     fst: Any
     words: tuple[str, ...]
     is_determinised: bool = False
+    _word_arcs: WordArcs | None = field(default=None, init=False, repr=False)
+
+    def set_insertion(self, log_prob: float) -> None:
+        """Add this, and no earlier score any more, to each word's log-probability; negative: fewer words.
+
+        Arcs that write a word have it, which takes a small part of the time that another graph would.
+        """
+        if self._word_arcs is None and log_prob == 0:
+            return
+        if self._word_arcs is None:
+            self._word_arcs = WordArcs(self.fst)
+        self._word_arcs.set_insertion(self.fst, log_prob)
 
     @property
     def num_states(self) -> int:
@@ -78,6 +95,36 @@ class DecodingGraph:
     def num_arcs(self) -> int:
         """Number of arcs."""
         return sum(self.fst.num_arcs(state) for state in range(self.fst.num_states))
+
+
+class WordArcs:
+    """The arcs of all states where words are written, with the costs that they were built with.
+
+    Args:
+        fst: a graph without insertion scores.
+    """
+
+    def __init__(self, fst: Any) -> None:
+        self._states: list[tuple[int, int]] = []  # each with its number of arcs
+        arcs: list[tuple[int, int, int]] = []
+        costs: list[float] = []
+        for state in range(fst.num_states):
+            found = list(kaldifst.ArcIterator(fst, state))
+            if any(arc.olabel != EPSILON for arc in found):
+                self._states.append((state, len(found)))
+                arcs.extend((arc.ilabel, arc.olabel, arc.nextstate) for arc in found)
+                costs.extend(arc.weight.value for arc in found)
+        self._arcs = np.array(arcs, dtype=np.int32).reshape(-1, 3)
+        self._costs = np.array(costs, dtype=np.float32)
+
+    def set_insertion(self, fst: Any, log_prob: float) -> None:
+        """Let the arcs of the graph that write words cost `log_prob` less than they were built with."""
+        costs = self._costs - np.where(self._arcs[:, 1] != EPSILON, np.float32(log_prob), np.float32(0))
+        arcs = zip(self._arcs.tolist(), costs.tolist(), strict=True)
+        for state, num_arcs in self._states:
+            fst.delete_arcs(state, num_arcs)
+            for (label, word, target), cost in itertools.islice(arcs, num_arcs):
+                fst.add_arc(state, kaldifst.StdArc(label, word, cost, target))
 
 
 class LexiconTransducer:
@@ -146,9 +193,7 @@ class LexiconTransducer:
         found = None if self._tying is None else self._compose_determinised(grammar)
         return self.compose(grammar) if found is None else found
 
-    def compose_language_model(
-        self, model: LanguageModel, scale: float, insertion_log_prob: float
-    ) -> DecodingGraph:
+    def compose_language_model(self, model: LanguageModel, scale: float) -> DecodingGraph:
         """Compose with a language model; with n-grams, determinise: min(det(HL o G)), with self-loops.
 
         A graph of n-grams that would be very large is not determinised, nor is that of a G.fst, which may
@@ -163,13 +208,10 @@ class LexiconTransducer:
                 "no word of the language model is in the lexicon; prepare the data with one that fits"
             )
         if isinstance(model, GrammarFst):
-            grammar = model.acceptor(ids, scale=scale, insertion_log_prob=insertion_log_prob)
-            return self.compose(grammar)
+            return self.compose(model.acceptor(ids, scale=scale))
 
         def acceptor(backoff_label: int) -> Any:
-            return ngram_acceptor(
-                model, ids, scale=scale, insertion_log_prob=insertion_log_prob, backoff_label=backoff_label
-            )
+            return ngram_acceptor(model, ids, scale=scale, backoff_label=backoff_label)
 
         if self._is_too_large:  # with other weights it is no smaller
             return self.compose(acceptor(EPSILON))
@@ -287,14 +329,13 @@ def _add_arc(fst: Any, source: int, arc: tuple[int, int, float, int]) -> None:
     fst.add_arc(source, kaldifst.StdArc(label, word, float(cost), target))
 
 
-def word_loop(word_ids: Sequence[int], insertion_log_prob: float = 0.0) -> Any:
-    """Accept any number of words, each with probability 1 / V times exp(insertion_log_prob).
+def word_loop(word_ids: Sequence[int]) -> Any:
+    """Accept any number of words, each with probability 1 / V.
 
     Args:
         word_ids: the vocabulary of V words.
-        insertion_log_prob: added to each word's log-probability; negative gives fewer words.
     """
-    return _one_word_arcs(word_ids, np.log(len(word_ids)) - insertion_log_prob, loop=True)
+    return _one_word_arcs(word_ids, np.log(len(word_ids)), loop=True)
 
 
 def single_word(word_ids: Sequence[int]) -> Any:
@@ -354,7 +395,8 @@ def build_graph(
         transducer: HL.
         grammar: which word sequences are allowed.
         transcripts: the word sequences of transcript-set; not used by the others.
-        insertion_log_prob: see `word_loop`; loops and n-grams only.
+        insertion_log_prob: added to each word's log-probability, after the language model's is scaled; only
+            in grammars that are `OF_ANY_LENGTH`.
         language_model: that of ngram; not used by the others.
         lm_scale: factor on its costs.
 
@@ -362,13 +404,26 @@ def build_graph(
         ConfigError: a loop without words, transcripts with words that are not in the lexicon, or no language
             model.
     """
+    graph = _without_insertion(transducer, grammar, transcripts, language_model, lm_scale)
+    if grammar in OF_ANY_LENGTH:
+        graph.set_insertion(insertion_log_prob)
+    return graph
+
+
+def _without_insertion(
+    transducer: LexiconTransducer,
+    grammar: Grammar,
+    transcripts: Iterable[Sequence[str]],
+    language_model: LanguageModel | None,
+    lm_scale: float,
+) -> DecodingGraph:
     ids = transducer.word_ids
     if grammar is Grammar.NGRAM:
         if language_model is None:
             raise ConfigError(
                 "the grammar ngram needs a language model; prepare the data with --lm-order or --lm"
             )
-        return transducer.compose_language_model(language_model, lm_scale, insertion_log_prob)
+        return transducer.compose_language_model(language_model, lm_scale)
     if grammar is Grammar.TRANSCRIPT_SET:
         return transducer.compose_vocabulary(transcript_set(word_ids_of(words, ids) for words in transcripts))
     assert grammar is not Grammar.GRAPH
@@ -377,7 +432,7 @@ def build_graph(
         raise ConfigError(f"the grammar {grammar.value} needs words that the lexicon does not have")
     if grammar is Grammar.WORD:
         return transducer.compose_vocabulary(single_word(vocabulary))
-    return transducer.compose_vocabulary(word_loop(vocabulary, insertion_log_prob))
+    return transducer.compose_vocabulary(word_loop(vocabulary))
 
 
 def loop_vocabulary(lexicon: Lexicon, grammar: Grammar) -> list[str]:

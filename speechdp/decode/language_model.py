@@ -41,13 +41,12 @@ class GrammarFst:
         used = {arc.ilabel for s in range(self.fst.num_states) for arc in kaldifst.ArcIterator(self.fst, s)}
         return frozenset(self.names[label] for label in used if label in self.names) - {BACKOFF_SYMBOL}
 
-    def acceptor(self, word_ids: Mapping[str, int], *, scale: float, insertion_log_prob: float) -> Any:
+    def acceptor(self, word_ids: Mapping[str, int], *, scale: float) -> Any:
         """Return it with labels of `word_ids`; arcs of other words are left out.
 
         Args:
             word_ids: label of each word.
             scale: factor on its costs.
-            insertion_log_prob: added to each word's log-probability after scaling.
         """
         fst = self._copy(scale)
         for state, arc in self._arcs():
@@ -57,7 +56,7 @@ class GrammarFst:
                 fst.add_arc(state, kaldifst.StdArc(0, 0, cost, arc.nextstate))
             elif name is not None and name in word_ids:
                 label = word_ids[name]
-                fst.add_arc(state, kaldifst.StdArc(label, label, cost - insertion_log_prob, arc.nextstate))
+                fst.add_arc(state, kaldifst.StdArc(label, label, cost, arc.nextstate))
         return fst
 
     def respelled(self, spelling: Callable[[str], str | None]) -> GrammarFst:

@@ -21,7 +21,6 @@ def ngram_acceptor(
     word_ids: Mapping[str, int],
     *,
     scale: float = 1.0,
-    insertion_log_prob: float = 0.0,
     backoff_label: int = 0,
 ) -> Any:
     """Accept sequences of words with the costs of an n-gram model.
@@ -33,7 +32,6 @@ def ngram_acceptor(
         model: the n-grams.
         word_ids: label of each word.
         scale: factor on the model's costs.
-        insertion_log_prob: added to each word's log-probability after scaling.
         backoff_label: what back-off arcs read: 0 (epsilon), or a label of their own, which makes the
             acceptor deterministic.
 
@@ -53,7 +51,7 @@ def ngram_acceptor(
             fst.set_final(source, cost)
         else:
             label, target = word_ids[gram[-1]], states[_longest_known(gram, states)]
-            fst.add_arc(source, kaldifst.StdArc(label, label, cost - insertion_log_prob, target))
+            fst.add_arc(source, kaldifst.StdArc(label, label, cost, target))
     for context in contexts[1:]:  # the first is that of unigrams
         cost = -scale * _LN_10 * model.log10_backoffs.get(context, 0.0)
         target = states[_longest_known(context[1:], states)]

@@ -18,6 +18,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.moments import Moments, moments_by_speaker, sums_of
 from speechdp.data.transforms.preprocess import InputOptions, Preprocessor, inputs_of
 from speechdp.decode.graph import (
+    OF_ANY_LENGTH,
     DecodingGraph,
     Grammar,
     LexiconTransducer,
@@ -56,6 +57,9 @@ from speechdp.labels.state_tying import StateTying
 from speechdp.language.ngram import NgramModel
 from speechdp.process.ending import Stopped
 from speechdp.timing.memory import peak_rss_bytes
+
+#: Graphs of other scales are kept, for a search of scales, while they have fewer arcs together: some 150 MB.
+_MOST_KEPT_ARCS = 4_000_000
 
 
 class TrainedModel(Protocol):
@@ -240,19 +244,31 @@ class Recogniser:
         log_prior = trained.class_log_prior.detach().cpu().numpy()
         device = next(trained.model.parameters(), trained.class_log_prior).device
         self._scorer = AcousticScorer(trained.model, log_prior, options.prior_scale, device)
-        self._of_graph: tuple[float, float] | None = None
+        #: By the scale of the language model.
+        self._graphs: dict[float, DecodingGraph] = {}
+        self._num_kept_arcs = 0
         self._second = None
         self.use(options)
 
-    def _build(self, insertion_log_prob: float, lm_scale: float) -> DecodingGraph:
+    def _build(self, lm_scale: float) -> DecodingGraph:
         return build_graph(
             self.transducer,
             self.grammar,
             self._transcripts,
-            insertion_log_prob,
-            self._language_model,
-            lm_scale,
+            language_model=self._language_model,
+            lm_scale=lm_scale,
         )
+
+    def _graph_with(self, lm_scale: float) -> DecodingGraph:
+        """Return a graph that is there, or build it; as many are kept as memory bears."""
+        if lm_scale not in self._graphs:
+            graph = self._build(lm_scale)
+            if self._num_kept_arcs + graph.num_arcs > _MOST_KEPT_ARCS:
+                self._graphs.clear()
+                self._num_kept_arcs = 0
+            self._graphs[lm_scale] = graph
+            self._num_kept_arcs += graph.num_arcs
+        return self._graphs[lm_scale]
 
     def use(self, options: DecodingOptions) -> None:
         """Search with other scales, insertion scores or lengths of lists from now on; other options stay.
@@ -260,10 +276,9 @@ class Recogniser:
         Raises:
             ConfigError: as the constructor.
         """
-        of_graph = options.insertion_log_prob, options.lm_scale
-        if self._of_graph != of_graph:
-            self.graph = self._build(*of_graph)
-            self._of_graph = of_graph
+        self.graph = self._graph_with(options.lm_scale)
+        if self.grammar in OF_ANY_LENGTH:
+            self.graph.set_insertion(options.insertion_log_prob)
         self._options = options
         search = SearchOptions(options.beam, options.max_active, options.acoustic_scale)
         self.searcher = NBestSearcher(self.graph, search, options.num_candidates, options.lattice_beam)
@@ -313,7 +328,7 @@ class GraphRecogniser(Recogniser):
         self._ready = graph
         self._attach(trained, options)
 
-    def _build(self, insertion_log_prob: float, lm_scale: float) -> DecodingGraph:
+    def _build(self, lm_scale: float) -> DecodingGraph:
         return self._ready
 
 

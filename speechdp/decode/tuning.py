@@ -12,7 +12,7 @@ from typing import Any
 from speechdp.comm.base import Communicator
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.preprocess import inputs_of
-from speechdp.decode.graph import Grammar
+from speechdp.decode.graph import OF_ANY_LENGTH, Grammar
 from speechdp.decode.recognise import (
     DecodingOptions,
     Recogniser,
@@ -226,7 +226,7 @@ def _tunable(grammar: Grammar) -> tuple[str, ...]:
     if grammar is Grammar.NGRAM:
         return tuple(_VALUES)
     of_network = ("acoustic_scale", "prior_scale")
-    return (*of_network, "insertion_log_prob") if grammar in _LOOPS else of_network
+    return (*of_network, "insertion_log_prob") if grammar in OF_ANY_LENGTH else of_network
 
 
 def _listed(values: Mapping[str, float]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import kaldifst
 import numpy as np
 import pytest
 
@@ -53,7 +54,13 @@ def scores(num_frames: int, seed: int) -> FloatArray:
 
 def simple_graph(model: NgramModel, scale: float = 1.0, insertion: float = 0.0) -> DecodingGraph:
     hl = transducer()
-    return hl.compose(ngram_acceptor(model, hl.word_ids, scale=scale, insertion_log_prob=insertion))
+    grammar = ngram_acceptor(model, hl.word_ids, scale=scale)
+    for state in range(grammar.num_states):
+        arcs = [(a.ilabel, a.weight.value, a.nextstate) for a in kaldifst.ArcIterator(grammar, state)]
+        grammar.delete_arcs(state, len(arcs))
+        for word, cost, target in arcs:
+            grammar.add_arc(state, kaldifst.StdArc(word, word, cost - (insertion if word else 0.0), target))
+    return hl.compose(grammar)
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
@@ -70,6 +77,16 @@ def test_determinised_graph_has_the_same_best_paths(order: int) -> None:
         assert found.cost == pytest.approx(expected.cost, abs=0.1)  # minimisation rounds costs to 1/1024
         assert best_cost(graph.fst, frames) == pytest.approx(best_cost(simple.fst, frames), abs=0.1)
         np.testing.assert_array_equal(found.classes, expected.classes)
+
+
+def test_insertion_scores_can_be_changed_as_often_as_one_likes() -> None:
+    """Each time the graph is, to the bit, the one that is built with that score."""
+    model = estimate(TEXTS, 3, LEXICON.words)
+    graph = build_graph(transducer(), Grammar.NGRAM, language_model=model)
+    for insertion in (0.3, -4.1, 0.0, 2.7, 0.3):
+        graph.set_insertion(insertion)
+        fresh = build_graph(transducer(), Grammar.NGRAM, language_model=model, insertion_log_prob=insertion)
+        assert str(graph.fst) == str(fresh.fst)
 
 
 def test_words_share_what_they_begin_with() -> None:
@@ -153,7 +170,7 @@ def test_grammars_of_kaldi_are_used_with_our_words(tmp_path: Path) -> None:
     )
     path = Searcher(graph, EXACT).search(scores(20, 0))
     assert path is not None and path.words == ("to", "see")
-    free = transducer().compose(grammar.acceptor(transducer().word_ids, scale=0, insertion_log_prob=0))
+    free = transducer().compose(grammar.acceptor(transducer().word_ids, scale=0))
     found = Searcher(free, EXACT).search(scores(20, 0))
     assert found is not None and path.cost - found.cost == pytest.approx(2 * 1.75 + 2, abs=1e-3)
     (tmp_path / "copy").mkdir()
