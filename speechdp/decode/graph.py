@@ -68,11 +68,13 @@ class DecodingGraph:
         fst: kaldifst.StdVectorFst; input labels are class + 1, output labels index `words` + 1.
         words: the words by output label - 1.
         is_determinised: whether words share what they begin with.
+        insertion_log_prob: what `set_insertion` has added to each word's log-probability.
     """
 
     fst: Any
     words: tuple[str, ...]
     is_determinised: bool = False
+    insertion_log_prob: float = field(default=0.0, init=False)
     _word_arcs: WordArcs | None = field(default=None, init=False, repr=False)
 
     def set_insertion(self, log_prob: float) -> None:
@@ -80,11 +82,12 @@ class DecodingGraph:
 
         Arcs that write a word have it, which takes a small part of the time that another graph would.
         """
-        if self._word_arcs is None and log_prob == 0:
+        if log_prob == self.insertion_log_prob:
             return
         if self._word_arcs is None:
             self._word_arcs = WordArcs(self.fst)
-        self._word_arcs.set_insertion(self.fst, log_prob)
+        self._word_arcs.set_insertion(log_prob)
+        self.insertion_log_prob = log_prob
 
     @property
     def num_states(self) -> int:
@@ -101,10 +104,11 @@ class WordArcs:
     """The arcs of all states where words are written, with the costs that they were built with.
 
     Args:
-        fst: a graph without insertion scores.
+        fst: a graph without insertion scores; `set_insertion` changes it.
     """
 
     def __init__(self, fst: Any) -> None:
+        self._fst = fst
         self._states: list[tuple[int, int]] = []  # each with its number of arcs
         arcs: list[tuple[int, int, int]] = []
         costs: list[float] = []
@@ -117,14 +121,14 @@ class WordArcs:
         self._arcs = np.array(arcs, dtype=np.int32).reshape(-1, 3)
         self._costs = np.array(costs, dtype=np.float32)
 
-    def set_insertion(self, fst: Any, log_prob: float) -> None:
+    def set_insertion(self, log_prob: float) -> None:
         """Let the arcs of the graph that write words cost `log_prob` less than they were built with."""
         costs = self._costs - np.where(self._arcs[:, 1] != EPSILON, np.float32(log_prob), np.float32(0))
         arcs = zip(self._arcs.tolist(), costs.tolist(), strict=True)
         for state, num_arcs in self._states:
-            fst.delete_arcs(state, num_arcs)
+            self._fst.delete_arcs(state, num_arcs)
             for (label, word, target), cost in itertools.islice(arcs, num_arcs):
-                fst.add_arc(state, kaldifst.StdArc(label, word, cost, target))
+                self._fst.add_arc(state, kaldifst.StdArc(label, word, cost, target))
 
 
 class LexiconTransducer:

@@ -263,11 +263,12 @@ class Recogniser:
         """Return a graph that is there, or build it; as many are kept as memory bears."""
         if lm_scale not in self._graphs:
             graph = self._build(lm_scale)
-            if self._num_kept_arcs + graph.num_arcs > _MOST_KEPT_ARCS:
+            num_arcs = graph.num_arcs  # counted state by state
+            if self._num_kept_arcs + num_arcs > _MOST_KEPT_ARCS:
                 self._graphs.clear()
                 self._num_kept_arcs = 0
             self._graphs[lm_scale] = graph
-            self._num_kept_arcs += graph.num_arcs
+            self._num_kept_arcs += num_arcs
         return self._graphs[lm_scale]
 
     def use(self, options: DecodingOptions) -> None:

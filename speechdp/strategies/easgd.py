@@ -19,6 +19,7 @@ from speechdp.strategies.mechanisms.averaging import AveragingStrategy
 from speechdp.strategies.mechanisms.quantised_mean import QuantisedMean
 from speechdp.strategies.mechanisms.quantised_wire import QuantisedWire
 from speechdp.strategies.mechanisms.server import (
+    BEFORE_TAG,
     SERVER,
     Link,
     Rounding,
@@ -32,8 +33,6 @@ from speechdp.timing.timeline import Span
 
 #: alpha times the number of workers, unless alpha is given.
 _DEFAULT_BETA = 0.9
-#: Tag of what a worker tells the server after a resume; others are the link's.
-_KNOWN_TAG = 4
 
 
 class _Centre(Server):
@@ -269,6 +268,6 @@ class Easgd(AveragingStrategy):
         """Give rank 0 what it knew of the other workers, which have it in their checkpoints.  Collective."""
         for other, known in self._known.items():
             if self.comm.rank == SERVER:
-                self.peers.recv(known, other, tag=_KNOWN_TAG)
+                self.peers.recv(known, other, tag=BEFORE_TAG)
             else:
-                self.peers.send(known, other, tag=_KNOWN_TAG)
+                self.peers.send(known, other, tag=BEFORE_TAG)

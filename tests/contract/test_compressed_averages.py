@@ -410,10 +410,8 @@ def test_what_a_strategy_sends_is_counted(strategy: str) -> None:
         run.finish()
         return total
 
-    for rank in range(2):
-        in_full, *compressed = (
-            run_threads(2, lambda c, n=n: sent(c, n))[rank] for n in ("none", "int8", "int4")
-        )
+    of_ranks = [run_threads(2, lambda c, n=n: sent(c, n)) for n in ("none", "int8", "int4")]
+    for in_full, *compressed in zip(*of_ranks, strict=True):
         # In double precision, and with blocks that are not full.
         assert 0 < 4 * compressed[0] < in_full and compressed[1] < 0.6 * compressed[0]
 

@@ -22,8 +22,9 @@ from speechdp.errors import ConfigError
 from speechdp.parallel.roster import Roster
 
 SERVER = 0
-#: Tags: what is asked, the vector with it, the version in answer, the vector in answer.
-_ASKED, GIVEN_TAG, _VERSION, ANSWER_TAG = range(4)
+#: Tags: what is asked, the vector with it, the version in answer, the vector in answer; what a worker tells
+#: before the server begins.
+_ASKED, GIVEN_TAG, _VERSION, ANSWER_TAG, BEFORE_TAG = range(5)
 #: Replaces, in place, an answer by what the worker will read of it.
 Rounding = Callable[[Tensor], None]
 

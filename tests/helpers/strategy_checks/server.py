@@ -12,6 +12,8 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError
+from speechdp.parallel.registry import parse_strategy
+from speechdp.strategies.easgd import Easgd
 from speechdp.testing import (
     NUM_STEPS,
     StrategyRun,
@@ -146,47 +148,37 @@ def the_worker_next_to_the_server_keeps_to_itself(comm: Communicator) -> None:
 
 
 def elastic_averaging_follows_the_equation(comm: Communicator) -> None:
-    if comm.size == 1:
-        return
     for period, alpha, dedicated in ((1, 0.0, False), (2, 0.3, False), (2, 0.0, True)):
-        if dedicated and comm.size < 3:
-            continue
         options = f"easgd:period={period},alpha={alpha},dedicated={dedicated}"
-        run = StrategyRun(comm, options, momentum_replica())
-        worker, num_workers = _part(comm, run)
-        expected = SimulatedCentre(num_workers, period, alpha or 0.9 / num_workers)
-        order = turns(num_workers)
-        in_turns(comm, run, order)
-        for turn, mover in enumerate(order):
-            expected.step(mover, turn)
-        if worker is not None:
-            own = expected.workers[worker].parameters.values
-            assert_close(run.parameters(), own, f"{options}: worker")
-        final = run.finish()
-        assert_close(final, expected.centre, f"{options}: centre")
-        assert_bitwise_equal_over_ranks(comm, final, options)
+        _elastic_averaging_follows(comm, options, levels=0)
 
 
 def compressed_elastic_averaging_follows_the_equation(comm: Communicator) -> None:
-    if comm.size == 1:
-        return
     for compression, levels, dedicated in (("int8", 127, False), ("int4", 7, False), ("int4", 7, True)):
-        if dedicated and comm.size < 3:
-            continue
-        options = f"easgd:period=2,alpha=0.3,compression={compression},dedicated={dedicated}"
-        run = StrategyRun(comm, options, momentum_replica())
-        worker, num_workers = _part(comm, run)
-        expected = SimulatedCentre(num_workers, 2, 0.3, levels, dedicated)
-        order = turns(num_workers)
-        in_turns(comm, run, order)
-        for turn, mover in enumerate(order):
-            expected.step(mover, turn)
-        if worker is not None:
-            own = expected.workers[worker].parameters.values
-            assert_close(run.parameters(), own, f"{options}: worker")
-        final = run.finish()
-        assert_close(final, expected.centre, f"{options}: centre")
-        assert_bitwise_equal_over_ranks(comm, final, options)
+        options = f"easgd:period=2,alpha=0.3,dedicated={dedicated},compression={compression}"
+        _elastic_averaging_follows(comm, options, levels)
+
+
+def _elastic_averaging_follows(comm: Communicator, options: str, levels: int) -> None:
+    """Let workers step in turn, where there are as many as the options need."""
+    given = parse_strategy(options)
+    assert isinstance(given, Easgd)
+    if comm.size < (3 if given.dedicated else 2):
+        return
+    run = StrategyRun(comm, options, momentum_replica())
+    worker, num_workers = _part(comm, run)
+    alpha = given.alpha or 0.9 / num_workers
+    expected = SimulatedCentre(num_workers, int(given.period.value), alpha, levels, given.dedicated)
+    order = turns(num_workers)
+    in_turns(comm, run, order)
+    for turn, mover in enumerate(order):
+        expected.step(mover, turn)
+    if worker is not None:
+        own = expected.workers[worker].parameters.values
+        assert_close(run.parameters(), own, f"{options}: worker")
+    final = run.finish()
+    assert_close(final, expected.centre, f"{options}: centre")
+    assert_bitwise_equal_over_ranks(comm, final, options)
 
 
 def synchronous_elastic_averaging_follows_the_equation(comm: Communicator) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from speechdp import remedies
 from speechdp.errors import ConfigError
 from speechdp.experiments.profile.notes import about_cores, notes_on
 from speechdp.experiments.profile.plan import PlannedJob, ProfilePlan
@@ -127,9 +128,13 @@ def test_a_missing_gpu_is_said_or_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert notes_on(plan, options_with(device="cpu"), on_this_machine=True) == []
     (line,) = notes_on(plan, TrainOptions(), on_this_machine=True)
     assert line.startswith("torch sees no GPU")
-    with pytest.raises(ConfigError, match="torch sees no GPU on this host; check the driver"):
+    with (
+        remedies.of_command(("device",)),
+        pytest.raises(ConfigError, match=r"--device cuda: torch sees no GPU on this host; .*--device cpu"),
+    ):
         notes_on(plan, options_with(device="cuda"), on_this_machine=True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(ConfigError, match=r"--ranks 2: .* room for 1 rank; give at most 1"):
+    room = "the GPUs that torch sees here have room for 1 rank; give at most 1, "
+    with pytest.raises(ConfigError, match=f"--ranks 2: {room}"):
         notes_on(ProfilePlan((1, 2)), TrainOptions(), on_this_machine=True)
