@@ -148,16 +148,6 @@ class TrainOptions:
         self._refuse_beside_task()
         if self.tied_states is not None and self.context == "none":
             raise ConfigError("--tied-states: goes with --context; leave it out")
-        if self.context != "none" and self.initial_model is not None:
-            raise ConfigError(
-                f"--context {self.context}: makes other classes than those of --initial-model; leave one of "
-                "them out"
-            )
-        if self.context != "none" and self.realign_from == "throughout":
-            raise ConfigError(
-                f"--context {self.context}: has other classes than the rounds of --realign; leave out "
-                "--realign-from throughout"
-            )
         for name in ("realign_criterion", "realign_from"):
             if not self.realign and getattr(self, name) not in (None, "last"):
                 raise ConfigError(f"--{name.replace('_', '-')}: goes with --realign; leave it out")

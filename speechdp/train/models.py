@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from speechdp.comm.loss_tolerance import in_shares
 from speechdp.data.loading.source import SplitSource
@@ -16,7 +17,7 @@ from speechdp.data.transforms.preprocess import inputs_of
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.kaldi_pdfs import classes_of
-from speechdp.labels.state_tying import tying_in
+from speechdp.labels.state_tying import StateTying, tying_in
 from speechdp.models.precision import Precision
 from speechdp.models.without_weights import without_weights
 from speechdp.options.run import TrainOptions
@@ -73,6 +74,9 @@ def task_data(dataset: Dataset, options: TrainOptions) -> TaskData:
 def load_initial_weights(model: nn.Module, dataset: Dataset, options: TrainOptions) -> None:
     """Give a model the weights of `options.initial_model`, if there is one.
 
+    If that has states without context and the targets have them with context, each class begins with what
+    the state it belongs to has learnt; see `_with_classes_of`.
+
     Raises:
         ConfigError: that is a model of other sizes, features or classes.
         RunError: it is missing or damaged.
@@ -85,8 +89,10 @@ def load_initial_weights(model: nn.Module, dataset: Dataset, options: TrainOptio
     trained = load_model(folder, torch.device("cpu"))
     check_origin(trained.config, dataset, classes_of(dataset))
     weights, own = trained.model.state_dict(), model.state_dict()
-    trees = [tying and tying.to_json() for tying in (trained.tying, tying_in(options.alignments))]
-    if trees[0] != trees[1]:
+    tying = tying_in(options.alignments)
+    if trained.tying is None and tying is not None:
+        weights = _with_classes_of(tying, weights, own)
+    elif (trained.tying and trained.tying.to_json()) != (tying and tying.to_json()):
         raise ConfigError(
             f"--initial-model {folder}: its classes are other states in context than those to be trained; "
             "give --alignments of that run (its alignments/tied), or leave it out"
@@ -98,6 +104,33 @@ def load_initial_weights(model: nn.Module, dataset: Dataset, options: TrainOptio
             "options of that run (--preset, --layers, --cells, --deltas, ...)"
         )
     model.load_state_dict(weights)
+
+
+def _with_classes_of(
+    tying: StateTying, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the weights of a model of states without context, with the classes of tied states.
+
+    What has a row for each state, (S, ...), gets one for each class, (C, ...): that of its state.  The K
+    classes of a state share its probability at first, so its bias becomes ln K less.  Then the posteriors
+    of a state's classes add up to that of the state.
+
+    Args:
+        tying: says which classes belong to a state.
+        weights: of the model without context.
+        own: weights of the model with context, whose sizes say where classes are.
+    """
+    states = torch.from_numpy(tying.states).long()
+    shared_by = torch.bincount(states).log()[states]  # ln K of each class's state
+    num_states, num_classes = tying.inventory.num_classes, tying.num_classes
+
+    def of_classes(name: str, weight: Tensor) -> Tensor:
+        wanted = own[name].shape if name in own else weight.shape
+        if weight.shape[:1] != (num_states,) or wanted != (num_classes, *weight.shape[1:]):
+            return weight
+        return weight[states] - shared_by if weight.dim() == 1 else weight[states]
+
+    return {name: of_classes(name, weight) for name, weight in weights.items()}
 
 
 def check_initial_model(dataset: Dataset, options: TrainOptions) -> None:

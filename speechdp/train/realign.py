@@ -58,11 +58,11 @@ def train_with_realignment(
     """
     if options.aligns:
         check_beginning(session, options, run_dir, resume=resume)
-    alignments = make_alignments(session, options, run_dir)
-    proper = options.on_alignments(alignments)
+    untied = _align_in_rounds(session, options, run_dir)
+    proper = options.on_alignments(_tie(session, options, untied, run_dir))
     if options.realign_from == "throughout":
-        assert alignments is not None  # there has been a round
-        proper = dataclasses.replace(proper, initial_model=_round_dir(run_dir, int(alignments.name)))
+        assert untied is not None  # there has been a round
+        proper = dataclasses.replace(proper, initial_model=_round_dir(run_dir, int(untied.name)))
     train_run(dataclasses.replace(session, pause_at=pause_at), proper, run_dir, resume=resume)
 
 
@@ -95,6 +95,11 @@ def make_alignments(session: Session, options: TrainOptions, out_dir: Path) -> P
         as `train_run`; ConfigError where the targets are Kaldi's pdfs, which have no pronunciations here, or
             cannot be tied.
     """
+    return _tie(session, options, _align_in_rounds(session, options, out_dir), out_dir)
+
+
+def _align_in_rounds(session: Session, options: TrainOptions, out_dir: Path) -> Path | None:
+    """Make the alignments without context, as `make_alignments`; return the last folder.  Collective."""
     alignments = options.alignments
     _check_targets(session.dataset, options)
     if options.flat_start:
@@ -107,6 +112,11 @@ def make_alignments(session: Session, options: TrainOptions, out_dir: Path) -> P
         alignments = out_dir / "alignments" / str(number)
         if options.realign == "auto" and _is_last(session, number, changed_share):
             break
+    return alignments
+
+
+def _tie(session: Session, options: TrainOptions, alignments: Path | None, out_dir: Path) -> Path | None:
+    """Tie the states of an alignment, if that is asked for; return the folder to train on.  Collective."""
     if options.context == "none":
         return alignments
     output = out_dir / "alignments" / _TIED

@@ -21,7 +21,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import Shard
 from speechdp.errors import ConfigError, ShardError
 from speechdp.experiments.arguments import train_arguments
-from speechdp.labels.hmm import FloatArray, IntArray
+from speechdp.labels.hmm import FloatArray, IntArray, StateInventory
 from speechdp.labels.state_tying import TYING_NAME, contexts_of, tying_in
 from speechdp.options.batch import BatchOptions
 from speechdp.options.optimizer import OptimizerOptions
@@ -30,6 +30,7 @@ from speechdp.parallel.run_files import RunDirectory
 from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Stopped
 from speechdp.tasks.model_file import MODEL_NAME, load_model
+from speechdp.train.models import load_initial_weights, make_model
 from speechdp.train.realign import last_alignment, make_alignments, train_with_realignment
 from speechdp.train.session import Session
 from tests.helpers.spoken_states import write_spoken
@@ -174,9 +175,45 @@ def test_a_model_of_other_tied_states_is_no_beginning(exact: Dataset, tmp_path: 
     train_with_realignment(session(exact), own, tmp_path / "next")
 
 
+def test_classes_begin_with_what_their_state_has_learnt(exact: Dataset, tmp_path: Path) -> None:
+    """The posteriors of a state's classes add up to that of the state in the model without context."""
+    # One of its layers has as many rows as there are states, but not one for each of them.
+    states = StateInventory.load(exact.classes_path).num_classes
+    untied = dataclasses.replace(
+        OPTIONS,
+        epochs=1,
+        context="none",
+        tied_states=None,
+        model=ModelOptions(layers=1, cells=6, bottleneck=states),
+    )
+    train_with_realignment(session(exact), untied, tmp_path / "untied")
+    make_alignments(session(exact), OPTIONS, tmp_path / "run")
+    tied = tmp_path / "run" / "alignments" / "tied"
+    options = dataclasses.replace(untied, alignments=tied, initial_model=tmp_path / "untied")
+    model = make_model(exact, options)
+    load_initial_weights(model, exact, options)
+    before = load_model(tmp_path / "untied", torch.device("cpu")).model
+    features = torch.randn(2, 9, exact.feature_dim, generator=torch.Generator().manual_seed(1))
+    lengths = torch.tensor([9, 7])
+    with torch.no_grad():
+        wanted, found = (m.eval()(features, lengths).softmax(-1) for m in (before, model))
+    tying = tying_in(tied)
+    assert tying is not None and found.shape[-1] == tying.num_classes > states == wanted.shape[-1]
+    sums = torch.zeros_like(wanted).index_add_(2, torch.from_numpy(tying.states).long(), found)
+    torch.testing.assert_close(sums, wanted, atol=1e-6, rtol=1e-5)
+    train_with_realignment(session(exact), options, tmp_path / "next")
+
+
+def test_rounds_are_carried_on_with_context(exact: Dataset, tmp_path: Path) -> None:
+    options = dataclasses.replace(OPTIONS, epochs=1, realign=1, realign_from="throughout")
+    train_with_realignment(session(exact), options, tmp_path / "run")
+    begun = json.loads((tmp_path / "run" / "run.json").read_text())["options"]
+    assert begun["initial_model"] == str(tmp_path / "run" / "realign" / "1")
+    assert begun["alignments"] == str(tmp_path / "run" / "alignments" / "tied")
+
+
 def test_options_that_do_not_go_with_it() -> None:
     for options in (
-        {"initial_model": Path("RUN"), "context": "both"},
         {"tied_states": 9},
         {"tied_states": 0, "context": "left"},
         {"task": "synthesis", "context": "left"},
