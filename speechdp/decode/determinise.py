@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kaldifst
+import numpy as np
 
+from speechdp.decode.fst_arrays import EPSILON, FstArrays
 from speechdp.labels.lexicon import SILENCE, Pronunciation
-
-EPSILON = 0
 
 _TOO_LARGE = "Determinization aborted since"  # passed so many states, or looped so often: as kaldifst says it
 
@@ -71,25 +71,11 @@ def determinised(fst: Any, num_classes: int, max_states: int) -> Any | None:
     """
     if not determinise_within(fst, max_states):
         return None
-    _drop_symbols(fst, num_classes)
+    arrays = FstArrays.of(fst)
+    arrays.ilabel[arrays.ilabel > num_classes] = EPSILON
+    fst = arrays.fst()
     kaldifst.minimize_encoded(fst)
     return fst
-
-
-def _drop_symbols(fst: Any, num_classes: int) -> None:
-    """Turn disambiguation symbols into epsilons."""
-    for state in range(fst.num_states):
-        arcs = [_arc(arc) for arc in kaldifst.ArcIterator(fst, state)]
-        if any(label > num_classes for label, *_ in arcs):
-            fst.delete_arcs(state, len(arcs))
-            for label, word, cost, target in arcs:
-                fst.add_arc(
-                    state, kaldifst.StdArc(EPSILON if label > num_classes else label, word, cost, target)
-                )
-
-
-def _arc(arc: Any) -> tuple[int, int, float, int]:
-    return arc.ilabel, arc.olabel, float(arc.weight.value), arc.nextstate
 
 
 def with_self_loops(fst: Any, stay_cost: Sequence[float]) -> Any:
@@ -102,34 +88,25 @@ def with_self_loops(fst: Any, stay_cost: Sequence[float]) -> Any:
         fst: input labels are class + 1 or epsilon; costs of leaving a state are in the arcs that enter it.
         stay_cost: cost of each class's self-loop, (C,).
     """
-    entering: list[set[int]] = [set() for _ in range(fst.num_states)]
-    entering[fst.start].add(EPSILON)
-    arcs = []
-    for state in range(fst.num_states):
-        for each in kaldifst.ArcIterator(fst, state):
-            label, word, cost, target = _arc(each)
-            entering[target].add(label)
-            arcs.append((state, label, word, cost, target))
-    result = kaldifst.StdVectorFst()
-    for state in range(fst.num_states):
-        result.add_state()
-        result.set_final(state, fst.final(state).value)
-    result.start = fst.start
-    lasting: dict[tuple[int, int], int] = {}
-    for source, label, word, cost, target in arcs:
-        if label != EPSILON:
-            if (target, label) not in lasting:
-                lasting[target, label] = _lasting(result, target, label, entering[target], stay_cost)
-            target = lasting[target, label]  # noqa: PLW2901
-        result.add_arc(source, kaldifst.StdArc(label, word, cost, target))
-    return result
-
-
-def _lasting(fst: Any, target: int, label: int, entering: set[int], stay_cost: Sequence[float]) -> int:
-    """Return the state that arcs of `label` to `target` lead to instead, with its self-loop."""
-    state = target
-    if len(entering) > 1:
-        state = fst.add_state()
-        fst.add_arc(state, kaldifst.StdArc(EPSILON, EPSILON, 0.0, target))
-    fst.add_arc(state, kaldifst.StdArc(label, EPSILON, float(stay_cost[label - 1]), state))
-    return state
+    arcs = FstArrays.of(fst)
+    if arcs.start < 0:
+        return fst
+    # The pairs of a state and a label that enters it, each once: (target, label); nothing enters the start.
+    width = len(stay_cost) + 1
+    codes = np.append(arcs.target.astype(np.int64) * width + arcs.ilabel, arcs.start * width + EPSILON)
+    pairs, pair_of = np.unique(codes, return_inverse=True)
+    target, label = pairs // width, pairs % width
+    lasts = label != EPSILON
+    is_new = lasts & (np.bincount(target)[target] > 1)
+    state = target.copy()  # that arcs of a pair lead to instead
+    state[is_new] = len(arcs.final) + np.arange(is_new.sum())
+    loop_cost = np.asarray(stay_cost)[label[lasts] - 1]
+    return FstArrays.joined(
+        arcs.start,
+        np.append(arcs.final, np.full(is_new.sum(), np.inf)),
+        (
+            (arcs.source, arcs.ilabel, arcs.olabel, arcs.cost, state[pair_of[:-1]]),
+            (state[is_new], EPSILON, EPSILON, 0.0, target[is_new]),
+            (state[lasts], label[lasts], EPSILON, loop_cost, state[lasts]),
+        ),
+    ).fst()

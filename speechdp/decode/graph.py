@@ -22,12 +22,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from speechdp.decode.determinise import (
-    EPSILON,
     determinise_within,
     determinised,
     disambiguation_symbols,
     with_self_loops,
 )
+from speechdp.decode.fst_arrays import EPSILON
 from speechdp.decode.language_model import GrammarFst, LanguageModel
 from speechdp.decode.ngram_grammar import ngram_acceptor
 from speechdp.decode.phone_context import in_context

@@ -4,24 +4,28 @@ A phone's class depends on the phone that comes before it, and with both context
 a place in the new graph is a place in the old one, the phone before it and, if need be, the phone that has
 been read but still waits for its right neighbour.  Left neighbours after which nothing differs are one, so
 that few places have many copies.
+
+Places are found wave by wave from the start: those that an arc leads to from a place of the wave before.
+
+Legend: P phones, S states of a phone, N places of a wave, M arcs that leave them.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import kaldifst
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-from speechdp.decode.determinise import EPSILON
+from speechdp.decode.fst_arrays import EPSILON, Arcs, FstArrays
 from speechdp.labels.gaussian_mixtures import DoubleArray
 from speechdp.labels.state_tying import EDGE, StateTying
 
 #: Stands for the phone that waits where none does.
 _NONE = -1
 
-#: A state of the graph over phones, the phone before it (or before the one that waits), the one that waits.
-_Place = tuple[int, int, int]
+_Int64Array = NDArray[np.int64]
 
 
 def in_context(graph: Any, tying: StateTying, leave_cost: DoubleArray) -> Any:
@@ -37,84 +41,118 @@ def in_context(graph: Any, tying: StateTying, leave_cost: DoubleArray) -> Any:
 
         looped = with_self_loops(in_context(graph, tying, leave_cost), stay_cost)
     """
-    return _Expansion(graph, tying, leave_cost).run()
+    if graph.num_states == 0:
+        return kaldifst.StdVectorFst()
+    return _Expansion(FstArrays.of(graph), tying, leave_cost).run()
 
 
 class _Expansion:
-    def __init__(self, graph: Any, tying: StateTying, leave_cost: DoubleArray) -> None:
-        self._graph, self._tying = graph, tying
-        self._leave_cost = leave_cost.tolist()
-        self._result = kaldifst.StdVectorFst()
-        self._numbers: dict[_Place, int] = {}
-        self._waiting: list[_Place] = []
-        self._classes: dict[tuple[int, int, int], list[int]] = {}
+    """Places are numbers meanwhile: (state of the old graph, phone that waits or _NONE, phone before)."""
+
+    def __init__(self, graph: FstArrays, tying: StateTying, leave_cost: DoubleArray) -> None:
+        self._graph, self._tying, self._leave_cost = graph, tying, leave_cost
+        self._first_arc = np.searchsorted(graph.source, np.arange(len(graph.final) + 1))
+        phones = tying.num_phones
+        before = np.arange(phones) if tying.looks_right else np.asarray(tying.same_left[0])
+        waiting = np.asarray(tying.same_left) if tying.looks_right else np.empty((0, phones), int)
+        #: The phone before, of those with the same effect, by what waits (_NONE is the first row).
+        self._left = np.vstack([before, waiting])
+        # Of all waves: arcs as they are, sequences of states; (left, phone, right) of these, (M, 3).
+        self._arcs: list[Arcs] = []
+        self._chains: list[Arcs] = []
+        self._contexts: list[_Int64Array] = []
 
     def run(self) -> Any:
-        result, graph = self._result, self._graph
-        if graph.num_states == 0:
-            return result
-        result.start = self._number(graph.start, EDGE, _NONE)
-        while self._waiting:
-            place = self._waiting.pop()
-            self._end(place)
-            for arc in kaldifst.ArcIterator(graph, place[0]):
-                self._follow(place, arc)
-        return result
+        wave = known = self._place(np.array([self._graph.start]), np.array([EDGE]), np.array([_NONE]))
+        while len(wave):
+            reached = np.unique(self._follow(wave))
+            wave = reached[~_are_in(known, reached)]
+            known = np.sort(np.append(known, wave), kind="stable")
+        return self._join(known)
 
-    def _number(self, state: int, left: int, pending: int) -> int:
-        """Return the new graph's state of a place."""
-        if pending != _NONE:
-            left = self._tying.same_left[pending][left]
-        elif not self._tying.looks_right:
-            left = self._tying.same_left[0][left]
-        place = (state, left, pending)
-        number = self._numbers.get(place)
-        if number is None:
-            number = self._numbers[place] = self._result.add_state()
-            self._waiting.append(place)
-        return number
+    def _place(self, state: NDArray[Any], left: NDArray[Any], waits: NDArray[Any]) -> _Int64Array:
+        """Return the numbers of places, (N,)."""
+        phones = self._tying.num_phones
+        code = state.astype(np.int64) * (phones + 1) + waits + 1
+        placed: _Int64Array = code * phones + self._left[waits + 1, left]
+        return placed
 
-    def _follow(self, place: _Place, arc: Any) -> None:
-        _, left, pending = place
-        source, target, cost = self._numbers[place], arc.nextstate, float(arc.weight.value)
-        phone = arc.ilabel - 1
-        if phone < 0 or phone >= self._tying.num_phones:
-            label = EPSILON if phone < 0 else phone - self._tying.num_phones + self._tying.num_classes + 1
-            self._arc(source, label, arc.olabel, cost, self._number(target, left, pending))
-        elif not self._tying.looks_right:
-            end = self._number(target, phone, _NONE)
-            self._chain(source, end, (left, phone, EDGE), arc.olabel, cost)
-        elif pending == _NONE:
-            self._arc(source, EPSILON, arc.olabel, cost, self._number(target, left, phone))
+    def _parts(self, place: _Int64Array) -> tuple[_Int64Array, _Int64Array, _Int64Array]:
+        """Return states, phones before, and phones that wait, (N,) each."""
+        phones = self._tying.num_phones
+        state, waits = np.divmod(place // phones, phones + 1)
+        return state, place % phones, waits - 1
+
+    def _follow(self, wave: _Int64Array) -> _Int64Array:
+        """Add the arcs that leave places; return the places that they lead to, (M,)."""
+        graph, tying = self._graph, self._tying
+        state = self._parts(wave)[0]
+        num_arcs = self._first_arc[state + 1] - self._first_arc[state]
+        skipped = np.repeat(self._first_arc[state] - num_arcs.cumsum() + num_arcs, num_arcs)
+        arc = skipped + np.arange(len(skipped))
+        source = np.repeat(wave, num_arcs)
+        _, left, waits = self._parts(source)
+        phone, target = graph.ilabel[arc].astype(np.int64) - 1, graph.target[arc]
+        reads = (phone >= 0) & (phone < tying.num_phones)
+        label = np.where(phone < 0, EPSILON, phone - tying.num_phones + tying.num_classes + 1)
+        label[reads] = EPSILON  # it waits now, or its states are a chain
+        if tying.looks_right:
+            goes = reads & (waits != _NONE)
+            context = np.stack([left, waits, phone], 1)
+            end = np.where(goes, waits, left), np.where(reads, phone, waits)
         else:
-            end = self._number(target, pending, phone)
-            self._chain(source, end, (left, pending, phone), arc.olabel, cost)
+            goes = reads
+            context = np.stack([left, phone, np.zeros_like(phone)], 1)
+            end = np.where(goes, phone, left), waits
+        reached = self._place(target, *end)
+        word, cost = graph.olabel[arc], graph.cost[arc]
+        stays = ~goes
+        self._arcs.append((source[stays], label[stays], word[stays], cost[stays], reached[stays]))
+        self._chains.append((source[goes], EPSILON, word[goes], cost[goes], reached[goes]))
+        self._contexts.append(context[goes])
+        return reached
 
-    def _end(self, place: _Place) -> None:
-        """Let the new graph end where the old one may; behind the phone that waits there is silence."""
-        state, left, pending = place
-        cost = float(self._graph.final(state).value)
-        if not math.isfinite(cost):
-            return
-        source = end = self._numbers[place]
-        if pending != _NONE:
-            end = self._result.add_state()
-            self._chain(source, end, (left, pending, EDGE), EPSILON, 0.0)
-        self._result.set_final(end, cost)
+    def _join(self, places: _Int64Array) -> Any:
+        """Return the new graph, whose first states are the places, ascending."""
+        graph = self._graph
+        state, left, waits = self._parts(places)
+        final = graph.final[state]
+        # Behind a phone that waits at the end there is silence: its states lead to one where the graph ends.
+        late = np.isfinite(final) & (waits != _NONE)
+        ends = len(places) + np.arange(late.sum())
+        end_cost = final[late]
+        final[late] = np.inf
+        self._contexts.append(np.stack([left, waits, np.full_like(left, EDGE)], 1)[late])
+        numbered = [self._numbered(places, *part) for part in self._chains]
+        chains = FstArrays.joined(0, [], [*numbered, (np.flatnonzero(late), EPSILON, EPSILON, 0.0, ends)])
+        contexts = np.concatenate(self._contexts)
+        classes = self._tying.table[contexts[:, 0], contexts[:, 1], contexts[:, 2]]  # (M, S)
+        num_within = classes.shape[1] - 1
+        within = len(places) + len(ends) + np.arange(len(classes) * num_within).reshape(-1, num_within)
+        states = np.column_stack([chains.source, within, chains.target])
+        arcs = [self._numbered(places, *part) for part in self._arcs]
+        for k, of_state in enumerate(classes.T):
+            word, cost = (chains.olabel, chains.cost) if k == 0 else (EPSILON, np.float32(0))
+            enter = cost + self._leave_cost[of_state]
+            arcs.append((states[:, k], of_state + 1, word, enter, states[:, k + 1]))
+        start = self._place(np.array([graph.start]), np.array([EDGE]), np.array([_NONE]))
+        whole = np.concatenate([final, end_cost, np.full(within.size, np.inf, np.float32)])
+        return FstArrays.joined(int(np.searchsorted(places, start)[0]), whole, arcs).fst()
 
-    def _chain(self, source: int, target: int, context: tuple[int, int, int], word: int, cost: float) -> None:
-        """Add the states of a phone between two others."""
-        classes = self._classes.get(context)
-        if classes is None:
-            left, phone, right = context
-            column = right if self._tying.looks_right else 0
-            classes = self._classes[context] = self._tying.table[left, phone, column].tolist()
-        for c in classes[:-1]:
-            state = self._result.add_state()
-            self._arc(source, c + 1, word, cost + self._leave_cost[c], state)
-            source, word, cost = state, EPSILON, 0.0
-        last = classes[-1]
-        self._arc(source, last + 1, word, cost + self._leave_cost[last], target)
+    @staticmethod
+    def _numbered(
+        places: _Int64Array,
+        source: ArrayLike,
+        label: ArrayLike,
+        word: ArrayLike,
+        cost: ArrayLike,
+        end: ArrayLike,
+    ) -> Arcs:
+        """Return arcs with the new states of the places that they leave and lead to."""
+        return np.searchsorted(places, source), label, word, cost, np.searchsorted(places, end)
 
-    def _arc(self, source: int, label: int, word: int, cost: float, target: int) -> None:
-        self._result.add_arc(source, kaldifst.StdArc(label, word, cost, target))
+
+def _are_in(known: _Int64Array, wanted: _Int64Array) -> NDArray[np.bool_]:
+    """Return which values are among others, both ascending."""
+    at = np.searchsorted(known, wanted).clip(max=len(known) - 1)
+    return np.asarray(known[at] == wanted)

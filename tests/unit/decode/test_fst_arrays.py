@@ -1,0 +1,87 @@
+"""FSTs as arrays: nothing is lost on the way there and back."""
+
+from __future__ import annotations
+
+import math
+
+import kaldifst
+import numpy as np
+import pytest
+
+from speechdp.decode.fst_arrays import EPSILON, FstArrays
+
+
+def random_fst(seed: int, num_states: int = 40, num_arcs: int = 120) -> kaldifst.StdVectorFst:
+    """Return an FST with states that have no arcs, that end, and that nothing reaches."""
+    random = np.random.default_rng(seed)
+    fst = kaldifst.StdVectorFst()
+    for _ in range(num_states):
+        state = fst.add_state()
+        if random.random() < 0.3:
+            fst.set_final(state, float(np.float32(random.normal())))
+    fst.start = int(random.integers(num_states))
+    for _ in range(num_arcs):
+        labels = (int(x) for x in random.integers(0, 2**31 - 1, 2))
+        source, target = (int(x) for x in random.integers(0, num_states, 2))
+        fst.add_arc(source, kaldifst.StdArc(*labels, float(np.float32(random.normal())), target))
+    return fst
+
+
+Arc = tuple[int, int, int, float, int]
+
+
+def arcs_of(fst: kaldifst.StdVectorFst) -> list[Arc]:
+    """Return all arcs, one by one: state, labels, cost, next state."""
+    return [
+        (state, arc.ilabel, arc.olabel, arc.weight.value, arc.nextstate)
+        for state in range(fst.num_states)
+        for arc in kaldifst.ArcIterator(fst, state)
+    ]
+
+
+def finals_of(fst: kaldifst.StdVectorFst) -> list[float]:
+    return [fst.final(state).value for state in range(fst.num_states)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_there_and_back(seed: int) -> None:
+    fst = random_fst(seed)
+    arrays = FstArrays.of(fst)
+    columns = (arrays.source, arrays.ilabel, arrays.olabel, arrays.cost, arrays.target)
+    assert list(zip(*(column.tolist() for column in columns), strict=True)) == arcs_of(fst)
+    assert (arrays.start, arrays.final.tolist()) == (fst.start, finals_of(fst))
+    back = arrays.fst()
+    assert (back.start, finals_of(back), arcs_of(back)) == (fst.start, finals_of(fst), arcs_of(fst))
+
+
+def test_without_states_or_arcs() -> None:
+    empty = FstArrays.of(kaldifst.StdVectorFst())
+    assert empty.start == -1 and empty.fst().num_states == 0
+    alone = random_fst(1, num_arcs=0)
+    assert finals_of(FstArrays.of(alone).fst()) == finals_of(alone)
+
+
+def test_what_comes_back_can_be_changed_and_sorted() -> None:
+    fst = FstArrays.of(random_fst(2)).fst()
+    fst.add_arc(0, kaldifst.StdArc(1, 1, 0.5, fst.add_state()))
+    kaldifst.arcsort(fst, sort_type="ilabel")
+    assert fst.is_ilabel_sorted and len(arcs_of(fst)) == 121
+
+
+def test_parts_are_joined_in_the_order_of_their_states() -> None:
+    parts = (
+        (np.array([1, 0]), np.array([5, 6]), EPSILON, 0.5, np.array([0, 1])),
+        (np.array([0]), 7, 8, 0.0, 1),
+    )
+    fst = FstArrays.joined(1, [math.inf, 2.0], parts).fst()
+    assert arcs_of(fst) == [(0, 6, 0, 0.5, 1), (0, 7, 8, 0.0, 1), (1, 5, 0, 0.5, 0)]
+    assert fst.start == 1 and finals_of(fst) == [math.inf, 2.0]
+
+
+def test_tables_of_symbols_are_refused() -> None:
+    fst = random_fst(3)
+    symbols = kaldifst.SymbolTable()
+    symbols.add_symbol("<eps>", 0)
+    fst.input_symbols = symbols
+    with pytest.raises(RuntimeError, match="tables of symbols"):
+        FstArrays.of(fst)
