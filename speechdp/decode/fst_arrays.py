@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import kaldifst
@@ -66,18 +66,19 @@ class FstArrays:
 
     @classmethod
     def of(cls, fst: Any) -> FstArrays:
-        """Take the arcs out of a StdVectorFst without tables of symbols.
+        """Take the arcs out of a StdVectorFst; tables of symbols are left out.
 
         Raises:
-            RuntimeError: it has them, or there is no memory to write it to.
+            RuntimeError: there is no memory to write it to.
         """
+        if fst.input_symbols is not None or fst.output_symbols is not None:
+            fst = fst.copy()
+            fst.input_symbols = fst.output_symbols = None
         with os.fdopen(os.memfd_create("fst"), "rb") as file:
             if not fst.write(f"/proc/self/fd/{file.fileno()}"):
                 raise RuntimeError("kaldifst could not write an FST to memory")
             content = file.read()
-        *_, flags, _, start, num_states, _ = _HEADER.unpack_from(content)
-        if flags:
-            raise RuntimeError("an FST with tables of symbols is not read")
+        *_, start, num_states, _ = _HEADER.unpack_from(content)
         final, counts = np.empty(num_states, np.float32), np.empty(num_states, np.int64)
         parts, at = [], _HEADER.size
         view = memoryview(content)
@@ -108,6 +109,11 @@ class FstArrays:
         types = ("int32", "int32", "int32", "float32", "int32")
         columns = (column.astype(kind) for column, kind in zip(whole, types, strict=True))
         return cls(start, np.asarray(final, np.float32), *columns)
+
+    def where(self, keep: NDArray[np.bool_]) -> FstArrays:
+        """Return it with the arcs that `keep`, (A,), is true of."""
+        names = ("source", "ilabel", "olabel", "cost", "target")
+        return replace(self, **{name: getattr(self, name)[keep] for name in names})
 
     def fst(self) -> Any:
         """Return a StdVectorFst; arcs of a state keep their order."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import kaldifst
+import numpy as np
 
 from speechdp.data.shards.dataset import ARPA_NAME, GRAMMAR_NAME, WORDS_NAME
+from speechdp.decode.fst_arrays import EPSILON, FstArrays
 from speechdp.decode.fst_files import read_fst, read_symbols
 from speechdp.decode.ngram_grammar import BACKOFF_SYMBOL
 from speechdp.errors import ConfigError
@@ -38,7 +38,7 @@ class GrammarFst:
     @cached_property
     def words(self) -> frozenset[str]:
         """All words that it accepts."""
-        used = {arc.ilabel for s in range(self.fst.num_states) for arc in kaldifst.ArcIterator(self.fst, s)}
+        used = np.unique(self._arrays.ilabel).tolist()
         return frozenset(self.names[label] for label in used if label in self.names) - {BACKOFF_SYMBOL}
 
     def acceptor(self, word_ids: Mapping[str, int], *, scale: float) -> Any:
@@ -48,16 +48,15 @@ class GrammarFst:
             word_ids: label of each word.
             scale: factor on its costs.
         """
-        fst = self._copy(scale)
-        for state, arc in self._arcs():
-            name = self.names.get(arc.ilabel)
-            cost = scale * arc.weight.value
-            if arc.ilabel == 0 or name == BACKOFF_SYMBOL:
-                fst.add_arc(state, kaldifst.StdArc(0, 0, cost, arc.nextstate))
-            elif name is not None and name in word_ids:
-                label = word_ids[name]
-                fst.add_arc(state, kaldifst.StdArc(label, label, cost, arc.nextstate))
-        return fst
+        arrays = self._arrays
+        labels, label_of = np.unique(arrays.ilabel, return_inverse=True)
+        names = {EPSILON: BACKOFF_SYMBOL, **self.names}
+        known = {**word_ids, BACKOFF_SYMBOL: EPSILON}
+        ids = np.array([known.get(names.get(label, ""), -1) for label in labels.tolist()], np.int32)[label_of]
+        final, cost = arrays.final.copy(), (scale * arrays.cost).astype(np.float32)
+        final[np.isfinite(final)] *= scale
+        scaled = replace(arrays, final=final, ilabel=ids, olabel=ids, cost=cost)
+        return scaled.where(ids >= 0).fst()
 
     def respelled(self, spelling: Callable[[str], str | None]) -> GrammarFst:
         """Return it with words spelt otherwise; arcs with words of no spelling are left out."""
@@ -65,27 +64,12 @@ class GrammarFst:
             label: name if name == BACKOFF_SYMBOL else spelling(name) for label, name in self.names.items()
         }
         names = {label: name for label, name in spelt.items() if name is not None}
-        fst = self._copy()
-        for state, arc in self._arcs():
-            if arc.ilabel == 0 or arc.ilabel in names:
-                fst.add_arc(state, arc)
-        return GrammarFst(fst, names)
+        keep = np.isin(self._arrays.ilabel, [EPSILON, *names])
+        return GrammarFst(self._arrays.where(keep).fst(), names)
 
-    def _copy(self, scale: float = 1.0) -> Any:
-        """Return a copy without arcs, costs of ending scaled."""
-        fst = kaldifst.StdVectorFst()
-        for state in range(self.fst.num_states):
-            fst.add_state()
-            if math.isfinite(cost := self.fst.final(state).value):
-                fst.set_final(state, scale * cost)
-        fst.start = self.fst.start
-        return fst
-
-    def _arcs(self) -> Iterator[tuple[int, Any]]:
-        """Yield all arcs, each with the state that it leaves."""
-        for state in range(self.fst.num_states):
-            for arc in kaldifst.ArcIterator(self.fst, state):
-                yield state, arc
+    @cached_property
+    def _arrays(self) -> FstArrays:
+        return FstArrays.of(self.fst)
 
     @classmethod
     def load(cls, path: Path) -> GrammarFst:
@@ -97,12 +81,12 @@ class GrammarFst:
         fst = read_fst(path)
         names = read_symbols(path.with_name(WORDS_NAME))
         grammar = cls(fst, names)
-        for _, arc in grammar._arcs():
-            if arc.ilabel != 0 and arc.ilabel not in names:
-                raise ConfigError(
-                    f"{path}: label {arc.ilabel} is not in {WORDS_NAME} beside it; give the words.txt that "
-                    "it was made with"
-                )
+        missing = set(grammar._arrays.ilabel.tolist()) - {EPSILON, *names}
+        if missing:
+            raise ConfigError(
+                f"{path}: label {min(missing)} is not in {WORDS_NAME} beside it; give the words.txt that "
+                "it was made with"
+            )
         return grammar
 
     def save(self, folder: Path) -> None:

@@ -44,7 +44,12 @@ def run_recipe(recipe: str, folder: Path) -> None:
 
 def shortened(words: list[str]) -> list[str]:
     """Train for an epoch, with one seed and two strategies, which do not race."""
-    changed = {"--epochs": "1", "--realign-epochs": "1", "--seeds": "1", "--strategies": "gradient_averaging,dpsgd"}
+    changed = {
+        "--epochs": "1",
+        "--realign-epochs": "1",
+        "--seeds": "1",
+        "--strategies": "gradient_averaging,dpsgd",
+    }
     short = [changed.get(before, word) for before, word in zip(["", *words], words, strict=False)]
     return [*short, "--race", "0"] if words[0] == "compare" else short
 

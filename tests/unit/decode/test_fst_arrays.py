@@ -78,10 +78,20 @@ def test_parts_are_joined_in_the_order_of_their_states() -> None:
     assert fst.start == 1 and finals_of(fst) == [math.inf, 2.0]
 
 
-def test_tables_of_symbols_are_refused() -> None:
+def test_some_arcs() -> None:
+    fst = random_fst(4)
+    arrays = FstArrays.of(fst)
+    kept = arrays.where(arrays.cost > 0).fst()
+    assert arcs_of(kept) == [arc for arc in arcs_of(fst) if arc[3] > 0]
+    assert finals_of(kept) == finals_of(fst)
+
+
+def test_tables_of_symbols_are_left_out() -> None:
     fst = random_fst(3)
+    arcs = arcs_of(fst)
     symbols = kaldifst.SymbolTable()
     symbols.add_symbol("<eps>", 0)
     fst.input_symbols = symbols
-    with pytest.raises(RuntimeError, match="tables of symbols"):
-        FstArrays.of(fst)
+    back = FstArrays.of(fst).fst()
+    assert arcs_of(back) == arcs and back.input_symbols is None
+    assert fst.input_symbols is not None  # of the given one nothing has changed
