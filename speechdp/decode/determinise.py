@@ -62,7 +62,8 @@ def determinised(fst: Any, num_classes: int, max_states: int) -> Any | None:
     """Determinise and minimise HL o G without self-loops; remove its disambiguation symbols.
 
     Args:
-        fst: input labels are class + 1, or more than `num_classes`: disambiguation symbols.  It is changed.
+        fst: input labels are class + 1, or more than `num_classes`: disambiguation symbols.  What is left of
+            it is of no use.
         num_classes: number of classes.
         max_states: more than so many states are not made.
 
@@ -71,11 +72,16 @@ def determinised(fst: Any, num_classes: int, max_states: int) -> Any | None:
     """
     if not determinise_within(fst, max_states):
         return None
-    arrays = FstArrays.of(fst)
-    arrays.ilabel[arrays.ilabel > num_classes] = EPSILON
-    fst = arrays.fst()
+    fst = _without_symbols(fst, num_classes)
     kaldifst.minimize_encoded(fst)
     return fst
+
+
+def _without_symbols(fst: Any, num_classes: int) -> Any:
+    """Return an FST with disambiguation symbols turned into epsilons."""
+    arrays = FstArrays.of(fst)
+    arrays.ilabel[arrays.ilabel > num_classes] = EPSILON
+    return arrays.fst()
 
 
 def with_self_loops(fst: Any, stay_cost: Sequence[float]) -> Any:
@@ -93,6 +99,7 @@ def with_self_loops(fst: Any, stay_cost: Sequence[float]) -> Any:
         return fst
     # The pairs of a state and a label that enters it, each once: (target, label); nothing enters the start.
     width = len(stay_cost) + 1
+    assert arcs.ilabel.max(initial=EPSILON) < width, "a disambiguation symbol is left"
     codes = np.append(arcs.target.astype(np.int64) * width + arcs.ilabel, arcs.start * width + EPSILON)
     pairs, pair_of = np.unique(codes, return_inverse=True)
     target, label = pairs // width, pairs % width

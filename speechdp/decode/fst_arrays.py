@@ -41,7 +41,7 @@ class FstArrays:
     """The states and arcs of an FST.
 
     Attributes:
-        start: the state that it begins in; -1: it has no states.
+        start: the state that it begins in; -1: none.
         final: cost of ending in each state, (S,) float32; inf: it may not end there.
         source: state that each arc leaves, (A,), ascending where it comes from an FST.
         ilabel, olabel, target: of each arc, (A,).
@@ -90,6 +90,7 @@ class FstArrays:
                 parts.append(view[at : at + count * _ARC.itemsize])
                 at += count * _ARC.itemsize
         arcs = np.frombuffer(b"".join(parts), _ARC)
+        del content, view, parts  # of a large grammar, gigabytes
         source = np.repeat(np.arange(num_states, dtype=np.int32), counts)
         columns = (arcs[name].copy() for name in ("ilabel", "olabel", "cost", "target"))
         return cls(start, final, source, *columns)
@@ -121,16 +122,18 @@ class FstArrays:
         arcs = np.empty(len(order), _ARC)
         for name in ("ilabel", "olabel", "cost", "target"):
             arcs[name] = getattr(self, name)[order]
-        content, num_states = arcs.tobytes(), len(self.final)
+        content, num_states = arcs.view(np.uint8).data, len(self.final)
         ends = (_ARC.itemsize * np.bincount(self.source, minlength=num_states).cumsum()).tolist()
         names = (6, b"vector", 8, b"standard")
-        parts = [_HEADER.pack(_MAGIC, *names, _VERSION, 0, _PROPERTIES, self.start, num_states, len(arcs))]
+        parts: list[bytes | memoryview] = [
+            _HEADER.pack(_MAGIC, *names, _VERSION, 0, _PROPERTIES, self.start, num_states, len(arcs))
+        ]
         begin = 0
         for final, end in zip(self.final.tolist(), ends, strict=True):
             parts += (_STATE.pack(final, (end - begin) // _ARC.itemsize), content[begin:end])
             begin = end
         with os.fdopen(os.memfd_create("fst"), "wb") as file:
-            file.write(b"".join(parts))
+            file.writelines(parts)
             file.flush()
             read = kaldifst.StdVectorFst.read(f"/proc/self/fd/{file.fileno()}")
         if read is None:

@@ -238,10 +238,10 @@ class LexiconTransducer:
             if not determinise_within(fst, _MAX_DETERMINISED_STATES):
                 return None
             fst = in_context(fst, self._tying, self._leave_cost)
-        found = determinised(fst, self._num_classes, _MAX_DETERMINISED_STATES)
-        if found is None:
+        fst = determinised(fst, self._num_classes, _MAX_DETERMINISED_STATES)
+        if fst is None:
             return None
-        looped = with_self_loops(found, self._stay_cost.tolist())
+        looped = with_self_loops(fst, self._stay_cost.tolist())
         kaldifst.arcsort(looped, sort_type="ilabel")
         return DecodingGraph(looped, self.words, is_determinised=True)
 

@@ -38,8 +38,7 @@ class GrammarFst:
     @cached_property
     def words(self) -> frozenset[str]:
         """All words that it accepts."""
-        used = np.unique(self._arrays.ilabel).tolist()
-        return frozenset(self.names[label] for label in used if label in self.names) - {BACKOFF_SYMBOL}
+        return frozenset(self.names[x] for x in self._labels if x in self.names) - {BACKOFF_SYMBOL}
 
     def acceptor(self, word_ids: Mapping[str, int], *, scale: float) -> Any:
         """Return it with labels of `word_ids`; arcs of other words are left out.
@@ -48,15 +47,14 @@ class GrammarFst:
             word_ids: label of each word.
             scale: factor on its costs.
         """
-        arrays = self._arrays
+        arrays = FstArrays.of(self.fst)
         labels, label_of = np.unique(arrays.ilabel, return_inverse=True)
-        names = {EPSILON: BACKOFF_SYMBOL, **self.names}
+        names = {**self.names, EPSILON: BACKOFF_SYMBOL}
         known = {**word_ids, BACKOFF_SYMBOL: EPSILON}
         ids = np.array([known.get(names.get(label, ""), -1) for label in labels.tolist()], np.int32)[label_of]
-        final, cost = arrays.final.copy(), (scale * arrays.cost).astype(np.float32)
-        final[np.isfinite(final)] *= scale
-        scaled = replace(arrays, final=final, ilabel=ids, olabel=ids, cost=cost)
-        return scaled.where(ids >= 0).fst()
+        for costs in (arrays.final, arrays.cost):
+            costs[np.isfinite(costs)] *= scale
+        return replace(arrays, ilabel=ids, olabel=ids).where(ids >= 0).fst()
 
     def respelled(self, spelling: Callable[[str], str | None]) -> GrammarFst:
         """Return it with words spelt otherwise; arcs with words of no spelling are left out."""
@@ -64,12 +62,14 @@ class GrammarFst:
             label: name if name == BACKOFF_SYMBOL else spelling(name) for label, name in self.names.items()
         }
         names = {label: name for label, name in spelt.items() if name is not None}
-        keep = np.isin(self._arrays.ilabel, [EPSILON, *names])
-        return GrammarFst(self._arrays.where(keep).fst(), names)
+        arrays = FstArrays.of(self.fst)
+        return GrammarFst(arrays.where(np.isin(arrays.ilabel, [EPSILON, *names])).fst(), names)
 
     @cached_property
-    def _arrays(self) -> FstArrays:
-        return FstArrays.of(self.fst)
+    def _labels(self) -> list[int]:
+        """All labels of its arcs, ascending."""
+        labels: list[int] = np.unique(FstArrays.of(self.fst).ilabel).tolist()
+        return labels
 
     @classmethod
     def load(cls, path: Path) -> GrammarFst:
@@ -81,10 +81,9 @@ class GrammarFst:
         fst = read_fst(path)
         names = read_symbols(path.with_name(WORDS_NAME))
         grammar = cls(fst, names)
-        missing = set(grammar._arrays.ilabel.tolist()) - {EPSILON, *names}
-        if missing:
+        if missing := sorted(set(grammar._labels) - {EPSILON, *names}):
             raise ConfigError(
-                f"{path}: label {min(missing)} is not in {WORDS_NAME} beside it; give the words.txt that "
+                f"{path}: label {missing[0]} is not in {WORDS_NAME} beside it; give the words.txt that "
                 "it was made with"
             )
         return grammar

@@ -111,9 +111,9 @@ def _with_classes_of(
 ) -> dict[str, Tensor]:
     """Return the weights of a model of states without context, with the classes of tied states.
 
-    What has a row for each state, (S, ...), gets one for each class, (C, ...): that of its state.  The K
-    classes of a state share its probability at first, so its bias becomes ln K less.  Then the posteriors
-    of a state's classes add up to that of the state.
+    The output layer, which has a row for each state, (S, ...), gets one for each class, (C, ...): that of its
+    state.  The K classes of a state share its probability at first, so its bias becomes ln K less.  Then the
+    posteriors of a state's classes add up to that of the state.
 
     Args:
         tying: says which classes belong to a state.
@@ -128,7 +128,8 @@ def _with_classes_of(
         wanted = own[name].shape if name in own else weight.shape
         if weight.shape[:1] != (num_states,) or wanted != (num_classes, *weight.shape[1:]):
             return weight
-        return weight[states] - shared_by if weight.dim() == 1 else weight[states]
+        is_bias = name.endswith("bias") and weight.dim() == 1
+        return weight[states] - shared_by if is_bias else weight[states]
 
     return {name: of_classes(name, weight) for name, weight in weights.items()}
 

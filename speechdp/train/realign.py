@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from speechdp.data.shards.dataset import Dataset
@@ -102,6 +103,7 @@ def _align_in_rounds(session: Session, options: TrainOptions, out_dir: Path) -> 
     """Make the alignments without context, as `make_alignments`; return the last folder.  Collective."""
     alignments = options.alignments
     _check_targets(session.dataset, options)
+    _check_initial_classes(session, options, out_dir)
     if options.flat_start:
         alignments = out_dir / "alignments" / "0"
         if _made(session, alignments, {"flat_start": True}) is None:
@@ -120,22 +122,46 @@ def _tie(session: Session, options: TrainOptions, alignments: Path | None, out_d
     if options.context == "none":
         return alignments
     output = out_dir / "alignments" / _TIED
-    tied_by: dict[str, Any] = {
-        "context": options.context,
-        "tied_states": options.max_classes,
-        **_origin(options),
-    }
-    if _made(session, output, tied_by) is None:
+    if _made(session, output, _tied_by(options)) is None:
         from speechdp.train.tied_states import tie_states  # noqa: PLC0415
 
-        tie_states(session, options, alignments, output, tied_by)
+        tie_states(session, options, alignments, output, _tied_by(options))
     return output
 
 
-def _origin(options: TrainOptions) -> dict[str, Any]:
-    """Return which alignment is tied."""
-    given = None if options.alignments is None else str(options.alignments)
-    return {"alignments": given, "flat_start": options.flat_start, "realign": options.realign}
+def _tied_by(options: TrainOptions) -> dict[str, Any]:
+    """Return which alignment is tied, and how."""
+    return {
+        "context": options.context,
+        "tied_states": options.max_classes,
+        "alignments": None if options.alignments is None else str(options.alignments),
+        "flat_start": options.flat_start,
+        "realign": options.realign,
+        "initial_model": _first_model(options) if options.realign else None,
+    }
+
+
+def _first_model(options: TrainOptions) -> str | None:
+    """Return what the first round starts from; None: initial weights."""
+    return None if options.initial_model is None else str(options.initial_model)
+
+
+def _check_initial_classes(session: Session, options: TrainOptions, out_dir: Path) -> None:
+    """Refuse a model of states in context where others are to be made, before hours of alignment.
+
+    Where these are made already, the model may be gone.  Collective.  Raises ConfigError.
+    """
+    if options.context == "none" or options.initial_model is None:
+        return
+    if _made(session, out_dir / "alignments" / _TIED, _tied_by(options)) is not None:
+        return
+    if load_model(options.initial_model, torch.device("cpu")).tying is not None:
+        given = options.initial_model
+        raise ConfigError(
+            f"--initial-model {given}: has states in context already; leave out "
+            f"{' and '.join(options.aligning)} and give --alignments {given}/alignments/{_TIED}, "
+            "or give a model without"
+        )
 
 
 def _check_targets(dataset: Dataset, options: TrainOptions) -> None:
@@ -178,6 +204,7 @@ def _make_round(
         "epochs": epochs,
         "realign_criterion": options.realign_criterion if number == 1 else None,
         "realign_from": None if number == 1 else "scratch" if options.realign_from == "scratch" else "last",
+        "initial_model": _first_model(options),
     }
     made = _made(session, output, made_by)
     if made is not None:

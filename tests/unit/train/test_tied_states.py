@@ -205,11 +205,35 @@ def test_classes_begin_with_what_their_state_has_learnt(exact: Dataset, tmp_path
 
 
 def test_rounds_are_carried_on_with_context(exact: Dataset, tmp_path: Path) -> None:
-    options = dataclasses.replace(OPTIONS, epochs=1, realign=1, realign_from="throughout")
+    once = dataclasses.replace(OPTIONS, realign_epochs=2, max_steps=1, realign=1)
+    options = dataclasses.replace(once, realign_from="throughout")
     train_with_realignment(session(exact), options, tmp_path / "run")
-    begun = json.loads((tmp_path / "run" / "run.json").read_text())["options"]
-    assert begun["initial_model"] == str(tmp_path / "run" / "realign" / "1")
-    assert begun["alignments"] == str(tmp_path / "run" / "alignments" / "tied")
+    train_with_realignment(session(exact), once, tmp_path / "anew")
+    tied = [tying_in(tmp_path / name / "alignments" / "tied") for name in ("run", "anew")]
+    assert tied[0] is not None and tied[1] is not None and tied[0].to_json() == tied[1].to_json()
+    round_, run, anew = (
+        load_model(path, CPU).model.state_dict()
+        for path in (tmp_path / "run" / "realign" / "1", tmp_path / "run", tmp_path / "anew")
+    )
+    of_states = torch.from_numpy(tied[0].states).long()
+    # One step of Adam moves a weight by its learning rate at most, in each of the two.
+    step = 2 * 0.02 + 1e-4
+    assert (run["output.weight"] - round_["output.weight"][of_states]).abs().max() < step
+    assert (run["output.weight"] - anew["output.weight"]).abs().max() > step
+
+
+def test_a_model_with_context_is_refused_before_any_alignment(exact: Dataset, tmp_path: Path) -> None:
+    """Also where the command says --resume; and what the message advises is taken."""
+    once = dataclasses.replace(OPTIONS, epochs=1)
+    train_with_realignment(session(exact), once, tmp_path / "tied")
+    options = dataclasses.replace(once, flat_start=True, initial_model=tmp_path / "tied")
+    with pytest.raises(ConfigError, match="leave out --flat-start and --context and give --alignments"):
+        train_with_realignment(session(exact), options, tmp_path / "run", resume=True)
+    assert not (tmp_path / "run").exists()
+    advised = dataclasses.replace(
+        options, flat_start=False, context="none", alignments=tmp_path / "tied" / "alignments" / "tied"
+    )
+    train_with_realignment(session(exact), advised, tmp_path / "run")
 
 
 def test_options_that_do_not_go_with_it() -> None:
