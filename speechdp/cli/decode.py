@@ -79,7 +79,7 @@ class DecodeCommand:
         trained = load_model(self.run_dir, choose_device(self.device, comm.local_rank))
         options, tuning = self._decoding_options(self._with_earlier_weights(dataset, comm)), None
         if self.tune_on is not None:
-            tuned = tune(trained, dataset, self.tune_on, options, comm)
+            tuned = tune(trained, dataset, self.tune_on, options, comm, say=_tell)
             options, tuning = tuned.options, tuned.record
             if comm.rank == 0:
                 print(tuned.summary())
@@ -102,7 +102,7 @@ class DecodeCommand:
             found = earlier_weights(self.run_dir, grammar, self.search.rescore_lm)
         weights, line = comm.broadcast_object(list(found))
         if line and comm.rank == 0:
-            print(f"speechdp: {line}", file=sys.stderr)
+            _tell(line)
         return self.search.with_weights(weights)
 
     def _show(self, result: DecodingResult, dataset: Dataset) -> None:
@@ -143,3 +143,7 @@ class DecodeCommand:
             grammar=None if self.grammar == "auto" else Grammar(self.grammar),
             normalise=self.normalise,
         )
+
+
+def _tell(line: str) -> None:
+    print(f"speechdp: {line}", file=sys.stderr, flush=True)

@@ -159,6 +159,7 @@ def tune(
     options: DecodingOptions,
     comm: Communicator,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Tuned:
     """Choose scales of scores, priors and language model and the insertion score by a split's word errors.
 
@@ -176,6 +177,7 @@ def tune(
         options: how to decode; where to start from.
         comm: the ranks to share the work.
         is_asked_to_stop: looked at before every utterance.
+        say: takes a line about each setting that was tried; on rank 0.
 
     Raises:
         Stopped: a rank was asked to.
@@ -192,13 +194,23 @@ def tune(
             )
         ]
     log_prior = trained.class_log_prior.detach().cpu().numpy()
+    num_words = sum(map(len, reader.transcripts))
     trials = _Trials(recogniser, log_prior, scored, comm, is_asked_to_stop)
+
+    def errors_of(options: DecodingOptions, name: str) -> int:
+        is_new = options not in trials
+        errors = trials.errors(options)
+        if is_new and comm.rank == 0:
+            setting = f"{name.replace('_', '-')} {getattr(options, name):g}"
+            say(f"tuning on {split}: {setting}: {100 * errors / num_words:.1f} % WER")
+        return errors
+
     best = options
     for _ in range(_ROUNDS):
         before = best
         for name in _tunable(recogniser.grammar):
             tried = [dataclasses.replace(best, **{name: value}) for value in _values(name, options)]
-            ranked = [(trials.errors(each), _change(name, each, best), each) for each in tried]
+            ranked = [(errors_of(each, name), _change(name, each, best), each) for each in tried]
             best = min(ranked, key=lambda ranks: ranks[:2])[2]
         if best == before:
             break
@@ -216,7 +228,7 @@ def tune(
         "chosen": chosen,
         "at_edge": {name: edge for name, edge in edges.items() if edge},
         "errors": errors,
-        "words": sum(map(len, reader.transcripts)),
+        "words": num_words,
     }
     return Tuned(best, {**record, "trials": trials.table() + tried_weights})
 
@@ -267,6 +279,9 @@ class _Trials:
         self._recogniser, self._log_prior, self._scored, self._comm = recogniser, log_prior, scored, comm
         self._is_asked_to_stop = is_asked_to_stop
         self._errors: dict[DecodingOptions, int] = {}
+
+    def __contains__(self, options: DecodingOptions) -> bool:
+        return options in self._errors
 
     def errors(self, options: DecodingOptions) -> int:
         """Return the word errors of a setting.  Collective.  Raises Stopped."""

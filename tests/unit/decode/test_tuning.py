@@ -6,12 +6,14 @@ import dataclasses
 import errno
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from speechdp.cli.decode import DecodeCommand
+from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.shards.dataset import Dataset
@@ -143,6 +145,17 @@ def test_any_number_of_ranks_chooses_the_same(dataset: Dataset, size: int) -> No
         size, lambda comm: tune(unsure(dataset.num_classes), dataset, "dev", DecodingOptions(), comm)
     )
     assert all(result == alone for result in results)
+
+
+def test_each_setting_is_told_once_and_by_one_rank(dataset: Dataset) -> None:
+    def run(comm: Communicator) -> tuple[list[str], int]:
+        told: list[str] = []
+        tuned = tune(unsure(dataset.num_classes), dataset, "dev", DecodingOptions(), comm, say=told.append)
+        return told, len(tuned.record["trials"])
+
+    (told, num_trials), (others, _) = run_threads(2, run)
+    assert len(told) == num_trials > 10 and not others
+    assert re.fullmatch(r"tuning on dev: acoustic-scale 0\.1: \d+\.\d % WER", told[0])
 
 
 def test_the_network_runs_once(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
