@@ -31,8 +31,8 @@ _OPEN_MPI_DEFAULTS = {
     "OMPI_MCA_btl_tcp_links": "2",
 }
 
-#: `HOROVOD_CYCLE_TIME` where exchanges are rare, ms.
-_RARE_CYCLE_MS = "5"
+#: `HOROVOD_CYCLE_TIME` where exchanges are rare, and where there are a few in all, ms.
+RARE_CYCLE_MS, FEW_CYCLE_MS = 5, 20
 
 _HOROVOD_DEFAULTS = {
     # Fused buffers hold whatever happened to be ready, so the order of summation, and with it the last
@@ -128,13 +128,14 @@ def fault_tolerance_on() -> bool:
     return value.lower() in {"1", "true", "yes"}
 
 
-def expect_rare_exchanges() -> None:
-    """Let Horovod look for work less often: its looks cost a few per cent of a rank that has none.
+def expect_rare_exchanges(cycle_ms: int = RARE_CYCLE_MS) -> None:
+    """Let Horovod look for work less often: its looks cost a few per cent of a rank that has none, or more.
 
-    For strategies that do not exchange at every step; an exchange then waits 2.5 ms more in the mean.
-    To be called before the communicator is made; whatever the user has set stays.
+    For strategies that do not exchange at every step, and for what is no training; an exchange then waits
+    half of `cycle_ms` more in the mean.  To be called before the communicator is made; whatever the user has
+    set stays.
     """
-    os.environ.setdefault("HOROVOD_CYCLE_TIME", _RARE_CYCLE_MS)
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", str(cycle_ms))
 
 
 def horovod_controller() -> str | None:

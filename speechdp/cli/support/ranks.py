@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from speechdp.comm.base import Communicator
 from speechdp.comm.device import exchange_device
+from speechdp.comm.environment import FEW_CYCLE_MS, expect_rare_exchanges
 from speechdp.comm.startup.create import create_communicator
 from speechdp.comm.startup.failure import guard
 from speechdp.comm.startup.start_guard import StartGuard
@@ -17,6 +18,7 @@ def over_ranks(backend: str, device: str, function: Callable[[Communicator], int
 
     Whether all ranks start is guarded, what they do then is not: its longest wait is not known.
     """
+    expect_rare_exchanges(FEW_CYCLE_MS)
     start = StartGuard(FaultOptions().hang_timeout)
 
     def run(comm: Communicator) -> int | None:
