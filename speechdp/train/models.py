@@ -90,6 +90,12 @@ def load_initial_weights(model: nn.Module, dataset: Dataset, options: TrainOptio
     check_origin(trained.config, dataset, classes_of(dataset))
     weights, own = trained.model.state_dict(), model.state_dict()
     tying = tying_in(options.alignments)
+    if trained.tying is not None and options.aligns:
+        raise ConfigError(
+            f"--initial-model {folder}: has states in context already; leave out "
+            f"{' and '.join(options.aligning)} and give --alignments {folder}/alignments/tied, "
+            "or give a model without"
+        )
     if trained.tying is None and tying is not None:
         weights = _with_classes_of(tying, weights, own)
     elif (trained.tying and trained.tying.to_json()) != (tying and tying.to_json()):

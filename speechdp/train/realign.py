@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from speechdp.data.shards.dataset import Dataset
@@ -27,6 +26,7 @@ from speechdp.options.run import TrainOptions
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.process.ending import Stopped
 from speechdp.tasks.model_file import LoadedModel, load_model
+from speechdp.train.models import check_initial_model
 from speechdp.train.run import check_beginning, train_run
 from speechdp.train.session import Session
 
@@ -155,13 +155,7 @@ def _check_initial_classes(session: Session, options: TrainOptions, out_dir: Pat
         return
     if _made(session, out_dir / "alignments" / _TIED, _tied_by(options)) is not None:
         return
-    if load_model(options.initial_model, torch.device("cpu")).tying is not None:
-        given = options.initial_model
-        raise ConfigError(
-            f"--initial-model {given}: has states in context already; leave out "
-            f"{' and '.join(options.aligning)} and give --alignments {given}/alignments/{_TIED}, "
-            "or give a model without"
-        )
+    check_initial_model(session.dataset, options)
 
 
 def _check_targets(dataset: Dataset, options: TrainOptions) -> None:

@@ -222,13 +222,16 @@ def test_rounds_are_carried_on_with_context(exact: Dataset, tmp_path: Path) -> N
     assert (run["output.weight"] - anew["output.weight"]).abs().max() > step
 
 
-def test_a_model_with_context_is_refused_before_any_alignment(exact: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_model_with_context_is_refused_before_any_alignment(
+    exact: Dataset, tmp_path: Path, resume: bool
+) -> None:
     """Also where the command says --resume; and what the message advises is taken."""
     once = dataclasses.replace(OPTIONS, epochs=1)
     train_with_realignment(session(exact), once, tmp_path / "tied")
     options = dataclasses.replace(once, flat_start=True, initial_model=tmp_path / "tied")
     with pytest.raises(ConfigError, match="leave out --flat-start and --context and give --alignments"):
-        train_with_realignment(session(exact), options, tmp_path / "run", resume=True)
+        train_with_realignment(session(exact), options, tmp_path / "run", resume=resume)
     assert not (tmp_path / "run").exists()
     advised = dataclasses.replace(
         options, flat_start=False, context="none", alignments=tmp_path / "tied" / "alignments" / "tied"
