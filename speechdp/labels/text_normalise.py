@@ -45,6 +45,8 @@ _OF_TRANSCRIPTS = str.maketrans(
         **dict.fromkeys("\u2018\u2019\u02bc", "'"),
     }
 )
+#: Signs that belong to words, and are punctuation where they stand alone: "well -- no".
+_IN_WORDS = "'-\u2010\u2011"
 
 
 def plain_transcript(text: str) -> str:
@@ -59,8 +61,9 @@ def plain_transcript(text: str) -> str:
 
 
 def without_punctuation(text: str) -> str:
-    """Return a text in lower case, without punctuation, with single spaces: "!SIL" -> "sil"."""
-    return " ".join(unicodedata.normalize("NFC", text).lower().translate(_OF_TRANSCRIPTS).split())
+    """Return a text in lower case, without punctuation, with single spaces: "!SIL" -> "sil", "--" -> ""."""
+    words = unicodedata.normalize("NFC", text).lower().translate(_OF_TRANSCRIPTS).split()
+    return " ".join(word for word in words if word.strip(_IN_WORDS))
 
 
 def normalise(text: str) -> str:

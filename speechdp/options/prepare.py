@@ -213,7 +213,8 @@ class PrepareOptions:
     """What to do with words of train that have no pronunciation.
     refuse: stop and list them; unk: train the word <unk> on them, which has a phone of its own and is never
     recognised; skip: leave out the utterances that contain them; g2p: guess their pronunciations by those of
-    --lexicon FILE, with the optional package phonetisaurus.
+    --lexicon FILE, with the optional package phonetisaurus (words joined by hyphens: part by part).  With
+    --task synthesis --input phones there are only refuse and g2p.
     Such words of dev and test count as errors when they are decoded."""
     g2p_model: Annotated[Path | None, shown("FILE", "learnt from --lexicon")] = None
     """Model of phonetisaurus-train to guess pronunciations with; for --unknown-words g2p."""
@@ -259,7 +260,7 @@ class PrepareOptions:
             "--no-variance-normalise": not self.variance_normalise,
             "--store audio": self.store == "audio",
             "--lm or --lm-order": self.for_language_model != LanguageModelOptions(),
-            "--unknown-words": self.unknown_words != "refuse",
+            f"--unknown-words {self.unknown_words}": self.unknown_words in ("unk", "skip"),
             "--lexicon graphemes": self.lexicon == GRAPHEMES,
         }
         for option, is_given in given.items():
@@ -267,8 +268,13 @@ class PrepareOptions:
                 raise ConfigError(f"{option} does not go with --task synthesis; leave it out")
         if self.synthetic is not None:
             self.for_synthesis.refuse_joining("eSpeak NG says whole texts")
-        elif self.lexicon is not None and self.for_synthesis.input == "characters":
-            raise ConfigError("--lexicon goes with --input phones; characters need none")
+        elif self.for_synthesis.input == "characters":
+            for option, value in (
+                ("--lexicon", self.lexicon),
+                ("--unknown-words g2p", self.unknown_words == "g2p"),
+            ):
+                if value:
+                    raise ConfigError(f"{option} goes with --input phones; characters need none")
         self.for_synthesis.join_rule  # noqa: B018 - refuses one that is not understood
 
     def _check_synthetic(self, hours: float) -> None:

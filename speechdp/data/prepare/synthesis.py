@@ -26,10 +26,11 @@ from speechdp.data.prepare.divided_corpus import DividedCorpus
 from speechdp.data.prepare.jobs import Progress
 from speechdp.data.prepare.reading import read_whole_corpus
 from speechdp.data.prepare.spectrograms import Texts
+from speechdp.data.prepare.vocabulary import given_lexicon, with_guesses
 from speechdp.data.signal.audio import read_audio
 from speechdp.data.signal.features import num_frames_of
 from speechdp.errors import ConfigError
-from speechdp.labels.lexicon import Lexicon, lexicon_for
+from speechdp.labels.lexicon import Lexicon, built_in_pronunciations, is_mark, refuse_unknown
 from speechdp.labels.symbols import SymbolInventory
 from speechdp.labels.text_normalise import normalise, plain_words
 from speechdp.options.prepare import PrepareOptions
@@ -46,7 +47,7 @@ def read_corpus_for_synthesis(options: PrepareOptions, scratch: Path, progress: 
     wanted, join = options.for_synthesis, options.for_synthesis.join_rule
     speakers = wanted.named_speakers
     corpus = _normalised(_chosen(read_whole_corpus(options, scratch, progress), speakers))
-    lexicon = _lexicon(corpus, options.lexicon) if wanted.input == "phones" else None
+    lexicon, guessed = _lexicon(corpus, options) if wanted.input == "phones" else (None, ())
     symbols = SymbolInventory.of_kind(wanted.input, lexicon)
     _check_texts(corpus, symbols)
     divided = DividedCorpus.of(corpus, options, progress)
@@ -70,7 +71,7 @@ def read_corpus_for_synthesis(options: PrepareOptions, scratch: Path, progress: 
             for name, parts in dealt.items()
         },
         keep_train=wanted.keep_recordings == "all",
-        notices=divided.notices + _joined(divided.splits, splits, join),
+        notices=guessed + divided.notices + _joined(divided.splits, splits, join),
     )
 
 
@@ -137,15 +138,35 @@ def _normalised(corpus: Corpus) -> Corpus:
     return dataclasses.replace(corpus, utterances=tuple(utterances))
 
 
-def _lexicon(corpus: Corpus, path: Path | None) -> Lexicon:
-    """Find the pronunciations of the corpus' words; a lexicon in upper case serves as well."""
+def _lexicon(corpus: Corpus, options: PrepareOptions) -> tuple[Lexicon, tuple[str, ...]]:
+    """Find the pronunciations of the corpus' words, in lower case; return what to tell the user, too.
+
+    Other words of a lexicon that the user gives can be spoken as well, if their phones occur in the corpus.
+    """
     words = sorted({word for utterance in corpus.utterances for word in plain_words(utterance.text)})
-    if path is None:
-        return lexicon_for(words)
-    lexicon = Lexicon.load(path)
-    spelled = {word: word if word in lexicon else word.upper() for word in words}
-    found = lexicon_for(spelled.values(), path)
-    return Lexicon({word: found.pronunciations[spelled[word]] for word in words})
+    given = given_lexicon(options.lexicon)
+    if given is None:
+        lexicon, remedy = built_in_pronunciations(words)
+    else:
+        lexicon, remedy = _in_lower_case(given), f"add them to {options.lexicon}"
+    unknown = [word for word in words if word not in lexicon]
+    notices: tuple[str, ...] = ()
+    if unknown and options.unknown_words == "g2p":
+        lexicon, notices = with_guesses(unknown, lexicon, options.g2p_model)
+        unknown = [word for word in unknown if word not in lexicon]
+        remedy = f"g2p knows none either; {remedy}"
+    elif given is not None:
+        remedy += ", or have them guessed by --unknown-words g2p"
+    refuse_unknown(unknown, remedy)
+    heard = {phone for word in words for phone in lexicon.pronunciations[word][0]}
+    spoken = (word for word, variants in lexicon.pronunciations.items() if heard.issuperset(variants[0]))
+    return lexicon.restrict(spoken), notices
+
+
+def _in_lower_case(lexicon: Lexicon) -> Lexicon:
+    """Spell all words in lower case; of those that are the same then, the one that was so before stays."""
+    entries = sorted(lexicon.pronunciations.items(), key=lambda entry: entry[0].islower())
+    return Lexicon({word.lower(): variants for word, variants in entries if not is_mark(word)})
 
 
 def _check_texts(corpus: Corpus, symbols: SymbolInventory) -> None:

@@ -87,7 +87,7 @@ def choose_vocabulary(splits: Splits, options: PrepareOptions, given: Lexicon | 
     unknown = sorted(words - lexicon.pronunciations.keys())
     guessed: tuple[str, ...] = ()
     if unknown and policy == "g2p":
-        lexicon, guessed = _guessed(unknown, lexicon, options.g2p_model)
+        lexicon, guessed = with_guesses(unknown, lexicon, options.g2p_model)
         unknown = [word for word in unknown if word not in lexicon]
         remedy = f"g2p knows none either; {remedy}"
     chosen = {name: list(utterances) for name, utterances in splits.items()}
@@ -106,15 +106,21 @@ def choose_vocabulary(splits: Splits, options: PrepareOptions, given: Lexicon | 
     return Vocabulary(lexicon, chosen, (*guessed, *notices, *_out_of_vocabulary(chosen, lexicon)))
 
 
-def _guessed(words: Sequence[str], lexicon: Lexicon, model: Path | None) -> tuple[Lexicon, tuple[str, ...]]:
-    """Return a lexicon with the pronunciations that g2p finds, and what to tell the user of them."""
+def with_guesses(
+    words: Sequence[str], lexicon: Lexicon, model: Path | None
+) -> tuple[Lexicon, tuple[str, ...]]:
+    """Add the pronunciations that g2p finds to a lexicon; return what to tell the user of them, too.
+
+    Raises:
+        ConfigError: as `guess_pronunciations`.
+    """
     found = guess_pronunciations(words, lexicon, model)
     if not found:
         return lexicon, ()
     shown = [f"{word} = {' '.join(phones)}" for word, phones in list(found.items())[:_MAX_NAMED]]
     more = ", ..." if len(found) > _MAX_NAMED else ""
     return lexicon.with_words(found), (
-        f"pronunciations guessed (g2p) for {counted(len(found), 'word')} of train: {', '.join(shown)}{more}; "
+        f"pronunciations guessed (g2p) for {counted(len(found), 'word')}: {', '.join(shown)}{more}; "
         "lexicon.txt has all",
     )
 

@@ -36,6 +36,18 @@ def test_regular_spelling_is_learnt() -> None:
     found = guess_pronunciations(words, lexicon)
     assert found == {word: sounds_of(word) for word in ("badeca", "decade", "Cab")}
     assert guess_pronunciations(["zz"], lexicon) == {}
+    joined = guess_pronunciations(["Cab-badeca", "cab-zz", "cabbab-"], lexicon)
+    assert joined == {"Cab-badeca": sounds_of("cabbadeca"), "cabbab-": sounds_of("cabbab")}
+
+
+def test_words_joined_by_hyphens_are_said_as_the_lexicon_says_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "phonetisaurus", None)  # nothing is left to guess
+    lexicon = Lexicon({"WOLF": (("W", "L"), ("F",)), "dog": (("D", "G"),)})
+    words = ["wolf-dog", "dog\u2010wolf-", "<x-y>"]
+    assert guess_pronunciations(words, lexicon) == {
+        "wolf-dog": tuple("WLDG"),
+        "dog\u2010wolf-": tuple("DGWL"),
+    }
 
 
 @needs_phonetisaurus

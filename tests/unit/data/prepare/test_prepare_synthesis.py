@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from speechdp.data.corpora.corpus import CorpusUtterance
 from speechdp.data.corpora.joining import JoinRule, join_recordings, plan_joins
 from speechdp.data.corpora.reader import read_corpus
 from speechdp.data.espeak.voice_plan import VOICES, plan_voices, voices_of
+from speechdp.data.prepare import vocabulary
 from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.prepare.recordings import recording_path
 from speechdp.data.prepare.reshard import reshard
@@ -24,6 +26,7 @@ from speechdp.data.shards.shard import Shard
 from speechdp.data.signal.audio import read_audio
 from speechdp.data.signal.spectrogram import compute_spectrogram, spectrogram_config
 from speechdp.errors import ConfigError
+from speechdp.labels.lexicon import Lexicon
 from speechdp.labels.symbols import SymbolInventory
 from speechdp.options.prepare import PrepareOptions, SpeechOptions
 from speechdp.options.reshard import ReshardOptions
@@ -152,6 +155,53 @@ def test_phones_through_a_lexicon_in_upper_case(tmp_path: Path) -> None:
     assert dataset.lexicon_path.is_file()
 
 
+def test_words_of_a_lexicon_outside_the_corpus_can_be_spoken(tmp_path: Path) -> None:
+    source = kaldi_folder(tmp_path / "in", 3)
+    (source / "text").write_text("utt0 Well-nigh two\nutt1 one\nutt2 two\n")
+    path = tmp_path / "lexicon.txt"
+    entries = (
+        "WELL W E L",
+        "nigh N AY",
+        "TWO T U",
+        "two T UW",
+        "one W AH N",
+        "win W AH N",
+        "thin TH AH N",
+        "<SIL> S",
+    )
+    path.write_text("".join(f"{entry}\n" for entry in entries))
+    dataset = _prepare(source, tmp_path / "data", input="phones", lexicon=path, split="speaker:test=spk1")
+    symbols = SymbolInventory.load(dataset.symbols_path)
+    said = "W AH N <space> T UW <space> W E L <space> N AY <end>"
+    assert symbols.decode(symbols.encode("Win two well-nigh")) == tuple(said.split())
+    with pytest.raises(ConfigError, match="word outside the lexicon: 'thin'"):  # nobody ever said TH
+        symbols.encode("thin")
+
+
+def test_unknown_words_are_refused_or_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = kaldi_folder(tmp_path / "in", 3)
+    (source / "text").write_text("utt0 won two\nutt1 two\nutt2 one\n")
+    (tmp_path / "lexicon.txt").write_text("one W AH N\ntwo T UW\n")
+    given = {"input": "phones", "lexicon": tmp_path / "lexicon.txt", "split": "speaker:test=spk1"}
+    remedy = (
+        "1 word without a pronunciation: won; add them to .*, or have them guessed by --unknown-words g2p"
+    )
+    with pytest.raises(ConfigError, match=remedy):
+        _prepare(source, tmp_path / "data", **given)
+    asked: list[tuple[str, ...]] = []
+
+    def guess(words: Sequence[str], lexicon: Lexicon, model: Path | None) -> dict[str, tuple[str, ...]]:
+        asked.append(tuple(words))
+        return {"won": lexicon.pronunciations["one"][0]} if model is None else {}
+
+    monkeypatch.setattr(vocabulary, "guess_pronunciations", guess)
+    dataset = _prepare(source, tmp_path / "data", unknown_words="g2p", **given)
+    assert asked == [("won",)]
+    assert SymbolInventory.load(dataset.symbols_path).pronunciations["won"] == ("W", "AH", "N")
+    with pytest.raises(ConfigError, match="g2p knows none either; add them to"):
+        _prepare(source, tmp_path / "other", unknown_words="g2p", g2p_model=tmp_path / "m", **given)
+
+
 _REST = ("ZERO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", "EIGHT", "NINE")
 
 
@@ -264,6 +314,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--task", "synthesis", "--join", "1-2", "--join-times", "0"], "--join-times 0: give at least 1"),
         (["--task", "synthesis", "--speakers", "ann+eve"], "has no speaker 'eve'; its speakers are ann, bob"),
         (["--task", "synthesis", "--lexicon", "l"], "--lexicon goes with --input phones"),
+        (["--task", "synthesis", "--unknown-words", "g2p"], "--unknown-words g2p goes with --input phones"),
         (["--task", "synthesis", "--synthetic", "1"], "takes one path"),
     ],
 )

@@ -76,7 +76,7 @@ def test_all_of_a_given_lexicon_is_the_vocabulary(tmp_path: Path) -> None:
 
 def test_case_and_punctuation_are_the_same_for_kaldi_directories_and_folders(tmp_path: Path) -> None:
     (tmp_path / "lexicon.txt").write_text("One A\nTWO B\nit's C\no.k. D\n")
-    texts = ("ONE, two!", "It\u2019s O.K.", "\u201cTwo\u201d . one")
+    texts = ("ONE -- two!", "It\u2019s - O.K.", "\u201cTwo\u201d . one")
     source = corpus(tmp_path / "in", *texts)
     kaldi = make(source, tmp_path / "kaldi", lexicon=tmp_path / "lexicon.txt").dataset
     (source / "wav.scp").unlink()
@@ -152,7 +152,7 @@ def test_pronunciations_of_words_of_train_are_guessed(
     assert lexicon.words == ("one", "two", "x", "xy") and lexicon.pronunciations["xy"] == (("A", "X", "Y"),)
     assert lexicon.probabilities["xy"] == (1.0,)
     assert prepared.notices[0] == (
-        "pronunciations guessed (g2p) for 2 words of train: x = A X, xy = A X Y; lexicon.txt has all"
+        "pronunciations guessed (g2p) for 2 words: x = A X, xy = A X Y; lexicon.txt has all"
     )
     assert "yyx" in prepared.notices[1]  # of test: it is an error
     strange = corpus(tmp_path / "strange", "one xy", "two", "two zz")
@@ -295,7 +295,10 @@ def test_language_models_that_cannot_be_used_are_one_line(tmp_path: Path) -> Non
             ["in", "out", "--task", "synthesis", "--lm-order", "3"],
             "--lm or --lm-order does not go with --task",
         ),
-        (["in", "out", "--task", "synthesis", "--unknown-words", "unk"], "--unknown-words does not go with"),
+        (
+            ["in", "out", "--task", "synthesis", "--unknown-words", "unk"],
+            "--unknown-words unk does not go with",
+        ),
         (["in", "out", "--unknown-words", "g2p"], "add --lexicon FILE or --g2p-model"),
         (
             ["in", "out", "--unknown-words", "g2p", "--lexicon", "graphemes"],
