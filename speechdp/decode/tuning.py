@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ _RATIOS = ("acoustic_scale", "lm_scale")
 #: Options whose values above end where they have no meaning beyond, so that a best one at the end is no sign.
 _BOUNDED = ("prior_scale",)
 _ROUNDS = 2
+_PATIENCE = 3  # values in a row that are worse than the best, beyond which none is tried
 _LOOPS = {Grammar.WORD_LOOP, Grammar.DIGIT_LOOP}
 #: What belongs together: values were chosen with these, and say nothing with others.
 _WEIGHTS = ("acoustic_scale", "prior_scale", "insertion_log_prob", "lm_scale", "silence_probability")
@@ -166,7 +167,8 @@ def tune(
     Collective.
 
     One option after the other, twice: the value with the fewest errors, among equals that which changes
-    least; then the weight of the language model to rescore with, on the lists that these values give.  The
+    least, on the way up and down from the present one, each until three in a row had more errors than the
+    best; then the weight of the language model to rescore with, on the lists that these values give.  The
     network runs once; its posteriors stay in memory, 4 bytes a frame and class, divided among the ranks.  The
     result is the same for any number of ranks, and on every rank.
 
@@ -184,39 +186,20 @@ def tune(
         as `decode_split`, but for results, which are not written.
     """
     check_decodable(trained, dataset, options)
-    with SpokenSplit.open(dataset, split, comm) as reader:
-        without_priors = dataclasses.replace(options, prior_scale=0.0)
-        recogniser = recogniser_for(trained, dataset, without_priors, reader.transcripts)
-        scored = [
-            (reader.reference(position), log_posteriors)
-            for position, log_posteriors in recogniser.score(
-                reader.features(inputs_of(trained.config), options.normalise)
-            )
-        ]
+    recogniser, scored, num_words = _scored(trained, dataset, split, options, comm)
     log_prior = trained.class_log_prior.detach().cpu().numpy()
-    num_words = sum(map(len, reader.transcripts))
-    trials = _Trials(recogniser, log_prior, scored, comm, is_asked_to_stop)
-
-    def errors_of(options: DecodingOptions, name: str) -> int:
-        is_new = options not in trials
-        errors = trials.errors(options)
-        if is_new and comm.rank == 0:
-            setting = f"{name.replace('_', '-')} {getattr(options, name):g}"
-            say(f"tuning on {split}: {setting}: {100 * errors / num_words:.1f} % WER")
-        return errors
-
+    trials = _Trials(recogniser, log_prior, split, scored, num_words, comm, is_asked_to_stop, say)
+    tunable = _tunable(recogniser.grammar)
     best = options
     for _ in range(_ROUNDS):
         before = best
-        for name in _tunable(recogniser.grammar):
-            tried = [dataclasses.replace(best, **{name: value}) for value in _values(name, options)]
-            ranked = [(errors_of(each, name), _change(name, each, best), each) for each in tried]
-            best = min(ranked, key=lambda ranks: ranks[:2])[2]
+        for name in tunable:
+            best = trials.walk(best, name, _values(name, options))
         if best == before:
             break
-    chosen = {name: getattr(best, name) for name in _tunable(recogniser.grammar)}
+    chosen = {name: getattr(best, name) for name in tunable}
     edges = {name: _edge(name, value, options) for name, value in chosen.items()}
-    errors, tried_weights = trials.errors(best), []
+    errors, tried_weights = trials.errors(best, tunable[-1]), []
     if options.rescore_lm is not None:
         tried_weights = trials.rescored(best)
         given = best.rescore_weight
@@ -231,6 +214,20 @@ def tune(
         "words": num_words,
     }
     return Tuned(best, {**record, "trials": trials.table() + tried_weights})
+
+
+def _scored(
+    trained: TrainedModel, dataset: Dataset, split: str, options: DecodingOptions, comm: Communicator
+) -> tuple[Recogniser, list[tuple[str, FloatArray]], int]:
+    """Run the network over this rank's utterances; return also what was said, and the number of words."""
+    with SpokenSplit.open(dataset, split, comm) as reader:
+        without_priors = dataclasses.replace(options, prior_scale=0.0)
+        recogniser = recogniser_for(trained, dataset, without_priors, reader.transcripts)
+        features = reader.features(inputs_of(trained.config), options.normalise)
+        scored = [
+            (reader.reference(position), posteriors) for position, posteriors in recogniser.score(features)
+        ]
+        return recogniser, scored, sum(map(len, reader.transcripts))
 
 
 def _tunable(grammar: Grammar) -> tuple[str, ...]:
@@ -265,30 +262,58 @@ def _change(name: str, options: DecodingOptions, now: DecodingOptions) -> tuple[
     return round(abs(change), 9), value
 
 
+@dataclass
 class _Trials:
-    """Counts the word errors of settings over all ranks, each once."""
+    """Counts the word errors of settings over all ranks, each once.
 
-    def __init__(
-        self,
-        recogniser: Recogniser,
-        log_prior: FloatArray,
-        scored: Sequence[tuple[str, FloatArray]],
-        comm: Communicator,
-        is_asked_to_stop: Callable[[], bool],
-    ) -> None:
-        self._recogniser, self._log_prior, self._scored, self._comm = recogniser, log_prior, scored, comm
-        self._is_asked_to_stop = is_asked_to_stop
-        self._errors: dict[DecodingOptions, int] = {}
+    Attributes:
+        recogniser: of scores without priors.
+        log_prior: of the classes, (C,).
+        split: what is searched.
+        scored: this rank's utterances: what was said, and log-posteriors (T, C).
+        num_words: of all ranks' utterances.
+        comm: the ranks.
+        is_asked_to_stop: looked at before every utterance.
+        say: takes a line about each new setting; on rank 0.
+    """
 
-    def __contains__(self, options: DecodingOptions) -> bool:
-        return options in self._errors
+    recogniser: Recogniser
+    log_prior: FloatArray
+    split: str
+    scored: Sequence[tuple[str, FloatArray]]
+    num_words: int
+    comm: Communicator
+    is_asked_to_stop: Callable[[], bool]
+    say: Callable[[str], None]
+    _errors: dict[DecodingOptions, int] = field(default_factory=dict)
 
-    def errors(self, options: DecodingOptions) -> int:
-        """Return the word errors of a setting.  Collective.  Raises Stopped."""
+    def walk(self, now: DecodingOptions, name: str, values: Sequence[Any]) -> DecodingOptions:
+        """Return the best value of an option near the present one.  Collective.  Raises Stopped."""
+        here = values.index(getattr(now, name))
+        found = [(self.errors(now, name), _change(name, now, now), now)]
+        fewest = found[0][0]
+        for way in (values[here + 1 :], values[:here][::-1]):
+            worse = 0
+            for value in way:
+                tried = dataclasses.replace(now, **{name: value})
+                errors = self.errors(tried, name)
+                found.append((errors, _change(name, tried, now), tried))
+                worse = worse + 1 if errors > fewest else 0
+                fewest = min(fewest, errors)
+                if worse == _PATIENCE:
+                    break
+        return min(found, key=lambda each: each[:2])[2]
+
+    def errors(self, options: DecodingOptions, name: str) -> int:
+        """Return the word errors of a setting, told by its value of `name`.  Collective.  Raises Stopped."""
         if options not in self._errors:
-            self._recogniser.use(options)
+            self.recogniser.use(options)
             hypotheses = self._search(options.prior_scale)
             self._errors[options] = self._count(hypotheses)
+            if self.comm.rank == 0:
+                percent = 100 * self._errors[options] / self.num_words
+                setting = f"{name.replace('_', '-')} {getattr(options, name):g}"
+                self.say(f"tuning on {self.split}: {setting}: {percent:.1f} % WER")
         return self._errors[options]
 
     def rescored(self, options: DecodingOptions) -> list[dict[str, float]]:
@@ -299,37 +324,37 @@ class _Trials:
         Raises:
             Stopped: a rank was asked to.
         """
-        self._recogniser.use(options)
+        self.recogniser.use(options)
         lists = []
-        for _, log_posteriors in self._scored:
-            if self._is_asked_to_stop():
+        for _, log_posteriors in self.scored:
+            if self.is_asked_to_stop():
                 break
-            scores = scaled_log_likelihoods(log_posteriors, self._log_prior, options.prior_scale)
-            lists.append(self._recogniser.searcher.search_nbest(scores))
+            scores = scaled_log_likelihoods(log_posteriors, self.log_prior, options.prior_scale)
+            lists.append(self.recogniser.searcher.search_nbest(scores))
         trials = []
         for weight in sorted({*_RESCORE_WEIGHTS, options.rescore_weight}):
-            self._recogniser.use(dataclasses.replace(options, rescore_weight=weight))
-            best = [self._recogniser.rescored(each)[:1] for each in lists]
+            self.recogniser.use(dataclasses.replace(options, rescore_weight=weight))
+            best = [self.recogniser.rescored(each)[:1] for each in lists]
             errors = self._count([" ".join(each[0].words) if each else "" for each in best])
             trials.append({"rescore_weight": weight, "errors": errors})
         return trials
 
     def _count(self, hypotheses: Sequence[str]) -> int:
         """Return the errors of all ranks' hypotheses; fewer than utterances: this one was asked to stop."""
-        own = count_errors([ref for ref, _ in self._scored[: len(hypotheses)]], hypotheses)
-        mine = {"errors": int(own[:, :3].sum()), "stopped": len(hypotheses) < len(self._scored)}
-        parts = self._comm.allgather_object(mine)
+        own = count_errors([ref for ref, _ in self.scored[: len(hypotheses)]], hypotheses)
+        mine = {"errors": int(own[:, :3].sum()), "stopped": len(hypotheses) < len(self.scored)}
+        parts = self.comm.allgather_object(mine)
         if any(part["stopped"] for part in parts):
             raise Stopped
         return sum(part["errors"] for part in parts)
 
     def _search(self, prior_scale: float) -> list[str]:
         hypotheses: list[str] = []
-        for _, log_posteriors in self._scored:
-            if self._is_asked_to_stop():
+        for _, log_posteriors in self.scored:
+            if self.is_asked_to_stop():
                 break
-            scores = scaled_log_likelihoods(log_posteriors, self._log_prior, prior_scale)
-            path = self._recogniser.searcher.search(scores)
+            scores = scaled_log_likelihoods(log_posteriors, self.log_prior, prior_scale)
+            path = self.recogniser.searcher.search(scores)
             hypotheses.append("" if path is None else " ".join(path.words))
         return hypotheses
 
@@ -337,7 +362,7 @@ class _Trials:
         """Return every setting tried with its errors, in order."""
         return [
             {
-                **{name: getattr(options, name) for name in _tunable(self._recogniser.grammar)},
+                **{name: getattr(options, name) for name in _tunable(self.recogniser.grammar)},
                 "errors": errors,
             }
             for options, errors in self._errors.items()
