@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -185,8 +187,16 @@ class SynthesizeCommand:
         return 0
 
     def _listener(self, device: torch.device) -> SpeechListener | None:
+        from speechdp.decode.graph import Grammar  # noqa: PLC0415
+        from speechdp.decode.transcribe import grammar_of  # noqa: PLC0415
+        from speechdp.decode.tuning import earlier_weights  # noqa: PLC0415
         from speechdp.synthesis.recognition import SpeechListener  # noqa: PLC0415
 
         if self.recogniser is None or self.recogniser_data is None:
             return None
-        return SpeechListener.load(self.recogniser, self.recogniser_data, device)
+        listener = SpeechListener.load(self.recogniser, self.recogniser_data, device)
+        grammar = grammar_of(listener.dataset) if self.grammar == "auto" else Grammar(self.grammar)
+        weights, line = earlier_weights(self.recogniser, grammar)
+        if line:
+            print(f"speechdp: {line}", file=sys.stderr, flush=True)
+        return dataclasses.replace(listener, weights=weights)

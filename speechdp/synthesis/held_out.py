@@ -232,6 +232,8 @@ class _Evaluation:
                 "run": str(listener.run_dir),
                 "data": str(listener.dataset.path),
                 "grammar": self._ear.recogniser.grammar.value,
+                "weights": dict(listener.weights),
+                "unknown_words": self._ear.unknown(self._references),
             }
         return {
             "data": {"path": str(self._dataset.path), "checksum": self._dataset.checksum},

@@ -5,9 +5,10 @@ Legend: S samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,16 +21,16 @@ from speechdp.data.signal.compute import compute_features
 from speechdp.data.signal.features import num_frames_of
 from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
 from speechdp.decode.graph import Grammar
-from speechdp.decode.recognise import DecodingOptions, Recogniser, TrainedModel, check_origin
+from speechdp.decode.recognise import Recogniser, TrainedModel, check_origin, recogniser_for
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import FloatArray, StateInventory
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.labels.lexicon import Lexicon
 from speechdp.labels.text_normalise import normalise, plain_words
+from speechdp.options.recognition import RecognitionOptions
 from speechdp.tasks.model_file import load_model
 
 Samples = npt.NDArray[np.float32]
-_MAX_LISTED = 5
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,15 @@ class SpeechListener:
         run_dir: its run.
         trained: the model.
         dataset: its data directory: classes, features and sampling rate are taken from there.
-        lexicon: the words it can hear.
-        inventory: its classes.
+        lexicon: the words it knows.
+        weights: scales and scores of the search, by their names in `DecodingOptions`; others are the defaults.
     """
 
     run_dir: Path
     trained: TrainedModel
     dataset: Dataset
     lexicon: Lexicon
-    inventory: StateInventory
+    weights: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def load(cls, run_dir: Path, data: Path, device: torch.device) -> SpeechListener:
@@ -67,37 +68,37 @@ class SpeechListener:
             )
         refuse_kaldi_pdfs(dataset.classes_path, "recognise speech")
         trained = load_model(run_dir, device)
-        inventory = StateInventory.load(dataset.classes_path)
-        check_origin(trained.config, dataset, inventory)
-        return cls(run_dir, trained, dataset, Lexicon.load(dataset.lexicon_path), inventory)
+        check_origin(trained.config, dataset, StateInventory.load(dataset.classes_path))
+        return cls(run_dir, trained, dataset, Lexicon.load(dataset.lexicon_path))
 
     def references(self, texts: Iterable[str]) -> list[str]:
         """Turn texts into words as the lexicon spells them: normalised, without punctuation.
 
+        Words that it lacks stay as they are: each will be an error.
+
         Raises:
-            ConfigError: words that the recogniser cannot know: each would be an error.
+            ConfigError: it has none of the words.
         """
-        spelling = {word.lower(): word for word in reversed(self.lexicon.words)}
         spoken = [plain_words(normalise(text)) for text in texts]
-        unknown = sorted({word for words in spoken for word in words if word not in spelling})
-        if unknown:
-            more = f" and {len(unknown) - _MAX_LISTED} more" if len(unknown) > _MAX_LISTED else ""
+        spelt = {word: self.lexicon.spelling_of(word) for words in spoken for word in words}
+        if spelt and not any(spelt.values()):
             raise ConfigError(
-                f"{self.dataset.lexicon_path}: lacks {counted(len(unknown), 'word')} of the texts: "
-                f"{' '.join(unknown[:_MAX_LISTED])}{more}; give a recogniser trained on these words"
+                f"{self.dataset.lexicon_path}: has none of the {counted(len(spelt), 'word')} of the texts, "
+                f"first {min(spelt)!r}; give a recogniser that knows them"
             )
-        return [" ".join(spelling[word] for word in words) for words in spoken]
+        return [" ".join(spelt[word] or word for word in words) for words in spoken]
 
     def ear(self, references: Sequence[str], grammar: Grammar | None = None) -> Ear:
         """Return what hears the words of `references`.
 
         Args:
             references: words as the lexicon spells them, from `references`.
-            grammar: word sequences allowed; None: digit-loop if all references are digits, else word-loop.
+            grammar: word sequences allowed; None: as `speechdp decode` chooses: n-grams if the data directory
+                has a language model, else digit-loop if all references are digits, else word-loop.
         """
-        options = DecodingOptions(grammar=grammar)
+        options = RecognitionOptions().with_weights(self.weights).decoding(grammar=grammar)
         transcripts = [text.split() for text in references]
-        return Ear(self, Recogniser(self.trained, self.lexicon, self.inventory, options, transcripts))
+        return Ear(self, recogniser_for(self.trained, self.dataset, options, transcripts))
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,10 @@ class Ear:
 
     listener: SpeechListener
     recogniser: Recogniser
+
+    def unknown(self, references: Iterable[str]) -> int:
+        """Count the words of references that it cannot recognise: each is an error."""
+        return sum(word not in self.recogniser.words for text in references for word in text.split())
 
     def hear(self, utterances: Sequence[Samples], sampling_rate: int) -> list[str]:
         """Recognise utterances.

@@ -47,6 +47,12 @@ def print_result(console: Console, result: SynthesisResult) -> None:
             f"Attention does not follow the texts yet (focus rate {result.focus_rate.mean:.2f}, diagonality "
             f"{result.diagonality.mean:.2f}): what is said cannot be understood before it does; train longer"
         )
+    unknown = (result.facts["recogniser"] or {}).get("unknown_words", 0)
+    if result.word_errors and unknown:
+        words = result.word_errors["synthetic"].words
+        console.print(
+            f"{unknown:,} of {words:,} words are none that the recogniser knows: errors in each row"
+        )
     if result.word_errors and "recorded" not in result.word_errors:
         console.print(
             "The recogniser did not hear the recordings: the data directory names no files for them"

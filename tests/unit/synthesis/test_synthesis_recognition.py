@@ -13,9 +13,11 @@ from speechdp.data.shards.dataset import Dataset, Manifest
 from speechdp.data.signal.audio import resample
 from speechdp.data.signal.compute import compute_features
 from speechdp.data.signal.features import FeatureConfig
+from speechdp.decode.language_model import save_language_model
 from speechdp.errors import ConfigError, RunError
 from speechdp.labels.hmm import StateInventory, log_priors
 from speechdp.labels.lexicon import SILENCE, Lexicon, lexicon_for
+from speechdp.language.kneser_ney import estimate
 from speechdp.synthesis.recognition import SpeechListener
 from tests.helpers.oracle import Oracle
 from tests.helpers.tiny_speech import write_tiny_speech
@@ -63,9 +65,7 @@ def listener(tmp_path: Path) -> SpeechListener:
     Manifest(RATE, FEATURES, INVENTORY.num_classes, "exact", "given", {}).write(tmp_path)
     prior = torch.from_numpy(log_priors(np.ones(INVENTORY.num_classes, np.int64)))
     trained = Oracle(NearestTone(), prior, torch.full((INVENTORY.num_classes,), 0.5), {})  # type: ignore[arg-type]
-    return SpeechListener(
-        tmp_path, trained, Dataset.open(tmp_path), Lexicon.load(tmp_path / "lexicon.txt"), INVENTORY
-    )
+    return SpeechListener(tmp_path, trained, Dataset.open(tmp_path), Lexicon.load(tmp_path / "lexicon.txt"))
 
 
 def test_words_are_heard_at_any_rate_and_silence_is_not(listener: SpeechListener) -> None:
@@ -82,8 +82,22 @@ def test_references_are_spelt_as_the_lexicon_has_them(listener: SpeechListener) 
     assert listener.references(["One, 2: six!", "6"]) == ["one two six", "six"]
     shouting = Lexicon({word.upper(): variants for word, variants in LEXICON.pronunciations.items()})
     assert dataclasses.replace(listener, lexicon=shouting).references(["one 2."]) == ["ONE TWO"]
-    with pytest.raises(ConfigError, match=r"lexicon\.txt: lacks 2 words of the texts: nine three; "):
-        listener.references(["one three", "nine"])
+    assert listener.references(["one three", "nine"]) == ["one three", "nine"]
+    assert listener.ear(["one three", "nine"]).unknown(["one three", "nine"]) == 2
+    none = r"lexicon\.txt: has none of the 2 words of the texts, first 'nine'; give a recogniser that"
+    with pytest.raises(ConfigError, match=none):
+        listener.references(["nine three", "nine"])
+
+
+def test_a_language_model_and_weights_are_used_as_by_decode(listener: SpeechListener) -> None:
+    path = listener.dataset.path
+    save_language_model(estimate([["one", "two"], ["six"]], 2, LEXICON.words), path)
+    ear = listener.ear(["one two", "two six"])
+    assert ear.recogniser.grammar.value == "ngram"
+    assert ear.hear([say("one two"), say("two six")], RATE) == ["one two", "two six"]
+    # Without the sound's help the model's sentences are all that is heard.
+    deaf = dataclasses.replace(listener, weights={"acoustic_scale": 1e-4, "lm_scale": 50.0})
+    assert set(deaf.ear(["one two"]).hear([say("two six")], RATE)) <= {"one two", "six"}
 
 
 def test_what_cannot_listen_is_refused(listener: SpeechListener, tmp_path: Path) -> None:
