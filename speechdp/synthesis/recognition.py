@@ -42,7 +42,7 @@ class SpeechListener:
         trained: the model.
         dataset: its data directory: classes, features and sampling rate are taken from there.
         lexicon: the words it knows.
-        weights: scales and scores of the search, by their names in `DecodingOptions`; others are the defaults.
+        weights: scales and scores of the search, named as in `DecodingOptions`; others have the defaults.
     """
 
     run_dir: Path
