@@ -48,6 +48,9 @@ class SynthesizeCommand:
     """Texts to speak; several texts become OUT-1.wav, OUT-2.wav, ..."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="FILE")] = Path("speech.wav")
     """WAV file (16 bit) to write."""
+    lexicon: Annotated[Path | None, shown("FILE", "none: words of the training data")] = None
+    """Pronunciations of the texts' words, for a model of phones (prepare --input phones).
+    A Kaldi lexicon.txt in the phones of the model; words that it lacks are said as in training."""
     picture: bool = False
     """Also write a PNG of the attention and the spectrograms next to each WAV file."""
     data: Annotated[Path | None, shown("DATA", "none: speak the texts given")] = None
@@ -92,6 +95,8 @@ class SynthesizeCommand:
             raise ConfigError(
                 'give either texts to speak (speechdp synthesize RUN "three five seven" -o out.wav) or --data'
             )
+        if self.lexicon is not None and not self.texts:
+            raise ConfigError("--lexicon goes with texts to speak; those of --data have the symbols of DATA")
         if (self.recogniser is None) != (self.recogniser_data is None):
             raise ConfigError("--recogniser and --recogniser-data belong together; give both")
         if self.texts and self.out.suffix.lower() != ".wav":
@@ -137,8 +142,11 @@ class SynthesizeCommand:
         return self._measure(synthesiser, self.data, device)
 
     def _say(self, synthesiser: Synthesiser) -> int:
+        from speechdp.labels.lexicon import Lexicon  # noqa: PLC0415
         from speechdp.synthesis.generate import write_wav  # noqa: PLC0415
 
+        if self.lexicon is not None:
+            synthesiser = synthesiser.with_lexicon(self.texts, Lexicon.load(self.lexicon))
         loaded = synthesiser.loaded
         encoded = synthesiser.encode(self.texts)
         outputs = (output_file(path, overwrite=True) for path in self._outputs())

@@ -71,6 +71,7 @@ class Tuned:
         for name, edge in self.record["at_edge"].items():
             option, more = name.replace("_", "-"), {"smallest": "smaller", "largest": "larger"}[edge]
             text += f"; no {more} --{option} than {values[name]:g} was tried, give one to try it too"
+            text += " (and the others as chosen)" if len(values) > 1 else ""
         return text
 
 

@@ -12,7 +12,6 @@ models in the WFST framework", Natural Language Engineering 22, 2016.
 from __future__ import annotations
 
 import importlib
-import re
 import subprocess
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
@@ -26,13 +25,12 @@ _ORDER = 8  # of the n-grams, as phonetisaurus-train has it
 #: One or two letters are one or two phones, or none.
 _ALIGNING = ("--seq1_del=false", "--seq2_del=true", "--seq1_max=2", "--seq2_max=2", "--grow=false")
 _APPLYING = "phonetisaurus-g2pfst"
-_HYPHEN = re.compile("[-\u2010\u2011]")
 #: What Phonetisaurus writes between letters and phones.
 _RESERVED = frozenset("}|_")
 
 
 def guess_pronunciations(
-    words: Collection[str], lexicon: Lexicon, model: Path | None = None
+    words: Collection[str], lexicon: Lexicon, model: Path | None = None, phones: Collection[str] = ()
 ) -> dict[str, Pronunciation]:
     """Guess the pronunciation of each word, in any case.
 
@@ -43,6 +41,7 @@ def guess_pronunciations(
         words: the words.
         lexicon: with the parts of words with hyphens; to learn from where there is no model.
         model: that `phonetisaurus-train` made, of words in lower case; its phones must be the lexicon's.
+        phones: that it may give besides those of the lexicon.
 
     Returns:
         One pronunciation a word; marks and words with letters that were never learnt have none.
@@ -51,14 +50,15 @@ def guess_pronunciations(
         ConfigError: Phonetisaurus is needed, and is not installed, fails, or gives phones that the lexicon
             lacks.
     """
-    parts = {word: _parts_of(word) for word in words}
+    parts = {word: parts_of(word) for word in words}
     said = {
         part: lexicon.pronunciations[spelling][0]
         for word, parts_of_word in parts.items()
         for part in parts_of_word
         if part != word and (spelling := lexicon.spelling_of(part)) is not None
     }
-    said |= _guess({part for several in parts.values() for part in several} - said.keys(), lexicon, model)
+    unsaid = {part for several in parts.values() for part in several} - said.keys()
+    said |= _guess(unsaid, lexicon, model, phones)
     return {
         word: tuple(phone for part in several for phone in said[part])
         for word, several in parts.items()
@@ -66,12 +66,19 @@ def guess_pronunciations(
     }
 
 
-def _parts_of(word: str) -> list[str]:
-    """Return what hyphens join, or the word itself: it is a mark, or has none."""
-    return [word] if is_mark(word) else [part for part in _HYPHEN.split(word) if part] or [word]
+def parts_of(word: str) -> list[str]:
+    """Return what hyphens join, or the word itself: it is a mark, or has none.
+
+    Example:
+        >>> parts_of("well-known")
+        ['well', 'known']
+    """
+    return [word] if is_mark(word) else [part for part in word.split("-") if part] or [word]
 
 
-def _guess(words: Collection[str], lexicon: Lexicon, model: Path | None) -> dict[str, Pronunciation]:
+def _guess(
+    words: Collection[str], lexicon: Lexicon, model: Path | None, phones: Collection[str]
+) -> dict[str, Pronunciation]:
     """Guess words without hyphens, as `guess_pronunciations` does."""
     wanted = [word for word in sorted(words) if not is_mark(word) and not _RESERVED & set(word)]
     if not wanted:
@@ -90,7 +97,8 @@ def _guess(words: Collection[str], lexicon: Lexicon, model: Path | None) -> dict
             names = {code: phone for phone, code in codes.items()}
             coded = _apply(programs, Path(folder), wanted, _learn(programs, Path(folder)))
             found = {word: tuple(names[code] for code in phones) for word, phones in coded.items()}
-    strange = sorted({phone for phones in found.values() for phone in phones} - set(_phones(lexicon)))
+    guessed = {phone for pronunciation in found.values() for phone in pronunciation}
+    strange = sorted(guessed - {*_phones(lexicon), *phones})
     if strange and lexicon.pronunciations:
         raise ConfigError(
             f"--g2p-model {model}: {len(strange)} of its phones are not in the lexicon, first {strange[0]}; "
@@ -183,9 +191,11 @@ class _Programs:
             said = [line for line in error.stderr.splitlines() if not line[:1].isdecimal()]  # no progress
             reason = said[-1][:200] if said else f"exit code {error.returncode}"
             what = "--g2p-model that phonetisaurus-train wrote" if name == _APPLYING else "larger lexicon"
-            raise ConfigError(f"{name} failed ({reason}); give a {what}, or --unknown-words unk") from error
+            raise ConfigError(
+                f"{name} failed ({reason}); give a {what}, or leave --unknown-words g2p out"
+            ) from error
         except OSError as error:
             raise ConfigError(
                 f"{self._folder / name} does not start ({error.strerror}); phonetisaurus has programs for "
-                "Linux on x86_64 alone: use --unknown-words unk"
+                "Linux on x86_64 alone: leave --unknown-words g2p out"
             ) from error

@@ -22,6 +22,13 @@ UNKNOWN_WORD = UNKNOWN_PHONE = "<unk>"
 
 Pronunciation = tuple[str, ...]
 
+#: All phones of our own lexicon and of CMUdict.
+# fmt: off
+ARPABET = frozenset((
+    "AA", "AE", "AH", "AO", "AW", "AY", "B", "CH", "D", "DH", "EH", "ER", "EY", "F", "G", "HH", "IH", "IY", "JH", "K",
+    "L", "M", "N", "NG", "OW", "OY", "P", "R", "S", "SH", "T", "TH", "UH", "UW", "V", "W", "Y", "Z", "ZH",
+))
+# fmt: on
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "oh")
 _MAX_LISTED = 20
 
@@ -74,6 +81,11 @@ class Lexicon:
     @cached_property
     def _by_lower_case(self) -> dict[str, str]:
         return {word.lower(): word for word in reversed(self.recognised_words)}
+
+    def in_lower_case(self) -> Lexicon:
+        """Spell all words in lower case, each with the pronunciations of `spelling_of`."""
+        spelt = {lower: lower if lower in self else word for lower, word in self._by_lower_case.items()}
+        return Lexicon({lower: self.pronunciations[word] for lower, word in spelt.items()})
 
     def pronounceable(self, words: Iterable[str]) -> list[str]:
         """Put <unk> for words that are not in the lexicon; leave them out where it has no <unk>."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -68,6 +68,27 @@ class SymbolInventory:
         phones = sorted({phone for variant in spoken.values() for phone in variant})
         return cls(kind, (END, SPACE, *PUNCTUATION, *phones), spoken)
 
+    def with_words_of(self, texts: Iterable[str], lexicon: Lexicon) -> SymbolInventory:
+        """Let texts be said as a lexicon says their words; those that it lacks as before.
+
+        Raises:
+            ConfigError: these are characters, or a word has a phone that is none of the symbols.
+        """
+        if self.kind != "phones":
+            raise ConfigError("--lexicon goes with a model of phones; this one reads characters")
+        given = lexicon.in_lower_case()
+        words = {word for text in texts for word in plain_words(normalise(text)) if word in given}
+        spoken = {word: given.pronunciations[word][0] for word in sorted(words)}
+        for word, phones in spoken.items():
+            for phone in phones:
+                if phone not in self.names:
+                    known = " ".join(name for name in self.names if name[0].isalnum())
+                    raise ConfigError(
+                        f"--lexicon: {word!r} has the phone {phone}, which the model does not have; its phones "
+                        f"are {known}"
+                    )
+        return replace(self, pronunciations={**self.pronunciations, **spoken})
+
     @property
     def num_symbols(self) -> int:
         """Number of symbols, the end included."""
@@ -110,7 +131,7 @@ class SymbolInventory:
             if plain and not phones:
                 missing.add(plain)
             symbols += [*([SPACE] if symbols else []), *phones, *word[len(plain) :]]
-        self._refuse(missing, "word", "use words of the lexicon the data were prepared with")
+        self._refuse(missing, "word", "use words of the training data, or --lexicon with these")
         return symbols
 
     def _refuse(self, unknown: set[str], what: str, remedy: str) -> None:

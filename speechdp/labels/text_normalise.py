@@ -43,10 +43,11 @@ _OF_TRANSCRIPTS = str.maketrans(
         **dict.fromkeys("\u2013\u2014", " "),
         **dict.fromkeys("\u3001\u3002\uff0c\uff01\uff1f\u0964\u061f\u060c\u061b", " "),
         **dict.fromkeys("\u2018\u2019\u02bc", "'"),
+        **dict.fromkeys("\u2010\u2011", "-"),
     }
 )
 #: Signs that belong to words, and are punctuation where they stand alone: "well -- no".
-_IN_WORDS = "'-\u2010\u2011"
+_IN_WORDS = "'-"
 
 
 def plain_transcript(text: str) -> str:

@@ -31,7 +31,7 @@ class SpeechOptions:
     """For --task synthesis only."""
 
     input: Literal["characters", "phones"] = "characters"
-    """What the model reads texts as; phones needs a lexicon with every word."""
+    """What the model reads texts as; phones needs pronunciations of all words (--lexicon, --unknown-words)."""
     speakers: Annotated[str | None, shown("NAMES", "all; one voice with --synthetic")] = None
     """Speakers to use, joined by +, e.g. anna+bob.
     With --synthetic: number of eSpeak NG voices, or the name of one, e.g. en-us+f2."""
@@ -213,9 +213,9 @@ class PrepareOptions:
     """What to do with words of train that have no pronunciation.
     refuse: stop and list them; unk: train the word <unk> on them, which has a phone of its own and is never
     recognised; skip: leave out the utterances that contain them; g2p: guess their pronunciations by those of
-    --lexicon FILE, with the optional package phonetisaurus (words joined by hyphens: part by part).  With
-    --task synthesis --input phones there are only refuse and g2p.
-    Such words of dev and test count as errors when they are decoded."""
+    --lexicon FILE, with the optional package phonetisaurus (words joined by hyphens: part by part).
+    Such words of dev and test count as errors when they are decoded.
+    With --task synthesis --input phones: refuse or g2p, for the words of all splits."""
     g2p_model: Annotated[Path | None, shown("FILE", "learnt from --lexicon")] = None
     """Model of phonetisaurus-train to guess pronunciations with; for --unknown-words g2p."""
     pattern: Annotated[str | None, shown("PATTERN", "none")] = None

@@ -6,7 +6,7 @@ Legend: T frames, M mel bins, L linear bins, N decoder steps, S symbols.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from speechdp.data.signal.features import shift_samples
 from speechdp.data.signal.spectrogram import invert_linear
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import atomic_path, cannot_be_written
+from speechdp.labels.lexicon import Lexicon
 from speechdp.synthesis.record import Ending
 from speechdp.tasks.model_file import LoadedSynthesis
 
@@ -91,6 +92,11 @@ class Synthesiser:
 
     loaded: LoadedSynthesis
     options: GenerateOptions
+
+    def with_lexicon(self, texts: Sequence[str], lexicon: Lexicon) -> Synthesiser:
+        """Say texts with the pronunciations of a lexicon, as `SymbolInventory.with_words_of`."""
+        symbols = self.loaded.symbols.with_words_of(texts, lexicon)
+        return replace(self, loaded=replace(self.loaded, symbols=symbols))
 
     def encode(self, texts: Sequence[str]) -> list[Symbols]:
         """Turn texts into symbols.

@@ -128,7 +128,8 @@ class Ear:
         audible = [index for index, samples in enumerate(resampled) if self._is_audible(samples)]
         hypotheses = [""] * len(utterances)
         for position, found in self.recogniser.recognise(self._inputs(resampled[i] for i in audible)):
-            hypotheses[audible[position]] = " ".join(found[0].words) if found else ""
+            # Hyphens part words in the references.
+            hypotheses[audible[position]] = " ".join(found[0].words).replace("-", " ") if found else ""
         return hypotheses
 
     def _is_audible(self, samples: Samples) -> bool:

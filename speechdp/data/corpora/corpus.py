@@ -113,11 +113,11 @@ class Corpus:
         """All words of the transcripts."""
         return frozenset(word for utterance in self.utterances for word in utterance.words)
 
-    def respelled(self, spelling: dict[str, str]) -> Corpus:
+    def respelled(self, spelling: dict[str, str], *, needs_text: bool = True) -> Corpus:
         """Replace words of the transcripts, e.g. by the upper-case form a lexicon has; "" drops a word.
 
         Raises:
-            ConfigError: a transcript comes out empty.
+            ConfigError: a transcript comes out empty, and texts are needed.
         """
         if not spelling:
             return self
@@ -126,7 +126,7 @@ class Corpus:
             for u in self.utterances
         )
         for before, after in zip(self.utterances, respelt, strict=True):
-            if before.words and not after.words:
+            if needs_text and before.words and not after.words:
                 raise ConfigError(
                     f"{self.source}: utterance {before.utterance_id} ({before.audio}) has an empty "
                     "transcript: nothing but punctuation; write one or leave the utterance out"

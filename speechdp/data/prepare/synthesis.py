@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from speechdp.counting import counted
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
 from speechdp.data.corpora.joining import (
     EDGE_S,
@@ -26,11 +27,11 @@ from speechdp.data.prepare.divided_corpus import DividedCorpus
 from speechdp.data.prepare.jobs import Progress
 from speechdp.data.prepare.reading import read_whole_corpus
 from speechdp.data.prepare.spectrograms import Texts
-from speechdp.data.prepare.vocabulary import given_lexicon, with_guesses
+from speechdp.data.prepare.vocabulary import find_pronunciations, given_lexicon
 from speechdp.data.signal.audio import read_audio
 from speechdp.data.signal.features import num_frames_of
 from speechdp.errors import ConfigError
-from speechdp.labels.lexicon import Lexicon, built_in_pronunciations, is_mark, refuse_unknown
+from speechdp.labels.lexicon import Lexicon, is_mark, refuse_unknown
 from speechdp.labels.symbols import SymbolInventory
 from speechdp.labels.text_normalise import normalise, plain_words
 from speechdp.options.prepare import PrepareOptions
@@ -141,32 +142,22 @@ def _normalised(corpus: Corpus) -> Corpus:
 def _lexicon(corpus: Corpus, options: PrepareOptions) -> tuple[Lexicon, tuple[str, ...]]:
     """Find the pronunciations of the corpus' words, in lower case; return what to tell the user, too.
 
-    Other words of a lexicon that the user gives can be spoken as well, if their phones occur in the corpus.
+    Raises:
+        ConfigError: some have none.
     """
-    words = sorted({word for utterance in corpus.utterances for word in plain_words(utterance.text)})
+    words = {word for utterance in corpus.utterances for word in plain_words(utterance.text)}
     given = given_lexicon(options.lexicon)
-    if given is None:
-        lexicon, remedy = built_in_pronunciations(words)
-    else:
-        lexicon, remedy = _in_lower_case(given), f"add them to {options.lexicon}"
-    unknown = [word for word in words if word not in lexicon]
-    notices: tuple[str, ...] = ()
-    if unknown and options.unknown_words == "g2p":
-        lexicon, notices = with_guesses(unknown, lexicon, options.g2p_model)
-        unknown = [word for word in unknown if word not in lexicon]
-        remedy = f"g2p knows none either; {remedy}"
-    elif given is not None:
-        remedy += ", or have them guessed by --unknown-words g2p"
-    refuse_unknown(unknown, remedy)
-    heard = {phone for word in words for phone in lexicon.pronunciations[word][0]}
-    spoken = (word for word, variants in lexicon.pronunciations.items() if heard.issuperset(variants[0]))
-    return lexicon.restrict(spoken), notices
-
-
-def _in_lower_case(lexicon: Lexicon) -> Lexicon:
-    """Spell all words in lower case; of those that are the same then, the one that was so before stays."""
-    entries = sorted(lexicon.pronunciations.items(), key=lambda entry: entry[0].islower())
-    return Lexicon({word.lower(): variants for word, variants in entries if not is_mark(word)})
+    found = find_pronunciations(words, options, None if given is None else given.in_lower_case())
+    marks = sorted(filter(is_mark, found.unknown))
+    if marks:
+        raise ConfigError(
+            f"{corpus.source}: transcripts have {counted(len(marks), 'mark')} that cannot be spoken, first "
+            f"{marks[0]}; take them out"
+        )
+    can_guess = given is not None and options.unknown_words != "g2p"
+    guess = ", or have them guessed by --unknown-words g2p" if can_guess else ""
+    refuse_unknown(found.unknown, f"{found.remedy}{guess}")
+    return found.lexicon.restrict(words), found.notices
 
 
 def _check_texts(corpus: Corpus, symbols: SymbolInventory) -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 from speechdp.counting import counted
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
 from speechdp.errors import ConfigError
-from speechdp.labels.g2p import guess_pronunciations
+from speechdp.labels.g2p import guess_pronunciations, parts_of
 from speechdp.labels.lexicon import (
+    ARPABET,
     UNKNOWN_WORD,
     Lexicon,
+    Pronunciation,
     built_in_pronunciations,
     grapheme_lexicon,
     is_mark,
@@ -41,16 +43,17 @@ def given_lexicon(path: Path | None) -> Lexicon | None:
     return None if path in (None, GRAPHEMES) else Lexicon.load(path)
 
 
-def plainly_spelt(corpus: Corpus, given: Lexicon | None) -> Corpus:
+def plainly_spelt(corpus: Corpus, given: Lexicon | None, *, needs_text: bool = True) -> Corpus:
     """Bring transcripts of any corpus to one form: words as the lexicon spells them, in whatever case.
 
     Other words are in lower case and without punctuation.  Marks such as `!SIL` stay as they are.
 
     Raises:
-        ConfigError: a transcript is nothing but punctuation.
+        ConfigError: a transcript is nothing but punctuation, and texts are needed.
     """
     lexicon = Lexicon({}) if given is None else given
-    return corpus.respelled({word: _plain_spelling(word, lexicon) for word in corpus.words})
+    spelling = {word: _plain_spelling(word, lexicon) for word in corpus.words}
+    return corpus.respelled(spelling, needs_text=needs_text)
 
 
 def _plain_spelling(word: str, lexicon: Lexicon) -> str:
@@ -75,25 +78,13 @@ def choose_vocabulary(splits: Splits, options: PrepareOptions, given: Lexicon | 
     Raises:
         ConfigError: there are such words, and they are to be refused; or nothing is left to train on.
     """
-    choice, policy = options.lexicon, options.unknown_words
-    training = splits.get("train", ())
-    words = {word for utterance in training for word in utterance.words}
-    if given is not None:
-        lexicon, remedy = given, f"add them to {choice}"
-    elif choice == GRAPHEMES:
-        lexicon, remedy = grapheme_lexicon(words), "they have no letters, or are marks: take them out"
-    else:
-        lexicon, remedy = built_in_pronunciations(words)
-    unknown = sorted(words - lexicon.pronunciations.keys())
-    guessed: tuple[str, ...] = ()
-    if unknown and policy == "g2p":
-        lexicon, guessed = with_guesses(unknown, lexicon, options.g2p_model)
-        unknown = [word for word in unknown if word not in lexicon]
-        remedy = f"g2p knows none either; {remedy}"
+    policy, training = options.unknown_words, splits.get("train", ())
+    found = find_pronunciations({word for u in training for word in u.words}, options, given)
+    lexicon, unknown = found.lexicon, found.unknown
     chosen = {name: list(utterances) for name, utterances in splits.items()}
     notices: tuple[str, ...] = ()
     if unknown and policy in ("refuse", "g2p"):
-        refuse_unknown(unknown, f"{remedy}; or train without them by --unknown-words unk or skip")
+        refuse_unknown(unknown, f"{found.remedy}; or train without them by --unknown-words unk or skip")
     elif unknown and policy == "unk":
         lexicon = lexicon.with_unknown()
         notices = (f"{_shown(unknown)} without a pronunciation in train: {UNKNOWN_WORD}",)
@@ -102,24 +93,59 @@ def choose_vocabulary(splits: Splits, options: PrepareOptions, given: Lexicon | 
         left_out = counted(len(training) - len(chosen["train"]), "utterance")
         notices = (f"left out of train: {left_out} with {_shown(unknown)} without a pronunciation",)
         if not chosen["train"]:
-            raise ConfigError(f"every utterance of train has words without a pronunciation; {remedy}")
-    return Vocabulary(lexicon, chosen, (*guessed, *notices, *_out_of_vocabulary(chosen, lexicon)))
+            raise ConfigError(f"every utterance of train has words without a pronunciation; {found.remedy}")
+    return Vocabulary(lexicon, chosen, (*found.notices, *notices, *_out_of_vocabulary(chosen, lexicon)))
 
 
-def with_guesses(
-    words: Sequence[str], lexicon: Lexicon, model: Path | None
-) -> tuple[Lexicon, tuple[str, ...]]:
-    """Add the pronunciations that g2p finds to a lexicon; return what to tell the user of them, too.
+@dataclass(frozen=True)
+class Pronounced:
+    """Pronunciations of words.
+
+    Attributes:
+        lexicon: all of the lexicon that is given, else what was found of the words.
+        unknown: words without a pronunciation, sorted.
+        remedy: what to do about these.
+        notices: what to tell the user of those that were guessed.
+    """
+
+    lexicon: Lexicon
+    unknown: list[str]
+    remedy: str
+    notices: tuple[str, ...] = ()
+
+
+def find_pronunciations(words: set[str], options: PrepareOptions, given: Lexicon | None) -> Pronounced:
+    """Look words up in the lexicon that is given, else in ours and CMUdict; guess the others if asked to.
 
     Raises:
-        ConfigError: as `guess_pronunciations`.
+        ConfigError: g2p cannot be used.
     """
-    found = guess_pronunciations(words, lexicon, model)
+    if given is not None:
+        lexicon, remedy = given, f"add them to {options.lexicon}"
+    elif options.lexicon == GRAPHEMES:
+        lexicon, remedy = grapheme_lexicon(words), "they have no letters, or are marks: take them out"
+    else:
+        lexicon, remedy = built_in_pronunciations(words)
+    unknown = sorted(words - lexicon.pronunciations.keys())
+    if not unknown or options.unknown_words != "g2p":
+        return Pronounced(lexicon, unknown, remedy)
+    known, phones = lexicon, frozenset[str]()
+    if given is None:
+        parts = {part for word in unknown for part in parts_of(word)}
+        known = Lexicon({**built_in_pronunciations(parts)[0].pronunciations, **lexicon.pronunciations})
+        phones = ARPABET
+    guessed = guess_pronunciations(unknown, known, options.g2p_model, phones)
+    unknown = [word for word in unknown if word not in guessed]
+    remedy = f"g2p knows none either; {remedy}"
+    return Pronounced(lexicon.with_words(guessed), unknown, remedy, _guesses(guessed))
+
+
+def _guesses(found: Mapping[str, Pronunciation]) -> tuple[str, ...]:
     if not found:
-        return lexicon, ()
+        return ()
     shown = [f"{word} = {' '.join(phones)}" for word, phones in list(found.items())[:_MAX_NAMED]]
     more = ", ..." if len(found) > _MAX_NAMED else ""
-    return lexicon.with_words(found), (
+    return (
         f"pronunciations guessed (g2p) for {counted(len(found), 'word')}: {', '.join(shown)}{more}; "
         "lexicon.txt has all",
     )

@@ -6,8 +6,10 @@ import os
 
 import pytest
 
-from speechdp.cli.support.ranks import over_ranks
+from speechdp.cli.support import ranks
 from speechdp.comm.base import Communicator
+import torch
+from speechdp.comm.serial import SerialCommunicator
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "20"), ("3", "3")])
@@ -19,9 +21,10 @@ def test_horovod_looks_for_work_rarely_unless_the_user_says_otherwise(
         monkeypatch.delenv("HOROVOD_CYCLE_TIME")
     seen: list[str] = []
 
-    def on_rank(comm: Communicator) -> int:
-        seen.append(os.environ["HOROVOD_CYCLE_TIME"])
-        return comm.rank
+    def create(_backend: str, _device: torch.device) -> Communicator:
+        seen.append(os.environ["HOROVOD_CYCLE_TIME"])  # what Horovod reads as it starts
+        return SerialCommunicator()
 
-    assert over_ranks("serial", "cpu", on_rank) == 0
+    monkeypatch.setattr(ranks, "create_communicator", create)
+    assert ranks.over_ranks("serial", "cpu", lambda comm: comm.rank) == 0
     assert seen == [expected]

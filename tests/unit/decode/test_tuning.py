@@ -161,20 +161,8 @@ def test_each_setting_is_told_once_and_by_one_rank(dataset: Dataset) -> None:
 def test_the_way_ends_where_three_values_in_a_row_are_worse(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    costs = {
-        -4.0: 9,
-        -2.0: 8,
-        -1.0: 7,
-        -0.5: 3,
-        0.0: 5,
-        0.5: 4,
-        1.0: 5,
-        2.0: 1,
-        4.0: 2,
-        6.0: 2,
-        8.0: 3,
-        9.0: 0,
-    }
+    above = {0.5: 4, 1.0: 5, 2.0: 1, 3.0: 1, 4.0: 2, 6.0: 2, 8.0: 3, 9.0: 0}
+    costs = {-4.0: 0, -2.0: 8, -1.0: 7, -0.5: 3, 0.0: 5, **above}
     seen: list[float] = []
 
     def errors(_trials: object, options: DecodingOptions, name: str) -> int:
@@ -186,9 +174,9 @@ def test_the_way_ends_where_three_values_in_a_row_are_worse(
     monkeypatch.setitem(tuning._VALUES, "insertion_log_prob", tuple(costs))
     start = DecodingOptions(grammar=Grammar.WORD_LOOP, insertion_log_prob=0.0)
     tuned = tune(unsure(dataset.num_classes), dataset, "dev", start, SerialCommunicator())
-    # Upwards two worse ones are passed, three end the way before 9; downwards the ones beyond -0.5 are worse.
+    # Upwards a worse one and one as good are passed; three worse ones end the ways before 9 and -4.
     assert tuned.options.insertion_log_prob == 2.0
-    assert seen[:11] == [0.0, 0.5, 1.0, 2.0, 4.0, 6.0, 8.0, -0.5, -1.0, -2.0, 2.0]
+    assert seen[:12] == [0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, -0.5, -1.0, -2.0, 2.0]
 
 
 def test_the_network_runs_once(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,20 @@ def test_phones() -> None:
         symbols.encode("one two three")
 
 
+def test_other_words_are_said_by_a_lexicon_in_the_phones_there_are() -> None:
+    symbols = SymbolInventory.of_kind("phones", _LEXICON)
+    more = Lexicon({"KNOWN": (("N", "OW", "N"),), "one": (("OW", "N"),), "Thin": (("TH", "N"),)})
+    added = symbols.with_words_of(["Known one", "no"], more)
+    said = "N OW N <space> OW N <space> N OW <end>"
+    assert added.decode(added.encode("Known one no")) == tuple(said.split()) and added.names == symbols.names
+    with pytest.raises(
+        ConfigError, match="--lexicon: 'thin' has the phone TH, which the model does not have; its"
+    ):
+        symbols.with_words_of(["thin"], more)
+    with pytest.raises(ConfigError, match="--lexicon goes with a model of phones"):
+        SymbolInventory.of_kind("characters").with_words_of(["one"], more)
+
+
 @pytest.mark.parametrize("text", ["", "  ", "?!", "..."])
 def test_texts_without_a_word_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="has no words; give some"):

@@ -142,7 +142,7 @@ def test_audio_without_transcripts_can_be_decoded(trained: Dataset, tmp_path: Pa
 
 def test_a_kaldi_directory_may_lack_text(trained: Dataset, tmp_path: Path) -> None:
     source = kaldi_folder(tmp_path / "new")
-    (source / "text").write_text("utt1 ONE TWO\n")
+    (source / "text").write_text("utt0 -\nutt1 ONE TWO\n")
     assert texts_of(like(source, trained.path).dataset) == {"utt0": "", "utt1": "one two", "utt2": ""}
     (source / "text").unlink()
     prepared = like(source, trained.path, overwrite=True, store="audio")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.decode.language_model import GrammarFst, language_model_in
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import StateInventory
-from speechdp.labels.lexicon import Lexicon
+from speechdp.labels.lexicon import ARPABET, Lexicon
 from speechdp.language.arpa import write_arpa
 from speechdp.language.kneser_ney import estimate
 from speechdp.language.ngram import NgramModel
@@ -133,10 +134,16 @@ class Guesser:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.models: list[Path | None] = []
+        self.lexicons: list[Lexicon] = []
+        self.phones: list[Collection[str]] = []
         monkeypatch.setattr(vocabulary, "guess_pronunciations", self)
 
-    def __call__(self, words: list[str], lexicon: Lexicon, model: Path | None) -> dict[str, tuple[str, ...]]:
+    def __call__(
+        self, words: list[str], lexicon: Lexicon, model: Path | None, phones: Collection[str]
+    ) -> dict[str, tuple[str, ...]]:
         self.models.append(model)
+        self.lexicons.append(lexicon)
+        self.phones.append(phones)
         return {word: ("A", *word.upper()) for word in words if set(word) <= set("xy")}
 
 
@@ -158,7 +165,18 @@ def test_pronunciations_of_words_of_train_are_guessed(
     strange = corpus(tmp_path / "strange", "one xy", "two", "two zz")
     with pytest.raises(ConfigError, match=r"1 word without a pronunciation: zz; g2p knows none either"):
         make(strange, tmp_path / "other", g2p_model=tmp_path / "m.fst", **values)
-    assert guesser.models == [None, tmp_path / "m.fst"]
+    assert guesser.models == [None, tmp_path / "m.fst"] and guesser.phones == [frozenset()] * 2
+
+
+def test_parts_of_words_are_looked_up_in_the_lexicon_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guesser = Guesser(monkeypatch)
+    source = corpus(tmp_path / "in", "one six-seven", "two", "two xy")
+    with pytest.raises(ConfigError, match=r"1 word without a pronunciation: six-seven; g2p knows none"):
+        make(source, tmp_path / "data", g2p_model=tmp_path / "m.fst", unknown_words="g2p")
+    assert {"one", "two", "six", "seven"} == set(guesser.lexicons[0].pronunciations)
+    assert guesser.phones == [ARPABET] and set(guesser.lexicons[0].phones) < ARPABET
 
 
 def test_letters_serve_as_phones_in_any_language(tmp_path: Path) -> None:
