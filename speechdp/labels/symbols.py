@@ -84,8 +84,8 @@ class SymbolInventory:
                 if phone not in self.names:
                     known = " ".join(name for name in self.names if name[0].isalnum())
                     raise ConfigError(
-                        f"--lexicon: {word!r} has the phone {phone}, which the model does not have; its phones "
-                        f"are {known}"
+                        f"--lexicon: {word!r} has the phone {phone}, which the model does not have; use its "
+                        f"phones: {known}"
                     )
         return replace(self, pronunciations={**self.pronunciations, **spoken})
 

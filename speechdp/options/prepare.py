@@ -31,7 +31,7 @@ class SpeechOptions:
     """For --task synthesis only."""
 
     input: Literal["characters", "phones"] = "characters"
-    """What the model reads texts as; phones needs pronunciations of all words (--lexicon, --unknown-words)."""
+    """What the model reads texts as; phones needs all pronunciations (--lexicon, --unknown-words g2p)."""
     speakers: Annotated[str | None, shown("NAMES", "all; one voice with --synthetic")] = None
     """Speakers to use, joined by +, e.g. anna+bob.
     With --synthetic: number of eSpeak NG voices, or the name of one, e.g. en-us+f2."""

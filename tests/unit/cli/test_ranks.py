@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 from speechdp.cli.support import ranks
 from speechdp.comm.base import Communicator
-import torch
 from speechdp.comm.serial import SerialCommunicator
 
 

@@ -83,7 +83,7 @@ def test_other_words_are_said_by_a_lexicon_in_the_phones_there_are() -> None:
     said = "N OW N <space> OW N <space> N OW <end>"
     assert added.decode(added.encode("Known one no")) == tuple(said.split()) and added.names == symbols.names
     with pytest.raises(
-        ConfigError, match="--lexicon: 'thin' has the phone TH, which the model does not have; its"
+        ConfigError, match="--lexicon: 'thin' has the phone TH, which the model does not have; use its"
     ):
         symbols.with_words_of(["thin"], more)
     with pytest.raises(ConfigError, match="--lexicon goes with a model of phones"):
