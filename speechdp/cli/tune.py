@@ -194,7 +194,8 @@ class TuneCommand:
         ranks = session.comm.size
         plan = race_of(self._compared(ranks), settings_in(self.racing), ranks, self._raced)
         try:
-            hold_race(session, self._raced, plan, self.out_dir)
+            remedy = "if it is not the same again, leave that setting out (--strategies, --batch-sizes)"
+            hold_race(session, self._raced, plan, self.out_dir, remedy)
         except Stopped:
             session.reporter.notice("stopped as requested; the race is held from its beginning again")
             return exit_codes.STOPPED

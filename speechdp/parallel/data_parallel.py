@@ -208,7 +208,7 @@ class DataParallel:
         if self._stop is not None:
             self._stop.drain()
         if is_stopped:
-            if self._stop is not None and self._stop.pause is not None:
+            if self._has_paused():
                 self._folder.record_timing(self._gather_timing())
             self.strategy.close()
             return
@@ -217,6 +217,13 @@ class DataParallel:
         self._weight_of_all = self._sum_of_weights()
         self._folder.complete(self._gather_timing(), self.steps)
         self.strategy.close()
+
+    def _has_paused(self) -> bool:
+        """Return whether all ranks have come to their pause: no signal has cut them short.  Collective."""
+        stop = self._stop
+        if stop is None or stop.pause is None:
+            return False
+        return all(self.comm.allgather_object(stop.has_paused(self.steps)))
 
     def _gather_timing(self) -> dict[str, Any] | None:
         """Return on rank 0 what stands in timing.json.  Collective."""

@@ -151,6 +151,10 @@ class StopWatch:
         """Whether this rank has been sent a signal."""
         return self._request.received is not None
 
+    def has_paused(self, step: int) -> bool:
+        """Return whether the loop, stopped at a step, has come to its pause: no signal came before."""
+        return self.pause is not None and step >= self.pause.step
+
     def is_due(self, step: int) -> bool:
         """Return whether to stop as soon as the model, at this step, has been evaluated."""
         return self.pause is not None and self.pause.evaluated and step >= self.pause.step

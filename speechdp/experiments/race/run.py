@@ -36,11 +36,18 @@ from speechdp.watchdog.status import StatusFolder
 _NEWS_S = 10.0
 
 
-def hold_race(session: Session, options: TrainOptions, plan: RacePlan, out: Path) -> None:
+def hold_race(
+    session: Session,
+    options: TrainOptions,
+    plan: RacePlan,
+    out: Path,
+    remedy: str = "--race 0 leaves the race out",
+) -> None:
     """Hold a race and record it in OUT/race, unless it was held and its record is whole.  Collective.
 
     Args:
         options: what all settings share.
+        remedy: what the command's user can do where a setting cannot be trained.
 
     Raises:
         RunError: a training of it failed, or the record cannot be written.
@@ -58,7 +65,7 @@ def hold_race(session: Session, options: TrainOptions, plan: RacePlan, out: Path
     try:
         race = _Race(session, options, plan, out).run()
     except RunError as error:
-        raise RunError(f"the race of the settings failed: {error}; --race 0 leaves it out") from error
+        raise RunError(f"the race of the settings failed: {error}; {remedy}") from error
     if session.comm.rank == 0:
         write_race(race_path(out, plan.ranks), race)
         news = f"done in {race.wall_s:.0f} s"
@@ -219,7 +226,10 @@ class _Race:
         comm.barrier()
         begun_s, frames, seconds, steps = time.perf_counter(), 0, 0.0, 0
         if racer is not None:
-            frames, steps = racer.run(), racer.steps
+            try:
+                frames, steps = racer.run(), racer.steps
+            except RunError as error:
+                raise RunError(f"{name}: {error}") from error
             seconds = time.perf_counter() - begun_s
         comm.barrier()
         if racer is not None:

@@ -66,12 +66,14 @@ class Scored:
     """A run that was trained up to a step.
 
     Attributes:
-        points: (step, held-out score) of its evaluations, by step.
+        points: (step, held-out score) of its evaluations, by step, from step 1 on.
         is_over: it has trained all its epochs.
+        has_diverged: its last score is not finite.
     """
 
     points: tuple[tuple[int, float], ...]
     is_over: bool
+    has_diverged: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,12 +185,14 @@ class TunedJobs(ABC):
         """
         run_dir = self.run_dir(setting, seed)
         found = self._scored(run_dir)
-        if not found.is_over and not any(at >= step for at, _ in found.points):
+        if not found.is_over and not found.has_diverged and not any(at >= step for at, _ in found.points):
             message = self._train_on(run_dir, setting, backend, seed, step)
             if message is not None:
                 return message
             found = self._scored(run_dir)
         points = up_to(found.points, step)
+        if found.has_diverged and not any(at >= step for at, _ in points):
+            return "its held-out value is not finite"
         return Scored(points, found.is_over) if points else "it was not evaluated"
 
     def run_dir(self, setting: Setting, seed: int) -> Path:
@@ -204,9 +208,11 @@ class TunedJobs(ABC):
         points = tuple(
             (one.step, one.score)
             for one in result.evaluations
-            if one.score is not None and math.isfinite(one.score)
+            if one.score is not None and math.isfinite(one.score) and one.step > 0
         )
-        return Scored(points, result.completed)
+        last = result.evaluations[-1].score if result.evaluations else 0.0
+        has_diverged = last is None or not math.isfinite(last)
+        return Scored(points, result.completed, has_diverged)
 
 
 def is_timed(run_dir: Path) -> bool:

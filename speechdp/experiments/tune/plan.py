@@ -9,6 +9,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from speechdp.errors import ConfigError
+from speechdp.parallel.period import Period
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.simulation.exchanges import has_period, is_known
 
@@ -24,6 +26,8 @@ _RARER = 4
 WORTH = 1.02
 #: Steps of a run in the first rung, at least: fewer say nothing of how a setting learns.
 LEAST_STEPS = 20
+#: Rungs, the last ones, at whose ends the runs of the other seeds are evaluated too.
+SEED_STOPS = 3
 #: Names of the strategies in which every step exchanges by default: their own default is the first choice.
 _EVERY_STEP = ("dpsgd", "ad_psgd")
 REFERENCE = "gradient_averaging"
@@ -52,18 +56,28 @@ class Setting:
 
     @property
     def family(self) -> tuple[str, int]:
-        """What settings share that differ in nothing but the period (or the compression)."""
+        """What settings share that differ in nothing but the period (or the compression).
+
+        Periods in steps, frames and seconds cannot be compared.
+        """
         name, _, rest = self.strategy.text.partition(":")
         others = [word for word in rest.split(",") if word and word.partition("=")[0] not in _LOOSER]
-        return ":".join([name, *others]), self.batch_size
+        unit = [self._period.unit.value] if self._period is not None else []
+        return ":".join([name, *others, *unit]), self.batch_size
 
     @property
     def looseness(self) -> float:
         """Orders the settings of a family: the larger, the less is exchanged."""
-        traits = self.strategy.parsed.traits
-        period = str(traits.period) if traits.period is not None else "0"
         compressed = "compression=" in self.strategy.text
-        return (float(period) if period.isdigit() else 0.0) + 0.5 * compressed
+        return (0.0 if self._period is None else self._period.value) + 0.5 * compressed
+
+    @property
+    def _period(self) -> Period | None:
+        period = self.strategy.parsed.traits.period
+        try:
+            return None if period is None else Period.parse(str(period))
+        except ConfigError:  # of a user's own kind
+            return None
 
 
 _LOOSER = ("period", "compression")
@@ -154,7 +168,8 @@ class Rungs:
         for count, until in zip(self.counts, self.seconds, strict=True):
             total += count * (until - before + start_s)
             before = until
-        return total + (self.seeds - 1) * self.counts[-1] * (self.seconds[-1] + start_s)
+        starts_s = min(SEED_STOPS, len(self.counts)) * start_s
+        return total + (self.seeds - 1) * self.counts[-1] * (self.seconds[-1] + starts_s)
 
 
 def halvings(count: int, last: int = 2) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +19,7 @@ from speechdp.experiments.race.plan import RaceOptions
 from speechdp.experiments.tune.jobs import MEASURED, Measurement, RacedSettings, TunedJobs
 from speechdp.experiments.tune.plan import (
     LEAST_STEPS,
+    SEED_STOPS,
     Curve,
     Finish,
     Rungs,
@@ -127,6 +130,7 @@ class Tuner:
         self._clock_s = time.monotonic()
         self._before_s = 0.0
         self._settings: dict[str, Setting] = {}
+        self._backend = ""  # that an earlier command chose
 
     def run(self) -> TuneRecord:
         """Search; return what was found.
@@ -138,20 +142,21 @@ class Tuner:
         """
         begun = check_same_search(self._request.out, self._request.settings, TrainOptions().to_json())
         if begun is not None:
-            self._before_s = begun.spent_s
             if begun.completed:
+                self._say(f"{self._request.out}: this search is over; for another one give another folder")
                 return begun
-            self._record = TuneRecord(
-                self._request.settings, rungs=begun.rungs, spent_s=begun.spent_s, start_s=begun.start_s
-            )
+            # What it has shown stays in the record until this command has come as far.
+            self._before_s, self._record = begun.spent_s, begun
+            self._backend = begun.backend if begun.stage != MEASURE else ""
         self._keep()
         try:
             self._training.begin()
             measured = self._measure()
             backend = self._predict(measured)
             self._search(backend)
-        except JobStopped:
-            self._keep()
+        except (JobStopped, ConfigError, RunError):
+            with contextlib.suppress(RunError):  # of a full disk, which is told already
+                self._keep()
             raise
         self._keep(completed=True)
         return self._record
@@ -180,15 +185,19 @@ class Tuner:
             record = record.with_setting(name, out_in=stage, why=why)
         self._record = record
         self._keep()
-        if reasons:
-            left = counted(len(record.left), "setting")
-            self._say(f"{stage}: {counted(len(reasons), 'setting')} ruled out, {left} left")
+        self._say_ruled_out(stage, len(reasons))
+
+    def _say_ruled_out(self, stage: str, number: int) -> None:
+        if number:
+            left = counted(len(self._record.left), "setting")
+            self._say(f"{stage}: {counted(number, 'setting')} ruled out, {left} left")
 
     def _measure(self) -> dict[str, Measurement]:
-        """Measure every back-end; return what those that work have shown."""
-        self._keep(stage=MEASURE, backends=tuple(map(BackendRecord, self._request.backends)))
+        """Measure every back-end, or the one that was chosen before; return what those that work show."""
+        if not self._backend:
+            self._keep(stage=MEASURE, backends=tuple(map(BackendRecord, self._request.backends)))
         found: dict[str, Measurement] = {}
-        for name in self._request.backends:
+        for name in [self._backend] if self._backend else self._request.backends:
             self._say(f"measure: computing, data and exchanges with back-end {name}")
             result = self._training.measure(name)
             if isinstance(result, Measurement):
@@ -196,6 +205,11 @@ class Tuner:
                 if result.start_s is not None:
                     self._keep(start_s=result.start_s)
                 continue
+            if self._backend:
+                raise RunError(
+                    f"{self._request.out}: back-end {name}, with which this search has begun, fails: "
+                    f"{result}; the same command tries again"
+                )
             self._say(f"measure: back-end {name} is left out: {result}")
             self._keep_backend(name, why=f"it does not work here: {result}")
         if not found:
@@ -214,24 +228,36 @@ class Tuner:
         tried = self._request.tried
         self._settings = {one.name: one for one in tried}
         speeds = {name: found.predict(self._request.ranks, tried) for name, found in measured.items()}
-        backend = self._choose_backend(speeds)
+        backend = self._backend or self._choose_backend(speeds)
         shown = speeds[backend]
-        records = []
-        for setting in tried:
-            speed = shown.get(setting)
-            own = SettingRecord(setting.name, setting.strategy.text)
-            if speed is not None:
-                own = replace(own, predicted=speed.mean, predicted_low=speed.low, predicted_high=speed.high)
-            records.append(own)
-        self._keep(stage=PREDICT, tried=tuple(records))
         reasons = too_slow(
             list(shown),
             lambda one, other: shown[one].low > shown[other].high,
             lambda one, other: shown[one].mean / shown[other].mean,
             "predicted",
         )
-        self._rule_out(PREDICT, {one.name: why for one, why in reasons.items()})
-        self._add_batches()
+        records = []
+        for setting in tried:
+            why = reasons.get(setting, "")
+            own = SettingRecord(setting.name, setting.strategy.text, out_in=PREDICT if why else "", why=why)
+            speed = shown.get(setting)
+            if speed is not None:
+                own = replace(own, predicted=speed.mean, predicted_low=speed.low, predicted_high=speed.high)
+            records.append(own)
+        records += self._other_batches([one for one in records if not one.out_in])
+        names = {one.name for one in records}
+        rungs = tuple(itertools.takewhile(lambda rung: names.issuperset(rung.settings), self._record.rungs))
+        kept = self._record.chosen in names
+        self._keep(
+            stage=PREDICT,
+            tried=tuple(records),
+            rungs=rungs,
+            target=None,
+            untold=(),
+            chosen=self._record.chosen if kept else "",
+            command=self._record.command if kept else "",
+        )
+        self._say_ruled_out(PREDICT, len(reasons))
         return backend
 
     def _choose_backend(self, speeds: Mapping[str, Mapping[Setting, Interval]]) -> str:
@@ -254,9 +280,8 @@ class Tuner:
         self._say(f"predict: back-end {chosen}")
         return chosen
 
-    def _add_batches(self) -> None:
-        """Add gradient averaging, and the setting predicted to be fastest, with other batches."""
-        left = [one for one in self._record.tried if not one.out_in]
+    def _other_batches(self, left: Sequence[SettingRecord]) -> list[SettingRecord]:
+        """Return gradient averaging, and the setting predicted to be fastest, with other batches."""
         fastest = max(left, key=lambda one: one.predicted or 0.0)
         added = [
             Setting(self._settings[name].strategy, size)
@@ -264,8 +289,7 @@ class Tuner:
             for name in dict.fromkeys((self._request.tried[0].name, fastest.name))
         ]
         self._settings |= {one.name: one for one in added}
-        records = tuple(SettingRecord(one.name, one.strategy.text, one.batch_size) for one in added)
-        self._keep(tried=(*self._record.tried, *records))
+        return [SettingRecord(one.name, one.strategy.text, one.batch_size) for one in added]
 
     def _race(self, backend: str) -> RacedSettings:
         """Let what is left race, and rule settings out by that."""
@@ -316,18 +340,21 @@ class Tuner:
         """Train what is left rung by rung, half of it each time, and choose."""
         self._keep(stage=HALVING)
         counts = halvings(len(self._record.left), _LAST)
-        done, self._record = self._record.rungs, replace(self._record, rungs=())
+        earlier, done = self._record.rungs, list[RungRecord]()
         for number in range(len(counts)):
             alive = self._record.left
-            # Those of an earlier command are as long as they were to be.
-            until_s = done[number].seconds if number < len(done) else self._rung_s(race, counts[number:])
+            # Those of an earlier command are as long as they were, and stay until this one has come so far.
+            before_s = done[-1].seconds if done else 0.0
+            is_known = number < len(earlier)
+            until_s = earlier[number].seconds if is_known else self._rung_s(race, counts[number:], before_s)
             rung = RungRecord(until_s, alive)
-            self._keep(rungs=(*self._record.rungs, rung))
+            self._keep(rungs=(*done, rung, *earlier[number + 1 :]))
             self._say(
                 f"halving: {counted(len(alive), 'setting')} until {formatting.seconds(until_s)} of training"
             )
             scores = self._train_rung(backend, alive, until_s)
-            self._keep(rungs=(*self._record.rungs[:-1], replace(rung, scores=scores)))
+            done.append(replace(rung, scores=scores))
+            self._keep(rungs=(*done, *earlier[number + 1 :]))
             order = sorted(scores, key=lambda name: -scores[name])
             if not order:
                 raise RunError(
@@ -345,11 +372,11 @@ class Tuner:
                         for name in behind
                     },
                 )
+        self._keep(rungs=tuple(done))
         self._finish(backend)
 
-    def _rung_s(self, race: RacedSettings, counts: Sequence[int]) -> float:
+    def _rung_s(self, race: RacedSettings, counts: Sequence[int], before_s: float) -> float:
         """Return how long settings have trained by the end of the next rung, of the budget that is left."""
-        before_s = self._record.rungs[-1].seconds if self._record.rungs else 0.0
         start_s = self._record.start_s
         whole_s = [
             self._training.total_steps(race.frames_per_step[name]) / self._steps_per_s(name)
@@ -366,7 +393,7 @@ class Tuner:
                     f"--budget: {formatting.seconds(self._spent_s)} of "
                     f"{formatting.seconds(self._request.budget_s)} are used, and the rest trains each of "
                     f"{counted(counts[0], 'setting')} for fewer than {LEAST_STEPS} steps; give "
-                    f"{self._spent_s + needed.cost_s(start_s):.0f}s at least (what was measured is kept)"
+                    f"{self._enough_s(needed.cost_s(start_s)):.0f}s at least (what was measured is kept)"
                 )
             return rungs.seconds[0]
         # What remains is shared out as at the beginning: every rung twice as long as the one before.
@@ -375,6 +402,11 @@ class Tuner:
         cost_s = planned.cost_s(start_s) - spared_s
         factor = min(1.0, max(left_s, 0.0) / cost_s) if cost_s > 0 else 1.0
         return min(max(2 * before_s * factor, 1.2 * before_s), max(*whole_s, 1.2 * before_s))
+
+    def _enough_s(self, rungs_s: float) -> float:
+        """Return a budget that the same command will find to be enough, which first reads all again."""
+        again_s = time.monotonic() - self._clock_s
+        return math.ceil(1.1 * (self._spent_s + again_s + rungs_s))
 
     def _steps_per_s(self, name: str) -> float:
         rate = self._record.of(name).steps_per_s
@@ -407,20 +439,31 @@ class Tuner:
         folder = self._training.run_dir(setting, seed)
         runs = {**record.runs, str(seed): folder.name}
         self._record = self._record.with_setting(name, runs=runs)
-        found = self._training.train_to(setting, backend, seed, max(1, round(until_s * rate)))
+        step = max(1, round(until_s * rate))
+        found = self._training.train_to(setting, backend, seed, step)
+        if isinstance(
+            found, str
+        ):  # a rank may have been lost, or a node rebooted: that is not the setting's fault
+            self._say(f"halving: {name} failed and is tried once more: {found}")
+            found = self._training.train_to(setting, backend, seed, step)
         if isinstance(found, str):
             return found
         return Curve(tuple((step / rate, score) for step, score in found.points))
 
     def _finish(self, backend: str) -> None:
         """Train the last settings with the other seeds, and choose by the time to the target."""
-        until_s = self._record.rungs[-1].seconds
+        ends_s = [rung.seconds for rung in self._record.rungs[-SEED_STOPS:]]
         curves: dict[str, list[Curve]] = {}
         for name in self._record.rungs[-1].scores:
             for seed in self._request.seeds:
-                if seed != self._request.seeds[0]:
+                is_other = seed != self._request.seeds[0]
+                if is_other:
                     self._say(f"halving: {name}, seed {seed}")
-                curve = self._curve(backend, name, seed, until_s)
+                # Evaluated where the first seed's was, or its time to the target would be known less well.
+                for until_s in ends_s if is_other else ends_s[-1:]:
+                    curve = self._curve(backend, name, seed, until_s)
+                    if isinstance(curve, str):
+                        break
                 if isinstance(curve, str):
                     self._rule_out(HALVING, {name: f"seed {seed} failed: {curve}"})
                     curves.pop(name, None)

@@ -23,6 +23,7 @@ from speechdp.experiments.tune.jobs import RacedSettings, TunedJobs, steps_of_tu
 from speechdp.experiments.tune.plan import Setting
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.report.kit import formatting
 from speechdp.report.runs.raced import LEAST_ROUNDS
 
 
@@ -43,6 +44,10 @@ class TunedTraining(OwnTraining, TunedJobs):
         self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
     ) -> RacedSettings | str:
         """See TunedJobs: within one start of the ranks."""
+        options = self._options(settings[0], backend, self.seeds[0])
+        plan = self._race_plan(self._request.race, settings, options)
+        if not plan.is_race:
+            return RacedSettings({}, 0.0, {}, plan.left_out)
         race = self._race(settings, backend, longest_s)
         return race if isinstance(race, str) else RacedSettings.of(race)
 
@@ -54,6 +59,12 @@ class TunedTraining(OwnTraining, TunedJobs):
             if is_of(before, self._race_plan(length, settings, options)):
                 return before
         length = fitting_race(self._request.race, settings, self._step_s(backend), longest_s)
+        expected_s = race_s(length, settings, self._step_s(backend))
+        if expected_s > longest_s:
+            self._say(
+                f"race: the shortest takes about {formatting.seconds(expected_s)}, more than a quarter of the "
+                "budget; fewer --strategies or --periods shorten it"
+            )
         words = ["tune", str(self._request.data.absolute()), str(out), "--job=race"]
         words += [f"--racing={racing_text(settings)}", f"--race={length.rounds}"]
         words += [f"--race-steps={length.least_steps}", f"--ranks={self._ranks}"]
@@ -97,7 +108,8 @@ class TunedTraining(OwnTraining, TunedJobs):
         options = dataclasses.replace(
             with_setting(self._request.options, setting), backend=cast(Any, backend), seed=self.seeds[0]
         )
-        launch = ["speechdp", "launch", *self._starter.launch_options, "-np", str(self._ranks), "--"]
+        processes = self._ranks + options.loading.feeders
+        launch = ["speechdp", "launch", *self._starter.launch_options, "-np", str(processes), "--"]
         return shlex.join([*launch, "train", str(self._request.data), "RUN", *train_arguments(options)])
 
     def _options(self, setting: Setting, backend: str, seed: int) -> TrainOptions:
@@ -144,10 +156,15 @@ def fitting_race(
         for rounds in range(wanted.rounds if steps == wanted.least_steps else fewest, fewest - 1, -1)
     ]
     for length in tried:
-        steps = sum(steps_of_turn(one, length.least_steps) for one in settings)
-        if (length.rounds + 1) * steps * step_s <= longest_s:
+        if race_s(length, settings, step_s) <= longest_s:
             return length
     return tried[-1]
+
+
+def race_s(length: RaceOptions, settings: Sequence[Setting], step_s: float) -> float:
+    """Return about how long a race takes, by what a step takes."""
+    steps = sum(steps_of_turn(one, length.least_steps) for one in settings)
+    return (length.rounds + 1) * steps * step_s
 
 
 def racing_text(settings: Sequence[Setting]) -> str:

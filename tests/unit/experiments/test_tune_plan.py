@@ -106,6 +106,23 @@ def test_a_longer_period_must_be_faster_and_so_must_compression() -> None:
     assert ruled_out(found) == {"gradient_averaging:compression=fp16", "model_averaging:period=64"}
 
 
+def test_periods_in_other_units_are_not_compared() -> None:
+    texts = (
+        "gradient_averaging",
+        "model_averaging:period=4",
+        "model_averaging:period=10s",
+        "model_averaging:period=20s",
+    )
+    settings = [Setting(StrategyChoice(text)) for text in texts]
+    speeds = dict(zip(settings, (1.0, 1.3, 1.5, 1.5), strict=True))
+    ruled_out = too_slow(
+        settings, lambda one, other: speeds[one] > speeds[other], lambda a, b: speeds[a] / speeds[b], "raced"
+    )
+    assert {one.name: why for one, why in ruled_out.items()} == {
+        texts[3]: "raced to be no faster than model_averaging:period=10s, which exchanges more"
+    }
+
+
 def test_a_setting_is_compared_with_those_that_are_left_alone() -> None:
     """Period 16 falls to period 4; period 64, 3 % faster than both, must not fall to a period that is out."""
     found = speeds(
@@ -147,8 +164,8 @@ def test_rungs_cost_the_budget(count: int, seeds: int, budget_s: float, start_s:
 
 
 def test_the_cost_of_rungs_by_hand() -> None:
-    """Four settings for 10 s, two of them for 10 s more, and a second seed of both for 20 s; 1 s a start."""
-    rungs = plan_rungs((4, 2), 2, 40 + 20 + 40 + (4 + 2 + 2) * 1.0, 1.0, longest_s=100)
+    """Four settings for 10 s, two for 10 s more, a second seed of both for 20 s in two goes; 1 s a start."""
+    rungs = plan_rungs((4, 2), 2, 40 + 20 + 40 + (4 + 2 + 2 * 2) * 1.0, 1.0, longest_s=100)
     assert rungs.seconds == (pytest.approx(10), pytest.approx(20))
 
 

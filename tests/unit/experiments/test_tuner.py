@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,13 +49,15 @@ class Jobs:
 
     Attributes:
         fails: texts of strategies that cannot be trained.
-        stops_after: jobs of training after which a signal comes.
+        stops_after: jobs of training after which a signal comes; -1: it comes as back-ends are measured.
+        breaks: how many jobs of a strategy end by a lost rank.
         factors: how fast back-ends are; one that is missing does not work.
     """
 
     out: Path
     fails: tuple[str, ...] = ()
     stops_after: int | None = None
+    breaks: dict[str, int] = field(default_factory=dict)
     factors: dict[str, float] = field(default_factory=lambda: {"mpi": 1.0})
     trained: list[tuple[str, int, int]] = field(default_factory=list)
     raced: list[list[str]] = field(default_factory=list)
@@ -63,6 +66,8 @@ class Jobs:
         return
 
     def measure(self, backend: str) -> Measurement | str:
+        if self.stops_after == -1:
+            raise JobStopped(75)
         if backend not in self.factors:
             return "is not installed"
         return MadeUp((), 0.5, self.factors[backend])
@@ -90,6 +95,9 @@ class Jobs:
             raise JobStopped(75)
         if setting.strategy.text in self.fails:
             return "the loss is nan"
+        if self.breaks.get(setting.strategy.text, 0):
+            self.breaks[setting.strategy.text] -= 1
+            return "rank 1 was lost"
         self.trained.append((setting.name, seed, step))
         rate = SPEEDS[setting.strategy.text] / FRAMES_A_STEP
         worth = WORTH[setting.strategy.text] * (1.0 if seed == 1 else 1.01)
@@ -166,6 +174,74 @@ def test_a_search_that_is_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
     assert record.chosen == expected.chosen and record.completed
     before = list(jobs.trained)
     assert search(tmp_path / "parts", jobs) == record and jobs.trained == before
+
+
+def test_a_search_that_is_stopped_twice_is_still_whole(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path, stops_after=4)
+    with pytest.raises(JobStopped):
+        search(tmp_path, jobs, batch_sizes=(8,))
+    first = read_tune(tmp_path)
+    jobs.stops_after = -1
+    with pytest.raises(JobStopped):
+        search(tmp_path, jobs, batch_sizes=(8,))
+    again = read_tune(tmp_path)
+    assert (again.rungs, again.tried, again.chosen) == (first.rungs, first.tried, first.chosen)
+    jobs.stops_after = None
+    record = search(tmp_path, jobs, batch_sizes=(8,))
+    assert record.completed and record.rungs[0].seconds == first.rungs[0].seconds
+
+
+def test_a_back_end_that_was_chosen_stays(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path, factors={"mpi": 1.0}, stops_after=1)
+    with pytest.raises(JobStopped):
+        search(tmp_path, jobs, backends=("horovod", "mpi"))
+    jobs.factors, jobs.stops_after = {"horovod": 9.0, "mpi": 1.0}, None
+    record = search(tmp_path, jobs, backends=("horovod", "mpi"))
+    assert record.backend == "mpi" and record.command.endswith("--backend mpi")
+    assert [one.why for one in record.backends] == ["it does not work here: is not installed", ""]
+
+
+def test_a_back_end_that_fails_later_is_named(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path, stops_after=1)
+    with pytest.raises(JobStopped):
+        search(tmp_path, jobs)
+    jobs.factors = {}
+    with pytest.raises(
+        RunError, match="back-end mpi, with which this search has begun, fails: is not installed"
+    ):
+        search(tmp_path, jobs)
+    assert read_tune(tmp_path).chosen
+
+
+def test_a_job_that_is_lost_once_is_tried_again(tmp_path: Path) -> None:
+    told: list[str] = []
+    record = search(tmp_path, Jobs(tmp_path, breaks={SHORT: 1}), say=told.append)
+    assert (
+        record.chosen == SHORT and f"halving: {SHORT} failed and is tried once more: rank 1 was lost" in told
+    )
+
+
+def test_a_search_that_is_over_says_so(tmp_path: Path) -> None:
+    told: list[str] = []
+    search(tmp_path, Jobs(tmp_path))
+    search(tmp_path, Jobs(tmp_path), budget_s=5000.0, say=told.append)
+    assert told == [f"{tmp_path}: this search is over; for another one give another folder"]
+
+
+def test_other_seeds_are_evaluated_at_the_ends_of_the_last_rungs_too(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path)
+    record = search(tmp_path, jobs)
+    rate = record.of(SHORT).steps_per_s
+    assert rate is not None
+    stops = [step for name, seed, step in jobs.trained if (name, seed) == (SHORT, 2)]
+    assert stops == [round(rung.seconds * rate) for rung in record.rungs]
+
+
+def test_the_budget_that_is_advised_is_enough(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        search(tmp_path, Jobs(tmp_path), budget_s=8.0)
+    found = re.search(r"give (\d+)s at least", str(refused.value))
+    assert found is not None and search(tmp_path, Jobs(tmp_path), budget_s=float(found[1])).completed
 
 
 def test_what_cannot_be_trained_is_ruled_out_with_its_message(tmp_path: Path) -> None:
