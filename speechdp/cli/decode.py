@@ -117,6 +117,9 @@ class DecodeCommand:
         if result.unknown_words:
             share = 100 * result.unknown_words / result.wer.words
             print(f"{result.unknown_words} words ({share:.1f} %) are not in the vocabulary: all errors")
+        if result.untranscribed:
+            untold = counted(result.untranscribed, "utterance")
+            print(f"{untold} without a transcript: recognised, and counted in no error rate")
         if result.retried:
             retried = counted(result.retried, "utterance")
             print(f"{retried} needed a wider beam; without hypothesis: {result.failed}")

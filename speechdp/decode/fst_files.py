@@ -36,7 +36,7 @@ def read_symbols(path: Path) -> dict[int, str]:
         ConfigError: it is missing, or a line is malformed; names file and line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise ConfigError(cannot_be_read(path, error)) from error
     except UnicodeDecodeError as error:

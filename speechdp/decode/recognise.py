@@ -346,7 +346,10 @@ class SpokenSplit:
         shards = [stack.enter_context(dataset.open_shard(split, i)) for i in range(num_shards)]
         self.transcripts = [text.split() for shard in shards for text in shard.texts]
         if not any(self.transcripts):
-            raise ConfigError(f"{dataset.path}: split {split!r} has no reference words; there is no WER")
+            raise ConfigError(
+                f"{dataset.path}: split {split!r} has no transcripts to count errors by; recognise its "
+                "recordings with speechdp transcribe RUN FILES"
+            )
         self._all = [(shard, i) for shard in shards for i in range(shard.num_utterances)]
         self._comm = comm
         self.own = self._all[comm.rank :: comm.size]
@@ -484,14 +487,16 @@ def decode_split(
         raise Stopped
     everything = (Hypothesis.from_dict(values) for part in parts for values in part["hypotheses"])
     hypotheses = sorted(everything, key=lambda h: h.utterance_id)  # the order Kaldi's tools expect
-    wer = word_error_rate([h.ref for h in hypotheses], [h.hyp for h in hypotheses])
+    judged = [h for h in hypotheses if h.ref]
+    wer = word_error_rate([h.ref for h in judged], [h.hyp for h in judged])
     result = DecodingResult(
         split=split,
         grammar=recogniser.grammar,
         wer=wer,
-        speakers=errors_by_speaker(hypotheses),
+        speakers=errors_by_speaker(judged),
         retried=sum(part["retried"] for part in parts),
         failed=sum(not h.candidates for h in hypotheses),
+        untranscribed=len(hypotheses) - len(judged),
         unknown_words=sum(word not in recogniser.words for words in reader.transcripts for word in words),
         hypotheses=path,
         utterances=tuple(hypotheses),

@@ -62,6 +62,7 @@ class DecodingResult:
         speakers: those of each speaker, the worst first; empty where the data know none.
         retried: utterances that needed a wider beam.
         failed: utterances without any hypothesis: counted as deletions.
+        untranscribed: utterances without a transcript, by which no errors are counted.
         unknown_words: reference words that cannot be recognised, each of which is an error.
         hypotheses: the file of hypotheses.
         utterances: what was recognised, by utterance id.
@@ -76,6 +77,7 @@ class DecodingResult:
     speakers: Mapping[str, WerResult]
     retried: int
     failed: int
+    untranscribed: int
     unknown_words: int
     hypotheses: Path
     utterances: tuple[Hypothesis, ...]
@@ -144,9 +146,10 @@ class NBestLists:
         """Judge lists; None where they were not asked for (`size` 0)."""
         if size == 0:
             return None
-        best = [oracle_of(h.ref, [" ".join(c.words) for c in h.candidates]) for h in hypotheses]
+        judged = [h for h in hypotheses if h.ref]
+        best = [oracle_of(h.ref, [" ".join(c.words) for c in h.candidates]) for h in judged]
         mean = sum(len(h.candidates) for h in hypotheses) / max(len(hypotheses), 1)
-        return cls(path, size, mean, word_error_rate([h.ref for h in hypotheses], best))
+        return cls(path, size, mean, word_error_rate([h.ref for h in judged], best))
 
     def summary(self) -> str:
         """Say in one line how good the lists are."""
@@ -182,6 +185,7 @@ def write_results(run_dir: Path, result: DecodingResult) -> None:
         "unknown_words": result.unknown_words,
         "retried": result.retried,
         "failed": result.failed,
+        "untranscribed": result.untranscribed,
         "hypotheses": str(result.hypotheses.relative_to(run_dir)),
         **result.settings,
         "speakers": [{"speaker": name, **asdict(errors)} for name, errors in result.speakers.items()],

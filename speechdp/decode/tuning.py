@@ -226,7 +226,9 @@ def _scored(
         recogniser = recogniser_for(trained, dataset, without_priors, reader.transcripts)
         features = reader.features(inputs_of(trained.config), options.normalise)
         scored = [
-            (reader.reference(position), posteriors) for position, posteriors in recogniser.score(features)
+            (reference, posteriors)
+            for position, posteriors in recogniser.score(features)
+            if (reference := reader.reference(position))
         ]
         return recogniser, scored, sum(map(len, reader.transcripts))
 

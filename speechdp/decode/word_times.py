@@ -61,7 +61,7 @@ def word_spans(
                 pairs = zip(words, placed, strict=True)
                 return [WordSpan(word, int(begins[a]), int(ends[b - 1])) for word, (a, b) in pairs]
             continue
-        for first in sorted({visit, after_silence(visit)}):
+        for first in range(visit, after_silence(visit) + 1):
             for variant in reversed(variants[len(placed)]):
                 if visited[first : first + len(variant)] == variant:
                     end = first + len(variant)

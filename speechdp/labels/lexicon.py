@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ ARPABET = frozenset((
     "Z", "ZH",
 ))
 # fmt: on
+_VARIANT = re.compile(r"(?P<word>.+)\(\d+\)")
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "oh")
 _MAX_LISTED = 20
 
@@ -107,6 +109,7 @@ class Lexicon:
     def load(cls, path: Path) -> Lexicon:
         """Read a Kaldi `lexicon.txt`: `word phone phone ...`, one variant a line; or `lexiconp.txt`.
 
+        CMUdict's form is read, too: `word(2)` is another variant of `word`, and comments are none.
         In a lexiconp.txt each word is followed by the probability of the variant, and the most probable
         variant becomes the preferred one.  Entries such as `<SIL>`, `<UNK>` and `!SIL` stand for silence and
         unknown words and are skipped, but for what `with_unknown` adds.
@@ -115,7 +118,7 @@ class Lexicon:
             ConfigError: the file cannot be read, holds no word, or a line is malformed (file:line).
         """
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except OSError as error:
             raise ConfigError(
                 f"{path}: cannot read the lexicon ({error.strerror}); check its path"
@@ -137,7 +140,7 @@ class Lexicon:
         found: dict[str, dict[Pronunciation, float]] = {}
         has_probabilities: bool | None = None
         for number, line in enumerate(text.splitlines(), start=1):
-            word, *phones = line.split() or [""]
+            word, *phones = _fields(line)
             is_unknown = word == UNKNOWN_WORD and phones[-1:] == [UNKNOWN_PHONE]
             if not word or (is_mark(word) and not is_unknown):
                 continue
@@ -196,6 +199,16 @@ class Lexicon:
             {word: self.pronunciations[word] for word in wanted},
             {word: self.probabilities[word] for word in wanted if self.probabilities},
         )
+
+
+def _fields(line: str) -> list[str]:
+    """Return a line's word and what follows it; the word is "" where there is none."""
+    fields = [] if line.startswith(";;;") else line.split()
+    if "#" in fields:
+        fields = fields[: fields.index("#")]
+    word, *rest = fields or [""]
+    variant = _VARIANT.fullmatch(word)
+    return [variant["word"] if variant else word, *rest]
 
 
 def is_mark(word: str) -> bool:
@@ -323,6 +336,9 @@ def refuse_unknown(words: Sequence[str], remedy: str) -> None:
     """Refuse words without a pronunciation, if any, by ONE message: the first 20 and the remedy."""
     if not words:
         return
+    marks = [word for word in words if is_mark(word)]
+    if marks:
+        remedy = f"{marks[0]} is a mark of no word: take such out of the transcripts; {remedy}"
     shown = " ".join(itertools.islice(words, _MAX_LISTED))
     more = f" and {len(words) - _MAX_LISTED} more" if len(words) > _MAX_LISTED else ""
     raise ConfigError(f"{counted(len(words), 'word')} without a pronunciation: {shown}{more}; {remedy}")

@@ -44,6 +44,7 @@ _OF_TRANSCRIPTS = str.maketrans(
         **dict.fromkeys("\u3001\u3002\uff0c\uff01\uff1f\u0964\u061f\u060c\u061b", " "),
         **dict.fromkeys("\u2018\u2019\u02bc", "'"),
         **dict.fromkeys("\u2010\u2011", "-"),
+        **dict.fromkeys("\ufeff\u200b\u2060\u00ad", ""),  # nobody sees them: byte order mark, soft hyphen
     }
 )
 #: Signs that belong to words, and are punctuation where they stand alone: "well -- no".

@@ -61,7 +61,7 @@ def _opened(path: Path) -> Iterator[TextIO]:
     """Open a file and put what may go wrong in reading it into words."""
     try:
         opened = gzip.open if path.suffix == ".gz" else open
-        with opened(path, "rt", encoding="utf-8", newline="\n") as file:
+        with opened(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             yield file
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text; convert it with iconv") from error

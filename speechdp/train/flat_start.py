@@ -6,6 +6,7 @@ one exchange a round adds the counts up, and every rank estimates the same mixtu
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -131,23 +132,41 @@ class _Reader:
         with ExitStack() as stack:
             paths = self.session.dataset.shard_paths(split)[comm.rank :: comm.size]
             shards = [stack.enter_context(Shard(path)) for path in paths]
-            longest = self._longest(shards)
+            longest, share = self._longest(shards)
             read = (
                 self._utterance(shard, u)
                 for shard in shards
                 for u, num_frames in enumerate(np.diff(shard.offsets).tolist())
                 if num_frames <= longest
+                or (num_frames == longest + 1 and _lot(shard.utterance_id(u)) < share)
             )
             return [utterance for utterance in read if utterance is not None]
 
-    def _longest(self, shards: Sequence[Shard]) -> int:
-        """Return up to which length all ranks' utterances have not more frames than wanted.  Collective."""
-        frames = np.zeros(_LONGEST + 1)
+    def _longest(self, shards: Sequence[Shard]) -> tuple[int, float]:
+        """Choose the shortest utterances of all ranks, as many frames as are wanted.  Collective.
+
+        Returns:
+            The length up to which all are taken, and the share of those that are a frame longer.
+
+        Raises:
+            RunError: all are too long.
+        """
+        frames = np.zeros(_LONGEST + 2)  # the last: of those that are too long
         for shard in shards:
             lengths = np.diff(shard.offsets)
-            np.add.at(frames, lengths[lengths <= _LONGEST], lengths[lengths <= _LONGEST])
-        total = np.cumsum(_sum(self.session, frames))
-        return int(np.searchsorted(total, _MAX_FRAMES, side="right")) - 1
+            np.add.at(frames, np.minimum(lengths, _LONGEST + 1), lengths)
+        frames = _sum(self.session, frames)
+        if frames[-1] > 0 and not frames[:-1].any():
+            raise RunError(
+                f"{self.session.dataset.path}: all utterances have more than {_LONGEST} frames, too many for "
+                "--flat-start; cut them at pauses (a file segments in a Kaldi data directory)"
+            )
+        total = np.cumsum(frames[:-1])
+        longest = int(np.searchsorted(total, _MAX_FRAMES, side="right")) - 1
+        if longest >= _LONGEST:
+            return _LONGEST, 0.0
+        taken = total[longest] if longest >= 0 else 0.0
+        return longest, float((_MAX_FRAMES - taken) / frames[longest + 1])
 
     def _utterance(self, shard: Shard, u: int) -> _Utterance | None:
         spoken = shard.text(u).split()
@@ -166,6 +185,11 @@ class _Reader:
         phones = {phone for w in words for variant in self.lexicon.pronunciations[w] for phone in variant}
         classes = frozenset(states_of([SILENCE, *phones], self.inventory))
         return _Utterance(words, classes, cepstra_of(features, are_cepstra=self.are_cepstra), alignment)
+
+
+def _lot(utterance_id: str) -> float:
+    """Return a number from 0 to 1 that is an utterance's own, whatever rank reads it."""
+    return zlib.crc32(utterance_id.encode()) / 2**32
 
 
 def _uniform(words: Sequence[str], num_frames: int, lexicon: Lexicon, inventory: StateInventory) -> IntArray:

@@ -141,7 +141,7 @@ def file_lines(path: Path) -> list[tuple[int, str]]:
         ConfigError: the file is missing or is not UTF-8.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path") from error
     except UnicodeDecodeError as error:

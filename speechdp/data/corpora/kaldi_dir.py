@@ -11,6 +11,7 @@ from speechdp.data.corpora.corpus import Corpus, CorpusUtterance, file_lines
 from speechdp.data.corpora.pipes import Pipe, PipeRunner
 from speechdp.data.signal.audio import AudioPart, AudioSource, file_of
 from speechdp.errors import ConfigError
+from speechdp.labels.text_normalise import plain_transcript
 
 _Value = TypeVar("_Value")
 
@@ -98,7 +99,7 @@ def read_kaldi_dir(source: Path, rules: ReadingRules = PLAIN_RULES) -> Corpus:
             agree between the files; names the file and line, and the remedy.
     """
     audio = read_audio_table(source, rules)
-    tables = {"utt2spk": read_table(source / "utt2spk")}
+    tables = {"utt2spk": read_speakers(source)}
     if rules.needs_text or (source / "text").is_file():
         tables["text"] = read_table(source / "text", may_be_empty=True)
     is_cut = (source / "segments").is_file()
@@ -115,7 +116,9 @@ def read_kaldi_dir(source: Path, rules: ReadingRules = PLAIN_RULES) -> Corpus:
             },
         }
         if rules.needs_text:
-            lacking["have an empty transcript"] = [u for u, text in tables["text"].items() if not text]
+            lacking["have an empty transcript"] = [
+                u for u, text in tables["text"].items() if not plain_transcript(text)
+            ]
         gone = {utterance for names in lacking.values() for utterance in names}
         audio = {utterance: place for utterance, place in audio.items() if utterance not in gone}
         notices = left_out(lacking)
@@ -136,6 +139,31 @@ def read_table(path: Path, *, may_be_empty: bool = False) -> dict[str, str]:
         ConfigError: a key without value (unless `may_be_empty`) or a key given twice.
     """
     return {key: value for key, (_, value) in _numbered_table(path, may_be_empty=may_be_empty).items()}
+
+
+def read_speakers(source: Path) -> dict[str, str]:
+    """Read the speaker of each utterance from utt2spk, or from spk2utt where only that is there.
+
+    Raises:
+        ConfigError: there is neither, a malformed line, or an utterance given twice.
+    """
+    path, inverse = source / "utt2spk", source / "spk2utt"
+    if path.is_file() or not inverse.is_file():
+        if not path.exists():
+            raise ConfigError(
+                f"{path}: there is none, and no spk2utt; write a line 'UTTERANCE SPEAKER' for each utterance "
+                "(the utterance again as its speaker where nobody knows)"
+            )
+        return read_table(path)
+    found: dict[str, str] = {}
+    for speaker, (number, value) in _numbered_table(inverse, may_be_empty=True).items():
+        for utterance in value.split():
+            if utterance in found:
+                raise ConfigError(
+                    f"{inverse}:{number}: {utterance} is here a second time; remove one of them"
+                )
+            found[utterance] = speaker
+    return found
 
 
 def _numbered_table(path: Path, *, may_be_empty: bool = False) -> dict[str, tuple[int, str]]:

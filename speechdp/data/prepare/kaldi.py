@@ -15,6 +15,7 @@ from speechdp.data.corpora.kaldi_dir import (
     left_out,
     read_audio_table,
     read_segments,
+    read_speakers,
     read_table,
 )
 from speechdp.data.corpora.missing_files import missing_error, missing_files
@@ -96,7 +97,7 @@ class _Listed:
         read = _features_table(folder, rules, config) if feats else read_audio_table(folder, rules)
         sources = _with_files(folder, table, read, rules)
         gone = [utterance for utterance in read if utterance not in sources]
-        speakers = read_table(folder / "utt2spk")
+        speakers = read_speakers(folder)
         path = folder / "text"
         texts = read_table(path, may_be_empty=True) if path.exists() else {}
         utterances = [

@@ -123,7 +123,7 @@ def find_pronunciations(words: set[str], options: PrepareOptions, given: Lexicon
     if given is not None:
         lexicon, remedy = given, f"add them to {options.lexicon}"
     elif options.lexicon == GRAPHEMES:
-        lexicon, remedy = grapheme_lexicon(words), "they have no letters, or are marks: take them out"
+        lexicon, remedy = grapheme_lexicon(words), "they have no letters: take them out"
     else:
         lexicon, remedy = built_in_pronunciations(words)
     unknown = sorted(words - lexicon.pronunciations.keys())

@@ -62,7 +62,7 @@ class TunedTraining(OwnTraining, TunedJobs):
         expected_s = race_s(length, settings, self._step_s(backend))
         if expected_s > longest_s:
             self._say(
-                f"race: the shortest takes about {formatting.seconds(expected_s)}, more than a quarter of the "
+                f"race: the shortest takes {formatting.seconds(expected_s)}, more than a quarter of the "
                 "budget; fewer --strategies or --periods shorten it"
             )
         words = ["tune", str(self._request.data.absolute()), str(out), "--job=race"]

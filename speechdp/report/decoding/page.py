@@ -11,7 +11,7 @@ from rich.console import Group
 
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.layout import printable
-from speechdp.decode.results import DecodingResult
+from speechdp.decode.results import DecodingResult, Hypothesis
 from speechdp.decode.wer import WerResult, align_words
 from speechdp.report.decoding.mistakes import (
     AlignedUtterance,
@@ -74,11 +74,17 @@ def write_decoding_page(result: DecodingResult, dataset: Dataset, run_dir: Path)
 
 
 def _aligned(result: DecodingResult) -> list[AlignedUtterance]:
-    aligned = align_words([one.ref for one in result.utterances], [one.hyp for one in result.utterances])
+    judged = _judged(result)
+    aligned = align_words([one.ref for one in judged], [one.hyp for one in judged])
     return [
         AlignedUtterance(one.utterance_id, one.speaker, words)
-        for one, words in zip(result.utterances, aligned, strict=True)
+        for one, words in zip(judged, aligned, strict=True)
     ]
+
+
+def _judged(result: DecodingResult) -> list[Hypothesis]:
+    """Return what was recognised where there is a transcript to judge it by."""
+    return [one for one in result.utterances if one.ref]
 
 
 def _answer(result: DecodingResult) -> Answer:
@@ -213,6 +219,6 @@ def _csv(result: DecodingResult, utterances: Sequence[AlignedUtterance]) -> str:
             one.ref,
             one.hyp,
         )
-        for one, aligned in zip(result.utterances, utterances, strict=True)
+        for one, aligned in zip(_judged(result), utterances, strict=True)
     )
     return csv_text(head, lines)

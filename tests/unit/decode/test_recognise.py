@@ -61,6 +61,19 @@ def test_hypotheses_errors_and_files(dataset: Dataset, tmp_path: Path) -> None:
     assert [(row["speaker"], row["words"], row["wer"]) for row in values["speakers"]] == [("s", 6, 0.5)]
 
 
+def test_what_has_no_transcript_is_recognised_and_not_counted(tmp_path: Path) -> None:
+    untold = [Spoken("b0", "", "one two"), Spoken("e0", "", "two")]
+    expected = decode(write_dataset(tmp_path / "data", SHARDS), tmp_path / "run")
+    found = decode(write_dataset(tmp_path / "more", [*SHARDS, untold]), tmp_path / "other", nbest=3)
+    assert found.wer == expected.wer and found.speakers == expected.speakers
+    assert (expected.untranscribed, found.untranscribed) == (0, 2)
+    assert found.nbest is not None and found.nbest.oracle.utterances == 5
+    assert {"b0 one two", "e0 two"} < set(
+        (tmp_path / "other" / "hypotheses" / "test.txt").read_text().splitlines()
+    )
+    assert json.loads((tmp_path / "other" / "wer-test.json").read_text())["untranscribed"] == 2
+
+
 def test_speakers_stand_by_their_error_rates_where_they_are_known(tmp_path: Path) -> None:
     utterances = [
         Spoken("a", "one two", "one two", speaker="ann"),
@@ -141,7 +154,9 @@ def test_no_split_overwrites_another(tmp_path: Path) -> None:
 
 def test_split_without_words_is_refused(tmp_path: Path) -> None:
     silent = write_dataset(tmp_path / "data", [[Spoken("a", "", "one")]])
-    with pytest.raises(ConfigError, match="no reference words"):
+    with pytest.raises(
+        ConfigError, match=r"has no transcripts to count errors by; .* speechdp transcribe RUN FILES"
+    ):
         decode(silent, tmp_path / "run")
 
 

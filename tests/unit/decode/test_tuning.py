@@ -179,6 +179,13 @@ def test_the_way_ends_where_three_values_in_a_row_are_worse(
     assert seen[:12] == [0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, -0.5, -1.0, -2.0, 2.0]
 
 
+def test_what_has_no_transcript_does_not_count(dataset: Dataset, tmp_path: Path) -> None:
+    untold = write_dataset(tmp_path / "more", [*SHARDS, [Spoken("x", "", "one two", 60)]], "dev")
+    start, comm = DecodingOptions(grammar=Grammar.WORD_LOOP), SerialCommunicator()
+    records = [tune(unsure(one.num_classes), one, "dev", start, comm).record for one in (dataset, untold)]
+    assert records[0] == records[1]
+
+
 def test_the_network_runs_once(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     model = unsure(dataset.num_classes)
     tune(model, dataset, "dev", DecodingOptions(), SerialCommunicator())

@@ -57,6 +57,15 @@ def test_a_word_may_begin_and_end_with_silence() -> None:
     assert found == [WordSpan("hm", 0, 9), WordSpan("a", 9, 12)]
 
 
+def test_silence_before_a_word_that_begins_with_silence() -> None:
+    lexicon, inventory = Lexicon({"a": ((SILENCE, "A"),), "b": (("A", SILENCE),)}), StateInventory(("A",))
+    silence, phone = range(3), range(3, 6)
+    found = word_spans(["a"], np.array([*silence, *silence, *phone], np.int32), lexicon, inventory)
+    assert found in ([WordSpan("a", 0, 9)], [WordSpan("a", 3, 9)])
+    classes = np.array([*phone, *silence, *silence, *phone], np.int32)
+    assert [span.word for span in word_spans(["b", "a"], classes, lexicon, inventory)] == ["b", "a"]
+
+
 def test_another_transcripts_alignment_is_an_error() -> None:
     with pytest.raises(AssertionError, match="not one of this transcript"):
         word_spans(["b"], np.array([3, 4, 5], np.int32), LEXICON, INVENTORY)

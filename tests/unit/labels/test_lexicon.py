@@ -15,6 +15,7 @@ from speechdp.labels.lexicon import (
     grapheme_lexicon,
     lexicon_for,
     own_lexicon,
+    refuse_unknown,
 )
 from speechdp.labels.text_normalise import plain_transcript
 
@@ -101,6 +102,22 @@ def test_malformed_line_is_named(tmp_path: Path, text: str, line: int, about: st
     assert about in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_lexicon_as_cmudict_has_it(tmp_path: Path) -> None:
+    text = "\ufeff;;; # CMUdict\nread R EH1 D # past\nread(2) R IY1 D\n(x) EH K S\n"
+    lexicon = Lexicon.load(write(tmp_path / "cmudict.dict", text))
+    assert lexicon.pronunciations == {
+        "read": (("R", "EH1", "D"), ("R", "IY1", "D")),
+        "(x)": (("EH", "K", "S"),),
+    }
+
+
+def test_marks_that_no_lexicon_can_hold_are_to_be_taken_out() -> None:
+    with pytest.raises(
+        ConfigError, match="one; <noise> is a mark of no word: take such out of the transcripts; add"
+    ):
+        refuse_unknown(["<noise>", "one"], "add them to L")
+
+
 def test_missing_empty_and_binary_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         Lexicon.load(tmp_path / "none.txt")
@@ -167,6 +184,7 @@ def test_words_that_are_not_in_the_lexicon_become_unk_where_it_has_it(tmp_path: 
         ("e\u0301te\u0301 \u4f60\u597d\u3002", "\u00e9t\u00e9 \u4f60\u597d"),
         (" . - ", ""),
         ("as -- it were - half\u2010cock", "as it were half-cock"),
+        ("\ufeffco\u00adop\u200b", "coop"),
         ("Well, !SIL ! <Noise> THAT!", "well !SIL <Noise> that"),
     ],
 )

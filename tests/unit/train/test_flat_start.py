@@ -24,6 +24,7 @@ from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Stopped
+from speechdp.train import flat_start
 from speechdp.train.flat_start import train_mixtures
 from speechdp.train.realign import make_alignments, train_with_realignment
 from speechdp.train.session import Session
@@ -85,6 +86,33 @@ def test_any_number_of_ranks_finds_the_same(
             f.mixtures.log_likelihoods(x), alone.mixtures.log_likelihoods(x), rtol=1e-3
         )
         assert f.log_likelihood == pytest.approx(alone.log_likelihood, rel=1e-6)
+
+
+def test_of_utterances_of_one_length_a_part_is_taken(
+    spoken: tuple[Dataset, dict[str, list[IntArray]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset, truth = spoken
+    lengths = sorted(len(states) for name, of in truth.items() if name.startswith("train") for states in of)
+    # All are taken for as long as the shortest: of the frames there are, half are wanted.
+    monkeypatch.setattr(np, "diff", lambda offsets, **_: np.full(len(offsets) - 1, 50))
+    monkeypatch.setattr(flat_start, "_MAX_FRAMES", 50 * len(lengths) // 2)
+    chosen = [run_threads(size, lambda comm: len(_reader(dataset, comm).read("train"))) for size in (1, 3)]
+    assert sum(chosen[0]) == sum(chosen[1]) and 8 <= sum(chosen[0]) <= 22
+
+
+def test_utterances_that_are_all_too_long_are_to_be_cut(
+    spoken: tuple[Dataset, dict[str, list[IntArray]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flat_start, "_LONGEST", 5)
+    with pytest.raises(
+        RunError, match="all utterances have more than 5 frames, too many for --flat-start; cut"
+    ):
+        train_mixtures(Session(spoken[0], SerialCommunicator(), CPU), "train")
+
+
+def _reader(dataset: Dataset, comm: Communicator) -> flat_start._Reader:
+    lexicon, inventory = Lexicon.load(dataset.lexicon_path), StateInventory.load(dataset.classes_path)
+    return flat_start._Reader(Session(dataset, comm, CPU), lexicon, inventory, are_cepstra=False)
 
 
 def test_all_ranks_stop_where_one_is_asked(spoken: tuple[Dataset, dict[str, list[IntArray]]]) -> None:

@@ -91,8 +91,34 @@ def test_kaldi_files_that_are_missing_or_not_text(tmp_path: Path, file: str) -> 
     with pytest.raises(ConfigError, match=f"{file}: is not UTF-8"):
         read_kaldi_dir(source)
     (source / file).unlink()
-    with pytest.raises(ConfigError, match=f"{file}: cannot be read"):
+    message = {"text": "cannot be read", "utt2spk": "there is none, and no spk2utt; write a line"}[file]
+    with pytest.raises(ConfigError, match=f"{file}: {message}"):
         read_kaldi_dir(source)
+
+
+def test_speakers_may_stand_in_spk2utt_alone(tmp_path: Path) -> None:
+    source = kaldi_folder(tmp_path)
+    (source / "utt2spk").unlink()
+    (source / "spk2utt").write_text("ann utt0 utt2\nbob utt1\n")
+    assert [u.speaker for u in read_kaldi_dir(source).utterances] == ["ann", "bob", "ann"]
+    (source / "spk2utt").write_text("ann utt0 utt2\nbob utt1 utt2\n")
+    with pytest.raises(ConfigError, match="spk2utt:2: utt2 is here a second time"):
+        read_kaldi_dir(source)
+
+
+def test_a_byte_order_mark_is_no_letter(tmp_path: Path) -> None:
+    source = kaldi_folder(tmp_path)
+    text = (source / "text").read_text()
+    (source / "text").write_text("\ufeff" + text, encoding="utf-8")
+    assert [u.text for u in read_kaldi_dir(source).utterances] == ["zero two", "one two", "two two"]
+
+
+def test_transcripts_of_signs_alone_are_left_out_if_asked(tmp_path: Path) -> None:
+    source = kaldi_folder(tmp_path)
+    (source / "text").write_text("utt0 -\nutt1 one\nutt2 ...\n")
+    corpus = read_kaldi_dir(source, ReadingRules(skip_incomplete=True))
+    assert [u.utterance_id for u in corpus.utterances] == ["utt1"]
+    assert "2 utterances that have an empty transcript" in " ".join(corpus.notices)
 
 
 @pytest.mark.parametrize(
