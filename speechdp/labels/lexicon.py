@@ -31,6 +31,10 @@ ARPABET = frozenset((
     "Z", "ZH",
 ))
 # fmt: on
+#: One sign for those that look alike within words.
+SIGNS_IN_WORDS = str.maketrans(
+    {**dict.fromkeys("\u2018\u2019\u02bc", "'"), **dict.fromkeys("\u2010\u2011", "-")}
+)
 _VARIANT = re.compile(r"(?P<word>.+)\(\d+\)")
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "oh")
 _MAX_LISTED = 20
@@ -78,12 +82,15 @@ class Lexicon:
         return word in self.pronunciations
 
     def spelling_of(self, word: str) -> str | None:
-        """Return how the lexicon spells a word: as it is, else in another case; None: it lacks the word."""
-        return word if word in self else self._by_lower_case.get(word.lower())
+        """Return how the lexicon spells a word; None: it lacks the word.
+
+        As it is, else in another case, with other signs for apostrophe and hyphen, or accents apart.
+        """
+        return word if word in self else self._by_lower_case.get(_folded(word))
 
     @cached_property
     def _by_lower_case(self) -> dict[str, str]:
-        return {word.lower(): word for word in reversed(self.recognised_words)}
+        return {_folded(word): word for word in reversed(self.recognised_words)}
 
     def in_lower_case(self) -> Lexicon:
         """Spell all words in lower case, each with the pronunciations of `spelling_of`."""
@@ -199,6 +206,11 @@ class Lexicon:
             {word: self.pronunciations[word] for word in wanted},
             {word: self.probabilities[word] for word in wanted if self.probabilities},
         )
+
+
+def _folded(word: str) -> str:
+    """Return what words share that differ in case and in how their signs are encoded."""
+    return unicodedata.normalize("NFC", word).lower().translate(SIGNS_IN_WORDS)
 
 
 def _fields(line: str) -> list[str]:

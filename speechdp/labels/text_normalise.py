@@ -6,7 +6,7 @@ import re
 import unicodedata
 
 from speechdp.errors import ConfigError
-from speechdp.labels.lexicon import is_mark
+from speechdp.labels.lexicon import SIGNS_IN_WORDS, is_mark
 
 #: Signs that are kept, for they are heard as pauses or intonation; the apostrophe belongs to its word.
 PUNCTUATION = ("!", ",", ".", "?")
@@ -37,15 +37,18 @@ _SPACE_BEFORE_SIGN = re.compile(r"\s+([!,.?])")
 
 
 #: Punctuation of transcripts; apostrophes and hyphens belong to their words.
-_OF_TRANSCRIPTS = str.maketrans(
-    {
-        **dict.fromkeys('.,;:!?"()[]\u201c\u201d\u201e\u201f\u00ab\u00bb\u2039\u203a\u2026\u00bf\u00a1', ""),
-        **dict.fromkeys("\u2013\u2014", " "),
-        **dict.fromkeys("\u3001\u3002\uff0c\uff01\uff1f\u0964\u061f\u060c\u061b", " "),
-        **dict.fromkeys("\u2018\u2019\u02bc", "'"),
-        **dict.fromkeys("\u2010\u2011", "-"),
-        **dict.fromkeys("\ufeff\u200b\u2060\u00ad", ""),  # nobody sees them: byte order mark, soft hyphen
-    }
+_OF_TRANSCRIPTS = (
+    str.maketrans(
+        {
+            **dict.fromkeys(
+                '.,;:!?"()[]\u201c\u201d\u201e\u201f\u00ab\u00bb\u2039\u203a\u2026\u00bf\u00a1', ""
+            ),
+            **dict.fromkeys("\u2013\u2014", " "),
+            **dict.fromkeys("\u3001\u3002\uff0c\uff01\uff1f\u0964\u061f\u060c\u061b", " "),
+            **dict.fromkeys("\ufeff\u200b\u2060\u00ad", ""),  # nobody sees them: byte order mark, soft hyphen
+        }
+    )
+    | SIGNS_IN_WORDS
 )
 #: Signs that belong to words, and are punctuation where they stand alone: "well -- no".
 _IN_WORDS = "'-"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER, Corpus, CorpusUtterance, file_lines
@@ -22,6 +23,7 @@ _AUDIO_SUFFIXES = frozenset(
 )
 # Lists of checksums (FSDD has a SHA256SUMS.wav) and the hidden files some systems put beside each file.
 _NO_AUDIO = re.compile(r"\.|(md5|sha[0-9]+)sums?\b", re.IGNORECASE)
+_TRANSCRIPTS = ".trans.txt"
 _FIELDS = {"digit": r"[0-9]", "word": r"[^/]+?", "speaker": r"[^/]+?", "index": r"[0-9]+"}
 # Stricter than the pattern: yesno's 0_1_0_0_1_1_0_1 is not a digit said by speaker 1_0_0_1_1_0.
 _FSDD_NAME = re.compile(r"[0-9]_[A-Za-z][^_]*_[0-9]+")
@@ -48,7 +50,7 @@ def read_audio_folder(source: Path, pattern: str | None = None, rules: ReadingRu
         return _by_pattern(source, files, pattern)
     if (source / "text").is_file():
         return _by_kaldi_text(source, files, rules)
-    if any(source.rglob("*.trans.txt")):
+    if any(path.name.endswith(_TRANSCRIPTS) for path in _files_below(source)):
         return _by_trans_txt(source, files, rules)
     if any(file.with_suffix(".txt").is_file() for file in files):
         return _by_text_beside(source, files, rules)
@@ -74,12 +76,24 @@ def find_audio(source: Path) -> list[Path]:
         )
     files = sorted(
         path
-        for path in source.rglob("*")
+        for path in _files_below(source)
         if path.suffix.lower() in _AUDIO_SUFFIXES and not _NO_AUDIO.match(path.name)
     )
     if not files:
         raise ConfigError(f"{source}: holds no audio ({' '.join(sorted(_AUDIO_SUFFIXES))}); check the path")
     return files
+
+
+def _files_below(source: Path) -> Iterator[Path]:
+    """Yield all files below a folder, through links to folders, each folder once: links may make circles."""
+    seen: set[str] = set()
+    for folder, below, names in os.walk(source, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            below.clear()
+            continue
+        seen.add(real)
+        yield from (Path(folder) / name for name in names)
 
 
 def _by_pattern(source: Path, files: list[Path], pattern: str) -> Corpus:
@@ -128,13 +142,22 @@ def _labelled(utterance_id: str, file: Path, fields: dict[str, str]) -> CorpusUt
 
 
 def recording_names(source: Path, files: list[Path]) -> dict[Path, str]:
-    """Name each file by its stem, or by its path below the source where stems repeat; without blanks."""
+    """Name each file by its stem, or by its path below the source where stems repeat; without blanks.
+
+    Raises:
+        ConfigError: two files would have the same name.
+    """
     counts = Counter(file.stem for file in files)
     repeated = any(count > 1 for count in counts.values())
-    return {
+    names = {
         file: _no_space("-".join(file.relative_to(source).with_suffix("").parts) if repeated else file.stem)
         for file in files
     }
+    first: dict[str, Path] = {}
+    for file, name in names.items():
+        if first.setdefault(name, file) is not file:
+            raise ConfigError(f"{first[name]} and {file} are both utterance {name}; rename one")
+    return names
 
 
 def _by_kaldi_text(source: Path, files: list[Path], rules: ReadingRules) -> Corpus:
@@ -145,7 +168,7 @@ def _by_kaldi_text(source: Path, files: list[Path], rules: ReadingRules) -> Corp
 
 def _by_trans_txt(source: Path, files: list[Path], rules: ReadingRules) -> Corpus:
     texts: dict[str, str] = {}
-    for path in sorted(source.rglob("*.trans.txt")):
+    for path in sorted(path for path in _files_below(source) if path.name.endswith(_TRANSCRIPTS)):
         for utterance, text in read_table(path, may_be_empty=True).items():
             if utterance in texts:
                 raise ConfigError(f"{path}: utterance {utterance} has two transcripts; remove one")
@@ -203,16 +226,35 @@ def _with_transcripts(
             f"{source}/{kind}: no audio file for utterance {lost[0]} ({len(lost)} missing); "
             "add it, or leave them out with --skip-incomplete"
         )
+    folders = {} if by_id.keys() <= speakers.keys() else _speakers_of_folders(source, files)
     utterances = (
-        CorpusUtterance(u, speakers.get(u, _folder_speaker(source, file)), normalised.get(u, ""), file)
+        CorpusUtterance(u, speakers.get(u) or folders[file.parent], normalised.get(u, ""), file)
         for u, file in by_id.items()
     )
     return Corpus.of(source, utterances, may_lack_text=not rules.needs_text, notices=notices)
 
 
-def _folder_speaker(source: Path, file: Path) -> str:
-    """Take the folder an audio file lies in as its speaker."""
-    return _no_space(file.parent.name) if file.parent != source else UNKNOWN_SPEAKER
+def _speakers_of_folders(source: Path, files: Iterable[Path]) -> dict[Path, str]:
+    """Take folders with audio as speakers, by their names.
+
+    Where names repeat (ann/wav, bob/wav) they are no speakers: the folders right below the source are, or if
+    there is one only, the whole paths.
+    """
+    below = {
+        folder: folder.relative_to(source).parts for folder in dict.fromkeys(file.parent for file in files)
+    }
+    named = [parts for parts in below.values() if parts]
+    names = {parts[-1] for parts in named}
+    tops = {parts[0] for parts in named}
+
+    def speaker(parts: tuple[str, ...]) -> str:
+        if len(names) == len(named):
+            return parts[-1]
+        return parts[0] if len(tops) > 1 else "-".join(parts)
+
+    return {
+        folder: _no_space(speaker(parts)) if parts else UNKNOWN_SPEAKER for folder, parts in below.items()
+    }
 
 
 def _no_space(name: str) -> str:

@@ -111,6 +111,12 @@ def test_a_lexicon_as_cmudict_has_it(tmp_path: Path) -> None:
     }
 
 
+def test_words_are_found_however_their_signs_are_encoded() -> None:
+    lexicon = Lexicon({"don\u2019t": (("D",),), "cafe\u0301": (("K",),), "Caf\u00e9": (("C",),)})
+    assert lexicon.spelling_of("DON'T") == "don\u2019t" and lexicon.spelling_of("caf\u00e9") == "cafe\u0301"
+    assert lexicon.spelling_of("Caf\u00e9") == "Caf\u00e9" and lexicon.spelling_of("cafe") is None
+
+
 def test_marks_that_no_lexicon_can_hold_are_to_be_taken_out() -> None:
     with pytest.raises(
         ConfigError, match="one; <noise> is a mark of no word: take such out of the transcripts; add"

@@ -236,6 +236,37 @@ def test_a_text_beside_each_audio_file(tmp_path: Path) -> None:
         read_audio_folder(tmp_path)
 
 
+def test_speakers_are_the_folders_above_where_names_repeat(tmp_path: Path) -> None:
+    for name in ("ann/wav/1", "ann/wav/2", "bob/wav/3"):
+        write_tone(tmp_path / "corpus" / f"{name}.wav")
+        (tmp_path / "corpus" / f"{name}.txt").write_text("one")
+    corpus = read_audio_folder(tmp_path / "corpus")
+    assert {u.utterance_id: u.speaker for u in corpus.utterances} == {"1": "ann", "2": "ann", "3": "bob"}
+    (tmp_path / "corpus").rename(tmp_path / "data")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "data").rename(tmp_path / "corpus" / "data")
+    corpus = read_audio_folder(tmp_path / "corpus")
+    assert corpus.speakers == ("data-ann-wav", "data-bob-wav")
+
+
+def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
+    write_tone(tmp_path / "elsewhere" / "dora" / "1.wav")
+    (tmp_path / "elsewhere" / "dora" / "1.txt").write_text("one")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "dora").symlink_to(tmp_path / "elsewhere" / "dora")
+    (tmp_path / "elsewhere" / "dora" / "loop").symlink_to(tmp_path / "corpus")
+    corpus = read_audio_folder(tmp_path / "corpus")
+    assert [(u.utterance_id, u.speaker, u.text) for u in corpus.utterances] == [("1", "dora", "one")]
+
+
+def test_two_paths_of_one_name_are_refused(tmp_path: Path) -> None:
+    for name in ("a-b/c", "a/b-c", "d/c"):
+        write_tone(tmp_path / f"{name}.wav")
+        (tmp_path / f"{name}.txt").write_text("one")
+    with pytest.raises(ConfigError, match=r"would be called a-b-c, as .* is; rename one of them"):
+        read_audio_folder(tmp_path)
+
+
 def test_folders_without_audio_or_transcripts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         read_corpus(tmp_path / "gone", None)

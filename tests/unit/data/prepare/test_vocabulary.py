@@ -196,9 +196,7 @@ def test_letters_serve_as_phones_in_any_language(tmp_path: Path) -> None:
 
 def test_marks_are_words_without_pronunciation(tmp_path: Path) -> None:
     source = corpus(tmp_path / "in", "one !SIL <noise>", "one", "two!")
-    with pytest.raises(
-        ConfigError, match=r"2 words without a pronunciation: !SIL <noise>; !SIL is a mark of no word: take"
-    ):
+    with pytest.raises(ConfigError, match="!SIL <noise>; !SIL is a mark of no word: take"):
         make(source, tmp_path / "data", lexicon=GRAPHEMES)
     prepared = make(source, tmp_path / "data", lexicon=GRAPHEMES, unknown_words="unk")
     assert lexicon_of(prepared.dataset).words == ("one", "two", "<unk>")
@@ -209,9 +207,7 @@ def test_marks_in_a_folder_of_audio_are_no_words_either(tmp_path: Path) -> None:
         write_tone(tmp_path / "in" / f"{number}.wav", seed=number)
         (tmp_path / "in" / f"{number}.txt").write_text(text)
     values: dict[str, Any] = {"split": "random:dev=0,test=0", "lexicon": GRAPHEMES}
-    with pytest.raises(
-        ConfigError, match=r"2 words without a pronunciation: !SIL <noise>; !SIL is a mark of no word: take"
-    ):
+    with pytest.raises(ConfigError, match="!SIL <noise>; !SIL is a mark of no word: take"):
         make(tmp_path / "in", tmp_path / "data", **values)
     prepared = make(tmp_path / "in", tmp_path / "data", unknown_words="unk", **values)
     assert lexicon_of(prepared.dataset).words == ("one", "two", "<unk>")
