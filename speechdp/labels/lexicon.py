@@ -224,8 +224,8 @@ def _fields(line: str) -> list[str]:
 
 
 def is_mark(word: str) -> bool:
-    """Tell whether something in a word's place is none: `<noise>`, `<unk>`, `!SIL`."""
-    return word.startswith("!") or (word.startswith("<") and word.endswith(">"))
+    """Tell whether something in a word's place is none: `<noise>`, `[laughter]`, `<unk>`, `!SIL`."""
+    return word.startswith("!") or (word[:1] + word[-1:] in {"<>", "[]"} and len(word) > len("[]"))
 
 
 def digit_words() -> tuple[str, ...]:

@@ -50,6 +50,8 @@ _OF_TRANSCRIPTS = (
     )
     | SIGNS_IN_WORDS
 )
+#: Signs that part words where there is no blank: "yes,no", "well...no"; but "3.5" and "o.k." are one word.
+_BETWEEN_LETTERS = re.compile(r"(?<=[^\W\d_])(?:[,;:!?\u2026]|\.{2,})+(?=[^\W\d_])")
 #: Signs that belong to words, and are punctuation where they stand alone: "well -- no".
 _IN_WORDS = "'-"
 
@@ -67,7 +69,8 @@ def plain_transcript(text: str) -> str:
 
 def without_punctuation(text: str) -> str:
     """Return a text in lower case, without punctuation, with single spaces: "!SIL" -> "sil", "--" -> ""."""
-    words = unicodedata.normalize("NFC", text).lower().translate(_OF_TRANSCRIPTS).split()
+    apart = _BETWEEN_LETTERS.sub(" ", unicodedata.normalize("NFC", text).lower())
+    words = apart.translate(_OF_TRANSCRIPTS).split()
     return " ".join(word for word in words if word.strip(_IN_WORDS))
 
 

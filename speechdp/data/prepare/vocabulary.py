@@ -59,11 +59,11 @@ def plainly_spelt(corpus: Corpus, given: Lexicon | None, *, needs_text: bool = T
 def _plain_spelling(word: str, lexicon: Lexicon) -> str:
     """Return the words that stand for one of a transcript: several where a dash joins them, or none."""
     plain = without_punctuation(word)
+    if plain and is_mark(word) and word not in lexicon:
+        return word
     whole = lexicon.spelling_of(word) or lexicon.spelling_of(plain)
     if whole is not None:
         return whole
-    if plain and is_mark(word):
-        return word
     return " ".join(lexicon.spelling_of(part) or part for part in plain.split())
 
 

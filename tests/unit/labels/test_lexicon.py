@@ -190,6 +190,10 @@ def test_words_that_are_not_in_the_lexicon_become_unk_where_it_has_it(tmp_path: 
         ("e\u0301te\u0301 \u4f60\u597d\u3002", "\u00e9t\u00e9 \u4f60\u597d"),
         (" . - ", ""),
         ("as -- it were - half\u2010cock", "as it were half-cock"),
+        (
+            "Yes,no... [laughter] well\u2026I 10:30 3.5 O.K. [aside, too]",
+            "yes no [laughter] well i 1030 35 ok aside too",
+        ),
         ("\ufeffco\u00adop\u200b", "coop"),
         ("Well, !SIL ! <Noise> THAT!", "well !SIL <Noise> that"),
     ],
