@@ -441,9 +441,7 @@ class Tuner:
         self._record = self._record.with_setting(name, runs=runs)
         step = max(1, round(until_s * rate))
         found = self._training.train_to(setting, backend, seed, step)
-        if isinstance(
-            found, str
-        ):  # a rank may have been lost, or a node rebooted: that is not the setting's fault
+        if isinstance(found, str):  # a rank may have been lost: that is no fault of the setting
             self._say(f"halving: {name} failed and is tried once more: {found}")
             found = self._training.train_to(setting, backend, seed, step)
         if isinstance(found, str):
