@@ -279,7 +279,8 @@ def test_a_failure_is_said_in_one_line_and_leaves_no_record(
     monkeypatch.setattr(Racer, "run", fail)
     with pytest.raises(RunError) as raised:
         raced(dataset, tmp_path, settings, monkeypatch)
-    message = "the race of the settings failed: the loss is nan at step 3; --race 0 leaves it out"
+    why = "gradient_averaging: the loss is nan at step 3"
+    message = f"the race of the settings failed: {why}; --race 0 leaves the race out"
     assert str(raised.value) == message
     assert find_race(tmp_path, 2) is None
 
