@@ -41,6 +41,7 @@ from speechdp.decode.results import (
     Hypothesis,
     NBestLists,
     errors_by_speaker,
+    judged,
     nbest_path,
     results_at,
     write_results,
@@ -487,16 +488,15 @@ def decode_split(
         raise Stopped
     everything = (Hypothesis.from_dict(values) for part in parts for values in part["hypotheses"])
     hypotheses = sorted(everything, key=lambda h: h.utterance_id)  # the order Kaldi's tools expect
-    judged = [h for h in hypotheses if h.ref]
-    wer = word_error_rate([h.ref for h in judged], [h.hyp for h in judged])
+    told = judged(hypotheses)
+    wer = word_error_rate([h.ref for h in told], [h.hyp for h in told])
     result = DecodingResult(
         split=split,
         grammar=recogniser.grammar,
         wer=wer,
-        speakers=errors_by_speaker(judged),
+        speakers=errors_by_speaker(told),
         retried=sum(part["retried"] for part in parts),
         failed=sum(not h.candidates for h in hypotheses),
-        untranscribed=len(hypotheses) - len(judged),
         unknown_words=sum(word not in recogniser.words for words in reader.transcripts for word in words),
         hypotheses=path,
         utterances=tuple(hypotheses),

@@ -62,7 +62,6 @@ class DecodingResult:
         speakers: those of each speaker, the worst first; empty where the data know none.
         retried: utterances that needed a wider beam.
         failed: utterances without any hypothesis: counted as deletions.
-        untranscribed: utterances without a transcript, by which no errors are counted.
         unknown_words: reference words that cannot be recognised, each of which is an error.
         hypotheses: the file of hypotheses.
         utterances: what was recognised, by utterance id.
@@ -77,13 +76,17 @@ class DecodingResult:
     speakers: Mapping[str, WerResult]
     retried: int
     failed: int
-    untranscribed: int
     unknown_words: int
     hypotheses: Path
     utterances: tuple[Hypothesis, ...]
     settings: Mapping[str, Any]
     nbest: NBestLists | None = None
     speed: DecodingSpeed | None = None
+
+    @property
+    def untranscribed(self) -> int:
+        """Number of utterances without a transcript: recognised, and counted in no error rate."""
+        return len(self.utterances) - self.wer.utterances
 
 
 @dataclass(frozen=True)
@@ -146,10 +149,10 @@ class NBestLists:
         """Judge lists; None where they were not asked for (`size` 0)."""
         if size == 0:
             return None
-        judged = [h for h in hypotheses if h.ref]
-        best = [oracle_of(h.ref, [" ".join(c.words) for c in h.candidates]) for h in judged]
+        told = judged(hypotheses)
+        best = [oracle_of(h.ref, [" ".join(c.words) for c in h.candidates]) for h in told]
         mean = sum(len(h.candidates) for h in hypotheses) / max(len(hypotheses), 1)
-        return cls(path, size, mean, word_error_rate([h.ref for h in judged], best))
+        return cls(path, size, mean, word_error_rate([h.ref for h in told], best))
 
     def summary(self) -> str:
         """Say in one line how good the lists are."""
@@ -157,6 +160,11 @@ class NBestLists:
             f"{self.size}-best lists ({self.mean:.1f} sequences on average): oracle WER "
             f"{100 * self.oracle.wer:.2f} %, {self.path}"
         )
+
+
+def judged(hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """Return those with a transcript, by which errors are counted."""
+    return [h for h in hypotheses if h.ref]
 
 
 def errors_by_speaker(hypotheses: Sequence[Hypothesis]) -> Mapping[str, WerResult]:

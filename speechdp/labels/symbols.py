@@ -79,14 +79,16 @@ class SymbolInventory:
         given = lexicon.in_lower_case()
         words = {word for text in texts for word in plain_words(normalise(text)) if word in given}
         spoken = {word: given.pronunciations[word][0] for word in sorted(words)}
-        for word, phones in spoken.items():
-            for phone in phones:
-                if phone not in self.names:
-                    known = " ".join(name for name in self.names if name[0].isalnum())
-                    raise ConfigError(
-                        f"--lexicon: {word!r} has the phone {phone}, which the model does not have; use its "
-                        f"phones: {known}"
-                    )
+        strange = [
+            (word, phone) for word, phones in spoken.items() for phone in phones if phone not in self.names
+        ]
+        if strange:
+            word, phone = strange[0]
+            known = " ".join(name for name in self.names if name[0].isalnum())
+            raise ConfigError(
+                f"--lexicon: {word!r} has the phone {phone}, which the model does not have; use its "
+                f"phones: {known}"
+            )
         return replace(self, pronunciations={**self.pronunciations, **spoken})
 
     @property

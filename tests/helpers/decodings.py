@@ -46,7 +46,6 @@ def decoding_of(heard: Sequence[Heard], run_dir: Path, *, unknown_words: int = 0
         speakers=errors_by_group([one.speaker for one in heard], said, found),
         retried=0,
         failed=0,
-        untranscribed=0,
         unknown_words=unknown_words,
         hypotheses=run_dir / "hypotheses" / "test.txt",
         utterances=tuple(hypotheses),

@@ -50,8 +50,9 @@ def read_audio_folder(source: Path, pattern: str | None = None, rules: ReadingRu
         return _by_pattern(source, files, pattern)
     if (source / "text").is_file():
         return _by_kaldi_text(source, files, rules)
-    if any(path.name.endswith(_TRANSCRIPTS) for path in _files_below(source)):
-        return _by_trans_txt(source, files, rules)
+    transcripts = sorted(path for path in _files_below(source) if path.name.endswith(_TRANSCRIPTS))
+    if transcripts:
+        return _by_trans_txt(source, files, transcripts, rules)
     if any(file.with_suffix(".txt").is_file() for file in files):
         return _by_text_beside(source, files, rules)
     if 2 * sum(1 for file in files if _FSDD_NAME.fullmatch(file.stem)) > len(files):
@@ -166,9 +167,9 @@ def _by_kaldi_text(source: Path, files: list[Path], rules: ReadingRules) -> Corp
     return _with_transcripts(source, files, texts, speakers, "text", rules)
 
 
-def _by_trans_txt(source: Path, files: list[Path], rules: ReadingRules) -> Corpus:
+def _by_trans_txt(source: Path, files: list[Path], transcripts: list[Path], rules: ReadingRules) -> Corpus:
     texts: dict[str, str] = {}
-    for path in sorted(path for path in _files_below(source) if path.name.endswith(_TRANSCRIPTS)):
+    for path in transcripts:
         for utterance, text in read_table(path, may_be_empty=True).items():
             if utterance in texts:
                 raise ConfigError(f"{path}: utterance {utterance} has two transcripts; remove one")

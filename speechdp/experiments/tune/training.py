@@ -48,18 +48,18 @@ class TunedTraining(OwnTraining, TunedJobs):
         plan = self._race_plan(self._request.race, settings, options)
         if not plan.is_race:
             return RacedSettings({}, 0.0, {}, plan.left_out)
-        race = self._race(settings, backend, longest_s)
+        race = self._race(settings, options, longest_s)
         return race if isinstance(race, str) else RacedSettings.of(race)
 
-    def _race(self, settings: Sequence[Setting], backend: str, longest_s: float) -> RaceRecord | str:
-        out, options = self._out, self._options(settings[0], backend, self.seeds[0])
+    def _race(self, settings: Sequence[Setting], options: TrainOptions, longest_s: float) -> RaceRecord | str:
+        out, step_s = self._out, self._step_s(options.backend)
         before = _race_in(out, self._ranks)
         if before is not None:  # held with another budget, perhaps
             length = RaceOptions(before.plan.rounds, before.plan.least_steps)
             if is_of(before, self._race_plan(length, settings, options)):
                 return before
-        length = fitting_race(self._request.race, settings, self._step_s(backend), longest_s)
-        expected_s = race_s(length, settings, self._step_s(backend))
+        length = fitting_race(self._request.race, settings, step_s, longest_s)
+        expected_s = race_s(length, settings, step_s)
         if expected_s > longest_s:
             self._say(
                 f"race: the shortest takes {formatting.seconds(expected_s)}, more than a quarter of the "
@@ -68,7 +68,7 @@ class TunedTraining(OwnTraining, TunedJobs):
         words = ["tune", str(self._request.data.absolute()), str(out), "--job=race"]
         words += [f"--racing={racing_text(settings)}", f"--race={length.rounds}"]
         words += [f"--race-steps={length.least_steps}", f"--ranks={self._ranks}"]
-        words += [f"--backends={backend}", f"--seeds={options.seed}"]
+        words += [f"--backends={options.backend}", f"--seeds={options.seed}"]
         own = TrainOptions()
         words += train_arguments(
             dataclasses.replace(options, strategy=own.strategy, backend=own.backend, seed=own.seed)

@@ -11,7 +11,7 @@ from rich.console import Group
 
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.layout import printable
-from speechdp.decode.results import DecodingResult, Hypothesis
+from speechdp.decode.results import DecodingResult, judged
 from speechdp.decode.wer import WerResult, align_words
 from speechdp.report.decoding.mistakes import (
     AlignedUtterance,
@@ -74,17 +74,12 @@ def write_decoding_page(result: DecodingResult, dataset: Dataset, run_dir: Path)
 
 
 def _aligned(result: DecodingResult) -> list[AlignedUtterance]:
-    judged = _judged(result)
-    aligned = align_words([one.ref for one in judged], [one.hyp for one in judged])
+    told = judged(result.utterances)
+    aligned = align_words([one.ref for one in told], [one.hyp for one in told])
     return [
         AlignedUtterance(one.utterance_id, one.speaker, words)
-        for one, words in zip(judged, aligned, strict=True)
+        for one, words in zip(told, aligned, strict=True)
     ]
-
-
-def _judged(result: DecodingResult) -> list[Hypothesis]:
-    """Return what was recognised where there is a transcript to judge it by."""
-    return [one for one in result.utterances if one.ref]
 
 
 def _answer(result: DecodingResult) -> Answer:
@@ -219,6 +214,6 @@ def _csv(result: DecodingResult, utterances: Sequence[AlignedUtterance]) -> str:
             one.ref,
             one.hyp,
         )
-        for one, aligned in zip(_judged(result), utterances, strict=True)
+        for one, aligned in zip(judged(result.utterances), utterances, strict=True)
     )
     return csv_text(head, lines)
