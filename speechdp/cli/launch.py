@@ -354,12 +354,12 @@ def _find_place(options: LaunchCommand) -> _JobPlace:
 def _stop_policy(options: LaunchCommand) -> StopPolicy:
     # horovodrun with gloo starts the ranks itself and understands no SIGUSR1.
     gloo = options.launcher == "horovodrun" and options.controller == "gloo"
-    policy = StopPolicy(
+    return StopPolicy(
         first_signal=signal.SIGTERM if gloo else signal.SIGUSR1,
         grace_s=options.grace_s,
         terminate_after_fault=gloo or options.launcher == "srun",
+        tolerates_loss=has_option(options.command, "--tolerate-loss"),
     )
-    return replace(policy, fault_grace_s=None) if has_option(options.command, "--tolerate-loss") else policy
 
 
 def _ranks_on(hosts: Sequence[Host]) -> str:

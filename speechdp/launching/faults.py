@@ -66,8 +66,14 @@ class Fault:
         }[self.kind]
 
 
-def ends_job(fault: Fault) -> bool:
-    """Tell whether a fault is one after which no rank can go on; what might be a mere notice is not."""
+def ends_job(fault: Fault, *, tolerates_loss: bool = False) -> bool:
+    """Tell whether a fault is one after which no rank can go on; what might be a mere notice is not.
+
+    Args:
+        tolerates_loss: the ranks go on without one that is gone (--tolerate-loss).
+    """
+    if fault.kind in ("killed", "exited"):
+        return not tolerates_loss
     return fault.kind != "said" or fault.rank is not None
 
 

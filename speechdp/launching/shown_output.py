@@ -82,9 +82,11 @@ class ShownOutput:
 
     Args:
         stdout, stderr: reading ends of pipes; None: there is nothing to show.
+        tolerates_loss: a rank that is gone is no fault to be noticed (see ends_job).
     """
 
-    def __init__(self, stdout: int | None, stderr: int | None) -> None:
+    def __init__(self, stdout: int | None, stderr: int | None, *, tolerates_loss: bool = False) -> None:
+        self._tolerates_loss = tolerates_loss
         self._output = LauncherOutput()
         self._relays = (
             _Relay(STDOUT, stdout, lambda data: data, lambda: b""),
@@ -113,7 +115,9 @@ class ShownOutput:
             writing[descriptor].write()
         for pipe in readable:
             reading[pipe].read()
-        if self.fault_since is None and any(map(ends_job, self._output.faults)):
+        if self.fault_since is None and any(
+            ends_job(fault, tolerates_loss=self._tolerates_loss) for fault in self._output.faults
+        ):
             self.fault_since = time.monotonic()
         return bool(readable)
 

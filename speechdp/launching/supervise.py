@@ -50,8 +50,9 @@ class StopPolicy:
         grace_s: time the ranks have to leave by themselves; then SIGTERM.
         kill_after_s: time after that until everything left is killed.
         fault_grace_s: time a launcher has to end by itself once it is known that a rank or host has failed:
-            one whose daemon is frozen or cut off would be waited for without end.  None: a loss is no
-            reason to end the job.
+            one whose daemon is frozen or cut off would be waited for without end, and so would Open MPI 5
+            that is asked by several ranks at once to abort.
+        tolerates_loss: a rank that is gone is no reason to end the job; one that says why it fails is.
         terminate_after_fault: send SIGTERM then, before everything left is killed: not to mpirun, which is
             ending the job already and crashes when it is asked again.
     """
@@ -59,7 +60,8 @@ class StopPolicy:
     first_signal: signal.Signals = signal.SIGUSR1
     grace_s: float = 30.0
     kill_after_s: float = 5.0
-    fault_grace_s: float | None = 5.0
+    fault_grace_s: float = 5.0
+    tolerates_loss: bool = False
     terminate_after_fault: bool = False
 
 
@@ -127,7 +129,7 @@ def run_job(
     with ExitStack() as stack:
         noted = stack.enter_context(noted_signals()) if request is None else request
         adopt = stack.enter_context(adopting_orphans())
-        child, shown = _start(argv, environment, output)
+        child, shown = _start(argv, environment, output, policy.tolerates_loss)
         try:
             exit_code = _wait(child, noted, policy, shown)
         finally:
@@ -142,7 +144,7 @@ def run_job(
 
 
 def _start(
-    argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None
+    argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None, tolerates_loss: bool
 ) -> tuple[subprocess.Popen[bytes], ShownOutput]:
     """Start the launcher, which ends when this process is killed outright; return what shows its output."""
     if output is not None:
@@ -160,7 +162,7 @@ def _start(
     finally:
         for pipe in writing:
             os.close(pipe)
-    return child, ShownOutput(*reading)
+    return child, ShownOutput(*reading, tolerates_loss=tolerates_loss)
 
 
 def _popen(argv: Sequence[str], environment: Mapping[str, str], **streams: Any) -> subprocess.Popen[bytes]:
@@ -212,7 +214,7 @@ def _stages_due(request: SupervisorStop, policy: StopPolicy, fault_since: float 
         # A second request skips the grace period.
         terminate_s = policy.grace_s if request.again is None else request.again - request.since
         due = _passed(now - request.since, (0.0, terminate_s, terminate_s + policy.kill_after_s))
-    if fault_since is not None and policy.fault_grace_s is not None:
+    if fault_since is not None:
         end_s = policy.fault_grace_s
         kill_s = end_s + (_KILL_AFTER_FAULT_S if policy.terminate_after_fault else 0.0)
         due = max(due, _passed(now - fault_since, (end_s, end_s, kill_s)))

@@ -113,10 +113,26 @@ def test_after_a_fault_what_is_left_is_killed() -> None:
     assert end == JobEnd(128 + signal.SIGKILL, None, (Fault("said", 1, "n2"),), signal.SIGKILL)
 
 
-def test_where_losses_are_tolerated_it_is_not() -> None:
-    program = "import sys, time; sys.stderr.write('srun: error: Node failure on n3\\n'); time.sleep(1)"
-    end = run_job([sys.executable, "-c", program], os.environ, StopPolicy(fault_grace_s=None))
-    assert end == JobEnd(0, None, (Fault("host lost", host="n3"),))
+def test_where_losses_are_tolerated_a_killed_rank_ends_nobody() -> None:
+    banner = "srun: error: n3: task 2: Killed\\n"
+    program = f"import sys, time; sys.stderr.write('{banner}'); time.sleep(1)"
+    tolerant = StopPolicy(fault_grace_s=0.1, tolerates_loss=True)
+    end = run_job([sys.executable, "-c", program], os.environ, tolerant)
+    assert end == JobEnd(0, None, (Fault("killed", 2, "n3", signal=signal.SIGKILL),))
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("speechdp: rank 1 on n2: rank 0 is gone", Fault("said", 1, "n2")),
+        ("srun: error: Node failure on n3", Fault("host lost", host="n3")),
+    ],
+)
+def test_what_no_rank_can_go_on_after_ends_the_job_all_the_same(line: str, fault: Fault) -> None:
+    program = f"import sys, time; sys.stderr.write({line!r} + chr(10)); time.sleep(5000)"
+    tolerant = StopPolicy(fault_grace_s=0.5, tolerates_loss=True)
+    end = run_job([sys.executable, "-c", program], os.environ, tolerant)
+    assert end == JobEnd(128 + signal.SIGKILL, None, (fault,), signal.SIGKILL)
 
 
 class KilledRank:
