@@ -1,4 +1,4 @@
-"""Find files that tables name and that are not there, and where they may be instead."""
+"""Find files that tables name and that are not there, or empty, and where they may be instead."""
 
 from __future__ import annotations
 
@@ -18,6 +18,29 @@ _MOST_TRIED = 200
 def missing_files(paths: Iterable[Path]) -> list[Path]:
     """Return those that do not exist, once each and in their order."""
     return [path for path in dict.fromkeys(paths) if not path.exists()]
+
+
+def empty_files(paths: Iterable[Path]) -> list[Path]:
+    """Return those of 0 bytes, as downloads and copies leave them that failed, once each and in their order.
+
+    Raises:
+        ConfigError: one of them cannot be looked at.
+    """
+    try:
+        return [path for path in dict.fromkeys(paths) if path.stat().st_size == 0 and path.is_file()]
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
+
+def empty_error(empty: Sequence[Path], num_files: int, where: str) -> ConfigError:
+    """Return the error for files without a byte.
+
+    Args:
+        empty, num_files, where: as in missing_error.
+    """
+    some = ", or leave them out with --skip-incomplete" if len(empty) < num_files else ""
+    what = f"{len(empty)} of {num_files} audio files are empty (0 bytes), first {empty[0]}"
+    return ConfigError(f"{where}: {what}; copy or fetch them again{some}")
 
 
 def missing_error(
@@ -43,10 +66,12 @@ def missing_error(
         return ConfigError(f"{gone}; --path-map {old}={new} finds {num_found} of them")
     if first.is_symlink():
         return ConfigError(f"{gone}; it is a symbolic link to {first.readlink()}, which is missing")
-    if folder is None:
-        some = ", or leave them out with --skip-incomplete" if len(missing) < num_files else ""
-        return ConfigError(f"{gone}; check the paths{some}")
-    return ConfigError(f"{gone}; check the paths, or say where they are now with --path-map OLD=NEW")
+    remedies = ["check the paths"]
+    if folder is not None:
+        remedies.append("say where they are now with --path-map OLD=NEW")
+    if len(missing) < num_files:
+        remedies.append("leave them out with --skip-incomplete")
+    return ConfigError(f"{gone}; {', or '.join(remedies)}")
 
 
 def suggest_mapping(missing: Sequence[Path], folder: Path) -> tuple[str, str] | None:

@@ -183,12 +183,33 @@ def test_paths_of_another_machine_are_mapped_and_the_map_is_suggested(tmp_path: 
     assert [u.audio for u in corpus.utterances] == [source / "audio/wav" / f"utt{n}.wav" for n in range(3)]
     (source / "audio" / "wav" / "utt1.wav").unlink()
     with pytest.raises(
-        ConfigError, match=r"1 of 3 files do not exist, first .*utt1\.wav; check the paths, or say"
+        ConfigError,
+        match=r"1 of 3 files do not exist, first .*utt1\.wav; check the paths, or say where they are now "
+        "with --path-map OLD=NEW, or leave them out with --skip-incomplete",
     ):
         read(source, path_map=(mapping,))
     some = read(source, path_map=(mapping,), skip_incomplete=True)
     assert [u.utterance_id for u in some.utterances] == ["utt0", "utt2"]
     assert some.notices == ("left out: 1 utterances that have no audio file, first utt1",)
+
+
+def test_files_without_a_byte_are_counted_and_can_be_left_out(tmp_path: Path) -> None:
+    source = kaldi_folder(tmp_path, 4)
+    for name in ("utt1", "utt3"):
+        (source / "wav" / f"{name}.wav").write_bytes(b"")
+    with pytest.raises(
+        ConfigError,
+        match=r"2 of 4 audio files are empty \(0 bytes\), first .*utt1\.wav; copy or fetch them again, or "
+        "leave them out with --skip-incomplete",
+    ):
+        read(source)
+    some = read(source, skip_incomplete=True)
+    assert [u.utterance_id for u in some.utterances] == ["utt0", "utt2"]
+    assert some.notices == ("left out: 2 utterances that have an empty audio file, first utt1",)
+    for file in (source / "wav").iterdir():
+        file.write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"4 of 4 audio files are empty .*; copy or fetch them again$"):
+        read(source, skip_incomplete=True)
 
 
 def test_the_longest_beginning_is_mapped_and_only_whole_names() -> None:
