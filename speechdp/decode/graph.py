@@ -398,15 +398,15 @@ def build_graph(
     Args:
         transducer: HL.
         grammar: which word sequences are allowed.
-        transcripts: the word sequences of transcript-set; not used by the others.
+        transcripts: the word sequences of transcript-set, which is without those that have no word or one
+            that is not in the lexicon; not used by the others.
         insertion_log_prob: added to each word's log-probability, after the language model's is scaled; only
             in grammars that are `OF_ANY_LENGTH`.
         language_model: that of ngram; not used by the others.
         lm_scale: factor on its costs.
 
     Raises:
-        ConfigError: a loop without words, transcripts with words that are not in the lexicon, or no language
-            model.
+        ConfigError: a loop without words, no transcript of words of the lexicon, or no language model.
     """
     graph = _without_insertion(transducer, grammar, transcripts, language_model, lm_scale)
     if grammar in OF_ANY_LENGTH:
@@ -429,7 +429,13 @@ def _without_insertion(
             )
         return transducer.compose_language_model(language_model, lm_scale)
     if grammar is Grammar.TRANSCRIPT_SET:
-        return transducer.compose_vocabulary(transcript_set(word_ids_of(words, ids) for words in transcripts))
+        known = [[ids[word] for word in words] for words in transcripts if words and ids.keys() >= {*words}]
+        if not known:
+            raise ConfigError(
+                "the grammar transcript-set needs transcripts of words that are in the lexicon, of which there "
+                "are none; choose another --grammar"
+            )
+        return transducer.compose_vocabulary(transcript_set(known))
     assert grammar is not Grammar.GRAPH
     vocabulary = [ids[word] for word in loop_vocabulary(transducer.lexicon, grammar)]
     if not vocabulary:
