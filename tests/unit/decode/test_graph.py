@@ -110,5 +110,5 @@ def test_what_does_not_fit_is_refused() -> None:
     red = LexiconTransducer(Lexicon({"red": (("A",),)}), INVENTORY, STAY)
     with pytest.raises(ConfigError, match="digit-loop"):
         build_graph(red, Grammar.DIGIT_LOOP)
-    with pytest.raises(ConfigError, match="transcript-set needs transcripts of words"):
+    with pytest.raises(ConfigError, match="transcript-set needs a transcript whose words are all"):
         build_graph(red, Grammar.TRANSCRIPT_SET, [["blue"], []])
