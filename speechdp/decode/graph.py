@@ -432,7 +432,7 @@ def _without_insertion(
         known = [[ids[word] for word in words] for words in transcripts if words and ids.keys() >= {*words}]
         if not known:
             raise ConfigError(
-                "the grammar transcript-set needs a transcript whose words are all in the lexicon, and there is "
+                "the grammar transcript-set needs a transcript whose words are all in the lexicon: there is "
                 "none; choose another --grammar"
             )
         return transducer.compose_vocabulary(transcript_set(known))
