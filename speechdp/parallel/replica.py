@@ -98,8 +98,8 @@ class Replica:
 
         Args:
             frames: frames the summed gradients stand for (of all ranks, if they were summed over ranks).
-                A tensor stays on its device, so that the host need not wait for it.  0 changes nothing
-                but clears the gradients (a tensor is taken to be positive).
+                A tensor, which must be positive, stays on its device: the host need not wait for it.  0
+                changes nothing but clears the gradients.
         """
         if isinstance(frames, Tensor) or frames > 0:
             if self.scaler is not None:  # before they are clipped

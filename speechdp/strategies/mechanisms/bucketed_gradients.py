@@ -141,12 +141,23 @@ class BucketedGradients(Strategy):
             for piece, packed in self._packed:
                 torch.mul(packed, 2.0 ** self._compression_exponent(), out=piece)
         with self.timeline.span(Span.UPDATE):
-            frames = self.replica.gradients.extra[0]
-            self.apply(frames if frames.is_cuda else frames.item())
+            self.apply(self._frames_of_all())
         self._works.clear()
         self._packed.clear()
         self._passes = 0
         self._start_round()
+
+    def _frames_of_all(self) -> float | Tensor:
+        """Return the frames behind the summed gradients: a tensor on a GPU, whose host need not wait for it.
+
+        The host must know of a sum that is 0, after which nothing moves.  It waits only where that may be so:
+        a rank with frames of its own knows that it is not.
+        """
+        frames = self.replica.gradients.extra[0]
+        if not frames.is_cuda:
+            return frames.item()
+        is_positive = self.replica.frames > 0 or frames.item() > 0
+        return frames if is_positive else 0.0
 
     def apply(self, frames: float | Tensor) -> None:
         """Update the parameters by the summed gradients of `frames` frames."""
