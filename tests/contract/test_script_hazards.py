@@ -77,3 +77,77 @@ def test_a_step_of_no_weight_leaves_the_model_alone_also_where_a_gpu_has_the_cou
     run_threads(2, check)
     # The host has waited for the count only where it may have been 0.
     assert Counter(given) == {Tensor: 6, float: 2}
+
+
+# -- checkpointing --------------------------------------------------------------------------------------
+
+
+class Shared(nn.Module):
+    """A layer that is used twice between two others, its activations computed again on the way back."""
+
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self._run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = torch.tanh(self._run(self.middle, x))
+        out: Tensor = self.last(x)
+        return out
+
+
+def reentrant(module: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(module, x, use_reentrant=True)
+    return out
+
+
+def afresh(module: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(module, x, use_reentrant=False)
+    return out
+
+
+def shared_trained(comm: Communicator, run: Callable[..., Tensor], strategy: str) -> Tensor:
+    model = filled(Shared(run))
+    parallel = DataParallel(model, torch.optim.SGD(model.parameters(), 0.1), comm, strategy)
+    with parallel:
+        for number in range(3):
+            x = drawn(10 * comm.rank + number, 3, 4)
+            with parallel.step(weight=3) as step:
+                step.backward(model(x).square().sum())
+    return values(model)
+
+
+@pytest.mark.parametrize(
+    ("run", "strategy"),
+    [
+        (afresh, "gradient_averaging:bucket_mib=1e-6"),
+        (reentrant, "gradient_averaging:bucket_mib=1e-6,overlap=false"),
+        (reentrant, "gradient_averaging"),  # one bucket, which goes with the first layer's gradients
+        (reentrant, "gradient_averaging:every=2"),
+    ],
+)
+def test_a_shared_layer_under_checkpointing_is_trained_whole(
+    run: Callable[..., Tensor], strategy: str
+) -> None:
+    def check(comm: Communicator) -> None:
+        plainly = "gradient_averaging:every=2" if "every" in strategy else "gradient_averaging"
+        expected = shared_trained(comm, lambda module, x: module(x), plainly)
+        assert_close(shared_trained(comm, run, strategy), expected, strategy)
+
+    run_threads(2, check)
+
+
+def test_a_gradient_that_grows_after_it_has_gone_is_refused() -> None:
+    def check(comm: Communicator) -> None:
+        with refused("checkpoint with use_reentrant=False and call step.backward(loss) alone, or train with"):
+            shared_trained(comm, reentrant, "gradient_averaging:bucket_mib=1e-6")
+        script = Script(comm, "gradient_averaging", sgd)
+        with refused("a gradient has grown after its exchange had begun"), script.run:
+            for number in range(2):
+                with script.run.step(weight=3) as step:
+                    loss_sum(script.model, make_batch(0, number)).backward()  # type: ignore[no-untyped-call]
+                    step.backward(loss_sum(script.model, make_batch(0, number)))
+
+    run_threads(2, check)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator, ReduceOp, Work
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, RunError
 from speechdp.parallel.flat_buffer import Bucket
 from speechdp.parallel.strategy import Progress, Strategy, Traits
 from speechdp.timing.timeline import Span
@@ -90,15 +90,31 @@ class BucketedGradients(Strategy):
     def _start_round(self) -> None:
         self._next_bucket = 0
         self._missing = [len(bucket.tensor_indices) for bucket in self._buckets]
+        self._has_come = bytearray(len(self.replica.model_parameters))
 
     def _on_gradient(self, tensor_index: int) -> None:
         if self._passes < self.every or self.replica.more_to_come:
             return
-        self._missing[self._bucket_of[tensor_index]] -= 1
+        number = self._bucket_of[tensor_index]
+        if self._has_come[tensor_index]:
+            self._check_not_gone(number)
+            return
+        self._has_come[tensor_index] = True
+        self._missing[number] -= 1
         # Strictly in order: every rank must start the same exchanges in the same sequence, whatever the
         # order in which autograd happens to finish.
         while self._next_bucket < len(self._buckets) and self._missing[self._next_bucket] == 0:
             self._launch(self._buckets[self._next_bucket])
+
+    def _check_not_gone(self, number: int) -> None:
+        """Refuse what is added to a gradient after its bucket has gone: autograd adds most of them once."""
+        if number < self._next_bucket:
+            raise RunError(
+                "a gradient has grown after its exchange had begun: a layer is used several times under "
+                "reentrant checkpointing, or the script calls loss.backward() itself; checkpoint with "
+                "use_reentrant=False and call step.backward(loss) alone, or train with "
+                "gradient_averaging:overlap=false"
+            )
 
     def _launch(self, bucket: Bucket) -> None:
         name = f"gradients.{self._next_bucket}"
