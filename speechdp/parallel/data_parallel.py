@@ -140,6 +140,7 @@ class DataParallel:
         with ExitStack() as undo:
             undo.callback(self._end)
             self._check_loaded()
+            self._replica.bind_parameters()
             loaded, self._loaded = self._loaded, None
             state_of = None if loaded is None else loaded.get("run_id", "")
             path = self._folder.begin(self._facts(), self._device, state_of=state_of)
@@ -203,6 +204,7 @@ class DataParallel:
 
     def _finish(self, *, is_stopped: bool) -> None:
         """Give all ranks the same parameters; record that the run has ended well.  Collective."""
+        self._replica.bind_parameters()
         self._joiner.complete()
         self.strategy.pause()
         if self._stop is not None:
@@ -330,6 +332,7 @@ class DataParallel:
         """
         self._check_training("evaluating()")
         modes = {module: module.training for module in self.model.modules()}
+        self._replica.bind_parameters()
         self.strategy.pause()
         with self.timeline.event(Span.EVAL):
             self._weight_of_all = self._sum_of_weights(evaluates=True)
@@ -342,6 +345,7 @@ class DataParallel:
                 try:
                     yield
                 finally:
+                    self._replica.bind_parameters()
                     for module, mode in modes.items():
                         module.training = mode
         self._weight_of_all = None
@@ -412,6 +416,7 @@ class DataParallel:
 
     def _state(self) -> dict[str, Any]:
         """Return what `state_dict` does.  Collective."""
+        self._replica.bind_parameters()
         self.strategy.pause()
         state = {
             "rank": self.comm.rank,
@@ -589,6 +594,7 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
     def __enter__(self) -> ScriptStep:
         run = self._run
         run._is_in_step = True
+        run._replica.bind_parameters()
         run._replica.bind_gradients()
         self._step.begin()
         self._begin_forward()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from speechdp.errors import RunError
 from speechdp.parallel import loss_scale
 from speechdp.parallel.flat_buffer import FlatBuffer
 from speechdp.parallel.updates import FlatUpdate, ParameterwiseUpdate, Update
@@ -59,6 +60,7 @@ class Replica:
             self.update_rule = FlatUpdate(self.parameters.values, self.gradients.values, optimizer)
         for parameter, value in zip(self.model_parameters, self.parameters.views, strict=True):
             parameter.data = value
+        self._addresses = [parameter.data_ptr() for parameter in self.model_parameters]
         self.bind_gradients()
         self.max_gradient_norm, self.scaler = max_gradient_norm, scaler
         if scaler is not None:
@@ -68,6 +70,39 @@ class Replica:
         self.learning_rate_factor = 1.0
         self.frames = 0
         self.more_to_come = False
+
+    def bind_parameters(self) -> None:
+        """Let the model compute with the flat vector, also where a parameter has got a memory of its own.
+
+        The vector takes over what that holds: `flatten_parameters` of an LSTM, on a GPU, has copied the
+        parameter there, and `parameter.data = ...` has set it.  To be called after forward passes, before
+        anything else writes the vector: the model would not see it.
+
+        Raises:
+            RunError: it has another type or shape, or is on another device.
+        """
+        # Twice a step: the cheapest that notices it.
+        if [parameter.data_ptr() for parameter in self.model_parameters] != self._addresses:
+            self._take_back()
+
+    def _take_back(self) -> None:
+        for index, (parameter, view) in enumerate(
+            zip(self.model_parameters, self.parameters.views, strict=True)
+        ):
+            if parameter.data_ptr() == self._addresses[index]:
+                continue
+            if _kind(parameter) != _kind(view):
+                raise RunError(
+                    f"{name_of(parameter, self.model)} has become {_kind(parameter)}, ranks exchange it as "
+                    f"{_kind(view)}; change type, device and shapes of a model (`to`, `half`, `cuda`) "
+                    "before DataParallel is made of it"
+                )
+            view.copy_(parameter.detach())
+            parameter.data = view
+        # What moves a module's parameters, such as `to`, moves the memory of these very tensors, too.
+        self.gradients.views = self.gradients.views_of(self.gradients.values)
+        for parameter, gradient in zip(self.model_parameters, self.gradients.views, strict=True):
+            parameter.grad = gradient
 
     def bind_gradients(self) -> None:
         """Let backward fill the flat vector, also after somebody has set gradients to None."""
@@ -192,3 +227,14 @@ class Replica:
         assert living.keys() == tensors.keys(), "a checkpoint of another optimizer"
         for name, tensor in living.items():
             tensor.copy_(tensors[name])
+
+
+def name_of(parameter: Tensor, model: nn.Module) -> str:
+    """Return what messages call a parameter of a model, or of an optimizer that has others, too."""
+    names = [name for name, p in model.named_parameters() if p is parameter]
+    return f"the model's {names[0]}" if names else f"a parameter of shape {list(parameter.shape)}"
+
+
+def _kind(tensor: Tensor) -> str:
+    """Return what an exchange between ranks must know of a tensor."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)} on {tensor.device}"

@@ -61,5 +61,6 @@ class TrainingStep:
             number: of the record in this rank's timeline.
             epoch: that the record belongs to.
         """
+        self._strategy.replica.bind_parameters()
         self._strategy.step(progress)
         self._timeline.end_step(number, epoch, self.weight)

@@ -77,6 +77,7 @@ def _evaluate(parts: TrainingParts) -> tuple[HeldOutScores, float]:
     with parts.strategy.evaluation_parameters(), statistics:
         distance = torch.zeros(1, dtype=torch.float64) if own is None else relative_distance(own, values)
         held_out = parts.evaluator.evaluate(parts.model, parts.task)
+        parts.replica.bind_parameters()
     if own is not None:
         parts.comm.allreduce(distance, name="replica_distance", op=ReduceOp.MAX)
     return held_out, distance.item()

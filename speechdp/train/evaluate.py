@@ -158,6 +158,7 @@ def choose_final_model(candidates: list[Tensor], replica: Replica, score: Callab
     for vector in vectors:
         values.copy_(vector)
         scores.append(score().score)
+        replica.bind_parameters()
     best = max(range(len(vectors)), key=scores.__getitem__)
     values.copy_(vectors[best])
     return best

@@ -79,6 +79,99 @@ def test_a_step_of_no_weight_leaves_the_model_alone_also_where_a_gpu_has_the_cou
     assert Counter(given) == {Tensor: 6, float: 2}
 
 
+# -- parameters -----------------------------------------------------------------------------------------
+
+
+def flatten(model: nn.Module, *_: object) -> None:
+    """Do as `flatten_parameters` does on a GPU: give parameters another memory, with the same values."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.set_(parameter.clone())  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_parameters_that_a_forward_pass_moves_are_trained_and_exchanged(strategy: str) -> None:
+    def check(comm: Communicator) -> None:
+        moving, other = Script(comm, strategy), Script(comm, strategy)
+        moving.model.register_forward_pre_hook(flatten)
+        for script in (moving, other):
+            with script.run:
+                for first in (0, 3):
+                    script.train(first, first + 3)
+                    with script.run.evaluating():
+                        script.model(make_batch(0, 0)[0])
+                    script.run.state_dict()
+        assert torch.equal(values(moving.model), values(other.model)), strategy
+
+    run_threads(2, check)
+
+
+def test_so_they_are_where_the_optimizer_has_the_flat_vector() -> None:
+    """As in `speechdp train`, with a task of a user's."""
+
+    def check(comm: Communicator) -> None:
+        replicas = [make_replica(), make_replica()]
+        replicas[0].model.register_forward_pre_hook(flatten)
+        runs = [StrategyRun(comm, "model_averaging:period=2", replica) for replica in replicas]
+        for run in runs:
+            run.train(comm.rank)
+        assert torch.equal(runs[0].finish(), runs[1].finish())
+        for replica in replicas:
+            shown = torch.cat([p.detach().flatten() for p in replica.model.parameters()])
+            assert sorted(shown.tolist()) == sorted(x for x in replica.parameters.values.tolist() if x)
+
+    run_threads(2, check)
+
+
+def test_what_a_script_sets_between_steps_is_trained_on() -> None:
+    script = Script(SerialCommunicator(), "gradient_averaging", batch_norm=False)
+    reference = Script(SerialCommunicator(), "gradient_averaging", batch_norm=False)
+    with script.run, reference.run, torch.no_grad():
+        for number in range(4):
+            for each in (script, reference):
+                with torch.enable_grad():
+                    each.step(make_batch(0, number))
+            for p, q in zip(script.model.parameters(), reference.model.parameters(), strict=True):
+                p.data = p.data.clamp(-0.2, 0.2)
+                q.clamp_(-0.2, 0.2)
+        assert torch.equal(values(script.model), values(reference.model))
+
+
+def test_another_memory_format_does_not_stop_training() -> None:
+    """Modules move the memory of gradients with that of their parameters."""
+
+    def trained(*, moves: bool) -> Tensor:
+        model = filled(nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(12, 1)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        run = DataParallel(model, optimizer, SerialCommunicator(), "gradient_averaging:every=2")
+        with run:
+            for number in range(4):
+                x = drawn(number, 3, 2, 3, 3)
+                with run.step(weight=3) as step:
+                    step.backward(model(x).square().sum())
+                if moves:
+                    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return values(model)
+
+    assert_close(trained(moves=True), trained(moves=False), "channels last")
+
+
+def test_a_model_that_is_converted_too_late_is_refused() -> None:
+    script = Script(SerialCommunicator(), "gradient_averaging")
+    words = (
+        "the model's first.weight has become float32 of shape [6, 4] on cpu, ranks exchange it as "
+        "float64 of shape [6, 4] on cpu; change type, device and shapes"
+    )
+    with refused(words), script.run:
+        script.train(0, 1)
+        script.model.float()
+        script.run.step().__enter__()
+    before = Script(SerialCommunicator(), "gradient_averaging")
+    before.model.float()
+    with refused(words), before.run:
+        pass
+
+
 # -- checkpointing --------------------------------------------------------------------------------------
 
 

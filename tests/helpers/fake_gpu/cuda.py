@@ -132,6 +132,7 @@ def fake_cuda() -> Iterator[Log]:
         },
         torch.Tensor: {
             "copy_": copy_,
+            "data_ptr": lambda x: x.untyped_storage().data_ptr(),
             "tolist": tolist,
             "record_stream": lambda x, s: log.append(f"memory kept for {s.name}"),
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from speechdp.checkpoint.state import RankState, checkpoint_steps, load_checkpoint
 from speechdp.checkpoint.writer import CheckpointWriter
@@ -26,6 +28,7 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.race.plan import RaceOptions
 from speechdp.experiments.sweep.plan import SweepPlan
 from speechdp.experiments.sweep.training import run_sweep
+from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.options.batch import BatchOptions
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions, TrainOptions
@@ -38,7 +41,11 @@ from speechdp.process.ending import Stopped
 from speechdp.report.runs.folders import read_run
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.base import FrameScores, LossSum
+from speechdp.testing import make_replica
+from speechdp.train import build
 from speechdp.train.build import build_trainer, open_loader
+from speechdp.train.evaluate import HeldOutScores, choose_final_model
+from speechdp.train.models import make_model
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
@@ -139,6 +146,52 @@ def test_the_marker_of_completion_comes_last(dataset: Dataset, tmp_path: Path) -
     assert reporter.num_steps == 2 * STEPS_AN_EPOCH
     times = {name: (tmp_path / name).stat().st_mtime_ns for name in ("model.safetensors", "timing.json")}
     assert (tmp_path / "completed.json").stat().st_mtime_ns >= max(times.values())
+
+
+def moved(model: nn.Module) -> None:
+    """Do as a user's model that calls `flatten_parameters` in its forward pass, on a GPU."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.set_(parameter.clone())  # type: ignore[call-overload]
+
+
+def test_a_model_that_moves_its_parameters_is_trained_as_others(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ModelOptions(layers=1, cells=4, dropout=0.0)
+    options = dataclasses.replace(OPTIONS, model=model, strategy=StrategyChoice("model_averaging:period=3"))
+    # torch's generator is one for all threads, and here each thread is a rank.
+    made = make_model(dataset, options)
+    monkeypatch.setattr(build, "make_model", lambda *_: copy.deepcopy(made))
+
+    def train(name: str) -> dict[str, torch.Tensor]:
+        run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path / name))
+        return model_tensors(tmp_path / name)
+
+    encode = LstmAcousticModel.encode
+    expected = train("as ever")
+
+    def moving(model: LstmAcousticModel, *inputs: torch.Tensor) -> torch.Tensor:
+        moved(model)
+        return encode(model, *inputs)
+
+    monkeypatch.setattr(LstmAcousticModel, "encode", moving)
+    found = train("moving")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_the_best_model_is_chosen_also_where_models_move_their_parameters() -> None:
+    replica = make_replica()
+    values = replica.parameters.values
+    candidates = [torch.full_like(values, x) for x in (1.0, 3.0, 2.0)]
+
+    def score() -> HeldOutScores:
+        moved(replica.model)
+        mean = nn.utils.parameters_to_vector(replica.model.parameters()).mean().item()
+        return HeldOutScores({"score": mean}, 1, mean)
+
+    assert choose_final_model(candidates, replica, score) == 2
+    assert all(bool((parameter == 3.0).all()) for parameter in replica.model.parameters())
 
 
 def test_a_run_to_resume_that_is_not_there_is_said_to_be_new(dataset: Dataset, tmp_path: Path) -> None:
