@@ -101,6 +101,8 @@ class DataParallel:
         self._weight_of_all: int | None = None  # known while all ranks evaluate, and at the end
         self._phase = _Phase.NEW
         self._is_in_step = False
+        #: The error that has left a step before its end; None: all steps are whole.
+        self._left_by: str | None = None
         self._loaded: dict[str, Any] | None = None
         self._stop: StopWatch | None = None
         #: Whether the script has asked for its state since training began.
@@ -204,6 +206,7 @@ class DataParallel:
 
     def _finish(self, *, is_stopped: bool) -> None:
         """Give all ranks the same parameters; record that the run has ended well.  Collective."""
+        self._check_whole()
         self._replica.bind_parameters()
         self._joiner.complete()
         self.strategy.pause()
@@ -575,6 +578,16 @@ class DataParallel:
             raise RunError(f"run.{what} is called inside `with run.evaluating()`; call it after that block")
         if self._is_in_step:
             raise RunError(f"run.{what} is called inside `with run.step()`; call it after that block")
+        self._check_whole()
+
+    def _check_whole(self) -> None:
+        """Refuse to go on after a step whose gradients have been computed in part, and exchanged in part."""
+        if self._left_by is not None:
+            others = ", and the other ranks wait for its exchange" if self.comm.size > 1 else ""
+            raise RunError(
+                f"a step was left by {self._left_by}; its gradients are incomplete{others}: let an error in "
+                "`with run.step()` end the run, and begin again from a checkpoint"
+            )
 
 
 class ScriptStep(AbstractContextManager["ScriptStep"]):
@@ -628,8 +641,18 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
     ) -> None:
         self._end_forward()
         self._run._is_in_step = False
-        if error is not None:
-            return
+        try:
+            if error is None:
+                self._end()
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            if error is not None:
+                said = " ".join(str(error).split())[:200]
+                self._run._left_by = f"{type(error).__name__}{said and ': '}{said}"
+
+    def _end(self) -> None:
         if not self._is_complete and self.weight > 0:
             raise RunError(
                 "the step ends without its last backward pass; call step.backward(loss), not "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError, RunError
 from speechdp.parallel import script_folder
+from speechdp.parallel.data_parallel import ScriptStep
 from speechdp.parallel.replica import Replica
 from speechdp.report.runs.folders import read_run
 from speechdp.testing import StrategyRun, assert_bitwise_equal_over_ranks, assert_close
@@ -401,27 +402,46 @@ def test_what_cannot_be_is_refused_in_a_line() -> None:
     with script.run:
         with _refused("0 or more"):
             script.run.step(weight=-1)
-        with _refused("call step.backward(loss), not loss.backward()", RunError), script.run.step(weight=2):
-            loss_sum(script.model, make_batch(0, 0)).backward()
-        with _refused("without its last backward pass", RunError), script.run.step() as step:
-            step.backward(loss_sum(script.model, make_batch(0, 0)), last=False)
-        for call in (script.run.step, script.run.state_dict, script.run.save_checkpoint):
-            what = f"run.{call.__name__}() is called inside `with run.step()`; call it after that block"
-            with _refused(what, RunError), script.run.step():
-                call()
         with script.run.step(weight=0):
             pass
         with _refused("optimizer.step() was called by the script", RunError):
             script.optimizer.step()
-        with _refused("after the last pass", RunError), script.run.step() as step:
-            step.backward(loss_sum(script.model, make_batch(0, 0)))
-            step.backward(loss_sum(script.model, make_batch(0, 1)))
     with _refused("is called after `with run`", RunError):
         script.run.step()
     script.optimizer.step()  # now it is the script's again
     other = Script(comm, "gradient_averaging")
     with other.run, other.run.evaluating(), _refused("inside `with run.evaluating()`", RunError):
         other.run.state_dict()
+
+
+def _backward(script: Script, step: ScriptStep, **options: bool) -> None:
+    step.backward(loss_sum(script.model, make_batch(0, 0)), **options)
+
+
+@pytest.mark.parametrize(
+    ("words", "body"),
+    [
+        (
+            "call step.backward(loss), not loss.backward()",
+            lambda script, step: loss_sum(script.model, make_batch(0, 0)).backward(),
+        ),
+        ("without its last backward pass", lambda script, step: _backward(script, step, last=False)),
+        ("after the last pass", lambda script, step: [_backward(script, step) for _ in range(2)]),
+        *(
+            (
+                f"run.{call.__name__}() is called inside `with run.step()`; call it after that block",
+                lambda script, step, call=call: call(script.run),
+            )
+            for call in (DataParallel.step, DataParallel.state_dict, DataParallel.save_checkpoint)
+        ),
+    ],
+)
+def test_steps_that_cannot_be_are_refused_in_a_line(
+    words: str, body: Callable[[Script, ScriptStep], object]
+) -> None:
+    script = Script(SerialCommunicator(), "gradient_averaging")
+    with _refused(words, RunError), script.run, script.run.step(weight=2) as step:
+        body(script, step)
 
 
 def test_ranks_with_other_models_are_refused_before_they_exchange() -> None:

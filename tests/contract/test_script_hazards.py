@@ -79,6 +79,36 @@ def test_a_step_of_no_weight_leaves_the_model_alone_also_where_a_gpu_has_the_cou
     assert Counter(given) == {Tensor: 6, float: 2}
 
 
+@pytest.mark.parametrize(("size", "others"), [(1, ""), (2, ", and the other ranks wait for its exchange")])
+def test_a_step_that_an_error_has_left_ends_the_run(size: int, others: str, tmp_path: Path) -> None:
+    words = f"a step was left by ValueError: out of memory; its gradients are incomplete{others}: let an"
+
+    def check(comm: Communicator) -> None:
+        script = Script(comm, "gradient_averaging", options={"folder": tmp_path})
+        run = script.run
+        with refused(words), run:
+            script.train(0, 1)
+            with pytest.raises(ValueError, match="memory"), run.step(weight=3) as step:
+                step.backward(loss_sum(script.model, make_batch(0, 0)), last=False)
+                raise ValueError("out of\nmemory")
+            for call in (run.step, run.state_dict, run.save_checkpoint, lambda: run.should_stop):
+                with refused(words):
+                    call()
+            with refused(words), run.evaluating():
+                pass
+
+    run_threads(size, check)
+    assert not (tmp_path / "completed.json").exists()
+
+
+def test_a_step_that_lacks_its_last_pass_is_one_that_an_error_has_left() -> None:
+    script = Script(SerialCommunicator(), "gradient_averaging")
+    with refused("a step was left by RunError: the step ends without its last backward pass"), script.run:
+        script.train(0, 1)
+        with refused("the step ends without"), script.run.step(weight=2):
+            pass
+
+
 # -- parameters -----------------------------------------------------------------------------------------
 
 
