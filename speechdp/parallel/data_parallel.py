@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from speechdp.comm.base import Communicator
+from speechdp.comm.base import Communicator, Work
 from speechdp.errors import ConfigError, RunError
 from speechdp.parallel.batch_statistics import average_statistics, averaged_statistics
 from speechdp.parallel.joined_batches import BatchJoiner
@@ -103,6 +103,8 @@ class DataParallel:
         self._is_in_step = False
         #: The error that has left a step before its end; None: all steps are whole.
         self._left_by: str | None = None
+        self._total_weight = torch.zeros(1, dtype=torch.float64)  # of all ranks, in the step under way
+        self._weighing: Work | None = None
         self._loaded: dict[str, Any] | None = None
         self._stop: StopWatch | None = None
         #: Whether the script has asked for its state since training began.
@@ -311,12 +313,22 @@ class DataParallel:
             self._stop = StopWatch(self.comm, together=together, pause=Pause.of_environment())
         return self._stop.look(self.steps)
 
+    def _begin_step(self, step: TrainingStep) -> None:
+        self._replica.bind_parameters()
+        self._replica.bind_gradients()
+        if self._counts_frames:
+            # Before backward passes, which a rank that only joins does not have: their hooks exchange, too,
+            # and all ranks must do so in the same order.
+            self._total_weight[0] = step.weight
+            self._weighing = self.comm.allreduce_async(self._total_weight, name="weights")
+        step.begin()
+
     def _end_step(self, step: TrainingStep) -> None:
         self.steps += 1
         self._weight_here += step.weight
-        if self._counts_frames:
-            total = torch.tensor([float(step.weight)], dtype=torch.float64)
-            self._weight_per_rank += self.comm.allreduce(total, name="weights").item() / self.comm.size
+        if self._weighing is not None:
+            self._weighing.wait()
+            self._weight_per_rank += self._total_weight.item() / self.comm.size
         else:
             self._weight_per_rank += step.weight
         done = self.steps / self._num_steps if self._num_steps else 0.0
@@ -606,10 +618,8 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
 
     def __enter__(self) -> ScriptStep:
         run = self._run
+        run._begin_step(self._step)
         run._is_in_step = True
-        run._replica.bind_parameters()
-        run._replica.bind_gradients()
-        self._step.begin()
         self._begin_forward()
         return self
 

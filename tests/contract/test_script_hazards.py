@@ -109,6 +109,26 @@ def test_a_step_that_lacks_its_last_pass_is_one_that_an_error_has_left() -> None
             pass
 
 
+@pytest.mark.parametrize("with_length", [True, False])
+@pytest.mark.parametrize("strategy", ["model_averaging:period=12f,begin=20f", "bmuf:period=2,begin=99f"])
+def test_frames_are_counted_at_the_same_place_where_a_rank_only_joins(
+    strategy: str, with_length: bool
+) -> None:
+    """Its gradients are exchanged after its step, those of the others while they compute."""
+
+    def check(comm: Communicator) -> None:
+        script = Script(comm, strategy)
+        batches = [make_batch(comm.rank, step) for step in range(2 + 4 * comm.rank)]
+        with script.run:
+            for batch in script.run.batches(batches if with_length else (b for b in batches)):
+                with script.run.step(weight=len(batch[0])) as step:
+                    step.backward(loss_sum(script.model, batch))
+        assert script.run.steps == 6
+        assert_bitwise_equal_over_ranks(comm, values(script.model), strategy)
+
+    run_threads(2, check)
+
+
 # -- parameters -----------------------------------------------------------------------------------------
 
 
