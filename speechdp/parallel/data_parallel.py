@@ -33,6 +33,8 @@ from speechdp.timing.timeline import Span, Timeline
 #: Wins over the script's strategy, as FOLDER over its folder: one script is compared unedited.
 STRATEGY = "SPEECHDP_STRATEGY"
 
+_LOWER_PRECISION = "for lower precision keep float32 parameters and compute under torch.autocast"
+
 Batch = TypeVar("Batch")
 
 
@@ -53,8 +55,8 @@ class DataParallel:
         run.save("model.pt")
 
     Args:
-        model: the same on every rank, on one device, trainable parameters of one type.  Rank 0's parameters
-            are those that all begin with.
+        model: the same on every rank, trainable parameters on one device and of one type, float32 or float64.
+            Rank 0's parameters are those that all begin with.
         optimizer: of the model's parameters, in any number of groups.  The script never calls its `step` or
             `zero_grad`; learning rates are the script's, by a scheduler or by hand.
         comm: the ranks, as `run_ranks` gives it.
@@ -706,7 +708,12 @@ def _check_model(model: nn.Module) -> None:
     if len(kinds) > 1:
         raise ConfigError(
             f"the model's trainable parameters are {' and '.join(kinds)}; DataParallel takes one type on one "
-            "device (for lower precision keep float32 parameters and compute under torch.autocast)"
+            f"device ({_LOWER_PRECISION})"
+        )
+    if trained[0].dtype in (torch.float16, torch.bfloat16):
+        raise ConfigError(
+            f"the model's trainable parameters are {kinds[0]}, a type in which sums over ranks and the "
+            f"weights of steps overflow or are rounded; {_LOWER_PRECISION}"
         )
 
 

@@ -222,6 +222,18 @@ def test_a_model_that_is_converted_too_late_is_refused() -> None:
         pass
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parameters_in_half_precision_are_refused(dtype: torch.dtype) -> None:
+    model = nn.Linear(2, 2).to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    words = f"the model's trainable parameters are {name} on cpu, a type in which sums over ranks"
+    with refused(words, ConfigError):
+        DataParallel(model, torch.optim.SGD(model.parameters(), 0.1), SerialCommunicator())
+    model.requires_grad_(False)  # frozen ones may be
+    whole = nn.Sequential(model, nn.Linear(2, 2))
+    DataParallel(whole, torch.optim.SGD(whole.parameters(), 0.1), SerialCommunicator())
+
+
 # -- checkpointing --------------------------------------------------------------------------------------
 
 
