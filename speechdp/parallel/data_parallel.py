@@ -25,6 +25,7 @@ from speechdp.parallel.script_folder import FOLDER, ScriptFolder, write_tensors
 from speechdp.parallel.stop import Pause, StopWatch
 from speechdp.parallel.strategy import Progress, Strategy
 from speechdp.parallel.training_step import TrainingStep
+from speechdp.parallel.untrained import StaysUntrained, share_untrained, untrained
 from speechdp.process.ending import Stopped, StoppedUnsaved
 from speechdp.timing.gather import gather_timing
 from speechdp.timing.memory import peak_memory
@@ -55,8 +56,8 @@ class DataParallel:
         run.save("model.pt")
 
     Args:
-        model: the same on every rank, trainable parameters on one device and of one type, float32 or float64.
-            Rank 0's parameters are those that all begin with.
+        model: the same on every rank, trainable parameters on one device and of one type, float32 or float64;
+            what is ever to be trained is trainable by now.  All begin with rank 0's parameters and buffers.
         optimizer: of the model's parameters, in any number of groups.  The script never calls its `step` or
             `zero_grad`; learning rates are the script's, by a scheduler or by hand.
         comm: the ranks, as `run_ranks` gives it.
@@ -93,6 +94,7 @@ class DataParallel:
         _check_model(model)
         _check_same(model, optimizer, comm)
         self._replica = Replica(model, optimizer, max_gradient_norm=max_gradient_norm, scaler=scaler)
+        self._stays_untrained = StaysUntrained(self._replica)
         self._num_steps, self._scaler = num_steps, scaler
         self._device = next(iter(self._replica.model_parameters)).device
         self._folder = ScriptFolder(None if settings["folder"] is None else Path(settings["folder"]), comm)
@@ -156,6 +158,7 @@ class DataParallel:
             undo.callback(self.timeline.close)
             self._joiner = BatchJoiner(self.model, self.comm, self.timeline)
             own = None if loaded is None else self._laid_aside()
+            share_untrained(self.model, self.comm, known={} if loaded is None else loaded["model"])
             self.strategy = self.strategy.attach(self._replica, self.comm, self.timeline)
             self._phase = _Phase.TRAINING
             if loaded is not None and own is not None:
@@ -318,6 +321,7 @@ class DataParallel:
     def _begin_step(self, step: TrainingStep) -> None:
         self._replica.bind_parameters()
         self._replica.bind_gradients()
+        self._stays_untrained.check()
         if self._counts_frames:
             # Before backward passes, which a rank that only joins does not have: their hooks exchange, too,
             # and all ranks must do so in the same order.
@@ -720,10 +724,12 @@ def _check_model(model: nn.Module) -> None:
 def _check_same(model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator) -> None:
     """Refuse ranks whose models or optimizers differ: their exchanges would hang.  Collective."""
     shapes = [(name, list(p.shape), str(p.dtype)) for name, p in model.named_parameters() if p.requires_grad]
+    others = [(name, list(x.shape), str(x.dtype)) for name, x in untrained(model)]
     groups = [len(group["params"]) for group in optimizer.param_groups]
     facts = {
         "number of trainable parameters": sum(math.prod(shape) for _, shape, _ in shapes),
-        "trainable parameters (names, shapes)": hashlib.sha256(repr(shapes).encode()).hexdigest()[:12],
+        "trainable parameters (names, shapes)": _checksum(shapes),
+        "frozen parameters and buffers (names, shapes)": _checksum(others),
         "optimizer": f"{type(optimizer).__name__} of {groups}, with {_state_names(optimizer) or 'no'} state",
     }
     ranks = comm.allgather_object(facts)
@@ -734,6 +740,10 @@ def _check_same(model: nn.Module, optimizer: torch.optim.Optimizer, comm: Commun
                     f"{name}: {ranks[0][name]} on rank 0, but {value} on rank {rank}; make the same model "
                     "and optimizer on every rank"
                 )
+
+
+def _checksum(facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
 def _state_names(optimizer: torch.optim.Optimizer) -> str:

@@ -234,6 +234,111 @@ def test_parameters_in_half_precision_are_refused(dtype: torch.dtype) -> None:
     DataParallel(whole, torch.optim.SGD(whole.parameters(), 0.1), SerialCommunicator())
 
 
+# -- the optimizer --------------------------------------------------------------------------------------
+
+
+def test_what_is_unfrozen_too_late_is_refused() -> None:
+    script = Script(SerialCommunicator(), "gradient_averaging")  # its optimizer lists the frozen layer
+    with script.run:
+        script.train(0, 1)
+        script.model.frozen.bias.requires_grad_(True)
+        with refused("the optimizer is to train the model's frozen.bias, which was frozen or not there when"):
+            script.train(1, 2)
+        script.model.frozen.bias.requires_grad_(False)
+        script.train(1, 2)
+        script.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 3))]})
+        with refused("the optimizer is to train a parameter of shape [2, 3], which was frozen or not there"):
+            script.train(2, 3)
+
+
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "parameter_server:mode=sync"])
+def test_what_the_optimizer_gets_later_is_trained_from_then_on(strategy: str) -> None:
+    def check(comm: Communicator) -> None:
+        script = Script(comm, strategy, lambda m: torch.optim.AdamW(m.get_submodule("last").parameters()))
+        first = script.model.first.weight.detach().clone()
+        with script.run:
+            script.train(0, 3)
+            assert torch.equal(script.model.first.weight, first)
+            script.optimizer.add_param_group({"params": [script.model.first.weight], "lr": 0.01})
+            script.train(3, 6)
+            assert not torch.equal(script.model.first.weight, first)
+        assert_bitwise_equal_over_ranks(comm, values(script.model), strategy)
+
+    run_threads(2, check)
+
+
+# -- frozen parameters and buffers ----------------------------------------------------------------------
+
+
+class Furnished(nn.Module):
+    """A layer, and beside it what each rank has drawn for itself."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.frozen = nn.Parameter(torch.full((3,), float(rank)).bfloat16(), requires_grad=False)
+        self.register_buffer("count", torch.tensor(rank))
+        self.register_buffer("flags", torch.tensor([[rank == 0, True], [False, rank == 1]]).t())
+        self.register_buffer("positions", torch.arange(3).expand(2, 3), persistent=False)
+        self.register_buffer("mask", torch.tensor([0.0, -float("inf"), float(rank)]))
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+        self.register_buffer("drawn", torch.full((2,), float(rank)), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.layer(x))
+        return out
+
+
+def furnished(comm: Communicator) -> tuple[Furnished, DataParallel]:
+    model = Furnished(comm.rank)
+    return model, DataParallel(model, torch.optim.SGD(model.parameters(), 0.1), comm, "model_averaging")
+
+
+def step_of(model: nn.Module, run: DataParallel) -> None:
+    x = drawn(run.comm.rank, 4, 2).float() + run.comm.rank
+    with run.step(weight=4) as step:
+        step.backward(model(x).square().sum())
+
+
+def test_all_begin_with_what_rank_0_has_beside_its_trainable_parameters() -> None:
+    def check(comm: Communicator) -> None:
+        model, run = furnished(comm)
+        expected = Furnished(0)
+        with run:
+            for name in ("frozen", "count", "flags", "positions", "mask", "drawn"):
+                assert torch.equal(getattr(model, name), getattr(expected, name)), name
+
+    run_threads(3, check)
+
+
+def test_a_rank_that_goes_on_keeps_its_own() -> None:
+    def check(comm: Communicator) -> None:
+        model, run = furnished(comm)
+        with run:
+            step_of(model, run)
+            with torch.no_grad():
+                model.count += 10 * comm.rank  # type: ignore[operator]
+            own = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            state = copy.deepcopy(run.state_dict())
+        again, goes_on = furnished(comm)
+        goes_on.load_state_dict(state)
+        with goes_on:
+            for name, buffer in again.named_buffers():
+                assert torch.equal(buffer, own[name]), name  # `drawn`, which no state has, is rank 0's again
+
+    run_threads(2, check)
+
+
+def test_ranks_whose_buffers_differ_in_shape_are_refused() -> None:
+    def check(comm: Communicator) -> None:
+        model = nn.Linear(2, 2)
+        model.register_buffer("table", torch.zeros(3 + comm.rank))
+        with refused("frozen parameters and buffers (names, shapes): ", ConfigError):
+            DataParallel(model, torch.optim.SGD(model.parameters(), 0.1), comm)
+
+    run_threads(2, check)
+
+
 # -- checkpointing --------------------------------------------------------------------------------------
 
 

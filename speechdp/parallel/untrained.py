@@ -1,0 +1,76 @@
+"""What a model has beside its trainable parameters, and no strategy exchanges: frozen ones, and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from speechdp.comm.base import Communicator
+from speechdp.errors import RunError
+from speechdp.parallel.replica import Replica, name_of
+
+
+def untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield frozen parameters and all buffers, with their names."""
+    frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
+    for name, tensor in chain(frozen, model.named_buffers()):
+        yield name, tensor.detach()
+
+
+def share_untrained(model: nn.Module, comm: Communicator, *, known: Container[str]) -> None:
+    """Give all ranks what rank 0's model has beside its trainable parameters.  Collective.
+
+    Ranks that have drawn other random numbers would each train another model.
+
+    Args:
+        model: has tensors of the same names, shapes and types on every rank.
+        known: names of those that stay as they are: a rank that goes on has loaded its own.
+    """
+    for name, tensor in untrained(model):
+        if name in known:
+            continue
+        sent = tensor.contiguous()
+        comm.broadcast(sent, name=f"untrained.{name}")
+        # An expanded tensor cannot be written, and need not be where it is equal anyway.
+        if not tensor.is_contiguous() and not torch.equal(sent, tensor):
+            tensor.copy_(sent)
+
+
+class StaysUntrained:
+    """Refuses that an optimizer begins to train what has no place in the flat vector.
+
+    Nobody would exchange it, so it would become another on each rank.
+
+    Args:
+        replica: with the optimizer of a script.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._num_listed = -1
+        #: What the optimizer lists and the vector does not hold.
+        self._outside: list[nn.Parameter] = []
+
+    def check(self) -> None:
+        """Look at the optimizer's groups, before a step.
+
+        Raises:
+            RunError: one has a parameter to train that was frozen, or not there, when the run was made.
+        """
+        groups = self._replica.optimizer.param_groups
+        num_listed = sum(len(group["params"]) for group in groups)
+        if num_listed != self._num_listed:
+            held = set(self._replica.model_parameters)
+            self._outside = [p for group in groups for p in group["params"] if p not in held]
+            self._num_listed = num_listed
+        for parameter in self._outside:
+            if parameter.requires_grad:
+                raise RunError(
+                    f"the optimizer is to train {name_of(parameter, self._replica.model)}, which was frozen "
+                    "or not there when DataParallel was made, so ranks do not exchange it; make DataParallel "
+                    "while everything requires gradients that is ever to be trained, and call "
+                    "optimizer.add_param_group when its time has come"
+                )
