@@ -1,4 +1,4 @@
-"""Running statistics of batch normalisation: no parameters, so no strategy exchanges them; averaged here.
+"""Running statistics, as of batch normalisation: no parameters, so no strategy exchanges them; averaged here.
 
 Each rank normalises by the statistics of its own batches while it trains, as torch's DistributedDataParallel
 has it, and keeps their running means.  A model in evaluation mode uses those, so it is judged, and in the end
@@ -8,17 +8,20 @@ not depend on how often it is evaluated or saved.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from speechdp.comm.base import Communicator
+from speechdp.comm.staging import as_bytes
 
 
 def running_statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's floating-point buffers by name; models without batch normalisation have none."""
+    """Return a model's floating-point buffers by name: what this rank's batches may have changed."""
     return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
 
 
@@ -32,7 +35,41 @@ def average_statistics(model: nn.Module, comm: Communicator, *, has_trained: boo
         model: the same on every rank.
         has_trained: whether this rank's model has seen batches; ranks that only serve have not.
     """
-    buffers = list(running_statistics(model).values())
+    _average(_differing(model, comm), comm, has_trained=has_trained)
+
+
+def _differing(model: nn.Module, comm: Communicator) -> dict[str, Tensor]:
+    """Return the buffers in which ranks differ, by name: statistics of their batches.  Collective.
+
+    What is the same everywhere is a constant, what is finite nowhere a mask, and what has another shape on
+    another rank a table that grows with what the rank has seen: a mean of these has no meaning.
+    """
+    buffers = running_statistics(model)
+    if not buffers:
+        return {}
+    ranks = comm.allgather_object({name: _mark(buffer) for name, buffer in buffers.items()})
+    found = {}
+    for name, buffer in buffers.items():
+        marks = [marks[name] for marks in ranks if name in marks]
+        is_one_kind = len(marks) == len(ranks) and all(mark["shape"] == marks[0]["shape"] for mark in marks)
+        if is_one_kind and marks != marks[:1] * len(marks) and any(mark["is_finite"] for mark in marks):
+            found[name] = buffer
+    return found
+
+
+def _mark(buffer: Tensor) -> dict[str, Any]:
+    values = buffer.detach().cpu().contiguous()
+    checksum = hashlib.sha256(as_bytes(values).numpy().tobytes()).hexdigest()
+    return {
+        "shape": list(buffer.shape),
+        "is_finite": bool(values.isfinite().all()),
+        "checksum": checksum,
+    }
+
+
+def _average(statistics: Mapping[str, Tensor], comm: Communicator, *, has_trained: bool) -> None:
+    """Replace them by their mean over the ranks that have trained.  Collective."""
+    buffers = list(statistics.values())
     if not buffers:
         return
     flat = torch.cat([buffer.detach().double().cpu().flatten() for buffer in buffers])
@@ -53,12 +90,11 @@ def averaged_statistics(model: nn.Module, comm: Communicator, *, has_trained: bo
 
     Statistics that are no numbers do not come back: they would stay so for ever.
     """
-    own = {name: buffer.clone() for name, buffer in running_statistics(model).items()}
-    average_statistics(model, comm, has_trained=has_trained)
+    shown = _differing(model, comm)
+    own = {name: buffer.clone() for name, buffer in shown.items()}
+    _average(shown, comm, has_trained=has_trained)
     yield
-    for name, buffer in running_statistics(model).items():
-        if bool(own[name].isfinite().all()):
-            buffer.copy_(own[name])
+    load_statistics(model, {name: kept for name, kept in own.items() if bool(kept.isfinite().all())})
 
 
 def load_statistics(model: nn.Module, saved: Mapping[str, Tensor]) -> None:

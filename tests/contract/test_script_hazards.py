@@ -339,6 +339,31 @@ def test_ranks_whose_buffers_differ_in_shape_are_refused() -> None:
     run_threads(2, check)
 
 
+@pytest.mark.parametrize("mask", ["equal", "of its own"])
+def test_statistics_are_averaged_and_masks_and_tables_that_grow_are_left_alone(mask: str) -> None:
+    def check(comm: Communicator) -> None:
+        model, run = furnished(comm)
+        with run:
+            step_of(model, run)
+            own = model.norm.running_mean.clone()  # type: ignore[union-attr]
+            model.drawn.fill_(comm.rank)  # type: ignore[operator,union-attr]
+            model.table = torch.zeros(2 + comm.rank)
+            if mask == "of its own":
+                model.mask[2] = comm.rank  # type: ignore[index,operator]
+            expected = model.mask.tolist()  # type: ignore[operator,union-attr]
+            with run.evaluating():
+                shown = model.norm.running_mean.clone()  # type: ignore[union-attr]
+                assert model.mask.tolist() == expected  # type: ignore[operator,union-attr]
+                assert model.drawn.tolist() == [0.5, 0.5]  # type: ignore[operator,union-attr]
+                model.table = torch.zeros(9)
+            assert model.drawn.tolist() == [comm.rank] * 2  # type: ignore[operator,union-attr]
+            assert torch.equal(model.norm.running_mean, own)  # type: ignore[arg-type]
+            mean = comm.allreduce(own.clone(), name="own") / comm.size
+            assert torch.allclose(shown, mean) and not torch.allclose(shown, own)
+
+    run_threads(2, check)
+
+
 # -- checkpointing --------------------------------------------------------------------------------------
 
 
