@@ -35,41 +35,7 @@ def average_statistics(model: nn.Module, comm: Communicator, *, has_trained: boo
         model: the same on every rank.
         has_trained: whether this rank's model has seen batches; ranks that only serve have not.
     """
-    _average(_differing(model, comm), comm, has_trained=has_trained)
-
-
-def _differing(model: nn.Module, comm: Communicator) -> dict[str, Tensor]:
-    """Return the buffers in which ranks differ, by name: statistics of their batches.  Collective.
-
-    What is the same everywhere is a constant, what is finite nowhere a mask, and what has another shape on
-    another rank a table that grows with what the rank has seen: a mean of these has no meaning.
-    """
-    buffers = running_statistics(model)
-    if not buffers:
-        return {}
-    ranks = comm.allgather_object({name: _mark(buffer) for name, buffer in buffers.items()})
-    found = {}
-    for name, buffer in buffers.items():
-        marks = [marks[name] for marks in ranks if name in marks]
-        is_one_kind = len(marks) == len(ranks) and all(mark["shape"] == marks[0]["shape"] for mark in marks)
-        if is_one_kind and marks != marks[:1] * len(marks) and any(mark["is_finite"] for mark in marks):
-            found[name] = buffer
-    return found
-
-
-def _mark(buffer: Tensor) -> dict[str, Any]:
-    values = buffer.detach().cpu().contiguous()
-    checksum = hashlib.sha256(as_bytes(values).numpy().tobytes()).hexdigest()
-    return {
-        "shape": list(buffer.shape),
-        "is_finite": bool(values.isfinite().all()),
-        "checksum": checksum,
-    }
-
-
-def _average(statistics: Mapping[str, Tensor], comm: Communicator, *, has_trained: bool) -> None:
-    """Replace them by their mean over the ranks that have trained.  Collective."""
-    buffers = list(statistics.values())
+    buffers = _differing(model, comm)
     if not buffers:
         return
     flat = torch.cat([buffer.detach().double().cpu().flatten() for buffer in buffers])
@@ -84,17 +50,49 @@ def _average(statistics: Mapping[str, Tensor], comm: Communicator, *, has_traine
         buffer.copy_(mean.view(buffer.shape))
 
 
+def _differing(model: nn.Module, comm: Communicator) -> list[Tensor]:
+    """Return the buffers in which ranks differ: statistics of their batches.  Collective.
+
+    What is the same everywhere is a constant, what is finite nowhere a mask, and what has another shape on
+    another rank a table that grows with what the rank has seen: a mean of these has no meaning.
+    """
+    buffers = running_statistics(model)
+    if not buffers:
+        return []
+    ranks = comm.allgather_object({name: _mark(buffer) for name, buffer in buffers.items()})
+    found = []
+    for name, buffer in buffers.items():
+        marks = [marks.get(name, {}) for marks in ranks]
+        is_one_shape = all(mark.get("shape") == list(buffer.shape) for mark in marks)
+        is_constant = all(mark == marks[0] for mark in marks)
+        if is_one_shape and not is_constant and any(mark["is_finite"] for mark in marks):
+            found.append(buffer)
+    return found
+
+
+def _mark(buffer: Tensor) -> dict[str, Any]:
+    values = buffer.detach().cpu().contiguous()
+    return {
+        "shape": list(values.shape),
+        "is_finite": bool(values.isfinite().all()),
+        "checksum": hashlib.sha256(as_bytes(values).numpy().tobytes()).hexdigest(),
+    }
+
+
 @contextmanager
 def averaged_statistics(model: nn.Module, comm: Communicator, *, has_trained: bool) -> Iterator[None]:
     """Give the model the ranks' average for the block, then this rank's own again.  Collective.
 
     Statistics that are no numbers do not come back: they would stay so for ever.
     """
-    shown = _differing(model, comm)
-    own = {name: buffer.clone() for name, buffer in shown.items()}
-    _average(shown, comm, has_trained=has_trained)
+    own = {name: buffer.clone() for name, buffer in running_statistics(model).items()}
+    average_statistics(model, comm, has_trained=has_trained)
     yield
-    load_statistics(model, {name: kept for name, kept in own.items() if bool(kept.isfinite().all())})
+    for name, buffer in running_statistics(model).items():
+        kept = own.get(name)
+        # A table that the block has made longer stays so.
+        if kept is not None and kept.shape == buffer.shape and bool(kept.isfinite().all()):
+            buffer.copy_(kept)
 
 
 def load_statistics(model: nn.Module, saved: Mapping[str, Tensor]) -> None:

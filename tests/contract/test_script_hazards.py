@@ -281,6 +281,7 @@ class Furnished(nn.Module):
         self.register_buffer("flags", torch.tensor([[rank == 0, True], [False, rank == 1]]).t())
         self.register_buffer("positions", torch.arange(3).expand(2, 3), persistent=False)
         self.register_buffer("mask", torch.tensor([0.0, -float("inf"), float(rank)]))
+        self.register_buffer("same", torch.ones(2))
         self.register_buffer("table", torch.zeros(2), persistent=False)
         self.register_buffer("drawn", torch.full((2,), float(rank)), persistent=False)
 
@@ -356,6 +357,8 @@ def test_statistics_are_averaged_and_masks_and_tables_that_grow_are_left_alone(m
                 assert model.mask.tolist() == expected  # type: ignore[operator,union-attr]
                 assert model.drawn.tolist() == [0.5, 0.5]  # type: ignore[operator,union-attr]
                 model.table = torch.zeros(9)
+                model.same.zero_()  # type: ignore[operator,union-attr]
+            assert model.same.tolist() == [1.0, 1.0] and len(model.table) == 9  # type: ignore[operator,union-attr]
             assert model.drawn.tolist() == [comm.rank] * 2  # type: ignore[operator,union-attr]
             assert torch.equal(model.norm.running_mean, own)  # type: ignore[arg-type]
             mean = comm.allreduce(own.clone(), name="own") / comm.size
