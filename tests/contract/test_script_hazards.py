@@ -173,6 +173,36 @@ def test_so_they_are_where_the_optimizer_has_the_flat_vector() -> None:
     run_threads(2, check)
 
 
+class Flattened(nn.Module):
+    """An LSTM that is flattened at each use, as many models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 5, num_layers=2, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.lstm.flatten_parameters()
+        out: Tensor = self.lstm(x)[0]
+        return out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_an_lstm_that_is_flattened_in_its_forward_pass_is_trained_on_a_gpu() -> None:
+    def trained(model: nn.Module) -> Tensor:
+        run = DataParallel(
+            model, torch.optim.SGD(model.parameters(), 0.1), SerialCommunicator(), "bmuf:period=2,eta=0.3"
+        )
+        device = next(model.parameters()).device
+        with run:
+            for number in range(4):
+                with run.step(weight=3) as step:
+                    step.backward(model(drawn(number, 7, 3, 4).to(device)).square().sum())
+        return values(model).cpu()
+
+    assert_close(trained(filled(Flattened()).cuda()), trained(filled(Flattened())), "flattened")
+
+
 def test_what_a_script_sets_between_steps_is_trained_on() -> None:
     script = Script(SerialCommunicator(), "gradient_averaging", batch_norm=False)
     reference = Script(SerialCommunicator(), "gradient_averaging", batch_norm=False)
