@@ -216,6 +216,18 @@ def _checked_job(job: JobEntry) -> JobEntry:
     return job
 
 
+def threads_before(out: Path) -> int | None:
+    """Return the threads of a rank in the finished jobs of a folder; None: there are none.
+
+    Raises:
+        ConfigError: its record is damaged.
+    """
+    if not (out / FILE_NAME).is_file():
+        return None
+    record = read_record(out)
+    return record.settings.threads if any(job.state == COMPLETE for job in record.jobs) else None
+
+
 def read_profile(out: Path) -> Profile:
     """Read a profile with all that its jobs recorded.
 

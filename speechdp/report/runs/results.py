@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -338,6 +339,13 @@ class RunResult:
         if isinstance(size, int) and size > 0:
             return size
         return len(self.timing.ranks) if self.timing else None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of ranks it trained on, in turn, where it was continued on another; none where unknown."""
+        earlier = self.settings.get("earlier_sizes")
+        found = [*(earlier if isinstance(earlier, list) else []), self.size]
+        return tuple(size for size, _ in itertools.groupby(found) if isinstance(size, int))
 
     @property
     def order(self) -> str:

@@ -121,6 +121,12 @@ def test_cautions_name_what_was_not_compared(tmp_path: Path) -> None:
     assert "no timed run of one rank" in text
 
 
+def test_cautions_name_runs_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    runs = [MadeUpRun("a", period="1"), MadeUpRun("b", period="4", size=4)]
+    text = " ".join(_answer(tmp_path, runs).cautions)
+    assert "which changes speed and accuracy too: period 1 on 2, period 4 on 4." in text
+
+
 def test_runs_without_evaluations_have_a_speed_but_no_choice(tmp_path: Path) -> None:
     answer = _answer(tmp_path, [MadeUpRun("a", num_evaluations=0, wer=None)])
     assert answer.chosen is None
