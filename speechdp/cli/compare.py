@@ -51,7 +51,8 @@ class CompareCommand:
     """Split to decode for the word error rate; empty: none.  Not used with --task synthesis."""
     race: Annotated[int, shown("ROUNDS")] = 24
     """Rounds of the race after the runs: all strategies take turns, so that their speeds can be compared.
-    One race a number of ranks.  An interval needs at least 6 rounds; 0: no race, speeds are those of runs."""
+    One race a number of ranks.  An interval needs at least 6 rounds.
+    0: none is held; speeds are those of the runs, or of a race held before."""
     race_steps: Annotated[int, shown("STEPS")] = 16
     """Steps of a turn in the race, at least: a turn has whole averaging periods."""
     hostfile: Annotated[Path | None, shown("FILE", "this machine only")] = None
