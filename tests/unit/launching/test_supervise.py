@@ -95,6 +95,17 @@ def test_a_launcher_that_is_killed_is_told_from_one_that_returns_so() -> None:
     assert (end.exit_code, end.killed_by) == (137, None)
 
 
+def test_what_runs_beside_the_job_keeps_what_it_starts_meanwhile(tmp_path: Path) -> None:
+    """As the warning of a batch script does, a loop with a new `sleep` every two seconds."""
+    later = 'sh -c "touch later; until [ -e over ]; do sleep 0.1; done"'
+    loop = f"set -e; until [ -e begun ]; do sleep 0.1; done; {later}; exit 7"
+    beside = subprocess.Popen(["sh", "-c", loop], cwd=tmp_path)
+    job = 'cd "$0"; touch begun; until [ -e later ]; do sleep 0.1; done'
+    assert run_job(["sh", "-c", job, str(tmp_path)], os.environ, StopPolicy()).exit_code == 0
+    (tmp_path / "over").touch()
+    assert beside.wait(timeout=DEADLINE_S) == 7
+
+
 def test_signals_that_are_ignored_stay_ignored() -> None:
     former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
