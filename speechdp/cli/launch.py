@@ -202,17 +202,13 @@ def _run_until_done(
     starter: _Starter, restarts: Restarts, command: tuple[str, ...], request: SupervisorStop
 ) -> tuple[JobEnd, Verdict]:
     """Start the job, and restart it as long as requested and useful; return its last end."""
-    target, most = restarts.target, restarts.policy.max_restarts + 1
+    most = restarts.policy.max_restarts + 1
     hosts, arguments, reason = restarts.begin(), command, ""
     while True:
         if not reason and os.isatty(STDERR):  # until the ranks say something: imports may take long
             _say(f"starting {_ranks_on(hosts)}")
         end = starter.run(hosts, arguments, reason)
-        result = verdict(end, target)
-        if restarts.is_script:
-            folder = os.environ.get(FOLDER_VARIABLE)
-            goes_on = how_a_script_goes_on(end, result.exit_code, Path(folder) if folder else None)
-            result = replace(result, advice=result.advice + goes_on)
+        result = _judge(end, restarts)
         why_not = restarts.why_not(end, result.exit_code)
         if result.reason is not None:
             _say(result.reason + ("" if why_not is None else result.advice))
@@ -223,17 +219,30 @@ def _run_until_done(
         time.sleep(_restart_delay_s(hosts))
         try:
             hosts = restarts.next_hosts(end.faults)
-        except ConfigError as error:  # the fault's exit code is what counts
-            _say(str(error))
-            return end, result
+        except ConfigError as error:
+            if not request.signals:  # one ends the search for hosts, as if none had answered
+                _say(str(error))
+                return end, result  # the fault's exit code is what counts
         if request.signals:
             end = replace(end, stop_signal=request.signals[0], faults=())
-            return end, verdict(end, target)
+            result = _judge(end, restarts)
+            _say(f"{result.reason}{result.advice}")
+            return end, result
         without = f"; without {', '.join(restarts.left_out)}" if restarts.left_out else ""
         arguments, reason = restarts.going_on(command), f"{result.reason or ''}{without}"
         where = ", ".join(f"{host.name} ({host.slots})" for host in hosts)
         num_ranks = sum(host.slots for host in hosts)
         _say(f"start {restarts.number + 1} of {most}: {counted(num_ranks, 'rank')} on {where}{without}")
+
+
+def _judge(end: JobEnd, restarts: Restarts) -> Verdict:
+    """Return what became of the job, and what the user may do next."""
+    result = verdict(end, restarts.target)
+    if not restarts.is_script:
+        return result
+    folder = os.environ.get(FOLDER_VARIABLE)
+    goes_on = how_a_script_goes_on(end, result.exit_code, Path(folder) if folder else None)
+    return replace(result, advice=result.advice + goes_on)
 
 
 def _restart_delay_s(hosts: Sequence[Host]) -> float:
