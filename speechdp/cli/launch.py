@@ -33,6 +33,7 @@ from speechdp.launching.command import (
     mpirun_command,
     own_program,
     python_program,
+    share_of_cores,
     srun_command,
     srun_environment,
 )
@@ -291,12 +292,13 @@ class _Starter:
             interface=options.interface,
             tag_output=options.tag_output,
             extra_options=split_words("--mpi-args", options.mpi_args),
+            in_batch_job=self._place.allocation is not None,
         )
-        environment = child_environment(
-            job, self._mpi, self._environ, is_root=os.geteuid() == 0, num_cores=available_cores()
-        )
+        cores = share_of_cores(hosts, self._place.allocation, available_cores())
+        environment = child_environment(job, self._mpi, self._environ, is_root=os.geteuid() == 0, cores=cores)
         # Packed otherwise after a fault, ranks must not compute otherwise: sums would round differently.
-        self._environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
+        if "OMP_NUM_THREADS" in environment:
+            self._environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
         environment["SPEECHDP_TERMINAL"] = describe_terminal()
         # By this a further start knows whose place it takes in the folder that the one before has owned.
         if self._starts:

@@ -234,6 +234,7 @@ def test_a_rank_is_no_allocation(variables: dict[str, str]) -> None:
         ({"SLURM_JOB_NODELIST": "a,A,b"}, "'a' and 'A' are one host"),
         ({"SLURM_TASKS_PER_NODE": "2(x3"}, "SLURM_TASKS_PER_NODE="),
         ({"SLURM_TASKS_PER_NODE": "2(x2)"}, "is for 2 nodes, SLURM_JOB_NODELIST for 3; .*batch script"),
+        ({"SLURM_JOB_CPUS_PER_NODE": "4(x2)"}, "SLURM_JOB_CPUS_PER_NODE=.* is for 2 nodes, .* for 3"),
         ({"SLURM_JOB_ID": "--all"}, "SLURM_JOB_ID='--all'"),
     ],
 )
