@@ -64,7 +64,8 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
         environ: the environment of the batch script.
 
     Raises:
-        ConfigError: an allocation that cannot be read; names variable, file and content, and the remedy.
+        ConfigError: an allocation that cannot be read, or not be used from here; names variable, file and
+            content, and the remedy.
     """
     if _is_rank(environ):
         return None
@@ -80,15 +81,30 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def _is_rank(environ: Mapping[str, str]) -> bool:
+    """Tell whether this is below mpirun, or one of several tasks of a step.
+
+    Raises:
+        ConfigError: it is a shell in a step of several tasks. (salloc's own shell may be a step of one.)
+    """
+    if "OMPI_COMM_WORLD_SIZE" in environ or "HOROVOD_SIZE" in environ:
+        return True
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
-    return (
-        "OMPI_COMM_WORLD_SIZE" in environ
-        or "HOROVOD_SIZE" in environ
-        or (tasks.isascii() and tasks.isdigit() and int(tasks) > 1)
-    )
+    is_one_of_several = tasks.isascii() and tasks.isdigit() and int(tasks) > 1
+    if is_one_of_several and environ.get("SLURM_PTY_PORT"):
+        raise ConfigError(
+            "SLURM_PTY_PORT: this is a shell of srun --pty, whose step holds the places of the ranks; "
+            "leave it, and start speechdp launch in the shell that salloc gives, or in a batch script"
+        )
+    return is_one_of_several
 
 
 def _slurm(environ: Mapping[str, str]) -> Allocation:
+    parts = environ.get("SLURM_HET_SIZE", "")
+    if _COUNT.fullmatch(parts) and int(parts) > 1:
+        raise ConfigError(
+            f"SLURM_HET_SIZE={parts}: the hosts of a heterogeneous job cannot be used together; submit a job "
+            "of one part (no `#SBATCH hetjob`, no ` : ` between options)"
+        )
     source = "SLURM_JOB_NODELIST"
     try:
         names = expand_host_list(environ[source])
