@@ -21,7 +21,7 @@ from speechdp import exit_codes
 from speechdp.cli.support.console import describe_terminal
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
-from speechdp.launching.allocation import Allocation, find_allocation
+from speechdp.launching.allocation import Allocation, Scheduler, find_allocation
 from speechdp.launching.command import (
     Controller,
     Launcher,
@@ -148,16 +148,14 @@ class _JobPlace:
 
 def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool = False) -> int:
     """Check hosts and command, start `program` on the ranks, and return the job's exit code."""
-    if options.grace_s < 0:
-        raise ConfigError(f"--grace-s {options.grace_s:g}: must be at least 0 seconds")
     command = options.command
     if options.requeue and not is_script:
         command = check_command(command, requeue=True)
     # Where a script writes what is not known.
     target = None if is_script else find_target(command)
     place = _find_place(options)
-    policy = RestartPolicy(options.max_restarts, options.min_ranks)
-    policy.check(place.num_ranks, target, is_script=is_script)
+    scheduler = None if place.allocation is None else place.allocation.scheduler
+    policy = check_options(options, place.num_ranks, scheduler, is_script=is_script)
     # Signals between two starts count as well.
     with ExitStack() as stack:
         request = stack.enter_context(noted_signals())
@@ -185,6 +183,34 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
     if ended_by_user and place.allocation.scheduler == "lsf":
         return 128 + (end.stop_signal or 0)  # LSF would start a job again that ends with 75
     return result.exit_code
+
+
+def check_options(
+    options: LaunchCommand, num_ranks: int, scheduler: Scheduler | None, *, is_script: bool
+) -> RestartPolicy:
+    """Refuse options that cannot go together; return those of restarts.
+
+    Before the first start, and by `speechdp submit` before the hours that a job may wait.
+
+    Args:
+        num_ranks: that are to be started.
+        scheduler: whose job this is or will be, None: no batch job.
+        is_script: a user's script is started.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if options.grace_s < 0:
+        raise ConfigError(f"--grace-s {options.grace_s:g}: must be at least 0 seconds")
+    check_controller(options.launcher, options.controller)
+    if options.launcher == "srun" and scheduler != "slurm":
+        raise ConfigError(
+            "--launcher srun works inside a Slurm job only; leave it out, or start with sbatch or salloc"
+        )
+    policy = RestartPolicy(options.max_restarts, options.min_ranks)
+    target = None if is_script else find_target(options.command)
+    policy.check(num_ranks, target, is_script=is_script)
+    return policy
 
 
 def _give_back(allocation: Allocation, target: Target | None, is_script: bool) -> int:
@@ -263,9 +289,6 @@ class _Starter:
         self._environ = dict(os.environ)
         self._name, self._starts = uuid.uuid4().hex, 0
         prefix, search_path = Path(sys.prefix), os.environ.get("PATH", os.defpath)
-        check_controller(options.launcher, options.controller)
-        if options.launcher == "srun" and (place.allocation is None or place.allocation.scheduler != "slurm"):
-            raise ConfigError("--launcher srun works inside a Slurm job only; start it with sbatch or salloc")
         self._mpi = find_open_mpi(prefix, search_path)
         self._horovodrun = find_horovodrun(prefix, search_path) if options.launcher == "horovodrun" else None
 
