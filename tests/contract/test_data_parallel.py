@@ -31,6 +31,7 @@ from tests.helpers.own_script import (
     Script,
     adamw,
     batches_of,
+    first_group_stands,
     groups,
     loss_sum,
     make_batch,
@@ -422,6 +423,25 @@ def test_what_cannot_be_is_refused_in_a_line() -> None:
     other = Script(comm, "gradient_averaging")
     with other.run, other.run.evaluating(), _refused("inside `with run.evaluating()`", RunError):
         other.run.state_dict()
+
+
+def test_rates_that_the_first_groups_does_not_tell_are_refused() -> None:
+    words = "sets the learning rates of all parameter groups by the first one's, which is 0 while others"
+    script = Script(SerialCommunicator(), "parameter_server", first_group_stands)
+    with _refused(f"parameter_server: {words}"), script.run:
+        script.train()
+
+    def check(comm: Communicator) -> None:
+        scaled = Script(
+            comm,
+            "adaptive_averaging:period=1,learning_rate=scale",
+            first_group_stands,
+            options={"num_steps": NUM_STEPS},
+        )
+        with _refused(f"adaptive_averaging:learning_rate=scale: {words}"), scaled.run:
+            scaled.train()
+
+    run_threads(2, check)
 
 
 def test_ranks_with_other_models_are_refused_before_they_exchange() -> None:
