@@ -34,7 +34,9 @@ FILE_NAME = "profile.json"
 #: trainloader.
 WEAK, STRONG, BLOCKING, POOLED, FED = "weak", "strong", "blocking", "pooled", "fed"
 MODULES = ("encoder", "decoder", "postproc", "output")
-KINDS = (WEAK, STRONG, *MODULES, BLOCKING, POOLED, FED)
+#: Of trainloaders, which `--loader-steps` sets the steps of.
+LOADER_KINDS = (BLOCKING, POOLED, FED)
+KINDS = (WEAK, STRONG, *MODULES, *LOADER_KINDS)
 
 
 def in_order(functions: set[str]) -> list[str]:

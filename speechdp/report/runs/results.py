@@ -87,7 +87,8 @@ class RankTiming:
     """Sums of one rank over the steps after its warm-up; times in s.
 
     Attributes:
-        last_step: number of its last step, counted from the run's begin; None where it was not recorded.
+        first_step, last_step: numbers of the first and last of these steps, counted from the run's begin;
+            None where they were not recorded.
         sent_bytes: payload this rank sent while training, warm-up included; None where it was not counted.
         trained_s: training time of the same steps.
         statistics: what the strategy tells besides; e.g. `staleness`: counts of exchanges by age.
@@ -104,6 +105,7 @@ class RankTiming:
     spans_s: dict[str, float]
     eval_s: float = 0.0
     checkpoint_s: float = 0.0
+    first_step: int | None = None
     last_step: int | None = None
     sent_bytes: float | None = None
     trained_s: float | None = None

@@ -202,6 +202,17 @@ def test_figures_that_older_runs_lack_are_shown_where_runs_have_them(tmp_path: P
     assert "frame accuracy without silence 62.5 %" in page
 
 
+@pytest.mark.parametrize(
+    ("periods", "unit"), [(("4", "16"), " (steps)"), (("200kf", "600kf"), ""), (("5s", "20s"), "")]
+)
+def test_the_axis_of_periods_names_steps_only_where_they_are_steps(
+    periods: tuple[str, str], unit: str, tmp_path: Path
+) -> None:
+    runs = [MadeUpRun(f"model_averaging-{period}", period=period) for period in periods]
+    page = write_report(write_sweep(tmp_path, runs)).html.read_text()
+    assert set(re.findall(r">averaging period([^<]*)<", page)) == {unit}
+
+
 def test_a_narrow_terminal_gets_a_figure_a_line(tmp_path: Path, realistic: WrittenReport) -> None:
     printed = _printed(realistic, width=80)
     (speed,) = [line for line in printed.splitlines() if line.startswith(" frames/s")]
