@@ -44,7 +44,7 @@ def _check_declared(where: str, cls: type[Task]) -> None:
             raise ConfigError(
                 f"{where}: a metric's key {key!r} has a meaning in reports; choose another word"
             )
-    fields = [field.name for field in dataclasses.fields(cls)]
+    fields = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     outside = [base for base in cls.__mro__ if not base.__module__.startswith("speechdp.")]
     own = [name for base in outside for name in inspect.get_annotations(base) if name in fields]
     if cls.presets and own:
