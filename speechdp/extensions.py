@@ -334,8 +334,12 @@ def read_options(name: str, cls: type, text: str, *, kind: str) -> dict[str, Any
         kind: what the class is, for messages.
 
     Raises:
-        ConfigError: an option it does not have, or a value that does not fit.
+        ConfigError: an option it does not have or that is given twice, or a value that does not fit.
     """
+    given = [part.partition("=")[0] for part in text.split(",") if part]
+    for option in given:
+        if given.count(option) > 1:
+            raise ConfigError(f"{kind} {name}:{text}: {option} is given twice")
     kinds = option_kinds(cls)
     values: dict[str, Any] = {}
     for option, value in split_options(text).items():

@@ -130,9 +130,8 @@ def measure_imports(ranks: int) -> tuple[float, float]:
     """Run the imports alone on so many ranks; return wall and CPU time, s."""
     mpi = find_open_mpi(Path(sys.prefix), os.environ.get("PATH", os.defpath))
     job = LaunchJob(local_hosts(ranks).allocate(ranks), (sys.executable,), ("-c", IMPORTS))
-    environment = child_environment(
-        job, mpi, os.environ, is_root=os.geteuid() == 0, num_cores=os.cpu_count() or 1
-    )
+    cores = max(1, (os.cpu_count() or 1) // ranks)
+    environment = child_environment(job, mpi, os.environ, is_root=os.geteuid() == 0, cores=cores)
     argv = [str(mpi.mpirun), "-np", str(ranks), "--bind-to", "none", "--oversubscribe"]
     found = _run_watched([*argv, *job.program, *job.arguments], environment, {})
     return found["ended"], found["cpu"]

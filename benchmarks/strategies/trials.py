@@ -195,7 +195,7 @@ def run_job(size: int, arguments: Sequence[str], timeout_s: float) -> list[Outco
     program = (sys.executable, str(Path(sys.argv[0]).resolve()))
     job = LaunchJob(local_hosts(size).allocate(size), program, (*arguments, "--on-ranks", str(size)))
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    environment = child_environment(job, mpi, environ, is_root=os.geteuid() == 0, num_cores=1)
+    environment = child_environment(job, mpi, environ, is_root=os.geteuid() == 0, cores=1)
     print(f"{size} {'rank' if size == 1 else 'ranks'}:", flush=True)
     outcomes = []
     with subprocess.Popen(

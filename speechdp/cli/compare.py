@@ -51,7 +51,8 @@ class CompareCommand:
     """Split to decode for the word error rate; empty: none.  Not used with --task synthesis."""
     race: Annotated[int, shown("ROUNDS")] = 24
     """Rounds of the race after the runs: all strategies take turns, so that their speeds can be compared.
-    One race a number of ranks.  An interval needs at least 6 rounds; 0: no race, speeds are those of runs."""
+    One race a number of ranks.  An interval needs at least 6 rounds.
+    0: none is held; speeds are those of the runs, or of a race held before."""
     race_steps: Annotated[int, shown("STEPS")] = 16
     """Steps of a turn in the race, at least: a turn has whole averaging periods."""
     hostfile: Annotated[Path | None, shown("FILE", "this machine only")] = None
@@ -82,6 +83,7 @@ class CompareCommand:
             request.plan,
             lambda say: OwnTraining(request, starter, say),
             _announcement(request),
+            starter.threads,
             overwrite=self.overwrite,
             target=self.target,
         )
@@ -147,12 +149,14 @@ class CompareCommand:
 
     def _starter(self) -> JobStarter:
         from speechdp.cli.support.starting import make_starter, threads_of_a_rank  # noqa: PLC0415
+        from speechdp.experiments.compare.record import threads_before  # noqa: PLC0415
 
         feeders = self.options.loading.feeders
         if feeders and self.hostfile is not None:
             raise ConfigError("--feeders: compare counts them on one machine only; leave out --hostfile")
         most_ranks = feeders + max(int(word) for word in self.ranks.split(",") if word.strip())
-        threads = threads_of_a_rank(self.threads, most_ranks, self.hostfile)
+        before = None if self.overwrite else threads_before(self.out_dir)
+        threads = threads_of_a_rank(self.threads, most_ranks, self.hostfile, before)
         return make_starter("compare", self.launch_args, self.hostfile, threads)
 
 
@@ -188,6 +192,7 @@ class CompareScriptCommand:
     def run(self) -> int:
         """Make the comparison and its report; return the exit code: 1 where a run failed."""
         from speechdp.experiments.compare.plan import FRAMES, ComparePlan, checked_strategies, whole_numbers  # noqa: PLC0415
+        from speechdp.experiments.compare.record import threads_before  # noqa: PLC0415
         from speechdp.experiments.compare.script_training import ScriptTraining  # noqa: PLC0415
 
         self.script.check()
@@ -199,12 +204,14 @@ class CompareScriptCommand:
             epochs=None,
         )
         script = self.script.user_script(self.script_arguments)
-        starter = self.script.starter("compare", max(plan.ranks))
+        before = None if self.overwrite else threads_before(self.out_dir)
+        starter = self.script.starter("compare", max(plan.ranks), before)
         return _compare(
             self.out_dir,
             plan,
             lambda say: ScriptTraining(script, starter),
             [f"{counted(len(plan.runs()), 'run')} of {self.script.script}"],
+            starter.threads,
             overwrite=self.overwrite,
             target=self.script.target,
             metric=self.script.metric,
@@ -216,6 +223,7 @@ def _compare(
     plan: ComparePlan,
     training: Callable[[Callable[[str], None]], ComparedTraining],
     announcement: Sequence[str],
+    threads: int | None,
     *,
     overwrite: bool,
     target: float | None,
@@ -226,6 +234,7 @@ def _compare(
     Args:
         training: makes what each run is from a function that takes a line of progress.
         announcement: lines to begin with.
+        threads: of a rank.
     """
     from speechdp.cli.report import print_report  # noqa: PLC0415
     from speechdp.cli.support.console import make_console  # noqa: PLC0415
@@ -240,7 +249,7 @@ def _compare(
         for line in announcement:
             say(line)
         try:
-            record = Comparer(out, plan, training(say), say, metric=metric).run()
+            record = Comparer(out, plan, training(say), say, metric=metric, threads=threads).run()
         except JobStopped as stopped:
             say(f"stopped as requested; the same command continues {out}")
             return stopped.exit_code

@@ -91,17 +91,20 @@ class DoctorCommand:
             remedy = remedy or "name the hosts with --hostfile FILE (hostfiles/ has examples)"
             return Examination([Finding("hosts", "fail", found, (), remedy)])
         hosts = tuple(replace(host, slots=self.num_ranks) for host in hostfile.hosts)
-        in_slurm = allocation is not None and allocation.scheduler == "slurm"
-        return examine(self._request(hosts, hostfile, in_slurm, mpi_options), tell)
+        return examine(self._request(hosts, hostfile, allocation, mpi_options), tell)
 
     def _request(
-        self, hosts: tuple[Host, ...], hostfile: Hostfile, in_slurm: bool, mpi_options: tuple[str, ...]
+        self,
+        hosts: tuple[Host, ...],
+        hostfile: Hostfile,
+        allocation: Allocation | None,
+        mpi_options: tuple[str, ...],
     ) -> DoctorRequest:
         return DoctorRequest(
             hosts=hosts,
             slots={host.name: host.slots for host in hostfile.hosts},
             source=hostfile.source,
-            in_slurm=in_slurm,
+            allocation=allocation,
             launcher=self.launcher,
             controller=self.controller,
             interface=self.interface,

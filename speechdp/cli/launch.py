@@ -21,7 +21,7 @@ from speechdp import exit_codes
 from speechdp.cli.support.console import describe_terminal
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
-from speechdp.launching.allocation import Allocation, find_allocation
+from speechdp.launching.allocation import Allocation, Scheduler, find_allocation
 from speechdp.launching.command import (
     Controller,
     Launcher,
@@ -33,6 +33,7 @@ from speechdp.launching.command import (
     mpirun_command,
     own_program,
     python_program,
+    share_of_cores,
     srun_command,
     srun_environment,
 )
@@ -147,16 +148,14 @@ class _JobPlace:
 
 def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool = False) -> int:
     """Check hosts and command, start `program` on the ranks, and return the job's exit code."""
-    if options.grace_s < 0:
-        raise ConfigError(f"--grace-s {options.grace_s:g}: must be at least 0 seconds")
     command = options.command
     if options.requeue and not is_script:
         command = check_command(command, requeue=True)
     # Where a script writes what is not known.
     target = None if is_script else find_target(command)
     place = _find_place(options)
-    policy = RestartPolicy(options.max_restarts, options.min_ranks)
-    policy.check(place.num_ranks, target, is_script=is_script)
+    scheduler = None if place.allocation is None else place.allocation.scheduler
+    policy = check_options(options, place.num_ranks, scheduler, is_script=is_script)
     # Signals between two starts count as well.
     with ExitStack() as stack:
         request = stack.enter_context(noted_signals())
@@ -186,6 +185,34 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
     return result.exit_code
 
 
+def check_options(
+    options: LaunchCommand, num_ranks: int, scheduler: Scheduler | None, *, is_script: bool
+) -> RestartPolicy:
+    """Refuse options that cannot go together; return those of restarts.
+
+    Before the first start, and by `speechdp submit` before the hours that a job may wait.
+
+    Args:
+        num_ranks: that are to be started.
+        scheduler: whose job this is or will be, None: no batch job.
+        is_script: a user's script is started.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if options.grace_s < 0:
+        raise ConfigError(f"--grace-s {options.grace_s:g}: must be at least 0 seconds")
+    check_controller(options.launcher, options.controller)
+    if options.launcher == "srun" and scheduler != "slurm":
+        raise ConfigError(
+            "--launcher srun works inside a Slurm job only; leave it out, or start with sbatch or salloc"
+        )
+    policy = RestartPolicy(options.max_restarts, options.min_ranks)
+    target = None if is_script else find_target(options.command)
+    policy.check(num_ranks, target, is_script=is_script)
+    return policy
+
+
 def _give_back(allocation: Allocation, target: Target | None, is_script: bool) -> int:
     exit_code = requeue(allocation, is_script=is_script)
     if is_script:
@@ -202,17 +229,13 @@ def _run_until_done(
     starter: _Starter, restarts: Restarts, command: tuple[str, ...], request: SupervisorStop
 ) -> tuple[JobEnd, Verdict]:
     """Start the job, and restart it as long as requested and useful; return its last end."""
-    target, most = restarts.target, restarts.policy.max_restarts + 1
+    most = restarts.policy.max_restarts + 1
     hosts, arguments, reason = restarts.begin(), command, ""
     while True:
         if not reason and os.isatty(STDERR):  # until the ranks say something: imports may take long
             _say(f"starting {_ranks_on(hosts)}")
         end = starter.run(hosts, arguments, reason)
-        result = verdict(end, target)
-        if restarts.is_script:
-            folder = os.environ.get(FOLDER_VARIABLE)
-            goes_on = how_a_script_goes_on(end, result.exit_code, Path(folder) if folder else None)
-            result = replace(result, advice=result.advice + goes_on)
+        result = _judge(end, restarts)
         why_not = restarts.why_not(end, result.exit_code)
         if result.reason is not None:
             _say(result.reason + ("" if why_not is None else result.advice))
@@ -223,17 +246,30 @@ def _run_until_done(
         time.sleep(_restart_delay_s(hosts))
         try:
             hosts = restarts.next_hosts(end.faults)
-        except ConfigError as error:  # the fault's exit code is what counts
-            _say(str(error))
-            return end, result
+        except ConfigError as error:
+            if not request.signals:  # one ends the search for hosts, as if none had answered
+                _say(str(error))
+                return end, result  # the fault's exit code is what counts
         if request.signals:
             end = replace(end, stop_signal=request.signals[0], faults=())
-            return end, verdict(end, target)
+            result = _judge(end, restarts)
+            _say(f"{result.reason}{result.advice}")
+            return end, result
         without = f"; without {', '.join(restarts.left_out)}" if restarts.left_out else ""
         arguments, reason = restarts.going_on(command), f"{result.reason or ''}{without}"
         where = ", ".join(f"{host.name} ({host.slots})" for host in hosts)
         num_ranks = sum(host.slots for host in hosts)
         _say(f"start {restarts.number + 1} of {most}: {counted(num_ranks, 'rank')} on {where}{without}")
+
+
+def _judge(end: JobEnd, restarts: Restarts) -> Verdict:
+    """Return what became of the job, and what the user may do next."""
+    result = verdict(end, restarts.target)
+    if not restarts.is_script:
+        return result
+    folder = os.environ.get(FOLDER_VARIABLE)
+    goes_on = how_a_script_goes_on(end, result.exit_code, Path(folder) if folder else None)
+    return replace(result, advice=result.advice + goes_on)
 
 
 def _restart_delay_s(hosts: Sequence[Host]) -> float:
@@ -253,9 +289,6 @@ class _Starter:
         self._environ = dict(os.environ)
         self._name, self._starts = uuid.uuid4().hex, 0
         prefix, search_path = Path(sys.prefix), os.environ.get("PATH", os.defpath)
-        check_controller(options.launcher, options.controller)
-        if options.launcher == "srun" and (place.allocation is None or place.allocation.scheduler != "slurm"):
-            raise ConfigError("--launcher srun works inside a Slurm job only; start it with sbatch or salloc")
         self._mpi = find_open_mpi(prefix, search_path)
         self._horovodrun = find_horovodrun(prefix, search_path) if options.launcher == "horovodrun" else None
 
@@ -282,12 +315,13 @@ class _Starter:
             interface=options.interface,
             tag_output=options.tag_output,
             extra_options=split_words("--mpi-args", options.mpi_args),
+            in_batch_job=self._place.allocation is not None,
         )
-        environment = child_environment(
-            job, self._mpi, self._environ, is_root=os.geteuid() == 0, num_cores=available_cores()
-        )
+        cores = share_of_cores(hosts, self._place.allocation, available_cores())
+        environment = child_environment(job, self._mpi, self._environ, is_root=os.geteuid() == 0, cores=cores)
         # Packed otherwise after a fault, ranks must not compute otherwise: sums would round differently.
-        self._environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
+        if "OMP_NUM_THREADS" in environment:
+            self._environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
         environment["SPEECHDP_TERMINAL"] = describe_terminal()
         # By this a further start knows whose place it takes in the folder that the one before has owned.
         if self._starts:

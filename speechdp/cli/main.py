@@ -284,8 +284,11 @@ def _take_internal(command: Subcommand, arguments: Sequence[str]) -> tuple[dict[
     return internal, others
 
 
-def check_forwarded(arguments: Sequence[str]) -> None:
+def check_forwarded(arguments: Sequence[str]) -> Any:
     """Refuse an invalid forwarded command line here, once, instead of on every rank or after a queue.
+
+    Returns:
+        The command that it is.
 
     Raises:
         SystemExit: as `parse` does.
@@ -296,7 +299,7 @@ def check_forwarded(arguments: Sequence[str]) -> None:
         script = "to start a script, write python before it: -- python SCRIPT"
         print(f"speechdp: unknown command {name!r}; speechdp --help lists them; {script}", file=sys.stderr)
         raise SystemExit(exit_codes.USAGE)
-    parse(name, rest)
+    return parse(name, rest)
 
 
 def _refuse_others(name: str, refused: Mapping[str, str], arguments: Sequence[str]) -> None:

@@ -176,6 +176,8 @@ class ProfileCommand:
 
     def _num_threads(self) -> int:
         from speechdp.cli.support.starting import threads_of_a_rank  # noqa: PLC0415
+        from speechdp.experiments.profile.record import threads_before  # noqa: PLC0415
 
         most_ranks = self.options.loading.feeders + max(self._plan().ranks)
-        return threads_of_a_rank(self.threads, most_ranks, self.hostfile)
+        before = None if self.overwrite else threads_before(self.out_dir)
+        return threads_of_a_rank(self.threads, most_ranks, self.hostfile, before)

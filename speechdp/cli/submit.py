@@ -10,15 +10,17 @@ from typing import Annotated, Literal
 
 import tyro
 
+from speechdp.cli.launch import LaunchCommand, check_options
 from speechdp.cli.main import check_forwarded
-from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Scheduler
 from speechdp.launching.batch_script import BatchJob, Placement, Resources, job_name, render
 from speechdp.launching.command import is_script
 from speechdp.launching.forwarded_options import split_words
+from speechdp.launching.hostfile import Host, Hostfile
 from speechdp.launching.submit import (
     Submission,
     check_command,
+    check_output_folder,
     detect_scheduler,
     find_program,
     how_to_cancel,
@@ -89,6 +91,7 @@ class SubmitCommand:
         """Submit; return the exit code."""
         scheduler = self._scheduler()
         job = _batch_job(self)
+        _check_launch(scheduler, job)
         options = split_words("--scheduler-args", self.scheduler_args)
         submission = plan_submission(scheduler, job.placement.name, job.folder, options)
         script = render(scheduler, job)
@@ -97,6 +100,7 @@ class SubmitCommand:
             _look_for_data(job.command)
             return 0
         find_program(scheduler, _search_path())  # before anything is written
+        check_output_folder(job)
         kept = write_script(submission.path, script)
         if kept is not None:
             _say(f"{submission.path.name} was another script; that is {kept} now")
@@ -126,10 +130,7 @@ def _batch_job(options: SubmitCommand) -> BatchJob:
     if not is_script(command):
         check_forwarded(command)  # now, not after hours in a queue
     launch_options = split_words("--launch-args", options.launch_args)
-    check_forwarded(["launch", *launch_options, "--", *command])
     if options.max_restarts is not None:
-        if options.max_restarts < 0:
-            raise ConfigError(f"--max-restarts {options.max_restarts}: must be at least 0")
         launch_options = ("--max-restarts", str(options.max_restarts), *launch_options)
     return BatchJob(
         resources=Resources(
@@ -154,6 +155,19 @@ def _batch_job(options: SubmitCommand) -> BatchJob:
         signal_s=options.signal_s,
         requeue=options.requeue,
     )
+
+
+def _check_launch(scheduler: Scheduler, job: BatchJob) -> None:
+    """Refuse now what `speechdp launch` would refuse in the job, after hours in a queue."""
+    launch: LaunchCommand = check_forwarded(["launch", *job.launch_words, "--", *job.command])
+    nodes, ranks_per_node = job.resources.nodes, job.resources.ranks_per_node
+    num_ranks = nodes * ranks_per_node if launch.num_ranks is None else launch.num_ranks
+    if launch.hostfile is None:  # the hosts of a file may be named only when the job begins
+        asked = f"--nodes {nodes} --ranks-per-node {ranks_per_node}"
+        Hostfile(asked, (Host("node", nodes * ranks_per_node),)).allocate(num_ranks)
+    elif launch.num_ranks is None:
+        num_ranks = max(num_ranks, launch.min_ranks or 1)
+    check_options(launch, num_ranks, scheduler, is_script=is_script(job.command))
 
 
 def _look_for_data(command: tuple[str, ...]) -> None:

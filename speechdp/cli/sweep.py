@@ -48,7 +48,7 @@ class SweepCommand:
     """Split to decode for the word error rate; empty: none.  Not used with --task synthesis."""
     race: Annotated[int, shown("ROUNDS")] = 24
     """Rounds of the race after the runs: all settings take turns, so that their speeds can be compared.
-    An interval needs at least 6 rounds; 0: no race, and speeds are those of the runs."""
+    An interval needs at least 6 rounds; 0: none is held, speeds are those of runs or an earlier race."""
     race_steps: Annotated[int, shown("STEPS")] = 16
     """Steps of a turn in the race, at least: a turn has whole averaging periods."""
     target: Annotated[float | None, shown("VALUE", "the best value that all runs reached")] = None

@@ -66,7 +66,7 @@ class Launch:
 
 
 # First match wins.  Under mpirun inside a Slurm allocation the Slurm variables describe the daemons, so
-# they come last; SLURM_STEP_NUM_TASKS exists only in what srun started, not in sbatch or salloc shells.
+# they come last; SLURM_STEP_NUM_TASKS exists only in what srun started, not in sbatch's shell.
 _LAUNCHERS = (
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),
@@ -82,6 +82,8 @@ def announced(environ: Mapping[str, str] | None = None) -> Launch | None:
     for launcher, rank, size in _LAUNCHERS:
         if launcher == "torchrun" and "MASTER_ADDR" not in environ:
             continue  # RANK alone is a word others use too
+        if launcher in ("PMI", "srun") and environ.get("SLURM_PTY_PORT") and environ.get(size) == "1":
+            continue  # the shell of salloc, which may be a step of one task, or one of srun --pty
         if environ.get(rank, "").isdigit() and environ.get(size, "").isdigit():
             return Launch(launcher, int(environ[rank]), int(environ[size]))
     return None

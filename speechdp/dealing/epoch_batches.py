@@ -45,9 +45,9 @@ class Dealer:
         self.num_dealt = 0
         self._next = [0] * len(parts_of_team)
         self._end = [len(batches) for batches in self._batches]
-        self._asked_s: list[float | None] = [None] * len(parts_of_team)
+        self._given_s: list[float | None] = [None] * len(parts_of_team)
         self._pace_s: list[float] = [0.0] * len(parts_of_team)
-        self._num_asked = [0] * len(parts_of_team)
+        self._num_given = [0] * len(parts_of_team)
         self._done: set[int] = set()
         self._lost: set[int] = set()
         self._returned: list[Deal] = []
@@ -71,27 +71,36 @@ class Dealer:
     def take(self, team: int, now_s: float) -> Deal | None:
         """Return the next batch for `team`, or None if there is nothing more for it in this epoch.
 
+        A team that was told so may ask again, as often as it likes: others may be lost.
+
         Args:
             team: who asks.
             now_s: the time, s; the pace of the teams decides who gets the last batches.
         """
-        self._note_pace(team, now_s)
-        if self._returned:
-            self._done.discard(team)
-            self.num_dealt += 1
-            return self._returned.pop(0)
-        owner = self._owner(team)
-        if owner is None or self._would_come_last(team):
+        pace_s = self._pace_at(team, now_s)
+        deal = self._next_deal(team, pace_s)
+        if deal is None:
+            # Nothing is noted of it: a team does not become faster by asking in vain.
             self._done.add(team)
             return None
+        self._pace_s[team], self._given_s[team] = pace_s, now_s
+        self._num_given[team] += 1
         self._done.discard(team)
+        self.num_dealt += 1
+        return deal
+
+    def _next_deal(self, team: int, pace_s: float) -> Deal | None:
+        if self._returned:
+            return self._returned.pop(0)
+        owner = self._owner(team)
+        if owner is None or self._would_come_last(team, pace_s):
+            return None
         if owner == team:
             place = self._next[team]
             self._next[team] += 1
         else:
             self._end[owner] -= 1
             place = self._end[owner]
-        self.num_dealt += 1
         index = int(self._batches[owner][place])
         return Deal(owner, index, int(self._frames[owner][index]))
 
@@ -102,28 +111,27 @@ class Dealer:
         richest = max(range(len(left)), key=left.__getitem__)
         return richest if left[richest] else None
 
-    def _note_pace(self, team: int, now_s: float) -> None:
-        asked_s = self._asked_s[team]
-        if asked_s is not None:
-            latest = now_s - asked_s
-            known = self._num_asked[team] > 1
-            self._pace_s[team] = 0.7 * self._pace_s[team] + 0.3 * latest if known else latest
-        self._asked_s[team] = now_s
-        self._num_asked[team] += 1
+    def _pace_at(self, team: int, now_s: float) -> float:
+        """Return the time that a batch takes a team which asks now, s; 0 before its second."""
+        given_s = self._given_s[team]
+        if given_s is None:
+            return 0.0
+        latest = now_s - given_s
+        return 0.7 * self._pace_s[team] + 0.3 * latest if self._num_given[team] > 1 else latest
 
-    def _would_come_last(self, team: int) -> bool:
+    def _would_come_last(self, team: int, pace_s: float) -> bool:
         """Say whether the others would be waiting for `team` if it took one of the last batches.
 
         A slow team that takes the last batch keeps all others waiting for the length of its step.
         """
         others = [t for t in range(len(self._batches)) if t != team and t not in self._done | self._lost]
-        if not others or any(self._num_asked[t] <= _PACED for t in [*others, team]):
+        if self._num_given[team] < _PACED or any(self._num_given[t] <= _PACED for t in others) or not others:
             return False
         left = self.num_batches - self.num_dealt
         per_s = sum(1 / max(self._pace_s[t], 1e-9) for t in others)
         # All hold a backlog; what is left, the others would share.
         without_s = left / per_s + BACKLOG * max(self._pace_s[t] for t in others)
-        return (1 + BACKLOG) * self._pace_s[team] > without_s
+        return (1 + BACKLOG) * pace_s > without_s
 
     def state(self) -> dict[str, Any]:
         """Return what has been dealt, JSON-like."""

@@ -21,6 +21,7 @@ from speechdp.doctor.probe import TOKEN_PREFIX, ProbeOptions
 from speechdp.doctor.reach import Login, Reach, find_agent, look_at_hosts
 from speechdp.doctor.seen import label_ranks
 from speechdp.errors import ConfigError
+from speechdp.launching.allocation import Allocation
 from speechdp.launching.command import (
     Controller,
     Launcher,
@@ -29,6 +30,7 @@ from speechdp.launching.command import (
     horovodrun_command,
     horovodrun_environment,
     mpirun_command,
+    share_of_cores,
     srun_command,
     srun_environment,
 )
@@ -47,7 +49,7 @@ class DoctorRequest:
         hosts: with the ranks to be placed on each.
         slots: by host, as a job fills them.
         source: where the hosts are from.
-        in_slurm: whether this is a job of Slurm's.
+        allocation: the batch job this is part of, None outside of one.
         launcher, controller, interface, mpi_options: as for `speechdp launch`.
         data: data directory, None: none is looked at.
         folder: folder a run is to be written to, None: none is looked at.
@@ -59,7 +61,7 @@ class DoctorRequest:
     hosts: tuple[Host, ...]
     slots: Mapping[str, int]
     source: str
-    in_slurm: bool
+    allocation: Allocation | None
     launcher: Launcher
     controller: Controller
     interface: str | None
@@ -149,7 +151,8 @@ def _find_programs(request: DoctorRequest) -> _Programs:
 def _login(request: DoctorRequest, programs: _Programs) -> Login | None:
     """Return how the launcher will log in to hosts, None where it needs no ssh."""
     # Inside a Slurm job mpirun has srun start its daemons; hosts may well refuse ssh.
-    if request.launcher == "srun" or (request.launcher == "mpirun" and request.in_slurm):
+    in_slurm = request.allocation is not None and request.allocation.scheduler == "slurm"
+    if request.launcher == "srun" or (request.launcher == "mpirun" and in_slurm):
         return None
     wanted = [Path(sys.executable).absolute()]
     prefix = programs.mpi.prefix
@@ -184,7 +187,14 @@ def _run_job(
         hosts=tuple(placed),
     )
     program = (str(Path(sys.executable).absolute()), *_PROBE)
-    job = LaunchJob(hosts, program, (options.to_json(),), request.interface, False, request.mpi_options)
+    job = LaunchJob(
+        hosts,
+        program,
+        (options.to_json(),),
+        interface=request.interface,
+        extra_options=request.mpi_options,
+        in_batch_job=request.allocation is not None,
+    )
     # With the threads that each of a job's ranks would have, not those of the few ranks of the probe.
     filled = tuple(replace(host, slots=max(host.slots, request.slots.get(host.name, 0))) for host in hosts)
     environment = child_environment(
@@ -192,7 +202,7 @@ def _run_job(
         programs.mpi,
         os.environ,
         is_root=os.geteuid() == 0,
-        num_cores=available_cores(),
+        cores=share_of_cores(filled, request.allocation, available_cores()),
     )
     try:
         result.command, environment = _command(request, programs, job, environment)

@@ -45,6 +45,12 @@ class JobStarter:
     environment: Mapping[str, str]
     launch_options: tuple[str, ...] = ()
 
+    @property
+    def threads(self) -> int | None:
+        """CPU threads of each rank; None: whatever the libraries take."""
+        given = self.environment.get("OMP_NUM_THREADS", "")
+        return int(given) if given.isdigit() else None
+
     def run(
         self, num_ranks: int, arguments: Sequence[str], log: Path, *, may_pause: bool = False
     ) -> str | None:

@@ -8,13 +8,15 @@ What is looked at, in this order (all variables of one row must be there, one al
 | lsf | LSB_JOBID and LSB_DJOB_HOSTFILE, LSB_MCPU_HOSTS or LSB_HOSTS | slots of the host |
 | pbs | PBS_JOBID, PBS_NODEFILE | lines of the host (mpiprocs) |
 | sge | JOB_ID, PE_HOSTFILE | second word of the host's line |
+
+Slurm alone tells how many cores of each host are the job's, by SLURM_JOB_CPUS_PER_NODE.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -43,12 +45,14 @@ class Allocation:
         hostfile: hosts with their ranks; `source` is the variable (and file) they were read from.
         restarts: how often the scheduler has started this job before; LSF and Grid Engine only tell
             whether, PBS not even that.
+        cores: by host, the job's there; empty: it is not told.
     """
 
     scheduler: Scheduler
     job_id: str
     hostfile: Hostfile
     restarts: int = 0
+    cores: Mapping[str, int] = field(default_factory=dict)
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
@@ -60,7 +64,8 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
         environ: the environment of the batch script.
 
     Raises:
-        ConfigError: an allocation that cannot be read; names variable, file and content, and the remedy.
+        ConfigError: an allocation that cannot be read, or not be used from here; names variable, file and
+            content, and the remedy.
     """
     if _is_rank(environ):
         return None
@@ -76,15 +81,30 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def _is_rank(environ: Mapping[str, str]) -> bool:
+    """Tell whether this is below mpirun, or one of several tasks of a step.
+
+    Raises:
+        ConfigError: it is a shell in a step of several tasks. (salloc's own shell may be a step of one.)
+    """
+    if "OMPI_COMM_WORLD_SIZE" in environ or "HOROVOD_SIZE" in environ:
+        return True
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
-    return (
-        "OMPI_COMM_WORLD_SIZE" in environ
-        or "HOROVOD_SIZE" in environ
-        or (tasks.isascii() and tasks.isdigit() and int(tasks) > 1)
-    )
+    is_one_of_several = tasks.isascii() and tasks.isdigit() and int(tasks) > 1
+    if is_one_of_several and environ.get("SLURM_PTY_PORT"):
+        raise ConfigError(
+            "SLURM_PTY_PORT: this is a shell of srun --pty, whose step holds the places of the ranks; "
+            "leave it, and start speechdp launch in the shell that salloc gives, or in a batch script"
+        )
+    return is_one_of_several
 
 
 def _slurm(environ: Mapping[str, str]) -> Allocation:
+    parts = environ.get("SLURM_HET_SIZE", "")
+    if _COUNT.fullmatch(parts) and int(parts) > 1:
+        raise ConfigError(
+            f"SLURM_HET_SIZE={parts}: the hosts of a heterogeneous job cannot be used together; submit a job "
+            "of one part (no `#SBATCH hetjob`, no ` : ` between options)"
+        )
     source = "SLURM_JOB_NODELIST"
     try:
         names = expand_host_list(environ[source])
@@ -93,11 +113,16 @@ def _slurm(environ: Mapping[str, str]) -> Allocation:
     counts = _slurm_counts(environ, len(names))
     hosts = _checked(zip(names, counts, strict=True), f"{source}={_shown(environ[source])}")
     restarts = environ.get("SLURM_RESTART_COUNT", "")
+    cores = {}
+    if environ.get("SLURM_JOB_CPUS_PER_NODE"):
+        counts = _per_node(environ, "SLURM_JOB_CPUS_PER_NODE", len(names))
+        cores = dict(zip(names, counts, strict=True))
     return Allocation(
         "slurm",
         _job_id(environ, "SLURM_JOB_ID"),
         Hostfile(source, hosts),
         int(restarts) if re.fullmatch(r"[0-9]{1,9}", restarts) else 0,
+        cores,
     )
 
 
@@ -112,6 +137,11 @@ def _slurm_counts(environ: Mapping[str, str], num_hosts: int) -> list[int]:
         if not _COUNT.fullmatch(uniform):
             raise _unreadable(f"{source}={_shown(uniform)}", "it is not a number from 1 to 99999")
         return [int(uniform)] * num_hosts
+    return _per_node(environ, source, num_hosts)
+
+
+def _per_node(environ: Mapping[str, str], source: str, num_hosts: int) -> list[int]:
+    """Return the numbers of a variable that has one for each node."""
     try:
         counts = expand_task_counts(environ[source])
     except HostListError as error:

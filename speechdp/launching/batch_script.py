@@ -224,7 +224,6 @@ def _launch_options(job: BatchJob) -> str:
 
 def _fill(scheduler: Scheduler, job: BatchJob, words: dict[str, object]) -> str:
     resources, placement = job.resources, job.placement
-    warn_after_s = resources.time_s - job.signal_s
     script = _template(scheduler).render(
         **words,
         name=placement.name,
@@ -240,10 +239,10 @@ def _fill(scheduler: Scheduler, job: BatchJob, words: dict[str, object]) -> str:
         cpus_per_rank=resources.cpus_per_rank,
         cpus_per_node=(resources.cpus_per_rank or 1) * resources.ranks_per_node,
         time=_clock(resources.time_s),
+        time_s=resources.time_s,
         time_minutes=_clock(_whole_minutes(resources.time_s) * 60).removesuffix(":00"),
         signal_s=job.signal_s,
         signal_minutes=_whole_minutes(job.signal_s),
-        warn_after_s=warn_after_s,
         requeue=job.requeue,
     )
     return script.rstrip("\n") + "\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from speechdp.errors import ConfigError
+from speechdp.launching.allocation import Allocation
 from speechdp.launching.forwarded_options import has_option
 from speechdp.launching.hostfile import Host, is_this_machine
 from speechdp.launching.programs import OpenMpi
@@ -20,6 +21,9 @@ Controller = Literal["mpi", "gloo"]
 #: Variables every rank needs, besides those of the families below.
 _FORWARDED = ("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PATH", "PYTHONPATH")
 _FORWARDED_FAMILIES = ("CUDA_", "HOROVOD_", "NCCL_", "GLOO_SOCKET_", "SPEECHDP_")
+_GPUS = "CUDA_VISIBLE_DEVICES"
+#: Names of GPUs, other ones on each host.
+_GPU_UUID = re.compile(r"(?:GPU|MIG)-")
 _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,31}")
 #: Python's own options: what runs a module, also `-um NAME` and `-mNAME`, and those whose value may follow.
 _MODULE_OPTION = re.compile(r"-[^-cmWX]*m(.*)")
@@ -44,6 +48,7 @@ class LaunchJob:
         interface: network interface all traffic between hosts takes; None: every one is tried.
         tag_output: put the rank before each line of output (this breaks the live bar).
         extra_options: more options for mpirun or srun.
+        in_batch_job: a batch system has chosen the hosts, and the GPUs of each.
     """
 
     hosts: tuple[Host, ...]
@@ -52,6 +57,7 @@ class LaunchJob:
     interface: str | None = None
     tag_output: bool = False
     extra_options: tuple[str, ...] = ()
+    in_batch_job: bool = False
 
     def __post_init__(self) -> None:
         if self.interface is not None and not _INTERFACE.fullmatch(self.interface):
@@ -107,7 +113,7 @@ def mpirun_command(job: LaunchJob, mpi: OpenMpi, environment: Mapping[str, str])
         argv += ["--with-ft", "ulfm", "--mca", "mpi_ft_detector", "0"]
     if job.tag_output:
         argv += ["--tag-output"]
-    for name in forwarded_names(environment):
+    for name in forwarded_names(job, environment):
         argv += ["-x", name]
     return [*argv, *job.extra_options, *job.program, *job.arguments]
 
@@ -197,17 +203,36 @@ def horovodrun_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name != "LSB_JOBID"}
 
 
+def share_of_cores(hosts: Sequence[Host], allocation: Allocation | None, num_cores: int) -> int | None:
+    """Return how many cores each rank has where ranks are most crowded.
+
+    None where that is not known here: each rank then takes its share by itself (cores.share_cores).
+
+    Args:
+        hosts: of the job; `slots` are the ranks placed.
+        allocation: the batch job it is part of. What that has on each host counts first: `salloc` may leave
+            its user on a login node.
+        num_cores: of this machine, which counts if it is one of the hosts.
+    """
+    known: Mapping[str, int] = {} if allocation is None else allocation.cores
+    if all(host.name in known for host in hosts):
+        return max(1, min(known[host.name] // host.slots for host in hosts))
+    if any(is_this_machine(host.name) for host in hosts):
+        return max(1, num_cores // max(host.slots for host in hosts))
+    return None
+
+
 def child_environment(
-    job: LaunchJob, mpi: OpenMpi | None, environ: Mapping[str, str], *, is_root: bool, num_cores: int
+    job: LaunchJob, mpi: OpenMpi | None, environ: Mapping[str, str], *, is_root: bool, cores: int | None
 ) -> dict[str, str]:
     """Return the launcher's environment: the present one, and what a rank needs besides.
 
     Args:
-        environ: the present environment; what the user has set there stays.
+        environ: the present environment; what the user, not PBS, has set there stays.
         is_root: mpirun refuses to run as root unless told twice.
-        num_cores: of this machine; each rank computes with its share of them.
+        cores: of each rank, as share_of_cores returns them.
     """
-    environment = dict(environ)
+    environment = _without_threads_of_pbs(job, environ, cores)
     if is_root:
         environment["OMPI_ALLOW_RUN_AS_ROOT"] = "1"
         environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
@@ -215,8 +240,8 @@ def child_environment(
         # Open MPI 4 looks for ssh even where it needs none, and gives up on a machine without it, as
         # container images are.
         environment.setdefault("OMPI_MCA_plm", "isolated")
-    most_ranks = max(host.slots for host in job.hosts)
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // most_ranks)))
+    if cores is not None:
+        environment.setdefault("OMP_NUM_THREADS", str(cores))
     if mpi is not None and mpi.prefix is not None:
         # horovodrun looks mpirun up on PATH; ranks started without mpirun (gloo) are MPI jobs of one,
         # for which the wheel finds its own files by OPAL_PREFIX only.
@@ -230,12 +255,38 @@ def child_environment(
     return environment
 
 
-def forwarded_names(environment: Mapping[str, str]) -> list[str]:
+def forwarded_names(job: LaunchJob, environment: Mapping[str, str]) -> list[str]:
     """Return the names of variables that ranks on other hosts receive, sorted.
 
     Only a few: the whole environment would show, secrets included, in `ps` on every host.
     """
-    return sorted(name for name in environment if name in _FORWARDED or name.startswith(_FORWARDED_FAMILIES))
+    names = {name for name in environment if name in _FORWARDED or name.startswith(_FORWARDED_FAMILIES)}
+    if job.spans_hosts and _are_of_one_host(environment.get(_GPUS, ""), in_batch_job=job.in_batch_job):
+        names.discard(_GPUS)
+    return sorted(names)
+
+
+def _are_of_one_host(gpus: str, *, in_batch_job: bool) -> bool:
+    """Tell whether CUDA_VISIBLE_DEVICES names GPUs of this host that others do not have, or not for this job.
+
+    A batch system says on each host which are the job's. No GPU at all is meant for all hosts.
+    """
+    return bool(gpus) and (in_batch_job or _GPU_UUID.search(gpus) is not None)
+
+
+def _without_threads_of_pbs(job: LaunchJob, environ: Mapping[str, str], cores: int | None) -> dict[str, str]:
+    """Return the environment with each rank's share where PBS's OMP_NUM_THREADS is all cores of a node.
+
+    PBS sets it, and NCPUS with it, to `ompthreads` of the job's first chunk, or where that is not given to
+    its `ncpus`, however many ranks share these. Where ranks have fewer cores than that it is the latter.
+    """
+    environment = dict(environ)
+    threads = environ.get("OMP_NUM_THREADS", "")
+    is_by_pbs = "PBS_JOBID" in environ and threads == environ.get("NCPUS") and threads.isdecimal()
+    most_ranks = max(host.slots for host in job.hosts)
+    if is_by_pbs and most_ranks > 1 and cores is not None and int(threads) > cores:
+        environment["OMP_NUM_THREADS"] = str(max(1, int(threads) // most_ranks))
+    return environment
 
 
 def own_program(python: Path) -> tuple[str, ...]:

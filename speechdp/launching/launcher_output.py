@@ -19,8 +19,10 @@ from speechdp.process.notices import WARNING
 _RULE = re.compile(r"-{74}")
 #: A rank's line without an end, and mpirun's rule right behind it.
 _RULE_BEHIND = re.compile(rb"(.*[^-\n])(-{74}\r?\n)", re.DOTALL)
-#: `mpirun --tag-output` and horovodrun put the rank before each line.
-_TAG = re.compile(r"^\[\d+(?:,\d+)?\]<(?:stderr|stdout)>:\s?")
+#: `mpirun --tag-output` and horovodrun put the rank before each line, and so does `srun --label`.
+_TAG = re.compile(r"^(?:\[\d+(?:,\d+)?\]<(?:stderr|stdout)>:\s?| *\d+: )")
+#: As much of srun's tag as there is yet, before what may be a known line.
+_LABEL_BEGUN = re.compile(rb" *\d*(?::(?: |$)|$)")
 #: A rank's last word; before it knows that it is one of several it does not say which it is.
 _SAID = re.compile(
     rf"(?!{WARNING})speechdp: (?:rank (?P<rank>\d+)(?: \([^)]*\))? on (?P<host>[^\s:]+): )?(?P<text>.*)"
@@ -289,4 +291,6 @@ def _note(banners: tuple[_Banner, ...], text: str, faults: list[Fault]) -> bool:
 
 def _may_be_known(rest: bytes) -> bool:
     """Tell whether a line that has just begun may become one that is known."""
-    return any(rest.startswith(known[: len(rest)]) for known in _BEGINNINGS)
+    label = _LABEL_BEGUN.match(rest)
+    untagged = rest if label is None else rest[label.end() :]
+    return any(untagged.startswith(known[: len(untagged)]) for known in _BEGINNINGS)

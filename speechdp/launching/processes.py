@@ -27,10 +27,12 @@ def kill_descendants(root: int, keep: frozenset[int]) -> None:
     """Kill every process below `root` (and `root`, unless it is this one), but those in `keep`.
 
     Ranks have process groups of their own, so killing the launcher's group would not reach them.
+
+    Args:
+        keep: also what these have started: a batch script's warning waits in a `sleep`, ever another one.
     """
-    for pid in descendants(root):
-        if pid not in keep:
-            kill(pid, signal.SIGKILL)
+    for pid in descendants(root, keep):
+        kill(pid, signal.SIGKILL)
     if root != os.getpid():
         kill(root, signal.SIGKILL)
 
@@ -43,8 +45,12 @@ def kill(pid: int, signum: signal.Signals) -> None:
         return
 
 
-def descendants(root: int) -> list[int]:
-    """Return the processes below `root`, parents before children, from /proc; empty where there is none."""
+def descendants(root: int, without: frozenset[int] = frozenset()) -> list[int]:
+    """Return the processes below `root`, parents before children, from /proc; empty where there is none.
+
+    Args:
+        without: processes to be left out, with all that is below them.
+    """
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -57,7 +63,7 @@ def descendants(root: int) -> list[int]:
     found: list[int] = []
     queue = [root]
     while queue:
-        below = children.get(queue.pop(0), [])
+        below = [pid for pid in children.get(queue.pop(0), []) if pid not in without]
         found += below
         queue += below
     return found

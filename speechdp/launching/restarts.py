@@ -33,7 +33,7 @@ _NEVER_AGAIN = (
     exit_codes.STOPPED,
     exit_codes.STOPPED_UNSAVED,
 )
-#: A host on which ranks died so often is left out where the others have room for all ranks.
+#: A host on which ranks died so often is left out where the others have room for ranks enough.
 _FAILURES_OF_A_BAD_HOST = 2
 _PROBE_S = 15.0
 _PROBES_AT_ONCE = 32
@@ -132,11 +132,11 @@ class Restarts:
         self._failures.update(_hosts_at_fault(faults))
         usable = self.reachable(self.hostfile.hosts)
         good = [host for host in usable if self._failures[short_name(host.name)] < _FAILURES_OF_A_BAD_HOST]
-        if sum(host.slots for host in good) >= self.num_ranks:
+        least = self.num_ranks if self.policy.min_ranks is None else self.policy.min_ranks
+        if sum(host.slots for host in good) >= least:
             usable = good
         self.left_out = tuple(host.name for host in self.hostfile.hosts if host not in usable)
         slots = sum(host.slots for host in usable)
-        least = self.num_ranks if self.policy.min_ranks is None else self.policy.min_ranks
         if slots < least:
             raise ConfigError(
                 f"not started again: {least} ranks need as many slots, the hosts that answer have {slots} "

@@ -144,6 +144,21 @@ def check_command(command: Sequence[str], *, requeue: bool) -> tuple[str, ...]:
     return tuple(command)
 
 
+def check_output_folder(job: BatchJob) -> None:
+    """Refuse an output file in a folder that is not there: no batch system makes it, and jobs fail mutely.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    output = job.placement.output
+    if output is None:
+        return
+    folder = (job.folder / output).parent
+    if not folder.is_dir():
+        remedy = "put %j into the file's name instead" if "%j" in str(folder) else "make it first"
+        raise ConfigError(f"--output {output}: there is no folder {folder}; {remedy}")
+
+
 def find_program(scheduler: Scheduler, search_path: str) -> str:
     """Return the path of the program that takes scripts.  Raises ConfigError: it is not here."""
     program = _PROGRAM[scheduler][0]

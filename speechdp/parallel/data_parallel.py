@@ -414,12 +414,16 @@ class DataParallel:
         `.safetensors` is written as such, anything else by `torch.save`.
 
         Raises:
+            ConfigError: `.safetensors` cannot hold it: some of it is no tensor.
             RunError: it cannot be written.
         """
         if self.comm.rank != 0:
             return
-        # Copies: a view would take the whole vector with it.
-        state = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
+        # Copies: a view would take the whole vector with it.  What modules add may be no tensor.
+        state = {
+            name: value.detach().cpu().clone() if isinstance(value, Tensor) else _copied(value)
+            for name, value in self.model.state_dict().items()
+        }
         write_tensors(Path(path), state)
 
     # -- state ------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from speechdp.errors import ConfigError
+
 #: Views start at multiples of this, so that vectorised kernels see aligned rows (64 bytes = a cache line
 #: and an AVX-512 register; cuDNN asks for less).
 _ALIGNMENT_BYTES = 64
@@ -39,6 +41,9 @@ class FlatBuffer:
         extra: the scalars.  (num_extra,)
         views: one tensor per input tensor, in order and with its shape, sharing memory with `whole`.
         places: where each view stands.
+
+    Raises:
+        ConfigError: tensors overlap in memory, so that each cannot have a place of its own.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, num_extra: int = 0) -> None:
@@ -127,7 +132,11 @@ class _Chunk:
 
 
 def _chunks_by_storage(tensors: Sequence[Tensor]) -> list[_Chunk]:
-    """Group tensors that are contiguous views of one storage; order of first appearance is kept."""
+    """Group tensors that are contiguous views of one storage; order of first appearance is kept.
+
+    Raises:
+        ConfigError: tensors overlap.
+    """
     groups: dict[int, list[int]] = {}
     for index, tensor in enumerate(tensors):
         # Empty tensors have no address of their own; each is a chunk by itself.
@@ -138,7 +147,13 @@ def _chunks_by_storage(tensors: Sequence[Tensor]) -> list[_Chunk]:
         base = min(int(tensors[i].storage_offset()) for i in members)
         offsets = [(i, int(tensors[i].storage_offset()) - base) for i in members]
         span = max(offset + tensors[i].numel() for i, offset in offsets)
-        assert _disjoint([(o, tensors[i].numel()) for i, o in offsets]), "tensors overlap (tied weights)"
+        if not _disjoint([(o, tensors[i].numel()) for i, o in offsets]):
+            shapes = " and ".join(str(list(tensors[i].shape)) for i in members)
+            raise ConfigError(
+                f"different parameters of the model share memory ({shapes}), as nn.Parameter(other.data) "
+                "does; to tie weights, assign the same Parameter to both modules: head.weight = "
+                "embedding.weight"
+            )
         chunks.append(_Chunk(span, tuple(offsets)))
     return chunks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -38,13 +38,13 @@ class BatchJoiner:
 
     def join(self, loader: Iterable[Batch], strategy: Strategy) -> Iterator[Batch]:
         """Yield the batches of a loader, see `DataParallel.batches`.  Collective."""
-        length = len(loader) if isinstance(loader, Sized) else None
-        lengths = self._comm.allgather_object(length)
+        lengths = self._comm.allgather_object(_length(loader))
         known = [n for n in lengths if n is not None]
         if len(known) < len(lengths) and not strategy.traits.synchronous:
             raise ConfigError(
                 f"{strategy.name}: ranks take steps at their own pace, so batches() must know how many "
-                "there are; give it something with a length, as a list or a torch DataLoader"
+                "there are; give it something with a length, as a list or a torch DataLoader of a dataset "
+                "that has one"
             )
         if known and max(known) > 0 and min(known) == 0:
             raise ConfigError(
@@ -104,3 +104,11 @@ class BatchJoiner:
         finally:
             self.joins_only = False
             load_statistics(self._model, kept)
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    """Return how many batches a loader has; None where it does not know."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:  # no length, or torch's DataLoader of a dataset without one
+        return None

@@ -339,8 +339,11 @@ def write_tensors(path: Path, values: dict[str, Any]) -> None:
     """Write tensors by name, whole or not at all: `.safetensors` as such, anything else by `torch.save`.
 
     Raises:
+        ConfigError: `.safetensors` cannot hold them, as not all are tensors.
         RunError: it cannot be written.
     """
+    if path.suffix == ".safetensors":
+        values = _plain_tensors(path, values)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as temporary:
@@ -354,6 +357,21 @@ def write_tensors(path: Path, values: dict[str, Any]) -> None:
         if not is_of_disk(error):
             raise
         raise RunError(cannot_be_written(path, error)) from error
+
+
+def _plain_tensors(path: Path, values: dict[str, Any]) -> dict[str, Tensor]:
+    """Return tensors by name as safetensors takes them, each contiguous.
+
+    Raises:
+        ConfigError: one is no tensor.
+    """
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"{path}: .safetensors holds tensors only, and {name} is of type {type(value).__name__}; "
+                f"give another ending, e.g. {path.with_suffix('.pt').name}"
+            )
+    return {name: value.contiguous() for name, value in values.items()}
 
 
 def _job_facts(comm: Communicator, device: torch.device, hosts: list[str], gpus: list[Any]) -> dict[str, Any]:

@@ -68,6 +68,17 @@ class Update(ABC):
     def reset(self) -> None:
         """Forget all state: momentum, moments, step counts."""
 
+    def check_rates(self, strategy: str) -> None:
+        """Refuse learning rates that `move` cannot tell from the first group's: it is 0, others are not.
+
+        Args:
+            strategy: names in the message who goes by the first group's rate.
+
+        Raises:
+            ConfigError: the optimizer has such groups.
+        """
+        return None
+
     def release(self) -> None:
         """Give the optimizer back to whoever made it."""
         return None
@@ -211,7 +222,19 @@ class ParameterwiseUpdate(Update):
 
     @property
     def learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        return self._own_rates()[0]
+
+    def _own_rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def check_rates(self, strategy: str) -> None:
+        rates = self._own_rates()
+        if rates[0] == 0 and any(rates):
+            raise ConfigError(
+                f"{strategy}: sets the learning rates of all parameter groups by the first one's, which is "
+                "0 while others are not; put a group first whose rate is not 0, or leave parameters that are "
+                "not to be trained out of the optimizer"
+            )
 
     def set_learning_rate(self, learning_rate: float) -> None:
         raise AssertionError("the learning rate is the user's")
@@ -226,8 +249,8 @@ class ParameterwiseUpdate(Update):
         self._is_moving = True
         try:
             if parameters is not self._layout.values:
-                self._move_others(parameters, gradients, learning_rate)
-            elif learning_rate == float(self.optimizer.param_groups[0]["lr"]):
+                self._move_others(parameters, gradients, self._rates(learning_rate))
+            elif learning_rate == self.learning_rate:
                 self._step(scaler)
             else:
                 own = [group["lr"] for group in self.optimizer.param_groups]
@@ -248,7 +271,7 @@ class ParameterwiseUpdate(Update):
 
     def _proportions(self, otherwise: list[float]) -> list[float]:
         """Return the groups' learning rates as multiples of the first group's."""
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        rates = self._own_rates()
         return [rate / rates[0] for rate in rates] if rates[0] else otherwise
 
     def _rates(self, learning_rate: float) -> list[float]:
@@ -258,7 +281,7 @@ class ParameterwiseUpdate(Update):
         return [ratio * learning_rate for ratio in self._ratios]
 
     def _move_others(
-        self, parameters: Tensor, gradients: Tensor, learning_rate: float, **options: object
+        self, parameters: Tensor, gradients: Tensor, rates: Sequence[float], **options: object
     ) -> None:
         """Move other parameters than the model's, by a copy of the optimizer that shares its state.
 
@@ -276,7 +299,7 @@ class ParameterwiseUpdate(Update):
         other.param_groups = [
             {**group, **{k: v for k, v in options.items() if k in group}, "lr": rate}
             | {"params": [copies[self._index[p]] for p in group["params"] if p in self._index]}
-            for group, rate in zip(self.optimizer.param_groups, self._rates(learning_rate), strict=True)
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True)
         ]
         # The class's own: a scheduler has put one bound to the user's optimizer in its place.
         type(other).step(other)
@@ -347,8 +370,8 @@ class ParameterwiseUpdate(Update):
         parameters = self._layout.values.clone()
         self._is_moving = True
         try:
-            rate = self.learning_rate
-            self._move_others(parameters, torch.zeros_like(parameters), rate, weight_decay=0.0)
+            rates = self._own_rates()
+            self._move_others(parameters, torch.zeros_like(parameters), rates, weight_decay=0.0)
         finally:
             self._is_moving = False
         for p, _ in self._moved():

@@ -213,10 +213,14 @@ def _optimizer_vectors(settings: Mapping[str, Any]) -> int:
 
 
 def _read_steps(path: Path, timing: RunTiming, *, aligned: bool) -> StepTimes:
-    """Read the timelines of a run, without its warm-up."""
+    """Read the timelines of a run: the steps that its timing sums, those of its last start after the warm-up.
+
+    Steps of earlier starts may have been made on other machines, or by another number of ranks.
+    """
     ranks = []
     # A rank without a frame only serves others, as rank 0 with dedicated=true.
-    for rank in [rank for rank in timing.ranks if rank.frames > 0] or timing.ranks:
+    trainers = [rank for rank in timing.ranks if rank.frames > 0] or timing.ranks
+    for rank in trainers:
         file = path / "timeline" / f"rank-{rank.rank:04d}.jsonl"
         try:
             ranks.append(read_timeline(file)[0])
@@ -229,6 +233,17 @@ def _read_steps(path: Path, timing: RunTiming, *, aligned: bool) -> StepTimes:
             raise ConfigError(cannot_be_read(file, error)) from error
         if not ranks[-1]:
             raise ConfigError(f"{file}: damaged, no step of it can be read; give another run")
+    bounds = [
+        (rank.first_step, rank.last_step)
+        for rank in trainers
+        if rank.first_step is not None and rank.last_step is not None
+    ]
+    is_bounded = len(bounds) == len(trainers)
+    if is_bounded:
+        ranks = [
+            {number: step for number, step in steps.items() if first <= number <= last}
+            for steps, (first, last) in zip(ranks, bounds, strict=True)
+        ]
     if aligned:
         common = set.intersection(*(set(steps) for steps in ranks))
         kept = [[steps[number] for number in sorted(common)] for steps in ranks]
@@ -236,12 +251,13 @@ def _read_steps(path: Path, timing: RunTiming, *, aligned: bool) -> StepTimes:
         # A line without frames is of a rank that only waited for the others.
         kept = [[step for step in steps.values() if finite(step.get("frames"))] for steps in ranks]
         kept = [steps[: min(map(len, kept))] for steps in kept]
-    kept = [steps[timing.warmup_steps :] for steps in kept]
+    if not is_bounded:  # earlier versions did not record which steps they had summed
+        kept = [steps[timing.warmup_steps :] for steps in kept]
     times = _table([[_parts(step) for step in steps] for steps in kept])
     if (count := int(times.trained.sum())) < LEAST_STEPS:
         raise ConfigError(
-            f"{path}: has {counted(count, 'step')} after its warm-up, too few to predict from (at least "
-            f"{LEAST_STEPS}); train longer"
+            f"{path}: has {counted(count, 'step')} after the warm-up of its last start, too few to predict "
+            f"from (at least {LEAST_STEPS}); train longer"
         )
     return times
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.simulation.exchanges import (
@@ -31,6 +32,9 @@ from speechdp.simulation.links import Algorithm, Cluster, LinkSpeed
 from speechdp.simulation.measured import MeasuredRun, basis
 from speechdp.simulation.predict import MODEL_ERROR, Prediction, Scenario, is_too_long, predict
 from speechdp.simulation.steps import MeasuredWork
+
+#: Times as many ranks as were measured for which the model alone speaks.
+_FAR = 16
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ class Simulation:
     Attributes:
         runs: that steps were drawn from.
         predictions: by strategy, period, and number of ranks, in this order.
-        assumptions: what was neither measured nor given, a sentence each.
+        assumptions: what was neither measured nor given, and how far beyond what was measured the predictions
+            go, a sentence each.
     """
 
     runs: tuple[MeasuredRun, ...]
@@ -100,7 +105,9 @@ def simulate(runs: Sequence[MeasuredRun], request: Request, left_out: Sequence[s
     found = [prediction for ranks in request.ranks for prediction in predict(scenario, ranks, exchanges)]
     order = {(choice.text, exchange.period): place for place, (choice, exchange) in enumerate(exchanges)}
     found.sort(key=lambda one: (order[one.strategy.text, one.period], one.ranks))
-    return Simulation(basis(runs), request, scenario, tuple(found), (*left_out, *assumptions))
+    chosen = basis(runs)
+    assumptions += _beyond_measured(chosen, max(request.ranks), scenario.cluster.ranks_per_node)
+    return Simulation(chosen, request, scenario, tuple(found), (*left_out, *assumptions))
 
 
 def scenario_of(runs: Sequence[MeasuredRun], request: Request) -> tuple[Scenario, tuple[str, ...]]:
@@ -154,6 +161,31 @@ def exchanges_of(request: Request, model: Model) -> list[tuple[StrategyChoice, E
                 "fewer --ranks"
             )
     return list(found.values())
+
+
+def _beyond_measured(chosen: Sequence[MeasuredRun], ranks: int, per_node: int) -> tuple[str, ...]:
+    """Return how far a prediction for `ranks` ranks goes beyond what the runs have measured."""
+    measured = max(run.ranks for run in chosen)
+    trainers = max(run.trainers for run in chosen)
+    of_node = max(run.ranks_per_node for run in chosen)
+    found = []
+    if min(per_node, ranks) > of_node:
+        found.append(
+            f"Steps were measured with {counted(of_node, 'rank')} a node and are predicted with "
+            f"{min(per_node, ranks):,}: what more of them take from one another (cores, memory, disks) is "
+            "left out."
+        )
+    if trainers == 1 < ranks:
+        found.append(
+            f"Steps were measured on 1 rank and are predicted for {ranks:,}: how much ranks differ in speed, "
+            "and so wait for one another, was not seen."
+        )
+    if ranks > _FAR * measured:
+        found.append(
+            f"{counted(ranks, 'rank')} are {ranks / measured:,.0f} times as many as were measured "
+            f"({measured:,}): for so many the model alone speaks."
+        )
+    return tuple(found)
 
 
 def _within(fitted: LinkSpeed | None, given: GivenLink, assumptions: list[str]) -> LinkSpeed:

@@ -164,6 +164,8 @@ class AdaptiveAveraging(ModelAveraging):
             if self.rule == "qsr":
                 self._value = self._period_of_rate(self.replica.learning_rate)
             self._note_period(progress)
+        if self.replica.learning_rate_factor != 1:
+            self.replica.update_rule.check_rates(f"{self.name}:learning_rate=scale")
         super().step(progress)
         if self.learning_rate == "scale":
             full = min(max(self.comm.size**2 / self.period.value, 1.0), float(self.comm.size))

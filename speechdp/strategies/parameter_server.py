@@ -137,6 +137,8 @@ class ParameterServer(Strategy):
         replica = self.replica
         if replica.frames == 0:
             return
+        # The first group's rate alone is sent, and stands for all on the server.
+        replica.update_rule.check_rates(self.name)
         with self.timeline.span(Span.COMM):
             replica.hand_over_gradients(
                 lambda: self._link.give(

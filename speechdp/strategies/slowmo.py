@@ -23,6 +23,8 @@ class SlowMo(OuterStrategy):
     Update rule: every rank trains locally for a period from x; then, w the mean of the ranks' parameters
     and lr the learning rate at the exchange,
         u <- beta u + (x - w) / lr;  x <- x - alpha lr u.
+    lr is that of the first parameter group.  Where it is 0, x <- x - alpha (x - w) and u stays: the rule with
+    ever smaller rates comes to that, and other groups, or the steps before this one, may have moved w.
 
     Exchange: as model_averaging, one allreduce of the parameters per period; with momentum=average one more
     for each vector of the optimizer.
@@ -62,7 +64,8 @@ class SlowMo(OuterStrategy):
 
     def outer_step(self, start: Tensor, movement: Tensor, velocity: Tensor) -> None:
         rate = self.replica.learning_rate
-        if rate == 0:  # a schedule that warms up from 0: nothing has moved yet
+        if rate == 0:  # no unit for the movement: it counts for itself
+            start.add_(movement, alpha=self.alpha)
             return
         velocity.mul_(self.slow_momentum).sub_(movement, alpha=1.0 / rate)
         start.sub_(velocity, alpha=self.alpha * rate)

@@ -63,6 +63,10 @@ class AcousticTask(Task):
         assert isinstance(preset.model, LstmConfig)
         sizes = dict(given)
         criterion, prior_scale = sizes.pop("criterion", "frame"), sizes.pop("prior_scale", None)
+        if criterion != "frame" and cls is not AcousticTask:
+            raise ConfigError(
+                f"--criterion {criterion}: --task {cls.name} has a loss of its own; leave it out"
+            )
         config = replace(preset.model, **sizes)
         if criterion == "full-sum":
             return FullSumTask(config) if prior_scale is None else FullSumTask(config, prior_scale)
@@ -105,7 +109,7 @@ class AcousticTask(Task):
         with torch.no_grad():
             logits, targets = self._learnt_frames(model, batch)
             log_prob = -torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
-        accuracy = self._accuracy(logits.argmax(dim=1) == targets, targets, targets, batch.num_frames)
+        accuracy = self._accuracy(logits.argmax(dim=1) == targets, targets, batch.num_frames)
         return FrameScores(
             {LOG_PROB.key: log_prob.item(), **accuracy.sums}, batch.num_frames, accuracy.counts
         )
@@ -137,9 +141,12 @@ class AcousticTask(Task):
         return {**super().describe_data(data), "classes_sha256": classes_of(data.dataset).sha256}
 
     def save(self, run_dir: Path, model: Any, facts: dict[str, Any], counts: ClassCounts | None) -> None:
-        """Write the model with the counts that decoding needs."""
-        from speechdp.tasks.model_file import save_model  # noqa: PLC0415
+        """Write the model with the counts that decoding needs; another model than ours as it is."""
+        from speechdp.tasks.model_file import save_any_model, save_model  # noqa: PLC0415
 
+        if not self.decodes:
+            save_any_model(run_dir, model, facts)
+            return
         assert counts is not None
         save_model(run_dir, model, counts, facts)
 
@@ -151,18 +158,17 @@ class AcousticTask(Task):
         encoded = model.encode(batch.features, batch.lengths)[learnt]  # (frames, H)
         return at_least_float32(model.output(encoded)), batch.targets[learnt]
 
-    def _accuracy(self, correct: Tensor, targets: Tensor, counted: Tensor, num_frames: int) -> FrameScores:
+    def _accuracy(self, correct: Tensor, targets: Tensor, num_frames: int) -> FrameScores:
         """Count the frames that are right, and those of them that are not silence.
 
         Args:
             correct: whether the class of each of `targets` was found; not where a target is ignored.
-            targets: classes.
-            counted: those of all frames that were to be found, the ignored among them.
-            num_frames: their number.
+            targets: classes, of utterances that are scored.
+            num_frames: number of those that are not ignored.
         """
         in_speech = (correct & self._is_speech(targets)).sum()
         sums = {FRAME_ACCURACY.key: float(correct.sum().item()), SPEECH_ACCURACY.key: float(in_speech.item())}
-        num_speech = int(self._is_speech(counted).sum().item())
+        num_speech = int(self._is_speech(targets).sum().item())
         return FrameScores(sums, num_frames, {SPEECH_ACCURACY.key: num_speech})
 
     def _is_speech(self, targets: Tensor) -> Tensor:
@@ -203,7 +209,7 @@ class TranscriptTask(AcousticTask):
         log_probs, fits = full_sum(logits.log_softmax(2), batch.lengths, batch.transcripts)
         targets = batch.targets[fits.to(batch.targets.device)]
         correct = logits[fits.to(logits.device)].argmax(dim=2) == targets  # never where a target is ignored
-        accuracy = self._accuracy(correct, targets, batch.targets, batch.num_frames)
+        accuracy = self._accuracy(correct, targets, batch.num_frames)
         sums = {TRANSCRIPT_LOG_PROB.key: log_probs.sum().item(), **accuracy.sums}
         declared = {metric.key: sums[metric.key] for metric in self.metrics}
         counts = {key: count for key, count in accuracy.counts.items() if key in declared}

@@ -6,7 +6,9 @@ name it as MODULE:CLASS.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -42,6 +44,14 @@ def _check_declared(where: str, cls: type[Task]) -> None:
             raise ConfigError(
                 f"{where}: a metric's key {key!r} has a meaning in reports; choose another word"
             )
+    fields = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    outside = [base for base in cls.__mro__ if not base.__module__.startswith("speechdp.")]
+    own = [name for base in outside for name in inspect.get_annotations(base) if name in fields]
+    if cls.presets and own:
+        raise ConfigError(
+            f"{where}: {cls.__name__} inherits presets, beside which {own[0]!r} cannot be given; declare "
+            "presets = () and model_options = () for a model of its own"
+        )
 
 
 #: All tasks; packages offer theirs by the entry points of this group.

@@ -18,6 +18,7 @@ from speechdp.errors import ConfigError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.kaldi_pdfs import classes_of
 from speechdp.labels.state_tying import StateTying, tying_in
+from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.models.precision import Precision
 from speechdp.models.without_weights import without_weights
 from speechdp.options.run import TrainOptions
@@ -42,9 +43,20 @@ def check_task(dataset: Dataset, options: TrainOptions) -> None:
 
 
 def make_model(dataset: Dataset, options: TrainOptions) -> nn.Module:
-    """Build the model with weights that depend on the seed alone."""
+    """Build the model with weights that depend on the seed alone.
+
+    Raises:
+        ConfigError: the task says that `decode` reads its models, and this one it does not.
+    """
     torch.manual_seed(options.seed)
-    return options.make_task().make_model(task_data(dataset, options))
+    task = options.make_task()
+    model = task.make_model(task_data(dataset, options))
+    if task.decodes and not isinstance(model, LstmAcousticModel):
+        raise ConfigError(
+            f"--task {task.name}: its model is a {type(model).__name__}, and decode reads LstmAcousticModel "
+            "alone; declare decodes = False in the task's class"
+        )
+    return model
 
 
 def check_precision(session: Session, options: TrainOptions) -> None:

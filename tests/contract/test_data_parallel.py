@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from speechdp import DataParallel, run_ranks
 from speechdp.comm.base import Communicator
@@ -28,10 +30,12 @@ from speechdp.testing import make_model as make_lstm
 from tests.helpers.own_script import (
     NUM_STEPS,
     SYNCHRONOUS,
+    Batch,
     MakeOptimizer,
     Script,
     adamw,
     batches_of,
+    first_group_stands,
     groups,
     loss_sum,
     make_batch,
@@ -125,19 +129,26 @@ def test_evaluation_shows_the_same_model_everywhere_and_leaves_no_trace(strategy
     run_threads(2, check)
 
 
-class WithoutLength:
+class WithoutLength(IterableDataset[Batch]):
     """Batches that come as they come."""
 
-    def __init__(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, batches: list[Batch]) -> None:
         self._batches = batches
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         return iter(self._batches)
 
 
-@pytest.mark.parametrize("with_length", [True, False])
+def stream(batches: list[Batch]) -> DataLoader[Batch]:
+    """Return torch's loader of them, which has a `__len__` that raises."""
+    return DataLoader(WithoutLength(batches), batch_size=None)
+
+
+@pytest.mark.parametrize("make_loader", [list, WithoutLength, stream])
 @pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=2", "dpsgd"])
-def test_ranks_that_run_out_only_join(strategy: str, with_length: bool) -> None:
+def test_ranks_that_run_out_only_join(
+    strategy: str, make_loader: Callable[[list[Batch]], Iterable[Batch]]
+) -> None:
     """The update is of the others' batches alone, all evaluate equally often, statistics stand still."""
 
     def check(comm: Communicator) -> None:
@@ -145,7 +156,7 @@ def test_ranks_that_run_out_only_join(strategy: str, with_length: bool) -> None:
         batches = [make_batch(comm.rank, step) for step in range(3 + 2 * comm.rank)]
         weights, evaluated = [], 0
         with script.run:
-            for batch in script.run.batches(batches if with_length else WithoutLength(batches)):
+            for batch in script.run.batches(make_loader(batches)):
                 with script.run.step(weight=len(batch[0])) as step:
                     step.backward(loss_sum(script.model, batch))
                 weights.append(step.weight)
@@ -159,6 +170,13 @@ def test_ranks_that_run_out_only_join(strategy: str, with_length: bool) -> None:
         assert_bitwise_equal_over_ranks(comm, values(script.model), strategy)
 
     run_threads(2, check)
+
+
+def test_ranks_at_their_own_pace_need_a_length() -> None:
+    script = Script(SerialCommunicator(), "parameter_server")
+    words = "give it something with a length, as a list or a torch DataLoader of a dataset that has one"
+    with script.run, _refused(words):
+        next(script.run.batches(stream([make_batch(0, 0)])))
 
 
 def test_a_joining_ranks_batch_leaves_no_trace_in_its_running_statistics() -> None:
@@ -442,6 +460,72 @@ def test_steps_that_cannot_be_are_refused_in_a_line(
     script = Script(SerialCommunicator(), "gradient_averaging")
     with _refused(words, RunError), script.run, script.run.step(weight=2) as step:
         body(script, step)
+
+
+def test_rates_that_the_first_groups_does_not_tell_are_refused() -> None:
+    words = "sets the learning rates of all parameter groups by the first one's, which is 0 while others"
+    script = Script(SerialCommunicator(), "parameter_server", first_group_stands)
+    with _refused(f"parameter_server: {words}"), script.run:
+        script.train()
+
+    def check(comm: Communicator) -> None:
+        scaled = Script(
+            comm,
+            "adaptive_averaging:period=1,learning_rate=scale",
+            first_group_stands,
+            options={"num_steps": NUM_STEPS},
+        )
+        with _refused(f"adaptive_averaging:learning_rate=scale: {words}"), scaled.run:
+            scaled.train()
+
+    run_threads(2, check)
+
+
+def test_weights_tied_by_their_data_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    model[1].weight = nn.Parameter(model[0].weight.data)  # type: ignore[operator,union-attr]
+    with _refused("share memory ([5, 3] and [5, 3])"):
+        DataParallel(model, torch.optim.SGD(model.parameters(), 0.1), SerialCommunicator())
+    model[1].weight = model[0].weight
+    DataParallel(model, torch.optim.SGD(model.parameters(), 0.1), SerialCommunicator())
+
+
+class Vocabulary(nn.Linear):
+    """A layer with state that is no tensor."""
+
+    words: tuple[str, ...] = ("a", "b")
+
+    def get_extra_state(self) -> dict[str, object]:
+        return {"words": list(self.words), "counts": torch.arange(2)}
+
+    def set_extra_state(self, state: dict[str, object]) -> None:
+        assert isinstance(state["words"], list)
+        self.words = tuple(state["words"])
+
+
+def test_a_model_with_state_that_is_no_tensor_is_saved(tmp_path: Path) -> None:
+    model = nn.Sequential(Vocabulary(2, 2))
+    run = DataParallel(model, torch.optim.SGD(model.parameters(), 0.1), SerialCommunicator())
+    run.save(tmp_path / "model.pt")
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    other = nn.Sequential(Vocabulary(2, 2))
+    model[0].words = ()  # type: ignore[assignment]
+    other.load_state_dict(state)
+    assert other[0].words == ("a", "b") and torch.equal(other[0].weight, model[0].weight)  # type: ignore[arg-type]
+    words = "holds tensors only, and 0._extra_state is of type dict; give another ending, e.g. model.pt"
+    with _refused(words):
+        run.save(tmp_path / "model.safetensors")
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_safetensors_hold_what_is_not_contiguous(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("basis", torch.arange(6.0).view(2, 3).t())
+    DataParallel(model, torch.optim.SGD(model.parameters(), 0.1), SerialCommunicator()).save(
+        tmp_path / "model.safetensors"
+    )
+    state = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert torch.equal(state["basis"], model.basis)  # type: ignore[arg-type]
 
 
 def test_ranks_with_other_models_are_refused_before_they_exchange() -> None:

@@ -27,6 +27,7 @@ from tests.helpers.own_script import (
     adamw,
     batches_of,
     constant_loss,
+    first_group_stands,
     loss_sum,
     plain,
     sgd,
@@ -110,6 +111,8 @@ IDENTITIES = [
     Identity("model_averaging:period=1", make_optimizer=sgd, max_norm=0.0),
     Identity("bmuf:period=3,eta=0,zeta=1,momentum=keep", "model_averaging:period=3"),
     Identity("bmuf:period=3,eta=0,zeta=1,momentum=average", "model_averaging:period=3,momentum=average"),
+    # The rate of the group that stands still is no unit for the movement of the others.
+    Identity("slowmo:period=3,beta=0.4", "model_averaging:period=3", make_optimizer=first_group_stands),
     # At a constant loss; its learning rate falls, which may not make the period longer.
     Identity(
         "adaptive_averaging:period=2,interval=2,halve=false,growth=1",

@@ -85,6 +85,11 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups(model))
 
 
+def first_group_stands(model: nn.Module) -> torch.optim.Optimizer:
+    fast, slow = groups(model)
+    return torch.optim.SGD([{**fast, "lr": 0.0}, slow])
+
+
 def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
 

@@ -61,16 +61,17 @@ class ScriptOptions:
 
         return UserScript(self.script, tuple(arguments), self.backend)
 
-    def starter(self, command: str, most_ranks: int) -> JobStarter:
+    def starter(self, command: str, most_ranks: int, threads_before: int | None = None) -> JobStarter:
         """Return what starts the script.
 
         Args:
             command: of the user, for messages.
             most_ranks: of any run.
+            threads_before: of a rank of the finished runs that are kept; None: there are none.
         """
         from speechdp.cli.support.starting import make_starter, threads_of_a_rank  # noqa: PLC0415
 
-        threads = threads_of_a_rank(self.threads, most_ranks, self.hostfile)
+        threads = threads_of_a_rank(self.threads, most_ranks, self.hostfile, threads_before)
         return make_starter(command, self.launch_args, self.hostfile, threads)
 
 

@@ -44,15 +44,30 @@ def make_starter(command: str, launch_args: str, hostfile: Path | None, threads:
     return JobStarter(own_program(Path(sys.executable)), environment, tuple(launch_options))
 
 
-def threads_of_a_rank(threads: int | None, most_ranks: int, hostfile: Path | None) -> int:
+def threads_of_a_rank(
+    threads: int | None, most_ranks: int, hostfile: Path | None, before: int | None = None
+) -> int:
     """Return the threads of a rank, in every job the same, or speeds could not be compared.
 
     Args:
-        threads: what was asked for; None: what OMP_NUM_THREADS says, else cores by the most ranks.
+        threads: what was asked for; None: what there was before, else what OMP_NUM_THREADS says, else cores
+            by the most ranks.
         most_ranks: of any job.
+        before: of the finished jobs that are kept; None: there are none.
+
+    Raises:
+        ConfigError: another number was asked for than there was before.
     """
     if threads is not None:
-        return max(1, threads)
+        asked = max(1, threads)
+        if before not in (None, asked):
+            raise ConfigError(
+                f"--threads {threads}: the ranks of what is finished had {before}, and speeds are compared; "
+                "leave it out, choose another folder, or --overwrite"
+            )
+        return asked
+    if before is not None:
+        return before
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdigit() and int(given) > 0:
         return int(given)

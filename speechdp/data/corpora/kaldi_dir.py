@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from speechdp.errors import ConfigError
 from speechdp.labels.text_normalise import plain_transcript
 
 _Value = TypeVar("_Value")
+#: As wav-copy writes them into an scp.
+_IN_ARCHIVE = re.compile(r"(?P<file>.+):\d+")
 
 
 def is_kaldi_dir(source: Path) -> bool:
@@ -182,12 +185,20 @@ def read_wav_scp(source: Path, rules: ReadingRules = PLAIN_RULES) -> dict[str, A
     """Read which audio file each recording is; pipes are run, if they may.
 
     Raises:
-        ConfigError: no such file, a pipe that may not run or fails, a malformed line or an id given twice.
+        ConfigError: no such file, a pipe that may not run or fails, audio inside an archive, a malformed line
+            or an id given twice.
     """
     path = source / "wav.scp"
     table = _numbered_table(path)
     pipes = {key: value for key, (_, value) in table.items() if value.endswith("|")}
     files = rules.run_pipes(pipes, path, {key: number for key, (number, _) in table.items()})
+    for key, (number, value) in table.items():
+        in_archive = None if key in files else _IN_ARCHIVE.fullmatch(value)
+        if in_archive and rules.find_file(source, in_archive["file"]).is_file():
+            raise ConfigError(
+                f"{path}:{number}: the audio of {key} is inside an archive, which is not read; name a file "
+                f"for each recording, or a pipe (with --allow-pipes): {key} wav-copy {value} - |"
+            )
     return {
         key: AudioPart(files[key], name=f"{path}:{number}: what the pipe of {key} wrote")
         if key in files

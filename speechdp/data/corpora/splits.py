@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,11 @@ _FEWEST_SPEAKERS = 3
 _FORMS = (
     "speakers:dev=0.1,test=0.1 or random:dev=0.05,test=0.05 or index:test=0-4,dev=5-9 or "
     "speaker:test=NAME,dev=NAME"
+)
+
+#: What Kaldi's scripts put before, or behind, names of utterances and speakers that they change and add.
+_CHANGED = re.compile(
+    r"(?:(?:[svp][pv]\d+\.\d+|rvb\d+|rev\d+)[-_])?(?P<name>.+?)(?:-(?:reverb|noise|music|babble))?"
 )
 
 _Item = TypeVar("_Item")
@@ -79,7 +85,8 @@ class RandomSplit(SplitRule):
         return tuple(name for name, fraction in self.parts.items() if fraction > 0)
 
     def split_of(self, utterance: CorpusUtterance) -> str:
-        digest = hashlib.sha256(f"{self.seed} {utterance.utterance_id}".encode()).digest()
+        name = original_name(utterance.utterance_id)
+        digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
         place = int.from_bytes(digest[:8], "big") / 2.0**64  # uniform in [0, 1)
         for name, fraction in self.parts.items():
             if place < fraction:
@@ -125,7 +132,12 @@ class SpeakerShares:
         Raises:
             ConfigError: nobody is left for train.
         """
-        speakers = [name for name in corpus.speakers if name != held_out_speaker]
+        # Copies of a speaker, at other speeds, say, are no other speakers.
+        copies: dict[str, list[str]] = {}
+        for name in corpus.speakers:
+            if held_out_speaker is None or original_name(name) != original_name(held_out_speaker):
+                copies.setdefault(original_name(name), []).append(name)
+        speakers = list(copies)
         parts = {name: share for name, share in self.parts.items() if share > 0}
         if held_out_speaker is not None:
             parts.pop("test", None)
@@ -138,7 +150,10 @@ class SpeakerShares:
         order = iter(
             sorted(speakers, key=lambda name: hashlib.sha256(f"{self.seed} {name}".encode()).digest())
         )
-        chosen = {name: tuple(sorted(next(order) for _ in range(num))) for name, num in counts.items()}
+        chosen = {
+            name: tuple(sorted(speaker for _ in range(num) for speaker in copies[next(order)]))
+            for name, num in counts.items()
+        }
         return SpeakerSplit(self.spec, chosen)
 
 
@@ -181,9 +196,20 @@ class HeldOutSpeaker(SplitRule):
         return ("test", *(name for name in self.base.named if name == "dev"))
 
     def split_of(self, utterance: CorpusUtterance) -> str:
-        if utterance.speaker == self.speaker:
+        if original_name(utterance.speaker) == original_name(self.speaker):
             return "test"
         return "dev" if self.base.split_of(utterance) == "dev" else "train"
+
+
+def original_name(name: str) -> str:
+    """Return the name of what an utterance or a speaker is a changed copy of, by Kaldi's names for them.
+
+    Example:
+        >>> original_name("sp0.9-ann"), original_name("ann-reverb"), original_name("ann")
+        ('ann', 'ann', 'ann')
+    """
+    match = _CHANGED.fullmatch(name)
+    return name if match is None else match["name"]
 
 
 def parse_split(spec: str, seed: int) -> SplitRule | SpeakerShares:
@@ -249,7 +275,8 @@ def choose_rule(
 def _default(corpus: Corpus, *, by_speaker: bool) -> str:
     if corpus.has_index:
         return INDEX_DEFAULT
-    knows_speakers = UNKNOWN_SPEAKER not in corpus.speakers and len(corpus.speakers) >= _FEWEST_SPEAKERS
+    num_speakers = len(set(map(original_name, corpus.speakers)))
+    knows_speakers = UNKNOWN_SPEAKER not in corpus.speakers and num_speakers >= _FEWEST_SPEAKERS
     return SPEAKERS_DEFAULT if by_speaker and knows_speakers else RANDOM_DEFAULT
 
 
@@ -284,7 +311,9 @@ def split_corpus(
 
 def speakers_on_both_sides(splits: Mapping[str, Sequence[CorpusUtterance]]) -> list[str]:
     """Return who is both in train and held out, sorted; nobody where there are no two speakers."""
-    speakers = {name: {utterance.speaker for utterance in part} for name, part in splits.items()}
+    speakers = {
+        name: {original_name(utterance.speaker) for utterance in part} for name, part in splits.items()
+    }
     everyone = set().union(*speakers.values())
     if len(everyone) < 2:
         return []

@@ -29,11 +29,13 @@ class AlignmentSource:
         files: archives, read one after the other.
         pdf_map: what the transition-ids in them stand for; None: they hold pdfs.
         num_pdfs: number of pdfs, where a model says it; else one more than the largest.
+        notices: what to tell the user.
     """
 
     files: tuple[Path, ...]
     pdf_map: PdfMap | None
     num_pdfs: int | None
+    notices: tuple[str, ...] = ()
 
     def pdfs(self) -> Iterator[tuple[str, npt.NDArray[np.int32]]]:
         """Yield every utterance and its (T,) pdfs, in the order of the files.
@@ -45,7 +47,10 @@ class AlignmentSource:
         for file in self.files:
             for utterance, values, stream in read_int_vectors(file):
                 if utterance in seen:
-                    raise stream.failure("the utterance has an alignment already")
+                    raise ConfigError(
+                        f"{file}: utterance {utterance} has an alignment already; remove one of the two "
+                        "(files of an earlier alignment may have stayed in the folder)"
+                    )
                 seen.add(utterance)
                 yield utterance, self._checked(values, stream)
 
@@ -86,11 +91,21 @@ def alignment_source(ali_dir: Path | None, ali_pdf: Path | None) -> AlignmentSou
         return AlignmentSource((ali_pdf,), None, num_pdfs)
     assert ali_dir is not None
     numbered = [(re.fullmatch(r"ali\.(\d+)\.gz", path.name), path) for path in ali_dir.glob("ali.*.gz")]
-    files = sorted((int(match[1]), path) for match, path in numbered if match)
+    files = dict(sorted((int(match[1]), path) for match, path in numbered if match))
     if not files:
         raise ConfigError(f"{ali_dir}: has no ali.1.gz; give the folder that Kaldi's align script wrote")
-    _check_all_there(ali_dir, [number for number, _ in files])
-    return AlignmentSource(tuple(path for _, path in files), pdf_map, num_pdfs)
+    num_jobs = _num_jobs(ali_dir)
+    if num_jobs is None:
+        return AlignmentSource(tuple(files.values()), pdf_map, num_pdfs)
+    if missing := [number for number in range(1, num_jobs + 1) if number not in files]:
+        raise ConfigError(
+            f"{ali_dir / f'ali.{missing[0]}.gz'}: is missing, num_jobs says {num_jobs}; copy it too"
+        )
+    # Kaldi leaves those of an earlier alignment by more jobs where they are.
+    older = [path.name for number, path in files.items() if not 1 <= number <= num_jobs]
+    notices = (f"{ali_dir}: not read, as num_jobs says {num_jobs}: {', '.join(older)}",) if older else ()
+    used = tuple(files[number] for number in range(1, num_jobs + 1))
+    return AlignmentSource(used, pdf_map, num_pdfs, notices)
 
 
 def _model_in(ali_dir: Path) -> Path:
@@ -137,11 +152,8 @@ def _integers(stream: KaldiStream) -> npt.NDArray[np.int32]:
         raise stream.failure("the line before holds something else than whole numbers") from error
 
 
-def _check_all_there(ali_dir: Path, numbers: list[int]) -> None:
+def _num_jobs(ali_dir: Path) -> int | None:
+    """Return how many archives Kaldi's script has written; None: the folder does not say."""
     file = ali_dir / "num_jobs"
-    if not file.is_file():
-        return
-    text = file.read_text(encoding="utf-8", errors="replace").strip()
-    if text.isdigit() and len(numbers) < int(text):
-        missing = next(n for n in range(1, int(text) + 1) if n not in numbers)
-        raise ConfigError(f"{ali_dir / f'ali.{missing}.gz'}: is missing, num_jobs says {text}; copy it too")
+    text = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+    return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None

@@ -26,6 +26,8 @@ _COMPRESSED = ("CM", "CM2", "CM3")
 #: FILE, FILE:BYTE, FILE:BYTE[FIRST:LAST]; columns are not chosen here.
 _PLACE = re.compile(r"(?P<file>.+?)(:(?P<byte>\d+))?(\[(?P<first>\d+):(?P<last>\d+)\])?")
 _MOST_TEXT_LINES = 1 << 24
+#: Kaldi cuts a range that ends later than its matrix by fewer rows: segments' times are rounded.
+_MOST_ROWS_TOO_FAR = 3
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,8 @@ def read_matrix(place: MatrixPlace, utterance: str) -> npt.NDArray[Any]:
         matrix = _binary_matrix(stream) if stream.is_binary() else _text_matrix(stream)
         if place.rows is None:
             return matrix
-        first, last = place.rows
-        if not first <= last < len(matrix):
-            raise stream.failure(f"rows {first} to {last} are wanted of {len(matrix)}")
-        return matrix[first : last + 1]
+        first, num = _rows_in(place, place.rows, len(matrix), utterance)
+        return matrix[first : first + num]
 
 
 def num_rows(place: MatrixPlace, utterance: str) -> int:
@@ -137,13 +137,28 @@ def num_rows(place: MatrixPlace, utterance: str) -> int:
     Raises:
         ConfigError: as `read_matrix`, so far as the header shows it.
     """
-    if place.rows is not None:
-        first, last = place.rows
-        return last - first + 1
     with KaldiStream(place.path, place.offset_bytes, utterance) as stream:
-        if not stream.is_binary():
-            return len(_text_matrix(stream))
-        return _header(stream).rows
+        rows = _header(stream).rows if stream.is_binary() else len(_text_matrix(stream))
+    return rows if place.rows is None else _rows_in(place, place.rows, rows, utterance)[1]
+
+
+def _rows_in(place: MatrixPlace, wanted: tuple[int, int], rows: int, utterance: str) -> tuple[int, int]:
+    """Return the first row that is meant and the number of rows, as Kaldi takes a range that ends too late.
+
+    Args:
+        wanted: first and last row.
+        rows: of the matrix.
+
+    Raises:
+        ConfigError: it begins after the end, or ends later than Kaldi bears.
+    """
+    first, last = wanted
+    if not (first <= last < rows + _MOST_ROWS_TOO_FAR and first < rows):
+        raise ConfigError(
+            f"{place.path}: utterance {utterance}: rows {first} to {last} are wanted of {rows}; mend the "
+            "range in feats.scp"
+        )
+    return first, min(last, rows - 1) - first + 1
 
 
 def write_matrix(file: BinaryIO, key: str, matrix: npt.NDArray[np.float32]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from speechdp.data.corpora.kaldi_dir import (
     read_speakers,
     read_table,
 )
-from speechdp.data.corpora.missing_files import missing_error, missing_files
+from speechdp.data.corpora.missing_files import empty_error, empty_files, missing_error, missing_files
 from speechdp.data.corpora.splits import choose_rule, split_corpus
 from speechdp.data.kaldi.alignments import AlignmentSource, alignment_source
 from speechdp.data.kaldi.cmvn import SpeakerCmvn
@@ -88,13 +88,15 @@ class _Listed:
     sources: Mapping[str, AudioSource | MatrixPlace]
     speakers: Mapping[str, str]
     utterances: list[KaldiUtterance]
-    gone: Sequence[str]  # the table has them, but their file does not exist
+    gone: Sequence[str]  # the table has them, but their file does not exist, or is empty
 
     @classmethod
     def read(cls, folder: Path, rules: ReadingRules, config: FeatureConfig, *, feats: bool) -> _Listed:
         """Read feats.scp or wav.scp, segments, utt2spk and, where there is one, text.  Raises ConfigError."""
         table = "feats.scp" if feats else "wav.scp"
-        read = _features_table(folder, rules, config) if feats else read_audio_table(folder, rules)
+        # What segments has, and the table has not, is left out and said, as with features.
+        lenient = replace(rules, skip_incomplete=True)
+        read = _features_table(folder, rules, config) if feats else read_audio_table(folder, lenient)
         sources = _with_files(folder, table, read, rules)
         gone = [utterance for utterance in read if utterance not in sources]
         speakers = read_speakers(folder)
@@ -114,7 +116,7 @@ class _Listed:
         ids = {utterance.utterance_id for utterance in taken}
         listed = {*self.sources, *self.gone}
         reasons = {
-            f"are in {self.table}, but their file does not exist": self.gone,
+            f"are in {self.table}, but their file does not exist or is empty": self.gone,
             f"are not in {self.table}": [u for u in self.speakers if u not in listed],
             "are not in utt2spk": [u for u in self.sources if u not in self.speakers],
             lacking: [u.utterance_id for u in self.utterances if u.utterance_id not in ids],
@@ -137,15 +139,20 @@ def _features_table(folder: Path, rules: ReadingRules, config: FeatureConfig) ->
 def _with_files(
     folder: Path, table: str, sources: Mapping[str, AudioSource | MatrixPlace], rules: ReadingRules
 ) -> Mapping[str, AudioSource | MatrixPlace]:
-    """Refuse, or leave out, utterances whose file does not exist.  Raises ConfigError."""
+    """Refuse, or leave out, utterances whose file does not exist or is empty.  Raises ConfigError."""
     files = {
         key: place.path if isinstance(place, MatrixPlace) else file_of(place)
         for key, place in sources.items()
     }
     missing = set(missing_files(files.values()))
-    there = {key: place for key, place in sources.items() if files[key] not in missing}
-    if missing and not (rules.skip_incomplete and there):
-        raise missing_error(sorted(missing), len(set(files.values())), str(folder / table), folder)
+    empty = empty_files(file for file in files.values() if file not in missing)
+    unusable = missing | {*empty}
+    there = {key: place for key, place in sources.items() if files[key] not in unusable}
+    if unusable and not (rules.skip_incomplete and there):
+        num_files, where = len(set(files.values())), str(folder / table)
+        if missing:
+            raise missing_error(sorted(missing), num_files, where, folder)
+        raise empty_error(empty, num_files, where)
     return there
 
 
@@ -162,7 +169,7 @@ def _align(
     num_classes = alignments.num_pdfs or found.max_pdf + 1
     rule, splits, unseparated = _divide(listed.folder, options, utterances)
     manifest = Manifest(sampling_rate, config, num_classes, "kaldi", rule, {}, options.store)
-    notices = listed.left_out(utterances, "have no alignment", found.unknown)
+    notices = (*alignments.notices, *listed.left_out(utterances, "have no alignment", found.unknown))
     if alignments.num_pdfs is None:
         largest = f"by the largest in {options.from_kaldi.ali_pdf}"
         notices += (f"{num_classes} pdfs, {largest}; --ali would count them",)

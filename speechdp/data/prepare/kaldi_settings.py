@@ -110,10 +110,16 @@ def manifest_like(like: Dataset, stored: Stored) -> Manifest:
     """Return what holds for data to be scored with a model that was trained on `like`.
 
     Raises:
-        ConfigError: the classes of `like` are not Kaldi's pdfs.
+        ConfigError: the classes of `like` are not Kaldi's pdfs, or its features cannot be computed from audio
+            that is to be stored.
     """
     if not isinstance(load_classes(like.classes_path), KaldiPdfs):
         raise ConfigError(f"--like {like.path}: its targets are not Kaldi's pdfs; give the data trained on")
+    if like.features.kind == "kaldi" and stored == "audio":
+        raise ConfigError(
+            "--store audio: the model of --like was trained on Kaldi's features (--feats), which are not "
+            "computed from audio here; leave it out"
+        )
     return Manifest(like.sampling_rate, like.features, like.num_classes, UNALIGNED, "all:test", {}, stored)
 
 

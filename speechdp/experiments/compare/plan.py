@@ -161,7 +161,7 @@ def whole_numbers(option: str, text: str, least: int) -> tuple[int, ...]:
         ConfigError: something else, or a number below `least`.
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isdigit() and int(word) >= least for word in words):
+    if not words or not all(word.isdecimal() and int(word) >= least for word in words):
         raise ConfigError(f"--{option} {text!r}: write whole numbers from {least} on, separated by commas")
     return tuple(int(word) for word in words)
 

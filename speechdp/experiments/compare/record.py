@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.experiments.compare.plan import PlannedRun
-from speechdp.experiments.record import PENDING, reading, refuse_others, write_record_file
+from speechdp.experiments.record import COMPLETE, PENDING, reading, refuse_others, write_record_file
 from speechdp.json_input import parse_json
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.records import check_beside
@@ -23,7 +23,8 @@ class RunRecord:
         folder: name of its folder beside compare.json; None: not begun.
         state: pending, complete or failed.
         message: why it failed.
-        wall_s: how long training, decoding and start took; None: it was not run by the last command.
+        wall_s: how long training, decoding and start took in the last command that ran it; None: none of this
+            record has.
     """
 
     strategy: StrategyChoice
@@ -66,6 +67,7 @@ class CompareRecord:
         runs: in the order they are trained in.
         metric: what runs of a script are judged by, as for `--metric`; "": what they log last.
         failed_races: why, by the number of ranks.
+        threads: of a rank, the same in all runs; None: an earlier version did not say.
     """
 
     settings: dict[str, Any]
@@ -73,6 +75,7 @@ class CompareRecord:
     completed: bool = False
     metric: str = ""
     failed_races: dict[str, str] = field(default_factory=dict)
+    threads: int | None = None
 
     def with_run(self, index: int, **changes: Any) -> CompareRecord:
         """Return the record with some fields of run `index` changed."""
@@ -89,6 +92,7 @@ def write_record(out: Path, record: CompareRecord) -> None:
         "completed": record.completed,
         **({"metric": record.metric} if record.metric else {}),
         **({"failed_races": record.failed_races} if record.failed_races else {}),
+        **({} if record.threads is None else {"threads": record.threads}),
     }
     write_record_file(out / FILE_NAME, "compare", content)
 
@@ -106,20 +110,37 @@ def read_record(out: Path) -> CompareRecord:
         settings, completed = dict(content["settings"]), bool(content["completed"])
         metric = str(content.get("metric", ""))
         failed_races = {str(ranks): str(why) for ranks, why in content.get("failed_races", {}).items()}
+        threads = None if content.get("threads") is None else int(content["threads"])
     for run in runs:
         if run.folder is not None:
             check_beside(path, run.folder)
-    return CompareRecord(settings, runs, completed, metric, failed_races)
+    return CompareRecord(settings, runs, completed, metric, failed_races, threads)
 
 
-def check_same(out: Path, settings: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Refuse to go on in a folder whose comparison was begun with other settings.
+def find_earlier(out: Path, settings: dict[str, Any], defaults: dict[str, Any]) -> CompareRecord | None:
+    """Return the record that an earlier command has left in a folder; None: there is none.
 
     Args:
+        settings: what the runs of the present command share.
         defaults: of options that the comparison's record lacks: an earlier version did not have them.
 
     Raises:
-        ConfigError: they differ; the message names the first difference.
+        ConfigError: the settings differ, the message names the first difference; or it is damaged.
     """
-    if (out / FILE_NAME).is_file():
-        refuse_others(out / FILE_NAME, read_record(out).settings, settings, defaults=defaults)
+    if not (out / FILE_NAME).is_file():
+        return None
+    earlier = read_record(out)
+    refuse_others(out / FILE_NAME, earlier.settings, settings, defaults=defaults)
+    return earlier
+
+
+def threads_before(out: Path) -> int | None:
+    """Return the threads of a rank in the finished runs of a folder; None: there are none, or nobody knows.
+
+    Raises:
+        ConfigError: its record is damaged.
+    """
+    earlier = read_record(out) if (out / FILE_NAME).is_file() else None
+    if earlier is None or all(run.state != COMPLETE for run in earlier.runs):
+        return None
+    return earlier.threads

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from speechdp.experiments.compare.plan import FRAMES, TIME, ComparePlan, equal_time_epochs
-from speechdp.experiments.compare.record import CompareRecord, RunRecord, check_same, write_record
+from speechdp.counting import counted
+from speechdp.experiments.compare.plan import FRAMES, MODES, TIME, ComparePlan, equal_time_epochs
+from speechdp.experiments.compare.record import CompareRecord, RunRecord, find_earlier, write_record
 from speechdp.experiments.compare.training import ComparedTraining
 from speechdp.experiments.record import COMPLETE, FAILED, PENDING
 from speechdp.options.run import TrainOptions
@@ -25,8 +26,9 @@ class Comparer:
     Args:
         out: folder of the comparison.
         training: what each run is.
-        metric: for the record.
         say: takes a line of progress.
+        metric: for the record.
+        threads: of a rank, for the record.
     """
 
     def __init__(
@@ -37,10 +39,11 @@ class Comparer:
         say: Callable[[str], None],
         *,
         metric: str = "",
+        threads: int | None = None,
     ) -> None:
         self._out, self._plan, self._training, self._say = out, plan, training, say
         records = tuple(RunRecord.of(run) for run in plan.runs())
-        self._record = CompareRecord(training.settings(), records, metric=metric)
+        self._record = CompareRecord(training.settings(), records, metric=metric, threads=threads)
 
     def run(self) -> CompareRecord:
         """Train and decode all runs; return what became of them.
@@ -50,20 +53,38 @@ class Comparer:
             ConfigError: the folder holds another comparison.
             RunError: what all runs need failed, or the disk is full.
         """
-        check_same(self._out, self._training.settings(), TrainOptions().to_json())
+        earlier = find_earlier(self._out, self._training.settings(), TrainOptions().to_json())
+        if earlier is not None:
+            self._take_over(earlier)
+        kept = [run.state == COMPLETE for run in self._record.runs]
         self._update(self._record)
         self._training.begin()
-        for mode in self._plan.modes:
+        # Equal times are those of the runs at equal frames, which come first.
+        for mode in sorted(self._plan.modes, key=MODES.index):
             if mode == TIME:
                 self._update(plan_time_runs(self._record, self._out))
                 self._say_what_needs_no_job()
             for index, run in enumerate(self._record.runs):
-                if run.mode == mode and run.state == PENDING:
+                if run.mode == mode and (run.state == PENDING or (mode == FRAMES and kept[index])):
                     self._carry_out(index)
         self._race()
         done = all(run.state == COMPLETE for run in self._record.runs) and not self._record.failed_races
         self._update(dataclasses.replace(self._record, completed=done))
         return self._record
+
+    def _take_over(self, earlier: CompareRecord) -> None:
+        """Begin with what an earlier command has finished, which the page has in the meantime."""
+        self._record = with_finished(
+            self._record, earlier, lambda folder: self._training.is_done((self._out / folder).absolute())
+        )
+        named = set(map(_key, self._record.runs))
+        others = [run for run in earlier.runs if run.state == COMPLETE and _key(run) not in named]
+        if others:
+            self._say(
+                f"{counted(len(others), 'finished run')} of {self._out} will not be in the report, first "
+                f"{others[0].planned.title}: this command does not name what they train with; add it and "
+                "repeat the command to have them back"
+            )
 
     def _update(self, record: CompareRecord) -> None:
         self._record = record
@@ -105,11 +126,36 @@ class Comparer:
             expectation=self._time_left(),
         )
         state = COMPLETE if message is None else FAILED
+        wall_s = run.wall_s if wall_s is None else wall_s
         self._update(self._record.with_run(index, state=state, message=message or "", wall_s=wall_s))
 
     def _time_left(self) -> str:
         left_s = estimate_left_s(self._record.runs)
         return "" if left_s is None else f"; about {formatting.seconds(left_s)} left"
+
+
+def with_finished(
+    record: CompareRecord, earlier: CompareRecord, is_done: Callable[[str], bool]
+) -> CompareRecord:
+    """Return a record with what became of those of its runs that an earlier one has as finished.
+
+    Args:
+        is_done: tells of a run's folder whether it holds all that is wanted now.
+    """
+    done = {_key(run): run for run in earlier.runs if run.state == COMPLETE and run.folder is not None}
+    for index, run in enumerate(record.runs):
+        found = done.get(_key(run))
+        if found is not None and found.folder is not None and is_done(found.folder):
+            record = record.with_run(
+                index, epochs=found.epochs, folder=found.folder, state=COMPLETE, wall_s=found.wall_s
+            )
+    return record
+
+
+def _key(run: RunRecord) -> tuple[str, int, int, str, int | None]:
+    """Return what tells runs apart; the epochs of those at equal time follow from the others."""
+    epochs = run.epochs if run.mode == FRAMES else None
+    return run.strategy.text, run.ranks, run.seed, run.mode, epochs
 
 
 def carry_out(
@@ -165,13 +211,16 @@ def plan_time_runs(record: CompareRecord, out: Path) -> CompareRecord:
         own_s, base = trained_s.get(key), of_frames[key]
         if not own_s or base.epochs is None:
             message = "its run at equal frames has no training time to start from"
-            record = record.with_run(index, state=FAILED, message=message)
+            record = record.with_run(index, folder=None, state=FAILED, message=message)
             continue
         slowest_s = max(value for (_, *group), value in trained_s.items() if group == [run.ranks, run.seed])
         epochs = equal_time_epochs(base.epochs, own_s, slowest_s)
-        record = record.with_run(index, epochs=epochs)
         if epochs == base.epochs:
-            record = record.with_run(index, folder=base.folder, state=COMPLETE)
+            record = record.with_run(index, epochs=epochs, folder=base.folder, state=COMPLETE)
+            continue
+        # A finished one of as many epochs is found in its folder, and kept.
+        wall_s = run.wall_s if run.epochs == epochs else None
+        record = record.with_run(index, epochs=epochs, folder=None, state=PENDING, wall_s=wall_s)
     return record
 
 

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from speechdp.experiments.profile.measured import BACKWARD, FORWARD, WHOLE, StepRecord
 from speechdp.experiments.profile.record import (
-    BLOCKING,
-    FED,
+    LOADER_KINDS,
     MODULES,
-    POOLED,
     STRONG,
     WEAK,
     Profile,
@@ -59,11 +57,14 @@ class Scaling:
         kind: of the jobs: weak, strong, or a module.
         jobs: by ascending number of ranks.
         costs: by function and number of ranks; STEP among the functions.
+        base: ranks that efficiencies are against: the fewest, of single modules those of all of them, so that
+            what is shown side by side compares.
     """
 
     kind: str
     jobs: tuple[ProfileJob, ...]
     costs: dict[str, dict[int, Cost]]
+    base: int
 
     @property
     def ranks(self) -> list[int]:
@@ -71,14 +72,14 @@ class Scaling:
         return [job.ranks for job in self.jobs]
 
     def efficiency(self, function: str, ranks: int) -> float | None:
-        """Return weak t1/tN or strong t1/(N tN), 1 for the fewest ranks; None: not timed, or waiting."""
+        """Return weak t1/tN or strong t1/(N tN), 1 for the base; None: not timed on both, or waiting."""
         if function in WAITING_FUNCTIONS:
             return None
-        costs, fewest = self.costs[function], self.ranks[0]
-        if ranks not in costs or fewest not in costs or not costs[ranks].total_s or not costs[fewest].total_s:
+        costs, base = self.costs[function], self.base
+        if ranks not in costs or base not in costs or not costs[ranks].total_s or not costs[base].total_s:
             return None
-        factor = fewest / ranks if self.kind == STRONG else 1.0
-        return factor * costs[fewest].total_s / costs[ranks].total_s
+        factor = base / ranks if self.kind == STRONG else 1.0
+        return factor * costs[base].total_s / costs[ranks].total_s
 
 
 def make_scaling(profile: Profile, kind: str) -> Scaling | None:
@@ -91,7 +92,9 @@ def make_scaling(profile: Profile, kind: str) -> Scaling | None:
         for function, cost in job_costs(job, profile.settings.warmup_steps).items():
             costs.setdefault(function, {})[job.ranks] = cost
     ordered = in_order(set(costs) - {STEP})
-    return Scaling(kind, jobs, {name: costs[name] for name in [*ordered, STEP]})
+    alike = MODULES if kind in MODULES else (kind,)
+    base = min(job.ranks for each in alike for job in profile.of_kind(each))
+    return Scaling(kind, jobs, {name: costs[name] for name in [*ordered, STEP]}, base)
 
 
 def all_scalings(profile: Profile) -> list[Scaling]:
@@ -192,7 +195,7 @@ def main_job(profile: Profile) -> ProfileJob | None:
 
 def loader_jobs(profile: Profile) -> list[ProfileJob]:
     """Return the jobs that compare trainloaders: of each kind the largest."""
-    return [jobs[-1] for kind in (BLOCKING, POOLED, FED) if (jobs := profile.of_kind(kind))]
+    return [jobs[-1] for kind in LOADER_KINDS if (jobs := profile.of_kind(kind))]
 
 
 def waiting_s(job: ProfileJob) -> dict[tuple[int, int, int], float]:

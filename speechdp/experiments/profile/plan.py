@@ -8,13 +8,21 @@ from dataclasses import dataclass
 
 from speechdp.data.plan.orders import GROUP_BATCHES
 from speechdp.errors import ConfigError
-from speechdp.experiments.profile.record import BLOCKING, FED, KINDS, MODULES, POOLED, STRONG, WEAK, JobEntry
+from speechdp.experiments.profile.record import (
+    BLOCKING,
+    FED,
+    KINDS,
+    LOADER_KINDS,
+    MODULES,
+    POOLED,
+    STRONG,
+    WEAK,
+    JobEntry,
+)
 from speechdp.options.batch import BatchOptions, LoadingOptions
 from speechdp.options.recipe import find_recipe
 from speechdp.options.run import TrainOptions
 
-#: Kinds that are measured on the most ranks alone: what they are compared with is one another.
-_ON_MOST_RANKS = (BLOCKING, POOLED, FED)
 #: Steps between two stops of the blocking trainloader, twice: one stop to begin with is no picture.
 TWO_STOPS = 2 * GROUP_BATCHES
 
@@ -103,7 +111,8 @@ class ProfilePlan:
 
     def _jobs(self, options: TrainOptions, kinds: tuple[str, ...]) -> Iterator[PlannedJob]:
         for kind in kinds:
-            for ranks in sorted(self.ranks)[-1:] if kind in _ON_MOST_RANKS else sorted(self.ranks):
+            # Trainloaders are compared with one another, on the most ranks alone.
+            for ranks in sorted(self.ranks)[-1:] if kind in LOADER_KINDS else sorted(self.ranks):
                 own = _options_of(kind, ranks, options)
                 # On one rank both batches are the same: measured once.
                 folder = f"{WEAK if kind == STRONG and ranks == 1 and WEAK in kinds else kind}-{ranks}"
@@ -121,8 +130,9 @@ class ProfilePlan:
                 )
 
     def _steps(self, kind: str, ranks: int) -> int:
-        if kind in _ON_MOST_RANKS:
-            return self.loader_steps or max(self.steps, TWO_STOPS + self.warmup)
+        if kind in LOADER_KINDS:
+            # The second stop comes before the step after these.
+            return self.loader_steps or max(self.steps, TWO_STOPS + max(1, self.warmup))
         return self.steps * ranks if self.poster_iterations and kind != STRONG else self.steps
 
 

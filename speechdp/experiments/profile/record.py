@@ -34,7 +34,9 @@ FILE_NAME = "profile.json"
 #: trainloader.
 WEAK, STRONG, BLOCKING, POOLED, FED = "weak", "strong", "blocking", "pooled", "fed"
 MODULES = ("encoder", "decoder", "postproc", "output")
-KINDS = (WEAK, STRONG, *MODULES, BLOCKING, POOLED, FED)
+#: Of trainloaders, which `--loader-steps` sets the steps of.
+LOADER_KINDS = (BLOCKING, POOLED, FED)
+KINDS = (WEAK, STRONG, *MODULES, *LOADER_KINDS)
 
 
 def in_order(functions: set[str]) -> list[str]:
@@ -214,6 +216,18 @@ def _checked_job(job: JobEntry) -> JobEntry:
     if job.kind not in KINDS or job.state not in STATES or job.ranks < 1:
         raise ValueError(f"job {job.name!r} of kind {job.kind!r}, {job.ranks} ranks, state {job.state!r}")
     return job
+
+
+def threads_before(out: Path) -> int | None:
+    """Return the threads of a rank in the finished jobs of a folder; None: there are none.
+
+    Raises:
+        ConfigError: its record is damaged.
+    """
+    if not (out / FILE_NAME).is_file():
+        return None
+    record = read_record(out)
+    return record.settings.threads if any(job.state == COMPLETE for job in record.jobs) else None
 
 
 def read_profile(out: Path) -> Profile:

@@ -9,7 +9,7 @@ from typing import Any
 
 from speechdp.errors import ConfigError
 from speechdp.experiments.record import reading, refuse_others, write_record_file
-from speechdp.extensions import field_kinds
+from speechdp.extensions import field_kinds, split_options
 from speechdp.json_input import parse_json
 from speechdp.parallel.period import Period, PeriodUnit
 from speechdp.parallel.registry import StrategyChoice, strategy_class, strategy_names
@@ -44,12 +44,14 @@ class SweepPlan:
         """Return the folder's name of each run and its strategy.
 
         Raises:
-            ConfigError: no period, one given twice, or a strategy without a period.
+            ConfigError: no period, one given twice, or a strategy without a period or with one of its own.
         """
         name, _, rest = self.strategy.partition(":")
         option, kind = (_PERIOD_OPTIONS[0], Period) if self._is_other(name) else _period_option(name)
         if not self.periods:
             raise ConfigError("--periods: give at least one, e.g. --periods 1,4,16,64")
+        if option in split_options(rest):
+            raise ConfigError(f"--swept {self.strategy}: --periods sets the {option}; leave it out there")
         if len(set(self.periods)) < len(self.periods):
             raise ConfigError(f"--periods {','.join(self.periods)}: a period is given twice")
         result = {text.replace(":", "-"): StrategyChoice(text) for text in self.reference}
@@ -88,6 +90,7 @@ def write_sweep(
     completed: bool,
     settings: dict[str, Any] | None = None,
     metric: str = "",
+    decode_split: str = "",
 ) -> None:
     """Write OUT/sweep.json.
 
@@ -95,6 +98,7 @@ def write_sweep(
         names: of the runs' folders.
         settings: what runs of a script share; None: each run of ours checks its own.
         metric: what runs of a script are judged by; "": what they log last.
+        decode_split: whose word errors the runs are compared by; "": that of a script's own, if any.
 
     Raises:
         ConfigError: the folder holds a sweep over other runs, with other settings, or a damaged one.
@@ -108,5 +112,6 @@ def write_sweep(
         if runs != list(names):
             raise ConfigError(f"{path}: holds a sweep over other runs; choose another folder, or --overwrite")
         refuse_others(path, of_runs, settings or {})
-    further = {key: given for key, given in (("settings", settings), ("metric", metric)) if given}
-    write_record_file(path, "sweep", {"runs": names, "completed": completed, **further})
+    further = {"settings": settings, "metric": metric, "decode_split": decode_split}
+    given = {key: value for key, value in further.items() if value}
+    write_record_file(path, "sweep", {"runs": names, "completed": completed, **given})

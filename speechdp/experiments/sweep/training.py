@@ -55,7 +55,7 @@ def run_sweep(
     if plan.decode_split:
         refuse_kaldi_pdfs(session.dataset.classes_path, '--decode-split ("" for none)')
     if session.comm.rank == 0:
-        write_sweep(out_dir, names, completed=False)
+        write_sweep(out_dir, names, completed=False, decode_split=plan.decode_split)
     session.comm.barrier()
     alignments = make_alignments(
         dataclasses.replace(session, reporter=reporter_for("alignment")), options, out_dir
@@ -74,7 +74,7 @@ def run_sweep(
     race_session = dataclasses.replace(session, reporter=reporter_for("race"))
     hold_race(race_session, options, race_of(session, options, names, runs, race), out_dir)
     if session.comm.rank == 0:
-        write_sweep(out_dir, names, completed=True)
+        write_sweep(out_dir, names, completed=True, decode_split=plan.decode_split)
     session.comm.barrier()
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from speechdp.counting import counted
 from speechdp.experiments.compare.plan import FRAMES, TIME
-from speechdp.report.compare.groups import Group
+from speechdp.report.compare.groups import ComparedRun, Group
 from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
-from speechdp.report.kit.choice import accurate_enough, several_tasks
+from speechdp.report.kit.choice import accurate_enough, decoding_caution, several_tasks
 from speechdp.report.kit.same_machine import machine_warning
 from speechdp.report.kit.speeds import any_raced, choose_fastest, ratio_text, speed_phrase
 
@@ -43,6 +44,8 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
     for ranks in sorted({group.ranks for group in groups if group.ranks > 1}):
         rows = [group for group in groups if group.ranks == ranks and group.mode == FRAMES]
         rows = [group for group in rows if group.frames_per_s is not None and group.score is not None]
+        # One whose other seeds came to nothing is not known to keep the accuracy.
+        rows = [group for group in rows if not group.unjudged] or rows
         if rows:
             best = max(rows, key=lambda group: group.score or 0.0)
             accurate = accurate_enough(rows, best, _tolerance(best))
@@ -207,14 +210,25 @@ def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[s
 
 def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
     notes = []
-    fewest = min((len(group.finished) for group in groups if group.finished), default=0)
+    judged = [len(group.scores.values) if group.scores else len(group.finished) for group in groups]
+    fewest = min(filter(None, judged), default=0)
     if 0 < fewest < CLAIM_SEEDS:
         seeds = "one seed" if fewest == 1 else f"{fewest} seeds"
         notes.append(
-            f"This rests on {seeds}: differences may be chance. A claim needs {CLAIM_SEEDS} "
-            "(--seeds 1,2,3 with the same folder keeps what is done)."
+            f"This rests on {seeds}: differences may be chance. A claim needs {CLAIM_SEEDS}"
+            f"{_more_seeds(groups)}."
         )
     for group in groups:
+        for run in group.unjudged:
+            metric = group_terms([group]).metric.name
+            notes.append(
+                f"{_title(run)}: its last {metric} is no number; a strategy all of whose seeds have one goes "
+                "before it."
+            )
+        for run in group.finished:
+            if run.result is not None and len(run.result.sizes) > 1:
+                sizes = " and then ".join(map(str, run.result.sizes))
+                notes.append(f"{_title(run)}: it trained on {sizes} ranks, which changes speed and accuracy.")
         for run in group.failures:
             notes.append(f"Failed: {run.record.planned.title}: {run.record.message}")
     waiting = sum(not run.is_finished for group in groups for run in group.runs)
@@ -228,9 +242,28 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
     note = several_tasks([run.result for group in groups for run in group.runs if run.result is not None])
     if note:
         notes.append(note)
-    elif groups and group_terms(groups).task.decodes and all(group.word_errors is None for group in groups):
-        notes.append("No run was decoded: the word error rate played no part in the choice.")
-    return tuple(notes)
+    elif groups and group_terms(groups).task.decodes:
+        rows = [group for group in groups if group.mode == FRAMES and group.score is not None]
+        rows = rows or list(groups)
+        labels = [
+            group.label if group.ranks == 1 else f"{group.label} on {group.ranks} ranks" for group in rows
+        ]
+        notes.append(decoding_caution(rows, labels))
+    return tuple(filter(None, notes))
+
+
+def _title(run: ComparedRun) -> str:
+    return formatting.capital(run.record.planned.title)
+
+
+def _more_seeds(groups: Sequence[Group]) -> str:
+    """Return how to come to enough seeds, in brackets; "": the same command goes on to them."""
+    planned = sorted({run.record.seed for group in groups for run in group.runs})
+    if len(planned) >= CLAIM_SEEDS:
+        return ""
+    more = itertools.count(planned[-1] + 1)
+    wanted = [*planned, *itertools.islice(more, CLAIM_SEEDS - len(planned))]
+    return f" (--seeds {','.join(map(str, wanted))} with the same folder keeps what is done)"
 
 
 def _machine(groups: Sequence[Group], *, raced: bool) -> str:

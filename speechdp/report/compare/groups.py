@@ -79,7 +79,8 @@ class Group:
     Attributes:
         runs: one a seed, unfinished and failed ones included.
         figures: of the finished ones.
-        word_errors: means of rate and interval over seeds.
+        word_errors: means of rate and interval over seeds; None also where those were decoded on different
+            splits.
         raced: its speed by the race on as many ranks; None: it took no part, or there was none.
         alone: that of one rank in the same race.
     """
@@ -112,6 +113,14 @@ class Group:
     def ages(self) -> tuple[int, ...]:
         """Exchanges by age, of all ranks and seeds together."""
         return sum_of_counts(row.ages for row in self.figures)
+
+    @property
+    def unjudged(self) -> tuple[ComparedRun, ...]:
+        """Finished runs whose last score is no number, where others of the group have one."""
+        if self.scores is None:
+            return ()
+        without = {row.run.name for row in self.figures if row.score is None}
+        return tuple(run for run in self.finished if run.result is not None and run.result.name in without)
 
     @property
     def label(self) -> str:
@@ -151,8 +160,9 @@ def read_comparison(out: Path, metric: str = "") -> Comparison:
     record = read_record(out)
     folders = [out / run.folder for run in record.runs if run.folder is not None]
     metric = common_metric(folders, metric or record.metric)
+    split = str(record.settings.get("decode_split") or "")
     runs = [
-        ComparedRun(run, None if run.folder is None else read_run(out / run.folder, metric))
+        ComparedRun(run, None if run.folder is None else read_run(out / run.folder, metric, split))
         for run in record.runs
     ]
     return Comparison(out, record.settings, tuple(runs), read_races(out), record.failed_races)
@@ -214,7 +224,7 @@ def _group(key: tuple[str, int, str], runs: list[ComparedRun], target: float | N
 
 def _mean_errors(errors: Sequence[WordErrors | None]) -> WordErrors | None:
     known = [item for item in errors if item is not None]
-    if not known:
+    if not known or len({item.split for item in known}) > 1:
         return None
     low, high = (Spread.of(getattr(item, name) for item in known) for name in ("low", "high"))
     return WordErrors(

@@ -28,11 +28,15 @@ Row = TypeVar("Row", bound=Accuracy)
 def accurate_enough(rows: Sequence[Row], best: Row, tolerance: float) -> list[Row]:
     """Return the rows whose score and word errors are as good as the best; if no row's are, the best alone.
 
+    Word errors on different splits say nothing of one another, and are left aside.
+
     Args:
         tolerance: how far from the best score is near enough.
     """
     assert best.score is not None
     rates = [row.word_errors for row in rows if row.word_errors is not None]
+    if len(splits_of(rows)) > 1:
+        rates = []
     lowest = min(rates, key=lambda errors: errors.wer, default=None)
     kept: list[Row] = []
     for row in rows:
@@ -46,6 +50,25 @@ def accurate_enough(rows: Sequence[Row], best: Row, tolerance: float) -> list[Ro
         if close and overlaps:
             kept.append(row)
     return kept or [best]
+
+
+def splits_of(rows: Sequence[Accuracy]) -> list[str]:
+    """Return the splits that word errors of these rows are of."""
+    return sorted({row.word_errors.split for row in rows if row.word_errors is not None})
+
+
+def decoding_caution(rows: Sequence[Accuracy], labels: Sequence[str]) -> str:
+    """Say what part word errors played in a choice among rows, one label each; "": that of the rule."""
+    without = [label for row, label in zip(rows, labels, strict=True) if row.word_errors is None]
+    splits = splits_of(rows)
+    if not splits:
+        return "No run was decoded: the word error rate played no part in the choice."
+    if len(splits) > 1:
+        return (
+            f"The runs were decoded on different splits ({', '.join(splits)}), so the word error rate played "
+            "no part in the choice."
+        )
+    return f"Not eligible, because not decoded: {', '.join(without)}." if without else ""
 
 
 def several_tasks(runs: Sequence[RunResult]) -> str:

@@ -42,7 +42,7 @@ RULE = (
 def find_answer(profile: Profile, scalings: Sequence[Scaling]) -> Answer:
     """Return what the profile says."""
     of_kind = {scaling.kind: scaling for scaling in scalings}
-    compared = [s for s in scalings if len(s.ranks) > 1]
+    compared = [s for s in scalings if len(s.ranks) > 1 and s.ranks[0] == s.base]
     job = main_job(profile)
     details = [
         _others(of_kind.get(WEAK)),
@@ -187,19 +187,20 @@ def _strong(strong: Scaling | None) -> str:
 
 
 def _single(singles: Sequence[Scaling], weak: Scaling | None) -> str:
-    """Say how each module scales alone, and in the whole step."""
+    """Say how each module scales alone, and in the whole step: to the most ranks that any has."""
     parts = []
+    most = max((scaling.ranks[-1] for scaling in singles), default=0)
     for scaling in singles:
-        alone = scaling.efficiency(scaling.kind, scaling.ranks[-1])
+        alone = scaling.efficiency(scaling.kind, most)
         if alone is None:
             continue
         text = f"{scaling.kind} {formatting.percent(alone)} %"
-        inside = weak is not None and scaling.kind in weak.costs and weak.ranks[-1] == scaling.ranks[-1]
-        within = weak.efficiency(scaling.kind, weak.ranks[-1]) if weak is not None and inside else None
+        inside = weak is not None and scaling.kind in weak.costs and weak.base == scaling.base
+        within = weak.efficiency(scaling.kind, most) if weak is not None and inside else None
         parts.append(text if within is None else f"{text} (in the whole step {formatting.percent(within)} %)")
     if not parts:
         return ""
-    return f"Alone, with the other modules off, on {rank_count(singles[0].ranks[-1])}: {', '.join(parts)}."
+    return f"Alone, with the other modules off, on {rank_count(most)}: {', '.join(parts)}."
 
 
 def _of_job(profile: Profile, job: ProfileJob | None) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from speechdp.counting import counted
 from speechdp.experiments.profile.derived import STEP, Scaling, job_costs, job_steps, main_job
 from speechdp.experiments.profile.notes import about_cores
-from speechdp.experiments.profile.record import STRONG, WEAK, Profile, ProfileJob
+from speechdp.experiments.profile.record import LOADER_KINDS, STRONG, WEAK, Profile, ProfileJob
 from speechdp.experiments.record import COMPLETE, FAILED
 from speechdp.report.kit import formatting
 
@@ -87,22 +88,25 @@ def _on_gpu(job: ProfileJob) -> bool:
 
 def about_few_steps(profile: Profile) -> str:
     """Return the warning that goes before everything else where too few steps were taken, else ""."""
-    counts = [
-        sum(together[0].step > profile.settings.warmup_steps for together in job_steps(job))
-        for job in profile.jobs
-        if any(job.steps)
-    ]
-    if not counts or min(counts) >= FEW_STEPS:
+    fewest: dict[str, int] = {}
+    for job in profile.jobs:
+        if any(job.steps):
+            option = "--loader-steps" if job.entry.kind in LOADER_KINDS else "--steps"
+            count = sum(together[0].step > profile.settings.warmup_steps for together in job_steps(job))
+            fewest[option] = min(count, fewest.get(option, count))
+    few = {option: count for option, count in fewest.items() if count < FEW_STEPS}
+    if not few:
         return ""
-    if min(counts) == 0:
+    options, least = " and ".join(sorted(few, reverse=True)), min(few.values())
+    whose = "of trainloaders " if "--steps" not in few else ""
+    if least == 0:
         return (
-            f"Some jobs have no step after the {profile.settings.warmup_steps} of the warm-up: their last "
-            "step stands for all. Take more with --steps."
+            f"Some jobs {whose}have no step after the {profile.settings.warmup_steps} of the warm-up: their "
+            f"last step stands for all. Take more with {options}."
         )
-    steps = "1 step" if min(counts) == 1 else f"{min(counts)} steps"
     return (
-        f"Figures rest on {steps} after the warm-up and may be chance: take more with --steps, "
-        f"{FEW_STEPS + profile.settings.warmup_steps} at least."
+        f"Figures {whose}rest on {counted(least, 'step')} after the warm-up and may be chance: take more "
+        f"with {options}, {FEW_STEPS + profile.settings.warmup_steps} at least."
     )
 
 

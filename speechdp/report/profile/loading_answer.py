@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from speechdp.experiments.profile.derived import Loading, job_steps, make_loading
 from speechdp.experiments.profile.plan import TWO_STOPS
-from speechdp.experiments.profile.record import BLOCKING, FED, POOLED, Profile
+from speechdp.experiments.profile.record import BLOCKING, FED, LOADER_KINDS, POOLED, Profile
 from speechdp.report.kit import formatting
 from speechdp.report.kit.formatting import number, rank_count
 
@@ -13,7 +13,7 @@ def loading_sentences(profile: Profile) -> list[str]:
     """Say what waiting for batches costs with each kind of trainloader."""
     found = {
         kind: make_loading(jobs[-1], profile.settings.warmup_steps)
-        for kind in (BLOCKING, POOLED, FED)
+        for kind in LOADER_KINDS
         if (jobs := profile.of_kind(kind))
     }
     blocking, pooled, fed = (found.get(kind) for kind in (BLOCKING, POOLED, FED))

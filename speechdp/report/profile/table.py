@@ -91,8 +91,7 @@ def _number_column(key: str, title: str, unit: str, meaning: str) -> Column[Figu
     return Column(key, title, unit, meaning, lambda row: row.get(key), number)
 
 
-def _efficiencies(scaling: Scaling, kind: str) -> list[Column[Figures]]:
-    more = scaling.ranks[1:]
+def _efficiencies(more: Sequence[int], kind: str) -> list[Column[Figures]]:
     meaning = EFFICIENCY[kind]
     return [
         _percent_column(f"efficiency_{n}", f"efficiency, {n} ranks", meaning, LOW_EFFICIENCY) for n in more
@@ -112,7 +111,7 @@ def _scaling_table(scaling: Scaling) -> ProfileTable:
     share = f"Share of the step on {rank_count(scaling.ranks[-1])}, over all steps after the warm-up."
     columns = [
         *(_ms_column(ranks) for ranks in scaling.ranks),
-        *_efficiencies(scaling, scaling.kind),
+        *_efficiencies(scaling.ranks[1:], scaling.kind),
         _percent_column("share", "of the step", share, digits=1),
     ]
     rows = {function: _scaling_row(scaling, function) for function in scaling.costs}
@@ -122,11 +121,12 @@ def _scaling_table(scaling: Scaling) -> ProfileTable:
 
 
 def _single_table(scalings: Sequence[Scaling]) -> ProfileTable:
-    widest = max(scalings, key=lambda scaling: len(scaling.ranks))
-    columns = [*(_ms_column(ranks) for ranks in widest.ranks), *_efficiencies(widest, WEAK)]
+    # Jobs may have failed: not every module has all of these.
+    base, *more = sorted({ranks for scaling in scalings for ranks in scaling.ranks})
+    columns = [*(_ms_column(ranks) for ranks in (base, *more)), *_efficiencies(more, WEAK)]
     found = [scaling for scaling in scalings if scaling.kind in scaling.costs]
     rows = {scaling.kind: _scaling_row(scaling, scaling.kind) for scaling in found}
-    note = f"Efficiency is t1 / tN, against {rank_count(widest.ranks[0])}." if widest.ranks[1:] else ""
+    note = f"Efficiency is t1 / tN, against {rank_count(base)}." if more else ""
     return _table("times-single", "A module alone", "module", columns, rows, note)
 
 

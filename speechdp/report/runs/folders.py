@@ -50,7 +50,8 @@ def read_sweep(out: Path, metric: str = "") -> Sweep:
         sweep = _read_sweep_file(out / "sweep.json")
         folders = [out / name for name in sweep["runs"]]
         metric = common_metric(folders, metric or words(sweep.get("metric")))
-        runs = [_without_accuracy(_read_with_samples(folder, metric)) for folder in folders]
+        split = words(sweep.get("decode_split"))
+        runs = [_without_accuracy(_read_with_samples(folder, metric, split)) for folder in folders]
         return Sweep(out, tuple(runs if sweep.get("completed") is True else map(_with_script_end, runs)))
     if (out / "run.json").is_file():
         return Sweep(out, (_read_with_samples(out, common_metric([out], metric)),))
@@ -104,9 +105,9 @@ def _settings_in(folder: Path) -> dict[str, Any]:
     return read_object(folder / "run.json", []) or {}
 
 
-def _read_with_samples(run_dir: Path, metric: str) -> RunResult:
+def _read_with_samples(run_dir: Path, metric: str, split: str = "") -> RunResult:
     """Read a run with its samples, which are by far its largest files."""
-    run = read_run(run_dir, metric)
+    run = read_run(run_dir, metric, split)
     samples, problems = [], list(run.problems)
     for path in files_of(run_dir / "timeline", "samples-*.jsonl", problems):
         try:
@@ -125,11 +126,12 @@ def _without_accuracy(run: RunResult) -> RunResult:
     return replace(run, evaluations=()) if run.is_baseline and run.kind is TRAINER else run
 
 
-def read_run(run_dir: Path, metric: str = "") -> RunResult:
+def read_run(run_dir: Path, metric: str = "", split: str = "") -> RunResult:
     """Read what a run has written so far; `problems` names what is missing or damaged.
 
     Args:
         metric: what a script's run is judged by, as parse_metric reads it; "": what it logged last.
+        split: whose word errors are meant; "": test, else the only one decoded.
 
     Raises:
         ConfigError: `metric` is none.
@@ -149,7 +151,7 @@ def read_run(run_dir: Path, metric: str = "") -> RunResult:
             f"metrics.jsonl: the last {task.metrics[0].key} is not finite, so the run has no score"
         )
     timing = read_timing(run_dir, problems)
-    word_errors = _find_word_errors(run_dir, problems)
+    word_errors = _find_word_errors(run_dir, split, problems)
     spoken = read_spoken(run_dir, problems)
     periods = read_periods(run_dir, problems)
     completed = (run_dir / "completed.json").is_file()
@@ -239,8 +241,11 @@ def _held_out(record: dict[str, Any], metric: Metric) -> float | None:
     return value
 
 
-def _find_word_errors(run_dir: Path, problems: list[str]) -> WordErrors | None:
-    """Read the errors on the test split, else on the only split decoded; None where there is no such file."""
+def _find_word_errors(run_dir: Path, split: str, problems: list[str]) -> WordErrors | None:
+    """Read the errors on a split; "": on test, else on the only one decoded; None: there is no such file."""
+    if split:
+        path = run_dir / f"wer-{split}.json"
+        return _read_word_errors(path, problems) if path.is_file() else None
     test = run_dir / "wer-test.json"
     found = [test] if test.is_file() else files_of(run_dir, "wer-*.json", problems)
     if len(found) > 1:

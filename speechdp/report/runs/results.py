@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,8 @@ class RankTiming:
     """Sums of one rank over the steps after its warm-up; times in s.
 
     Attributes:
-        last_step: number of its last step, counted from the run's begin; None where it was not recorded.
+        first_step, last_step: numbers of the first and last of these steps, counted from the run's begin;
+            None where they were not recorded.
         sent_bytes: payload this rank sent while training, warm-up included; None where it was not counted.
         trained_s: training time of the same steps.
         statistics: what the strategy tells besides; e.g. `staleness`: counts of exchanges by age.
@@ -103,6 +105,7 @@ class RankTiming:
     spans_s: dict[str, float]
     eval_s: float = 0.0
     checkpoint_s: float = 0.0
+    first_step: int | None = None
     last_step: int | None = None
     sent_bytes: float | None = None
     trained_s: float | None = None
@@ -338,6 +341,13 @@ class RunResult:
         if isinstance(size, int) and size > 0:
             return size
         return len(self.timing.ranks) if self.timing else None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of ranks it trained on, in turn, where it was continued on another; none where unknown."""
+        earlier = self.settings.get("earlier_sizes")
+        found = [*(earlier if isinstance(earlier, list) else []), self.size]
+        return tuple(size for size, _ in itertools.groupby(found) if isinstance(size, int))
 
     @property
     def order(self) -> str:

@@ -92,7 +92,8 @@ def _rank_timing(entry: Any) -> RankTiming | None:
         spans_s={name: seconds or 0.0 for name, seconds in spans.items()},
         eval_s=number(entry, "eval_s") or 0.0,
         checkpoint_s=number(entry, "checkpoint_s") or 0.0,
-        last_step=None if (last := amount(entry, "last_step")) is None else int(last),
+        first_step=_step_number(entry, "first_step"),
+        last_step=_step_number(entry, "last_step"),
         sent_bytes=number(entry, "sent_bytes"),
         trained_s=number(entry, "trained_s"),
         statistics=entry["statistics"] if isinstance(entry.get("statistics"), dict) else {},
@@ -100,6 +101,11 @@ def _rank_timing(entry: Any) -> RankTiming | None:
         memory=_memory(entry.get("memory")),
         load=_load(entry.get("load")),
     )
+
+
+def _step_number(entry: dict[str, Any], key: str) -> int | None:
+    found = amount(entry, key)
+    return None if found is None else int(found)
 
 
 def _memory(entry: Any) -> RankMemory:

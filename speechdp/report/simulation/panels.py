@@ -11,6 +11,7 @@ from speechdp.report.kit.canvas import Canvas, dashes, named_canvas, style_axes
 from speechdp.report.kit.svg import Panel
 from speechdp.report.kit.theme import Theme
 from speechdp.report.simulation.ranges import Family, has_periods
+from speechdp.report.simulation.table import Target
 from speechdp.simulation.predict import Interval, Prediction
 
 SIZE = (5.6, 3.6)
@@ -21,18 +22,14 @@ def make_canvas(families: Sequence[Family], theme: Theme) -> Canvas:
     return named_canvas([family.label for family in families], theme)
 
 
-def make_panels(families: Sequence[Family], frames: float) -> list[list[Panel]]:
-    """Return the plots line by line.
-
-    Args:
-        frames: to which GPU-hours are counted.
-    """
+def make_panels(families: Sequence[Family], target: Target) -> list[list[Panel]]:
+    """Return the plots line by line."""
     return [
         [
             Panel(
                 "efficiency", "efficiency over ranks", SIZE, lambda ax, c: draw_efficiency(ax, families, c)
             ),
-            Panel("hours", "GPU-hours over ranks", SIZE, lambda ax, c: draw_hours(ax, families, frames, c)),
+            Panel("hours", "GPU-hours over ranks", SIZE, lambda ax, c: draw_hours(ax, families, target, c)),
         ],
         [
             Panel(
@@ -50,10 +47,10 @@ def draw_efficiency(ax: Axes, families: Sequence[Family], canvas: Canvas) -> boo
     return drawn
 
 
-def draw_hours(ax: Axes, families: Sequence[Family], frames: float, canvas: Canvas) -> bool:
+def draw_hours(ax: Axes, families: Sequence[Family], target: Target, canvas: Canvas) -> bool:
     """Plot the hours of all ranks together to so many frames."""
-    style_axes(ax, f"To {frames:,.0f} frames", "GPU-hours", canvas.theme)
-    drawn = _draw_lines(ax, families, canvas, lambda one: one.gpu_hours(frames), 1.0, "GPU-hours")
+    style_axes(ax, f"To {target}", "GPU-hours", canvas.theme)
+    drawn = _draw_lines(ax, families, canvas, lambda one: one.gpu_hours(target.frames), 1.0, "GPU-hours")
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter(lambda y, _: formatting.number(y))
     ax.minorticks_off()

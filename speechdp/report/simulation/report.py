@@ -15,7 +15,7 @@ from speechdp.report.kit.pages import WrittenReport, legend_marks, render_page, 
 from speechdp.report.kit.svg import panel_svgs, write_png
 from speechdp.report.simulation.panels import make_canvas, make_panels
 from speechdp.report.simulation.ranges import Family, families_of, has_periods
-from speechdp.report.simulation.table import csv_of, full_table, overview
+from speechdp.report.simulation.table import Target, csv_of, full_table, overview
 from speechdp.simulation.exchanges import has_period
 from speechdp.simulation.links import LinkSpeed
 from speechdp.simulation.predict import Prediction
@@ -44,9 +44,10 @@ def write_simulation(out: Path, simulation: Simulation, frames: float | None = N
     """
     predictions, families = simulation.predictions, families_of(simulation.predictions)
     frames = frames or max((run.frames_trained or 0.0 for run in simulation.runs), default=0.0) or _NO_FRAMES
+    target = Target(frames, simulation.runs[0].amount)
     marks = legend_marks(make_canvas(families, theme.PAGE))
-    answer, panels = find_answer(simulation, families), make_panels(families, frames)
-    table, summary = full_table(predictions, frames, marks), overview(families, marks)
+    answer, panels = find_answer(simulation, families), make_panels(families, target)
+    table, summary = full_table(predictions, target, marks), overview(families, marks, target.amount)
     drawn = [panel_svgs(line, lambda: make_canvas(families, theme.PAGE)) for line in panels]
     page = render_page(
         "simulation",
@@ -57,7 +58,8 @@ def write_simulation(out: Path, simulation: Simulation, frames: float | None = N
         legend=list(marks.items()),
         overview=summary,
         table=table,
-        settings=settings_of(simulation, frames),
+        settings=settings_of(simulation, target),
+        amount=target.amount,
         runs=[run.name for run in simulation.runs],
     )
     canvas = make_canvas(families, theme.PRINT)
@@ -97,7 +99,7 @@ def find_answer(simulation: Simulation, families: Sequence[Family]) -> Answer:
     return Answer(headline, others, simulation.assumptions)
 
 
-def settings_of(simulation: Simulation, frames: float) -> list[tuple[str, str]]:
+def settings_of(simulation: Simulation, target: Target) -> list[tuple[str, str]]:
     """Return what was simulated as (title, text)."""
     request, scenario = simulation.request, simulation.scenario
     cluster, work = scenario.cluster, scenario.work
@@ -107,7 +109,7 @@ def settings_of(simulation: Simulation, frames: float) -> list[tuple[str, str]]:
     shown = [
         ("measured", f"{counted(steps, 'step')} on {formatting.rank_count(most)}, "
                      f"{formatting.milliseconds(work.step_s)} ms and {work.frames:,.0f} "
-                     f"{simulation.runs[0].amount} each, as simulated"),
+                     f"{target.amount} each, as simulated"),
         ("parameters", f"{scenario.model.nbytes / 1e6:,.1f} MB"),
         ("ranks of a node", str(cluster.ranks_per_node)),
         ("link between nodes", _link(cluster.between) if max(request.ranks) > cluster.ranks_per_node else ""),
@@ -117,7 +119,7 @@ def settings_of(simulation: Simulation, frames: float) -> list[tuple[str, str]]:
         ("slower ranks", factors),
         ("correlation of ranks", f"{work.alike:.2f}"),
         ("exchange beside backward", f"{formatting.percent(scenario.progress)} % as fast as alone"),
-        ("frames to train on", f"{frames:,.0f}"),
+        (f"{target.amount} to train on", f"{target.frames:,.0f}"),
     ]  # fmt: skip
     return [(title, text) for title, text in shown if text]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from markupsafe import Markup
 
@@ -28,15 +29,6 @@ def _share(key: str, title: str, meaning: str) -> Column[Prediction]:
 
 _RANKS = Column[Prediction]("ranks", "ranks", "", "Number of ranks.", lambda one: one.ranks)
 _PERIOD = Column[Prediction]("period", "period", "steps", "Steps between exchanges.", lambda one: one.period)
-_SPEED = Column[Prediction](
-    "frames_per_s", "frames/s", "", "Frames of all ranks in a second [90 % interval].",
-    lambda one: one.frames_per_s.mean, cell=lambda one: _between(one.frames_per_s),
-)  # fmt: skip
-_EFFICIENCY = Column[Prediction](
-    "efficiency", "efficiency", "%",
-    "Frames/s over those of as many ranks that neither exchange nor wait [90 % interval].",
-    lambda one: one.efficiency.mean, cell=lambda one: _between(one.efficiency, "percent"),
-)  # fmt: skip
 _STEP = Column[Prediction](
     "step_s", "step", "ms", "From one step of a rank to its next, mean.", lambda one: one.step_s.mean,
     formatting.milliseconds,
@@ -55,22 +47,55 @@ _MIXED = Column[Prediction](
 )  # fmt: skip
 
 
-def _hours(frames: float) -> Column[Prediction]:
+@dataclass(frozen=True)
+class Target:
+    """What GPU-hours are counted to.
+
+    Attributes:
+        frames: that all ranks together train on.
+        amount: what they are called: frames, or the items of a user's script.
+    """
+
+    frames: float
+    amount: str
+
+    def __str__(self) -> str:
+        return f"{self.frames:,.0f} {self.amount}"
+
+
+def _speed(amount: str) -> Column[Prediction]:
     return Column(
-        "gpu_hours", "GPU-hours", "", f"Hours of all ranks together to {frames:,.0f} frames.",
-        lambda one: one.gpu_hours(frames).mean, formatting.number,
+        "frames_per_s", f"{amount}/s", "", f"{amount.capitalize()} of all ranks in a second [90 % interval].",
+        lambda one: one.frames_per_s.mean, cell=lambda one: _between(one.frames_per_s),
     )  # fmt: skip
 
 
-def columns_of(predictions: Sequence[Prediction], frames: float) -> tuple[Column[Prediction], ...]:
+def _efficiency(amount: str) -> Column[Prediction]:
+    return Column(
+        "efficiency", "efficiency", "%",
+        f"{amount.capitalize()}/s over those of as many ranks that neither exchange nor wait "
+        "[90 % interval].",
+        lambda one: one.efficiency.mean, cell=lambda one: _between(one.efficiency, "percent"),
+    )  # fmt: skip
+
+
+def _hours(target: Target) -> Column[Prediction]:
+    return Column(
+        "gpu_hours", "GPU-hours", "", f"Hours of all ranks together to {target}.",
+        lambda one: one.gpu_hours(target.frames).mean, formatting.number,
+    )  # fmt: skip
+
+
+def columns_of(predictions: Sequence[Prediction], target: Target) -> tuple[Column[Prediction], ...]:
     """Return the columns in which any prediction has a figure."""
+    speed, efficiency = _speed(target.amount), _efficiency(target.amount)
     return with_figures(
-        (_RANKS, _PERIOD, _SPEED, _EFFICIENCY, _STEP, *_SHARES, _MIXED, _hours(frames)), predictions
+        (_RANKS, _PERIOD, speed, efficiency, _STEP, *_SHARES, _MIXED, _hours(target)), predictions
     )
 
 
 def full_table(
-    predictions: Sequence[Prediction], frames: float, marks: Mapping[str, Markup]
+    predictions: Sequence[Prediction], target: Target, marks: Mapping[str, Markup]
 ) -> ShownTable[Prediction]:
     """Return the table of every strategy, period and number of ranks."""
     rows, before = [], ""
@@ -79,18 +104,18 @@ def full_table(
         rows.append((RowHead(label, mark=marks.get(label), begins=bool(before) and label != before), one))
         before = label
     return ShownTable(
-        "predictions", "All predictions", columns_of(predictions, frames), rows, first="strategy",
+        "predictions", "All predictions", columns_of(predictions, target), rows, first="strategy",
         wide_columns=_WIDE,
     )  # fmt: skip
 
 
-def overview(families: Sequence[Family], marks: Mapping[str, Markup]) -> ShownTable[Family]:
+def overview(families: Sequence[Family], marks: Mapping[str, Markup], amount: str) -> ShownTable[Family]:
     """Return the table with a line for each strategy: efficiency and shortest fast period over ranks."""
     ranks = sorted({n for family in families for n in family.ranks})
     columns = [_efficiency_at(n) for n in ranks]
     rows = [(RowHead(family.label, mark=marks.get(family.label)), family) for family in families]
     note = (
-        "Efficiency at the shortest period that has 95 % of the fastest one's frames/s; in brackets the "
+        f"Efficiency at the shortest period that has 95 % of the fastest one's {amount}/s; in brackets the "
         "period, in steps."
     )
     return ShownTable("overview", "Efficiency over ranks", columns, rows, first="strategy", note=note)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from speechdp.report.kit import formatting
-from speechdp.report.kit.choice import several_tasks
+from speechdp.report.kit.choice import decoding_caution, several_tasks
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.runs.derived import RunFigures
 
@@ -19,14 +19,11 @@ def find_cautions(
     rows: Sequence[RunFigures], comparable: Sequence[RunFigures], labels: dict[str, str]
 ) -> tuple[str, ...]:
     """Return one sentence a reservation; `comparable` are the rows that the choice is made from."""
-    notes = [*_left_out(rows, labels), _unequal(comparable), _improving(comparable, labels)]
-    decoded = terms_of(row.run for row in rows).task.decodes
-    without = [labels[row.run.name] for row in comparable if decoded and row.word_errors is None]
+    notes = [*_left_out(rows, labels), _sizes(comparable, labels), _unequal(comparable)]
+    notes.append(_improving(comparable, labels))
     notes.insert(0, several_tasks([row.run for row in rows]))
-    if without and len(without) == len(comparable):
-        notes.append("No run was decoded: the word error rate played no part in the choice.")
-    elif without:
-        notes.append(f"Not eligible, because not decoded: {', '.join(without)}.")
+    if comparable and terms_of(row.run for row in rows).task.decodes:
+        notes.append(decoding_caution(comparable, [labels[row.run.name] for row in comparable]))
     if len(comparable) > 1 and all(row.speedup is None for row in comparable):
         notes.append("There is no timed run of one rank, so speed-up and efficiency are not known.")
     return tuple(filter(None, notes))
@@ -47,7 +44,24 @@ def _left_out(rows: Sequence[RunFigures], labels: dict[str, str]) -> list[str]:
         names = [labels[row.run.name] for row in rows if row.run.status == status]
         if names:
             notes.append(f"Not compared, because {status}: {', '.join(names)}.")
+    finished = [row for row in rows if row.run.status == "complete" and not row.run.is_baseline]
+    if any(row.score is not None for row in finished):
+        without = [labels[row.run.name] for row in finished if row.score is None]
+        if without:
+            notes.append(f"Not compared, because their last score is no number: {', '.join(without)}.")
     return notes
+
+
+def _sizes(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
+    """Say where runs had other numbers of ranks than others, or than they themselves at first."""
+    sizes = [row.run.sizes for row in comparable]
+    if len({size for each in sizes for size in each}) < 2:
+        return ""
+    told = ", ".join(
+        f"{labels[row.run.name]} on {' and then '.join(map(str, each))}"
+        for row, each in zip(comparable, sizes, strict=True)
+    )
+    return f"The runs did not all train on as many ranks, which changes speed and accuracy too: {told}."
 
 
 def _unequal(comparable: Sequence[RunFigures]) -> str:

@@ -100,7 +100,9 @@ def draw_by_period(ax: Axes, rows: Sequence[RunFigures], measure: PlotMeasure, c
         _draw_point(ax, x, row, measure, canvas)
     _limit_axes(ax, [x for x, _, _ in placed], measure)
     ax.set_xticks([x for x, _, _ in placed], [tick for _, tick, _ in placed])
-    ax.set_xlabel("averaging period (steps)" if joined else "", color=canvas.theme.muted)
+    # Periods in frames or seconds have their unit at each of them.
+    label = "averaging period (steps)" if _are_in_steps(rows) else "averaging period"
+    ax.set_xlabel(label if joined else "", color=canvas.theme.muted)
     if measure.terms is not None:
         measure.terms.finish_axis(ax)
     return True
@@ -158,7 +160,7 @@ def _positions(rows: Sequence[RunFigures], canvas: Canvas) -> list[tuple[float, 
     """Place the runs on the period axis: log2 of steps, or side by side where a period has a unit."""
     rows = [row for row in rows if not row.run.is_baseline]
     periods = [row.run.model_period for row in rows if row.run.model_period is not None]
-    in_steps = all(period.isdigit() and int(period) > 0 for period in periods)
+    in_steps = _are_in_steps(rows)
     without = [row for row in rows if row.run.model_period is None]
     placed: list[tuple[float, str, RunFigures]] = []
     first = math.log2(min((int(p) for p in periods), default=1)) if in_steps else 0.0
@@ -170,6 +172,12 @@ def _positions(rows: Sequence[RunFigures], canvas: Canvas) -> list[tuple[float, 
         period = row.run.model_period or ""
         placed.append((math.log2(int(period)) if in_steps else float(i), period, row))
     return placed
+
+
+def _are_in_steps(rows: Sequence[RunFigures]) -> bool:
+    """Return whether the averaging periods of all runs are numbers of steps."""
+    periods = [row.run.model_period for row in rows if not row.run.is_baseline]
+    return all(period.isdigit() and int(period) > 0 for period in periods if period is not None)
 
 
 def _draw_point(ax: Axes, x: float, row: RunFigures, measure: PlotMeasure, canvas: Canvas) -> None:

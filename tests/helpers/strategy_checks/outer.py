@@ -147,6 +147,22 @@ def slowmo_with_a_falling_rate_follows_the_equation(comm: Communicator) -> None:
     assert_close(run.parameters(), start, "slowmo with learning rate 0")
 
 
+def slowmo_with_rate_0_at_the_exchange_keeps_what_the_window_has_moved(comm: Communicator) -> None:
+    run = StrategyRun(comm, "slowmo:beta=0.5,alpha=0.8,period=2", make_replica(SGD))
+    run.train(comm.rank, 0, 2)
+    start, velocity = run.parameters(), run.strategy.state_dict()["velocity"].clone()
+    run.step([make_batch(comm.rank, 2)])
+    frames = sum(make_batch(comm.rank, step).num_frames for step in (2, 3))
+    sums = torch.cat([frames * run.parameters(), torch.tensor([float(frames)], dtype=torch.float64)])
+    comm.allreduce(sums, name="mean")
+    movement = sums[:-1] / sums[-1] - start
+    assert float(movement.abs().max()) > 1e-3
+    run.replica.set_learning_rate(0.0)
+    run.step([make_batch(comm.rank, 3)])
+    assert_close(run.parameters(), start + 0.8 * movement, "slowmo with learning rate 0 at the exchange")
+    assert torch.equal(run.strategy.state_dict()["velocity"], velocity)
+
+
 def _mean_after_a_step(comm: Communicator, start: Tensor, rate: float, step: int) -> Tensor:
     run = StrategyRun(comm, "model_averaging:period=1", make_replica(Sgd(learning_rate=rate)))
     run.replica.parameters.values.copy_(start)
@@ -195,6 +211,7 @@ CHECKS: tuple[Callable[[Communicator], None], ...] = (
     neutral_constants_are_model_averaging,
     relations_between_outer_strategies,
     slowmo_with_a_falling_rate_follows_the_equation,
+    slowmo_with_rate_0_at_the_exchange_keeps_what_the_window_has_moved,
     the_global_model_does_not_look_ahead,
     outer_state_is_the_same_on_all_ranks,
     defaults_go_by_the_number_of_ranks,

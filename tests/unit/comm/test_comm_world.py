@@ -39,6 +39,8 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         (SRUN, Launch("srun", 3, 8)),
         ({**SRUN, **MPIRUN}, Launch("mpirun", 1, 4)),  # mpirun inside a Slurm allocation
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),  # the shell of sbatch or salloc
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PTY_PORT": "3"}, None),  # of salloc, too
+        ({**SRUN, "SLURM_PTY_PORT": "3"}, Launch("srun", 3, 8)),
         ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, Launch("horovodrun", 0, 2)),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Launch("PMI", 0, 2)),
         (TORCHRUN, Launch("torchrun", 0, 2)),

@@ -176,6 +176,29 @@ def test_a_slow_rank_gets_less_and_keeps_nobody_waiting_for_long(slowness: int) 
     assert max(ends) <= ideal + 1.5 * slowness, (max(ends), ideal)
 
 
+@pytest.mark.parametrize("slowness", [3, 10])
+def test_a_slow_rank_does_not_get_the_last_batch_by_asking_again(slowness: int) -> None:
+    """A rank that was given nothing asks every 2 ms: it must not end after the others for that."""
+    plan = planner(3, utterances=1200)(0)
+    dealer = Dealer(plan, [[0], [1], [2]])
+    step_s = [0.1, 0.1, 0.1 * slowness]
+    asks = [(0.0, team) for team in range(3)] * BACKLOG
+    heapq.heapify(asks)
+    ends = [0.0] * 3
+    num_refused = [0] * 3
+    while not dealer.all_done:
+        now, team = heapq.heappop(asks)
+        if dealer.take(team, now) is None:
+            num_refused[team] += 1
+            heapq.heappush(asks, (now + 0.002, team))
+        else:
+            ends[team] = max(ends[team], now) + step_s[team]
+            heapq.heappush(asks, (ends[team], team))
+    assert dealer.num_dealt == dealer.num_batches
+    assert num_refused[2] > 10, "the end of the epoch was not come to"
+    assert ends[2] <= max(ends[:2]) + 0.1, ends
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_over_a_channel_all_ranks_get_what_the_desk_deals(size: int) -> None:
     plan = planner(size)

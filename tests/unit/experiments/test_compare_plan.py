@@ -90,7 +90,7 @@ def test_the_same_strategies_in_other_words_are_refused() -> None:
 
 def test_numbers_are_read_or_refused() -> None:
     assert whole_numbers("ranks", "1, 2,8", least=1) == (1, 2, 8)
-    for text in ("", "0", "1,x", "-1", "1.5"):
+    for text in ("", "0", "1,x", "-1", "1.5", "²"):
         with pytest.raises(ConfigError, match="--ranks"):
             whole_numbers("ranks", text, least=1)
 

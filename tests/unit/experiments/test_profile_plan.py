@@ -83,6 +83,8 @@ def test_the_blocking_trainloader_reads_two_groups() -> None:
     assert jobs["blocking-2"].entry.steps == jobs["pooled-2"].entry.steps == 67
     jobs = named(ProfilePlan((2,), steps=20, loader_steps=9).jobs(TrainOptions()))
     assert jobs["blocking-2"].entry.steps == 9 and jobs["weak-2"].entry.steps == 20
+    jobs = named(ProfilePlan((2,), steps=20, warmup=0).jobs(TrainOptions()))
+    assert jobs["blocking-2"].entry.steps == 65  # the second stop comes after 64
 
 
 def test_iterations_as_on_the_poster() -> None:

@@ -14,7 +14,7 @@ import pytest
 from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.compare.own_training import CompareRequest
 from speechdp.experiments.compare.plan import ComparePlan, checked_strategies
-from speechdp.experiments.compare.record import RunRecord, read_record
+from speechdp.experiments.compare.record import RunRecord, read_record, threads_before
 from speechdp.experiments.compare.run import Comparer
 from speechdp.experiments.compare.training import ComparedTraining
 from speechdp.experiments.race.plan import (
@@ -28,11 +28,11 @@ from speechdp.experiments.race.plan import (
 )
 from speechdp.experiments.race.record import find_race, is_of, race_path, read_race, write_race
 from speechdp.experiments.race.shown import read_races
-from speechdp.experiments.record import COMPLETE
+from speechdp.experiments.record import COMPLETE, PENDING
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.period import Period
 from speechdp.parallel.registry import StrategyChoice, parse_strategy
-from tests.helpers.comparisons import EPOCHS, MadeUpStrategy, write_comparison
+from tests.helpers.comparisons import EPOCHS, MadeUpStrategy, failed, write_comparison, write_record
 from tests.helpers.races import made_up_race
 
 AVERAGING = RaceSetting("gradient_averaging", StrategyChoice("gradient_averaging"))
@@ -275,3 +275,41 @@ def test_a_race_that_fails_leaves_the_runs_and_is_tried_again(tmp_path: Path) ->
     again = Comparer(tmp_path, plan, training, lambda line: None).run()
     assert again.failed_races == {} and again.completed
     assert training.raced == [(ranks, list(texts)) for ranks in (2, 4, 2, 4)]
+
+
+def test_finished_runs_stay_in_the_record_while_others_are_trained_again(tmp_path: Path) -> None:
+    texts = ("gradient_averaging", "bmuf:period=4")
+    write_comparison(tmp_path, [MadeUpStrategy(text) for text in texts], (2,), (1,), ("frames",))
+    entries = json.loads((tmp_path / "compare.json").read_text())["runs"]
+    write_record(tmp_path, [failed(entries[0], "a disk"), entries[1]], settings={"epochs": EPOCHS}, threads=2)
+    plan = ComparePlan(checked_strategies(",".join(texts)), (2,), (1,), ("frames",), EPOCHS)
+    seen: list[tuple[str, ...]] = []
+
+    class FirstAnew(TrainedAlready):
+        def is_done(self, run_dir: Path) -> bool:
+            return "bmuf" in run_dir.name
+
+        def run(self, run: RunRecord, run_dir: Path) -> str | None:
+            seen.append(tuple(one.state for one in read_record(tmp_path).runs))
+            return None
+
+    said: list[str] = []
+    record = Comparer(tmp_path, plan, FirstAnew(None), said.append, threads=2).run()
+    assert seen == [(PENDING, COMPLETE)]
+    assert [run.state for run in record.runs] == [COMPLETE, COMPLETE]
+    assert record.runs[1].wall_s == 60.0 and any(line.endswith("kept") for line in said)
+    assert threads_before(tmp_path) == 2
+
+    fewer = ComparePlan(checked_strategies(texts[0]), (2,), (1,), ("frames",), EPOCHS)
+    said.clear()
+    Comparer(tmp_path, fewer, TrainedAlready(None), said.append).run()
+    assert any("1 finished run of" in line and "first equal frames, 2 ranks, bmuf" in line for line in said)
+
+
+def test_equal_time_follows_equal_frames_however_they_are_named(tmp_path: Path) -> None:
+    texts = ("gradient_averaging", "bmuf:period=4")
+    write_comparison(tmp_path, [MadeUpStrategy(text) for text in texts], (2,), (1,), ("frames", "time"))
+    (tmp_path / "compare.json").unlink()
+    plan = ComparePlan(checked_strategies(",".join(texts)), (2,), (1,), ("time", "frames"), EPOCHS)
+    record = Comparer(tmp_path, plan, TrainedAlready(None), lambda line: None).run()
+    assert {run.state for run in record.runs} == {COMPLETE}

@@ -14,6 +14,7 @@ from speechdp.experiments.compare.record import read_record
 from speechdp.experiments.jobs import JobStarter
 from speechdp.experiments.sweep.plan import SweepPlan, write_sweep
 from speechdp.experiments.sweep.script import ScriptSweep
+from speechdp.parallel.registry import parse_strategy
 from speechdp.report.runs.folders import read_run, read_sweep
 
 Call = tuple[int, list[str], dict[str, str]]
@@ -245,6 +246,11 @@ def test_a_period_that_the_strategy_does_not_have_is_refused() -> None:
         ScriptSweep(Path("out"), SweepPlan("parameter_server", ("4",)), 2, 1).runs()
     with pytest.raises(ConfigError, match="--periods 5s: gradient_averaging counts its period in steps"):
         ScriptSweep(Path("out"), SweepPlan("gradient_averaging", ("5s",)), 2, 1).runs()
+    # It would be trained with in every run, whatever the runs are called.
+    with pytest.raises(ConfigError, match=r"--swept bmuf:eta=0.5,period=8: --periods sets the period; leave"):
+        SweepPlan("bmuf:eta=0.5,period=8", ("1", "4")).runs()
+    with pytest.raises(ConfigError, match=r"strategy bmuf:period=4,period=8: period is given twice"):
+        parse_strategy("bmuf:period=4,period=8")
 
 
 def test_what_follows_the_dashes_is_the_scripts() -> None:

@@ -122,8 +122,17 @@ def test_slurm() -> None:
     assert allocation.hostfile.source == "SLURM_JOB_NODELIST"
     with pytest.raises(ConfigError, match=r"^SLURM_JOB_NODELIST: 6 ranks wanted, but it has only 5 slots"):
         allocation.hostfile.allocate(6)
-    again = find_allocation({**SLURM, "SLURM_RESTART_COUNT": "2"})
-    assert again is not None and again.restarts == 2
+    assert allocation.cores == {"n1": 2, "n2": 2, "n3": 2}
+    again = find_allocation({**SLURM, "SLURM_RESTART_COUNT": "2", "SLURM_JOB_CPUS_PER_NODE": ""})
+    assert again is not None and again.restarts == 2 and again.cores == {}
+
+
+def test_a_heterogeneous_job_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"SLURM_HET_SIZE=2: .*heterogeneous job .*submit a job of one part"
+    ):
+        find_allocation({**SLURM, "SLURM_HET_SIZE": "2"})
+    assert find_allocation({**SLURM, "SLURM_HET_SIZE": "1"}) is not None
 
 
 def test_slurm_without_tasks_per_node() -> None:
@@ -221,8 +230,15 @@ def test_one_variable_is_no_allocation(environ: dict[str, str]) -> None:
 )
 def test_a_rank_is_no_allocation(variables: dict[str, str]) -> None:
     assert find_allocation({**SLURM, **variables}) is None
+
+
+def test_only_the_shell_of_salloc_is_one_to_launch_from() -> None:
     # salloc's interactive step has one task.
-    assert find_allocation({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is not None
+    interactive = {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PTY_PORT": "34889"}
+    assert find_allocation(interactive) is not None
+    with pytest.raises(ConfigError, match=r"a shell of srun --pty, .* in the shell that salloc gives"):
+        find_allocation({**interactive, "SLURM_STEP_NUM_TASKS": "5"})
+    assert find_allocation({**interactive, "SLURM_STEP_NUM_TASKS": "5", "OMPI_COMM_WORLD_SIZE": "5"}) is None
 
 
 @pytest.mark.parametrize(
@@ -234,6 +250,7 @@ def test_a_rank_is_no_allocation(variables: dict[str, str]) -> None:
         ({"SLURM_JOB_NODELIST": "a,A,b"}, "'a' and 'A' are one host"),
         ({"SLURM_TASKS_PER_NODE": "2(x3"}, "SLURM_TASKS_PER_NODE="),
         ({"SLURM_TASKS_PER_NODE": "2(x2)"}, "is for 2 nodes, SLURM_JOB_NODELIST for 3; .*batch script"),
+        ({"SLURM_JOB_CPUS_PER_NODE": "4(x2)"}, "SLURM_JOB_CPUS_PER_NODE=.* is for 2 nodes, .* for 3"),
         ({"SLURM_JOB_ID": "--all"}, "SLURM_JOB_ID='--all'"),
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from speechdp.errors import ConfigError
+from speechdp.launching.allocation import Allocation
 from speechdp.launching.command import (
     LaunchJob,
     child_environment,
@@ -17,9 +18,10 @@ from speechdp.launching.command import (
     horovodrun_command,
     mpirun_command,
     python_program,
+    share_of_cores,
 )
 from speechdp.launching.cores import available_cores
-from speechdp.launching.hostfile import Host
+from speechdp.launching.hostfile import Host, Hostfile
 from speechdp.launching.programs import OpenMpi, find_horovodrun, find_open_mpi
 
 MPI4 = OpenMpi(Path("/v/bin/mpirun"), Path("/v"), 4)
@@ -115,32 +117,86 @@ def test_an_interface_is_a_name(name: str) -> None:
 
 def test_environment_of_root_and_of_a_user() -> None:
     job = LaunchJob((Host("a", 3), Host("b", 1)), PROGRAM, ())
-    root = child_environment(job, MPI4, {"PATH": "/bin"}, is_root=True, num_cores=8)
+    root = child_environment(job, MPI4, {"PATH": "/bin"}, is_root=True, cores=2)
     assert root["OMPI_ALLOW_RUN_AS_ROOT"] == root["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
-    assert root["OMP_NUM_THREADS"] == "2"  # 8 cores, 3 ranks on the fullest host
+    assert root["OMP_NUM_THREADS"] == "2"
     assert root["PATH"] == "/v/bin:/bin"
     assert root["OPAL_PREFIX"] == "/v"
     assert "OMPI_MCA_plm" not in root
-    user = child_environment(job, SYSTEM_MPI, {"OMP_NUM_THREADS": "5"}, is_root=False, num_cores=1)
+    user = child_environment(job, SYSTEM_MPI, {"OMP_NUM_THREADS": "5"}, is_root=False, cores=1)
     assert user == {"OMP_NUM_THREADS": "5"}
-    assert child_environment(job, MPI4, root, is_root=True, num_cores=8) == root
+    assert child_environment(job, MPI4, root, is_root=True, cores=4) == root
+    assert child_environment(job, SYSTEM_MPI, {}, is_root=False, cores=None) == {}
 
 
 def test_a_job_on_this_machine_needs_no_ssh() -> None:
-    environment = child_environment(LaunchJob(LOCAL, PROGRAM, ()), MPI4, {}, is_root=False, num_cores=2)
+    environment = child_environment(LaunchJob(LOCAL, PROGRAM, ()), MPI4, {}, is_root=False, cores=1)
     assert environment["OMPI_MCA_plm"] == "isolated"
 
 
-def test_more_ranks_than_cores_still_leave_one_thread() -> None:
-    job = LaunchJob((Host("a", 9),), PROGRAM, ())
-    assert child_environment(job, None, {}, is_root=False, num_cores=2)["OMP_NUM_THREADS"] == "1"
+def test_ranks_share_the_cores_of_the_fullest_host() -> None:
+    assert share_of_cores((Host("localhost", 3), Host("b", 1)), None, 8) == 2
+    assert share_of_cores((Host("localhost", 9),), None, 2) == 1
+    # What the hosts have is not known here: each rank looks at its own.
+    assert share_of_cores((Host("n1", 3), Host("n2", 1)), None, 8) is None
+
+
+def test_the_cores_of_a_slurm_job_are_shared_not_those_of_the_login_node() -> None:
+    slurm = Allocation("slurm", "7", Hostfile("S", CLUSTER), cores={"node01": 24, "node02": 12})
+    assert share_of_cores(CLUSTER, slurm, 2) == 4  # 24 for 4 ranks, 12 for 3
+    assert share_of_cores(CLUSTER[:1], slurm, 2) == 6
+    assert share_of_cores(LOCAL, slurm, 8) == 4  # hosts of a hostfile, not the job's
+
+
+@pytest.mark.parametrize(
+    ("threads", "ncpus", "cores", "wanted"),
+    [
+        ("24", "24", 6, "6"),  # PBS's, all that a node has for 4 ranks
+        ("24", "24", 16, "6"),  # the same on a node of 64 cores
+        ("6", "6", 6, "6"),  # ompthreads=6, or a chunk for each rank
+        ("8", "24", 6, "8"),  # the user's own
+        ("2", "2", 1, "1"),
+        ("24", "24", None, "24"),
+    ],
+)
+def test_all_cores_of_a_node_are_no_share_of_a_rank(
+    threads: str, ncpus: str, cores: int | None, wanted: str
+) -> None:
+    pbs = {"PBS_JOBID": "1.server", "NCPUS": ncpus, "OMP_NUM_THREADS": threads}
+    job = LaunchJob((Host("node01", 4), Host("node02", 4)), PROGRAM, ())
+    assert child_environment(job, None, pbs, is_root=False, cores=cores)["OMP_NUM_THREADS"] == wanted
+    del pbs["PBS_JOBID"]
+    assert child_environment(job, None, pbs, is_root=False, cores=cores)["OMP_NUM_THREADS"] == threads
 
 
 def test_few_variables_travel() -> None:
     names = forwarded_names(
-        dict.fromkeys(("PATH", "AWS_SECRET", "HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "SPEECHDP_X", "HOME"), "")
+        LaunchJob(CLUSTER, PROGRAM, ()),
+        dict.fromkeys(("PATH", "AWS_SECRET", "HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "SPEECHDP_X", "HOME"), ""),
     )
     assert names == ["HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "PATH", "SPEECHDP_X"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "travels_by_ssh", "travels_in_batch_job"),
+    [
+        ("0,1", True, False),
+        ("GPU-8932f937-d72c", False, False),
+        ("0,MIG-8932f937-d72c", False, False),
+        ("", True, True),
+    ],
+)
+def test_the_first_nodes_gpus_are_not_imposed_on_the_others(
+    gpus: str, travels_by_ssh: bool, travels_in_batch_job: bool
+) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": gpus, "CUDA_LAUNCH_BLOCKING": "1"}
+    for in_batch_job, travels in ((False, travels_by_ssh), (True, travels_in_batch_job)):
+        job = LaunchJob(CLUSTER, PROGRAM, (), in_batch_job=in_batch_job)
+        names = forwarded_names(job, environment)
+        assert names == ["CUDA_LAUNCH_BLOCKING", *(["CUDA_VISIBLE_DEVICES"] if travels else [])]
+        assert ("CUDA_VISIBLE_DEVICES" in mpirun_command(job, MPI4, environment)) == travels
+        here = LaunchJob(LOCAL, PROGRAM, (), in_batch_job=in_batch_job)
+        assert "CUDA_VISIBLE_DEVICES" in forwarded_names(here, environment)
 
 
 @pytest.mark.parametrize(

@@ -165,16 +165,19 @@ def test_a_rule_behind_half_a_line_begins_a_banner_all_the_same() -> None:
     assert read(horovods + "uncaught exception: reset by peer\n")[0] == ""
 
 
-def test_a_bar_without_a_line_break_is_shown_at_once() -> None:
-    assert LauncherOutput().feed(b"epoch 1 30 %\r") == b"epoch 1 30 %\r"
+@pytest.mark.parametrize("text", ["epoch 1 30 %\r", "30 %", " 3: epoch", "12:3", "1:x", "7 speechdp: "])
+def test_a_bar_without_a_line_break_is_shown_at_once(text: str) -> None:
+    assert LauncherOutput().feed(text.encode()) == text.encode()
 
 
-@pytest.mark.parametrize("tag", ["", "[1,2]<stderr>:", "[2]<stderr>:"])
-def test_a_ranks_own_line_is_shown_and_noted(tag: str) -> None:
+@pytest.mark.parametrize("piece", [None, 1, 7])
+@pytest.mark.parametrize("tag", ["", "[1,2]<stderr>:", "[2]<stderr>:", "2: ", " 2: "])
+def test_a_ranks_own_line_is_shown_and_noted(tag: str, piece: int | None) -> None:
     line = f"{tag}speechdp: rank 2 (feeder) on n3: train-00001.h5 is truncated; prepare again\n"
-    shown, faults = read(RULE + line + "rest\n")
-    assert shown == RULE + line + "rest\n"
-    assert faults == [Fault("said", 2, "n3")]
+    for before in (RULE, ""):
+        shown, faults = read(before + line + "rest\n", piece)
+        assert shown == before + line + "rest\n"
+        assert faults == [Fault("said", 2, "n3")]
 
 
 def test_a_rank_that_does_not_know_its_number_is_noted() -> None:

@@ -55,7 +55,10 @@ def test_a_host_on_which_ranks_died_twice_is_left_out_where_others_have_room(tmp
     assert [host.name for host in job.next_hosts(KILLED.faults)] == ["n1", "n3"]
     crowded = restarts(tmp_path, num_ranks=6, policy=RestartPolicy(5))
     crowded.next_hosts(KILLED.faults)
-    assert len(crowded.next_hosts(KILLED.faults)) == 3
+    assert len(crowded.next_hosts(KILLED.faults)) == 3 and crowded.left_out == ()
+    fewer = restarts(tmp_path, num_ranks=6, policy=RestartPolicy(5, min_ranks=4))
+    assert len(fewer.next_hosts(KILLED.faults)) == 3
+    assert fewer.next_hosts(KILLED.faults) == (HOSTS[0], HOSTS[2]) and fewer.left_out == ("n2",)
 
 
 def test_too_few_hosts_end_it_unless_fewer_ranks_will_do(tmp_path: Path) -> None:

@@ -203,6 +203,35 @@ def test_two_dashes_are_asked_for(name: str, capsys: pytest.CaptureFixture[str])
     assert f"speechdp {name}: write -- before the command: ... -- train ..." in capsys.readouterr().err
 
 
+def test_options_that_launch_takes_are_submitted(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--scheduler", "slurm", "--dry-run", "--max-restarts", "1", "--", "train", "D", "R"]
+    for options in ("--launcher srun --min-ranks 8", "-np 3 --min-ranks 3", "--hostfile F --min-ranks 20"):
+        assert run(["submit", *RESOURCES, f"--launch-args={options}", *command]) == 0
+        assert f" --max-restarts 1 {options} -- train D R" in capsys.readouterr().out
+
+
+def test_only_what_can_go_on_is_submitted_with_restarts(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*RESOURCES, "--scheduler", "slurm", "--max-restarts", "1", "--", "decode", "R", "D"]
+    assert "only train, sweep and Python scripts can be restarted" in failure(words, capsys)
+
+
+def test_an_output_file_that_nobody_could_write_is_refused(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(tmp_path, "sbatch", "7")
+    words = [*RESOURCES, "--scheduler", "slurm", "--output", "logs/%j.out", "--", "train", "D", "R"]
+    said = f"--output logs/%j.out: there is no folder {work}/logs; make it first\n"
+    assert failure(words, capsys).endswith(said)
+    inner = [word.replace("logs/%j.out", "logs-%j/out") for word in words]
+    assert failure(inner, capsys).endswith("put %j into the file's name instead\n")
+    assert list(work.iterdir()) == []
+    (work / "logs").mkdir()
+    assert run(["submit", *words]) == 0
+    assert f"output: {work}/logs/7.out\n" in capsys.readouterr().out
+
+
 def test_an_edited_script_is_kept(work: Path) -> None:
     script = work / "speechdp-x.sbatch"
     assert write_script(script, "one") is None
@@ -273,6 +302,17 @@ def test_train_goes_on_when_it_is_started_again() -> None:
         (["--scheduler-args", "'"], "--scheduler-args"),
         (["--launch-args", '"'], "--launch-args"),
         (["--partition", "a;b"], "--queue 'a;b'"),
+        # What launch would refuse hours later.
+        (["--max-restarts", "1", "--launch-args=--min-ranks 9"], "--min-ranks 9: must be from 1 to"),
+        (["--launch-args=--min-ranks 2"], "--min-ranks is the smallest number of ranks for a restart"),
+        (["--launch-args=--controller gloo"], "--controller gloo belongs to --launcher horovodrun"),
+        (["--launch-args=-np 9"], "--nodes 2 --ranks-per-node 4: 9 ranks wanted, but it has only 8 slots"),
+        (["--launch-args=--grace-s -1"], "--grace-s -1"),
+        (
+            ["--scheduler", "pbs", "--launch-args=--launcher srun"],
+            "--launcher srun works inside a Slurm job only; leave it out",
+        ),
+        (["--launch-args=--hostfile F --min-ranks 20"], "give --max-restarts as well"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -15,6 +15,7 @@ from speechdp.cli import launch
 from speechdp.launching.faults import Fault
 from speechdp.launching.hostfile import Host, Hostfile
 from speechdp.launching.outcome import Target
+from speechdp.launching.requeue import is_to_go_on
 from speechdp.launching.restarts import RestartPolicy, Restarts
 from speechdp.launching.supervise import JobEnd, StopPolicy, SupervisorStop, noted_signals, run_job
 
@@ -95,6 +96,17 @@ def test_a_launcher_that_is_killed_is_told_from_one_that_returns_so() -> None:
     assert (end.exit_code, end.killed_by) == (137, None)
 
 
+def test_what_runs_beside_the_job_keeps_what_it_starts_meanwhile(tmp_path: Path) -> None:
+    """As the warning of a batch script does, a loop with a new `sleep` every two seconds."""
+    later = 'sh -c "touch later; until [ -e over ]; do sleep 0.1; done"'
+    loop = f"set -e; until [ -e begun ]; do sleep 0.1; done; {later}; exit 7"
+    beside = subprocess.Popen(["sh", "-c", loop], cwd=tmp_path)
+    job = 'cd "$0"; touch begun; until [ -e later ]; do sleep 0.1; done'
+    assert run_job(["sh", "-c", job, str(tmp_path)], os.environ, StopPolicy()).exit_code == 0
+    (tmp_path / "over").touch()
+    assert beside.wait(timeout=DEADLINE_S) == 7
+
+
 def test_signals_that_are_ignored_stay_ignored() -> None:
     former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -136,11 +148,15 @@ def test_what_no_rank_can_go_on_after_ends_the_job_all_the_same(line: str, fault
 
 
 class KilledRank:
-    """A starter whose jobs all end by a killed rank; a warning of the batch system comes after the first."""
+    """A starter whose jobs all end by a killed rank; a warning of the batch system comes after the first.
 
-    def __init__(self, request: SupervisorStop) -> None:
+    Args:
+        answers: whether the hosts are found to answer all the same: the warning ends the search for them.
+    """
+
+    def __init__(self, request: SupervisorStop, *, answers: bool) -> None:
         self.starts = 0
-        self._request = request
+        self._request, self._answers = request, answers
 
     def run(self, hosts: Sequence[Host], arguments: Sequence[str], reason: str) -> JobEnd:
         self.starts += 1
@@ -148,19 +164,24 @@ class KilledRank:
 
     def reachable(self, hosts: Sequence[Host]) -> list[Host]:
         self._request.note(signal.SIGUSR1, None)
-        return list(hosts)
+        return list(hosts) if self._answers else []
 
 
-def test_a_stop_between_two_starts_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_stop_between_two_starts_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, answers: bool
+) -> None:
     monkeypatch.setattr(launch, "_RESTART_DELAY_S", 0.0)
     request = SupervisorStop()
-    starter = KilledRank(request)
+    starter = KilledRank(request, answers=answers)
     hosts = Hostfile("F", (Host("n1", 2),))
     restarts = Restarts(RestartPolicy(3), hosts, 2, Target("train", tmp_path, None), starter.reachable)
     end, result = launch._run_until_done(starter, restarts, ("train", "D", "R"), request)  # type: ignore[arg-type]
     assert starter.starts == 1
     assert end.stop_signal == signal.SIGUSR1 and result.exit_code == 128 + signal.SIGUSR1
-    assert "stopped by SIGUSR1" in str(result.reason)
+    said = capsys.readouterr().err.splitlines()[-2:]
+    assert "was killed by SIGKILL" in said[0] and "the job was stopped by SIGUSR1" in said[1], said
+    assert is_to_go_on(end, result.exit_code)
 
 
 def test_only_gpus_are_waited_for_before_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,18 +144,21 @@ def test_lsf_directives() -> None:
 
 def test_pbs_directives() -> None:
     job = replace(JOB, placement=replace(JOB.placement, output="logs/all.txt"))
-    script = render("pbs", job)
-    assert parse("pbs", script) == {
+    assert parse("pbs", render("pbs", job)) == {
         "N": "night-run",
         "S": "/bin/bash",
-        "l": ["select=3:ncpus=24:mpiprocs=4:ngpus=8", "place=scatter", "walltime=8:30:30"],
+        "l": [
+            "select=3:ncpus=24:mpiprocs=4:ompthreads=6:ngpus=8",
+            "place=scatter",
+            "walltime=8:30:30",
+        ],
         "q": "gpu",
         "A": "speech",
         "j": "oe",
         "o": "logs/all.txt",
         "r": "y",
     }
-    assert "((SECONDS < 30570))" in script
+    assert "select=2:ncpus=2:mpiprocs=2:ompthreads=1" in directives("pbs", render("pbs", PLAIN))
     with pytest.raises(ConfigError, match="PBS does not replace %j"):
         render("pbs", JOB)
 
@@ -285,10 +288,8 @@ def test_a_missing_installation_is_said(tmp_path: Path) -> None:
     assert answer.stderr.startswith(f"no {tmp_path}/.venv/bin/python: submit from")
 
 
-@pytest.mark.parametrize("scheduler", ["pbs", "sge"])
-def test_the_script_itself_warns_where_the_batch_system_does_not(
-    scheduler: Scheduler, tmp_path: Path
-) -> None:
+def warned(script: str, tmp_path: Path, **environ: str) -> int:
+    """Run a script whose Python, tmp_path/python, waits for a warning; return the exit code, 75 after one."""
     program, pause, ready = tmp_path / "python", tmp_path / "sleep", tmp_path / "ready"
     program.write_text(
         f"#!{sys.executable}\nimport pathlib, signal, sys, time\n"
@@ -296,12 +297,38 @@ def test_the_script_itself_warns_where_the_batch_system_does_not(
         "time.sleep(1000)\n",
         encoding="utf-8",
     )
+    ready.unlink(missing_ok=True)
     # The script's time passes only once the program can be warned, as it has long been able to by then.
-    pause.write_text(f"#!/bin/sh\nuntil [ -e '{ready}' ]; do /bin/sleep 0.1; done\n/bin/sleep 0.1\n")
+    # Whatever ends the sleep, the warning is to come.
+    wait = f"until [ -e '{ready}' ]; do /bin/sleep 0.1; done; /bin/sleep 0.1"
+    pause.write_text(f"#!/bin/sh\n{wait}\nkill -9 $$\n")
     for file in (program, pause):
         file.chmod(stat.S_IRWXU)
-    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    job = replace(PLAIN, resources=Resources(1, 1, "0:00:03"), python=program, folder=tmp_path, signal_s=2)
-    script = render(scheduler, job)
-    answer = subprocess.run(["bash"], input=script, text=True, env=environ, check=False, timeout=300)
-    assert answer.returncode == 75
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environ = {**os.environ, "PATH": path, "SPEECHDP_PYTHON": str(program), **environ}
+    answer = subprocess.run(
+        ["bash"], input=script, text=True, env=environ, cwd=tmp_path, check=False, timeout=300
+    )
+    return answer.returncode
+
+
+@pytest.mark.parametrize("scheduler", ["pbs", "sge"])
+def test_the_script_itself_warns_where_the_batch_system_does_not(
+    scheduler: Scheduler, tmp_path: Path
+) -> None:
+    python, resources = tmp_path / "python", Resources(1, 1, "0:00:03")
+    job = replace(PLAIN, resources=resources, python=python, folder=tmp_path, signal_s=2)
+    assert warned(render(scheduler, job), tmp_path) == 75
+
+
+@pytest.mark.parametrize("scheduler", ["pbs", "sge"])
+def test_the_files_in_launch_warn_before_another_limit(
+    scheduler: Scheduler, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    edited = example(scheduler).replace(":-3600}", ":-61}")
+    assert edited != example(scheduler)
+    assert warned(edited, tmp_path) == 75
+    assert warned(example(scheduler), tmp_path, SPEECHDP_LIMIT_S="61") == 75
+    for limit in ("4:00:00", "60", "0x10"):
+        assert warned(example(scheduler), tmp_path, SPEECHDP_LIMIT_S=limit) == 1
+        assert f"limit_s={limit}: give the time limit in seconds, more than 60" in capfd.readouterr().err

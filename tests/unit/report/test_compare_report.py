@@ -234,3 +234,78 @@ def test_synthesis_is_compared_in_its_own_terms(tmp_path: Path) -> None:
         assert "nats" not in text and "log-prob" not in text and "frame acc" not in text
         assert re.search(r"0\.4\d\d\d", text)
     assert "L1 error by speed" in report.html.read_text()
+
+
+def test_word_errors_are_those_of_the_split_that_the_comparison_decoded(tmp_path: Path) -> None:
+    strategies = [MadeUpStrategy("a", 9_000, wer=0.02), MadeUpStrategy("b", 8_000, wer=0.021)]
+    out = write_comparison(tmp_path / "out", strategies, (2,), modes=("frames",))
+    content = json.loads((out / "compare.json").read_text())
+    content["settings"]["decode_split"] = "dev"
+    (out / "compare.json").write_text(json.dumps(content))
+    for path in out.glob("*/wer-test.json"):
+        path.with_name("wer-dev.json").write_text(path.read_text().replace('"test"', '"dev"'))
+        if "-b-" in path.parent.name:
+            path.unlink()
+        else:  # decoded by hand afterwards, on harder speech
+            errors = json.loads(path.read_text())
+            path.write_text(json.dumps({**errors, "wer": 0.5, "wer_low": 0.45, "wer_high": 0.55}))
+    choice = choose(list(_groups(out).values()))
+    assert choice.chosen[2].strategy == "a" and choice.chosen[2].word_errors is not None
+    assert choice.chosen[2].word_errors.split == "dev"
+
+
+def test_word_errors_of_different_splits_are_not_compared(tmp_path: Path) -> None:
+    strategies = [MadeUpStrategy("a", 9_000, wer=0.3), MadeUpStrategy("b", 8_000, wer=0.02)]
+    out = write_comparison(tmp_path / "out", strategies, (2,), modes=("frames",))
+    content = json.loads((out / "compare.json").read_text())
+    content["settings"]["decode_split"] = ""
+    (out / "compare.json").write_text(json.dumps(content))
+    for path in out.glob("*-b-*/wer-test.json"):
+        path.with_name("wer-dev.json").write_text(path.read_text().replace('"test"', '"dev"'))
+        path.unlink()
+    choice = choose(list(_groups(out).values()))
+    assert choice.chosen[2].strategy == "a"
+    assert any("decoded on different splits (dev, test)" in caution for caution in choice.cautions)
+    for path in out.glob("*-b-*/wer-dev.json"):
+        path.unlink()
+    choice = choose(list(_groups(out).values()))
+    assert "Not eligible, because not decoded: b on 2 ranks." in choice.cautions
+
+
+def test_a_strategy_one_of_whose_seeds_came_to_nothing_is_not_preferred(tmp_path: Path) -> None:
+    strategies = [MadeUpStrategy("a", 9_000), MadeUpStrategy("b", 8_000)]
+    out = write_comparison(tmp_path / "out", strategies, (2,), modes=("frames",))
+    assert choose(list(_groups(out).values())).chosen[2].strategy == "a"
+    path = out / "frames-2x-a-seed2-12ep" / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[-1]["heldout_log_prob"] = None
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    choice = choose(list(_groups(out).values()))
+    assert choice.chosen[2].strategy == "b"
+    assert any("Equal frames, 2 ranks, a, seed 2: its last" in caution for caution in choice.cautions)
+    assert any("rests on 2 seeds" in caution for caution in choice.cautions)
+
+
+def test_more_seeds_are_advised_that_keep_those_there_are(tmp_path: Path) -> None:
+    out = write_comparison(
+        tmp_path / "out", [MadeUpStrategy("a"), MadeUpStrategy("b")], (2,), (7,), ("frames",)
+    )
+    (caution,) = (text for text in choose(list(_groups(out).values())).cautions if "rests on" in text)
+    assert "(--seeds 7,8,9 with the same folder keeps what is done)" in caution
+    entries = _entries(out)
+    more = [
+        {**entry, "seed": seed, "state": "pending", "folder": None} for entry in entries for seed in (8, 9)
+    ]
+    write_record(out, [*entries, *more])
+    (caution,) = (text for text in choose(list(_groups(out).values())).cautions if "rests on" in text)
+    assert "--seeds" not in caution  # they are on their way
+
+
+def test_a_run_that_went_on_with_other_ranks_is_named(tmp_path: Path) -> None:
+    out = write_comparison(
+        tmp_path / "out", [MadeUpStrategy("a"), MadeUpStrategy("b")], (4,), (1,), ("frames",)
+    )
+    path = out / "frames-4x-b-seed1-12ep" / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "earlier_sizes": [4, 4], "size": 2}))
+    cautions = choose(list(_groups(out).values())).cautions
+    assert any("4 ranks, b, seed 1: it trained on 4 and then 2 ranks" in caution for caution in cautions)

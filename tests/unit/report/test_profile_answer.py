@@ -22,7 +22,9 @@ from speechdp.experiments.profile.derived import (
 )
 from speechdp.experiments.profile.measured import MeasuredMemory, Memory
 from speechdp.experiments.profile.record import STRONG, WEAK, Profile, read_profile
+from speechdp.report.kit.formatting import MISSING
 from speechdp.report.profile.answer import find_answer
+from speechdp.report.profile.table import make_tables
 from tests.helpers.profile_checks import answer_of, job_of_one_step, recorded_seconds, small_profile
 from tests.helpers.profiles import MadeUpProfile, write_profile
 
@@ -157,6 +159,44 @@ def test_cautions_are_said_only_where_they_are_due(tmp_path: Path) -> None:
     calm = replace(MadeUpProfile(ranks=(1, 2), steps=14, samples=False), cores=4)
     calm_answer = answer_of(write_profile(tmp_path / "calm", calm))
     assert (calm_answer.cautions, calm_answer.warning) == ((), "")
+
+
+@pytest.mark.parametrize(
+    ("steps", "loader_steps", "words"),
+    [
+        (5, 67, "Figures rest on 2 steps after the warm-up; --steps, 13 at least."),
+        (5, 4, "Figures rest on 1 step after the warm-up; --steps and --loader-steps, 13 at least."),
+        (14, 5, "Figures of trainloaders rest on 2 steps after the warm-up; --loader-steps, 13 at least."),
+        (14, 3, "Some jobs of trainloaders have no step after the 3; Take more with --loader-steps."),
+        (14, 67, ""),
+    ],
+)
+def test_the_option_that_gives_more_steps_is_named(
+    steps: int, loader_steps: int, words: str, tmp_path: Path
+) -> None:
+    warning = answer_of(small_profile(tmp_path, steps=steps, loader_steps=loader_steps)).warning
+    begins, _, ends = words.partition("; ")
+    assert warning.startswith(begins) and warning.endswith(ends) and bool(words) == bool(warning)
+
+
+def test_a_module_without_the_fewest_ranks_has_no_efficiency_beside_others(tmp_path: Path) -> None:
+    out = write_profile(tmp_path / "out", MadeUpProfile(steps=14, samples=False, growth={"decoder": 0.25}))
+    profile = read_profile(out)
+    left = replace(profile, jobs=tuple(job for job in profile.jobs if job.name != "encoder-1"))
+    scalings = all_scalings(left)
+    of_kind = {scaling.kind: scaling for scaling in scalings}
+    assert of_kind["encoder"].ranks == [2, 4] and of_kind["encoder"].efficiency("encoder", 4) is None
+    assert of_kind["decoder"].efficiency("decoder", 4) is not None
+    (sentence,) = (s for s in find_answer(left, scalings).details if s.startswith("Alone,"))
+    assert "decoder" in sentence and "encoder" not in sentence
+    (table,) = (t for t in make_tables(left, scalings, None) if t.id == "table-times-single")
+    assert [column.key for column in table.columns] == [
+        "ms_1", "ms_2", "ms_4", "efficiency_2", "efficiency_4"
+    ]  # fmt: skip
+    assert table.note.endswith("against 1 rank.")
+    texts = {head.name: [column.text(row) for column in table.columns] for head, row in table.rows}
+    assert [text == MISSING for text in texts["encoder"]] == [True, False, False, True, True]
+    assert MISSING not in texts["decoder"]
 
 
 def test_times_that_vary_and_batches_that_differ_are_cautioned(tmp_path: Path) -> None:

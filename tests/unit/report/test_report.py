@@ -121,6 +121,12 @@ def test_cautions_name_what_was_not_compared(tmp_path: Path) -> None:
     assert "no timed run of one rank" in text
 
 
+def test_cautions_name_runs_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    runs = [MadeUpRun("a", period="1"), MadeUpRun("b", period="4", size=4)]
+    text = " ".join(_answer(tmp_path, runs).cautions)
+    assert "which changes speed and accuracy too: period 1 on 2, period 4 on 4." in text
+
+
 def test_runs_without_evaluations_have_a_speed_but_no_choice(tmp_path: Path) -> None:
     answer = _answer(tmp_path, [MadeUpRun("a", num_evaluations=0, wer=None)])
     assert answer.chosen is None
@@ -194,6 +200,17 @@ def test_figures_that_older_runs_lack_are_shown_where_runs_have_them(tmp_path: P
     assert re.search(r" 62\.5 .* 25\.0 ", printed)
     page = report.html.read_text()
     assert "frame accuracy without silence 62.5 %" in page
+
+
+@pytest.mark.parametrize(
+    ("periods", "unit"), [(("4", "16"), " (steps)"), (("200kf", "600kf"), ""), (("5s", "20s"), "")]
+)
+def test_the_axis_of_periods_names_steps_only_where_they_are_steps(
+    periods: tuple[str, str], unit: str, tmp_path: Path
+) -> None:
+    runs = [MadeUpRun(f"model_averaging-{period}", period=period) for period in periods]
+    page = write_report(write_sweep(tmp_path, runs)).html.read_text()
+    assert set(re.findall(r">averaging period([^<]*)<", page)) == {unit}
 
 
 def test_a_narrow_terminal_gets_a_figure_a_line(tmp_path: Path, realistic: WrittenReport) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,17 @@ def test_assumptions_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out
     assert "The latency between nodes was not measured: 50 µs are assumed" in printed
     assert "Exchanges inside a node were not measured" in printed
+
+
+def test_of_a_scripts_run_what_it_counts_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = MadeUpSteps(["node-a"] * 2).write(tmp_path)
+    settings = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps(settings | {"script": "train.py"}))
+    assert speechdp(["simulate", str(path), *GIVEN, "--strategies", "gradient_averaging"]) == 0
+    page = (path / "simulation" / "simulation.html").read_text()
+    page = re.sub(r"<(style|script).*?</\1>|<[^>]*>", " ", page, flags=re.DOTALL)
+    for text in (page, capsys.readouterr().out):
+        assert "items/s" in text and "frames" not in text.lower()
 
 
 def test_a_sweep_is_simulated_from_its_finished_runs(

@@ -578,9 +578,29 @@ def test_what_is_assumed_inside_a_node_is_what_was_not_given() -> None:
         (GivenLink(bytes_per_s=1e10), ": 5 µs are assumed (--intra-latency)."),
         (GivenLink(latency_s=1e-6), ": 5 GB/s are assumed (--intra-bandwidth)."),
     ):
-        (said,) = simulate([run], Request((2,), 2, within=given)).assumptions
+        said, *_ = simulate([run], Request((2,), 2, within=given)).assumptions
         assert said.endswith(words)
-    assert simulate([run], Request((2,), 2, within=GivenLink(1e10, 1e-6))).assumptions == ()
+    given = GivenLink(1e10, 1e-6)
+    assert not any("assumed" in said for said in simulate([run], Request((2,), 2, within=given)).assumptions)
+
+
+def test_what_goes_beyond_the_measured_is_said_with_both_numbers() -> None:
+    strategies, known = (StrategyChoice("gradient_averaging"),), GivenLink(1e9, 1e-5)
+
+    def said(hosts: list[str], ranks: int, per_node: int) -> tuple[str, ...]:
+        run = MadeUpSteps(hosts).measured()
+        return simulate([run], Request((2, ranks), per_node, known, known, strategies=strategies)).assumptions
+
+    assert said(["a", "a"], 32, 2) == ()
+    assert said(["a", "a", "b", "b"], 64, 2) == ()
+    (node,) = said(["a", "a"], 8, 4)
+    assert node.startswith("Steps were measured with 2 ranks a node and are predicted with 4: ")
+    assert said(["a", "a", "b"], 2, 4) == ()  # two ranks make no node of four
+    (many,) = said(["a", "a"], 34, 2)
+    assert many == "34 ranks are 17 times as many as were measured (2): for so many the model alone speaks."
+    (alone,) = said(["a"], 8, 1)
+    assert alone.startswith("Steps were measured on 1 rank and are predicted for 8: ")
+    assert len(said(["a"], 1024, 8)) == 3
 
 
 def test_a_bandwidth_that_has_no_effect_for_want_of_one_inside_is_told() -> None:
@@ -676,6 +696,40 @@ def test_a_run_of_a_strategy_from_outside_is_simulated(tmp_path: Path) -> None:
     ).predictions
     assert math.isfinite(found.frames_per_s.mean)
     assert gains_of(outside) == []
+
+
+def _with_bounds(path: Path, bounds: list[tuple[int, int]]) -> Path:
+    """Record in a run's timing which steps of each rank it sums; return the run."""
+    file = path / "timing.json"
+    timing = json.loads(file.read_text())
+    for rank, (first, last) in zip(timing["ranks"], bounds, strict=True):
+        rank |= {"first_step": first, "last_step": last}
+    file.write_text(json.dumps(timing))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rows"),
+    [
+        ("gradient_averaging", (range(64, 90), range(64, 90))),  # those that both ranks have
+        ("easgd:period=4", (range(60, 90), range(64, 94))),
+    ],
+)
+def test_of_a_resumed_run_the_steps_of_its_last_start_count(
+    strategy: str, rows: tuple[range, range], tmp_path: Path
+) -> None:
+    work = 0.1 + 0.001 * np.arange(100)
+    steps = MadeUpSteps(["node-a"] * 2, strategy, work_s=work)
+    path = _with_bounds(steps.write(tmp_path), [(61, 90), (65, 94)])
+    (run,) = read_measured(path).runs
+    for rank in (0, 1):
+        np.testing.assert_allclose(run.times.forward[:, rank], 0.3 * work[list(rows[rank])], atol=1e-9)
+
+
+def test_a_run_that_was_resumed_just_before_its_end_is_refused(tmp_path: Path) -> None:
+    path = _with_bounds(MadeUpSteps(["node-a"] * 2).write(tmp_path), [(96, 100)] * 2)
+    with pytest.raises(ConfigError, match="has 5 steps after the warm-up of its last start, too few"):
+        read_measured(path)
 
 
 def test_a_run_is_read_as_it_was_measured(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.tasks.acoustic import AcousticTask, CtcTask, FullSumTask
 from speechdp.tasks.base import TaskData
+from speechdp.tasks.metrics import SPEECH_ACCURACY
 from speechdp.tasks.model_file import ClassCounts, load_model
 from speechdp.train.realign import train_with_realignment
 from speechdp.train.run import train_run
@@ -115,6 +116,9 @@ def test_what_is_too_short_is_left_out(dataset: Dataset) -> None:
     for metric in task.metrics:
         expected = sum(task.score(model, part).sums[metric.key] for part in kept)
         assert scores.sums[metric.key] == pytest.approx(expected)
+    spoken = FullSumTask(SIZES, silence=(0,))
+    counts = [spoken.score(model, part).counts[SPEECH_ACCURACY.key] for part in (with_short, *kept)]
+    assert counts[0] == sum(counts[1:]) > 0
 
 
 def test_the_gradient_is_that_of_cross_entropy_against_occupancies(dataset: Dataset) -> None:

@@ -35,7 +35,7 @@ from speechdp.tasks.base import FrameScores, LossSum, Task, TaskData
 from speechdp.tasks.metrics import FRAME_ACCURACY, LOG_PROB
 from speechdp.tasks.model_file import load_model
 from speechdp.tasks.registry import TASKS, task_class, task_options
-from speechdp.train.models import check_task
+from speechdp.train.models import check_task, make_model
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from tests.helpers.mpi import REPOSITORY
@@ -98,6 +98,21 @@ class Cutting(AcousticTask):
 
 
 @dataclasses.dataclass(frozen=True)
+class Inheriting(AcousticTask):
+    """Keeps presets, which would make another model than its own."""
+
+    width: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnNet(Outside):
+    """Has a network of its own."""
+
+    def make_model(self, data: TaskData) -> Any:
+        return nn.Linear(data.feature_dim, data.num_classes)
+
+
+@dataclasses.dataclass(frozen=True)
 class Halved(Task):
     """Leaves out what a task has to do."""
 
@@ -131,6 +146,10 @@ def test_a_name_that_is_taken_or_none_is_refused(name: str) -> None:
         (Cutting, "texts belong to whole utterances; declare whole_utterances"),
         (Ambiguous, "keys of metrics are different words, not 'log_prob', 'log_prob'"),
         (Single, r"metrics of Single is a tuple; write metrics = \(Metric\(...\),\)"),
+        (
+            Inheriting,
+            r"Inheriting inherits presets, beside which 'width' cannot be given; declare presets = ",
+        ),
         (Counting, "a metric's key 'frames' has a meaning in reports; choose another word"),
     ],
 )
@@ -279,6 +298,29 @@ class OfFeatures(Outside):
 
     def describe_data(self, data: TaskData) -> dict[str, Any]:
         return {"mean": np.float32(1)}
+
+
+def test_a_network_of_its_own_is_not_said_to_be_decoded(dataset: Dataset, tmp_path: Path) -> None:
+    speechdp.task("net")(OwnNet)
+    with pytest.raises(ConfigError, match=r"--task net: its model is a Linear, .* declare decodes = False"):
+        make_model(dataset, TrainOptions(task="net"))
+    own = dataclasses.make_dataclass(
+        "OwnNetAlone", [], bases=(OwnNet,), frozen=True, namespace={"decodes": False}
+    )
+    speechdp.task("alone")(own)
+    model = make_model(dataset, TrainOptions(task="alone"))
+    own().save(tmp_path, model, {"task": "alone"}, None)
+    assert "model.weight" in safetensors.torch.load_file(tmp_path / "model.safetensors")
+
+
+def test_another_criterion_is_not_put_in_the_place_of_a_task_from_outside() -> None:
+    cls = dataclasses.make_dataclass("OwnLoss", [], bases=(AcousticTask,), frozen=True)
+    speechdp.task("own_loss")(cls)
+    assert isinstance(TrainOptions(task="own_loss").make_task(), cls)
+    with pytest.raises(
+        ConfigError, match="--criterion ctc: --task own_loss has a loss of its own; leave it out"
+    ):
+        TrainOptions(ModelOptions(criterion="ctc"), task="own_loss").make_task()
 
 
 def test_data_and_task_that_do_not_fit_are_told_with_a_remedy(dataset: Dataset) -> None:

@@ -34,6 +34,16 @@ def test_a_real_kaldi_directory() -> None:
     assert corpus.speakers == ("global",)
 
 
+def test_audio_inside_an_archive_is_no_missing_file(tmp_path: Path) -> None:
+    source = kaldi_folder(tmp_path / "kaldi", 2)
+    (source / "wav.ark").write_bytes(b"utt0 RIFF")
+    (source / "wav.scp").write_text(f"utt0 {source / 'wav.ark'}:5\nutt1 wav/utt1.wav\n")
+    with pytest.raises(
+        ConfigError, match=r"wav\.scp:1: the audio of utt0 is inside an archive, .* wav-copy "
+    ):
+        read_kaldi_dir(source)
+
+
 def test_kaldi_paths_from_the_working_directory_come_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -204,6 +204,35 @@ def test_speakers_on_both_sides_are_found() -> None:
         )
 
 
+def test_copies_of_a_speaker_or_an_utterance_stay_with_the_original() -> None:
+    copies = ("{}", "sp0.9-{}", "sp1.1-{}", "{}-noise")
+    corpus = Corpus.of(
+        Path("corpus"),
+        (
+            CorpusUtterance(copy.format(f"u{n}-{take}"), copy.format(f"spk{n}"), "one", Path("a.wav"))
+            for n in range(20)
+            for take in range(3)
+            for copy in copies
+        ),
+    )
+    for spec, held_out in (
+        (None, None),
+        ("random:dev=0.2,test=0.2", None),
+        ("speakers:dev=0.1", "sp0.9-spk3"),
+    ):
+        splits = split_corpus(corpus, choose_rule(corpus, spec, held_out, 1))
+        of_utterance = {u.utterance_id: name for name, part in splits.items() for u in part}
+        assert len(set(of_utterance.values())) > 1
+        for n in range(20):
+            for take in range(3):
+                assert len({of_utterance[copy.format(f"u{n}-{take}")] for copy in copies}) == 1
+        if spec is None:
+            assert len({u.speaker for u in splits["dev"]}) == 2 * len(copies)
+            assert speakers_on_both_sides(splits) == []
+    apart = {"train": corpus.utterances[:1], "dev": corpus.utterances[1:2], "test": corpus.utterances[-1:]}
+    assert speakers_on_both_sides(apart) == ["spk0"]
+
+
 def test_unknown_speakers_are_refused() -> None:
     for spec, speaker in (("speaker:test=eve", None), (None, "eve")):
         with pytest.raises(ConfigError, match="no speaker 'eve'; its speakers are spk0, spk1, spk2, spk3"):

@@ -148,8 +148,14 @@ def test_numbers_that_are_none_of_the_models_are_refused(tmp_path: Path) -> None
 def test_an_alignment_given_twice_and_one_that_is_missing_are_refused(tmp_path: Path) -> None:
     folder = ali_dir(tmp_path / "ali", {"utt0": [2], "utt1": [2]})
     write_alignments(folder / "ali.2.gz", {"utt0": [2]})
-    with pytest.raises(ConfigError, match=r"utt0.*has an alignment already"):
+    with pytest.raises(ConfigError, match=r"utt0 has an alignment already; remove one of the two"):
         list(alignment_source(folder, None).pdfs())
+    write_alignments(folder / "ali.3.gz", {"utt0": [2]})  # of an earlier alignment by more jobs
+    write_alignments(folder / "ali.2.gz", {"utt1": [2]})
+    source = alignment_source(folder, None)
+    assert [name for name, _ in source.pdfs()] == ["utt0", "utt1"]
+    assert source.notices == (f"{folder}: not read, as num_jobs says 2: ali.3.gz",)
+    (folder / "ali.3.gz").unlink()
     (folder / "ali.2.gz").unlink()
     with pytest.raises(ConfigError, match=r"ali\.2\.gz: is missing, num_jobs says 2"):
         alignment_source(folder, None)

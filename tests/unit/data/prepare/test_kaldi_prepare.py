@@ -362,7 +362,7 @@ def test_archives_that_do_not_exist_are_not_said_to_be_unlisted(options: Prepare
     (folder / "feats.scp").write_text(scp.replace(str(folder), "/gone", 1))
     result = prepared(changed(options, files=FilesOptions(skip_incomplete=True)))
     assert result.notices == (
-        "left out: 1 utterances that are in feats.scp, but their file does not exist, first utt0",
+        "left out: 1 utterances that are in feats.scp, but their file does not exist or is empty, first utt0",
     )
 
 
@@ -378,7 +378,7 @@ def test_recordings_whose_archive_does_not_exist_have_no_segments(options: Prepa
         prepare(options, no_progress)
     result = prepared(changed(options, files=FilesOptions(skip_incomplete=True)))
     assert result.notices == (
-        "left out: 1 utterances that are in feats.scp, but their file does not exist, first utt0",
+        "left out: 1 utterances that are in feats.scp, but their file does not exist or is empty, first utt0",
     )
 
 
@@ -486,6 +486,33 @@ def test_data_without_an_alignment_are_made_like_those_trained_on(options: Prepa
         assert not utterance.targets.any()
     with pytest.raises(ConfigError, match="or, to score data without one, only --like RUN"):
         changed(other, ali=kaldi_of(options)[1])
+
+
+def test_audio_is_not_kept_for_a_model_of_kaldis_features(options: PrepareOptions) -> None:
+    like = prepared(options).dataset
+    other = PrepareOptions(
+        (options.data.with_name("test"),), from_kaldi=KaldiOptions(kaldi=kaldi_of(options)[0]), like=like.path
+    )
+    with pytest.raises(
+        ConfigError, match=r"--store audio: the model of --like was trained on Kaldi's features"
+    ):
+        prepare(dataclasses.replace(other, store="audio"), no_progress)
+
+
+def test_audio_files_of_no_byte_can_be_left_out(tmp_path: Path) -> None:
+    folder = kaldi_folder(tmp_path / "kaldi", num_utterances=3)
+    ali = ali_dir(tmp_path / "ali", {f"utt{n}": some_path(48) for n in range(3)})
+    (folder / "wav" / "utt1.wav").write_bytes(b"")
+    given = PrepareOptions(
+        (tmp_path / "data",), from_kaldi=KaldiOptions(kaldi=folder, ali=ali), split=NO_SPLIT, workers=1
+    )
+    with pytest.raises(
+        ConfigError, match=r"1 of 3 audio files are empty .* leave them out with --skip-incomplete"
+    ):
+        prepare(given, no_progress)
+    result = prepared(changed(given, files=FilesOptions(skip_incomplete=True)))
+    assert result.dataset.num_utterances("train") == 2
+    assert "their file does not exist or is empty, first utt1" in result.notices[0]
 
 
 def test_audio_without_an_alignment_needs_the_rate_trained_on(tmp_path: Path) -> None:
