@@ -177,8 +177,8 @@ def _beyond_measured(chosen: Sequence[MeasuredRun], ranks: int, per_node: int) -
         )
     if trainers == 1 < ranks:
         found.append(
-            f"Steps were measured on 1 rank and are predicted for {ranks:,}: how far the speeds of ranks lie "
-            "apart, so that they wait for one another, was not seen."
+            f"Steps were measured on 1 rank and are predicted for {ranks:,}: how much ranks differ in speed, "
+            "and so wait for one another, was not seen."
         )
     if ranks > _FAR * measured:
         found.append(
