@@ -8,11 +8,10 @@ setup:
 
 # One torch thread a process: tests start several ranks on few cores. Isolated: on a machine without ssh Open MPI 4
 # would refuse to start even local ranks.
-# Files side by side (tests/conftest.py), four more than there are cores, since tests that start jobs wait for much;
-# the longest first.
+# Files side by side, two more than there are cores, since tests that start jobs wait for much; the longest first.
 PYTEST := OMP_NUM_THREADS=1 OMPI_MCA_plm=isolated $(PYTHON) -m pytest
-WORKERS ?= $(shell expr $$(nproc) + 4)
-SIDE_BY_SIDE := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+WORKERS ?= $(shell expr $$(nproc) + 2)
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ON_THIS_MACHINE := tests/faults tests/e2e tests/parallel tests/contract tests/unit
 
 # Every test but those of several nodes.

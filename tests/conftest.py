@@ -20,23 +20,11 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 #: Begun last, each would keep one worker busy for minutes when the others have ended.
 _LONG_FILES = ("e2e/test_recipes.py", "parallel/test_strategy_backends.py", "faults/test_io_faults.py")
-#: It would keep one busy from the first minute to the last.
-_DIVIDED_FILE = "parallel/test_strategy_backends.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files that take longest first, and say what runs side by side: files, or back-ends of one."""
+    """Put the files that take longest first."""
     items.sort(key=lambda item: not item.path.as_posix().endswith(_LONG_FILES))
-    numbers: dict[tuple[object, ...], int] = {}
-    for item in items:
-        part = item.callspec.params.get("backend") if _is_divided(item) else None
-        # The group stands behind the names of failed tests: a number is short.
-        group = numbers.setdefault((item.path, part), len(numbers))
-        item.add_marker(pytest.mark.xdist_group(str(group)))
-
-
-def _is_divided(item: pytest.Item) -> bool:
-    return item.path.as_posix().endswith(_DIVIDED_FILE) and hasattr(item, "callspec")
 
 
 _session = ExitStack()
