@@ -38,6 +38,8 @@ _JOB_ID: dict[Scheduler, re.Pattern[str]] = {
 _REPLACED_IN_FOLDER: dict[Scheduler, str] = {"slurm": "%\\", "sge": "$"}
 _SUBMIT_TIMEOUT_S = 120
 _RESUME = ("--resume", "--no-resume")
+#: Commands that start ranks themselves.
+_STARTS_JOBS = ("compare", "tune", "profile")
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,11 @@ def check_command(command: Sequence[str], *, requeue: bool) -> tuple[str, ...]:
         raise ConfigError(
             f"write the subcommand itself after --, not {command[0]}: the script calls speechdp launch "
             "(its options go into --launch-args)"
+        )
+    if command[0] in _STARTS_JOBS:
+        raise ConfigError(
+            f"{command[0]} starts its own jobs, and the script would start it over ranks; give it with "
+            "--hostfile in a job script of your own, or in the shell of an interactive job (docs/clusters.md)"
         )
     if is_script(command):
         check_script(command)

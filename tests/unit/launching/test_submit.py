@@ -288,6 +288,11 @@ def test_train_goes_on_when_it_is_started_again() -> None:
         assert check_command(["train", "D", "R", option], requeue=True) == ("train", "D", "R", option)
     assert check_command(["sweep", "D", "O"], requeue=True) == ("sweep", "D", "O")
     assert check_command(["decode", "R", "--overwrite"], requeue=False) == ("decode", "R", "--overwrite")
+    for command in ("compare", "tune", "profile"):
+        with pytest.raises(
+            ConfigError, match=f"^{command} starts its own jobs, and the script would start it"
+        ):
+            check_command([command, "D", "O"], requeue=False)
     with pytest.raises(ConfigError, match="remove the folder"):
         check_command(["sweep", "D", "O", "--overwrite"], requeue=True)
 
