@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.loading.batch import Batch
+from speechdp.extensions import split_options
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.parallel.registry import describe, parse_strategy
 from speechdp.parallel.replica import Replica
@@ -50,8 +51,8 @@ def strategy_contract(strategy: str, *, neutral: str | None = "", sizes: Sequenc
 
     Args:
         strategy: name and options, as on the command line.
-        neutral: options that make it plain SGD on one rank, where it is not by nature (an outer optimizer):
-            "outer_learning_rate=1,outer_momentum=0"; None: no options do.
+        neutral: options, in the place of those given, that make it plain SGD on one rank, where it is not by
+            nature (an outer optimizer): "outer_learning_rate=1,outer_momentum=0"; None: no options do.
         sizes: numbers of ranks.
 
     Raises:
@@ -61,7 +62,9 @@ def strategy_contract(strategy: str, *, neutral: str | None = "", sizes: Sequenc
     text = describe(parse_strategy(strategy))
     assert describe(parse_strategy(text)) == text, f"{strategy}: options are not read as described: {text}"
     if neutral is not None:
-        plain = strategy + (("," if ":" in strategy else ":") + neutral if neutral else "")
+        name, _, given = strategy.partition(":")
+        options = split_options(given) | split_options(neutral)
+        plain = ":".join(filter(None, (name, ",".join(f"{key}={value}" for key, value in options.items()))))
         run_threads(1, lambda comm: _one_rank_is_plain_sgd(comm, plain))
     checks = (_ranks_agree, _evaluation_leaves_no_trace, _empty_ranks_join, _state_is_whole, _loss_falls)
     for size in sizes:
