@@ -91,8 +91,8 @@ class SubmitCommand:
         """Submit; return the exit code."""
         scheduler = self._scheduler()
         job = _batch_job(self)
-        _check_launch(scheduler, job)
         options = split_words("--scheduler-args", self.scheduler_args)
+        _check_launch(scheduler, job, may_get_others=bool(options))
         submission = plan_submission(scheduler, job.placement.name, job.folder, options)
         script = render(scheduler, job)
         if self.dry_run:
@@ -157,12 +157,17 @@ def _batch_job(options: SubmitCommand) -> BatchJob:
     )
 
 
-def _check_launch(scheduler: Scheduler, job: BatchJob) -> None:
-    """Refuse now what `speechdp launch` would refuse in the job, after hours in a queue."""
+def _check_launch(scheduler: Scheduler, job: BatchJob, *, may_get_others: bool) -> None:
+    """Refuse now what `speechdp launch` would refuse in the job, after hours in a queue.
+
+    Args:
+        may_get_others: options of the scheduler's own may ask for other hosts than the script does.
+    """
     launch: LaunchCommand = check_forwarded(["launch", *job.launch_words, "--", *job.command])
     nodes, ranks_per_node = job.resources.nodes, job.resources.ranks_per_node
     num_ranks = nodes * ranks_per_node if launch.num_ranks is None else launch.num_ranks
-    if launch.hostfile is None:  # the hosts of a file may be named only when the job begins
+    # The hosts of a file may be named only when the job begins.
+    if launch.hostfile is None and not may_get_others:
         asked = f"--nodes {nodes} --ranks-per-node {ranks_per_node}"
         Hostfile(asked, (Host("node", nodes * ranks_per_node),)).allocate(num_ranks)
     elif launch.num_ranks is None:

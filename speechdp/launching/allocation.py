@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -84,16 +85,18 @@ def _is_rank(environ: Mapping[str, str]) -> bool:
     """Tell whether this is below mpirun, or one of several tasks of a step.
 
     Raises:
-        ConfigError: it is a shell in a step of several tasks. (salloc's own shell may be a step of one.)
+        ConfigError: it is a shell in a step of several tasks on several nodes. (salloc's own shell may be a
+            step of one; on one node ranks are started without Slurm.)
     """
     if "OMPI_COMM_WORLD_SIZE" in environ or "HOROVOD_SIZE" in environ:
         return True
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
     is_one_of_several = tasks.isascii() and tasks.isdigit() and int(tasks) > 1
-    if is_one_of_several and environ.get("SLURM_PTY_PORT"):
+    is_on_one_node = environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "")) == "1"
+    if is_one_of_several and environ.get("SLURM_PTY_PORT") and not is_on_one_node:
         raise ConfigError(
-            "SLURM_PTY_PORT: this is a shell of srun --pty, whose step holds the places of the ranks; "
-            "leave it, and start speechdp launch in the shell that salloc gives, or in a batch script"
+            "SLURM_PTY_PORT: this is a shell of srun --pty, whose step holds the places of the ranks on all "
+            "nodes; leave it, and start speechdp launch in the shell that salloc gives, or in a batch script"
         )
     return is_one_of_several
 
@@ -115,8 +118,10 @@ def _slurm(environ: Mapping[str, str]) -> Allocation:
     restarts = environ.get("SLURM_RESTART_COUNT", "")
     cores = {}
     if environ.get("SLURM_JOB_CPUS_PER_NODE"):
-        counts = _per_node(environ, "SLURM_JOB_CPUS_PER_NODE", len(names))
-        cores = dict(zip(names, counts, strict=True))
+        # Of no more account than that: of a job whose hosts were narrowed down it may tell of others.
+        with suppress(ConfigError):
+            counts = _per_node(environ, "SLURM_JOB_CPUS_PER_NODE", len(names))
+            cores = dict(zip(names, counts, strict=True))
     return Allocation(
         "slurm",
         _job_id(environ, "SLURM_JOB_ID"),

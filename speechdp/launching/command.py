@@ -24,6 +24,7 @@ _FORWARDED_FAMILIES = ("CUDA_", "HOROVOD_", "NCCL_", "GLOO_SOCKET_", "SPEECHDP_"
 _GPUS = "CUDA_VISIBLE_DEVICES"
 #: Names of GPUs, other ones on each host.
 _GPU_UUID = re.compile(r"(?:GPU|MIG)-")
+_NO_GPU = ("", "-1", "none", "NoDevFiles")
 _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,31}")
 #: Python's own options: what runs a module, also `-um NAME` and `-mNAME`, and those whose value may follow.
 _MODULE_OPTION = re.compile(r"-[^-cmWX]*m(.*)")
@@ -269,9 +270,12 @@ def forwarded_names(job: LaunchJob, environment: Mapping[str, str]) -> list[str]
 def _are_of_one_host(gpus: str, *, in_batch_job: bool) -> bool:
     """Tell whether CUDA_VISIBLE_DEVICES names GPUs of this host that others do not have, or not for this job.
 
-    A batch system says on each host which are the job's. No GPU at all is meant for all hosts.
+    A batch system says on each host which are the job's. No GPU at all is meant for all hosts: CUDA stops at
+    the first entry that is none.
     """
-    return bool(gpus) and (in_batch_job or _GPU_UUID.search(gpus) is not None)
+    if gpus.split(",", maxsplit=1)[0].strip() in _NO_GPU:
+        return False
+    return in_batch_job or _GPU_UUID.search(gpus) is not None
 
 
 def _without_threads_of_pbs(job: LaunchJob, environ: Mapping[str, str], cores: int | None) -> dict[str, str]:

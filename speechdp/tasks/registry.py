@@ -6,9 +6,7 @@ name it as MODULE:CLASS.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -44,14 +42,6 @@ def _check_declared(where: str, cls: type[Task]) -> None:
             raise ConfigError(
                 f"{where}: a metric's key {key!r} has a meaning in reports; choose another word"
             )
-    fields = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    outside = [base for base in cls.__mro__ if not base.__module__.startswith("speechdp.")]
-    own = [name for base in outside for name in inspect.get_annotations(base) if name in fields]
-    if cls.presets and own:
-        raise ConfigError(
-            f"{where}: {cls.__name__} inherits presets, beside which {own[0]!r} cannot be given; declare "
-            "presets = () and model_options = () for a model of its own"
-        )
 
 
 #: All tasks; packages offer theirs by the entry points of this group.
@@ -101,7 +91,10 @@ def task_options(text: str) -> dict[str, Any]:
     """
     cls, rest = _find(text)
     if cls.presets and rest:
-        raise ConfigError(f"--task {text}: write --task {cls.name}, and its options as --preset and so on")
+        remedy = f"write --task {cls.name}, and its options as --preset and so on"
+        if cls.name not in _OURS:
+            remedy += f"; for options of its own {cls.__name__} declares presets = () and model_options = ()"
+        raise ConfigError(f"--task {text}: {remedy}")
     return read_options(cls.name, cls, rest, kind="task")
 
 

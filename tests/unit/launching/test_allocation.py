@@ -239,6 +239,15 @@ def test_only_the_shell_of_salloc_is_one_to_launch_from() -> None:
     with pytest.raises(ConfigError, match=r"a shell of srun --pty, .* in the shell that salloc gives"):
         find_allocation({**interactive, "SLURM_STEP_NUM_TASKS": "5"})
     assert find_allocation({**interactive, "SLURM_STEP_NUM_TASKS": "5", "OMPI_COMM_WORLD_SIZE": "5"}) is None
+    # On one node ranks are started without Slurm: -np N.
+    one_node = {**interactive, "SLURM_STEP_NUM_TASKS": "5", "SLURM_JOB_NUM_NODES": "1"}
+    assert find_allocation(one_node) is None
+
+
+@pytest.mark.parametrize("cores", ["4(x2)", "many"])
+def test_cores_that_do_not_fit_the_hosts_are_not_told(cores: str) -> None:
+    found = find_allocation({**SLURM, "SLURM_JOB_CPUS_PER_NODE": cores})
+    assert found is not None and found.cores == {}
 
 
 @pytest.mark.parametrize(
@@ -250,7 +259,6 @@ def test_only_the_shell_of_salloc_is_one_to_launch_from() -> None:
         ({"SLURM_JOB_NODELIST": "a,A,b"}, "'a' and 'A' are one host"),
         ({"SLURM_TASKS_PER_NODE": "2(x3"}, "SLURM_TASKS_PER_NODE="),
         ({"SLURM_TASKS_PER_NODE": "2(x2)"}, "is for 2 nodes, SLURM_JOB_NODELIST for 3; .*batch script"),
-        ({"SLURM_JOB_CPUS_PER_NODE": "4(x2)"}, "SLURM_JOB_CPUS_PER_NODE=.* is for 2 nodes, .* for 3"),
         ({"SLURM_JOB_ID": "--all"}, "SLURM_JOB_ID='--all'"),
     ],
 )

@@ -184,6 +184,8 @@ def test_few_variables_travel() -> None:
         ("GPU-8932f937-d72c", False, False),
         ("0,MIG-8932f937-d72c", False, False),
         ("", True, True),
+        ("-1", True, True),
+        ("NoDevFiles", True, True),
     ],
 )
 def test_the_first_nodes_gpus_are_not_imposed_on_the_others(

@@ -146,10 +146,6 @@ def test_a_name_that_is_taken_or_none_is_refused(name: str) -> None:
         (Cutting, "texts belong to whole utterances; declare whole_utterances"),
         (Ambiguous, "keys of metrics are different words, not 'log_prob', 'log_prob'"),
         (Single, r"metrics of Single is a tuple; write metrics = \(Metric\(...\),\)"),
-        (
-            Inheriting,
-            r"Inheriting inherits presets, beside which 'width' cannot be given; declare presets = ",
-        ),
         (Counting, "a metric's key 'frames' has a meaning in reports; choose another word"),
     ],
 )
@@ -311,6 +307,15 @@ def test_a_network_of_its_own_is_not_said_to_be_decoded(dataset: Dataset, tmp_pa
     model = make_model(dataset, TrainOptions(task="alone"))
     own().save(tmp_path, model, {"task": "alone"}, None)
     assert "model.weight" in safetensors.torch.load_file(tmp_path / "model.safetensors")
+
+
+def test_options_beside_inherited_presets_are_refused_with_what_to_declare() -> None:
+    speechdp.task("inheriting")(Inheriting)
+    assert isinstance(TrainOptions(task="inheriting").make_task(), Inheriting)
+    with pytest.raises(
+        ConfigError, match=r"--task inheriting:width=3: .* Inheriting declares presets = \(\) and"
+    ):
+        task_options("inheriting:width=3")
 
 
 def test_another_criterion_is_not_put_in_the_place_of_a_task_from_outside() -> None:
