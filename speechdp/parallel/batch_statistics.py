@@ -75,7 +75,7 @@ def _mark(buffer: Tensor) -> dict[str, Any]:
     return {
         "shape": list(values.shape),
         "is_finite": bool(values.isfinite().all()),
-        "checksum": hashlib.sha256(as_bytes(values).numpy()).hexdigest(),
+        "checksum": hashlib.sha256(as_bytes(values).numpy().data).hexdigest(),
     }
 
 
