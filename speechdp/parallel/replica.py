@@ -101,8 +101,7 @@ class Replica:
             parameter.data = view
         # What moves a module's parameters, such as `to`, moves the memory of these very tensors, too.
         self.gradients.views = self.gradients.views_of(self.gradients.values)
-        for parameter, gradient in zip(self.model_parameters, self.gradients.views, strict=True):
-            parameter.grad = gradient
+        self.bind_gradients()
 
     def bind_gradients(self) -> None:
         """Let backward fill the flat vector, also after somebody has set gradients to None."""

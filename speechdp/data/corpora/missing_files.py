@@ -15,24 +15,41 @@ _MOST_FILES = 500_000
 _MOST_TRIED = 200
 
 
-def missing_files(paths: Iterable[Path]) -> list[Path]:
-    """Return those that do not exist, once each and in their order."""
-    return [path for path in dict.fromkeys(paths) if not path.exists()]
+def find_unusable(
+    files: Iterable[Path], where: str, folder: Path | None, *, may_be_left_out: bool
+) -> tuple[frozenset[Path], frozenset[Path]]:
+    """Return the files that do not exist, and those of 0 bytes.
 
-
-def empty_files(paths: Iterable[Path]) -> list[Path]:
-    """Return those of 0 bytes, as downloads and copies leave them that failed, once each and in their order.
+    Args:
+        files: any number of times each.
+        where: the table that names them, or the corpus.
+        folder: as in missing_error.
+        may_be_left_out: they are no error as long as others are left.
 
     Raises:
-        ConfigError: one of them cannot be looked at.
+        ConfigError: there are such files, and they may not be left out; or one cannot be looked at.
     """
+    every = list(dict.fromkeys(files))
+    missing = [path for path in every if not path.exists()]
+    gone = frozenset(missing)
+    empty = _empty_files([path for path in every if path not in gone])
+    num_unusable = len(missing) + len(empty)
+    if num_unusable and not (may_be_left_out and num_unusable < len(every)):
+        if missing:
+            raise missing_error(sorted(missing), len(every), where, folder)
+        raise _empty_error(empty, len(every), where)
+    return gone, frozenset(empty)
+
+
+def _empty_files(paths: Sequence[Path]) -> list[Path]:
+    """Return those of 0 bytes, as downloads and copies leave them that failed.  Raises ConfigError."""
     try:
-        return [path for path in dict.fromkeys(paths) if path.stat().st_size == 0 and path.is_file()]
+        return [path for path in paths if path.stat().st_size == 0 and path.is_file()]
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
 
 
-def empty_error(empty: Sequence[Path], num_files: int, where: str) -> ConfigError:
+def _empty_error(empty: Sequence[Path], num_files: int, where: str) -> ConfigError:
     """Return the error for files without a byte.
 
     Args:

@@ -135,8 +135,9 @@ class SpeakerShares:
         # Copies of a speaker, at other speeds, say, are no other speakers.
         copies: dict[str, list[str]] = {}
         for name in corpus.speakers:
-            if held_out_speaker is None or original_name(name) != original_name(held_out_speaker):
-                copies.setdefault(original_name(name), []).append(name)
+            copies.setdefault(original_name(name), []).append(name)
+        if held_out_speaker is not None:
+            copies.pop(original_name(held_out_speaker), None)
         speakers = list(copies)
         parts = {name: share for name, share in self.parts.items() if share > 0}
         if held_out_speaker is not None:

@@ -18,7 +18,7 @@ from speechdp.data.corpora.kaldi_dir import (
     read_speakers,
     read_table,
 )
-from speechdp.data.corpora.missing_files import empty_error, empty_files, missing_error, missing_files
+from speechdp.data.corpora.missing_files import find_unusable
 from speechdp.data.corpora.splits import choose_rule, split_corpus
 from speechdp.data.kaldi.alignments import AlignmentSource, alignment_source
 from speechdp.data.kaldi.cmvn import SpeakerCmvn
@@ -144,16 +144,11 @@ def _with_files(
         key: place.path if isinstance(place, MatrixPlace) else file_of(place)
         for key, place in sources.items()
     }
-    missing = set(missing_files(files.values()))
-    empty = empty_files(file for file in files.values() if file not in missing)
-    unusable = missing | {*empty}
-    there = {key: place for key, place in sources.items() if files[key] not in unusable}
-    if unusable and not (rules.skip_incomplete and there):
-        num_files, where = len(set(files.values())), str(folder / table)
-        if missing:
-            raise missing_error(sorted(missing), num_files, where, folder)
-        raise empty_error(empty, num_files, where)
-    return there
+    missing, empty = find_unusable(
+        files.values(), str(folder / table), folder, may_be_left_out=rules.skip_incomplete
+    )
+    unusable = missing | empty
+    return {key: place for key, place in sources.items() if files[key] not in unusable}
 
 
 def _align(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from speechdp.data.corpora.corpus import Corpus
 from speechdp.data.corpora.kaldi_dir import ReadingRules, left_out, parse_path_map
-from speechdp.data.corpora.missing_files import empty_error, empty_files, missing_error, missing_files
+from speechdp.data.corpora.missing_files import find_unusable
 from speechdp.data.corpora.pipes import PipeRunner
 from speechdp.data.corpora.reader import read_corpus, reader_of
 from speechdp.data.prepare.jobs import Progress
@@ -45,20 +45,18 @@ def read_whole_corpus(
 
 
 def _with_audio(corpus: Corpus, rules: ReadingRules, *, is_kaldi: bool) -> Corpus:
-    files = [file_of(utterance.audio) for utterance in corpus.utterances]
-    missing = set(missing_files(files))
-    empty = empty_files(file for file in files if file not in missing)
-    unusable = missing | {*empty}
+    missing, empty = find_unusable(
+        (file_of(utterance.audio) for utterance in corpus.utterances),
+        str(corpus.source / "wav.scp" if is_kaldi else corpus.source),
+        corpus.source if is_kaldi else None,
+        may_be_left_out=rules.skip_incomplete,
+    )
+    unusable = missing | empty
     if not unusable:
         return corpus
     there = tuple(u for u in corpus.utterances if file_of(u.audio) not in unusable)
-    if not rules.skip_incomplete or not there:
-        where = str(corpus.source / "wav.scp" if is_kaldi else corpus.source)
-        if missing:
-            raise missing_error(sorted(missing), len(set(files)), where, corpus.source if is_kaldi else None)
-        raise empty_error(empty, len(set(files)), where)
     gone = {
         reason: [u.utterance_id for u in corpus.utterances if file_of(u.audio) in without]
-        for reason, without in (("have no audio file", missing), ("have an empty audio file", {*empty}))
+        for reason, without in (("have no audio file", missing), ("have an empty audio file", empty))
     }
     return dataclasses.replace(corpus, utterances=there, notices=corpus.notices + left_out(gone))

@@ -56,7 +56,6 @@ class Comparer:
         earlier = find_earlier(self._out, self._training.settings(), TrainOptions().to_json())
         if earlier is not None:
             self._take_over(earlier)
-        kept = [run.state == COMPLETE for run in self._record.runs]
         self._update(self._record)
         self._training.begin()
         # Equal times are those of the runs at equal frames, which come first.
@@ -65,7 +64,8 @@ class Comparer:
                 self._update(plan_time_runs(self._record, self._out))
                 self._say_what_needs_no_job()
             for index, run in enumerate(self._record.runs):
-                if run.mode == mode and (run.state == PENDING or (mode == FRAMES and kept[index])):
+                # At equal frames also those that were finished before: a line says that they are kept.
+                if run.mode == mode and (mode == FRAMES or run.state == PENDING):
                     self._carry_out(index)
         self._race()
         done = all(run.state == COMPLETE for run in self._record.runs) and not self._record.failed_races

@@ -11,7 +11,7 @@ from speechdp.report.kit.canvas import Canvas, dashes, named_canvas, style_axes
 from speechdp.report.kit.svg import Panel
 from speechdp.report.kit.theme import Theme
 from speechdp.report.simulation.ranges import Family, has_periods
-from speechdp.report.simulation.table import Target
+from speechdp.report.simulation.table import TargetAmount
 from speechdp.simulation.predict import Interval, Prediction
 
 SIZE = (5.6, 3.6)
@@ -22,7 +22,7 @@ def make_canvas(families: Sequence[Family], theme: Theme) -> Canvas:
     return named_canvas([family.label for family in families], theme)
 
 
-def make_panels(families: Sequence[Family], target: Target) -> list[list[Panel]]:
+def make_panels(families: Sequence[Family], target: TargetAmount) -> list[list[Panel]]:
     """Return the plots line by line."""
     return [
         [
@@ -47,7 +47,7 @@ def draw_efficiency(ax: Axes, families: Sequence[Family], canvas: Canvas) -> boo
     return drawn
 
 
-def draw_hours(ax: Axes, families: Sequence[Family], target: Target, canvas: Canvas) -> bool:
+def draw_hours(ax: Axes, families: Sequence[Family], target: TargetAmount, canvas: Canvas) -> bool:
     """Plot the hours of all ranks together to so many frames."""
     style_axes(ax, f"To {target}", "GPU-hours", canvas.theme)
     drawn = _draw_lines(ax, families, canvas, lambda one: one.gpu_hours(target.frames), 1.0, "GPU-hours")

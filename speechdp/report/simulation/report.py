@@ -15,7 +15,7 @@ from speechdp.report.kit.pages import WrittenReport, legend_marks, render_page, 
 from speechdp.report.kit.svg import panel_svgs, write_png
 from speechdp.report.simulation.panels import make_canvas, make_panels
 from speechdp.report.simulation.ranges import Family, families_of, has_periods
-from speechdp.report.simulation.table import Target, csv_of, full_table, overview
+from speechdp.report.simulation.table import TargetAmount, csv_of, full_table, overview
 from speechdp.simulation.exchanges import has_period
 from speechdp.simulation.links import LinkSpeed
 from speechdp.simulation.predict import Prediction
@@ -44,7 +44,7 @@ def write_simulation(out: Path, simulation: Simulation, frames: float | None = N
     """
     predictions, families = simulation.predictions, families_of(simulation.predictions)
     frames = frames or max((run.frames_trained or 0.0 for run in simulation.runs), default=0.0) or _NO_FRAMES
-    target = Target(frames, simulation.runs[0].amount)
+    target = TargetAmount(frames, simulation.runs[0].amount)
     marks = legend_marks(make_canvas(families, theme.PAGE))
     answer, panels = find_answer(simulation, families), make_panels(families, target)
     table, summary = full_table(predictions, target, marks), overview(families, marks, target.amount)
@@ -99,7 +99,7 @@ def find_answer(simulation: Simulation, families: Sequence[Family]) -> Answer:
     return Answer(headline, others, simulation.assumptions)
 
 
-def settings_of(simulation: Simulation, target: Target) -> list[tuple[str, str]]:
+def settings_of(simulation: Simulation, target: TargetAmount) -> list[tuple[str, str]]:
     """Return what was simulated as (title, text)."""
     request, scenario = simulation.request, simulation.scenario
     cluster, work = scenario.cluster, scenario.work

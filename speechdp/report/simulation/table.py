@@ -48,7 +48,7 @@ _MIXED = Column[Prediction](
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetAmount:
     """What GPU-hours are counted to.
 
     Attributes:
@@ -79,14 +79,14 @@ def _efficiency(amount: str) -> Column[Prediction]:
     )  # fmt: skip
 
 
-def _hours(target: Target) -> Column[Prediction]:
+def _hours(target: TargetAmount) -> Column[Prediction]:
     return Column(
         "gpu_hours", "GPU-hours", "", f"Hours of all ranks together to {target}.",
         lambda one: one.gpu_hours(target.frames).mean, formatting.number,
     )  # fmt: skip
 
 
-def columns_of(predictions: Sequence[Prediction], target: Target) -> tuple[Column[Prediction], ...]:
+def columns_of(predictions: Sequence[Prediction], target: TargetAmount) -> tuple[Column[Prediction], ...]:
     """Return the columns in which any prediction has a figure."""
     speed, efficiency = _speed(target.amount), _efficiency(target.amount)
     return with_figures(
@@ -95,7 +95,7 @@ def columns_of(predictions: Sequence[Prediction], target: Target) -> tuple[Colum
 
 
 def full_table(
-    predictions: Sequence[Prediction], target: Target, marks: Mapping[str, Markup]
+    predictions: Sequence[Prediction], target: TargetAmount, marks: Mapping[str, Markup]
 ) -> ShownTable[Prediction]:
     """Return the table of every strategy, period and number of ranks."""
     rows, before = [], ""
