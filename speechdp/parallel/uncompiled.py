@@ -23,8 +23,25 @@ def made_without_compiler(make: Callable[[], T]) -> T:
     return make()
 
 
-def step_without_compiler(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer move its parameters by their gradients."""
+def step_without_compiler(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
+    """Let an optimizer move its parameters by their gradients.
+
+    Args:
+        scaler: that has unscaled them; nothing moves where it has found an overflow.
+    """
     plain_step = inspect.unwrap(type(optimizer).step)
-    with torch.no_grad():
+
+    @torch.no_grad()
+    def step() -> None:
         plain_step(optimizer)
+
+    if scaler is None:
+        step()
+        return
+    # A scaler calls the optimizer's own method, which imports the compiler.
+    vars(optimizer)["step"] = step
+    try:
+        scaler.step(optimizer)
+    finally:
+        del vars(optimizer)["step"]
+    scaler.update()

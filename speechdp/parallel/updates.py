@@ -132,11 +132,7 @@ class FlatUpdate(Update):
 
     def _step(self, learning_rate: float, scaler: torch.amp.GradScaler | None = None) -> None:
         self._set_rate(learning_rate)
-        if scaler is None:
-            step_without_compiler(self.optimizer)
-        else:
-            scaler.step(self.optimizer)
-            scaler.update()
+        step_without_compiler(self.optimizer, scaler)
 
     def _set_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:

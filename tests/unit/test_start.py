@@ -92,3 +92,20 @@ def test_a_synthesis_model_is_loaded_without_the_compiler(tmp_path: Path) -> Non
     found = modules_after(running([words]))
     assert (tmp_path / "out.wav").is_file()
     assert not found & {*_HEAVY, "speechdp.train.trainer"}
+
+
+def test_an_update_with_a_scaled_loss_imports_no_compiler() -> None:
+    program = (
+        "import sys, torch\n"
+        "from speechdp.parallel.loss_scale import begin, make_scaler\n"
+        "from speechdp.parallel.updates import FlatUpdate\n"
+        "cpu = torch.device('cpu')\n"
+        "values, gradients, scaler = torch.zeros(3), torch.full((3,), 256.0), make_scaler(cpu)\n"
+        "begin(scaler, cpu)\n"
+        "update = FlatUpdate(values, gradients, lambda p: torch.optim.SGD(p, 0.5))\n"
+        "scaler.unscale_(update.optimizer)\n"
+        "update.move(values, gradients, 0.5, scaler)\n"
+        "assert values.tolist() == [-0.5] * 3\n"
+        f"{_PRINT_MODULES}"
+    )
+    assert not modules_after(program) & set(_HEAVY)

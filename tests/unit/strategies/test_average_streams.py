@@ -145,7 +145,7 @@ def _means(comm: Communicator, vectors: Tensor, device: torch.device, *, aside: 
             work.wait()
         else:
             average()
-        found.append(out.cpu())
+        found.append(out.to("cpu", copy=True))
     beside.close()
     outbox.close()
     peers.close()
