@@ -45,9 +45,10 @@ def as_called(model: LstmAcousticModel, features: Tensor, lengths: Tensor) -> Te
     return model(features, lengths)
 
 
-def packed(model: LstmAcousticModel, features: Tensor, lengths: Tensor) -> Tensor:
+def flagged(model: LstmAcousticModel, features: Tensor, lengths: Tensor) -> Tensor:
     """What a GPU does with unequal lengths."""
-    model._recur = model._encode_packed  # type: ignore[method-assign]
+    if model.config.bidirectional:
+        model._recur = model._encode_flagged  # type: ignore[method-assign]
     return model(features, lengths)
 
 
@@ -77,7 +78,7 @@ def gradients(model: LstmAcousticModel, logits: Tensor, lengths: Tensor) -> list
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("way", [as_called, packed])
+@pytest.mark.parametrize("way", [as_called, flagged])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_way_equals_each_segment_alone(config: LstmConfig, way: Way) -> None:
     model = make_model(config)
@@ -94,6 +95,22 @@ def test_every_way_equals_each_segment_alone(config: LstmConfig, way: Way) -> No
         assert (one - other).abs().max() <= TOLERANCE
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.filterwarnings("error:RNN module weights")
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_gpu_gives_what_a_cpu_gives(config: LstmConfig) -> None:
+    model = make_model(config)
+    features, lengths = make_segments()
+    logits = model(features, lengths)
+    expected = gradients(model, logits, lengths)
+    found = model.cuda()(features.cuda(), lengths).cpu()
+    for row, length in enumerate(LENGTHS):
+        assert (found[row, :length] - logits[row, :length]).abs().max() <= 1e-9
+    for one, other in zip(gradients(model, found, lengths), expected, strict=True):
+        assert (one.cpu() - other).abs().max() <= 1e-9
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_segments_of_one_length_take_the_short_way_to_the_same_end(config: LstmConfig) -> None:
     model = make_model(config)
@@ -103,14 +120,15 @@ def test_segments_of_one_length_take_the_short_way_to_the_same_end(config: LstmC
     assert (logits - one_by_one(model, features, lengths)).abs().max() <= TOLERANCE
 
 
+@pytest.mark.parametrize("way", [as_called, flagged])
 @pytest.mark.parametrize("name", ["BLSTM", "BLSTM with bottleneck, four frames a step"])
-def test_padding_reaches_no_frame(name: str) -> None:
+def test_padding_reaches_no_frame(name: str, way: Way) -> None:
     model = make_model(CONFIGS[name])
     features, lengths = make_segments()
     other = features.clone()
     for row, length in enumerate(LENGTHS):
         other[row, length:] = 1000.0
-    one, two = model(features, lengths), model(other, lengths)
+    one, two = way(model, features, lengths), way(model, other, lengths)
     for row, length in enumerate(LENGTHS):
         assert torch.equal(one[row, :length], two[row, :length])
 
