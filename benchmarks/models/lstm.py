@@ -1,6 +1,9 @@
-"""Forward and backward of acoustic models on one core: ours beside nn.LSTM packed and padded, and subsampled.
+"""Forward and backward of acoustic models: ours beside nn.LSTM packed and padded, and subsampled.
 
     python benchmarks/models/lstm.py [--rounds 5] [--seconds 2] [--batches 6,16,32] [--frames 100,300]
+        [--device cuda [--precision bf16]]
+
+On one core, or on a GPU.
 
 Models: the preset `tiny` (2 x BLSTM-128), and 4 x BLSTM-320.  Batches are padded; lengths are drawn evenly
 between half of the longest and the longest, and the same for all contenders.  All end in the same output
@@ -33,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.strategies.paired import compare, run_rounds
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.models.precision import Precision
 from speechdp.models.presets import LSTM_TINY
 
 MODELS = {"2x128": replace(LSTM_TINY, dropout=0.0), "4x320": LstmConfig(4, 320, bidirectional=True)}
@@ -69,27 +73,42 @@ def make_batch(size: int, frames: int) -> tuple[Tensor, Tensor, Tensor]:
     return features, lengths, targets
 
 
-def rate(forward: Forward, batch: tuple[Tensor, Tensor, Tensor], seconds: float) -> float:
+def rate(
+    forward: Forward, batch: tuple[Tensor, Tensor, Tensor], seconds: float, precision: Precision
+) -> float:
     """Return frames/s of forward and backward, padding not counted."""
     features, lengths, targets = batch
     steps, began = 0, time.perf_counter()
     while steps == 0 or time.perf_counter() - began < seconds:
-        logits = forward(features, lengths).flatten(0, 1)
-        nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum").backward()
+        with precision.computing():
+            logits = forward(features, lengths).flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
+        loss.backward()
         steps += 1
+        if features.is_cuda and steps % 5 == 1:  # the host is not to run far ahead
+            torch.cuda.synchronize()
+    if features.is_cuda:
+        torch.cuda.synchronize()
     return steps * int(lengths.sum()) / (time.perf_counter() - began)
 
 
-def measure(config: LstmConfig, size: int, frames: int, rounds: int, seconds: float) -> dict[str, float]:
+def measure(config: LstmConfig, size: int, frames: int, options: argparse.Namespace) -> dict[str, float]:
     """Return the median ratios for a model and a form of batch."""
     torch.manual_seed(1)
-    model = LstmAcousticModel(FEATURES, CLASSES, config)
-    subsampled = LstmAcousticModel(FEATURES, CLASSES, replace(config, subsampling=SUBSAMPLING))
+    device = torch.device(options.device)
+    precision = Precision(options.precision, device)
+    model = LstmAcousticModel(FEATURES, CLASSES, config).to(device)
+    subsampled = LstmAcousticModel(FEATURES, CLASSES, replace(config, subsampling=SUBSAMPLING)).to(device)
     ways = {"ours": model, "packed": packed(model), "padded": padded(model), "subsampled": subsampled}
-    batch = make_batch(size, frames)
+    features, lengths, targets = make_batch(size, frames)
+    batch = features.to(device), lengths, targets.to(device)
+
+    def timed(name: str) -> float:
+        return rate(ways[name], batch, options.seconds, precision)
+
     for forward in ways.values():
-        rate(forward, batch, 0)  # makes oneDNN's kernels
-    rates = run_rounds(list(ways), lambda name: rate(ways[name], batch, seconds), rounds, "frames/s")
+        rate(forward, batch, 0, precision)  # makes oneDNN's kernels
+    rates = run_rounds(list(ways), timed, options.rounds, "frames/s")
     return {f"{one}_vs_{other}": compare(rates, one, other) for one, other in RATIOS}
 
 
@@ -100,6 +119,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--batches", default="6,16,32")
     parser.add_argument("--frames", default="100,300")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = []
@@ -107,7 +128,7 @@ def main() -> None:
         for size in map(int, options.batches.split(",")):
             for frames in map(int, options.frames.split(",")):
                 print(f"{name}, {size} segments of up to {frames} frames", flush=True)
-                found.append(measure(config, size, frames, options.rounds, options.seconds))
+                found.append(measure(config, size, frames, options))
     print(json.dumps({key: min(ratios[key] for ratios in found) for key in found[0]}))
 
 

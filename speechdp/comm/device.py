@@ -7,6 +7,7 @@ import os
 import torch
 
 from speechdp import remedies
+from speechdp.counting import counted
 from speechdp.errors import ConfigError
 
 #: Ranks of a host that share a GPU, as tests of several ranks on one GPU need it; one by default.
@@ -18,15 +19,25 @@ def num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def ranks_per_gpu() -> int:
+    """Return how many ranks of a host share a GPU.
+
+    Raises:
+        ConfigError: the environment says nonsense.
+    """
+    shared_by = os.environ.get(RANKS_PER_GPU) or "1"
+    if not shared_by.isdecimal() or int(shared_by) < 1:
+        raise ConfigError(f"{RANKS_PER_GPU}={shared_by}: give a number of ranks, at least 1")
+    return int(shared_by)
+
+
 def ranks_on_gpus(name: str) -> int:
     """Return how many ranks of this host compute on GPUs at most, with `auto`, `cpu` or `cuda`.
 
     Raises:
         ConfigError: cuda was asked for and there is none; or the environment says nonsense.
     """
-    shared_by = os.environ.get(RANKS_PER_GPU) or "1"
-    if not shared_by.isdecimal() or int(shared_by) < 1:
-        raise ConfigError(f"{RANKS_PER_GPU}={shared_by}: give a number of ranks, at least 1")
+    shared_by = ranks_per_gpu()
     if name == "cpu":
         return 0
     count = num_gpus()
@@ -35,7 +46,7 @@ def ranks_on_gpus(name: str) -> int:
             f"{remedies.device('cuda')}: torch sees no GPU on this host; check the driver, or use "
             f"{remedies.device('cpu')}"
         )
-    return count * int(shared_by)
+    return count * shared_by
 
 
 def exchange_device(name: str) -> torch.device:
@@ -55,8 +66,8 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     count = num_gpus()
     if local_rank >= most:
         raise ConfigError(
-            f"local rank {local_rank}: only {count} GPUs on this host; start at most {most} ranks a host "
-            f"(slots= in the hostfile), or use {remedies.device('cpu')}"
+            f"local rank {local_rank}: only {counted(count, 'GPU')} on this host; start at most "
+            f"{counted(most, 'rank')} a host (slots= in the hostfile), or use {remedies.device('cpu')}"
         )
     device = torch.device("cuda", local_rank * count // most)
     torch.cuda.set_device(device)

@@ -49,7 +49,7 @@ def run_ranks(main: Callable[[Communicator], T], *, backend: str = "auto", devic
         main: gets the communicator: `comm.rank`, `comm.size`, `comm.device`.
         backend: `auto`, `horovod`, `mpi`, `torch` or `serial` as in docs/communicators.md; `threads:N` runs N
             ranks as threads of this process, for tests and notebooks.  SPEECHDP_BACKEND wins over it.
-        device: `auto` (a GPU for each rank where there are any), `cpu` or `cuda`.
+        device: `auto` (a GPU for each rank where there are any; the CPU with `threads:N`), `cpu` or `cuda`.
 
     Returns:
         What `main` returned on this rank; with `threads:N`, on rank 0.
@@ -75,6 +75,7 @@ def run_ranks(main: Callable[[Communicator], T], *, backend: str = "auto", devic
         return 0
 
     if name.startswith("threads"):
+        device = "cpu" if device == "auto" else device
         exit_code = run_threads(_num_threads(name), run, _THREADS_S)[0]
     else:
         start = StartGuard(_START_S)

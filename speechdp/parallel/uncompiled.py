@@ -23,7 +23,9 @@ def made_without_compiler(make: Callable[[], T]) -> T:
     return make()
 
 
-def step_without_compiler(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
+def step_without_compiler(
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
+) -> None:
     """Let an optimizer move its parameters by their gradients.
 
     Args:

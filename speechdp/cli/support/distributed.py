@@ -156,7 +156,7 @@ def _session(
     reporter: Reporter = SilentReporter()
     if comm.rank == 0:
         reporter = ConsoleReporter(make_console(), request.label)
-    notice = choose_backend(options.backend).notice
+    notice = choose_backend(options.backend, device).notice
     if notice:
         reporter.notice(notice)
     hosts = comm.allgather_object(environment.host_name())

@@ -12,6 +12,7 @@ import torch
 from speechdp import remedies
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
+from speechdp.comm.device import RANKS_PER_GPU, ranks_per_gpu
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.errors import CommunicationError, ConfigError
 
@@ -49,23 +50,40 @@ class BackendChoice:
     notice: str | None = None
 
 
-def choose_backend(name: str = "auto") -> BackendChoice:
+def choose_backend(name: str = "auto", device: torch.device | None = None) -> BackendChoice:
     """Resolve `auto`; initialises nothing.
 
     Several processes announced by a launcher: Horovod where it is usable, else MPI with a notice that
     says why.  Nothing announced: serial.
+
+    Args:
+        device: where the tensors to be exchanged live; None for the CPU.
+
+    Raises:
+        ConfigError: no such back-end, or it cannot exchange between ranks that share a GPU.
     """
     if name not in (*_MODULES, "auto", "serial"):
         known = ", ".join(("auto", "serial", *_MODULES))
         raise ConfigError(f"unknown communicator back-end {name!r}; choose one of: {known}")
-    if name != "auto":
-        return BackendChoice(name)
+    shares_gpus = device is not None and device.type == "cuda" and ranks_per_gpu() > 1
+    choice = BackendChoice(name) if name != "auto" else _automatic(shares_gpus)
+    if shares_gpus and (choice.name == "torch" or (choice.name == "horovod" and _has_nccl())):
+        raise ConfigError(
+            f"the {choice.name} back-end exchanges over NCCL, which refuses ranks that share a GPU "
+            f"({RANKS_PER_GPU}); use {remedies.backend('mpi')}"
+        )
+    return choice
+
+
+def _automatic(shares_gpus: bool) -> BackendChoice:
     launch = environment.announced()
     if launch is None or launch.size == 1:
         return BackendChoice("serial")
     if launch.launcher == "torchrun":
         return BackendChoice("torch", "back-end torch: started by torchrun, which the others do not know")
     why_not = _why_not_horovod()
+    if why_not is None and shares_gpus and _has_nccl():
+        why_not = f"NCCL refuses ranks that share a GPU ({RANKS_PER_GPU})"
     if why_not is None:
         return BackendChoice("horovod")
     return BackendChoice("mpi", f"back-end mpi instead of horovod: {why_not}")
@@ -82,7 +100,7 @@ def create_communicator(name: Backend | str = "auto", device: torch.device | Non
         ConfigError: no such back-end.
         CommunicationError: it is not installed, or cannot start.
     """
-    choice = choose_backend(name)
+    choice = choose_backend(name, device)
     if choice.name == "serial":
         return SerialCommunicator()
     _refuse_unconnected()
@@ -109,7 +127,7 @@ def create_fed_job(name: Backend | str, num_feeders: int, device: torch.device |
         CommunicationError: it is not installed, or cannot start.
     """
     _refuse_unconnected()
-    choice = choose_backend(name)
+    choice = choose_backend(name, device)
     launch = environment.announced()
     feeders = f"--feeders {num_feeders}"
     if launch is None or launch.size == 1 or choice.name == "serial":
@@ -131,6 +149,11 @@ def create_fed_job(name: Backend | str, num_feeders: int, device: torch.device |
             f"and {_remedy('mpi')}"
         ) from error
     return job
+
+
+def _has_nccl() -> bool:
+    """Return whether there is a Horovod that exchanges over NCCL."""
+    return _why_not_horovod() is None and bool(importlib.import_module("horovod.torch").nccl_built())
 
 
 def _remedy(backend: str) -> str:

@@ -7,6 +7,7 @@ import sys
 from typing import NoReturn
 
 import pytest
+import torch
 
 from speechdp import exit_codes
 from speechdp.comm.base import Communicator
@@ -80,6 +81,23 @@ def test_auto_falls_back_to_mpi_and_says_why(monkeypatch: pytest.MonkeyPatch) ->
 def test_auto_takes_torch_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     announce(monkeypatch, TORCHRUN)
     assert choose_backend("auto").name == "torch"
+
+
+def test_ranks_that_share_a_gpu_do_not_exchange_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    announce(monkeypatch, MPIRUN)
+    monkeypatch.setenv("SPEECHDP_RANKS_PER_GPU", "2")
+    monkeypatch.setattr(create, "_why_not_horovod", lambda: None)
+    monkeypatch.setattr(create, "_has_nccl", lambda: True)
+    gpu = torch.device("cuda")
+    choice = choose_backend("auto", gpu)
+    assert choice.name == "mpi" and "NCCL refuses ranks that share a GPU" in str(choice.notice)
+    assert choose_backend("mpi", gpu).name == "mpi"
+    for name in ("torch", "horovod"):
+        assert choose_backend(name, torch.device("cpu")).name == name
+        with pytest.raises(ConfigError, match=f"the {name} back-end .*use SPEECHDP_BACKEND=mpi"):
+            choose_backend(name, gpu)
+    monkeypatch.setattr(create, "_has_nccl", lambda: False)  # over the host's memory
+    assert choose_backend("auto", gpu).name == choose_backend("horovod", gpu).name == "horovod"
 
 
 def test_an_unknown_back_end_is_refused_with_the_known_ones() -> None:
