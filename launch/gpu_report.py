@@ -2,10 +2,11 @@
 
     make test-gpu            # or: .venv/bin/python launch/gpu_report.py [--report FILE] [--only NAME]
 
-The tests marked `gpu`, the NCCL build of Horovod, two ranks on one GPU and on two with each back-end that
-can, training in each number format, and the benchmarks that say something on a GPU; 30 to 60 minutes.  A part
-that fails does not stop the others.  The report is JSON, and whole after every part: versions, nvidia-smi,
-and of each part its command, outcome, seconds, the end of its output, and the files it has measured into.
+The tests marked `gpu`, the NCCL build of Horovod, one rank over NCCL, two on one GPU and on two with each
+back-end that can, training in each number format, and the benchmarks that say something on a GPU; 30 to 60
+minutes.  A part that fails does not stop the others.  The report is JSON, and whole after every part:
+versions, nvidia-smi, and of each part its command, outcome, seconds, the end of its output, and the files it
+has measured into.
 
 Exit code 0: every part went well; 1: one did not, or there is no GPU.
 """
@@ -63,6 +64,7 @@ class Part:
         environment: set for it besides what there is.
         says: what its output must hold to have gone well; "": anything.
         files: that it measures into, to be put into the report.
+        prepares: others need what it makes, so --only leaves it in.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Part:
     environment: Mapping[str, str] = field(default_factory=dict)
     says: str = ""
     files: Sequence[Path] = ()
+    prepares: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,11 @@ def parts(num_gpus: int, folder: Path) -> list[Part]:
     build = Part("Horovod with NCCL", ["launch/build_horovod", "--install"], 1800, says="-nccl/")
     installed = Part("installation", [PYTHON, "launch/check_installation.py"])
     prepared = [
-        Part("data", [SPEECHDP, "prepare", "--synthetic", "0.2", data]),
+        Part("data", [SPEECHDP, "prepare", "--synthetic", "0.2", data], prepares=True),
         Part(
-            "spectrograms", [SPEECHDP, "prepare", "--synthetic", "0.1", spectrograms, "--task", "synthesis"]
+            "spectrograms",
+            [SPEECHDP, "prepare", "--synthetic", "0.1", spectrograms, "--task", "synthesis"],
+            prepares=True,
         ),
     ]
     formats = [_format(folder, data, spectrograms, task, kind) for task in _PRESETS for kind in _FORMATS]
@@ -106,6 +111,7 @@ def parts(num_gpus: int, folder: Path) -> list[Part]:
         installed,
         *prepared,
         *formats,
+        *_alone(folder, data),
         *_pairs(num_gpus, folder, data),
         *_benchmarks(folder),
     ]
@@ -144,6 +150,17 @@ def _visible(num_gpus: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join((given or ["0", "1"])[:num_gpus])}
 
 
+def _alone(folder: Path, data: str) -> list[Part]:
+    """Train with one rank over NCCL: on a single GPU the one way to see that it begins, sums and ends."""
+    found = []
+    for backend in ("horovod", "torch"):
+        run = folder / f"{backend}-alone"
+        words = [SPEECHDP, "launch", "-np", "1", "--", "train", data, str(run), "--backend", backend]
+        words += ["--strategy", _IN_HALF, "--device", "cuda", "--epochs", "1"]
+        found.append(Part(f"one rank, {backend}", words, 300, _visible(1), files=[run / "timing.json"]))
+    return found
+
+
 def _pairs(num_gpus: int, folder: Path, data: str) -> list[Part]:
     """Train with two ranks, on one GPU with what goes over the host's memory, on two with every back-end.
 
@@ -171,9 +188,11 @@ def _pairs(num_gpus: int, folder: Path, data: str) -> list[Part]:
 def _benchmarks(folder: Path) -> list[Part]:
     cost = [PYTHON, "benchmarks/models/decoder_cost.py", "--preset", "tacotron", "--device", "cuda"]
     wait = [PYTHON, "benchmarks/data/data_wait.py", "--ranks", "1", "--out", str(folder / "data_wait")]
+    lstm = [PYTHON, "benchmarks/models/lstm.py", "--device", "cuda", "--batches", "16,32", "--seconds", "0.3"]
     one = _visible(1)
     return [
         *(Part(f"decoder in {k}", [*cost, "--precision", k], 900, one) for k in ("fp32", "bf16")),
+        *(Part(f"LSTM in {k}", [*lstm, "--precision", k], 900, one) for k in ("fp32", "bf16")),
         Part("waiting for data", wait, 1800, one),
     ]
 
@@ -305,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     facts, results = machine(), list[Result]()
     with tempfile.TemporaryDirectory(prefix="speechdp-gpu-") as folder:
-        chosen = [part for part in parts(num_gpus, Path(folder)) if given.only in part.name]
+        chosen = [p for p in parts(num_gpus, Path(folder)) if p.prepares or given.only in p.name]
         for number, part in enumerate(chosen, 1):
             print(f"[{number}/{len(chosen)}] {part.name} ...", end=" ", flush=True)
             results.append(run(part))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -226,3 +227,14 @@ def test_the_report_is_whole_after_every_part(
     assert report["versions"]["torch"] == torch.__version__ and "nvidia-smi" in report
     assert capsys.readouterr().out.endswith(f"1 of 2 parts went well; send back {path}\n")
     assert gpu_report.main(["--report", str(path), "--only", "third"]) == 1
+
+
+def test_some_parts_have_the_data_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, listed = tmp_path / "report.json", parts(1, tmp_path)
+    assert [part.name for part in listed if part.prepares] == ["data", "spectrograms"]
+    nothing = [dataclasses.replace(part, command=["true"], says="") for part in listed]
+    monkeypatch.setattr(gpu_report, "count_gpus", lambda: (1, ""))
+    monkeypatch.setattr(gpu_report, "parts", lambda num_gpus, folder: nothing)
+    assert gpu_report.main(["--report", str(path), "--only", "acoustic in bf16"]) == 0
+    outcomes = json.loads(path.read_text())["outcomes"]
+    assert list(outcomes) == ["data", "spectrograms", "acoustic in bf16"]
