@@ -44,6 +44,7 @@ from speechdp.decode.results import (
     judged,
     nbest_path,
     results_at,
+    results_name,
     write_results,
 )
 from speechdp.decode.scoring import AcousticScorer
@@ -466,10 +467,13 @@ def decode_split(
         RunError: the model gives NaN, or the results cannot be written.
     """
     check_decodable(trained, dataset, options)
-    path = run_dir / "hypotheses" / f"{split}.txt"
+    name = split
     if comm.rank == 0:
+        name = results_name(run_dir, split, dataset, trained.config.get("data_checksum"))
         with results_at(run_dir):
-            check_writable(path.parent)  # of somebody else's run, say: before the work
+            check_writable(run_dir / "hypotheses")  # of somebody else's run, say: before the work
+    name = comm.broadcast_object(name)
+    path = run_dir / "hypotheses" / f"{name}.txt"
     with SpokenSplit.open(dataset, split, comm) as reader:
         began = time.process_time()
         recogniser = recogniser_for(trained, dataset, options, reader.transcripts)
@@ -492,6 +496,8 @@ def decode_split(
     wer = word_error_rate([h.ref for h in told], [h.hyp for h in told])
     result = DecodingResult(
         split=split,
+        name=name,
+        data={"path": str(dataset.path), "checksum": dataset.checksum},
         grammar=recogniser.grammar,
         wer=wer,
         speakers=errors_by_speaker(told),

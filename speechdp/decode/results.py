@@ -9,11 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from speechdp.data.shards.dataset import MANIFEST_NAME, Dataset
 from speechdp.decode.graph import Grammar
 from speechdp.decode.nbest import Candidate, nbest_lines
 from speechdp.decode.wer import WerResult, errors_by_group, oracle_of, word_error_rate
 from speechdp.errors import RunError
 from speechdp.files import cannot_be_written, write_text_atomically
+from speechdp.json_input import parse_json
+from speechdp.parallel.run_files import TRAINED_ON
 
 #: What the latest decoding with --tune-on chose for a run.
 TUNED_NAME = "tuned.json"
@@ -57,6 +60,8 @@ class DecodingResult:
 
     Attributes:
         split: its name.
+        name: how its files are called, as `results_name` has it.
+        data: path and checksum of the data.
         grammar: the grammar used.
         wer: word errors.
         speakers: those of each speaker, the worst first; empty where the data know none.
@@ -71,6 +76,8 @@ class DecodingResult:
     """
 
     split: str
+    name: str
+    data: Mapping[str, str]
     grammar: Grammar
     wer: WerResult
     speakers: Mapping[str, WerResult]
@@ -178,9 +185,40 @@ def nbest_path(hypotheses: Path) -> Path:
     return hypotheses.with_suffix(".nbest")
 
 
-def wer_path(run_dir: Path, split: str) -> Path:
-    """Return the record of a split's word errors: a file a split, so that none overwrites another."""
-    return run_dir / f"wer-{split}.json"
+def wer_path(run_dir: Path, name: str) -> Path:
+    """Return the record of a decoding's word errors: a file for each, so that none overwrites another."""
+    return run_dir / f"wer-{name}.json"
+
+
+def results_name(run_dir: Path, split: str, dataset: Dataset, trained_on: object) -> str:
+    """Return how the files of a decoding are called: SPLIT, or SPLIT@FOLDER for other data than the run's.
+
+    Data that the run was not trained on have the plain name where its own have no such split, and nothing
+    else has taken it: a test set that was prepared by itself.
+
+    Args:
+        run_dir: the run.
+        split: of `dataset`.
+        dataset: what is decoded.
+        trained_on: checksum of the data that the model was trained on; None: not known.
+    """
+    if trained_on is None or dataset.checksum == trained_on:
+        return split
+    has_own = split in _object_in(run_dir / TRAINED_ON / MANIFEST_NAME, "splits")
+    earlier = _object_in(wer_path(run_dir, split), "data")
+    if not has_own and earlier.get("checksum", dataset.checksum) == dataset.checksum:
+        return split
+    return f"{split}@{dataset.path.resolve().name}"
+
+
+def _object_in(path: Path, key: str) -> dict[str, Any]:
+    """Return an object in a file of JSON; empty where there is none."""
+    try:
+        values = parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    found = values.get(key) if isinstance(values, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def write_results(run_dir: Path, result: DecodingResult) -> None:
@@ -188,6 +226,7 @@ def write_results(run_dir: Path, result: DecodingResult) -> None:
     nbest = result.nbest
     values = {
         "split": result.split,
+        "data": dict(result.data),
         "grammar": result.grammar.value,
         **asdict(result.wer),
         "unknown_words": result.unknown_words,
@@ -214,7 +253,7 @@ def write_results(run_dir: Path, result: DecodingResult) -> None:
             lists = (nbest_lines(h.utterance_id, h.candidates) for h in result.utterances)
             write_text_atomically(nbest.path, "".join(lists))
         write_text_atomically(result.hypotheses, "".join(lines))
-        write_text_atomically(wer_path(run_dir, result.split), json.dumps(values, indent=2) + "\n")
+        write_text_atomically(wer_path(run_dir, result.name), json.dumps(values, indent=2) + "\n")
         if "tuning" in result.settings:  # apart: a later decoding of this split may use other values
             tuned = {name: values[name] for name in ("grammar", "options", "tuning")}
             write_text_atomically(run_dir / TUNED_NAME, json.dumps(tuned, indent=2) + "\n")

@@ -41,6 +41,8 @@ def decoding_of(heard: Sequence[Heard], run_dir: Path, *, unknown_words: int = 0
     run_dir.mkdir()
     return DecodingResult(
         split="test",
+        name="test",
+        data={"path": "DATA", "checksum": "1"},
         grammar=Grammar.WORD_LOOP,
         wer=word_error_rate(said, found),
         speakers=errors_by_group([one.speaker for one in heard], said, found),

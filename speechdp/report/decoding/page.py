@@ -55,7 +55,7 @@ def write_decoding_page(result: DecodingResult, dataset: Dataset, run_dir: Path)
     answer = _answer(result)
     page = render_page(
         "decoding",
-        f"{run_dir.resolve().name}: {result.split}",
+        f"{run_dir.resolve().name}: {result.name}",
         answer,
         confusions=_confusion_table(confusions(utterances, _MOST_WORDS)),
         lost_and_added=_lost_and_added_table(lost_and_added(utterances, _MOST_WORDS)),
@@ -67,7 +67,7 @@ def write_decoding_page(result: DecodingResult, dataset: Dataset, run_dir: Path)
         settings=_settings(result, dataset),
     )
     html, csv, _ = write_files(
-        run_dir / "report", f"decoding-{result.split}", page, _csv(result, utterances), {}
+        run_dir / "report", f"decoding-{result.name}", page, _csv(result, utterances), {}
     )
     table = Group(*([_shortened(speakers)] if len(speakers.rows) > 1 else []))
     return WrittenReport(html, csv, None, table, answer.sentences)

@@ -248,6 +248,7 @@ def _find_word_errors(run_dir: Path, split: str, problems: list[str]) -> WordErr
         return _read_word_errors(path, problems) if path.is_file() else None
     test = run_dir / "wer-test.json"
     found = [test] if test.is_file() else files_of(run_dir, "wer-*.json", problems)
+    found = [path for path in found if "@" not in path.name]  # of other data than the run's
     if len(found) > 1:
         problems.append("wer-test.json: missing, and several other splits are decoded; decode the test split")
         return None

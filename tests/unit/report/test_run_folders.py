@@ -181,6 +181,9 @@ def test_the_test_split_comes_first_else_the_only_one(tmp_path: Path) -> None:
     (path / "wer-test.json").unlink()
     errors = read_run(path).word_errors
     assert errors is not None and (errors.split, errors.wer) == ("dev", 0.5)
+    (path / "wer-test@other.json").write_text(json.dumps(dev | {"wer": 0.9}))  # of other data
+    errors = read_run(path).word_errors
+    assert errors is not None and errors.wer == 0.5
     (path / "wer-eval.json").write_text(json.dumps(dev | {"split": "eval"}))
     run = read_run(path)
     assert run.word_errors is None
