@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from speechdp import exit_codes
 from speechdp.cli.support.script_options import ScriptOptions, owned_folder, say_how_many_failed
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
@@ -96,7 +97,6 @@ class CompareCommand:
         return train_over_ranks(SessionRequest(self.data, self.options, self.job, others), self._on_rank)
 
     def _on_rank(self, session: Session) -> int:
-        from speechdp import exit_codes  # noqa: PLC0415
         from speechdp.experiments.compare.plan import SEQUENTIAL  # noqa: PLC0415
         from speechdp.experiments.race.run import hold_race  # noqa: PLC0415
         from speechdp.process.ending import Stopped  # noqa: PLC0415
@@ -250,9 +250,9 @@ def _compare(
             say(line)
         try:
             record = Comparer(out, plan, training(say), say, metric=metric, threads=threads).run()
-        except JobStopped as stopped:
+        except JobStopped:
             say(f"stopped as requested; the same command continues {out}")
-            return stopped.exit_code
+            return exit_codes.STOPPED
     print_report(out, target, metric)
     failed = sum(run.state == FAILED for run in record.runs)
     say_how_many_failed(failed, len(record.runs), out)

@@ -17,7 +17,7 @@ from speechdp.cli.support.help_text import option_rules, wrapped_paragraphs
 from speechdp.comm.environment import announced
 from speechdp.errors import ConfigError, SpeechDPError
 from speechdp.files import cannot_be_used
-from speechdp.process.ending import Ended, describe_end, end_by_exception
+from speechdp.process.ending import Ended, describe_end, end_by_exception, leave
 from speechdp.process.output import STDERR, is_read, keep_standard_streams, lost_output
 from speechdp.process.utf8 import use_utf8
 
@@ -157,7 +157,10 @@ def main() -> None:
     except SystemExit as end:  # of an argument parser, also after --help
         exit_code = _exit_code_of(end)
     sys.stdout.flush()
-    sys.exit(_told_of_lost_output(exit_code))
+    exit_code = _told_of_lost_output(exit_code)
+    if exit_code in (0, exit_codes.STOPPED):
+        leave(exit_code)
+    sys.exit(exit_code)
 
 
 def _exit_code_of(end: SystemExit) -> int:

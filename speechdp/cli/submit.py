@@ -12,6 +12,7 @@ import tyro
 
 from speechdp.cli.launch import LaunchCommand, check_options
 from speechdp.cli.main import check_forwarded
+from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Scheduler
 from speechdp.launching.batch_script import BatchJob, Placement, Resources, job_name, render
 from speechdp.launching.command import is_script
@@ -163,6 +164,11 @@ def _check_launch(scheduler: Scheduler, job: BatchJob, *, may_get_others: bool) 
     Args:
         may_get_others: options of the scheduler's own may ask for other hosts than the script does.
     """
+    if scheduler == "sge" and job.resources.cpus_per_rank is not None:
+        raise ConfigError(
+            f"--cpus-per-rank {job.resources.cpus_per_rank}: Grid Engine counts slots, one a rank, and "
+            "no cores; leave it out, and name a --parallel-environment whose slots have the cores"
+        )
     launch: LaunchCommand = check_forwarded(["launch", *job.launch_words, "--", *job.command])
     nodes, ranks_per_node = job.resources.nodes, job.resources.ranks_per_node
     num_ranks = nodes * ranks_per_node if launch.num_ranks is None else launch.num_ranks

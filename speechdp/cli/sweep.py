@@ -184,9 +184,9 @@ class SweepScriptCommand:
         with owned_folder(self.out_dir, "sweep", say, SWEEP, overwrite=self.overwrite):
             try:
                 failed = run_script_sweep(sweep, training, say)
-            except JobStopped as stopped:
+            except JobStopped:
                 say(f"stopped as requested; the same command continues {self.out_dir}")
-                return stopped.exit_code
+                return exit_codes.STOPPED
         print_report(self.out_dir, self.script.target, self.script.metric)
         say_how_many_failed(failed, len(names), self.out_dir)
         return 1 if failed else 0

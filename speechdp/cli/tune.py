@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import tyro
 
+from speechdp import exit_codes
 from speechdp.cli.support.script_options import ScriptOptions, owned_folder
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
@@ -186,7 +187,6 @@ class TuneCommand:
         )
 
     def _on_rank(self, session: Session) -> int:
-        from speechdp import exit_codes  # noqa: PLC0415
         from speechdp.experiments.race.run import hold_race  # noqa: PLC0415
         from speechdp.experiments.tune.training import race_of, settings_in  # noqa: PLC0415
         from speechdp.process.ending import Stopped  # noqa: PLC0415
@@ -354,9 +354,9 @@ def _search(
     with owned_folder(request.out, "tune", say, TUNE, overwrite=overwrite):
         try:
             Tuner(request, jobs(say), say).run()
-        except JobStopped as stopped:
+        except JobStopped:
             say(f"stopped as requested; the same command continues {request.out}")
-            code = stopped.exit_code
+            code = exit_codes.STOPPED
     if not code or _has_best(request.out):
         print_report(request.out, None)
     return code

@@ -24,11 +24,7 @@ _UNCAUGHT = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)(: .*)?")
 
 
 class JobStopped(Exception):  # noqa: N818 (not an error)
-    """The user asked for the end; `exit_code` is that of the job under way."""
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__()
-        self.exit_code = exit_code
+    """The user asked for the end while a job was under way: the same command goes on."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +107,7 @@ class JobStarter:
         except OSError as error:
             raise RunError(cannot_be_written(log, error)) from error
         if end.stop_signal is not None:
-            raise JobStopped(end.exit_code or 128 + end.stop_signal)
+            raise JobStopped
         if may_pause and end.exit_code == exit_codes.STOPPED:
             return None
         return what_went_wrong(end, printed)

@@ -356,12 +356,15 @@ def _traffic_settings(job: LaunchJob) -> list[str]:
     The algorithm of allreduce and yielding while waiting are set by the ranks themselves
     (comm/environment.py), so that they hold under srun too and the user's own settings come first.
     """
-    # ob1 over shared memory and TCP: what was tried; a half-configured InfiniBand is left alone.
-    settings = {"pml": "ob1", "btl": "^openib"}
+    # ob1 over shared memory and TCP: what was tried; a half-configured InfiniBand is left alone.  ofi would
+    # be for one-sided exchanges, of which there are none, and takes a second at the end of each job.
+    settings = {"pml": "ob1", "btl": "^openib,ofi"}
     if job.interface is not None:
         settings["btl_tcp_if_include"] = job.interface
     elif not job.spans_hosts:
-        settings["btl"] = "^openib,tcp"  # else every rank listens on all interfaces, and nobody ever calls
+        settings["btl"] = (
+            "^openib,ofi,tcp"  # else every rank listens on all interfaces, and nobody ever calls
+        )
     return _options("--mca", settings)
 
 

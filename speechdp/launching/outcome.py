@@ -74,6 +74,13 @@ def find_target(arguments: Sequence[str]) -> Target | None:
     return Target(subcommand, directory, _marker_state(subcommand, directory), tolerates_loss)
 
 
+#: How a script goes on that has not been asked to save: nobody but it knows whether it has.
+SCRIPT_CONTINUES = (
+    "the same command continues if the script saves and loads checkpoints (docs/api.md), and else begins "
+    "anew once its folder is removed"
+)
+
+
 def is_complete(target: Target) -> bool:
     """Tell whether the job left its completion marker.
 
@@ -102,7 +109,7 @@ def how_a_script_goes_on(end: JobEnd, exit_code: int, folder: Path | None) -> st
         known = f"; no checkpoint in {folder} yet"
     if exit_code == exit_codes.STOPPED:
         return f"{known}; the script has saved: the same command continues"
-    return f"{known}; the same command continues from what the script saves and loads itself (docs/api.md)"
+    return f"{known}; {SCRIPT_CONTINUES}"
 
 
 def _has_broken_off(end: JobEnd, exit_code: int) -> bool:

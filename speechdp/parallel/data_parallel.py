@@ -197,8 +197,8 @@ class DataParallel:
         if is_stopped and not self._has_saved:
             raise StoppedUnsaved(
                 f"stopped as requested at step {self.steps}, but the script has saved nothing since it "
-                "began: the same command takes these steps again; call run.save_checkpoint where "
-                "run.should_stop is true"
+                f"began: the same command takes these steps again{self._folder.once_removed()}; call "
+                "run.save_checkpoint where run.should_stop is true"
             )
         if is_stopped:
             raise Stopped

@@ -159,6 +159,12 @@ class ScriptFolder:
             return None
         return f"{folder}: already holds a run, without checkpoints; {other}, or remove it"
 
+    def once_removed(self) -> str:
+        """Return what must be done before a script that has saved nothing can begin again, a clause or ""."""
+        if self.path is None or self._has_looked or os.environ.get(RESUME_VARIABLE) == "1":
+            return ""
+        return f", once {self.path} is removed"
+
     def fail(self) -> None:
         """Note that the run has failed, and may begin anew in this process."""
         if self.path is not None:

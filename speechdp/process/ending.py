@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
+import sys
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -63,3 +67,21 @@ def _raise(signum: int, _frame: FrameType | None) -> NoReturn:
     for other in _SIGNALS:
         signal.signal(other, signal.SIG_IGN)
     raise Ended(signum)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End this process as sys.exit does, but without taking the interpreter down.
+
+    That takes 0.7 s where torch is loaded, of every rank, and a job ends with the last of them.  What is
+    registered to be done at the end is done, MPI's own end with it.
+    """
+    others = [thread for thread in threading.enumerate() if not thread.daemon]
+    if others != [threading.main_thread()]:
+        sys.exit(exit_code)  # they are waited for, which may take what is to be taken down
+    atexit._run_exitfuncs()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(exit_code)

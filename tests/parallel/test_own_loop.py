@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from speechdp import exit_codes
+from speechdp.launching.outcome import SCRIPT_CONTINUES
 from speechdp.report.runs.folders import read_run
 from tests.helpers.jobs import SPEECHDP, started
 from tests.helpers.mpi import run_job, run_mpi
@@ -76,9 +77,7 @@ def test_a_stop_signal_ends_a_script_in_one_line(tmp_path: Path) -> None:
     assert ended.exit_code == 128 + signal.SIGTERM, ended.output
     (line,) = ended.stderr.splitlines()
     assert line.startswith("speechdp launch: the job was stopped by SIGTERM; last checkpoint: ")
-    assert line.endswith(
-        "; the same command continues from what the script saves and loads itself (docs/api.md)"
-    )
+    assert line.endswith(f"; {SCRIPT_CONTINUES}")
 
 
 def test_a_script_saves_at_a_stop_signal_and_goes_on_from_there(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.choice import accurate_enough
@@ -18,12 +20,15 @@ from speechdp.report.kit.speeds import (
     speed_phrase,
 )
 from speechdp.report.runs.derived import RunFigures
+from speechdp.report.runs.samples import Samples
 from speechdp.report.sweep.cautions import find_cautions
 from speechdp.report.sweep.data_answer import data_advice, other_runs
 from speechdp.report.sweep.gain_answer import gain_sentence
 
 #: Shares of the step time below this hold nothing back.
 SMALL_SHARE = 0.03
+#: A GPU with a kernel for a smaller share of the time stands idle, and a process above is at its limit, %.
+IDLE_GPU, WHOLE_CORE = 80.0, 90.0
 
 
 @dataclass(frozen=True)
@@ -235,6 +240,9 @@ def _limit(row: RunFigures, labels: dict[str, str]) -> str:
     causes.sort(key=lambda cause: -cause[0])
     share, largest = causes[0]
     rest = ", ".join(f"{name} {formatting.percent(value)}\u00a0%" for value, name in causes[1:])
+    starting = starting_kernels(row.run.samples)
+    if share < SMALL_SHARE and starting:
+        return f"What holds {labels[row.run.name]} back most is the host: {starting}"
     if share < SMALL_SHARE:
         return (
             f"Nothing in particular holds {labels[row.run.name]} back: the largest loss is {largest}, "
@@ -243,6 +251,29 @@ def _limit(row: RunFigures, labels: dict[str, str]) -> str:
     return (
         f"What holds {labels[row.run.name]} back most is {largest}: {formatting.percent(share)} % of the "
         f"step time. The other losses: {rest}.{_communication(row)}"
+        f"{' Computing is held back by the host: ' if starting else ''}{starting}"
+    )
+
+
+def starting_kernels(samples: Sequence[Samples]) -> str:
+    """Say that GPUs stand idle since a core of the host starts their kernels one by one, a sentence or ""."""
+    sampled = [host for host in samples if len(host.t_s) and host.gpu_of_rank]
+    if not sampled:
+        return ""
+    # Means of the ranks' own GPUs and processes; a median leaves out start, evaluation and checkpoints.
+    used = [host.gpu_percent[:, sorted(set(host.gpu_of_rank.values()))].mean(axis=1) for host in sampled]
+    on_gpus, on_cores = (
+        np.concatenate(found) for found in (used, [host.cpu_percent.mean(axis=1) for host in sampled])
+    )
+    if not (np.isfinite(on_gpus).any() and np.isfinite(on_cores).any()):
+        return ""
+    gpu, core = float(np.nanmedian(on_gpus)), float(np.nanmedian(on_cores))
+    if gpu >= IDLE_GPU or core <= WHOLE_CORE:
+        return ""
+    return (
+        f"a kernel runs on a GPU {gpu:.0f}\u00a0% of the time, while the process that starts the kernels "
+        f"keeps a core busy ({core:.0f}\u00a0%). Larger batches (--batch-size) give each kernel more to do; a "
+        "faster GPU, or another --precision, would change little."
     )
 
 

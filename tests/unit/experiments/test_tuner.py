@@ -67,7 +67,7 @@ class Jobs:
 
     def measure(self, backend: str) -> Measurement | str:
         if self.stops_after == -1:
-            raise JobStopped(75)
+            raise JobStopped
         if backend not in self.factors:
             return "is not installed"
         return MadeUp((), 0.5, self.factors[backend])
@@ -92,7 +92,7 @@ class Jobs:
 
     def train_to(self, setting: Setting, backend: str, seed: int, step: int) -> Scored | str:
         if self.stops_after is not None and len(self.trained) >= self.stops_after:
-            raise JobStopped(75)
+            raise JobStopped
         if setting.strategy.text in self.fails:
             return "the loss is nan"
         if self.breaks.get(setting.strategy.text, 0):

@@ -44,7 +44,7 @@ def test_mpirun_on_this_machine() -> None:
     assert argv[argv.index("--prefix") + 1] == "/v"
     assert argv[argv.index("--bind-to") + 1] == "none"
     assert argv[argv.index("--map-by") + 1] == "slot"
-    assert settings(argv) == {"pml": "ob1", "btl": "^openib,tcp"}  # with tcp, every rank would listen
+    assert settings(argv) == {"pml": "ob1", "btl": "^openib,ofi,tcp"}  # with tcp, every rank would listen
     assert "--tag-output" not in argv
     assert [argv[i + 1] for i, word in enumerate(argv) if word == "-x"] == ["PATH"]
 

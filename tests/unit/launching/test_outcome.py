@@ -12,6 +12,7 @@ import pytest
 from speechdp.errors import ConfigError
 from speechdp.launching.faults import Fault
 from speechdp.launching.outcome import (
+    SCRIPT_CONTINUES,
     Target,
     Verdict,
     find_target,
@@ -206,7 +207,7 @@ def test_a_stop_on_request_is_told_as_one(tmp_path: Path) -> None:
 
 def test_a_script_that_was_stopped_is_told_how_it_goes_on(tmp_path: Path) -> None:
     killed, saved = JobEnd(143, 15), JobEnd(75, 2)
-    itself = "; the same command continues from what the script saves and loads itself (docs/api.md)"
+    itself = f"; {SCRIPT_CONTINUES}"
     here = "; the script has saved: the same command continues"
     assert how_a_script_goes_on(killed, 143, None) == itself
     assert how_a_script_goes_on(saved, 75, None) == here
@@ -222,7 +223,7 @@ def test_a_script_that_was_stopped_is_told_how_it_goes_on(tmp_path: Path) -> Non
 
 def test_a_script_that_lost_a_rank_is_told_how_it_goes_on(tmp_path: Path) -> None:
     killed = JobEnd(137, None, (Fault("killed", 1, "n2", signal=9),))
-    itself = "; the same command continues from what the script saves and loads itself (docs/api.md)"
+    itself = f"; {SCRIPT_CONTINUES}"
     assert how_a_script_goes_on(killed, 137, None) == itself
     assert how_a_script_goes_on(killed, 137, tmp_path) == f"; no checkpoint in {tmp_path} yet{itself}"
     last = tmp_path / "checkpoints" / "step-00000009"

@@ -50,7 +50,7 @@ def test_what_mpirun_takes_as_options_srun_ranks_find_in_the_environment() -> No
     job = LaunchJob((Host("n1", 2),), PROGRAM, (), interface="eth0")
     assert srun_environment(job, {"OMPI_MCA_pml": "ucx", "SLURM_NTASKS_PER_NODE": "2", "HOME": "/h"}) == {
         "OMPI_MCA_pml": "ucx",
-        "OMPI_MCA_btl": "^openib",
+        "OMPI_MCA_btl": "^openib,ofi",
         "OMPI_MCA_btl_tcp_if_include": "eth0",
         "HOME": "/h",
     }

@@ -318,6 +318,7 @@ def test_train_goes_on_when_it_is_started_again() -> None:
             "--launcher srun works inside a Slurm job only; leave it out",
         ),
         (["--launch-args=--hostfile F --min-ranks 20"], "give --max-restarts as well"),
+        (["--scheduler", "sge", "--cpus-per-rank", "4"], "--cpus-per-rank 4: Grid Engine counts slots"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,8 +28,10 @@ from speechdp.report.kit.utilisation import (
     draw_utilisation,
     utilisation_course,
 )
+from speechdp.report.runs.derived import sweep_figures
 from speechdp.report.runs.folders import read_run, read_sweep
 from speechdp.report.runs.samples import Samples, read_samples
+from speechdp.report.sweep.answer import find_answer, starting_kernels
 from speechdp.report.sweep.report import write_report
 from speechdp.timing.memory import memory_balance, peak_memory
 from tests.helpers.runs import MadeUpRun, realistic_sweep, write_run, write_sweep
@@ -210,3 +214,24 @@ def test_a_damaged_file_is_a_problem_not_an_error(tmp_path: Path) -> None:
         "timeline/samples-b.jsonl: holds no samples",
     ]
     assert read_run(run).samples == ()
+
+
+def test_a_gpu_that_waits_for_the_hosts_kernels_is_said_to(tmp_path: Path) -> None:
+    def said(gpu: float, core: float, *, gpus: bool = True) -> str:
+        found = sampled(tmp_path, [[gpu] * 30, [gpu + 10] * 30], gpus=gpus)
+        core_percent = np.full_like(found.cpu_percent, core)
+        core_percent[:10] = 5.0  # start and evaluation
+        return starting_kernels([dataclasses.replace(found, cpu_percent=core_percent)])
+
+    assert said(40, 101).startswith("a kernel runs on a GPU 45\u00a0% of the time, while")
+    assert "keeps a core busy (101\u00a0%)" in said(40, 101)
+    assert said(40, 60) == said(90, 101) == said(40, 101, gpus=False) == ""
+    assert said(math.nan, 101) == starting_kernels([]) == ""
+
+
+def test_the_answer_names_the_host_where_nothing_else_holds_a_run_back(tmp_path: Path) -> None:
+    run = write_run(MadeUpRun("a"), tmp_path)
+    path = write_samples(run, "a", [[30.0] * 40], gpus=True)
+    path.write_text(path.read_text().replace("[[0, 3.0", "[[0, 100.0"))
+    answer = find_answer(sweep_figures(read_sweep(tmp_path), None))
+    assert "held back by the host: a kernel runs" in answer.limit or "is the host: a kernel" in answer.limit
