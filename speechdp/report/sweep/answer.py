@@ -272,8 +272,8 @@ def starting_kernels(samples: Sequence[Samples]) -> str:
         return ""
     return (
         f"a kernel runs on a GPU {gpu:.0f}\u00a0% of the time, while the process that starts the kernels "
-        f"keeps a core busy ({core:.0f}\u00a0%). Larger batches (--batch-size) give each kernel more to do; a "
-        "faster GPU, or another --precision, would change little."
+        f"keeps a core busy ({core:.0f}\u00a0%). Larger batches (--batch-size) give each kernel more to do; "
+        "a faster GPU, or another --precision, would change little."
     )
 
 
