@@ -265,9 +265,10 @@ def _rank(process: Process, port: int, outputs: Sequence[Path]) -> int:
         ctypes.CDLL(os.environ["IOFAULT_SHIM"]).iofault_arm(process.order.encode())
     if process.spoilt:
         getattr(importlib.import_module("tests.faults.spoilt"), process.spoilt)()
-    from speechdp.cli.main import main  # noqa: PLC0415
+    from speechdp.cli import main  # noqa: PLC0415
 
-    main()
+    main.leave = sys.exit  # type: ignore[assignment]  # what is registered to be done at the end is the server's
+    main.main()
     return 0
 
 

@@ -57,6 +57,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     ) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["speechdp", *map(str, arguments)])
         monkeypatch.setattr(output, "_losses", {})
+        monkeypatch.setattr(main, "leave", sys.exit)  # this process stays
         for number in signals:
             signal.signal(number, signal.SIG_DFL)
         for descriptor, target in ((1, stdout), (2, stderr)):
